@@ -1,0 +1,1 @@
+"""Batches of named tensors: `DictTensor`, `TemporalDictTensor`, `Trajectories`."""

@@ -1,0 +1,268 @@
+"""What the three structures share: they are trees of tensors.
+
+A structure says what its tree is (`_tree`) and how it is made of one (`_from_tree`); copying, moving,
+comparing, converting and saving are then written once, for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from rlstructs.errors import MissingKeyError, SpecError
+from rlstructs.structures import files, interop
+from rlstructs.structures.interop import Tree, map_tree
+
+S = TypeVar("S", bound="Structure")
+
+
+class Structure:
+    """A tree of tensors that share their batch axis."""
+
+    # Tensors are mutable, so that equal content gives no stable hash.
+    __hash__ = None  # type: ignore[assignment]
+
+    def _tree(self) -> Tree:
+        """The tensors, without a copy: name -> tensor, or name -> such a mapping."""
+        raise NotImplementedError
+
+    @classmethod
+    def _from_tree(cls: type[S], tree: Tree) -> S:
+        """Makes a structure of a tree, and checks it."""
+        raise NotImplementedError
+
+    def n_elems(self) -> int:
+        """Number of rows, B."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return self.n_elems()
+
+    def _map(self: S, function: Callable[[torch.Tensor], torch.Tensor]) -> S:
+        return self._from_tree(map_tree(function, self._tree()))
+
+    def clone(self: S) -> S:
+        """A copy of every tensor; keeps the autograd link."""
+        return self._map(torch.clone)
+
+    def to(self: S, device: torch.device | str, non_blocking: bool = False) -> S:
+        """The same on a device. Tensors that are there already are shared, not copied.
+
+        Args:
+            device: where to.
+            non_blocking: lets a copy from pinned memory to a GPU overlap with what follows.
+        """
+        target = as_device(device)
+        return self._map(lambda tensor: tensor.to(target, non_blocking=non_blocking))
+
+    def pin_memory(self: S) -> S:
+        """A copy in page-locked host memory, from which copies to a GPU are asynchronous.
+
+        Raises:
+            RuntimeError: torch sees no accelerator.
+        """
+        return self._map(torch.Tensor.pin_memory)
+
+    def share_memory_(self: S) -> S:
+        """Moves every tensor to shared memory, in place; returns itself."""
+        map_tree(torch.Tensor.share_memory_, self._tree())
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        """Equal content: same class, names, shapes, dtypes and values, NaN equal to NaN."""
+        if type(other) is not type(self):
+            return NotImplemented
+        return _equal_trees(self._content(), other._content())
+
+    def _content(self) -> Tree:
+        """The part of the tree that `==` compares."""
+        return self._tree()
+
+    def numpy(self, view: bool = False) -> dict[str, Any]:
+        """The tensors as numpy arrays: `{name: array}`, `lengths` among them where there are any.
+
+        Args:
+            view: share memory with tensors that are on the CPU, in place of a copy.
+        """
+        return interop.to_numpy(self._tree(), view)
+
+    def jax(self) -> dict[str, Any]:
+        """The tensors as jax arrays, private copies.
+
+        Raises:
+            SpecError: an integer does not fit, where jax is limited to 32 bits.
+        """
+        return interop.to_jax(self._tree())
+
+    def warp(self, view: bool = False) -> dict[str, Any]:
+        """The tensors as warp arrays.
+
+        Args:
+            view: share memory with the tensors, in place of a copy.
+
+        Raises:
+            SpecError: a tensor has more than warp's 4 axes.
+        """
+        return interop.to_warp(self._tree(), view)
+
+    @classmethod
+    def from_numpy(cls: type[S], arrays: Mapping[str, Any], *, view: bool = False) -> S:
+        """Made of numpy arrays, as `numpy()` gives them. Copies, unless `view`."""
+        return cls._from_tree(interop.from_numpy(arrays, view))
+
+    @classmethod
+    def from_jax(cls: type[S], arrays: Mapping[str, Any]) -> S:
+        """Made of jax arrays, as `jax()` gives them; copies."""
+        return cls._from_tree(interop.from_jax(arrays))
+
+    @classmethod
+    def from_warp(cls: type[S], arrays: Mapping[str, Any], *, view: bool = False) -> S:
+        """Made of warp arrays, as `warp()` gives them. Copies, unless `view`."""
+        return cls._from_tree(interop.from_warp(arrays, view))
+
+    def to_tensordict(self) -> Any:
+        """A `tensordict.TensorDict` of the same tensors, without a copy; batch size (B,).
+
+        Keys are split at `/` into nested ones. Needs the extra `tensordict`.
+        """
+        return interop.to_tensordict(self._tree(), self.n_elems())
+
+    @classmethod
+    def from_tensordict(cls: type[S], tensordict: Any) -> S:
+        """Made of the tensors of a `tensordict.TensorDict`, without a copy."""
+        return cls._from_tree(interop.from_tensordict(tensordict))
+
+    def save(self, path: str | Path) -> None:
+        """Writes a file; a file that was there stays whole until the new one is.
+
+        Args:
+            path: ends in `.npz`, `.pt` or `.h5` (which needs the extra `hdf5`).
+
+        Raises:
+            FileError: the ending is another one.
+        """
+        files.save(path, type(self).__name__, self._tree())
+
+    @classmethod
+    def load(cls: type[S], path: str | Path) -> S:
+        """Reads what `save` wrote. Executes nothing that the file says.
+
+        Raises:
+            FileError: the file is not ours, damaged, or holds another class.
+        """
+        return cls._from_tree(files.load(path, cls.__name__))
+
+
+class TensorMap(Structure):
+    """A structure that is a mapping, name -> tensor."""
+
+    _tensors: dict[str, torch.Tensor]
+
+    def keys(self) -> Any:
+        """The names, in the order in which they were given."""
+        return self._tensors.keys()
+
+    def values(self) -> Any:
+        """The tensors."""
+        return self._tensors.values()
+
+    def items(self) -> Any:
+        """Pairs of name and tensor."""
+        return self._tensors.items()
+
+    def empty(self) -> bool:
+        """Whether there is no tensor. One that has tensors with 0 rows is not empty."""
+        return not self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._tensors
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        try:
+            return self._tensors[key]
+        except KeyError:
+            raise missing_key(type(self).__name__, key, self._tensors) from None
+
+    def _picked(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+        if isinstance(keys, str):
+            raise TypeError(f"get takes a list of keys, got the string {keys!r}; use [{keys!r}] for one tensor")
+        return {key: self[key] for key in keys}
+
+
+def flatten(mapping: Mapping[str, Any], owner: str) -> dict[str, torch.Tensor]:
+    """A flat copy of a mapping: nested ones give keys joined with `/`.
+
+    Raises:
+        TypeError: a key is no string, or a value no tensor.
+    """
+    flat: dict[str, torch.Tensor] = {}
+    for key, value in mapping.items():
+        if isinstance(value, torch.Tensor):
+            _put(flat, key, value, owner)
+        elif isinstance(value, (Mapping, TensorMap)):
+            for name, tensor in flatten(value, owner).items():
+                _put(flat, f"{key}/{name}", tensor, owner)
+        else:
+            raise TypeError(f"{owner}: {key!r} must be a torch.Tensor, got {type(value).__name__}")
+    return flat
+
+
+def _put(flat: dict[str, torch.Tensor], key: str, tensor: torch.Tensor, owner: str) -> None:
+    if type(key) is not str:
+        raise TypeError(f"{owner}: a key must be a string, got {key!r}")
+    if key in flat:
+        raise SpecError(f"{owner}: key {key!r} is given twice")
+    flat[key] = tensor
+
+
+def missing_key(owner: str, key: object, present: Iterable[str]) -> MissingKeyError:
+    """The error for a key that is not there."""
+    return MissingKeyError(f"{owner}: no key {key!r}, there are {sorted(present)}")
+
+
+def check_same_keys(owner: str, wanted: Iterable[str], got: Iterable[str]) -> None:
+    """Raises MissingKeyError or SpecError unless two sets of keys are the same."""
+    wanted, got = set(wanted), set(got)
+    if wanted - got:
+        raise MissingKeyError(f"{owner}: key(s) {sorted(wanted - got)} are missing, got {sorted(got)}")
+    if got - wanted:
+        raise SpecError(f"{owner}: unknown key(s) {sorted(got - wanted)}, expected {sorted(wanted)}")
+
+
+def as_device(device: torch.device | str) -> torch.device:
+    """A device as tensors name theirs: "cuda" is the current cuda device."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def show(tensor: torch.Tensor) -> str:
+    """Shape and dtype in short: `(3, 2) float32`."""
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _equal_trees(mine: Tree, theirs: Tree) -> bool:
+    if mine.keys() != theirs.keys():
+        return False
+    return all(
+        _equal_trees(value, theirs[key]) if isinstance(value, Mapping) else equal(value, theirs[key])
+        for key, value in mine.items()
+    )
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Same shape, dtype and values, NaN equal to NaN; on whatever devices."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    b = b.to(a.device)
+    same = a == b
+    if a.dtype.is_floating_point or a.dtype.is_complex:
+        same |= a.isnan() & b.isnan()
+    return bool(same.all())

@@ -1,0 +1,254 @@
+"""`DictTensor`: named tensors over one batch axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlstructs.errors import SpecError
+from rlstructs.structures.base import TensorMap, check_same_keys, flatten, show
+
+Index = Any  # int, list of ints, long tensor, bool mask, numpy array or slice
+
+
+class DictTensor(TensorMap):
+    """An ordered map name -> tensor whose axis 0 is the batch.
+
+    The mapping is copied, the tensors are not. Nested mappings are flattened: `{"a": {"b": t}}` has
+    the key `a/b`. Tensors without axes (losses) are allowed beside or in place of batched ones.
+
+    Args:
+        tensors: name -> tensor (B, ...). None is an empty one.
+
+    Raises:
+        TypeError: a value is no tensor.
+        SpecError: a tensor has another batch size or device than the first; the message names it.
+
+    Example:
+        >>> d = DictTensor({"x": torch.zeros(3, 2), "y": torch.arange(3)})
+        >>> d
+        DictTensor(n_elems=3, device=cpu, x=(3, 2) float32, y=(3,) int64)
+        >>> d.index([2, 0])["y"]
+        tensor([2, 0])
+        >>> d.slice(0, 2).n_elems()
+        2
+    """
+
+    def __init__(self, tensors: Mapping[str, Any] | TensorMap | None = None) -> None:
+        self._tensors = {} if tensors is None else flatten(tensors, "DictTensor")
+        self._check()
+
+    @classmethod
+    def trusted(cls, tensors: dict[str, torch.Tensor]) -> DictTensor:
+        """Wraps a flat dict that is known to be right, as it is: for hot loops."""
+        made = cls.__new__(cls)
+        made._tensors = tensors
+        return made
+
+    def _check(self) -> None:
+        first, n_elems = None, None
+        for key, tensor in self._tensors.items():
+            if first is None:
+                first = key
+                device = tensor.device
+            elif tensor.device != device:
+                raise SpecError(
+                    f"DictTensor: {key!r} is on {tensor.device}, expected {device} (from {first!r})"
+                )
+            if tensor.ndim:
+                if n_elems is None:
+                    n_elems, source = tensor.shape[0], key
+                elif tensor.shape[0] != n_elems:
+                    raise SpecError(
+                        f"DictTensor: {key!r} has batch size {tensor.shape[0]}, expected {n_elems} (from {source!r})"
+                    )
+
+    def _tree(self) -> dict[str, torch.Tensor]:
+        return self._tensors
+
+    @classmethod
+    def _from_tree(cls, tree: Mapping[str, Any]) -> DictTensor:
+        return cls(tree)
+
+    def n_elems(self) -> int:
+        """Number of rows, B; 0 when empty or when no tensor has an axis."""
+        return next((tensor.shape[0] for tensor in self._tensors.values() if tensor.ndim), 0)
+
+    def device(self) -> torch.device | None:
+        """The tensors' device, None when empty."""
+        return next((tensor.device for tensor in self._tensors.values()), None)
+
+    def specs(self) -> dict[str, dict[str, Any]]:
+        """`{name: {"size": shape without the batch axis, "dtype": dtype}}`."""
+        return {key: {"size": t.shape[1:], "dtype": t.dtype} for key, t in self._tensors.items()}
+
+    def get(self, keys: Iterable[str], clone: bool = False) -> DictTensor:
+        """Only these tensors, shared with this object unless `clone`.
+
+        Raises:
+            MissingKeyError: a key is not there.
+        """
+        picked = DictTensor.trusted(self._picked(keys))
+        return picked.clone() if clone else picked
+
+    def set(self, key: str, value: torch.Tensor) -> None:
+        """Adds or replaces a tensor (B, ...), in place. An empty object takes any.
+
+        Raises:
+            TypeError: the value is no tensor.
+            SpecError: it has another batch size or device; nothing has changed then.
+        """
+        self._tensors = DictTensor({**self._tensors, key: value})._tensors
+
+    def index(self, index: Index) -> DictTensor:
+        """The rows at `index`.
+
+        Args:
+            index: an int drops the batch axis; a slice gives views; a list, a long tensor or a bool
+                mask (B,) gives a copy.
+        """
+        index = _as_index(index)
+        return DictTensor.trusted({key: tensor[index] for key, tensor in self._tensors.items()})
+
+    def slice(self, index_from: int, index_to: int | None = None) -> DictTensor:
+        """Rows `index_from` to `index_to - 1`, views; with one argument that row, without the batch axis."""
+        return self.index(index_from if index_to is None else slice(index_from, index_to))
+
+    def unfold(self) -> list[DictTensor]:
+        """B objects of one row each (the batch axis is kept), views."""
+        return [self.slice(row, row + 1) for row in range(self.n_elems())]
+
+    @staticmethod
+    def cat(items: Iterable[DictTensor]) -> DictTensor:
+        """All rows one after another, a copy. Dtypes are promoted as `torch.cat` does.
+
+        Raises:
+            MissingKeyError, SpecError: the items have not all the same keys.
+        """
+        parts = list(items)
+        if not parts:
+            return DictTensor()
+        for number, part in enumerate(parts):
+            check_same_keys(f"DictTensor.cat: item {number}", parts[0].keys(), part.keys())
+        return DictTensor({key: torch.cat([part[key] for part in parts]) for key in parts[0].keys()})
+
+    def prepend_key(self, prefix: str) -> DictTensor:
+        """The same tensors with `prefix` before each name."""
+        return DictTensor.trusted({prefix + key: tensor for key, tensor in self._tensors.items()})
+
+    def truncate_key(self, prefix: str) -> DictTensor:
+        """Only the tensors whose name starts with `prefix`, which is taken off."""
+        return DictTensor.trusted(
+            {key[len(prefix) :]: tensor for key, tensor in self._tensors.items() if key.startswith(prefix)}
+        )
+
+    def __add__(self, other: DictTensor) -> DictTensor:
+        """The tensors of both, shared with both.
+
+        Raises:
+            SpecError: a name is in both, or batch sizes or devices differ.
+        """
+        if not isinstance(other, DictTensor):
+            return NotImplemented
+        if both := self._tensors.keys() & other._tensors.keys():
+            raise SpecError(f"DictTensor: key(s) {sorted(both)} are on both sides of +")
+        return DictTensor({**self._tensors, **other._tensors})
+
+    def copy_(self, source: DictTensor, source_index: torch.Tensor, destination_index: torch.Tensor) -> None:
+        """Writes rows of `source` into own rows, in place, for every own key.
+
+        Args:
+            source: has at least the keys of this object, of the same dtypes and row shapes.
+            source_index: long (K,), which rows.
+            destination_index: long (K,), where to.
+
+        Raises:
+            MissingKeyError, SpecError: and nothing has changed.
+        """
+        check_copy("DictTensor.copy_", self, source, source_index, destination_index)
+        for key, tensor in self._tensors.items():
+            tensor[destination_index] = source[key][source_index].to(tensor.device)
+
+    def __repr__(self) -> str:
+        shown = [f"n_elems={self.n_elems()}", f"device={self.device()}"]
+        return f"DictTensor({', '.join(shown + [f'{key}={show(t)}' for key, t in self.items()])})"
+
+
+def _as_index(index: Index) -> Any:
+    if isinstance(index, np.ndarray):
+        index = torch.from_numpy(index)
+    if isinstance(index, (list, tuple, range)):
+        index = torch.tensor(list(index), dtype=None if len(index) else torch.long)
+    if isinstance(index, torch.Tensor) and (index.is_floating_point() or index.is_complex()):
+        raise IndexError(f"an index must be integers, a bool mask or a slice, got {index.dtype}")
+    return index
+
+
+def check_copy(
+    owner: str,
+    target: TensorMap,
+    source: TensorMap,
+    source_index: torch.Tensor,
+    destination_index: torch.Tensor,
+) -> None:
+    """Raises unless rows of `source` can be written into rows of `target`."""
+    if source_index.shape != destination_index.shape or source_index.ndim != 1:
+        raise SpecError(
+            f"{owner}: the two indexes must be of one size (K,), "
+            f"got {tuple(source_index.shape)} and {tuple(destination_index.shape)}"
+        )
+    for name, rows, index in (
+        ("source", source.n_elems(), source_index),
+        ("destination", target.n_elems(), destination_index),
+    ):
+        if len(index) and not (-rows <= int(index.min()) and int(index.max()) < rows):
+            raise IndexError(f"{owner}: a {name} index is out of range for {rows} rows")
+    axes = 1 if isinstance(target, DictTensor) else 2
+    for key, tensor in target.items():
+        other = source[key]
+        if other.dtype != tensor.dtype or other.shape[axes:] != tensor.shape[axes:]:
+            raise SpecError(f"{owner}: {key!r} is {show(other)} in the source, expected {show(tensor)}")
+
+
+def masked_tensor(tensor0: torch.Tensor, tensor1: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Row b of `tensor1` where `mask[b]`, of `tensor0` elsewhere; a new tensor.
+
+    Exact for every dtype: what is not selected has no influence, NaN included.
+
+    Args:
+        tensor0: (B, ...).
+        tensor1: the same shape and dtype.
+        mask: (B,), bool, or numbers that are 0 or 1.
+
+    Raises:
+        SpecError: shapes or dtypes differ, or the mask is of another size or holds other numbers.
+
+    Example:
+        >>> masked_tensor(torch.tensor([1, 2, 3]), torch.tensor([10, 20, 30]), torch.tensor([0, 1, 0]))
+        tensor([ 1, 20,  3])
+    """
+    if tensor0.shape != tensor1.shape or tensor0.dtype != tensor1.dtype:
+        raise SpecError(f"masked_tensor: tensor1 is {show(tensor1)}, expected {show(tensor0)} as tensor0")
+    if mask.ndim != 1 or tensor0.ndim == 0 or mask.shape[0] != tensor0.shape[0]:
+        raise SpecError(f"masked_tensor: mask is {show(mask)}, expected one value per row of {show(tensor0)}")
+    if mask.dtype != torch.bool:
+        chosen = mask != 0
+        if not bool((~chosen | (mask == 1)).all()):
+            raise SpecError("masked_tensor: mask must be bool, or hold only 0 and 1")
+        mask = chosen
+    return torch.where(mask.view(-1, *[1] * (tensor0.ndim - 1)), tensor1, tensor0)
+
+
+def masked_dicttensor(dicttensor0: DictTensor, dicttensor1: DictTensor, mask: torch.Tensor) -> DictTensor:
+    """`masked_tensor` of every key; two empty ones give an empty one.
+
+    Raises:
+        MissingKeyError, SpecError: the keys differ, or what `masked_tensor` refuses.
+    """
+    check_same_keys("masked_dicttensor: dicttensor1", dicttensor0.keys(), dicttensor1.keys())
+    return DictTensor.trusted(
+        {key: masked_tensor(tensor, dicttensor1[key], mask) for key, tensor in dicttensor0.items()}
+    )

@@ -1,0 +1,157 @@
+"""Handing tensors to numpy, jax, warp and tensordict, and taking them back.
+
+What leaves is private memory unless a view is asked for by name: on a CPU several of these libraries
+alias host memory without saying so. Each is imported when it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlstructs.errors import SpecError
+
+Tree = dict[str, Any]  # name -> tensor, or name -> Tree
+
+WARP_MAX_AXES = 4
+
+
+def map_tree(function: Callable[[Any], Any], tree: Mapping[str, Any]) -> Tree:
+    """The same tree of what `function` makes of each leaf."""
+    return {
+        name: map_tree(function, leaf) if isinstance(leaf, Mapping) else function(leaf)
+        for name, leaf in tree.items()
+    }
+
+
+def _map_named(function: Callable[[str, Any], Any], tree: Mapping[str, Any]) -> Tree:
+    return {
+        name: _map_named(function, leaf) if isinstance(leaf, Mapping) else function(name, leaf)
+        for name, leaf in tree.items()
+    }
+
+
+def to_numpy(tree: Tree, view: bool) -> Tree:
+    def convert(name: str, tensor: torch.Tensor) -> np.ndarray:
+        if tensor.dtype == torch.bfloat16:
+            raise SpecError(f"{name!r} is bfloat16, which numpy has not; convert it to float32 first")
+        host = tensor.detach().cpu()
+        # Not .numpy().copy(): that keeps the order of a transposed tensor.
+        return host.numpy() if view else np.array(host.numpy(), order="C")
+
+    return _map_named(convert, tree)
+
+
+def from_numpy(arrays: Mapping[str, Any], view: bool) -> Tree:
+    def convert(name: str, array: Any) -> torch.Tensor:
+        array = np.asarray(array)
+        if array.dtype.hasobject or array.dtype.kind not in "biufc":
+            raise SpecError(f"{name!r} has dtype {array.dtype}, which torch has not")
+        if view:
+            return torch.from_numpy(array)
+        return torch.from_numpy(np.array(array, order="C", dtype=array.dtype.newbyteorder("=")))
+
+    return _map_named(convert, arrays)
+
+
+def to_jax(tree: Tree) -> Tree:
+    import jax
+    import jax.numpy as jnp
+
+    def convert(name: str, tensor: torch.Tensor) -> Any:
+        host = tensor.detach().cpu()
+        if host.dtype == torch.bfloat16:
+            return jnp.array(host.float().numpy(), dtype=jnp.bfloat16)
+        array = host.numpy()
+        if array.dtype in (np.int64, np.uint64) and not jax.config.jax_enable_x64:
+            array = _as_32_bits(name, array)
+        # jnp.array copies; device_put would alias aligned host memory.
+        return jnp.array(array)
+
+    return _map_named(convert, tree)
+
+
+def _as_32_bits(name: str, array: np.ndarray) -> np.ndarray:
+    narrow = np.dtype(np.int32 if array.dtype.kind == "i" else np.uint32)
+    limits = np.iinfo(narrow)
+    if array.size and (array.min() < limits.min or array.max() > limits.max):
+        raise SpecError(
+            f"{name!r} holds values that do not fit {narrow}, to which jax limits integers; set jax_enable_x64"
+        )
+    return array.astype(narrow)
+
+
+def from_jax(arrays: Mapping[str, Any]) -> Tree:
+    def convert(array: Any) -> torch.Tensor:
+        host = np.array(array, order="C")
+        if host.dtype.name == "bfloat16":
+            return torch.from_numpy(host.astype(np.float32)).bfloat16()
+        return torch.from_numpy(host)
+
+    return map_tree(convert, arrays)
+
+
+def to_warp(tree: Tree, view: bool) -> Tree:
+    wp = _warp()
+
+    def convert(name: str, tensor: torch.Tensor) -> Any:
+        if tensor.ndim > WARP_MAX_AXES:
+            raise SpecError(
+                f"{name!r} has {tensor.ndim} axes, warp arrays have at most {WARP_MAX_AXES}; flatten it first"
+            )
+        source = tensor.detach() if view else tensor.detach().clone(memory_format=torch.contiguous_format)
+        return wp.from_torch(source)  # keeps `source` alive
+
+    return _map_named(convert, tree)
+
+
+def from_warp(arrays: Mapping[str, Any], view: bool) -> Tree:
+    wp = _warp()
+    return map_tree(lambda array: wp.to_torch(array) if view else wp.to_torch(array).clone(), arrays)
+
+
+def to_tensordict(tree: Tree, n_elems: int) -> Any:
+    from tensordict import TensorDict
+
+    flat = TensorDict(_nested(tree), batch_size=[])
+    if all(tensor.ndim > 0 for tensor in flat.values(include_nested=True, leaves_only=True)):
+        flat.batch_size = [n_elems]
+    return flat
+
+
+def _nested(tree: Tree) -> Tree:
+    nested: Tree = {}
+    for name, leaf in tree.items():
+        *parents, last = name.split("/")
+        inner = nested
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+            if not isinstance(inner, dict):
+                raise SpecError(f"{name!r} cannot be nested: {parent!r} is a tensor itself")
+        if last in inner:
+            raise SpecError(f"{name!r} cannot be nested: it is a tensor and a group of tensors")
+        inner[last] = _nested(leaf) if isinstance(leaf, Mapping) else leaf
+    return nested
+
+
+def from_tensordict(tensordict: Any) -> Tree:
+    return {
+        name: from_tensordict(leaf) if not isinstance(leaf, torch.Tensor) else leaf
+        for name, leaf in tensordict.items()
+    }
+
+
+def _warp() -> Any:
+    import warp as wp
+
+    # Its start-up text, and its warning where there is no GPU, would land in a program's own output.
+    level = wp.config.log_level
+    wp.config.log_level = wp.LOG_ERROR
+    try:
+        wp.init()
+    finally:
+        wp.config.log_level = level
+    return wp

@@ -1,0 +1,300 @@
+"""`TemporalDictTensor`: named tensors over a batch and a time axis, with a length for each row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import reduce
+from typing import Any
+
+import torch
+
+from rlstructs.errors import SpecError
+from rlstructs.structures.base import TensorMap, check_same_keys, flatten, show
+from rlstructs.structures.dict_tensor import DictTensor, Index, check_copy
+
+LENGTHS = "lengths"
+
+
+class TemporalDictTensor(TensorMap):
+    """A map name -> tensor (B, T, ...) and `lengths`, int64 (B,).
+
+    Positions t >= lengths[b] are padding. The mapping is copied, the tensors are not.
+
+    Args:
+        tensors: name -> tensor (B, T, ...); nested mappings are flattened to keys joined with `/`.
+        lengths: int64 (B,), each in [0, T]; None when every row is full.
+
+    Raises:
+        TypeError: a value is no tensor.
+        SpecError: batch sizes, numbers of timesteps, devices or lengths do not fit; names the key.
+
+    Example:
+        >>> m = TemporalDictTensor({"y": torch.arange(12).view(3, 4)}, torch.tensor([2, 4, 1]))
+        >>> m
+        TemporalDictTensor(n_elems=3, n_timesteps=4, lengths=1..4, device=cpu, y=(3, 4) int64)
+        >>> m.mask()[0]
+        tensor([1., 1., 0., 0.])
+        >>> rows, index = m.masked_temporal_index(1)
+        >>> rows["y"], index
+        (tensor([1, 5]), tensor([0, 1]))
+    """
+
+    lengths: torch.Tensor
+
+    def __init__(
+        self, tensors: Mapping[str, Any] | TensorMap | None = None, lengths: torch.Tensor | None = None
+    ) -> None:
+        self._tensors = {} if tensors is None else flatten(tensors, "TemporalDictTensor")
+        first = next(iter(self._tensors.values()), None)
+        if lengths is None:
+            lengths = _full_lengths(first)
+        self.lengths = lengths
+        self._check()
+
+    def _check(self) -> None:
+        lengths, first = self.lengths, next(iter(self._tensors), None)
+        if not isinstance(lengths, torch.Tensor) or lengths.dtype != torch.int64 or lengths.ndim != 1:
+            got = show(lengths) if isinstance(lengths, torch.Tensor) else type(lengths).__name__
+            raise SpecError(f"TemporalDictTensor: lengths must be int64 (B,), got {got}")
+        if LENGTHS in self._tensors:
+            raise SpecError(f"TemporalDictTensor: no tensor may be called {LENGTHS!r}")
+        for key, tensor in self._tensors.items():
+            if tensor.device != lengths.device:
+                raise SpecError(
+                    f"TemporalDictTensor: {key!r} is on {tensor.device}, expected {lengths.device} (from lengths)"
+                )
+            wanted = (lengths.shape[0], self._tensors[str(first)].shape[1] if tensor.ndim > 1 else "T")
+            if tensor.ndim < 2 or tuple(tensor.shape[:2]) != wanted:
+                raise SpecError(
+                    f"TemporalDictTensor: {key!r} has shape {tuple(tensor.shape)}, expected "
+                    f"({wanted[0]}, {wanted[1]}, ...) (from lengths and {first!r})"
+                )
+        if first is not None and lengths.numel():
+            low, high = int(lengths.min()), int(lengths.max())
+            if low < 0 or high > self.n_timesteps():
+                raise SpecError(
+                    f"TemporalDictTensor: lengths must lie in [0, {self.n_timesteps()}], got {low}..{high}"
+                )
+
+    def _tree(self) -> dict[str, torch.Tensor]:
+        return {**self._tensors, LENGTHS: self.lengths}
+
+    @classmethod
+    def _from_tree(cls, tree: Mapping[str, Any]) -> TemporalDictTensor:
+        lengths = tree.get(LENGTHS)
+        if isinstance(lengths, torch.Tensor) and lengths.dtype == torch.int32:
+            lengths = lengths.long()  # jax has 32 bits only, unless told
+        return cls({key: leaf for key, leaf in tree.items() if key != LENGTHS}, lengths)
+
+    def _content(self) -> dict[str, torch.Tensor]:
+        """With the padding, which is undefined, as zeros."""
+        return self.zero_padding()._tree()
+
+    def _like(self, tensors: dict[str, torch.Tensor], lengths: torch.Tensor) -> TemporalDictTensor:
+        made = TemporalDictTensor.__new__(TemporalDictTensor)
+        made._tensors, made.lengths = tensors, lengths
+        return made
+
+    def n_elems(self) -> int:
+        """Number of rows, B."""
+        return self.lengths.shape[0]
+
+    def n_timesteps(self) -> int:
+        """Size of the time axis, T; without tensors the longest length."""
+        for tensor in self._tensors.values():
+            return tensor.shape[1]
+        return int(self.lengths.max()) if self.lengths.numel() else 0
+
+    def device(self) -> torch.device:
+        """The device of the lengths, which is that of the tensors."""
+        return self.lengths.device
+
+    def specs(self) -> dict[str, dict[str, Any]]:
+        """`{name: {"size": shape without batch and time axis, "dtype": dtype}}`."""
+        return {key: {"size": t.shape[2:], "dtype": t.dtype} for key, t in self._tensors.items()}
+
+    def mask(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """(B, T): 1 where t < lengths[b], 0 in the padding."""
+        steps = torch.arange(self.n_timesteps(), device=self.device())
+        return (steps[None] < self.lengths[:, None]).to(dtype)
+
+    def full(self) -> bool:
+        """Whether no row has padding: every length is T."""
+        return bool((self.lengths == self.n_timesteps()).all())
+
+    def zero_padding(self) -> TemporalDictTensor:
+        """The same with zeros in the padding, a copy where there is any."""
+        if self.full():
+            return self
+        mask = self.mask(torch.bool)
+        zeroed = {
+            key: torch.where(mask.view(*mask.shape, *[1] * (t.ndim - 2)), t, torch.zeros_like(t))
+            for key, t in self._tensors.items()
+        }
+        return self._like(zeroed, self.lengths)
+
+    def get(self, keys: Iterable[str], clone: bool = False) -> TemporalDictTensor:
+        """Only these tensors, shared with this object unless `clone`."""
+        picked = self._like(self._picked(keys), self.lengths)
+        return picked.clone() if clone else picked
+
+    def set(self, key: str, value: torch.Tensor) -> None:
+        """Adds or replaces a tensor (B, T, ...), in place.
+
+        Raises:
+            TypeError, SpecError: it does not fit; nothing has changed then.
+        """
+        new = self.empty() and self.lengths.numel() == 0
+        made = TemporalDictTensor({**self._tensors, key: value}, None if new else self.lengths)
+        self._tensors, self.lengths = made._tensors, made.lengths
+
+    def index(self, index: Index) -> TemporalDictTensor:
+        """The rows at `index`: an int keeps the batch axis (1 x T); otherwise as `DictTensor.index`."""
+        if isinstance(index, int):
+            index = slice(self._row(index), self._row(index) + 1)
+        rows = DictTensor.trusted(self._tree()).index(index)
+        return self._like({key: rows[key] for key in self._tensors}, rows[LENGTHS])
+
+    def slice(self, index_from: int, index_to: int | None = None) -> TemporalDictTensor:
+        """Rows `index_from` to `index_to - 1`, views; with one argument that row, as 1 x T."""
+        return self.index(index_from if index_to is None else slice(index_from, index_to))
+
+    def _row(self, row: int) -> int:
+        if not -self.n_elems() <= row < self.n_elems():
+            raise IndexError(f"row {row} is out of range for {self.n_elems()} rows")
+        return row % self.n_elems()
+
+    def unfold(self) -> list[TemporalDictTensor]:
+        """B objects of 1 x T, views."""
+        return [self.slice(row) for row in range(self.n_elems())]
+
+    def shorten(self) -> TemporalDictTensor:
+        """Without the timesteps that are padding in every row; views."""
+        longest = int(self.lengths.max()) if self.lengths.numel() else 0
+        return self._like({key: t[:, :longest] for key, t in self._tensors.items()}, self.lengths)
+
+    def temporal_slice(self, time_from: int, time_to: int) -> TemporalDictTensor:
+        """Timesteps `time_from` to `time_to - 1` of every row, views, with the lengths that remain.
+
+        Raises:
+            SpecError: unless 0 <= time_from <= time_to.
+        """
+        if not 0 <= time_from <= time_to:
+            raise SpecError(f"temporal_slice: needs 0 <= from <= to, got {time_from} and {time_to}")
+        time_to = min(time_to, max(time_from, self.n_timesteps()))
+        lengths = (self.lengths - time_from).clamp(0, time_to - time_from)
+        return self._like({key: t[:, time_from:time_to] for key, t in self._tensors.items()}, lengths)
+
+    def temporal_index(self, t: int) -> DictTensor:
+        """All B rows at time t, padding included, views. Negative counts from the end of the axis."""
+        return DictTensor.trusted({key: tensor[:, t] for key, tensor in self._tensors.items()})
+
+    def temporal_multi_index(self, times: torch.Tensor) -> DictTensor:
+        """Row b at time `times[b]`, a copy; `lengths - 1` gives the last valid step.
+
+        Args:
+            times: long (B,), or one time for all.
+        """
+        times = times.reshape(1) if times.ndim == 0 else times
+        if times.shape[0] not in (1, self.n_elems()):
+            raise IndexError(f"temporal_multi_index: needs {self.n_elems()} times, got {times.shape[0]}")
+        rows = torch.arange(self.n_elems(), device=self.device())
+        return DictTensor.trusted({key: tensor[rows, times] for key, tensor in self._tensors.items()})
+
+    def masked_temporal_index(self, t: int) -> tuple[DictTensor, torch.Tensor]:
+        """The rows that are still valid at time t, and their row numbers.
+
+        Returns:
+            A DictTensor of B' rows, a copy, and int64 (B',), ascending. t >= T gives 0 rows.
+        """
+        if t < 0:
+            raise IndexError(f"masked_temporal_index: t must not be negative, got {t}")
+        rows = torch.nonzero(self.lengths > t).flatten()
+        step = min(t, self.n_timesteps() - 1)
+        if step < 0:
+            return DictTensor.trusted({key: x.flatten(0, 1) for key, x in self._tensors.items()}), rows
+        return DictTensor.trusted({key: x[rows, step] for key, x in self._tensors.items()}), rows
+
+    def expand(self, n_elems: int) -> TemporalDictTensor:
+        """A copy with rows of length 0, zeros, appended up to `n_elems` rows."""
+        missing = n_elems - self.n_elems()
+        if missing < 0:
+            raise SpecError(f"expand: has {self.n_elems()} rows, cannot have {n_elems}")
+        grown = {
+            key: torch.cat([t, t.new_zeros(missing, *t.shape[1:])]) for key, t in self._tensors.items()
+        }
+        return self._like(grown, torch.cat([self.lengths, self.lengths.new_zeros(missing)]))
+
+    @staticmethod
+    def cat(items: Iterable[TemporalDictTensor]) -> TemporalDictTensor:
+        """All rows one after another, a copy; shorter ones are padded with zeros to the longest T.
+
+        Raises:
+            MissingKeyError, SpecError: the items have not all the same keys.
+        """
+        parts = list(items)
+        if not parts:
+            return TemporalDictTensor()
+        for number, part in enumerate(parts):
+            check_same_keys(f"TemporalDictTensor.cat: item {number}", parts[0].keys(), part.keys())
+        tensors = {key: _cat_padded(key, [part[key] for part in parts]) for key in parts[0].keys()}
+        return TemporalDictTensor(tensors, torch.cat([part.lengths for part in parts]))
+
+    def copy_(
+        self, source: TemporalDictTensor, source_index: torch.Tensor, destination_index: torch.Tensor
+    ) -> None:
+        """Writes rows of `source`, and their lengths, into own rows, in place.
+
+        Each row is copied up to its own length; the rest of the row becomes zeros.
+
+        Args:
+            source: has at least the keys of this object, of the same dtypes and trailing shapes.
+            source_index: long (K,), which rows.
+            destination_index: long (K,), where to.
+
+        Raises:
+            MissingKeyError, SpecError: also when a row is longer than T here; nothing has changed.
+        """
+        check_copy("TemporalDictTensor.copy_", self, source, source_index, destination_index)
+        rows = source.index(source_index).zero_padding().shorten()
+        if not self.empty() and rows.n_timesteps() > self.n_timesteps():
+            raise SpecError(
+                f"TemporalDictTensor.copy_: a row has {rows.n_timesteps()} steps, there is room for {self.n_timesteps()}"
+            )
+        for key, tensor in self._tensors.items():
+            block = tensor.new_zeros(len(source_index), *tensor.shape[1:])
+            block[:, : rows.n_timesteps()] = rows[key]
+            tensor[destination_index] = block
+        self.lengths[destination_index] = rows.lengths.to(self.device())
+
+    def __repr__(self) -> str:
+        low, high = (int(self.lengths.min()), int(self.lengths.max())) if len(self) else (0, 0)
+        shown = [f"n_elems={self.n_elems()}", f"n_timesteps={self.n_timesteps()}", f"lengths={low}..{high}"]
+        shown += [f"device={self.device()}", *(f"{key}={show(t)}" for key, t in self.items())]
+        return f"TemporalDictTensor({', '.join(shown)})"
+
+
+def _full_lengths(tensor: torch.Tensor | None) -> torch.Tensor:
+    if tensor is None:
+        return torch.zeros(0, dtype=torch.int64)
+    if tensor.ndim < 2:
+        raise SpecError(f"TemporalDictTensor: a tensor has shape {tuple(tensor.shape)}, expected (B, T, ...)")
+    return torch.full((tensor.shape[0],), tensor.shape[1], dtype=torch.int64, device=tensor.device)
+
+
+def _cat_padded(key: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+    first, n_timesteps = tensors[0], max(tensor.shape[1] for tensor in tensors)
+    for tensor in tensors:
+        if tensor.shape[2:] != first.shape[2:]:
+            raise SpecError(f"TemporalDictTensor.cat: {key!r} is {show(tensor)}, expected {show(first)} but for B, T")
+    if all(tensor.shape[1] == n_timesteps for tensor in tensors):
+        return torch.cat(tensors)
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    n_elems = sum(tensor.shape[0] for tensor in tensors)
+    whole, row = first.new_zeros(n_elems, n_timesteps, *first.shape[2:], dtype=dtype), 0
+    for tensor in tensors:
+        whole[row : row + tensor.shape[0], : tensor.shape[1]] = tensor
+        row += tensor.shape[0]
+    return whole
+
+

@@ -1,0 +1,122 @@
+"""`Trajectories`: what is constant over a trajectory, and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from rlstructs.errors import SpecError
+from rlstructs.structures.base import Structure
+from rlstructs.structures.dict_tensor import DictTensor, Index
+from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
+
+
+class Trajectories(Structure):
+    """A pair: `info`, one row for each trajectory, and `trajectories`, B x T with lengths.
+
+    Args:
+        info: B rows, or empty.
+        trajectories: B rows.
+
+    Raises:
+        SpecError: the two have not the same number of rows, or the same device.
+
+    Example:
+        >>> t = Trajectories(
+        ...     DictTensor({"env_index": torch.arange(2)}),
+        ...     TemporalDictTensor({"action/action": torch.zeros(2, 5)}, torch.tensor([5, 3])),
+        ... )
+        >>> t.n_elems(), t.lengths.tolist()
+        (2, [5, 3])
+        >>> Trajectories.cat([t, t]).n_elems()
+        4
+    """
+
+    info: DictTensor
+    trajectories: TemporalDictTensor
+
+    def __init__(self, info: DictTensor, trajectories: TemporalDictTensor) -> None:
+        if not isinstance(info, DictTensor) or not isinstance(trajectories, TemporalDictTensor):
+            raise TypeError(
+                "Trajectories: needs a DictTensor and a TemporalDictTensor, "
+                f"got {type(info).__name__} and {type(trajectories).__name__}"
+            )
+        if not info.empty():
+            if info.n_elems() != trajectories.n_elems():
+                raise SpecError(
+                    f"Trajectories: info has {info.n_elems()} rows, trajectories has {trajectories.n_elems()}"
+                )
+            if info.device() != trajectories.device():
+                raise SpecError(
+                    f"Trajectories: info is on {info.device()}, trajectories is on {trajectories.device()}"
+                )
+        self.info, self.trajectories = info, trajectories
+
+    def _tree(self) -> dict[str, Any]:
+        return {"info": self.info._tree(), "trajectories": self.trajectories._tree()}
+
+    @classmethod
+    def _from_tree(cls, tree: Mapping[str, Any]) -> Trajectories:
+        return cls(
+            DictTensor._from_tree(tree.get("info", {})), TemporalDictTensor._from_tree(tree["trajectories"])
+        )
+
+    def _content(self) -> dict[str, Any]:
+        return {"info": self.info._content(), "trajectories": self.trajectories._content()}
+
+    def n_elems(self) -> int:
+        """Number of trajectories, B."""
+        return self.trajectories.n_elems()
+
+    def device(self) -> torch.device:
+        """The device of both parts."""
+        return self.trajectories.device()
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """int64 (B,): the number of valid steps of each trajectory."""
+        return self.trajectories.lengths
+
+    def mask(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """(B, T): 1 where a step is valid."""
+        return self.trajectories.mask(dtype)
+
+    def index(self, index: Index) -> Trajectories:
+        """The trajectories at `index`; an int keeps the batch axis."""
+        rows = self.trajectories.index(index)
+        if isinstance(index, int):
+            index = slice(index, index + 1 or None)
+        return Trajectories(self.info.index(index), rows)
+
+    def slice(self, index_from: int, index_to: int | None = None) -> Trajectories:
+        """Trajectories `index_from` to `index_to - 1`, views; with one argument that one."""
+        return self.index(index_from if index_to is None else slice(index_from, index_to))
+
+    def shorten(self) -> Trajectories:
+        """Without the timesteps that are padding in every trajectory; views."""
+        return Trajectories(self.info, self.trajectories.shorten())
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Trajectories:
+        """`n` different trajectories, drawn uniformly; a copy.
+
+        Raises:
+            SpecError: there are fewer than `n`.
+        """
+        if not 0 <= n <= self.n_elems():
+            raise SpecError(f"Trajectories.sample: n must lie in [0, {self.n_elems()}], got {n}")
+        drawn = torch.randperm(self.n_elems(), generator=generator)[:n]
+        return self.index(drawn.to(self.device()))
+
+    @staticmethod
+    def cat(items: Iterable[Trajectories]) -> Trajectories:
+        """All trajectories one after another, a copy; shorter ones are padded with zeros."""
+        parts = list(items)
+        return Trajectories(
+            DictTensor.cat(part.info for part in parts),
+            TemporalDictTensor.cat(part.trajectories for part in parts),
+        )
+
+    def __repr__(self) -> str:
+        return f"Trajectories(\n  info={self.info!r},\n  trajectories={self.trajectories!r})"

@@ -1,0 +1,117 @@
+"""One anonymous block of shared bytes.
+
+memfd on Linux: nothing in /dev/shm, so it cannot leak and does not meet a container's 64 MB limit
+there. Elsewhere shm_open, unlinked at once. The block is created empty, its descriptor travels to a
+worker as it starts, and it gets its size once that is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+from pathlib import Path
+
+from workers.descriptors import Descriptor
+
+
+class OutOfMemoryError(MemoryError):
+    """More shared memory was asked for than the machine or its control group has."""
+
+
+class SharedArena:
+    """Shared memory of this process and of the workers it was given to.
+
+    Example:
+        >>> arena = SharedArena()
+        >>> arena.resize(4096)
+        >>> arena.map()[:3] = b"abc"
+        >>> bytes(arena.map()[:3])
+        b'abc'
+        >>> arena.close()
+    """
+
+    def __init__(self) -> None:
+        self._descriptor = Descriptor(_anonymous_file())
+        self._map: mmap.mmap | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return os.fstat(self._descriptor.fileno()).st_size
+
+    def resize(self, nbytes: int, expected: int | None = None) -> None:
+        """Gives the block its size; never shrinks it, and what was written stays.
+
+        Args:
+            nbytes: size in bytes. A page costs memory only when it is first touched.
+            expected: how many of them will be touched, if not all.
+
+        Raises:
+            OutOfMemoryError: the machine does not have `expected` bytes.
+        """
+        needed, available = nbytes if expected is None else expected, available_bytes()
+        if available is not None and needed > available:
+            raise OutOfMemoryError(
+                f"shared memory: {needed:,} bytes are needed, {available:,} are available; "
+                "use fewer environments, fewer timesteps or smaller observations"
+            )
+        if nbytes > self.nbytes:
+            os.ftruncate(self._descriptor.fileno(), nbytes)
+            self._map = None
+
+    def map(self) -> mmap.mmap:
+        """The bytes as one buffer; views of it keep it alive."""
+        if self._map is None or len(self._map) != self.nbytes:
+            self._map = mmap.mmap(self._descriptor.fileno(), self.nbytes)
+        return self._map
+
+    def close(self) -> None:
+        """Lets go of the descriptor; the memory is freed when the last view of it goes."""
+        self._map = None
+        self._descriptor.close()
+
+    def __getstate__(self) -> Descriptor:
+        return self._descriptor
+
+    def __setstate__(self, descriptor: Descriptor) -> None:
+        self._descriptor, self._map = descriptor, None
+
+
+def available_bytes() -> int | None:
+    """How much memory can still be taken here, in bytes: of the machine and of its control group."""
+    limits = [_machine_bytes(), _group_bytes("memory.max", "memory.current")]
+    limits.append(_group_bytes("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+    known = [limit for limit in limits if limit is not None]
+    return min(known) if known else None
+
+
+def _machine_bytes() -> int | None:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024  # the file counts in KiB
+    return None
+
+
+def _group_bytes(limit: str, usage: str) -> int | None:
+    root = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
+        return max(0, int((root / limit).read_text()) - int((root / usage).read_text()))
+    return None
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("rlstructs", os.MFD_CLOEXEC)
+    return _unlinked_shm()
+
+
+def _unlinked_shm() -> int:
+    import _posixshmem  # only where there is no memfd
+
+    name = f"/rls{secrets.token_hex(6)}"  # macOS allows 31 characters
+    fd: int = _posixshmem.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
+    _posixshmem.shm_unlink(name)
+    return fd

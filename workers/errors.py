@@ -1,0 +1,73 @@
+"""What can go wrong with a worker process.
+
+WorkerError                 anything that went wrong in or with a worker
+    WorkerCrashed           the process is gone: killed, exited, or it could not start
+    WorkerTimeout           no reply in time (also a TimeoutError)
+RemoteTraceback             never raised: the `__cause__` of an exception that a worker sent
+"""
+
+from __future__ import annotations
+
+import signal
+
+
+class WorkerError(RuntimeError):
+    """A worker failed and its own exception could not be brought over as it was.
+
+    Attributes:
+        worker_index: which worker, or None when it is not one of them.
+    """
+
+    def __init__(self, message: str, worker_index: int | None = None) -> None:
+        super().__init__(message)
+        self.worker_index = worker_index
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (str(self), self.worker_index)
+
+
+class WorkerCrashed(WorkerError):
+    """A worker process is gone.
+
+    Attributes:
+        exitcode: the exit status, `-N` when signal N killed it, None when unknown.
+    """
+
+    def __init__(self, message: str, worker_index: int | None = None, exitcode: int | None = None) -> None:
+        super().__init__(message, worker_index)
+        self.exitcode = exitcode
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (str(self), self.worker_index, self.exitcode)
+
+
+class WorkerTimeout(WorkerError, TimeoutError):
+    """A worker did not reply within the deadline."""
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an exception as it was in the worker; the `__cause__` of what is raised here.
+
+    Attributes:
+        worker_index: which worker raised it.
+    """
+
+    def __init__(self, text: str, worker_index: int) -> None:
+        super().__init__(text, worker_index)
+        self.text = text
+        self.worker_index = worker_index
+
+    def __str__(self) -> str:
+        return f'in worker {self.worker_index}:\n"""\n{self.text}"""'
+
+
+def describe_exit(exitcode: int | None) -> str:
+    """Says in words how a process ended, from its exit code as multiprocessing gives it."""
+    if exitcode is None:
+        return "exit code unknown"
+    if exitcode >= 0:
+        return f"exit code {exitcode}"
+    try:
+        return f"exit code {exitcode}, killed by {signal.Signals(-exitcode).name}"
+    except ValueError:
+        return f"exit code {exitcode}"

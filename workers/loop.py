@@ -1,0 +1,120 @@
+"""What a worker does: build the job from its factory, then read, call, reply, until the pipe closes.
+
+    parent                          worker
+    ------                          ------
+    Build  ──────────────────────>  job = factory(index, *shared)
+           <──────────────────────  Result | Failure
+    Call(method, args)  ─────────>  job.method(*args)
+           <──────────────────────  Result | Failure
+    Close  ──────────────────────>  job.close()
+           <──────────────────────  Result | Failure, then the process ends
+
+The worker ends by itself when the pipe closes and, at once, when the main process dies: a thread
+watches that. End of file alone would miss a worker in the middle of a long call, and a main process
+with a forked child that holds the pipe open.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import os
+import select
+import signal
+import sys
+import threading
+from typing import Any
+
+from workers import messages
+from workers.channel import Channel
+from workers.descriptors import Descriptor
+
+# One thread each: W workers with a thread pool per core each would fight over the cores.
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def run(index: int, channel: Channel, shared: tuple[Any, ...], main_process: Descriptor | None) -> None:
+    """The body of a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    unblock_sigint()
+    if main_process is not None:
+        end_with(main_process.fileno())
+    try:
+        serve(index, channel, shared)
+    except EOFError:
+        pass  # the parent is gone or has let go: nobody to tell
+
+
+def serve(index: int, channel: Channel, shared: tuple[Any, ...]) -> None:
+    """Answers requests until one says to close."""
+    job: Any = None
+    while True:
+        try:
+            request = channel.receive()
+        except EOFError:
+            raise
+        except Exception as error:  # arguments that cannot be unpickled here
+            channel.send(messages.Failure.of(error))
+            continue
+        reply: Any
+        try:
+            if isinstance(request, messages.Build):
+                job, value = _build(request, index, shared), None
+            elif isinstance(request, messages.Close):
+                value = close_job(job)
+            else:
+                value = getattr(job, request.method)(*request.args)
+            reply = messages.Result(value)
+        except BaseException as error:
+            reply = messages.Failure.of(error)
+        _reply(channel, reply)
+        if isinstance(request, messages.Close):
+            return
+
+
+def close_job(job: Any) -> None:
+    """Closes a job that has a `close`."""
+    close = getattr(job, "close", None)
+    if close is not None:
+        close()
+
+
+def end_with(pidfd: int) -> None:
+    """Ends this process as soon as the one behind `pidfd` has died."""
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        poll.poll()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="main-process-watch", daemon=True).start()
+
+
+def unblock_sigint() -> None:
+    """Ends the blocking of SIGINT under which a worker is started."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _build(request: messages.Build, index: int, shared: tuple[Any, ...]) -> Any:
+    os.environ.clear()
+    os.environ.update(request.environ)
+    os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
+    if request.directory is not None:
+        os.chdir(request.directory)
+    try:
+        faulthandler.enable()
+    except (AttributeError, ValueError, io.UnsupportedOperation):
+        pass  # no usable stderr
+    messages.loads(request.setup)()
+    return messages.loads(request.factory)(index, *shared)
+
+
+def _reply(channel: Channel, reply: Any) -> None:
+    try:
+        channel.send(reply)
+    except EOFError:
+        raise
+    except Exception as error:  # the value cannot be pickled: its place is taken by why
+        channel.send(messages.Failure.of(error))
+    sys.stdout.flush()

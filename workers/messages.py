@@ -1,0 +1,138 @@
+"""What crosses a pipe: requests one way, replies the other. The only place where their names exist.
+
+Everything is pickled by cloudpickle: lambdas, closures, and classes of a script arrive by value,
+so a worker never has to import the program's main module.
+"""
+
+from __future__ import annotations
+
+import enum
+import io
+import pickle
+import traceback
+from typing import Any, NamedTuple
+
+import cloudpickle
+
+from workers.errors import RemoteTraceback, WorkerError
+
+
+class State(enum.Enum):
+    """Where a worker is, as its parent knows it."""
+
+    IDLE = "idle"
+    BUSY = "busy"
+    GONE = "gone"
+
+
+class Build(NamedTuple):
+    """The first request: call `setup()`, then become the job that `factory(index, *shared)` returns."""
+
+    setup: bytes
+    factory: bytes
+    environ: dict[str, str]
+    directory: str | None
+
+    label = "build"
+
+
+class Call(NamedTuple):
+    """Call a method of the job."""
+
+    method: str
+    args: tuple[Any, ...]
+
+    @property
+    def label(self) -> str:
+        return self.method
+
+
+class Close(NamedTuple):
+    """Close the job, reply, and end."""
+
+    label = "close"
+
+
+class Result(NamedTuple):
+    """The reply when all went well."""
+
+    value: Any
+
+
+class Failure(NamedTuple):
+    """The reply when the job raised: the exception, pickled apart so that it may fail alone."""
+
+    exception: bytes | None
+    summary: str
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        summary = "".join(traceback.format_exception_only(type(error), error)).strip()
+        return cls(_pickled(error), summary, text)
+
+    def to_exception(self, worker_index: int, request: str) -> BaseException:
+        """The exception to raise in the parent: the original class where it can be had."""
+        where = f"raised in worker {worker_index} during {request!r}"
+        error = _unpickled(self.exception)
+        if error is None:
+            error = WorkerError(f"{self.summary} ({where})", worker_index)
+        else:
+            _add_note(error, where)
+        error.__cause__ = RemoteTraceback(self.text, worker_index)
+        return error
+
+
+def dumps(obj: Any) -> bytes:
+    """Pickles by cloudpickle."""
+    return cloudpickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def loads(data: bytes | memoryview) -> Any:
+    """Unpickles, leaving classes that this process already has as they are."""
+    return _Unpickler(io.BytesIO(data)).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        if name == "_class_setstate" and module.startswith("cloudpickle"):
+            return _fill_class(found)
+        return found
+
+
+def _fill_class(set_state: Any) -> Any:
+    # A class of the script comes back with every exception of it. cloudpickle finds the class that
+    # is here already, but would then overwrite its methods with copies that see other globals.
+    def fill(cls: type, state: Any) -> Any:
+        names = set(state[0]) - {"__module__", "__doc__"}
+        return cls if names and names <= set(vars(cls)) else set_state(cls, state)
+
+    return fill
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    # SystemExit and KeyboardInterrupt would end the parent, quietly: they come as a WorkerError.
+    if not isinstance(error, Exception):
+        return None
+    try:
+        return dumps(error)
+    except Exception:
+        return None
+
+
+def _unpickled(data: bytes | None) -> BaseException | None:
+    try:
+        error = None if data is None else loads(data)
+    except Exception:
+        return None
+    return error if isinstance(error, Exception) else None
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    # add_note itself is CPython 3.11; the attribute is all there is to it.
+    try:
+        error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
+    except Exception:  # slots, or a __setattr__ that refuses: the cause still names the worker
+        return

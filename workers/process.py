@@ -1,0 +1,139 @@
+"""The parent's handle of one worker: start, request, receive, kill, close."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+from workers import loop, messages, start
+from workers.channel import Channel
+from workers.descriptors import Descriptor
+from workers.errors import WorkerCrashed, describe_exit
+from workers.messages import State
+
+# Seconds. Under forkserver the exit code comes a little later than the end of the pipe.
+EXIT_CODE_DELAY = 1.0
+
+
+class WorkerProcess:
+    """One worker process and the pipe to it."""
+
+    def __init__(
+        self, index: int, shared: tuple[Any, ...], start_method: str, preload: tuple[str, ...], name: str
+    ) -> None:
+        self.index = index
+        self.state = State.GONE
+        self.last_request = "start"
+        self.channel, theirs = Channel.pair()
+        try:
+            with start.sigint_blocked():
+                self._process = start.new_process(
+                    start_method,
+                    preload,
+                    target=loop.run,
+                    args=(index, theirs, shared, _main_process()),
+                    name=f"{name}-{index}",
+                    daemon=False,  # an environment may start processes of its own
+                )
+                self._process.start()
+        except BaseException as error:
+            self.channel.close()
+            if isinstance(error, (EOFError, OSError)):
+                raise WorkerCrashed(f"worker {index} could not be started: {error!r}", index) from error
+            raise
+        finally:
+            theirs.close()
+        self.state = State.IDLE
+        self._pidfd = _pidfd(self.pid)
+
+    @property
+    def pid(self) -> int:
+        pid = self._process.pid
+        assert pid is not None
+        return pid
+
+    def sentinel(self) -> int:
+        """A descriptor that becomes readable when the process ends."""
+        return self._process.sentinel if self._pidfd is None else self._pidfd.fileno()
+
+    def send(self, request: Any) -> None:
+        """Sends a request to an idle worker.
+
+        Raises:
+            WorkerCrashed: the worker is gone.
+        """
+        if self.state is State.GONE:
+            raise self.crashed()
+        previous, self.last_request = self.last_request, request.label
+        try:
+            self.channel.send(request)
+        except EOFError:
+            self.last_request = f"{previous}, before {request.label}"
+            raise self.crashed() from None
+        except BaseException:
+            self.last_request = previous
+            raise
+        self.state = State.BUSY
+
+    def receive(self) -> Any:
+        """The reply to the last request.
+
+        Raises:
+            WorkerCrashed: the worker is gone.
+        """
+        try:
+            reply = self.channel.receive()
+        except EOFError:
+            raise self.crashed() from None
+        self.state = State.IDLE
+        return reply
+
+    def crashed(self) -> WorkerCrashed:
+        """The error that says how this worker ended."""
+        self.state = State.GONE
+        self._process.join(EXIT_CODE_DELAY)
+        code = self._process.exitcode
+        return WorkerCrashed(
+            f"worker {self.index} (pid {self.pid}) is gone: {describe_exit(code)}; "
+            f"last request: {self.last_request}",
+            self.index,
+            code,
+        )
+
+    def join(self, timeout: float) -> bool:
+        """Waits `timeout` seconds for the process to end; whether it has."""
+        self._process.join(timeout)
+        return self._process.exitcode is not None
+
+    def kill(self, signum: int = signal.SIGKILL) -> None:
+        """Sends a signal; nothing happens when the process has ended."""
+        try:
+            if self._pidfd is None:
+                os.kill(self.pid, signum)
+            else:  # a pid may have been given to another process since
+                signal.pidfd_send_signal(self._pidfd.fileno(), signum)
+        except ProcessLookupError:
+            return
+
+    def release(self) -> None:
+        """Lets go of the pipe and of the process object."""
+        self.state = State.GONE
+        self.channel.close()
+        if self._pidfd is not None:
+            self._pidfd.close()
+        if self._process.exitcode is not None:
+            self._process.close()
+
+
+def _main_process() -> Descriptor | None:
+    return _pidfd(os.getpid())
+
+
+def _pidfd(pid: int) -> Descriptor | None:
+    if not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return Descriptor(os.pidfd_open(pid))
+    except ProcessLookupError:  # it has ended already: its own sentinel says so
+        return None

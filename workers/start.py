@@ -1,0 +1,130 @@
+"""How a worker process is started: the standard library's start methods, with three things changed.
+
+- The child never imports the program's main module, so a script needs no `__main__` guard.
+- The fork server is our own, so that it holds our preload whatever else started one before.
+- SIGINT is blocked from the start until the worker ignores it, so that Ctrl-C never finds it between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from multiprocessing import context, popen_forkserver, popen_spawn_posix, reduction
+from multiprocessing import forkserver, process, resource_tracker, spawn, util
+from typing import Any
+
+START_METHODS = ("forkserver", "spawn", "fork")
+
+_servers: dict[tuple[str, ...], forkserver.ForkServer] = {}
+
+
+def default_start_method() -> str:
+    """`forkserver` on Linux, `spawn` elsewhere; never the global default, never `fork`."""
+    return "forkserver" if sys.platform == "linux" else "spawn"
+
+
+def new_process(start_method: str, preload: tuple[str, ...], **arguments: Any) -> process.BaseProcess:
+    """A process object of the given start method, not started yet."""
+    if start_method not in START_METHODS:
+        raise ValueError(f"start_method must be one of {START_METHODS}, got {start_method!r}")
+    if start_method == "fork":
+        return multiprocessing.get_context("fork").Process(**arguments)
+    if start_method == "spawn":
+        return _SpawnProcess(**arguments)
+    made = _ForkServerProcess(**arguments)
+    made.server = _server(preload)
+    return made
+
+
+@contextlib.contextmanager
+def sigint_blocked() -> Iterator[None]:
+    """Blocks SIGINT in this thread and in what it starts."""
+    resource_tracker.ensure_running()  # its own start would unblock SIGINT on CPython 3.11
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _server(preload: tuple[str, ...]) -> forkserver.ForkServer:
+    if preload not in _servers:
+        server = forkserver.ForkServer()
+        server.set_forkserver_preload(["workers.server", *preload])
+        _servers[preload] = server
+    return _servers[preload]
+
+
+# A forked copy of this process is not the servers' parent: it starts its own.
+os.register_at_fork(after_in_child=_servers.clear)
+
+
+def _start_data(process_object: process.BaseProcess, popen: Any) -> bytes:
+    """What the child reads first: how to prepare itself, and the process object."""
+    preparation = spawn.get_preparation_data(process_object.name)
+    preparation.pop("init_main_from_name", None)
+    preparation.pop("init_main_from_path", None)
+    buffer = io.BytesIO()
+    context.set_spawning_popen(popen)
+    try:
+        reduction.dump(preparation, buffer)
+        reduction.dump(process_object, buffer)
+    finally:
+        context.set_spawning_popen(None)
+    return buffer.getvalue()
+
+
+class _SpawnPopen(popen_spawn_posix.Popen):
+    def _launch(self, process_obj: Any) -> None:
+        tracker = resource_tracker.getfd()
+        data = _start_data(process_obj, self)
+        sentinel, child_end = os.pipe()
+        child_reads, parent_writes = os.pipe()
+        self._fds += [tracker, child_end, child_reads]
+        try:
+            command = spawn.get_command_line(tracker_fd=tracker, pipe_handle=child_reads)
+            self.pid = util.spawnv_passfds(spawn.get_executable(), command, self._fds)
+        finally:
+            os.close(child_end)
+            os.close(child_reads)
+            self.finalizer = util.Finalize(self, util.close_fds, (sentinel, parent_writes))
+        self.sentinel = sentinel
+        _write(parent_writes, data)
+
+
+class _ForkServerPopen(popen_forkserver.Popen):
+    def __init__(self, process_obj: Any) -> None:
+        self._server = process_obj.server
+        del process_obj.server
+        super().__init__(process_obj)
+
+    def _launch(self, process_obj: Any) -> None:
+        data = _start_data(process_obj, self)
+        self.sentinel, parent_writes = self._server.connect_to_new_process(self._fds)
+        self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel, parent_writes))
+        _write(parent_writes, data)
+        self.pid = forkserver.read_signed(self.sentinel)
+
+
+class _SpawnProcess(process.BaseProcess):
+    _start_method = "spawn"
+    _Popen = staticmethod(_SpawnPopen)
+
+
+class _ForkServerProcess(process.BaseProcess):
+    _start_method = "forkserver"
+    _Popen = staticmethod(_ForkServerPopen)
+    server: forkserver.ForkServer
+
+
+def _write(fd: int, data: bytes) -> None:
+    # The descriptor stays open: its other end is how a child sees that this process still lives.
+    with open(fd, "wb", closefd=False) as file:
+        file.write(data)
+
+
