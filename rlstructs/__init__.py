@@ -1,0 +1,122 @@
+"""Rollouts from parallel workers through shared memory, as length-masked B x T trajectories.
+
+Words and axes, everywhere: `B` batch, `T` time, `N` environments, `W` workers; tensors of trajectories
+are `(B, T, ...)`. `terminated` and `truncated` are gymnasium's, `done` is either of them.
+
+    import gymnasium
+    from rlstructs import GymEnvInf, RandomAgent, RL_Batcher
+
+    def create_env(n_envs, seed):
+        return GymEnvInf([gymnasium.make("CartPole-v1") for _ in range(n_envs)], seed)
+
+    def create_agent():
+        return RandomAgent(gymnasium.spaces.Discrete(2))
+
+    with RL_Batcher(128, create_agent, {}, create_env, {"n_envs": 8}, n_processes=2, seeds=0) as batcher:
+        batcher.reset()
+        batcher.execute()
+        trajectories, n_running = batcher.get()
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+if sys.platform == "win32":
+    raise ImportError("rlstructs needs POSIX shared memory and signals: it runs on Linux (and macOS), not on Windows")
+
+if TYPE_CHECKING:
+    from rlstructs.agent import RL_Agent, RL_Agent_CheckDevice, replay_agent, replay_agent_stateless
+    from rlstructs.batcher import RL_Batcher
+    from rlstructs.envs.device_env import DeviceEnv
+    from rlstructs.envs.gym_env import GymEnv, GymEnvInf
+    from rlstructs.envs.vec_env import VecEnv
+    from rlstructs.errors import (
+        ClosedError,
+        FileError,
+        MissingKeyError,
+        OutOfMemoryError,
+        RemoteTraceback,
+        RLError,
+        SpecError,
+        StateError,
+        WorkerCrashed,
+        WorkerError,
+        WorkerTimeout,
+    )
+    from rlstructs.random_agent import RandomAgent
+    from rlstructs.structures.dict_tensor import DictTensor, masked_dicttensor, masked_tensor
+    from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
+    from rlstructs.structures.trajectories import Trajectories
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "ClosedError": "errors",
+    "DeviceEnv": "envs.device_env",
+    "DictTensor": "structures.dict_tensor",
+    "FileError": "errors",
+    "GymEnv": "envs.gym_env",
+    "GymEnvInf": "envs.gym_env",
+    "MissingKeyError": "errors",
+    "OutOfMemoryError": "errors",
+    "RLError": "errors",
+    "RL_Agent": "agent",
+    "RL_Agent_CheckDevice": "agent",
+    "RL_Batcher": "batcher",
+    "RandomAgent": "random_agent",
+    "RemoteTraceback": "errors",
+    "SpecError": "errors",
+    "StateError": "errors",
+    "TemporalDictTensor": "structures.temporal_dict_tensor",
+    "Trajectories": "structures.trajectories",
+    "VecEnv": "envs.vec_env",
+    "WorkerCrashed": "errors",
+    "WorkerError": "errors",
+    "WorkerTimeout": "errors",
+    "masked_dicttensor": "structures.dict_tensor",
+    "masked_tensor": "structures.dict_tensor",
+    "replay_agent": "agent",
+    "replay_agent_stateless": "agent",
+}
+
+__all__ = [
+    "ClosedError",
+    "DeviceEnv",
+    "DictTensor",
+    "FileError",
+    "GymEnv",
+    "GymEnvInf",
+    "MissingKeyError",
+    "OutOfMemoryError",
+    "RLError",
+    "RL_Agent",
+    "RL_Agent_CheckDevice",
+    "RL_Batcher",
+    "RandomAgent",
+    "RemoteTraceback",
+    "SpecError",
+    "StateError",
+    "TemporalDictTensor",
+    "Trajectories",
+    "VecEnv",
+    "WorkerCrashed",
+    "WorkerError",
+    "WorkerTimeout",
+    "masked_dicttensor",
+    "masked_tensor",
+    "replay_agent",
+    "replay_agent_stateless",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,203 @@
+"""Agents, and their replay over trajectories."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rlstructs.errors import SpecError
+from rlstructs.structures.base import as_device, check_same_keys
+from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
+from rlstructs.structures.trajectories import Trajectories
+
+
+class RL_Agent:
+    """Acts on a batch of environments at once; subclass it.
+
+    Row j of every argument and result belongs to the same environment. Workers call it without
+    gradients. `agent_info` lies on the CPU, everything else on the batcher's device.
+
+    Example:
+        >>> class Alternating(RL_Agent):
+        ...     def initial_state(self, agent_info, B):
+        ...         return DictTensor({"n": torch.zeros(B, dtype=torch.int64)})
+        ...     def __call__(self, state, observation, agent_info, history=None):
+        ...         n = torch.where(observation["initial_state"], 0, state["n"])
+        ...         return DictTensor({"action": n % 2}), DictTensor({"n": n + 1})
+        >>> agent = Alternating()
+        >>> observation = DictTensor({"initial_state": torch.tensor([True, False])})
+        >>> output, state = agent(DictTensor({"n": torch.tensor([5, 5])}), observation, DictTensor())
+        >>> output["action"], state["n"]
+        (tensor([0, 1]), tensor([1, 6]))
+    """
+
+    def initial_state(self, agent_info: DictTensor, B: int) -> DictTensor:
+        """The state before the first step after `RL_Batcher.reset`.
+
+        Args:
+            agent_info: B rows, or empty.
+            B: number of environments.
+
+        Returns:
+            B rows, or an empty DictTensor for an agent without state.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define initial_state(agent_info, B)")
+
+    def __call__(
+        self,
+        state: DictTensor,
+        observation: DictTensor,
+        agent_info: DictTensor,
+        history: TemporalDictTensor | None = None,
+    ) -> tuple[DictTensor, DictTensor]:
+        """One step.
+
+        Args:
+            state: B rows. Nothing resets it where an environment resets itself: replace the rows
+                where `observation["initial_state"]` (`masked_dicttensor` does it).
+            observation: B rows; read-only, and valid until the same step of the next rollout: clone
+                what is to be kept for longer.
+            agent_info: B rows, or empty.
+            history: where `require_history`: the steps of this rollout so far, B x t.
+
+        Returns:
+            The output, which holds what the environment needs (`action`) and anything else that is to
+            be recorded; and the next state, with the keys of `state`. B rows each.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define __call__(state, observation, agent_info)")
+
+    def call_replay(
+        self, trajectories: Trajectories, t: int, state: DictTensor | None
+    ) -> tuple[DictTensor, DictTensor]:
+        """One step of a replay: what the agent would do at time t of recorded trajectories.
+
+        Args:
+            trajectories: B of them; rows that have ended at t take part, mask what comes of them.
+            t: the timestep.
+            state: as the step before returned it; None at t = 0, for the recorded one.
+
+        Returns:
+            As `__call__`.
+        """
+        if state is None:
+            if t != 0:
+                raise SpecError(f"call_replay: a state is needed at t={t}")
+            state = trajectories.info.truncate_key("agent_state/")
+        info = trajectories.info.truncate_key("agent_info/").to("cpu")
+        steps = trajectories.trajectories
+        observation = steps.temporal_index(t).truncate_key("observation/")
+        if self.require_history():
+            return self(state, observation, info, history=steps.temporal_slice(0, t))
+        return self(state, observation, info)
+
+    def require_history(self) -> bool:
+        """Whether `__call__` wants the steps of the rollout so far; False."""
+        return False
+
+    def update(self, info: Any) -> None:
+        """Takes what `RL_Batcher.update` was given: new weights, as a rule."""
+        raise NotImplementedError(f"{type(self).__name__} must define update(info)")
+
+    def seed(self, seed: int) -> None:
+        """Takes the worker's entry of `agent_seeds`, once. The global streams are seeded already."""
+
+    def close(self) -> None:
+        """Frees what the agent holds."""
+
+
+class RL_Agent_CheckDevice:
+    """An agent that checks what goes in and out for its device; every other attribute is the agent's.
+
+    Args:
+        agent: the agent.
+        device: where states, observations, outputs and trajectories have to be.
+
+    Raises:
+        SpecError: on a call, when something is elsewhere; names it.
+    """
+
+    def __init__(self, agent: RL_Agent, device: torch.device | str) -> None:
+        self._agent, self._device = agent, as_device(device)
+
+    def initial_state(self, agent_info: DictTensor, B: int) -> DictTensor:
+        """As the agent's own, checked."""
+        self._check("agent_info", agent_info, torch.device("cpu"))
+        state = self._agent.initial_state(agent_info, B)
+        self._check("the initial state", state, self._device)
+        return state
+
+    def __call__(
+        self,
+        state: DictTensor,
+        observation: DictTensor,
+        agent_info: DictTensor,
+        history: TemporalDictTensor | None = None,
+    ) -> tuple[DictTensor, DictTensor]:
+        """As the agent's own, checked."""
+        self._check("agent_info", agent_info, torch.device("cpu"))
+        for name, value in (("state", state), ("observation", observation), ("history", history)):
+            self._check(name, value, self._device)
+        return self._checked(self._agent(state, observation, agent_info, history=history))
+
+    def call_replay(
+        self, trajectories: Trajectories, t: int, state: DictTensor | None
+    ) -> tuple[DictTensor, DictTensor]:
+        """As the agent's own, checked."""
+        self._check("trajectories", trajectories.trajectories, self._device)
+        self._check("state", state, self._device)
+        return self._checked(self._agent.call_replay(trajectories, t, state))
+
+    def _checked(self, result: tuple[DictTensor, DictTensor]) -> tuple[DictTensor, DictTensor]:
+        self._check("the output", result[0], self._device)
+        self._check("the next state", result[1], self._device)
+        return result
+
+    def _check(self, name: str, value: DictTensor | TemporalDictTensor | None, device: torch.device) -> None:
+        for key, tensor in () if value is None else value.items():
+            if tensor.device != device:
+                raise SpecError(f"{name}: {key!r} is on {tensor.device}, expected {device}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._agent, name)
+
+
+def replay_agent(
+    agent: RL_Agent | RL_Agent_CheckDevice, trajectories: Trajectories, replay_method_name: str = "call_replay"
+) -> TemporalDictTensor:
+    """Replays an agent over trajectories, step by step; gradients flow to its parameters.
+
+    Args:
+        agent: the agent.
+        trajectories: B of them, with `agent_state/` in `info` as the batcher gives it.
+        replay_method_name: `method(trajectories, t, state) -> (output, state)`, as `call_replay`.
+
+    Returns:
+        The outputs, (B, max(lengths), ...), with the lengths of `trajectories`. What stands in the
+        padding was computed from padding: mask it.
+
+    Raises:
+        MissingKeyError, SpecError: an output has other keys than that of step 0.
+    """
+    lengths = trajectories.lengths.clone()
+    n_timesteps = int(lengths.max()) if lengths.numel() else 0
+    method, state, outputs = getattr(agent, replay_method_name), None, []
+    for t in range(n_timesteps):
+        output, state = method(trajectories, t, state)
+        outputs.append(output)
+        check_same_keys(f"replay_agent: the output at t={t}", outputs[0].keys(), output.keys())
+    if not outputs:
+        return TemporalDictTensor({}, lengths)
+    # Stacked once: writing each step into a zero tensor would make backward super-linear in T.
+    stacked = {key: torch.stack([output[key] for output in outputs], dim=1) for key in outputs[0].keys()}
+    return TemporalDictTensor(stacked, lengths)
+
+
+def replay_agent_stateless(
+    agent: RL_Agent | RL_Agent_CheckDevice, trajectories: Trajectories, replay_method_name: str
+) -> Any:
+    """Calls `agent.<replay_method_name>(trajectories)`, once for all steps, and returns what it returns."""
+    return getattr(agent, replay_method_name)(trajectories)

@@ -1,0 +1,30 @@
+"""Vectorised environments: the `VecEnv` protocol, `GymEnv`, `GymEnvInf`, `DeviceEnv`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlstructs.envs.device_env import DeviceEnv
+    from rlstructs.envs.gym_env import GymEnv, GymEnvInf
+    from rlstructs.envs.vec_env import VecEnv
+
+_EXPORTS = {
+    "DeviceEnv": "rlstructs.envs.device_env",
+    "GymEnv": "rlstructs.envs.gym_env",
+    "GymEnvInf": "rlstructs.envs.gym_env",
+    "VecEnv": "rlstructs.envs.vec_env",
+}
+
+__all__ = ["DeviceEnv", "GymEnv", "GymEnvInf", "VecEnv"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

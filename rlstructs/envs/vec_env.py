@@ -1,0 +1,151 @@
+"""The protocol of a vectorised environment, and what one step of it is."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from rlstructs.errors import SpecError
+from rlstructs.structures.dict_tensor import DictTensor
+
+Arrays = dict[str, np.ndarray]
+
+
+@runtime_checkable
+class VecEnv(Protocol):
+    """Several environments that are stepped together. Write your own by giving it these methods.
+
+    `running` is int64 (B,), ascending: the environments that have not ended since `reset`. One that
+    has stopped comes back only with the next `reset`. Keys, dtypes and row shapes of observations are
+    the same at every call.
+
+    Example:
+        >>> class Coin:
+        ...     def n_envs(self):
+        ...         return 2
+        ...     def reset(self, env_info=DictTensor()):
+        ...         return DictTensor({"frame": torch.zeros(2, 1)}), torch.arange(2)
+        ...     def step(self, action):
+        ...         observation = DictTensor({"frame": torch.rand(2, 1)})
+        ...         return (observation, torch.arange(2)), (observation, torch.arange(2))
+        ...     def close(self):
+        ...         pass
+        >>> isinstance(Coin(), VecEnv)
+        True
+    """
+
+    def n_envs(self) -> int:
+        """Number of environments, E. Must not touch them."""
+        ...
+
+    def reset(self, env_info: DictTensor) -> tuple[DictTensor, torch.Tensor]:
+        """Starts an episode in every environment.
+
+        Args:
+            env_info: E rows on the CPU, or empty.
+
+        Returns:
+            The first observation, E rows, and `running`, which is 0..E-1.
+        """
+        ...
+
+    def step(
+        self, action: DictTensor
+    ) -> tuple[tuple[DictTensor, torch.Tensor], tuple[DictTensor, torch.Tensor]]:
+        """Steps the running environments.
+
+        Args:
+            action: row j is for environment `running[j]`.
+
+        Returns:
+            Two pairs of observation and running. The first is what happened to every environment
+            that was stepped, final observations included. The second is what the agent sees next,
+            of those only that still run. The same object twice when the two do not differ.
+        """
+        ...
+
+    def close(self) -> None:
+        """Frees what the environments hold."""
+        ...
+
+
+class Step(NamedTuple):
+    """One step of E' running environments, as arrays that stay valid until the next step.
+
+    Attributes:
+        after: name -> (E', ...), what happened to each, final observations included.
+        reset: int64 (R,), which of the E' rows the agent sees differently next: those of environments
+            that were reset in the same step.
+        fresh: name -> (R, ...), what it sees of them.
+        kept: int64, which of the E' rows still run; None for all.
+    """
+
+    after: Arrays
+    reset: np.ndarray
+    fresh: Arrays
+    kept: np.ndarray | None
+
+
+NO_ROWS = np.zeros(0, np.int64)
+
+
+class ArrayEnv:
+    """Any `VecEnv` as the rollout wants it: observations as arrays, one `Step` for each step."""
+
+    def __init__(self, env: VecEnv) -> None:
+        self._env = env
+        self._running = NO_ROWS
+        self._specs: dict[str, Any] | None = None
+
+    def n_envs(self) -> int:
+        """As the environment's own."""
+        return self._env.n_envs()
+
+    def close(self) -> None:
+        """As the environment's own."""
+        self._env.close()
+
+    def reset_arrays(self, env_info: DictTensor) -> Arrays:
+        """As `VecEnv.reset`; every environment runs then."""
+        observation, running = self._env.reset(env_info)
+        self._running = _array(running)
+        if not np.array_equal(self._running, np.arange(self.n_envs())):
+            raise SpecError(f"environment: running after reset is {self._running}, expected 0..{self.n_envs() - 1}")
+        return self._arrays(observation, self._running)
+
+    def step_arrays(self, action: DictTensor) -> Step:
+        """As `VecEnv.step`."""
+        (after, before), (following, running) = self._env.step(action)
+        if not np.array_equal(_array(before), self._running):
+            raise SpecError(f"environment: it stepped {_array(before)}, running were {self._running}")
+        left = _array(running)
+        kept = np.searchsorted(self._running, left)
+        if kept.size and (kept.max() >= self._running.size or (self._running[kept] != left).any()):
+            raise SpecError(f"environment: {left} run after the step, before it {self._running}")
+        everyone = left.size == self._running.size
+        stepped, self._running = self._arrays(after, self._running), left
+        if following is after and everyone:
+            return Step(stepped, NO_ROWS, {}, None)
+        # What differs is not told: every row that still runs is taken as different.
+        return Step(stepped, kept, self._arrays(following, left), None if everyone else kept)
+
+    def _arrays(self, observation: DictTensor, running: np.ndarray) -> Arrays:
+        specs = observation.specs()
+        if self._specs is None:
+            self._specs = specs
+        if specs != self._specs or observation.n_elems() != running.size:
+            raise SpecError(
+                f"environment: observation is {observation!r}, expected {running.size} rows of {self._specs}"
+            )
+        return {key: tensor.detach().cpu().numpy() for key, tensor in observation.items()}
+
+
+def array_env(env: VecEnv) -> ArrayEnv:
+    """The environment itself when it gives arrays, an adapter around it otherwise."""
+    return env if hasattr(env, "step_arrays") else ArrayEnv(env)  # type: ignore[return-value]
+
+
+def _array(running: torch.Tensor) -> np.ndarray:
+    return running.detach().cpu().numpy().astype(np.int64, copy=False)

@@ -1,0 +1,282 @@
+"""One rollout: an agent acts in environments for T timesteps, and slots are filled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlstructs import weights
+from rlstructs.agent import RL_Agent
+from rlstructs.envs.vec_env import ArrayEnv, Arrays, VecEnv, array_env
+from rlstructs.errors import SpecError
+from rlstructs.seeding import EnvSeed, PrivateStreams, seed_global_streams
+from rlstructs.slots import Layout, Slots, Spec
+from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
+from workers.arena import SharedArena
+
+
+@dataclass
+class Progress:
+    """Where a rollout stopped, and the next one goes on.
+
+    Attributes:
+        observation: what the agent sees next, a row for each environment that runs.
+        running: int64, the environments that run; all of them are 0..E-1.
+        state: the agent's, None before its first step since a reset.
+    """
+
+    observation: Arrays
+    running: np.ndarray
+    state: DictTensor | None = None
+
+
+@torch.no_grad()
+def acquire(
+    env: ArrayEnv,
+    agent: RL_Agent,
+    slots: Slots,
+    progress: Progress,
+    agent_info: DictTensor,
+    device: torch.device | None = None,
+) -> Progress:
+    """Fills the slots of the running environments with up to T steps each.
+
+    Args:
+        env: E environments that run as `progress` says.
+        agent: acts on those that run.
+        slots: E of them; T is theirs.
+        progress: as the last call, or a reset, left it.
+        agent_info: E rows, or empty.
+        device: where the agent wants observations; None for the CPU.
+
+    Returns:
+        Where it stopped. `slots.lengths` says how many steps each slot holds.
+    """
+    rows = None if progress.running.size == slots.n else progress.running
+    info = agent_info if rows is None or agent_info.empty() else agent_info.index(rows)
+    state = agent.initial_state(info, progress.running.size) if progress.state is None else progress.state
+    slots.begin(rows, state)
+    slots.write_observation(0, rows, progress.observation)
+    with_history = agent.require_history()
+    for t in range(slots.layout.n_timesteps):
+        observation = slots.observation(t) if rows is None else slots.observation_of(t, rows)
+        if device is not None:
+            observation, state = observation.to(device), state.to(device)
+        if with_history:
+            output, state = agent(state, observation, info, history=_history(slots, rows, t, device))
+        else:
+            output, state = agent(state, observation, info)
+        slots.write_action(t, rows, output)
+        step = env.step_arrays(output)
+        slots.write_observation(t + 1, rows, step.after)
+        if step.reset.size:
+            finals = {key: array[step.reset] for key, array in step.after.items()}
+            slots.write_reset(t, step.reset if rows is None else rows[step.reset], finals, step.fresh)
+        slots.lengths[... if rows is None else rows] = t + 1
+        if step.kept is not None:
+            rows = step.kept if rows is None else rows[step.kept]
+            state = state if state.empty() else state.index(step.kept)
+            info = info if info.empty() else info.index(step.kept)
+            if not rows.size:
+                break
+    left = np.arange(slots.n) if rows is None else rows
+    seen = slots.observation_of(t + 1, left)
+    # The agent may have given back views of what the next rollout overwrites.
+    return Progress({key: tensor.numpy() for key, tensor in seen.items()}, left, state.clone())
+
+
+def _history(slots: Slots, rows: np.ndarray | None, t: int, device: torch.device | None) -> TemporalDictTensor:
+    n = slots.n if rows is None else rows.size
+    history = TemporalDictTensor(slots.read(rows, t), torch.full((n,), t, dtype=torch.int64))
+    return history if device is None else history.to(device)
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """What a worker needs to make its environments and its agent."""
+
+    create_agent: Callable[..., RL_Agent]
+    agent_args: dict[str, Any]
+    create_env: Callable[..., VecEnv]
+    env_args: dict[str, Any]
+    seeds: Sequence[int]
+    agent_seeds: Sequence[int] | None
+    agent_info: DictTensor
+    env_info: DictTensor
+    device: torch.device | None
+
+
+@dataclass(frozen=True)
+class Specs:
+    """What one worker's slots have to hold, found by a first step with nothing recorded."""
+
+    observation: dict[str, Spec]
+    action: dict[str, Spec]
+    state: dict[str, Spec]
+
+
+@dataclass
+class RolloutJob:
+    """What runs in a worker: environments, an agent, and where they are.
+
+    Args:
+        index: of the worker.
+        arena: where the slots will be.
+        weights_arena: where `update` finds tensors.
+        settings: how to make environments and agent.
+    """
+
+    index: int
+    arena: SharedArena
+    weights_arena: SharedArena
+    settings: JobSettings
+    specs: Specs | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        torch.set_num_threads(1)
+        settings = self.settings
+        self._agent_seed = None if settings.agent_seeds is None else int(settings.agent_seeds[self.index])
+        seed_global_streams(settings.seeds[self.index], self._agent_seed)
+        env = self._make_env()
+        if self.index == 0:
+            self.specs, used = self._probe(env)
+            env = self._make_env() if used else env
+        self._env = array_env(env)
+        self._agent = settings.create_agent(**settings.agent_args)
+        if self._agent_seed is not None:
+            self._agent.seed(self._agent_seed)
+        self._slots: Slots | None = None
+        self._progress: Progress | None = None
+
+    def describe(self) -> tuple[int, Specs | None]:
+        """The number of environments, and, of worker 0, the specs."""
+        return self._env.n_envs(), self.specs
+
+    def attach(self, layout: Layout) -> None:
+        """Maps this worker's block of slots."""
+        n = self._env.n_envs()
+        self._slots = Slots(layout, self.arena.map(), self.index * n, n)
+
+    def reset(self) -> None:
+        """Starts an episode in every environment, by the `env_info/` rows of the slots."""
+        assert self._slots is not None
+        observation = self._env.reset_arrays(self._slots.info("env_info/").clone())
+        self._progress = Progress(observation, np.arange(self._slots.n))
+
+    def rollout(self) -> tuple[list[int] | None, int]:
+        """Fills the slots of all environments that run.
+
+        Returns:
+            Which slots were filled (None: all of this worker), and how many environments still run.
+        """
+        slots, progress = self._slots, self._progress
+        assert slots is not None and progress is not None
+        if not progress.running.size:
+            return [], 0
+        filled = None if progress.running.size == slots.n else progress.running.tolist()
+        info = slots.info("agent_info/").clone()
+        self._progress = acquire(self._env, self._agent, slots, progress, info, self.settings.device)
+        return filled, self._progress.running.size
+
+    def update(self, packed: bytes) -> None:
+        """Hands the agent what `weights.pack` packed."""
+        self._agent.update(weights.unpack(packed, self.weights_arena))
+
+    def close(self) -> None:
+        """Closes agent and environments, both whatever the other raises."""
+        try:
+            self._agent.close()
+        finally:
+            self._env.close()
+
+    def _make_env(self) -> VecEnv:
+        settings = self.settings
+        env = settings.create_env(**settings.env_args, seed=settings.seeds[self.index])
+        for method in ("n_envs", "reset", "step", "close"):
+            if not callable(getattr(env, method, None)):
+                raise TypeError(f"create_env must return a VecEnv, got {type(env).__name__} without {method}()")
+        n = env.n_envs()
+        if not isinstance(n, (int, np.integer)) or n < 1:
+            raise SpecError(f"create_env: n_envs() must be an int of at least 1, got {n!r}")
+        return env
+
+    def _probe(self, env: VecEnv) -> tuple[Specs, bool]:
+        """Finds the specs with an agent of its own; also whether the environment was reset for it."""
+        settings, n = self.settings, env.n_envs()
+        with PrivateStreams()(), torch.no_grad():
+            agent = settings.create_agent(**settings.agent_args)
+            used = not hasattr(env, "example")
+            if used:
+                arrays = array_env(env).reset_arrays(repeated(settings.env_info, n))
+                arrays = {key: array.copy() for key, array in arrays.items()}
+                env.close()
+            else:
+                arrays = env.example()  # type: ignore[attr-defined]
+            observation = DictTensor({key: torch.from_numpy(array) for key, array in arrays.items()})
+            seen = observation if settings.device is None else observation.to(settings.device)
+            info = repeated(settings.agent_info, n)
+            state = checked("agent: initial_state", agent.initial_state(info, n), n)
+            if agent.require_history():
+                empty = {f"observation/{key}": tensor[:, None][:, :0] for key, tensor in seen.items()}
+                output, following = agent(state, seen, info, history=TemporalDictTensor(empty))
+            else:
+                output, following = agent(state, seen, info)
+            checked("agent: its output", output, n)
+            checked("agent: its next state", following, n)
+            agent.close()
+        if state.specs() != following.specs():
+            raise SpecError(f"agent: its next state is {following!r}, its initial one {state!r}")
+        return Specs(specs_of(observation), specs_of(output), specs_of(state)), used
+
+
+def checked(what: str, value: Any, n: int) -> DictTensor:
+    """Raises unless `value` is a DictTensor of `n` rows, or an empty one."""
+    if not isinstance(value, DictTensor):
+        raise TypeError(f"{what} must be a DictTensor, got {type(value).__name__}")
+    for key, tensor in value.items():
+        if tensor.ndim == 0 or tensor.shape[0] != n:
+            raise SpecError(f"{what}: {key!r} has shape {tuple(tensor.shape)}, expected ({n}, ...)")
+    return value
+
+
+def repeated(example: DictTensor, n: int) -> DictTensor:
+    """Row 0 of an example, n times."""
+    if example.empty():
+        return example
+    return example.index(torch.zeros(n, dtype=torch.int64))
+
+
+def specs_of(tensors: DictTensor) -> dict[str, Spec]:
+    """Row shape and dtype of each key."""
+    return {key: (tuple(tensor.shape[1:]), tensor.dtype) for key, tensor in tensors.items()}
+
+
+@dataclass(frozen=True)
+class JobFactory:
+    """Makes the job of one worker; this is what is pickled."""
+
+    settings: JobSettings
+
+    def __call__(self, index: int, arena: SharedArena, weights_arena: SharedArena) -> RolloutJob:
+        return RolloutJob(index, arena, weights_arena, self.settings)
+
+
+def seeds_of(seeds: int | Sequence[int], n_workers: int) -> list[int]:
+    """A seed for each worker: those given, or streams derived from one int.
+
+    Raises:
+        SpecError: not as many as there are workers, or one below 0.
+    """
+    if isinstance(seeds, (int, np.integer)) and not isinstance(seeds, bool):
+        if seeds < 0:
+            raise SpecError(f"seeds: must not be negative, got {seeds}")
+        return [EnvSeed(int(seeds), worker) for worker in range(n_workers)]
+    found = [int(seed) for seed in seeds]
+    if len(found) != n_workers or min(found, default=0) < 0:
+        raise SpecError(f"seeds: needs {n_workers} seeds of at least 0, one for each process, got {found}")
+    return found

@@ -1,0 +1,111 @@
+"""Where every random stream comes from.
+
+Streams are derived by `numpy.random.SeedSequence`, so that no two of them overlap, and are keyed by
+the global index of the environment, so that they do not depend on how many processes share the work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlstructs.errors import SpecError
+
+# First element of a spawn key: what a stream is for.
+_ENVIRONMENT, _WORKER, _GLOBALS = 0, 1, 2
+
+
+class EnvSeed(int):
+    """The seed that a worker's environments get when the batcher was given one int.
+
+    As an int it is a seed of its own, different for each worker; `for_environments` gives each of the
+    worker's environments a seed that depends on the global index of the environment only.
+    """
+
+    root: int
+    worker_index: int
+
+    def __new__(cls, root: int, worker_index: int) -> EnvSeed:
+        made = super().__new__(cls, _derived(root, _WORKER, worker_index))
+        made.root, made.worker_index = root, worker_index
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return EnvSeed, (self.root, self.worker_index)
+
+    def for_environments(self, n_envs: int) -> list[int]:
+        """A seed for each of the worker's environments, below 2**32."""
+        first = self.worker_index * n_envs
+        return [_derived(self.root, _ENVIRONMENT, first + k) for k in range(n_envs)]
+
+
+def environment_seeds(seed: int | Sequence[int], n_envs: int) -> list[int]:
+    """A seed for each environment of one vectorised environment.
+
+    Args:
+        seed: an `EnvSeed`; an int s, for s + k in environment k, as in rlstructures; or one for each.
+        n_envs: how many environments.
+
+    Raises:
+        SpecError: a sequence of another length, or a seed below 0.
+    """
+    if isinstance(seed, EnvSeed):
+        return seed.for_environments(n_envs)
+    if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
+        seeds = [int(seed) + k for k in range(n_envs)]
+    else:
+        seeds = [int(value) for value in seed]
+    if len(seeds) != n_envs or min(seeds, default=0) < 0:
+        raise SpecError(f"seed: needs an int >= 0, or {n_envs} of them, got {seed!r}")
+    return seeds
+
+
+def seed_global_streams(seed: int, agent_seed: int | None) -> None:
+    """Seeds the global streams of `random`, numpy and torch, from which agents and environments draw."""
+    states = np.random.SeedSequence(
+        [int(seed), 0 if agent_seed is None else 1 + int(agent_seed)], spawn_key=(_GLOBALS,)
+    ).generate_state(3)
+    random.seed(int(states[0]))
+    np.random.seed(int(states[1]))
+    torch.manual_seed(int(states[2]))
+
+
+class PrivateStreams:
+    """Global random streams, and one torch thread, of one's own inside a `with` block.
+
+    What runs in this process in place of a worker leaves the caller's streams as they were.
+    """
+
+    def __init__(self) -> None:
+        self._states: Any = _states()
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        before, n_threads = _states(), torch.get_num_threads()
+        _restore(self._states)
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            self._states = _states()
+            _restore(before)
+            torch.set_num_threads(n_threads)
+
+
+def _derived(root: int, *key: int) -> int:
+    return int(np.random.SeedSequence(root, spawn_key=key).generate_state(1)[0])
+
+
+def _states() -> tuple[Any, ...]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _restore(states: tuple[Any, ...]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])

@@ -1,0 +1,286 @@
+"""Slots: where a rollout is written. Typed columns over one shared arena, one slot per environment.
+
+    observation/k   (N, T+1, ...)   row t is what the agent saw at t; row t+1 is also what followed
+    _observation/k  (N, T, ...)     only where an environment was reset in its step: the true final one
+    action/k        (N, T, ...)     what the agent put out
+    agent_state/k, agent_info/k, env_info/k   (N, ...)   as they were before the first step
+    reset           (N, T)          where row t of `_observation/k` counts
+    lengths         (N,)
+
+An observation is stored once. Pages of `_observation/k` cost memory only where an episode ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from mmap import mmap
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlstructs.errors import MissingKeyError, SpecError
+from rlstructs.structures.base import show
+from rlstructs.structures.dict_tensor import DictTensor
+
+# Bytes: what a cache line, jax and SIMD loads want.
+ALIGNMENT = 64
+
+Spec = tuple[tuple[int, ...], torch.dtype]  # row shape, dtype
+Specs = Mapping[str, Spec]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One column in the arena.
+
+    Attributes:
+        name: what it is called.
+        shape: of the whole column.
+        dtype: torch's.
+        offset: bytes from the start of the arena.
+        sparse: whether most of its pages are never touched.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    sparse: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which columns there are, and where.
+
+    Attributes:
+        n_slots: N.
+        n_timesteps: T.
+        observation, action: what a step writes, by name without prefix.
+        info: what a rollout writes once, by name with prefix.
+    """
+
+    n_slots: int
+    n_timesteps: int
+    observation: Specs
+    action: Specs
+    info: Specs
+
+    def fields(self) -> list[Field]:
+        """Every column, at its place."""
+        fields: list[Field] = []
+        offset = 0
+        for name, shape, dtype, sparse in self._columns():
+            field = Field(name, (self.n_slots, *shape), dtype, offset, sparse)
+            fields.append(field)
+            offset += -(-field.nbytes // ALIGNMENT) * ALIGNMENT
+        return fields
+
+    def _columns(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, bool]]:
+        n_timesteps = self.n_timesteps
+        for key, (shape, dtype) in self.observation.items():
+            yield f"observation/{key}", (n_timesteps + 1, *shape), dtype, False
+        for key, (shape, dtype) in self.action.items():
+            yield f"action/{key}", (n_timesteps, *shape), dtype, False
+        for name, (shape, dtype) in self.info.items():
+            yield name, shape, dtype, False
+        yield "reset", (n_timesteps,), torch.bool, False
+        yield "lengths", (), torch.int64, False
+        for key, (shape, dtype) in self.observation.items():
+            yield f"_observation/{key}", (n_timesteps, *shape), dtype, True
+
+    @property
+    def reserved_nbytes(self) -> int:
+        """Address space, in bytes."""
+        last = self.fields()[-1]
+        return last.offset + last.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that a rollout takes, in bytes, without the sparse columns."""
+        return sum(field.nbytes for field in self.fields() if not field.sparse)
+
+
+class Slots:
+    """The slots `first` to `first + n - 1`, over the bytes of an arena.
+
+    One writer, which is the rollout; a reader when it is over.
+    """
+
+    def __init__(self, layout: Layout, buffer: mmap, first: int = 0, n: int | None = None) -> None:
+        self.layout, self.first = layout, first
+        self.n = layout.n_slots if n is None else n
+        self._columns = {
+            field.name: _column(field, buffer)[first : first + self.n] for field in layout.fields()
+        }
+        self.lengths: np.ndarray = self._columns["lengths"].numpy()
+        self._reset: np.ndarray = self._columns["reset"].numpy()
+        self._observation = self._by_key("observation/")
+        self._final = self._by_key("_observation/")
+        self._action = {key: self._columns[f"action/{key}"] for key in layout.action}
+        self._n_actions = len(self._action)
+        # Views of one timestep, made when first needed and kept: making them costs more than a write.
+        self._rows: dict[int, tuple[list[tuple[str, np.ndarray]], DictTensor]] = {}
+        self._action_rows: dict[int, list[tuple[str, torch.Tensor, torch.Size, torch.dtype]]] = {}
+
+    def column(self, name: str) -> torch.Tensor:
+        """A column whole, a view."""
+        return self._columns[name]
+
+    def info(self, prefix: str) -> DictTensor:
+        """The `agent_info/`, `env_info/` or `agent_state/` rows, views, without their prefix."""
+        return DictTensor.trusted(self._columns).truncate_key(prefix)
+
+    def begin(self, rows: np.ndarray | None, state: DictTensor) -> None:
+        """Starts a rollout of these rows (None: all), whose agents are in this state."""
+        self.lengths[...] = 0
+        self._reset[...] = False
+        for key in self.layout.info:
+            if key.startswith("agent_state/"):
+                self._write_info(key, rows, state)
+
+    def _write_info(self, name: str, rows: np.ndarray | None, state: DictTensor) -> None:
+        key, column = name.removeprefix("agent_state/"), self._columns[name]
+        if key not in state:
+            raise MissingKeyError(f"agent: no {key!r} in its state, there are {sorted(state.keys())}")
+        wanted = (self.n if rows is None else len(rows), *column.shape[1:])
+        if tuple(state[key].shape) != wanted or state[key].dtype != column.dtype:
+            raise SpecError(f"agent: state {key!r} is {show(state[key])}, expected {wanted} {column.dtype}")
+        if rows is None:
+            column.copy_(state[key])
+        else:
+            column[torch.from_numpy(rows)] = state[key].to(column.device)
+
+    def write_observation(self, t: int, rows: np.ndarray | None, arrays: Mapping[str, np.ndarray]) -> None:
+        """Writes what the agent sees at t, for these rows (None: all)."""
+        if rows is None:
+            for key, row in self._row(t)[0]:
+                row[...] = arrays[key]
+        else:
+            for key, column in self._observation.items():
+                column[rows, t] = arrays[key]
+
+    def write_reset(self, t: int, rows: np.ndarray, finals: Mapping[str, np.ndarray], fresh: Mapping[str, np.ndarray]) -> None:
+        """Replaces rows that `write_observation` wrote for t + 1: there was a reset in step t."""
+        self._reset[rows, t] = True
+        for key, column in self._observation.items():
+            self._final[key][rows, t] = finals[key]
+            column[rows, t + 1] = fresh[key]
+
+    def write_action(self, t: int, rows: np.ndarray | None, output: DictTensor) -> None:
+        """Writes the agent's output at t, for these rows (None: all).
+
+        Raises:
+            MissingKeyError, SpecError: it is not as the first one was.
+        """
+        if not isinstance(output, DictTensor):
+            raise TypeError(f"agent: its output must be a DictTensor, got {type(output).__name__}")
+        tensors = output._tensors
+        if rows is not None or len(tensors) != self._n_actions:
+            self._write_action_slowly(t, rows, tensors)
+            return
+        for key, row, shape, dtype in self._action_row(t):
+            tensor = tensors.get(key)
+            if tensor is None or tensor.shape != shape or tensor.dtype != dtype:
+                self._write_action_slowly(t, rows, tensors)
+                return
+            row.copy_(tensor)
+
+    def _write_action_slowly(self, t: int, rows: np.ndarray | None, tensors: Mapping[str, torch.Tensor]) -> None:
+        n = self.n if rows is None else len(rows)
+        check_output(tensors, {key: ((n, *c.shape[2:]), c.dtype) for key, c in self._action.items()})
+        for key, column in self._action.items():
+            column[slice(None) if rows is None else torch.from_numpy(rows), t] = tensors[key].to(column.device)
+
+    def observation(self, t: int) -> DictTensor:
+        """What the agent sees at t, every row, views."""
+        return self._row(t)[1]
+
+    def observation_of(self, t: int, rows: np.ndarray) -> DictTensor:
+        """What the agent sees at t, these rows, private memory."""
+        return DictTensor.trusted({key: torch.from_numpy(c[rows, t]) for key, c in self._observation.items()})
+
+    def read(self, rows: np.ndarray | None, n_timesteps: int) -> dict[str, torch.Tensor]:
+        """Steps 0 to `n_timesteps - 1` of these rows (None: all), private memory, zeros in the padding.
+
+        Returns:
+            `observation/k`, `action/k`, `_observation/k` -> (B, n_timesteps, ...).
+        """
+        lengths = self.lengths if rows is None else self.lengths[rows]
+        index = None if rows is None else torch.from_numpy(rows)
+        padding = torch.from_numpy(np.arange(n_timesteps) >= lengths[:, None])
+        padded = bool(padding.any())
+        batch: dict[str, torch.Tensor] = {}
+
+        def take(name: str, source: str, start: int) -> None:
+            column = self._columns[source][:, start : start + n_timesteps]
+            whole = index is None
+            batch[name] = column.clone(memory_format=torch.contiguous_format) if whole else column[index]
+            if padded:
+                batch[name][padding] = 0
+
+        for key in self._observation:
+            take(f"observation/{key}", f"observation/{key}", 0)
+        for key in self._action:
+            take(f"action/{key}", f"action/{key}", 0)
+        for key in self._observation:
+            take(f"_observation/{key}", f"observation/{key}", 1)
+        self._patch(batch, rows, n_timesteps)
+        return batch
+
+    def _patch(self, batch: dict[str, torch.Tensor], rows: np.ndarray | None, n_timesteps: int) -> None:
+        reset = self._reset if rows is None else self._reset[rows]
+        at, times = np.nonzero(reset[:, :n_timesteps])
+        if not at.size:
+            return
+        slots = at if rows is None else rows[at]
+        for key, final in self._final.items():
+            batch[f"_observation/{key}"][torch.from_numpy(at), torch.from_numpy(times)] = torch.from_numpy(
+                final[slots, times]
+            )
+
+    def _by_key(self, prefix: str) -> dict[str, np.ndarray]:
+        return {key: self._columns[prefix + key].numpy() for key in self.layout.observation}
+
+    def _row(self, t: int) -> tuple[list[tuple[str, np.ndarray]], DictTensor]:
+        found = self._rows.get(t)
+        if found is None:
+            rows = [(key, column[:, t]) for key, column in self._observation.items()]
+            seen = {key: self._columns[f"observation/{key}"][:, t] for key in self._observation}
+            found = self._rows[t] = rows, DictTensor.trusted(seen)
+        return found
+
+    def _action_row(self, t: int) -> list[tuple[str, torch.Tensor, torch.Size, torch.dtype]]:
+        found = self._action_rows.get(t)
+        if found is None:
+            rows = ((key, column[:, t]) for key, column in self._action.items())
+            found = self._action_rows[t] = [(key, row, row.shape, row.dtype) for key, row in rows]
+        return found
+
+
+def check_output(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, tuple[Any, torch.dtype]]) -> None:
+    """Raises unless an agent's output has these keys, of these shapes and dtypes."""
+    for key, (shape, dtype) in wanted.items():
+        if key not in tensors:
+            raise MissingKeyError(f"agent: no {key!r} in its output any more, there are {sorted(tensors)}")
+        if tuple(tensors[key].shape) != tuple(shape) or tensors[key].dtype != dtype:
+            raise SpecError(
+                f"agent: output {key!r} is {show(tensors[key])}, expected {tuple(shape)} "
+                f"{str(dtype).removeprefix('torch.')} as in its first step"
+            )
+    if unknown := set(tensors) - set(wanted):
+        raise SpecError(f"agent: output {sorted(unknown)} was not in its first step")
+
+
+def _column(field: Field, buffer: mmap) -> torch.Tensor:
+    count = int(np.prod(field.shape, dtype=np.int64))
+    if not count:
+        return torch.zeros(field.shape, dtype=field.dtype)
+    # frombuffer in bytes, not in the dtype: numpy has no bfloat16.
+    raw = np.frombuffer(buffer, np.uint8, field.nbytes, field.offset)
+    return torch.from_numpy(raw).view(field.dtype).view(field.shape)

@@ -1,0 +1,25 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # workers import `helpers` by name
+
+START_METHODS = ["forkserver", "spawn"]
+
+
+@pytest.fixture(params=START_METHODS)
+def start_method(request):
+    return request.param
+
+
+@pytest.fixture
+def subprocess_env():
+    """The environment of a program that the test runs: finds the library and the helpers."""
+    root = Path(__file__).parent
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(root.parent), str(root)])}
