@@ -63,10 +63,12 @@ class Counting(RL_Agent):
         self.agent_seed = seed
 
 
-def create_counts(lengths, seed, autoreset=False, n_envs=None):
-    """A `GymEnv` or `GymEnvInf` of `Count`s; `lengths` is a table by worker when seeds are 0, 1, ..."""
-    lengths = lengths[seed] if isinstance(lengths[0], (list, tuple)) else lengths
-    return (GymEnvInf if autoreset else GymEnv)([Count(length) for length in lengths], seed=0)
+SPACING = 100  # between the seeds of two workers
+
+
+def create_counts(table, seed, autoreset=False):
+    """A `GymEnv` or `GymEnvInf` of `Count`s, their lengths being the worker's row of `table`."""
+    return (GymEnvInf if autoreset else GymEnv)([Count(length) for length in table[seed // SPACING]], seed)
 
 
 def count_batcher(table, n_timesteps, autoreset=False, n_processes=None, **arguments):
@@ -76,9 +78,9 @@ def count_batcher(table, n_timesteps, autoreset=False, n_processes=None, **argum
         n_timesteps=n_timesteps,
         create_agent=Counting,
         create_env=create_counts,
-        env_args={"lengths": table, "autoreset": autoreset},
+        env_args={"table": table, "autoreset": autoreset},
         n_processes=len(table) if n_processes is None else n_processes,
-        seeds=[index * 1 for index in range(len(table))],
+        seeds=[SPACING * worker for worker in range(len(table))],
         **arguments,
     )
 
