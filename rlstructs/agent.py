@@ -139,6 +139,8 @@ class RL_Agent_CheckDevice:
         self._check("agent_info", agent_info, torch.device("cpu"))
         for name, value in (("state", state), ("observation", observation), ("history", history)):
             self._check(name, value, self._device)
+        if history is None:
+            return self._checked(self._agent(state, observation, agent_info))
         return self._checked(self._agent(state, observation, agent_info, history=history))
 
     def call_replay(
@@ -192,7 +194,7 @@ def replay_agent(
     if not outputs:
         return TemporalDictTensor({}, lengths)
     # Stacked once: writing each step into a zero tensor would make backward super-linear in T.
-    stacked = {key: torch.stack([output[key] for output in outputs], dim=1) for key in outputs[0].keys()}
+    stacked = {key: torch.stack([output[key] for output in outputs], dim=1) for key in outputs[0]}
     return TemporalDictTensor(stacked, lengths)
 
 

@@ -29,13 +29,15 @@ import cloudpickle
 import numpy as np
 import torch
 
+import rlstructs.errors  # first of ours: it sees whether `workers` is ours too
 from rlstructs import weights
 from rlstructs.agent import RL_Agent
 from rlstructs.envs import registry
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.episodes import EpisodeTracker
 from rlstructs.errors import ClosedError, SpecError, StateError
-from rlstructs.rollout import JobFactory, JobSettings, Specs, seeds_of, specs_of
+from rlstructs.rollout import JobFactory, JobSettings, Specs, seeds_of
+from rlstructs.rows import specs_of
 from rlstructs.seeding import EnvSeed, PrivateStreams
 from rlstructs.slots import Layout, Slots
 from rlstructs.structures.base import as_device, check_same_keys
@@ -190,7 +192,7 @@ class RL_Batcher:
             StateError: there was no `reset`, a rollout is under way, or every environment has ended.
         """
         self._check("execute", _State.READY)
-        if agent_info is not None and not agent_info.empty():
+        if agent_info is not None and agent_info != NO_INFO:
             self._check_info("agent_info", agent_info)
             self._write_info("agent_info", agent_info)
         with self._failing():

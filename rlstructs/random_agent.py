@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -16,7 +18,10 @@ from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 
 
 class RandomAgent(RL_Agent):
-    """Draws each action from its space: uniformly; where a Box is unbounded, from a standard normal.
+    """Draws each action from its space, uniformly.
+
+    Where a Box has only one bound, from an exponential distribution that starts there; where it has
+    none, from a standard normal.
 
     Args:
         action_space: Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of them.
@@ -30,7 +35,7 @@ class RandomAgent(RL_Agent):
     """
 
     def __init__(self, action_space: gymnasium.Space[Any]) -> None:
-        self._draws = {ActionReader.key(leaf): _Draw(leaf) for leaf in leaves(action_space, "action")}
+        self._draws = {ActionReader.key(leaf): _draw(leaf) for leaf in leaves(action_space, "action")}
 
     def initial_state(self, agent_info: DictTensor, B: int) -> DictTensor:
         """Nothing: it has no state."""
@@ -51,45 +56,96 @@ class RandomAgent(RL_Agent):
         """Nothing: it does not learn."""
 
 
-class _Draw:
-    """Draws values of one leaf."""
+def _draw(leaf: Leaf) -> Callable[[int], torch.Tensor]:
+    """A function of B that draws B values of one leaf."""
+    space, dtype = leaf.space, torch.from_numpy(np.zeros(0, leaf.dtype)).dtype
+    if isinstance(space, spaces.Discrete):
+        return partial(_whole_numbers, int(space.start), int(space.start + space.n), leaf.shape, dtype)
+    if isinstance(space, spaces.MultiBinary):
+        return partial(_whole_numbers, 0, 2, leaf.shape, dtype)
+    if isinstance(space, spaces.MultiDiscrete):
+        low = space.start.astype(object)
+        return _Whole(low, low + space.nvec.astype(object) - 1, dtype)
+    assert isinstance(space, spaces.Box)
+    if dtype.is_floating_point:
+        return _Real(space, dtype)
+    return _Whole(space.low.astype(object), space.high.astype(object), dtype)
 
-    def __init__(self, leaf: Leaf) -> None:
-        space = leaf.space
-        self._shape = leaf.shape
-        self._high: int | None = None
-        self._start: Any = 0
-        self._torch_dtype = torch.from_numpy(np.zeros(0, leaf.dtype)).dtype
-        if isinstance(space, spaces.Discrete):
-            self._high, self._start = int(space.n), int(space.start)
-        elif isinstance(space, spaces.MultiBinary):
-            self._high = 2
+
+def _whole_numbers(low: int, end: int, shape: tuple[int, ...], dtype: torch.dtype, n: int) -> torch.Tensor:
+    return torch.randint(low, end, (n, *shape), dtype=dtype)
+
+
+class _Whole:
+    """Draws whole numbers between two bounds, both included, exact over all 64 bits."""
+
+    def __init__(self, low: np.ndarray, high: np.ndarray, dtype: torch.dtype) -> None:
+        self._dtype, self._shape = dtype, low.shape
+        # uint64 is drawn 2**63 lower, where int64 holds it.
+        shift = 2**63 if dtype == torch.uint64 else 0
+        lows, highs = ([int(v) - shift for v in bound.flat] for bound in (low, high))
+        spans = [high - low for low, high in zip(lows, highs, strict=True)]
+        self._low, self._high = self._tensor(lows), self._tensor(highs)
+        # A float64 has 53 random bits: enough for a span of 32.
+        self._count = self._tensor([s + 1 for s in spans]).double() if max(spans, default=0) < 2**32 else None
+        # Otherwise bits are drawn until they lie within the bounds, which takes two attempts or fewer on average.
+        self._base = self._tensor([low if s < 2**63 else 0 for low, s in zip(lows, spans, strict=True)])
+        self._mask = self._tensor([(1 << s.bit_length()) - 1 if s < 2**63 else -1 for s in spans])
+
+    def __call__(self, n: int) -> torch.Tensor:
+        if self._count is not None:
+            drawn = torch.rand((n, *self._shape), dtype=torch.float64).mul_(self._count).long().add_(self._low)
         else:
-            self._prepare_bounds(space)
+            drawn = self._bits(n)
+            while (outside := (drawn < self._low) | (drawn > self._high)).any():
+                drawn = torch.where(outside, self._bits(n), drawn)
+        if self._dtype == torch.uint64:
+            return drawn.bitwise_xor_(torch.tensor(-(2**63))).view(torch.uint64)
+        return drawn.to(self._dtype)
 
-    def _prepare_bounds(self, space: Any) -> None:
-        if isinstance(space, spaces.MultiDiscrete):
-            low = space.start.astype(np.float64)
-            span = space.nvec.astype(np.float64)
-        else:
-            low, span = space.low.astype(np.float64), space.high.astype(np.float64) - space.low.astype(np.float64)
-            if self._whole:
-                span = span + 1
-        self._low, self._span = torch.from_numpy(low), torch.from_numpy(span)
-        self._bounded = torch.isfinite(self._span)
+    def _bits(self, n: int) -> torch.Tensor:
+        bits = torch.empty((n, *self._shape), dtype=torch.int64).random_(-(2**63), None)
+        return bits.bitwise_and_(self._mask).add_(self._base)
 
-    @property
-    def _whole(self) -> bool:
-        return not self._torch_dtype.is_floating_point
+    def _tensor(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64).reshape(self._shape)
+
+
+class _Real:
+    """Draws floats between bounds, either of which may be infinite."""
+
+    def __init__(self, space: spaces.Box, dtype: torch.dtype) -> None:
+        self._dtype, self._shape = dtype, space.shape
+        low, high = (torch.from_numpy(bound.astype(np.float64)) for bound in (space.low, space.high))
+        self._below, self._above = low.isfinite(), high.isfinite()
+        self._bounded = bool((self._below & self._above).all())
+        self._exact = space.dtype != np.float64 and self._bounded
+        # The outermost values of the dtype that lie within the bounds.
+        largest = torch.finfo(dtype).max
+        self._least = _towards(low.clamp(-largest, largest), dtype, torch.inf)
+        self._most = _towards(high.clamp(-largest, largest), dtype, -torch.inf)
+        self._low = torch.where(self._below, self._least, torch.zeros(()).double())
+        self._high = torch.where(self._above, self._most, torch.zeros(()).double())
+        self._span = self._high - self._low
 
     def __call__(self, n: int) -> torch.Tensor:
         shape = (n, *self._shape)
-        if self._high is not None:
-            drawn = torch.randint(self._high, shape)
-            return drawn + self._start if self._start else drawn.to(self._torch_dtype)
-        if self._whole:
-            return (self._low + torch.rand(shape, dtype=torch.float64) * self._span).floor().to(self._torch_dtype)
-        if bool(self._bounded.all()):
-            return torch.addcmul(self._low, torch.rand(shape), self._span).to(self._torch_dtype)
-        uniform = torch.nan_to_num(self._low) + torch.rand(shape) * torch.nan_to_num(self._span)
-        return torch.where(self._bounded, uniform, torch.randn(shape).double()).to(self._torch_dtype)
+        drawn = torch.addcmul(self._low, torch.rand(shape), self._span)
+        if self._exact:
+            return drawn.to(self._dtype)
+        if not self._bounded:
+            beyond = torch.empty(shape).exponential_()
+            one_sided = torch.where(self._below, self._low + beyond, self._high - beyond)
+            drawn = torch.where(self._below & self._above, drawn, one_sided)
+            drawn = torch.where(self._below | self._above, drawn, torch.randn(shape).double())
+        return drawn.clamp(self._least, self._most).to(self._dtype)
+
+
+def _towards(bound: torch.Tensor, dtype: torch.dtype, direction: float) -> torch.Tensor:
+    """`bound`, float64, rounded to a value of `dtype` that does not lie on its other side."""
+    rounded = bound.to(dtype).double()
+    if dtype != torch.float32:  # float64 becomes float32; other dtypes are those of the bounds
+        return rounded
+    further = torch.nextafter(rounded.float(), torch.tensor(direction)).double()
+    wrong = rounded < bound if direction > 0 else rounded > bound
+    return torch.where(wrong, further, rounded)

@@ -11,10 +11,11 @@ import torch
 
 from rlstructs import weights
 from rlstructs.agent import RL_Agent
-from rlstructs.envs.vec_env import ArrayEnv, Arrays, VecEnv, array_env
+from rlstructs.envs.vec_env import RowEnv, VecEnv, row_env
 from rlstructs.errors import SpecError
+from rlstructs.rows import Rows, TensorSpec, specs_of
 from rlstructs.seeding import EnvSeed, PrivateStreams, seed_global_streams
-from rlstructs.slots import Layout, Slots, Spec
+from rlstructs.slots import Layout, Slots
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from workers.arena import SharedArena
@@ -30,14 +31,14 @@ class Progress:
         state: the agent's, None before its first step since a reset.
     """
 
-    observation: Arrays
+    observation: Rows
     running: np.ndarray
     state: DictTensor | None = None
 
 
 @torch.no_grad()
 def acquire(
-    env: ArrayEnv,
+    env: RowEnv,
     agent: RL_Agent,
     slots: Slots,
     progress: Progress,
@@ -64,7 +65,7 @@ def acquire(
     slots.write_observation(0, rows, progress.observation)
     with_history = agent.require_history()
     for t in range(slots.layout.n_timesteps):
-        observation = slots.observation(t) if rows is None else slots.observation_of(t, rows)
+        observation = slots.observation(t) if rows is None else slots.rows(t, rows).tensors()
         if device is not None:
             observation, state = observation.to(device), state.to(device)
         if with_history:
@@ -72,11 +73,11 @@ def acquire(
         else:
             output, state = agent(state, observation, info)
         slots.write_action(t, rows, output)
-        step = env.step_arrays(output)
+        step = env.step_rows(output)
         slots.write_observation(t + 1, rows, step.after)
-        if step.reset.size:
-            finals = {key: array[step.reset] for key, array in step.after.items()}
-            slots.write_reset(t, step.reset if rows is None else rows[step.reset], finals, step.fresh)
+        if step.fresh is not None:
+            ended = step.reset if rows is None else rows[step.reset]
+            slots.write_reset(t, ended, step.after.take(step.reset), step.fresh)
         slots.lengths[... if rows is None else rows] = t + 1
         if step.kept is not None:
             rows = step.kept if rows is None else rows[step.kept]
@@ -85,9 +86,8 @@ def acquire(
             if not rows.size:
                 break
     left = np.arange(slots.n) if rows is None else rows
-    seen = slots.observation_of(t + 1, left)
     # The agent may have given back views of what the next rollout overwrites.
-    return Progress({key: tensor.numpy() for key, tensor in seen.items()}, left, state.clone())
+    return Progress(slots.rows(t + 1, left), left, state.clone())
 
 
 def _history(slots: Slots, rows: np.ndarray | None, t: int, device: torch.device | None) -> TemporalDictTensor:
@@ -115,9 +115,9 @@ class JobSettings:
 class Specs:
     """What one worker's slots have to hold, found by a first step with nothing recorded."""
 
-    observation: dict[str, Spec]
-    action: dict[str, Spec]
-    state: dict[str, Spec]
+    observation: dict[str, TensorSpec]
+    action: dict[str, TensorSpec]
+    state: dict[str, TensorSpec]
 
 
 @dataclass
@@ -146,7 +146,7 @@ class RolloutJob:
         if self.index == 0:
             self.specs, used = self._probe(env)
             env = self._make_env() if used else env
-        self._env = array_env(env)
+        self._env = row_env(env)
         self._agent = settings.create_agent(**settings.agent_args)
         if self._agent_seed is not None:
             self._agent.seed(self._agent_seed)
@@ -165,7 +165,7 @@ class RolloutJob:
     def reset(self) -> None:
         """Starts an episode in every environment, by the `env_info/` rows of the slots."""
         assert self._slots is not None
-        observation = self._env.reset_arrays(self._slots.info("env_info/").clone())
+        observation = self._env.reset_rows(self._slots.info("env_info/").clone())
         self._progress = Progress(observation, np.arange(self._slots.n))
 
     def rollout(self) -> tuple[list[int] | None, int]:
@@ -212,12 +212,10 @@ class RolloutJob:
             agent = settings.create_agent(**settings.agent_args)
             used = not hasattr(env, "example")
             if used:
-                arrays = array_env(env).reset_arrays(repeated(settings.env_info, n))
-                arrays = {key: array.copy() for key, array in arrays.items()}
+                observation = row_env(env).reset_rows(repeated(settings.env_info, n)).tensors()
                 env.close()
             else:
-                arrays = env.example()  # type: ignore[attr-defined]
-            observation = DictTensor({key: torch.from_numpy(array) for key, array in arrays.items()})
+                observation = env.example().tensors()  # type: ignore[attr-defined]
             seen = observation if settings.device is None else observation.to(settings.device)
             info = repeated(settings.agent_info, n)
             state = checked("agent: initial_state", agent.initial_state(info, n), n)
@@ -249,11 +247,6 @@ def repeated(example: DictTensor, n: int) -> DictTensor:
     if example.empty():
         return example
     return example.index(torch.zeros(n, dtype=torch.int64))
-
-
-def specs_of(tensors: DictTensor) -> dict[str, Spec]:
-    """Row shape and dtype of each key."""
-    return {key: (tuple(tensor.shape[1:]), tensor.dtype) for key, tensor in tensors.items()}
 
 
 @dataclass(frozen=True)

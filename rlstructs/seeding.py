@@ -7,6 +7,7 @@ the global index of the environment, so that they do not depend on how many proc
 from __future__ import annotations
 
 import contextlib
+import operator
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -52,14 +53,18 @@ def environment_seeds(seed: int | Sequence[int], n_envs: int) -> list[int]:
         n_envs: how many environments.
 
     Raises:
+        TypeError: a seed is no int.
         SpecError: a sequence of another length, or a seed below 0.
     """
     if isinstance(seed, EnvSeed):
         return seed.for_environments(n_envs)
-    if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
-        seeds = [int(seed) + k for k in range(n_envs)]
+    if isinstance(seed, (int, np.integer)):
+        seeds = [operator.index(seed) + k for k in range(n_envs)]
     else:
-        seeds = [int(value) for value in seed]
+        try:
+            seeds = [operator.index(value) for value in seed]
+        except TypeError as error:
+            raise TypeError(f"seed: needs an int, or a sequence of {n_envs}, got {seed!r}") from error
     if len(seeds) != n_envs or min(seeds, default=0) < 0:
         raise SpecError(f"seed: needs an int >= 0, or {n_envs} of them, got {seed!r}")
     return seeds

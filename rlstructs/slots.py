@@ -1,13 +1,14 @@
 """Slots: where a rollout is written. Typed columns over one shared arena, one slot per environment.
 
-    observation/k   (N, T+1, ...)   row t is what the agent saw at t; row t+1 is also what followed
-    _observation/k  (N, T, ...)     only where an environment was reset in its step: the true final one
+    observation     (N, T+1, ...)   row t is what the agent saw at t; row t+1 is also what followed
+    _observation    (N, T, ...)     only where an environment was reset in its step: the true final one
     action/k        (N, T, ...)     what the agent put out
     agent_state/k, agent_info/k, env_info/k   (N, ...)   as they were before the first step
-    reset           (N, T)          where row t of `_observation/k` counts
+    reset           (N, T)          where row t of `_observation` counts
     lengths         (N,)
 
-An observation is stored once. Pages of `_observation/k` cost memory only where an episode ended.
+An observation is stored once, in a column for each of its blocks (`rows.py`). Pages of `_observation`
+cost memory only where an episode ended.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ import numpy as np
 import torch
 
 from rlstructs.errors import MissingKeyError, SpecError
+from rlstructs.rows import Packing, Rows, TensorSpec, numpy_specs
 from rlstructs.structures.base import show
 from rlstructs.structures.dict_tensor import DictTensor
 
 # Bytes: what a cache line, jax and SIMD loads want.
 ALIGNMENT = 64
 
-Spec = tuple[tuple[int, ...], torch.dtype]  # row shape, dtype
-Specs = Mapping[str, Spec]
+Specs = Mapping[str, TensorSpec]
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Field:
     Attributes:
         name: what it is called.
         shape: of the whole column.
-        dtype: torch's.
+        dtype: torch's; a record of observations is uint8, with an axis for its bytes.
         offset: bytes from the start of the arena.
         sparse: whether most of its pages are never touched.
     """
@@ -81,18 +82,28 @@ class Layout:
             offset += -(-field.nbytes // ALIGNMENT) * ALIGNMENT
         return fields
 
+    def packing(self) -> Packing:
+        """How observations lie in blocks."""
+        return Packing(numpy_specs(self.observation))
+
+    def _blocks(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+        return [
+            (name, (*shape, dtype.itemsize), torch.uint8) if dtype.kind == "V" else (name, shape, self.observation[name][1])
+            for name, (shape, dtype) in self.packing().blocks.items()
+        ]
+
     def _columns(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, bool]]:
         n_timesteps = self.n_timesteps
-        for key, (shape, dtype) in self.observation.items():
-            yield f"observation/{key}", (n_timesteps + 1, *shape), dtype, False
+        for name, shape, dtype in self._blocks():
+            yield f"observation/{name}", (n_timesteps + 1, *shape), dtype, False
         for key, (shape, dtype) in self.action.items():
             yield f"action/{key}", (n_timesteps, *shape), dtype, False
         for name, (shape, dtype) in self.info.items():
             yield name, shape, dtype, False
         yield "reset", (n_timesteps,), torch.bool, False
         yield "lengths", (), torch.int64, False
-        for key, (shape, dtype) in self.observation.items():
-            yield f"_observation/{key}", (n_timesteps, *shape), dtype, True
+        for name, shape, dtype in self._blocks():
+            yield f"_observation/{name}", (n_timesteps, *shape), dtype, True
 
     @property
     def reserved_nbytes(self) -> int:
@@ -120,8 +131,10 @@ class Slots:
         }
         self.lengths: np.ndarray = self._columns["lengths"].numpy()
         self._reset: np.ndarray = self._columns["reset"].numpy()
-        self._observation = self._by_key("observation/")
-        self._final = self._by_key("_observation/")
+        self._packing = layout.packing()
+        self._observation, self._final = self._blocks("observation/"), self._blocks("_observation/")
+        views = {key: self._packing.view(self._observation, key) for key in layout.observation}
+        self._seen = {key: torch.from_numpy(view) for key, view in views.items()}
         self._action = {key: self._columns[f"action/{key}"] for key in layout.action}
         self._n_actions = len(self._action)
         # Views of one timestep, made when first needed and kept: making them costs more than a write.
@@ -156,21 +169,21 @@ class Slots:
         else:
             column[torch.from_numpy(rows)] = state[key].to(column.device)
 
-    def write_observation(self, t: int, rows: np.ndarray | None, arrays: Mapping[str, np.ndarray]) -> None:
+    def write_observation(self, t: int, rows: np.ndarray | None, seen: Rows) -> None:
         """Writes what the agent sees at t, for these rows (None: all)."""
         if rows is None:
-            for key, row in self._row(t)[0]:
-                row[...] = arrays[key]
+            for name, row in self._row(t)[0]:
+                row[...] = seen.blocks[name]
         else:
-            for key, column in self._observation.items():
-                column[rows, t] = arrays[key]
+            for name, block in self._observation.items():
+                block[rows, t] = seen.blocks[name]
 
-    def write_reset(self, t: int, rows: np.ndarray, finals: Mapping[str, np.ndarray], fresh: Mapping[str, np.ndarray]) -> None:
+    def write_reset(self, t: int, rows: np.ndarray, finals: Rows, fresh: Rows) -> None:
         """Replaces rows that `write_observation` wrote for t + 1: there was a reset in step t."""
         self._reset[rows, t] = True
-        for key, column in self._observation.items():
-            self._final[key][rows, t] = finals[key]
-            column[rows, t + 1] = fresh[key]
+        for name, block in self._observation.items():
+            self._final[name][rows, t] = finals.blocks[name]
+            block[rows, t + 1] = fresh.blocks[name]
 
     def write_action(self, t: int, rows: np.ndarray | None, output: DictTensor) -> None:
         """Writes the agent's output at t, for these rows (None: all).
@@ -201,9 +214,9 @@ class Slots:
         """What the agent sees at t, every row, views."""
         return self._row(t)[1]
 
-    def observation_of(self, t: int, rows: np.ndarray) -> DictTensor:
+    def rows(self, t: int, rows: np.ndarray) -> Rows:
         """What the agent sees at t, these rows, private memory."""
-        return DictTensor.trusted({key: torch.from_numpy(c[rows, t]) for key, c in self._observation.items()})
+        return Rows(self._packing, {name: block[rows, t] for name, block in self._observation.items()})
 
     def read(self, rows: np.ndarray | None, n_timesteps: int) -> dict[str, torch.Tensor]:
         """Steps 0 to `n_timesteps - 1` of these rows (None: all), private memory, zeros in the padding.
@@ -217,41 +230,42 @@ class Slots:
         padded = bool(padding.any())
         batch: dict[str, torch.Tensor] = {}
 
-        def take(name: str, source: str, start: int) -> None:
-            column = self._columns[source][:, start : start + n_timesteps]
-            whole = index is None
-            batch[name] = column.clone(memory_format=torch.contiguous_format) if whole else column[index]
+        def take(column: torch.Tensor, start: int) -> torch.Tensor:
+            steps = column[:, start : start + n_timesteps]
+            # contiguous() would be no copy of a column that has no gaps
+            taken = steps.clone(memory_format=torch.contiguous_format) if index is None else steps[index]
             if padded:
-                batch[name][padding] = 0
+                taken[padding] = 0
+            return taken
 
-        for key in self._observation:
-            take(f"observation/{key}", f"observation/{key}", 0)
-        for key in self._action:
-            take(f"action/{key}", f"action/{key}", 0)
-        for key in self._observation:
-            take(f"_observation/{key}", f"observation/{key}", 1)
-        self._patch(batch, rows, n_timesteps)
+        batch = {f"observation/{key}": take(column, 0) for key, column in self._seen.items()}
+        batch |= {f"action/{key}": take(column, 0) for key, column in self._action.items()}
+        batch |= {f"_observation/{key}": take(column, 1) for key, column in self._seen.items()}
+        self._put_finals(batch, rows, n_timesteps)
         return batch
 
-    def _patch(self, batch: dict[str, torch.Tensor], rows: np.ndarray | None, n_timesteps: int) -> None:
+    def _put_finals(self, batch: dict[str, torch.Tensor], rows: np.ndarray | None, n_timesteps: int) -> None:
         reset = self._reset if rows is None else self._reset[rows]
         at, times = np.nonzero(reset[:, :n_timesteps])
         if not at.size:
             return
         slots = at if rows is None else rows[at]
-        for key, final in self._final.items():
-            batch[f"_observation/{key}"][torch.from_numpy(at), torch.from_numpy(times)] = torch.from_numpy(
-                final[slots, times]
-            )
+        finals = Rows(self._packing, {name: block[slots, times] for name, block in self._final.items()})
+        for key in self._seen:
+            batch[f"_observation/{key}"].numpy()[at, times] = finals[key]
 
-    def _by_key(self, prefix: str) -> dict[str, np.ndarray]:
-        return {key: self._columns[prefix + key].numpy() for key in self.layout.observation}
+    def _blocks(self, prefix: str) -> dict[str, np.ndarray]:
+        found = {}
+        for name, (_, dtype) in self._packing.blocks.items():
+            block = self._columns[prefix + name].numpy()
+            found[name] = block.view(dtype)[..., 0] if dtype.kind == "V" else block
+        return found
 
     def _row(self, t: int) -> tuple[list[tuple[str, np.ndarray]], DictTensor]:
         found = self._rows.get(t)
         if found is None:
-            rows = [(key, column[:, t]) for key, column in self._observation.items()]
-            seen = {key: self._columns[f"observation/{key}"][:, t] for key in self._observation}
+            rows = [(name, block[:, t]) for name, block in self._observation.items()]
+            seen = {key: column[:, t] for key, column in self._seen.items()}
             found = self._rows[t] = rows, DictTensor.trusted(seen)
         return found
 

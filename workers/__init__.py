@@ -15,12 +15,29 @@ Example:
     [1, 11]
 """
 
-from workers.arena import OutOfMemoryError, SharedArena
-from workers.errors import RemoteTraceback, WorkerCrashed, WorkerError, WorkerTimeout
-from workers.pool import InlinePool, WorkerPool
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from workers.arena import OutOfMemoryError, SharedArena
+    from workers.errors import RemoteTraceback, WorkerCrashed, WorkerError, WorkerTimeout
+    from workers.pool import InlinePool, WorkerPool
 
 # rlstructs looks for this mark to tell this package from a user's own `workers.py`.
 __rlstructs_workers__ = True
+
+_EXPORTS = {
+    "InlinePool": "pool",
+    "OutOfMemoryError": "arena",
+    "RemoteTraceback": "errors",
+    "SharedArena": "arena",
+    "WorkerCrashed": "errors",
+    "WorkerError": "errors",
+    "WorkerPool": "pool",
+    "WorkerTimeout": "errors",
+}
 
 __all__ = [
     "InlinePool",
@@ -32,3 +49,9 @@ __all__ = [
     "WorkerPool",
     "WorkerTimeout",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)

@@ -80,10 +80,8 @@ class SharedArena:
 
 
 def available_bytes() -> int | None:
-    """How much memory can still be taken here, in bytes: of the machine and of its control group."""
-    limits = [_machine_bytes(), _group_bytes("memory.max", "memory.current")]
-    limits.append(_group_bytes("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
-    known = [limit for limit in limits if limit is not None]
+    """How much memory can still be taken here, in bytes: of the machine and of its control groups."""
+    known = [limit for limit in (_machine_bytes(), *_group_bytes()) if limit is not None]
     return min(known) if known else None
 
 
@@ -95,11 +93,25 @@ def _machine_bytes() -> int | None:
     return None
 
 
-def _group_bytes(limit: str, usage: str) -> int | None:
-    root = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
-        return max(0, int((root / limit).read_text()) - int((root / usage).read_text()))
-    return None
+def _group_bytes(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
+    """What each limit of this process's control groups leaves: version 2, then version 1."""
+    found = []
+    for line in own.read_text().splitlines() if own.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        base = root / controllers
+        names = ("memory.max", "memory.current") if not controllers else (
+            "memory.limit_in_bytes", "memory.usage_in_bytes"
+        )  # fmt: skip
+        group = base / path.strip("/")
+        for folder in (group, *group.parents):
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit there
+                limit, usage = (int((folder / name).read_text()) for name in names)
+                found.append(max(0, limit - usage))
+            if folder == base:
+                break
+    return found
 
 
 def _anonymous_file() -> int:

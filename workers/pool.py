@@ -153,9 +153,10 @@ class WorkerPool:
         if not self._finalizer.still_active():
             return
         deadline = time.monotonic() + timeout
-        errors = [error for worker in self._workers for error in self._ask_to_close(worker)]
         for worker in self._workers:
-            errors += self._await_close(worker, deadline)
+            with contextlib.suppress(WorkerError):  # gone: reported where it mattered
+                worker.send(Close())  # a busy one reads it when it is through; the pipe holds so little
+        errors = [error for worker in self._workers for error in self._await_close(worker, deadline)]
         self.kill(max(0.0, deadline - time.monotonic()))
         if errors:
             raise errors[0]
@@ -213,19 +214,11 @@ class WorkerPool:
             self._poll.unregister(fd)
             del self._index_of[fd]
 
-    def _ask_to_close(self, worker: WorkerProcess) -> list[BaseException]:
-        try:
-            # A busy worker reads it when it is through; the pipe holds so small a message.
-            worker.send(Close())
-        except WorkerError:
-            pass  # gone: that was, or will be, reported where it mattered
-        return []
-
     def _await_close(self, worker: WorkerProcess, deadline: float) -> list[BaseException]:
         errors: list[BaseException] = []
-        poll = select.poll()
         if worker.state is State.GONE:
             return errors
+        poll = select.poll()
         poll.register(worker.channel.fileno(), select.POLLIN)
         while poll.poll(_milliseconds(deadline)):
             try:

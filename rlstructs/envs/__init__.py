@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from rlstructs.envs.vec_env import VecEnv
 
 _EXPORTS = {
-    "DeviceEnv": "rlstructs.envs.device_env",
-    "GymEnv": "rlstructs.envs.gym_env",
-    "GymEnvInf": "rlstructs.envs.gym_env",
-    "VecEnv": "rlstructs.envs.vec_env",
+    "DeviceEnv": "device_env",
+    "GymEnv": "gym_env",
+    "GymEnvInf": "gym_env",
+    "VecEnv": "vec_env",
 }
 
 __all__ = ["DeviceEnv", "GymEnv", "GymEnvInf", "VecEnv"]
@@ -23,8 +23,4 @@ __all__ = ["DeviceEnv", "GymEnv", "GymEnvInf", "VecEnv"]
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_EXPORTS[name]), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+    return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)

@@ -54,7 +54,7 @@ class DeviceEnv:
         return pair[0].to(self._to), pair[1].to(self._to)
 
     def __getattr__(self, name: str) -> Any:
-        # What the rollout reads of an environment that gives arrays would go past the moving.
-        if name.startswith("_") or name in ("reset_arrays", "step_arrays", "example"):
+        # What the rollout reads of an environment that gives rows would go past the moving.
+        if name.startswith("_") or name in ("reset_rows", "step_rows", "example"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._env, name)

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from rlstructs.envs.spaces import ActionReader, Column, example, leaves
-from rlstructs.envs.vec_env import NO_ROWS, Arrays, Step
+from rlstructs.envs.vec_env import NO_ROWS, Step
 from rlstructs.errors import SpecError, StateError
+from rlstructs.rows import Packing, Rows
 from rlstructs.seeding import environment_seeds
 from rlstructs.structures.dict_tensor import DictTensor
 
@@ -39,11 +40,11 @@ class GymEnv:
         seed: environment k gets `seed + k`, or, when the seed comes from `RL_Batcher(seeds=int)`, a
             stream of its own; or a sequence with a seed for each. Used at the first reset only: later
             episodes continue the stream.
-        keep_float64: do not turn float64 observations into float32.
+        keep_float64: do not turn float64 into float32, neither observations nor the last action.
 
     Raises:
         TypeError: `envs` are not gymnasium environments.
-        SpecError: none are given, a space is not supported, or spaces differ.
+        SpecError: none are given, one twice, a space is not supported, or spaces differ.
 
     Example:
         >>> import gymnasium
@@ -73,15 +74,12 @@ class GymEnv:
             leaf.key or "frame": Column(leaf, n)
             for leaf in leaves(self.observation_space, "observation", keep_float64)
         }
-        self._actions = ActionReader(self.action_space, n)
+        self._actions = ActionReader(self.action_space, keep_float64)
         _refuse_reserved(self._columns)
-        self._after: Arrays = {key: column.array for key, column in self._columns.items()}
-        self._after["reward"] = np.zeros(n, np.float32)
-        self._after.update({flag: np.zeros(n, bool) for flag in FLAGS})
         self._last_actions = {f"last_{ActionReader.key(leaf)}": leaf for leaf in self._actions.leaves}
-        for key, leaf in self._last_actions.items():
-            dtype = np.float32 if leaf.dtype == np.float64 else leaf.dtype
-            self._after[key] = np.zeros((n, *leaf.shape), dtype)
+        self._after, self._fresh = Rows.zeros(self._packing(), n), Rows.zeros(self._packing(), n)
+        self._fresh["initial_state"][:] = True
+        self._view = self._after.arrays()
         self._running: np.ndarray | None = None
         self._options: list[dict[str, Any] | None] = [None] * n
         self._flagged: list[int] = []
@@ -90,13 +88,9 @@ class GymEnv:
         """Number of environments, E."""
         return len(self._envs)
 
-    def example(self) -> Arrays:
+    def example(self) -> Rows:
         """A first observation such as `reset` gives, made of the spaces alone."""
-        frames = {
-            key: np.stack([example(column.leaf)] * len(self._envs)).reshape(column.array.shape)
-            for key, column in self._columns.items()
-        }
-        return self._at_reset(frames)
+        return self._at_reset({key: example(column.leaf) for key, column in self._columns.items()}, len(self._envs))
 
     def reset(self, env_info: DictTensor = NO_INFO) -> tuple[DictTensor, torch.Tensor]:
         """Starts an episode in every environment.
@@ -105,7 +99,7 @@ class GymEnv:
             env_info: E rows, or empty. Row k, as `{key: number or list}`, is the `options` of
                 environment k's reset, here and wherever it resets itself.
         """
-        return _tensors(self.reset_arrays(env_info)), torch.arange(len(self._envs))
+        return self.reset_rows(env_info).tensors(), torch.arange(len(self._envs))
 
     def step(
         self, action: DictTensor
@@ -120,30 +114,32 @@ class GymEnv:
             MissingKeyError, SpecError: the action is not what the action space needs.
         """
         before = torch.from_numpy(self._check_running().copy())
-        step = self.step_arrays(action)
-        after = _tensors(step.after)
+        step = self.step_rows(action)
+        after = step.after.tensors()
         following, kept = after, before
-        if step.reset.size:
-            following = after.clone()
-            for key, rows in step.fresh.items():
-                following[key][torch.from_numpy(step.reset)] = torch.from_numpy(rows)
+        if step.fresh is not None:
+            rows = step.after.take(slice(None))
+            rows = Rows.of(rows.packing, rows.arrays())
+            for key, fresh in step.fresh.arrays().items():
+                rows[key][step.reset] = fresh
+            following = rows.tensors()
         if step.kept is not None:
             rows = torch.from_numpy(step.kept)
             following, kept = after.index(rows), before[rows]
         return (after, before), (following, kept)
 
-    def reset_arrays(self, env_info: DictTensor) -> Arrays:
-        """As `reset`, the observation as arrays of its own."""
+    def reset_rows(self, env_info: DictTensor) -> Rows:
+        """As `reset`, the observation as rows of its own."""
         self._options = _options(env_info, len(self._envs))
         seeds, self._seeds = self._seeds, None
         frames = [
             _copied(self._reset_one(k, None if seeds is None else seeds[k])) for k in range(len(self._envs))
         ]
         self._running = np.arange(len(self._envs))
-        return self._at_reset({key: column.rows(frames) for key, column in self._columns.items()})
+        return self._at_reset({key: column.fill(frames) for key, column in self._columns.items()}, len(frames))
 
-    def step_arrays(self, action: DictTensor) -> Step:
-        """As `step`, in arrays that stay valid until the next one."""
+    def step_rows(self, action: DictTensor) -> Step:
+        """As `step`, in rows that stay valid until the next one."""
         running = self._check_running()
         actions, action_columns = self._actions.read(action, running.size)
         frames, rewards, ended, fresh = [], [], [], []
@@ -156,14 +152,14 @@ class GymEnv:
                 if self._autoreset:
                     fresh.append(self._reset_one(k, None))
             frames.append(frame)
-        after = self._write(frames, rewards, ended, action_columns)
+        after = self._write(frames, running, rewards, ended, action_columns)
         rows = np.array([row for row, _, _ in ended], np.int64) if ended else NO_ROWS
         if self._autoreset:
-            return Step(after, rows, self._fresh(fresh) if fresh else {}, None)
+            return Step(after, rows, self._write_fresh(fresh, running[rows]) if fresh else None, None)
         kept = np.delete(np.arange(running.size), rows) if ended else None
         if kept is not None:
             self._running = running[kept]
-        return Step(after, NO_ROWS, {}, kept)
+        return Step(after, NO_ROWS, None, kept)
 
     def close(self) -> None:
         """Closes every environment, also when one of them raises; then raises what the first did."""
@@ -171,7 +167,7 @@ class GymEnv:
         for env in self._envs:
             try:
                 env.close()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001
                 errors.append(error)
         if errors:
             raise errors[0]
@@ -187,43 +183,51 @@ class GymEnv:
         options = self._options[k]
         arguments: dict[str, Any] = {} if seed is None else {"seed": seed}
         if options is not None:
-            arguments["options"] = dict(options)
+            arguments["options"] = copy.deepcopy(options)  # the environment may change them
         return self._envs[k].reset(**arguments)[0]
 
     def _write(
-        self, frames: list[Any], rewards: list[Any], ended: list[tuple[int, bool, bool]], actions: Arrays
-    ) -> Arrays:
-        n, after = len(frames), self._after
-        for column in self._columns.values():
-            column.fill(frames)
-        try:
-            after["reward"][:n] = rewards
-        except (TypeError, ValueError) as error:
-            raise SpecError(f"reward must be a number for each environment, got {rewards}") from error
+        self,
+        frames: list[Any],
+        running: np.ndarray,
+        rewards: list[Any],
+        ended: list[tuple[int, bool, bool]],
+        actions: dict[str, np.ndarray],
+    ) -> Rows:
+        n, view = len(frames), self._view
+        for key, column in self._columns.items():
+            view[key][:n] = column.fill(frames, running)
+        view["reward"][:n] = _numbers(rewards, running)
         for row in self._flagged:
             for flag in FLAGS:
-                after[flag][row] = False
+                view[flag][row] = False
         self._flagged = [row for row, _, _ in ended]
         for row, terminated, truncated in ended:
-            after["done"][row] = True
-            after["terminated"][row], after["truncated"][row] = terminated, truncated
+            view["done"][row] = True
+            view["terminated"][row], view["truncated"][row] = terminated, truncated
         for key, leaf in self._last_actions.items():
-            after[key][:n] = actions[leaf.key]
-        return after if n == len(self._envs) else {key: array[:n] for key, array in after.items()}
+            view[key][:n] = actions[leaf.key]
+        return self._after if n == len(self._envs) else self._after.take(slice(n))
 
-    def _fresh(self, frames: list[Any]) -> Arrays:
-        return self._at_reset({key: column.rows(frames) for key, column in self._columns.items()})
+    def _write_fresh(self, frames: list[Any], environments: np.ndarray) -> Rows:
+        fresh = self._fresh.take(slice(len(frames)))
+        for key, column in self._columns.items():
+            fresh[key][...] = column.fill(frames, environments)
+        return fresh
 
-    def _at_reset(self, frames: Arrays) -> Arrays:
-        """The observation of environments that have just been reset, in the order of the keys."""
-        n = len(next(iter(frames.values())))
-        rest = {
-            key: np.zeros((n, *array.shape[1:]), array.dtype)
-            for key, array in self._after.items()
-            if key not in frames
-        }
-        rest["initial_state"][:] = True
-        return {**frames, **rest}
+    def _at_reset(self, frames: dict[str, np.ndarray], n: int) -> Rows:
+        """The observation of n environments that have just been reset."""
+        rows = Rows.zeros(self._packing(), n)
+        rows["initial_state"][:] = True
+        for key, frame in frames.items():
+            rows[key][...] = frame
+        return rows
+
+    def _packing(self) -> Packing:
+        specs = {key: (column.shape, column.leaf.dtype) for key, column in self._columns.items()}
+        specs["reward"] = (), np.dtype(np.float32)
+        specs |= {flag: ((), np.dtype(bool)) for flag in FLAGS}
+        return Packing(specs | {key: (leaf.shape, leaf.dtype) for key, leaf in self._last_actions.items()})
 
 
 class GymEnvInf(GymEnv):
@@ -251,6 +255,8 @@ def _checked(envs: Sequence[gymnasium.Env[Any, Any]]) -> list[gymnasium.Env[Any,
     for k, env in enumerate(envs):
         if not isinstance(env, gymnasium.Env):
             raise TypeError(f"envs: number {k} must be a gymnasium.Env, got {type(env).__name__}")
+        if any(env is other for other in envs[:k]):
+            raise SpecError(f"envs: number {k} is given twice, each must be an environment of its own")
         for name in ("observation_space", "action_space"):
             if getattr(env, name) != getattr(envs[0], name):
                 raise SpecError(
@@ -274,9 +280,24 @@ def _options(env_info: DictTensor, n_envs: int) -> list[dict[str, Any] | None]:
     return [{key: values[k] for key, values in columns.items()} for k in range(n_envs)]
 
 
+def _numbers(rewards: list[Any], running: np.ndarray) -> np.ndarray:
+    found = _plain_array(rewards)
+    if found.ndim == 1 and found.dtype.kind in "biuf":
+        return found
+    for k, reward in zip(running, rewards, strict=True):
+        one = _plain_array(reward)
+        if one.ndim or one.dtype.kind not in "biuf":
+            raise SpecError(f"environment {k}: reward must be a number, got {reward!r}")
+    return np.array([float(reward) for reward in rewards])
+
+
+def _plain_array(values: Any) -> np.ndarray:
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError):  # of different shapes
+        return np.asarray(None)
+
+
 def _copied(observation: Any) -> Any:
     return observation.copy() if isinstance(observation, np.ndarray) else copy.deepcopy(observation)
 
-
-def _tensors(arrays: Arrays) -> DictTensor:
-    return DictTensor.trusted({key: torch.from_numpy(np.array(array)) for key, array in arrays.items()})

@@ -5,7 +5,7 @@ Nested Dict and Tuple spaces give keys joined with `/`; a Tuple's parts are call
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,11 +49,15 @@ def leaves(space: gymnasium.Space[Any], what: str, keep_float64: bool = False) -
     """The flat columns of a space.
 
     Raises:
-        SpecError: a space of another kind, or a Dict or Tuple without entries; names it.
+        SpecError: a space of another kind, a Dict or Tuple without entries, or one with two entries
+            of the same key; names it.
     """
     found = list(_leaves(space, "", (), what, keep_float64))
     if not found:
         raise SpecError(f"{what}: space {space} has no entries")
+    keys = [leaf.key for leaf in found]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise SpecError(f"{what}: two entries of space {space} are called {twice[0]!r}")
     return found
 
 
@@ -78,7 +82,8 @@ def example(leaf: Leaf) -> np.ndarray:
     """A legal value of a leaf, as near to zero as may be."""
     space = leaf.space
     if isinstance(space, spaces.Box):
-        return np.clip(np.zeros(leaf.shape), space.low, space.high).astype(leaf.dtype)
+        zeros = np.zeros(leaf.shape, space.dtype)  # of the bounds' dtype: int64 is exact
+        return np.asarray(np.minimum(np.maximum(zeros, space.low), space.high), leaf.dtype)
     start = getattr(space, "start", 0)
     return np.broadcast_to(np.asarray(start, leaf.dtype), leaf.shape).copy()
 
@@ -94,43 +99,65 @@ class Column:
         self.shape = leaf.shape or ((1,) if isinstance(leaf.space, spaces.Discrete) else ())
         self.array = np.zeros((n_envs, *self.shape), leaf.dtype)
         # Observations laid one behind another along their first axis: a single concatenation.
-        self._chain = self.array.reshape(-1, *leaf.shape[1:]) if leaf.shape else self.array.reshape(-1)
+        n_rows, rest = (n_envs * leaf.shape[0], leaf.shape[1:]) if leaf.shape else (n_envs, ())
+        self._chain = self.array.reshape(n_rows, *rest)
+        self._sizes = [leaf.shape[0]] * n_envs if leaf.shape else []
+        # Rounding a float is all right. Whole numbers of a wider dtype are looked at one by one.
+        self._casting: Any = "same_kind" if leaf.dtype.kind == "f" else "safe"
 
-    def fill(self, observations: Sequence[Any]) -> np.ndarray:
-        """Writes the leaf of each observation; the rows, valid until the next call."""
-        leaf, n = self.leaf, len(observations)
-        values = [leaf.pick(sample) for sample in observations] if leaf.path else observations
+    def fill(self, observations: Sequence[Any], environments: Iterable[int] | None = None) -> np.ndarray:
+        """Writes the leaf of each observation; the rows, valid until the next call.
+
+        Args:
+            observations: at most E.
+            environments: whose they are, for messages; None for 0, 1, ...
+
+        Raises:
+            SpecError: an observation is not in the space; names environment and key.
+        """
+        n = len(observations)
         try:
-            if leaf.shape:
-                np.concatenate(values, out=self._chain[: n * leaf.shape[0]])
-            else:
-                np.copyto(self._chain[:n], np.asarray(values).reshape(n), casting="same_kind")
-        except (TypeError, ValueError):
-            self._fill_slowly(values)
+            self._fill_at_once(observations, n)
+        except (TypeError, ValueError, LookupError):
+            self._fill_one_by_one(observations, range(n) if environments is None else environments)
         return self.array[:n]
 
-    def rows(self, observations: Sequence[Any]) -> np.ndarray:
+    def rows(self, observations: Sequence[Any], environments: Iterable[int] | None = None) -> np.ndarray:
         """As `fill`, into an array of its own."""
-        kept = Column(self.leaf, len(observations))
-        return kept.fill(observations)
+        return Column(self.leaf, len(observations)).fill(observations, environments)
 
-    def _fill_slowly(self, values: Sequence[Any]) -> None:
-        """Finds which environment is wrong; takes values of another dtype where none is changed by it."""
+    def _fill_at_once(self, observations: Sequence[Any], n: int) -> None:
         leaf = self.leaf
-        for number, value in enumerate(values):
-            got = np.asarray(value)
+        values = [leaf.pick(sample) for sample in observations] if leaf.path else observations
+        if not leaf.shape:
+            np.copyto(self._chain[:n], np.asarray(values).reshape(n), casting=self._casting)
+        elif list(map(len, values)) == self._sizes[:n]:
+            np.concatenate(values, out=self._chain[: n * leaf.shape[0]], casting=self._casting)
+        else:  # too long and too short ones may add up
+            raise ValueError("an observation of another size")
+
+    def _fill_one_by_one(self, observations: Sequence[Any], environments: Iterable[int]) -> None:
+        """Finds what is wrong; takes values of another dtype where none is changed by it."""
+        leaf = self.leaf
+        for row, (environment, observation) in enumerate(zip(environments, observations, strict=True)):
+            name = f"environment {environment}: observation {leaf.key or 'frame'!r}"
+            try:
+                got = np.asarray(leaf.pick(observation))
+            except (TypeError, ValueError, LookupError) as error:
+                raise SpecError(f"{name} cannot be read: {error!r}") from error
             if got.shape != leaf.shape and not (got.size == 1 and not leaf.shape):
-                raise SpecError(
-                    f"environment {number}: observation {leaf.key or 'frame'!r} has shape {got.shape}, "
-                    f"the space says {leaf.shape}"
-                )
-            cast = got.astype(leaf.dtype) if got.dtype.kind in "biuf" else None
-            if cast is None or not np.array_equal(cast, got, equal_nan=got.dtype.kind == "f"):
-                raise SpecError(
-                    f"environment {number}: observation {leaf.key or 'frame'!r} has dtype {got.dtype}, and "
-                    f"values that the space's {leaf.dtype} cannot hold"
-                )
-            self.array[number] = cast
+                raise SpecError(f"{name} has shape {got.shape}, the space says {leaf.shape}")
+            if got.dtype.kind not in "biuf" or not _holds(leaf.dtype, got):
+                raise SpecError(f"{name} has dtype {got.dtype}, and values that the space's {leaf.dtype} cannot hold")
+            self.array[row] = got.astype(leaf.dtype).reshape(self.shape)
+
+
+def _holds(dtype: np.dtype[Any], values: np.ndarray) -> bool:
+    """Whether these numbers, as this dtype, are what they were; rounded where it is a float."""
+    if dtype.kind == "f" or np.can_cast(values.dtype, dtype):
+        return True
+    with np.errstate(invalid="ignore"):  # NaN is no whole number
+        return bool((values.astype(dtype) == values).all())
 
 
 class ActionReader:
@@ -139,12 +166,10 @@ class ActionReader:
     An unstructured space is read from the key `action`; a Dict or Tuple from `action/<key>`.
     """
 
-    def __init__(self, space: gymnasium.Space[Any], n_envs: int) -> None:
+    def __init__(self, space: gymnasium.Space[Any], keep_float64: bool = False) -> None:
         self.space = space
-        self.leaves = leaves(space, "action")
-        self.n_envs = n_envs
-        self._approved: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        self._to_values = [_discrete if isinstance(leaf.space, spaces.Discrete) else _array for leaf in self.leaves]
+        self.leaves = leaves(space, "action", keep_float64)
+        self._approved: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
 
     @staticmethod
     def key(leaf: Leaf) -> str:
@@ -158,20 +183,21 @@ class ActionReader:
         """
         columns: dict[str, np.ndarray] = {}
         values: list[list[Any]] = []
-        for leaf, to_values in zip(self.leaves, self._to_values, strict=True):
+        for leaf in self.leaves:
             key = self.key(leaf)
             if key not in action:
                 raise MissingKeyError(f"agent: no {key!r} in its output, there are {sorted(action.keys())}")
             tensor = action[key]
-            if self._approved.get(key) != (tensor.shape, tensor.dtype):
+            if self._approved.get(key) != (n, tensor.shape, tensor.dtype):
                 self._check(key, leaf, tensor, n)
             array = tensor.detach().cpu().numpy()
             columns[leaf.key] = array
-            values.append(to_values(array, leaf))
+            values.append(array.tolist() if isinstance(leaf.space, spaces.Discrete) else _array(array, leaf))
         if self.leaves[0].path == ():
             return values[0], columns
         paths = [leaf.path for leaf in self.leaves]
-        return [_nested(self.space, dict(zip(paths, row, strict=True)), ()) for row in zip(*values, strict=True)], columns
+        rows = (dict(zip(paths, row, strict=True)) for row in zip(*values, strict=True))
+        return [_nested(self.space, row, ()) for row in rows], columns
 
     def _check(self, key: str, leaf: Leaf, tensor: torch.Tensor, n: int) -> None:
         if tuple(tensor.shape) != (n, *leaf.shape):
@@ -179,21 +205,20 @@ class ActionReader:
                 f"agent: {key!r} has shape {tuple(tensor.shape)}, expected {(n, *leaf.shape)} "
                 f"({n} environments, {leaf.space})"
             )
-        whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
         wants_whole = leaf.dtype.kind != "f"
-        if wants_whole != whole or (tensor.dtype == torch.bool and not isinstance(leaf.space, spaces.MultiBinary)):
+        bits = leaf.dtype.kind == "b" or isinstance(leaf.space, spaces.MultiBinary)
+        whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+        if wants_whole != whole or (tensor.dtype == torch.bool and not bits):
             wanted = "an integer" if wants_whole else "a floating point"
             raise SpecError(f"agent: {key!r} is {show(tensor)}, expected {wanted} dtype for {leaf.space}")
-        self._approved[key] = (tensor.shape, tensor.dtype)
-
-
-def _discrete(array: np.ndarray, leaf: Leaf) -> list[Any]:
-    return array.tolist()  # type: ignore[no-any-return]
+        self._approved[key] = (n, tensor.shape, tensor.dtype)
 
 
 def _array(array: np.ndarray, leaf: Leaf) -> list[Any]:
     # One copy for all: an environment may keep or change what it is given.
     own = array.astype(leaf.space.dtype)
+    if own.dtype.kind != "f" and not _holds(own.dtype, array):
+        raise SpecError(f"agent: {ActionReader.key(leaf)!r} has values that {leaf.space} cannot hold")
     return list(own) if leaf.shape else [own[k, ...] for k in range(len(own))]
 
 
@@ -203,5 +228,3 @@ def _nested(space: Any, values: dict[Path, Any], path: Path) -> Any:
     if isinstance(space, spaces.Tuple):
         return tuple(_nested(inner, values, (*path, part)) for part, inner in enumerate(space.spaces))
     return values[path]
-
-

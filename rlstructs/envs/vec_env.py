@@ -8,9 +8,8 @@ import numpy as np
 import torch
 
 from rlstructs.errors import SpecError
+from rlstructs.rows import Packing, Rows, numpy_specs, specs_of
 from rlstructs.structures.dict_tensor import DictTensor
-
-Arrays = dict[str, np.ndarray]
 
 
 @runtime_checkable
@@ -72,32 +71,33 @@ class VecEnv(Protocol):
 
 
 class Step(NamedTuple):
-    """One step of E' running environments, as arrays that stay valid until the next step.
+    """One step of E' running environments; its rows stay valid until the next step.
 
     Attributes:
-        after: name -> (E', ...), what happened to each, final observations included.
+        after: E' rows, what happened to each, final observations included.
         reset: int64 (R,), which of the E' rows the agent sees differently next: those of environments
             that were reset in the same step.
-        fresh: name -> (R, ...), what it sees of them.
+        fresh: R rows, what it sees of them; None when R is 0.
         kept: int64, which of the E' rows still run; None for all.
     """
 
-    after: Arrays
+    after: Rows
     reset: np.ndarray
-    fresh: Arrays
+    fresh: Rows | None
     kept: np.ndarray | None
 
 
 NO_ROWS = np.zeros(0, np.int64)
 
 
-class ArrayEnv:
-    """Any `VecEnv` as the rollout wants it: observations as arrays, one `Step` for each step."""
+class RowEnv:
+    """Any `VecEnv` as the rollout wants it: observations as rows, one `Step` for each step."""
 
     def __init__(self, env: VecEnv) -> None:
         self._env = env
         self._running = NO_ROWS
         self._specs: dict[str, Any] | None = None
+        self._packing = Packing({})
 
     def n_envs(self) -> int:
         """As the environment's own."""
@@ -107,44 +107,48 @@ class ArrayEnv:
         """As the environment's own."""
         self._env.close()
 
-    def reset_arrays(self, env_info: DictTensor) -> Arrays:
+    def reset_rows(self, env_info: DictTensor) -> Rows:
         """As `VecEnv.reset`; every environment runs then."""
         observation, running = self._env.reset(env_info)
         self._running = _array(running)
         if not np.array_equal(self._running, np.arange(self.n_envs())):
             raise SpecError(f"environment: running after reset is {self._running}, expected 0..{self.n_envs() - 1}")
-        return self._arrays(observation, self._running)
+        return self._rows(observation, self._running)
 
-    def step_arrays(self, action: DictTensor) -> Step:
+    def step_rows(self, action: DictTensor) -> Step:
         """As `VecEnv.step`."""
         (after, before), (following, running) = self._env.step(action)
         if not np.array_equal(_array(before), self._running):
             raise SpecError(f"environment: it stepped {_array(before)}, running were {self._running}")
         left = _array(running)
         kept = np.searchsorted(self._running, left)
-        if kept.size and (kept.max() >= self._running.size or (self._running[kept] != left).any()):
+        subset = not kept.size or (kept.max() < self._running.size and (self._running[kept] == left).all())
+        if not subset or (np.diff(kept) < 1).any():
             raise SpecError(f"environment: {left} run after the step, before it {self._running}")
         everyone = left.size == self._running.size
-        stepped, self._running = self._arrays(after, self._running), left
+        stepped, self._running = self._rows(after, self._running), left
         if following is after and everyone:
-            return Step(stepped, NO_ROWS, {}, None)
+            return Step(stepped, NO_ROWS, None, None)
         # What differs is not told: every row that still runs is taken as different.
-        return Step(stepped, kept, self._arrays(following, left), None if everyone else kept)
+        return Step(stepped, kept, self._rows(following, left), None if everyone else kept)
 
-    def _arrays(self, observation: DictTensor, running: np.ndarray) -> Arrays:
+    def _rows(self, observation: DictTensor, running: np.ndarray) -> Rows:
+        if not isinstance(observation, DictTensor):
+            raise TypeError(f"environment: an observation must be a DictTensor, got {type(observation).__name__}")
         specs = observation.specs()
         if self._specs is None:
-            self._specs = specs
-        if specs != self._specs or observation.n_elems() != running.size:
+            self._specs, self._packing = specs, Packing(numpy_specs(specs_of(observation)))
+        rows = {tensor.shape[:1] for tensor in observation.values()}
+        if specs != self._specs or rows != {(running.size,)}:
             raise SpecError(
                 f"environment: observation is {observation!r}, expected {running.size} rows of {self._specs}"
             )
-        return {key: tensor.detach().cpu().numpy() for key, tensor in observation.items()}
+        return Rows.of(self._packing, {key: tensor.detach().cpu().numpy() for key, tensor in observation.items()})
 
 
-def array_env(env: VecEnv) -> ArrayEnv:
-    """The environment itself when it gives arrays, an adapter around it otherwise."""
-    return env if hasattr(env, "step_arrays") else ArrayEnv(env)  # type: ignore[return-value]
+def row_env(env: VecEnv) -> RowEnv:
+    """The environment itself when it gives rows, an adapter around it otherwise."""
+    return env if hasattr(env, "step_rows") else RowEnv(env)  # type: ignore[return-value]
 
 
 def _array(running: torch.Tensor) -> np.ndarray:

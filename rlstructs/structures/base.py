@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rlstructs.errors import MissingKeyError, SpecError
+from rlstructs.errors import FileError, MissingKeyError, SpecError
 from rlstructs.structures import files, interop
 from rlstructs.structures.interop import Tree, map_tree
 
@@ -34,6 +34,11 @@ class Structure:
         """Makes a structure of a tree, and checks it."""
         raise NotImplementedError
 
+    @classmethod
+    def _trusted(cls: type[S], tree: Tree) -> S:
+        """Makes a structure of a tree like that of `_tree`, unchecked: a check reads lengths, which waits for a GPU."""
+        raise NotImplementedError
+
     def n_elems(self) -> int:
         """Number of rows, B."""
         raise NotImplementedError
@@ -42,7 +47,7 @@ class Structure:
         return self.n_elems()
 
     def _map(self: S, function: Callable[[torch.Tensor], torch.Tensor]) -> S:
-        return self._from_tree(map_tree(function, self._tree()))
+        return self._trusted(map_tree(function, self._tree()))
 
     def clone(self: S) -> S:
         """A copy of every tensor; keeps the autograd link."""
@@ -142,7 +147,7 @@ class Structure:
             path: ends in `.npz`, `.pt` or `.h5` (which needs the extra `hdf5`).
 
         Raises:
-            FileError: the ending is another one.
+            FileError: the ending is another one, or the file cannot hold a name.
         """
         files.save(path, type(self).__name__, self._tree())
 
@@ -152,8 +157,13 @@ class Structure:
 
         Raises:
             FileError: the file is not ours, damaged, or holds another class.
+            FileNotFoundError: there is none.
         """
-        return cls._from_tree(files.load(path, cls.__name__))
+        tree = files.load(path, cls.__name__)
+        try:
+            return cls._from_tree(tree)
+        except (SpecError, TypeError) as error:
+            raise FileError(f"{path}: damaged: {error}") from error
 
 
 class TensorMap(Structure):
@@ -199,10 +209,17 @@ def flatten(mapping: Mapping[str, Any], owner: str) -> dict[str, torch.Tensor]:
     """A flat copy of a mapping: nested ones give keys joined with `/`.
 
     Raises:
-        TypeError: a key is no string, or a value no tensor.
+        TypeError: it is no mapping, a key is no string, or a value no tensor.
+        SpecError: two keys are the same once joined.
     """
+    if isinstance(mapping, TensorMap):
+        mapping = mapping._tree()  # not items(), which would lose the lengths of a TemporalDictTensor
+    elif type(mapping) is not dict and not isinstance(mapping, Mapping):
+        raise TypeError(f"{owner}: needs a mapping of names to tensors, got {type(mapping).__name__}")
     flat: dict[str, torch.Tensor] = {}
     for key, value in mapping.items():
+        if type(key) is not str:
+            raise TypeError(f"{owner}: a key must be a string, got {key!r}")
         if isinstance(value, torch.Tensor):
             _put(flat, key, value, owner)
         elif isinstance(value, (Mapping, TensorMap)):
@@ -214,8 +231,6 @@ def flatten(mapping: Mapping[str, Any], owner: str) -> dict[str, torch.Tensor]:
 
 
 def _put(flat: dict[str, torch.Tensor], key: str, tensor: torch.Tensor, owner: str) -> None:
-    if type(key) is not str:
-        raise TypeError(f"{owner}: a key must be a string, got {key!r}")
     if key in flat:
         raise SpecError(f"{owner}: key {key!r} is given twice")
     flat[key] = tensor
@@ -233,6 +248,35 @@ def check_same_keys(owner: str, wanted: Iterable[str], got: Iterable[str]) -> No
         raise MissingKeyError(f"{owner}: key(s) {sorted(wanted - got)} are missing, got {sorted(got)}")
     if got - wanted:
         raise SpecError(f"{owner}: unknown key(s) {sorted(got - wanted)}, expected {sorted(wanted)}")
+
+
+def parts_of(kind: type[S], items: Iterable[S]) -> list[S]:
+    """The items that `kind.cat` was given, as a list.
+
+    Raises:
+        TypeError: one is no `kind`.
+    """
+    parts = list(items)
+    for number, part in enumerate(parts):
+        if not isinstance(part, kind):
+            raise TypeError(f"{kind.__name__}.cat: item {number} is a {type(part).__name__}, not a {kind.__name__}")
+    return parts
+
+
+def check_alike(owner: str, key: str, tensors: Iterable[torch.Tensor], axes: int) -> None:
+    """Raises SpecError unless tensors of one key agree in their device and in their shape after `axes` axes."""
+    first: torch.Tensor | None = None
+    for number, tensor in enumerate(tensors):
+        first = tensor if first is None else first
+        if tensor.ndim < axes:
+            raise SpecError(f"{owner}: {key!r} has no axis to write along, it is {show(tensor)} in item {number}")
+        if tensor.shape[axes:] != first.shape[axes:]:
+            raise SpecError(
+                f"{owner}: {key!r} is {show(tensor)} in item {number}, expected {show(first)} but for its first "
+                f"{'axis' if axes == 1 else f'{axes} axes'}"
+            )
+        if tensor.device != first.device:
+            raise SpecError(f"{owner}: {key!r} is on {tensor.device} in item {number}, expected {first.device}")
 
 
 def as_device(device: torch.device | str) -> torch.device:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rlstructs.errors import SpecError
-from rlstructs.structures.base import TensorMap, check_same_keys, flatten, show
+from rlstructs.structures.base import TensorMap, check_alike, check_same_keys, flatten, parts_of, show
 
 Index = Any  # int, list of ints, long tensor, bool mask, numpy array or slice
 
@@ -73,6 +73,10 @@ class DictTensor(TensorMap):
     def _from_tree(cls, tree: Mapping[str, Any]) -> DictTensor:
         return cls(tree)
 
+    @classmethod
+    def _trusted(cls, tree: dict[str, Any]) -> DictTensor:
+        return cls.trusted(tree)
+
     def n_elems(self) -> int:
         """Number of rows, B; 0 when empty or when no tensor has an axis."""
         return next((tensor.shape[0] for tensor in self._tensors.values() if tensor.ndim), 0)
@@ -109,8 +113,11 @@ class DictTensor(TensorMap):
         Args:
             index: an int drops the batch axis; a slice gives views; a list, a long tensor or a bool
                 mask (B,) gives a copy.
+
+        Raises:
+            IndexError: it is out of range, or nothing of these.
         """
-        index = _as_index(index)
+        index = as_index(index)
         return DictTensor.trusted({key: tensor[index] for key, tensor in self._tensors.items()})
 
     def slice(self, index_from: int, index_to: int | None = None) -> DictTensor:
@@ -126,14 +133,15 @@ class DictTensor(TensorMap):
         """All rows one after another, a copy. Dtypes are promoted as `torch.cat` does.
 
         Raises:
-            MissingKeyError, SpecError: the items have not all the same keys.
+            MissingKeyError, SpecError: the items have not all the same keys, row shapes or devices.
         """
-        parts = list(items)
-        if not parts:
-            return DictTensor()
+        parts = parts_of(DictTensor, items)
         for number, part in enumerate(parts):
-            check_same_keys(f"DictTensor.cat: item {number}", parts[0].keys(), part.keys())
-        return DictTensor({key: torch.cat([part[key] for part in parts]) for key in parts[0].keys()})
+            check_same_keys(f"DictTensor.cat: item {number}", parts[0], part)
+        columns = {key: [part[key] for part in parts] for key in (parts[0] if parts else ())}
+        for key, tensors in columns.items():
+            check_alike("DictTensor.cat", key, tensors, axes=1)
+        return DictTensor.trusted({key: torch.cat(tensors) for key, tensors in columns.items()})
 
     def prepend_key(self, prefix: str) -> DictTensor:
         """The same tensors with `prefix` before each name."""
@@ -157,60 +165,71 @@ class DictTensor(TensorMap):
             raise SpecError(f"DictTensor: key(s) {sorted(both)} are on both sides of +")
         return DictTensor({**self._tensors, **other._tensors})
 
-    def copy_(self, source: DictTensor, source_index: torch.Tensor, destination_index: torch.Tensor) -> None:
+    def copy_(self, source: DictTensor, source_index: Index, destination_index: Index) -> None:
         """Writes rows of `source` into own rows, in place, for every own key.
 
         Args:
             source: has at least the keys of this object, of the same dtypes and row shapes.
-            source_index: long (K,), which rows.
-            destination_index: long (K,), where to.
+            source_index: long (K,) or a list, which rows.
+            destination_index: long (K,) or a list, where to.
 
         Raises:
-            MissingKeyError, SpecError: and nothing has changed.
+            MissingKeyError, SpecError, IndexError: and nothing has changed.
         """
-        check_copy("DictTensor.copy_", self, source, source_index, destination_index)
+        rows_from, rows_to = check_copy("DictTensor.copy_", self, source, source_index, destination_index)
         for key, tensor in self._tensors.items():
-            tensor[destination_index] = source[key][source_index].to(tensor.device)
+            tensor[rows_to] = source[key][rows_from].to(tensor.device)
 
     def __repr__(self) -> str:
         shown = [f"n_elems={self.n_elems()}", f"device={self.device()}"]
         return f"DictTensor({', '.join(shown + [f'{key}={show(t)}' for key, t in self.items()])})"
 
 
-def _as_index(index: Index) -> Any:
-    if isinstance(index, np.ndarray):
-        index = torch.from_numpy(index)
-    if isinstance(index, (list, tuple, range)):
-        index = torch.tensor(list(index), dtype=None if len(index) else torch.long)
-    if isinstance(index, torch.Tensor) and (index.is_floating_point() or index.is_complex()):
-        raise IndexError(f"an index must be integers, a bool mask or a slice, got {index.dtype}")
-    return index
+def as_index(index: Index) -> Any:
+    """An index as an int, a slice, or a tensor (K,) of int64 or bool.
+
+    Raises:
+        IndexError: it is none of these.
+    """
+    if type(index) is int or isinstance(index, slice):
+        return index
+    if not isinstance(index, torch.Tensor):
+        array = np.asarray(index)
+        if array.size == 0 and not isinstance(index, np.ndarray):
+            array = array.astype(np.int64)
+        if array.dtype.kind not in "biu":
+            raise IndexError(f"an index must be integers, a bool mask or a slice, got {index!r}")
+        index = torch.from_numpy(array.astype(np.bool_ if array.dtype.kind == "b" else np.int64))
+    # torch reads uint8 as a mask, numpy as integers.
+    if index.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.bool):
+        raise IndexError(f"an index must be integers, a bool mask or a slice, got {show(index)}")
+    if index.ndim > 1 or (index.ndim == 0 and index.dtype == torch.bool):
+        raise IndexError(f"an index must have one axis, got {show(index)}")
+    if index.ndim == 0:
+        return int(index)
+    return index if index.dtype == torch.bool else index.long()
 
 
 def check_copy(
-    owner: str,
-    target: TensorMap,
-    source: TensorMap,
-    source_index: torch.Tensor,
-    destination_index: torch.Tensor,
-) -> None:
-    """Raises unless rows of `source` can be written into rows of `target`."""
-    if source_index.shape != destination_index.shape or source_index.ndim != 1:
-        raise SpecError(
-            f"{owner}: the two indexes must be of one size (K,), "
-            f"got {tuple(source_index.shape)} and {tuple(destination_index.shape)}"
-        )
-    for name, rows, index in (
-        ("source", source.n_elems(), source_index),
-        ("destination", target.n_elems(), destination_index),
-    ):
+    owner: str, target: TensorMap, source: TensorMap, source_index: Index, destination_index: Index
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two indexes as int64 (K,); raises unless those rows of `source` fit into those of `target`."""
+    indexes = as_index(source_index), as_index(destination_index)
+    for name, part, index in zip(("source", "destination"), (source, target), indexes, strict=True):
+        if not isinstance(index, torch.Tensor) or index.dtype != torch.int64:
+            raise IndexError(f"{owner}: the {name} index must be int64 (K,), got {index}")
+        rows = part.n_elems()
         if len(index) and not (-rows <= int(index.min()) and int(index.max()) < rows):
-            raise IndexError(f"{owner}: a {name} index is out of range for {rows} rows")
+            raise IndexError(f"{owner}: the {name} index is out of range for {rows} rows")
+    if len(indexes[0]) != len(indexes[1]):
+        raise SpecError(f"{owner}: got {len(indexes[0])} rows to read and {len(indexes[1])} to write")
     axes = 1 if isinstance(target, DictTensor) else 2
     for key, tensor in target.items():
         other = source[key]
-        if other.dtype != tensor.dtype or other.shape[axes:] != tensor.shape[axes:]:
+        fits = other.dtype == tensor.dtype and other.shape[axes:] == tensor.shape[axes:]
+        if not fits or min(tensor.ndim, other.ndim) < axes:
             raise SpecError(f"{owner}: {key!r} is {show(other)} in the source, expected {show(tensor)}")
+    return indexes
 
 
 def masked_tensor(tensor0: torch.Tensor, tensor1: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

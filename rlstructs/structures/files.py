@@ -2,7 +2,8 @@
 
 The header, stored under `__header__`, holds the format's name and version, the class, and each array's
 dtype and shape. `.npz` and `.h5` carry the same names; `.pt` loads with `weights_only=True`. Reading
-executes nothing, and sizes are compared with the file's own before memory is taken.
+executes nothing, and sizes are compared with the file's own before memory is taken: compressed files,
+which can hold more than they are, are refused.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import json
 import os
 import pickle
+import threading
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +22,7 @@ import numpy as np
 import torch
 
 from rlstructs.errors import FileError
+from rlstructs.structures.interop import host_array
 
 FORMAT, VERSION = "rlstructs", 1
 HEADER = "__header__"
@@ -32,6 +35,7 @@ def save(path: str | Path, kind: str, tree: Mapping[str, Any]) -> None:
     path = Path(path)
     write = _by_ending(path, _WRITERS)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _flat(tree)}
+    _check_names(path, list(tensors))
     arrays = {name: {"dtype": _dtype(t), "shape": list(t.shape)} for name, t in tensors.items()}
     header = json.dumps({"format": FORMAT, "version": VERSION, "class": kind, "arrays": arrays})
     with _replacing(path) as temporary:
@@ -49,7 +53,10 @@ def load(path: str | Path, kind: str | None = None) -> dict[str, Any]:
     tensors, header = _read(path)
     if kind is not None and header["class"] != kind:
         raise FileError(f"{path}: holds a {header['class']}, not a {kind}")
-    return _tree({name: tensors[name] for name in header["arrays"]}, header["class"])
+    try:
+        return _tree({name: tensors[name] for name in header["arrays"]}, header["class"])
+    except ValueError as error:
+        raise FileError(f"{path}: damaged: {error}") from error
 
 
 def read_header(path: str | Path) -> dict[str, Any]:
@@ -65,13 +72,23 @@ def _read(path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
         tensors, text = read(path)
         header = _checked(json.loads(text))
         for name, spec in header["arrays"].items():
-            found = {"dtype": _dtype(tensors[name]), "shape": list(tensors[name].shape)}
-            if found != spec:
-                raise ValueError(f"array {name!r} is {found}, the header says {spec}")
-    except (ValueError, KeyError, TypeError, OSError, RuntimeError, EOFError, NotImplementedError,
-            zipfile.BadZipFile, pickle.UnpicklingError) as error:  # fmt: skip
+            _check_array(name, tensors[name], spec)
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # three parsers, and whatever bytes
         raise FileError(f"{path}: not a file of {FORMAT}, or a damaged one: {error}") from error
     return tensors, header
+
+
+def _check_array(name: str, tensor: Any, spec: Any) -> None:
+    # What a .pt file could hold beside: parameters, sparse or expanded tensors, tensors on `meta`.
+    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        raise ValueError(f"{name!r} is no plain tensor")
+    if tensor.requires_grad or not tensor.is_contiguous():
+        raise ValueError(f"{name!r} is no plain tensor")
+    found = {"dtype": _dtype(tensor), "shape": list(tensor.shape)}
+    if found != spec:
+        raise ValueError(f"array {name!r} is {found}, the header says {spec}")
 
 
 def _checked(header: Any) -> dict[str, Any]:
@@ -90,6 +107,15 @@ def _by_ending(path: Path, table: Mapping[str, Callable[..., Any]]) -> Callable[
     return table[path.suffix]
 
 
+def _check_names(path: Path, names: list[str]) -> None:
+    groups = {name[:end] for name in names for end, letter in enumerate(name) if letter == "/"}
+    for name in names:
+        # HDF5 takes a/b for b in the group a, and has no empty names.
+        unfit = path.suffix == ".h5" and (name in groups or not {"", "."}.isdisjoint(name.split("/")))
+        if name == HEADER or "\0" in name or unfit:
+            raise FileError(f"{path}: a {path.suffix} file cannot hold the name {name!r} beside the others")
+
+
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     for name, leaf in tree.items():
         if isinstance(leaf, Mapping):
@@ -99,13 +125,16 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torc
 
 
 def _tree(flat: Mapping[str, torch.Tensor], kind: str) -> dict[str, Any]:
+    lengths = {"TemporalDictTensor": "lengths", "Trajectories": "trajectories/lengths"}.get(kind)
+    if lengths is not None and lengths not in flat:
+        raise ValueError("it has no lengths")
     if kind != "Trajectories":
         return dict(flat)
     tree: dict[str, Any] = {"info": {}, "trajectories": {}}
     for name, tensor in flat.items():
         part, _, key = name.partition("/")
         if part not in tree:
-            raise FileError(f"array {name!r} belongs to neither info nor trajectories")
+            raise ValueError(f"array {name!r} belongs to neither info nor trajectories")
         tree[part][key] = tensor
     return tree
 
@@ -117,7 +146,9 @@ def _dtype(tensor: torch.Tensor) -> str:
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     """A temporary name beside `path`, renamed to it once all is written."""
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.{threading.get_ident()}{path.suffix}")
     try:
         yield temporary
         os.replace(temporary, path)
@@ -125,9 +156,9 @@ def _replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def _to_array(tensor: torch.Tensor) -> np.ndarray:
+def _to_array(name: str, tensor: torch.Tensor) -> np.ndarray:
     _, bits = BITS.get(_dtype(tensor), (None, None))
-    return (tensor if bits is None else tensor.view(bits)).numpy()
+    return host_array(name, tensor if bits is None else tensor.view(bits))
 
 
 def _to_tensor(array: np.ndarray, spec: Mapping[str, Any]) -> torch.Tensor:
@@ -137,7 +168,7 @@ def _to_tensor(array: np.ndarray, spec: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _write_npz(path: Path, header: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    arrays = {name: _to_array(tensor) for name, tensor in tensors.items()}
+    arrays = {name: _to_array(name, tensor) for name, tensor in tensors.items()}
     arrays[HEADER] = np.frombuffer(header.encode(), np.uint8)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for name, array in arrays.items():
@@ -147,12 +178,19 @@ def _write_npz(path: Path, header: str, tensors: Mapping[str, torch.Tensor]) -> 
 
 def _read_npz(path: Path) -> tuple[dict[str, torch.Tensor], str]:
     with zipfile.ZipFile(path) as archive:
-        infos = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-        if any(info.compress_type != zipfile.ZIP_STORED for info in infos.values()):
-            raise ValueError("it is compressed")
+        infos = {info.filename.removesuffix(".npy"): info for info in _stored(archive, path)}
         header = _read_member(archive, infos[HEADER]).tobytes().decode()
         specs = _checked(json.loads(header))["arrays"]
         return {name: _to_tensor(_read_member(archive, infos[name]), spec) for name, spec in specs.items()}, header
+
+
+def _stored(archive: zipfile.ZipFile, path: Path) -> list[zipfile.ZipInfo]:
+    infos = archive.infolist()
+    if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
+        raise ValueError("it is compressed")
+    if sum(info.file_size for info in infos) > path.stat().st_size:
+        raise ValueError("it says that it holds more than it is")
+    return infos
 
 
 def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
@@ -162,7 +200,7 @@ def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
             raise ValueError(f"{info.filename}: array format {version}")
         shape, fortran, dtype = np.lib.format.read_array_header_1_0(member)
         count = int(np.prod(shape, dtype=object))
-        if fortran or dtype.hasobject or dtype.itemsize * count > info.file_size:
+        if fortran or dtype.kind not in "biufc" or dtype.itemsize * count > info.file_size:
             raise ValueError(f"{info.filename}: {dtype}{shape} is not what the file holds")
         array = np.empty(shape, dtype)
         data = memoryview(array.reshape(-1).view(np.uint8)) if array.size else memoryview(b"")
@@ -178,18 +216,24 @@ def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
 def _write_h5(path: Path, header: str, tensors: Mapping[str, torch.Tensor]) -> None:
     with _h5py().File(path, "w") as file:
         for name, tensor in tensors.items():
-            file.create_dataset(name, data=_to_array(tensor))
+            file.create_dataset(name, data=_to_array(name, tensor))
         file.create_dataset(HEADER, data=np.frombuffer(header.encode(), np.uint8))
 
 
 def _read_h5(path: Path) -> tuple[dict[str, torch.Tensor], str]:
     with _h5py().File(path, "r") as file:
-        header = file[HEADER][()].tobytes().decode()
+        header = _read_dataset(file, HEADER).tobytes().decode()
         specs = _checked(json.loads(header))["arrays"]
-        for name in specs:
-            if file[name].nbytes > max(path.stat().st_size, file[name].id.get_storage_size()):
-                raise ValueError(f"{name!r}: {file[name].nbytes} bytes are more than the file holds")
-        return {name: _to_tensor(np.asarray(file[name][()]), spec) for name, spec in specs.items()}, header
+        return {name: _to_tensor(_read_dataset(file, name), spec) for name, spec in specs.items()}, header
+
+
+def _read_dataset(file: Any, name: str) -> np.ndarray:
+    dataset = file[name]
+    if dataset.external or dataset.is_virtual or dataset.file.filename != file.filename:
+        raise ValueError(f"{name!r} lies in another file")
+    if dataset.dtype.kind not in "biufc" or dataset.nbytes > dataset.id.get_storage_size():
+        raise ValueError(f"{name!r}: {dataset.dtype}{dataset.shape} is not what the file holds")
+    return np.asarray(dataset[()])
 
 
 def _h5py() -> Any:
@@ -201,11 +245,27 @@ def _h5py() -> Any:
 
 
 def _write_pt(path: Path, header: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    torch.save({HEADER: header, **tensors}, path)
+    own: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        # torch writes all that a view is a view of, and what two tensors share only once.
+        if storage.nbytes() != tensor.nbytes or storage.data_ptr() in seen:
+            tensor = tensor.clone()
+        own[name] = tensor
+        seen.add(tensor.untyped_storage().data_ptr())
+    torch.save({HEADER: header, **own}, path)
 
 
 def _read_pt(path: Path) -> tuple[dict[str, torch.Tensor], str]:
-    content = torch.load(path, map_location="cpu", weights_only=True)
+    with zipfile.ZipFile(path) as archive:
+        _stored(archive, path)
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # its text tells how to load without safety
+        raise ValueError("it holds more than tensors") from error
+    if not isinstance(content, dict) or HEADER not in content:
+        raise ValueError("its header is not ours")
     return content, content[HEADER]
 
 

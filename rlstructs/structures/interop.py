@@ -6,7 +6,13 @@ alias host memory without saying so. Each is imported when it is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import ctypes
+import functools
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +23,7 @@ from rlstructs.errors import SpecError
 Tree = dict[str, Any]  # name -> tensor, or name -> Tree
 
 WARP_MAX_AXES = 4
+_START_LOCK = threading.Lock()
 
 
 def map_tree(function: Callable[[Any], Any], tree: Mapping[str, Any]) -> Tree:
@@ -34,25 +41,44 @@ def _map_named(function: Callable[[str, Any], Any], tree: Mapping[str, Any]) -> 
     }
 
 
+def host_array(name: str, tensor: torch.Tensor) -> np.ndarray:
+    """A tensor as a numpy array, which shares its memory where that can be.
+
+    Raises:
+        SpecError: numpy has not this dtype.
+    """
+    host = tensor.detach().cpu().resolve_conj().resolve_neg()
+    try:
+        return host.numpy()
+    except TypeError as error:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise SpecError(f"{name!r} is {dtype}, which numpy has not; convert it to float32 first") from error
+
+
 def to_numpy(tree: Tree, view: bool) -> Tree:
     def convert(name: str, tensor: torch.Tensor) -> np.ndarray:
-        if tensor.dtype == torch.bfloat16:
-            raise SpecError(f"{name!r} is bfloat16, which numpy has not; convert it to float32 first")
-        host = tensor.detach().cpu()
-        # Not .numpy().copy(): that keeps the order of a transposed tensor.
-        return host.numpy() if view else np.array(host.numpy(), order="C")
+        array = host_array(name, tensor)
+        # Not .copy(): that keeps the order of a transposed tensor.
+        return array if view else np.array(array, order="C")
 
     return _map_named(convert, tree)
+
+
+def _from_host(name: str, array: np.ndarray) -> torch.Tensor:
+    try:
+        return torch.from_numpy(array)
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"{name!r} is a numpy array that torch cannot take: {error}") from error
 
 
 def from_numpy(arrays: Mapping[str, Any], view: bool) -> Tree:
     def convert(name: str, array: Any) -> torch.Tensor:
         array = np.asarray(array)
-        if array.dtype.hasobject or array.dtype.kind not in "biufc":
-            raise SpecError(f"{name!r} has dtype {array.dtype}, which torch has not")
-        if view:
-            return torch.from_numpy(array)
-        return torch.from_numpy(np.array(array, order="C", dtype=array.dtype.newbyteorder("=")))
+        if not view:
+            return _from_host(name, np.array(array, order="C", dtype=array.dtype.newbyteorder("=")))
+        if not array.flags.writeable:
+            raise SpecError(f"{name!r} is read-only; a tensor that views it could be written to")
+        return _from_host(name, array)
 
     return _map_named(convert, arrays)
 
@@ -62,10 +88,9 @@ def to_jax(tree: Tree) -> Tree:
     import jax.numpy as jnp
 
     def convert(name: str, tensor: torch.Tensor) -> Any:
-        host = tensor.detach().cpu()
-        if host.dtype == torch.bfloat16:
-            return jnp.array(host.float().numpy(), dtype=jnp.bfloat16)
-        array = host.numpy()
+        if tensor.dtype == torch.bfloat16:
+            return jnp.array(host_array(name, tensor.float()), dtype=jnp.bfloat16)
+        array = host_array(name, tensor)
         if array.dtype in (np.int64, np.uint64) and not jax.config.jax_enable_x64:
             array = _as_32_bits(name, array)
         # jnp.array copies; device_put would alias aligned host memory.
@@ -85,25 +110,27 @@ def _as_32_bits(name: str, array: np.ndarray) -> np.ndarray:
 
 
 def from_jax(arrays: Mapping[str, Any]) -> Tree:
-    def convert(array: Any) -> torch.Tensor:
+    def convert(name: str, array: Any) -> torch.Tensor:
         host = np.array(array, order="C")
         if host.dtype.name == "bfloat16":
             return torch.from_numpy(host.astype(np.float32)).bfloat16()
-        return torch.from_numpy(host)
+        return _from_host(name, host)
 
-    return map_tree(convert, arrays)
+    return _map_named(convert, arrays)
 
 
 def to_warp(tree: Tree, view: bool) -> Tree:
     wp = _warp()
 
     def convert(name: str, tensor: torch.Tensor) -> Any:
-        if tensor.ndim > WARP_MAX_AXES:
-            raise SpecError(
-                f"{name!r} has {tensor.ndim} axes, warp arrays have at most {WARP_MAX_AXES}; flatten it first"
-            )
+        if not 1 <= tensor.ndim <= WARP_MAX_AXES:
+            raise SpecError(f"{name!r} has {tensor.ndim} axes, warp arrays have 1 to {WARP_MAX_AXES}; reshape it first")
         source = tensor.detach() if view else tensor.detach().clone(memory_format=torch.contiguous_format)
-        return wp.from_torch(source)  # keeps `source` alive
+        try:
+            return wp.from_torch(source)  # keeps `source` alive
+        except TypeError as error:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise SpecError(f"{name!r} is {dtype}, which warp has not; convert it first") from error
 
     return _map_named(convert, tree)
 
@@ -144,14 +171,52 @@ def from_tensordict(tensordict: Any) -> Tree:
     }
 
 
+@functools.cache
 def _warp() -> Any:
     import warp as wp
 
     # Its start-up text, and its warning where there is no GPU, would land in a program's own output.
-    level = wp.config.log_level
-    wp.config.log_level = wp.LOG_ERROR
-    try:
-        wp.init()
-    finally:
-        wp.config.log_level = level
+    no_driver = b"Could not find or load the NVIDIA CUDA driver"
+    with _START_LOCK:
+        level = wp.config.log_level
+        wp.config.log_level = wp.LOG_ERROR
+        try:
+            with contextlib.nullcontext() if _has_cuda_driver() else _without_lines(no_driver):
+                wp.init()
+        finally:
+            wp.config.log_level = level
     return wp
+
+
+@contextlib.contextmanager
+def _without_lines(unwanted: bytes) -> Iterator[None]:
+    """Holds back what is written to descriptor 2 meanwhile, and then lets it through but for such lines.
+
+    No setting of warp reaches this text: its C code writes it.
+    """
+    with tempfile.TemporaryFile() as held:
+        try:
+            stderr = os.dup(2)
+        except OSError:  # closed: nobody reads it
+            yield
+            return
+        try:
+            os.dup2(held.fileno(), 2)
+            try:
+                yield
+            finally:
+                os.dup2(stderr, 2)
+            held.seek(0)
+            for line in held:
+                if unwanted not in line:
+                    os.write(2, line)
+        finally:
+            os.close(stderr)
+
+
+def _has_cuda_driver() -> bool:
+    for name in ("libcuda.so", "libcuda.so.1"):
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(name)
+            return True
+    return False

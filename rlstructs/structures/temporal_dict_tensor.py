@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from rlstructs.errors import SpecError
-from rlstructs.structures.base import TensorMap, check_same_keys, flatten, show
-from rlstructs.structures.dict_tensor import DictTensor, Index, check_copy
+from rlstructs.structures.base import TensorMap, check_alike, check_same_keys, flatten, parts_of, show
+from rlstructs.structures.dict_tensor import DictTensor, Index, as_index, check_copy
 
 LENGTHS = "lengths"
 
@@ -69,7 +69,7 @@ class TemporalDictTensor(TensorMap):
                     f"TemporalDictTensor: {key!r} has shape {tuple(tensor.shape)}, expected "
                     f"({wanted[0]}, {wanted[1]}, ...) (from lengths and {first!r})"
                 )
-        if first is not None and lengths.numel():
+        if lengths.numel() and not lengths.is_meta:
             low, high = int(lengths.min()), int(lengths.max())
             if low < 0 or high > self.n_timesteps():
                 raise SpecError(
@@ -85,6 +85,13 @@ class TemporalDictTensor(TensorMap):
         if isinstance(lengths, torch.Tensor) and lengths.dtype == torch.int32:
             lengths = lengths.long()  # jax has 32 bits only, unless told
         return cls({key: leaf for key, leaf in tree.items() if key != LENGTHS}, lengths)
+
+    @classmethod
+    def _trusted(cls, tree: dict[str, torch.Tensor]) -> TemporalDictTensor:
+        made = cls.__new__(cls)
+        made._tensors = {key: leaf for key, leaf in tree.items() if key != LENGTHS}
+        made.lengths = tree[LENGTHS]
+        return made
 
     def _content(self) -> dict[str, torch.Tensor]:
         """With the padding, which is undefined, as zeros."""
@@ -150,6 +157,7 @@ class TemporalDictTensor(TensorMap):
 
     def index(self, index: Index) -> TemporalDictTensor:
         """The rows at `index`: an int keeps the batch axis (1 x T); otherwise as `DictTensor.index`."""
+        index = as_index(index)
         if isinstance(index, int):
             index = slice(self._row(index), self._row(index) + 1)
         rows = DictTensor.trusted(self._tree()).index(index)
@@ -196,8 +204,8 @@ class TemporalDictTensor(TensorMap):
             times: long (B,), or one time for all.
         """
         times = times.reshape(1) if times.ndim == 0 else times
-        if times.shape[0] not in (1, self.n_elems()):
-            raise IndexError(f"temporal_multi_index: needs {self.n_elems()} times, got {times.shape[0]}")
+        if times.ndim != 1 or times.shape[0] not in (1, self.n_elems()):
+            raise IndexError(f"temporal_multi_index: times must be ({self.n_elems()},) or (1,), got {show(times)}")
         rows = torch.arange(self.n_elems(), device=self.device())
         return DictTensor.trusted({key: tensor[rows, times] for key, tensor in self._tensors.items()})
 
@@ -230,46 +238,49 @@ class TemporalDictTensor(TensorMap):
         """All rows one after another, a copy; shorter ones are padded with zeros to the longest T.
 
         Raises:
-            MissingKeyError, SpecError: the items have not all the same keys.
+            MissingKeyError, SpecError: the items have not all the same keys, trailing shapes or devices.
         """
-        parts = list(items)
+        parts = parts_of(TemporalDictTensor, items)
         if not parts:
             return TemporalDictTensor()
+        check_alike("TemporalDictTensor.cat", LENGTHS, [part.lengths for part in parts], axes=1)
         for number, part in enumerate(parts):
-            check_same_keys(f"TemporalDictTensor.cat: item {number}", parts[0].keys(), part.keys())
-        tensors = {key: _cat_padded(key, [part[key] for part in parts]) for key in parts[0].keys()}
-        return TemporalDictTensor(tensors, torch.cat([part.lengths for part in parts]))
+            check_same_keys(f"TemporalDictTensor.cat: item {number}", parts[0], part)
+        columns = {key: [part[key] for part in parts] for key in parts[0]}
+        for key, tensors in columns.items():
+            check_alike("TemporalDictTensor.cat", key, tensors, axes=2)
+        cat = {key: _cat_padded(tensors) for key, tensors in columns.items()}
+        return parts[0]._like(cat, torch.cat([part.lengths for part in parts]))
 
-    def copy_(
-        self, source: TemporalDictTensor, source_index: torch.Tensor, destination_index: torch.Tensor
-    ) -> None:
+    def copy_(self, source: TemporalDictTensor, source_index: Index, destination_index: Index) -> None:
         """Writes rows of `source`, and their lengths, into own rows, in place.
 
         Each row is copied up to its own length; the rest of the row becomes zeros.
 
         Args:
             source: has at least the keys of this object, of the same dtypes and trailing shapes.
-            source_index: long (K,), which rows.
-            destination_index: long (K,), where to.
+            source_index: long (K,) or a list, which rows.
+            destination_index: long (K,) or a list, where to.
 
         Raises:
-            MissingKeyError, SpecError: also when a row is longer than T here; nothing has changed.
+            MissingKeyError, SpecError, IndexError: also when a row is longer than T here; nothing has changed.
         """
-        check_copy("TemporalDictTensor.copy_", self, source, source_index, destination_index)
-        rows = source.index(source_index).zero_padding().shorten()
-        if not self.empty() and rows.n_timesteps() > self.n_timesteps():
-            raise SpecError(
-                f"TemporalDictTensor.copy_: a row has {rows.n_timesteps()} steps, there is room for {self.n_timesteps()}"
-            )
+        owner = "TemporalDictTensor.copy_"
+        rows_from, rows_to = check_copy(owner, self, source, source_index, destination_index)
+        rows = source.get(self).index(rows_from).shorten().zero_padding()
+        steps = rows.n_timesteps()
+        if not self.empty() and steps > self.n_timesteps():
+            raise SpecError(f"{owner}: a row has {steps} steps, there is room for {self.n_timesteps()}")
         for key, tensor in self._tensors.items():
-            block = tensor.new_zeros(len(source_index), *tensor.shape[1:])
-            block[:, : rows.n_timesteps()] = rows[key]
-            tensor[destination_index] = block
-        self.lengths[destination_index] = rows.lengths.to(self.device())
+            block = tensor.new_zeros(len(rows_to), *tensor.shape[1:])
+            block[:, :steps] = rows[key]
+            tensor[rows_to] = block
+        self.lengths[rows_to] = rows.lengths.to(self.device())
 
     def __repr__(self) -> str:
-        low, high = (int(self.lengths.min()), int(self.lengths.max())) if len(self) else (0, 0)
-        shown = [f"n_elems={self.n_elems()}", f"n_timesteps={self.n_timesteps()}", f"lengths={low}..{high}"]
+        low, high = (self.lengths.min(), self.lengths.max()) if len(self) else (0, 0)
+        lengths = "?" if self.lengths.is_meta else f"{int(low)}..{int(high)}"
+        shown = [f"n_elems={self.n_elems()}", f"n_timesteps={self.n_timesteps()}", f"lengths={lengths}"]
         shown += [f"device={self.device()}", *(f"{key}={show(t)}" for key, t in self.items())]
         return f"TemporalDictTensor({', '.join(shown)})"
 
@@ -282,11 +293,8 @@ def _full_lengths(tensor: torch.Tensor | None) -> torch.Tensor:
     return torch.full((tensor.shape[0],), tensor.shape[1], dtype=torch.int64, device=tensor.device)
 
 
-def _cat_padded(key: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+def _cat_padded(tensors: list[torch.Tensor]) -> torch.Tensor:
     first, n_timesteps = tensors[0], max(tensor.shape[1] for tensor in tensors)
-    for tensor in tensors:
-        if tensor.shape[2:] != first.shape[2:]:
-            raise SpecError(f"TemporalDictTensor.cat: {key!r} is {show(tensor)}, expected {show(first)} but for B, T")
     if all(tensor.shape[1] == n_timesteps for tensor in tensors):
         return torch.cat(tensors)
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from rlstructs.errors import SpecError
-from rlstructs.structures.base import Structure
-from rlstructs.structures.dict_tensor import DictTensor, Index
+from rlstructs.structures.base import Structure, parts_of
+from rlstructs.structures.dict_tensor import DictTensor, Index, as_index
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 
 
@@ -63,8 +63,20 @@ class Trajectories(Structure):
             DictTensor._from_tree(tree.get("info", {})), TemporalDictTensor._from_tree(tree["trajectories"])
         )
 
+    @classmethod
+    def _trusted(cls, tree: Mapping[str, Any]) -> Trajectories:
+        return cls(DictTensor.trusted(tree["info"]), TemporalDictTensor._trusted(tree["trajectories"]))
+
     def _content(self) -> dict[str, Any]:
         return {"info": self.info._content(), "trajectories": self.trajectories._content()}
+
+    def items(self) -> list[tuple[str, DictTensor | TemporalDictTensor]]:
+        """The two parts with their names."""
+        return [("info", self.info), ("trajectories", self.trajectories)]
+
+    def values(self) -> list[DictTensor | TemporalDictTensor]:
+        """The two parts."""
+        return [self.info, self.trajectories]
 
     def n_elems(self) -> int:
         """Number of trajectories, B."""
@@ -85,6 +97,7 @@ class Trajectories(Structure):
 
     def index(self, index: Index) -> Trajectories:
         """The trajectories at `index`; an int keeps the batch axis."""
+        index = as_index(index)
         rows = self.trajectories.index(index)
         if isinstance(index, int):
             index = slice(index, index + 1 or None)
@@ -112,7 +125,7 @@ class Trajectories(Structure):
     @staticmethod
     def cat(items: Iterable[Trajectories]) -> Trajectories:
         """All trajectories one after another, a copy; shorter ones are padded with zeros."""
-        parts = list(items)
+        parts = parts_of(Trajectories, items)
         return Trajectories(
             DictTensor.cat(part.info for part in parts),
             TemporalDictTensor.cat(part.trajectories for part in parts),

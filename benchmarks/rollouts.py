@@ -1,0 +1,420 @@
+"""How fast are rollouts? Steps/s of rlstructs as a share of the limit, beside the peers that are installed.
+
+    python benchmarks/rollouts.py [--rows cartpole-64 ...] [--repeats 5] [--seconds 1.5] [--profile]
+
+The limit is what as many bare environment loops as workers reach: the same environments, stepped with
+actions that were drawn before, and nothing else. Every contender of a row runs in turn, `--repeats` times
+over, in one process tree; the table shows medians. `--profile` says where a worker's time goes instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib.util
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+
+from rlstructs import DictTensor, GymEnvInf, RandomAgent, RL_Agent, RL_Batcher
+from workers import WorkerPool
+
+Run = Callable[[float], float]  # seconds -> steps/s
+
+
+@dataclass(frozen=True)
+class Task:
+    """One row: an environment, how many of it, and what acts.
+
+    Attributes:
+        must, aim: shares of the limit.
+    """
+
+    name: str
+    env_id: str
+    n_workers: int
+    n_envs: int
+    n_timesteps: int
+    must: float
+    aim: float
+    policy: bool = False
+    envpool_id: str = ""
+    peers: tuple[str, ...] = field(default=("gymnasium async", "gymnasium sync", "SB3", "tianshou", "torchrl", "envpool"))
+
+    @property
+    def n_all(self) -> int:
+        return self.n_workers * self.n_envs
+
+
+TASKS = [
+    Task("cartpole-64", "CartPole-v1", 2, 64, 128, 0.70, 0.90, envpool_id="CartPole-v1"),
+    Task("cartpole-8", "CartPole-v1", 2, 8, 128, 0.50, 0.75, envpool_id="CartPole-v1"),
+    Task("cartpole-64-policy", "CartPole-v1", 2, 64, 128, 0.60, 0.75, policy=True, envpool_id="CartPole-v1"),
+    Task("halfcheetah-8", "HalfCheetah-v5", 2, 8, 128, 0.80, 0.93, envpool_id="HalfCheetah-v4"),
+    Task("pong-4", "ALE/Pong-v5", 2, 4, 64, 0.85, 0.95, envpool_id="Pong-v5"),
+]
+
+
+def make_env(env_id: str) -> gymnasium.Env[Any, Any]:
+    """One environment, as every contender but envpool steps it."""
+    if not env_id.startswith("ALE/"):
+        return gymnasium.make(env_id)
+    import ale_py
+
+    gymnasium.register_envs(ale_py)
+    raw = gymnasium.make(env_id, frameskip=1)
+    return gymnasium.wrappers.FrameStackObservation(gymnasium.wrappers.AtariPreprocessing(raw), 4)
+
+
+def create_env(env_id: str, n_envs: int, seed: int) -> GymEnvInf:
+    return GymEnvInf([make_env(env_id) for _ in range(n_envs)], seed)
+
+
+class Policy(RL_Agent):
+    """A 64x64 tanh network whose categorical distribution is sampled (Gumbel-max)."""
+
+    def __init__(self) -> None:
+        self.network = torch.nn.Sequential(
+            torch.nn.Linear(4, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 2)
+        )
+
+    def act(self, frame: torch.Tensor) -> torch.Tensor:
+        logits = self.network(frame)
+        return (logits - torch.empty_like(logits).exponential_().log_()).argmax(-1)
+
+    def initial_state(self, agent_info: DictTensor, B: int) -> DictTensor:
+        return DictTensor()
+
+    def __call__(self, state: DictTensor, observation: DictTensor, agent_info: DictTensor, history: Any = None) -> Any:
+        return DictTensor({"action": self.act(observation["frame"])}), state
+
+
+def create_agent(env_id: str, policy: bool) -> RL_Agent:
+    if policy:
+        return Policy()
+    with contextlib.closing(make_env(env_id)) as env:
+        return RandomAgent(env.action_space)
+
+
+def actor(task: Task) -> Callable[[Any], np.ndarray]:
+    """What acts in the trainer, for the peers that step environments from there."""
+    if task.policy:
+        policy = Policy()
+
+        def act(frame: Any) -> np.ndarray:
+            with torch.no_grad():
+                return policy.act(torch.as_tensor(np.asarray(frame))).numpy()
+
+        return act
+    with contextlib.closing(make_env(task.env_id)) as env:
+        agent = RandomAgent(env.action_space)
+    nothing = DictTensor()
+    rows = DictTensor({"reward": torch.zeros(task.n_all)})
+    return lambda frame: agent(nothing, rows, nothing)[0]["action"].numpy()
+
+
+def timed(step: Callable[[], int], seconds: float) -> float:
+    """Steps/s of a function that takes steps and says how many."""
+    steps, start = step(), time.perf_counter()
+    steps = 0
+    while (now := time.perf_counter()) - start < seconds:
+        steps += step()
+    return steps / (now - start)
+
+
+# --- the limit, and ours -------------------------------------------------------------------------
+
+
+class BareLoop:
+    """The same environments and nothing else."""
+
+    def __init__(self, index: int, env_id: str, n_envs: int) -> None:
+        self.envs = [make_env(env_id) for _ in range(n_envs)]
+        for k, env in enumerate(self.envs):
+            env.action_space.seed(index * n_envs + k)
+            env.reset(seed=index * n_envs + k)
+        self.actions = [[env.action_space.sample() for env in self.envs] for _ in range(257)]
+        if isinstance(self.envs[0].action_space, gymnasium.spaces.Discrete):
+            self.actions = [[int(action) for action in row] for row in self.actions]
+
+    def run(self, seconds: float) -> float:
+        rounds = iter(range(10**9))
+
+        def step() -> int:
+            for env, action in zip(self.envs, self.actions[next(rounds) % 257], strict=True):
+                _, _, terminated, truncated, _ = env.step(action)
+                if terminated or truncated:
+                    env.reset()
+            return len(self.envs)
+
+        return timed(step, seconds)
+
+
+@contextlib.contextmanager
+def limit(task: Task) -> Iterator[Run]:
+    factory = functools.partial(BareLoop, env_id=task.env_id, n_envs=task.n_envs)
+    with WorkerPool(task.n_workers, factory, preload=("torch", "gymnasium")) as pool:
+        yield lambda seconds: sum(pool.call("run", seconds))
+
+
+def batcher(task: Task, n_processes: int) -> RL_Batcher:
+    return RL_Batcher(
+        task.n_timesteps,
+        create_agent,
+        {"env_id": task.env_id, "policy": task.policy},
+        create_env,
+        {"env_id": task.env_id, "n_envs": task.n_envs},
+        n_processes,
+        0,
+    )
+
+
+@contextlib.contextmanager
+def ours(task: Task) -> Iterator[Run]:
+    with batcher(task, task.n_workers) as collecting:
+        collecting.reset()
+
+        def step() -> int:
+            collecting.execute()
+            collecting.get()
+            return task.n_all * task.n_timesteps
+
+        yield lambda seconds: timed(step, seconds)
+
+
+# --- the peers -----------------------------------------------------------------------------------
+
+
+def makers(task: Task) -> list[Callable[[], gymnasium.Env[Any, Any]]]:
+    return [functools.partial(make_env, task.env_id)] * task.n_all
+
+
+def stepping(env: Any, act: Callable[[Any], np.ndarray], task: Task) -> Run:
+    """Steps a vectorised environment of gymnasium's interface, and keeps what a rollout keeps."""
+    frame = env.reset()[0]
+    kept: list[Any] = []
+
+    def step() -> int:
+        nonlocal frame
+        if len(kept) == task.n_timesteps:
+            kept.clear()
+        frame, reward, terminated, truncated, _ = env.step(act(frame))
+        kept.append((frame, reward, terminated, truncated))
+        return task.n_all
+
+    return lambda seconds: timed(step, seconds)
+
+
+@contextlib.contextmanager
+def gymnasium_async(task: Task) -> Iterator[Run]:
+    with contextlib.closing(gymnasium.vector.AsyncVectorEnv(makers(task))) as env:
+        yield stepping(env, actor(task), task)
+
+
+@contextlib.contextmanager
+def gymnasium_sync(task: Task) -> Iterator[Run]:
+    with contextlib.closing(gymnasium.vector.SyncVectorEnv(makers(task))) as env:
+        yield stepping(env, actor(task), task)
+
+
+@contextlib.contextmanager
+def stable_baselines3(task: Task) -> Iterator[Run]:
+    from stable_baselines3.common.vec_env import SubprocVecEnv
+
+    with contextlib.closing(SubprocVecEnv(makers(task))) as env:
+        act, frame = actor(task), env.reset()
+
+        def step() -> int:
+            nonlocal frame
+            frame, *_ = env.step(act(frame))
+            return task.n_all
+
+        yield lambda seconds: timed(step, seconds)
+
+
+@contextlib.contextmanager
+def tianshou(task: Task) -> Iterator[Run]:
+    from tianshou.env import ShmemVectorEnv
+
+    with contextlib.closing(ShmemVectorEnv(makers(task))) as env:
+        act, (frame, _) = actor(task), env.reset()
+
+        def step() -> int:
+            nonlocal frame
+            frame, _, terminated, truncated, _ = env.step(act(frame))
+            ended = np.flatnonzero(terminated | truncated)
+            if ended.size:
+                frame[ended] = env.reset(ended)[0]
+            return task.n_all
+
+        yield lambda seconds: timed(step, seconds)
+
+
+@contextlib.contextmanager
+def torchrl(task: Task) -> Iterator[Run]:
+    from tensordict.nn import TensorDictModule
+    from torchrl.collectors import MultiSyncDataCollector
+    from torchrl.envs import GymWrapper, SerialEnv
+
+    make = functools.partial(_torchrl_env, task, SerialEnv, GymWrapper)
+    policy = TensorDictModule(_OneHot(Policy()), ["observation"], ["action"]) if task.policy else None
+    collector = MultiSyncDataCollector(
+        [make] * task.n_workers, policy, frames_per_batch=task.n_all * task.n_timesteps, total_frames=-1
+    )
+    batches = iter(collector)
+    try:
+        yield lambda seconds: timed(lambda: next(batches).numel(), seconds)
+    finally:
+        collector.shutdown()
+
+
+def _torchrl_env(task: Task, serial: Any, wrapper: Any) -> Any:
+    return serial(task.n_envs, lambda: wrapper(make_env(task.env_id)))
+
+
+class _OneHot(torch.nn.Module):
+    """torchrl's discrete actions are one-hot."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.network, self._policy = policy.network, policy
+
+    def forward(self, frame: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(self._policy.act(frame), 2)
+
+
+@contextlib.contextmanager
+def envpool(task: Task) -> Iterator[Run]:
+    import envpool as pool
+
+    env = pool.make(task.envpool_id, env_type="gymnasium", num_envs=task.n_all, num_threads=task.n_workers)
+    with contextlib.closing(env):
+        yield stepping(env, actor(task), task)
+
+
+PEERS: dict[str, tuple[str, Callable[[Task], Any]]] = {
+    "gymnasium async": ("gymnasium", gymnasium_async),
+    "gymnasium sync": ("gymnasium", gymnasium_sync),
+    "SB3": ("stable_baselines3", stable_baselines3),
+    "tianshou": ("tianshou", tianshou),
+    "torchrl": ("torchrl", torchrl),
+    "envpool": ("envpool", envpool),
+}
+
+
+# --- the tables ----------------------------------------------------------------------------------
+
+
+def measure(task: Task, repeats: int, seconds: float, names: list[str]) -> dict[str, float]:
+    """Medians of steps/s, every contender in turn."""
+    contenders: dict[str, Callable[[Task], Any]] = {"limit": limit, "rlstructs": ours}
+    contenders |= {name: PEERS[name][1] for name in names}
+    speeds: dict[str, list[float]] = {}
+    with contextlib.ExitStack() as stack:
+        runs: dict[str, Run] = {}
+        for name, contender in contenders.items():
+            try:
+                runs[name] = stack.enter_context(contender(task))
+            except Exception as error:  # a peer that this environment is too much for
+                if name in ("limit", "rlstructs"):
+                    raise
+                print(f"    {name} does not run {task.name}: {type(error).__name__}: {str(error)[:100]}")
+        for _ in range(repeats):
+            for name, run in runs.items():
+                speeds.setdefault(name, []).append(run(seconds))
+    return {name: statistics.median(values) for name, values in speeds.items()}
+
+
+def start_up(repeats: int) -> float:
+    """Median seconds until 4 workers of one CartPole are ready, once the fork server runs."""
+    task = Task("start", "CartPole-v1", 4, 1, 8, 1.0, 0.3)
+    took = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        batcher(task, 4).close()
+        took.append(time.perf_counter() - start)
+    return statistics.median(took[1:])
+
+
+def profile(task: Task, n_rollouts: int) -> None:
+    """Prints where the time of one worker goes, measured in this process."""
+    spent = {"environments": 0.0, "vectorised environment": 0.0, "agent": 0.0}
+
+    def clocked(key: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **named: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*arguments, **named)
+            finally:
+                spent[key] += time.perf_counter() - start
+
+        return run
+
+    with batcher(task, 0) as collecting:
+        collecting.reset()
+        job = collecting._pool._job  # type: ignore[union-attr]
+        for env in job._env._envs:
+            env.step, env.reset = clocked("environments", env.step), clocked("environments", env.reset)
+        job._env.step_rows = clocked("vectorised environment", job._env.step_rows)
+        agent = job._agent
+        job._agent = type("Clocked", (), {
+            "__call__": lambda _, *a: clocked("agent", agent)(*a),
+            "initial_state": lambda _, *a: agent.initial_state(*a),
+            "require_history": lambda _: False, "close": lambda _: None,
+        })()  # fmt: skip
+        start = time.perf_counter()
+        for _ in range(n_rollouts):
+            collecting._pool.call("rollout")
+        rolled = time.perf_counter() - start
+        start = time.perf_counter()
+        for _ in range(n_rollouts):
+            collecting._episodes.add(collecting._read([None]))
+        got = time.perf_counter() - start
+    spent["vectorised environment"] -= spent["environments"]
+    spent["slots and loop"] = rolled - sum(spent.values())
+    spent["get, in the trainer"] = got
+    total, steps = rolled + got, n_rollouts * task.n_timesteps
+    for key, seconds in spent.items():
+        print(f"    {key:24} {seconds / total:6.1%}   {seconds / steps * 1e6:9.1f} us a vector step")
+
+
+def show(task: Task, speeds: dict[str, float]) -> None:
+    share = speeds["rlstructs"] / speeds["limit"]
+    verdict = "ok" if share >= task.must else "TOO SLOW"
+    cells = [f"{name} {speed:,.0f} ({speed / speeds['limit']:.2f})" for name, speed in speeds.items() if name != "limit"]
+    print(f"{task.name:20} limit {speeds['limit']:>9,.0f} | " + " | ".join(cells))
+    print(f"{'':20} share {share:.2f}, must {task.must:.2f}, aim {task.aim:.2f}: {verdict}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="*", default=[task.name for task in TASKS] + ["start"])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1.5)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--no-peers", action="store_true")
+    arguments = parser.parse_args()
+    installed = [] if arguments.no_peers else [n for n, (module, _) in PEERS.items() if importlib.util.find_spec(module)]
+    print(f"{os.cpu_count()} cores, torch {torch.__version__}, gymnasium {gymnasium.__version__}; steps/s (share of the limit)")
+    for task in TASKS:
+        if task.name not in arguments.rows:
+            continue
+        if arguments.profile:
+            print(f"{task.name}:")
+            profile(task, 20)
+        else:
+            show(task, measure(task, arguments.repeats, arguments.seconds, [n for n in installed if n in task.peers]))
+    if "start" in arguments.rows and not arguments.profile:
+        print(f"start of 4 workers: {start_up(arguments.repeats):.2f} s, must 1.00, aim 0.30")
+
+
+if __name__ == "__main__":
+    main()

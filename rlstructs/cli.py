@@ -1,0 +1,247 @@
+"""The command `rlstructs`: collects rollouts, and says what is in a file of them.
+
+    rlstructs collect CartPole-v1 --workers 2 --steps 200000 --out rollouts.npz --plot returns.png
+    rlstructs info rollouts.npz
+    rlstructs info --system
+
+Exit codes: 0; 2 after an error, which is one line on stderr; 130 after Ctrl-C, with what had been
+collected written. What is heavy to import is imported by what needs it, so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import math
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from rlstructs import __version__
+from rlstructs.errors import OutOfMemoryError, RemoteTraceback, RLError, SpecError, WorkerError
+from workers.arena import available_bytes
+from workers.start import default_start_method
+
+if TYPE_CHECKING:
+    from rlstructs.collect import Collected, Settings
+
+INTERRUPTED, FAILED = 130, 2
+PACKAGES = ("torch", "numpy", "gymnasium", "jax", "warp-lang", "cloudpickle", "h5py", "matplotlib")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+        arguments: those of the command line; None for this program's.
+
+    Returns:
+        The exit code.
+    """
+    debug = False
+    try:
+        options = _parser().parse_args(arguments)
+        debug = options.debug
+        code: int = options.run(options)
+        return code
+    except KeyboardInterrupt:
+        print("rlstructs: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:  # an environment may raise anything
+        if debug:
+            raise
+        print(f"rlstructs: error: {_one_line(error)}", file=sys.stderr)
+        return FAILED
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises in place of printing the usage and exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SpecError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="rlstructs", description="Rollouts of gymnasium environments in parallel workers.")
+    parser.add_argument("--version", action="version", version=f"rlstructs {__version__}")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_collect(commands, common)
+    _add_info(commands, common)
+    return parser
+
+
+def _add_collect(commands: Any, common: argparse.ArgumentParser) -> None:
+    parser = commands.add_parser(
+        "collect",
+        parents=[common],
+        allow_abbrev=False,
+        help="run an agent in an environment and write what happened",
+        description="Runs an agent in many copies of an environment, in worker processes, and writes the "
+        "trajectories. Ctrl-C ends it early and keeps what was collected.",
+    )
+    parser.set_defaults(run=_collect)
+    add = parser.add_argument
+    add("env_id", metavar="ENV_ID", help="what gymnasium.make takes: CartPole-v1, ALE/Pong-v5, module:EnvId")
+    for option, metavar, least, default, text in (
+        ("--workers", "W", 0, _n_cores(), "worker processes, 0 for none; default: the cores, %(default)s"),
+        ("--envs", "N", 1, 8, "environments in each worker; default: %(default)s"),
+        ("--timesteps", "T", 1, 128, "steps of each environment in one rollout; default: %(default)s"),
+        ("--steps", "S", 1, 10_000, "environment steps in all, rounded up to whole rollouts; default: %(default)s"),
+        ("--seed", "SEED", 0, 0, "of environments and agents; default: %(default)s"),
+    ):
+        add(option, metavar=metavar, type=_at_least(least), default=default, help=text)
+    agent_help = "random, or module:factory; the factory makes an RL_Agent in each worker, and is given "
+    agent_help += "observation_space and action_space if it takes them; default: %(default)s"
+    add("--agent", metavar="AGENT", default="random", help=agent_help)
+    add("--out", metavar="FILE", type=Path, help="write the trajectories: .npz, .pt or .h5")
+    add("--plot", metavar="FILE.png", type=Path, help="draw returns and lengths of the episodes")
+
+
+def _add_info(commands: Any, common: argparse.ArgumentParser) -> None:
+    parser = commands.add_parser(
+        "info",
+        parents=[common],
+        allow_abbrev=False,
+        help="say what is in a file, or what a bug report needs",
+        description="Says what is in a file of trajectories, or what a bug report needs.",
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("file", metavar="FILE", type=Path, nargs="?", help="written by rlstructs: .npz, .pt or .h5")
+    what.add_argument("--system", action="store_true", help="versions, platform, cores, memory")
+    parser.set_defaults(run=_info)
+
+
+def _collect(options: argparse.Namespace) -> int:
+    from rlstructs import report
+    from rlstructs.collect import collect
+
+    for name, path, endings in (
+        ("--out", options.out, report.OUT_ENDINGS),
+        ("--plot", options.plot, report.PLOT_ENDINGS),
+    ):
+        if path is not None:
+            report.check_path(name, path, endings)
+    settings = _settings(options)
+    collected = collect(settings, keep=options.out is not None)
+    stopped_by = collected.stopped_by
+    if collected.n_steps:
+        print(report.summary(settings, collected, _write(options, settings, collected)), flush=True)
+    elif isinstance(stopped_by, KeyboardInterrupt):
+        print("rlstructs: interrupted before anything was collected", file=sys.stderr)
+    if isinstance(stopped_by, KeyboardInterrupt):
+        return INTERRUPTED
+    if stopped_by is not None:
+        raise stopped_by
+    return 0
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    from rlstructs.collect import Settings, find_agent, find_env
+
+    if (here := os.getcwd()) not in sys.path:  # for --agent and module:EnvId; workers get the same path
+        sys.path.insert(0, here)
+    n_per_rollout = options.timesteps * options.envs * max(1, options.workers)
+    find_agent(options.agent)  # the workers do so themselves, but here it fails at once
+    return Settings(
+        env_id=find_env(options.env_id),
+        agent=options.agent,
+        n_workers=options.workers,
+        n_envs=options.envs,
+        n_timesteps=options.timesteps,
+        n_rollouts=math.ceil(options.steps / n_per_rollout),
+        seed=options.seed,
+    )
+
+
+def _write(options: argparse.Namespace, settings: Settings, collected: Collected) -> list[str]:
+    from rlstructs import report
+
+    if options.out is not None:
+        collected.trajectories().save(options.out)
+    if options.plot is not None:
+        report.plot(options.plot, settings, collected)
+    return [str(path) for path in (options.out, options.plot) if path is not None]
+
+
+def _info(options: argparse.Namespace) -> int:
+    if options.system:
+        lines = _system()
+    else:
+        from rlstructs import report
+
+        lines = report.describe(options.file)
+    for line in lines:
+        print(line)
+    return 0
+
+
+def _system() -> Iterator[str]:
+    yield f"rlstructs: {__version__}"
+    yield f"python: {platform.python_version()} ({platform.python_implementation()})"
+    for package in PACKAGES:
+        try:
+            yield f"{package}: {importlib.metadata.version(package)}"
+        except importlib.metadata.PackageNotFoundError:
+            yield f"{package}: not installed"
+    yield f"platform: {platform.platform()}"
+    yield f"cores: {_n_cores()} of {os.cpu_count()}"
+    available = available_bytes()
+    yield f"memory available: {'unknown' if available is None else f'{available / 1e9:,.1f} GB'}"
+    yield f"start method: {default_start_method()}"
+    yield f"CUDA available: {_cuda()}"
+
+
+def _cuda() -> str:
+    try:
+        import torch
+
+        if not torch.cuda.is_available():
+            return "no"
+        return f"yes, {torch.cuda.device_count()} x {torch.cuda.get_device_name()}, version {torch.version.cuda}"
+    except Exception as error:  # noqa: BLE001 - a bug report may be about just this
+        return f"unknown, {type(error).__name__}: {error}"
+
+
+def _n_cores() -> int:
+    """Cores that this process may use: those it is bound to, within its control group's quota."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(bound, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # "max" is no number: no quota
+        return bound
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}") from None
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+        return value
+
+    return read
+
+
+def _one_line(error: Exception) -> str:
+    """What an error says, without line breaks; with its class and worker where it is none of ours."""
+    try:
+        message = " ".join(str(error).split())
+    except Exception:  # noqa: BLE001 - a class of the user's, again
+        message = "its message cannot be shown"
+    if isinstance(error, (RLError, WorkerError, OutOfMemoryError, FileNotFoundError)):
+        return message
+    cause = error.__cause__
+    where = f"in worker {cause.worker_index}; " if isinstance(cause, RemoteTraceback) else ""
+    return f"{type(error).__name__}: {message} ({where}--debug shows the traceback)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,255 @@
+"""`rlstructs collect`: rollouts of a gymnasium environment, from its id to trajectories and episodes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import operator
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import gymnasium
+from gymnasium.envs.registration import find_highest_version, get_env_id, parse_env_id
+from tqdm import tqdm
+
+from rlstructs.agent import RL_Agent, RL_Agent_CheckDevice
+from rlstructs.batcher import RL_Batcher
+from rlstructs.envs.gym_env import GymEnvInf
+from rlstructs.errors import OutOfMemoryError, SpecError
+from rlstructs.random_agent import RandomAgent
+from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.structures.trajectories import Trajectories
+from workers.arena import available_bytes
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is to be collected.
+
+    Attributes:
+        env_id: as gymnasium's registry has it.
+        agent: as `find_agent` takes it.
+        n_workers: worker processes; 0 for none.
+        n_envs: environments of each worker.
+        n_timesteps: of each environment in one rollout.
+        n_rollouts: how many.
+        seed: of all random streams.
+    """
+
+    env_id: str
+    agent: str
+    n_workers: int
+    n_envs: int
+    n_timesteps: int
+    n_rollouts: int
+    seed: int
+
+    @property
+    def n_steps(self) -> int:
+        """Environment steps of all rollouts."""
+        return self.n_rollouts * self.n_timesteps * self.n_envs * max(1, self.n_workers)
+
+
+@dataclass
+class Collected:
+    """What there is so far: each part is a rollout and its episodes.
+
+    Attributes:
+        parts: trajectories (None where they are not kept) and the episodes that ended in them.
+        n_steps, n_episodes, total_return, total_length: sums over the parts.
+        seconds: that the rollouts took.
+        stopped_by: what ended it early, None if nothing did.
+    """
+
+    parts: list[tuple[Trajectories | None, DictTensor]] = field(default_factory=list)
+    n_steps: int = 0
+    n_episodes: int = 0
+    total_return: float = 0.0
+    total_length: int = 0
+    seconds: float = 0.0
+    stopped_by: BaseException | None = None
+
+    def add(self, trajectories: Trajectories, episodes: DictTensor, keep: bool) -> None:
+        """Takes a rollout and the episodes that ended in it."""
+        self.parts.append((trajectories if keep else None, episodes))
+        self.n_steps += int(trajectories.lengths.sum())
+        self.n_episodes += episodes.n_elems()
+        self.total_return += float(episodes["return"].sum())
+        self.total_length += int(episodes["length"].sum())
+
+    def trajectories(self) -> Trajectories:
+        """All that were kept, in the order of time."""
+        return Trajectories.cat(part for part, _ in self.parts if part is not None)
+
+    def episodes(self) -> DictTensor:
+        """All episodes that ended; those of one environment in the order of time."""
+        return DictTensor.cat(episodes for _, episodes in self.parts)
+
+
+class GymMaker:
+    """Makes the environments of a worker, then its agent, which is told the environments' spaces.
+
+    Both methods reach a worker in one pickle, so that they are bound to one object there too.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._spaces: dict[str, Any] = {}
+
+    def create_env(self, seed: int) -> GymEnvInf:
+        """The environments."""
+        with _registering_again():
+            envs = [gymnasium.make(self._settings.env_id) for _ in range(self._settings.n_envs)]
+        self._spaces = {"observation_space": envs[0].observation_space, "action_space": envs[0].action_space}
+        return GymEnvInf(envs, seed)
+
+    def create_agent(self) -> RL_Agent:
+        """The agent; `create_env` comes first."""
+        name = self._settings.agent
+        with _registering_again():
+            factory = find_agent(name)
+        agent = factory(**_accepted(factory, self._spaces))
+        if not isinstance(agent, (RL_Agent, RL_Agent_CheckDevice)):
+            raise SpecError(f"--agent {name}: must return an RL_Agent, got {type(agent).__name__}")
+        return agent  # type: ignore[return-value]
+
+
+def find_env(env_id: str) -> str:
+    """The id under which the registry holds an environment.
+
+    Args:
+        env_id: `[module:][namespace/]name[-vN]`; the module is imported, the newest version is the default.
+
+    Raises:
+        SpecError: there is none.
+    """
+    module, _, name = env_id.rpartition(":")
+    if name.startswith("ALE/"):
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module("ale_py")
+    if module:
+        _import(module, env_id)
+    try:
+        namespace, base, version = parse_env_id(name)
+        newest = find_highest_version(namespace, base) if version is None else None
+        return gymnasium.spec(name if newest is None else get_env_id(namespace, base, newest)).id
+    except gymnasium.error.Error as error:
+        raise SpecError(f"{env_id}: {error}") from error
+
+
+def find_agent(name: str) -> Callable[..., RL_Agent]:
+    """What makes the agent: `random`, or `module:factory`.
+
+    Raises:
+        SpecError: there is no such module or attribute, or it cannot be called.
+    """
+    if name == "random":
+        return RandomAgent
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise SpecError(f"--agent: must be random or module:factory, got {name!r}")
+    module = _import(module_name, f"--agent {name}")
+    try:
+        factory = operator.attrgetter(attribute)(module)
+    except AttributeError as error:
+        raise SpecError(f"--agent {name}: {error}") from error
+    if not callable(factory):
+        raise SpecError(f"--agent {name}: must be callable, it is a {type(factory).__name__}")
+    return factory  # type: ignore[no-any-return]
+
+
+def collect(settings: Settings, keep: bool) -> Collected:
+    """Runs the rollouts, with a progress bar on stderr.
+
+    Args:
+        settings: what to collect.
+        keep: whether the trajectories are wanted, or only their episodes.
+
+    Returns:
+        What was collected, also when Ctrl-C or an error ended it: `stopped_by` says so.
+    """
+    collected = Collected()
+    try:
+        with _batcher(settings) as batcher:
+            if keep:
+                _check_memory(settings, batcher)
+            _run(batcher, settings, collected, keep)
+    except (KeyboardInterrupt, Exception) as error:  # noqa: BLE001 - an environment may raise anything
+        collected.stopped_by = error
+    return collected
+
+
+def _run(batcher: RL_Batcher, settings: Settings, collected: Collected, keep: bool) -> None:
+    with tqdm(
+        total=settings.n_steps, desc=settings.env_id, unit=" steps", unit_scale=True, file=sys.stderr
+    ) as bar:
+        batcher.reset()
+        start = time.perf_counter()
+        batcher.execute()
+        for left in reversed(range(settings.n_rollouts)):
+            trajectories, _ = batcher.get()
+            assert trajectories is not None
+            if left:
+                batcher.execute()  # the workers are at the next one meanwhile
+            collected.add(trajectories, batcher.episodes(), keep)
+            collected.seconds = time.perf_counter() - start
+            if collected.n_episodes:
+                mean = collected.total_return / collected.n_episodes
+                bar.set_postfix(episodes=collected.n_episodes, mean_return=f"{mean:.2f}", refresh=False)
+            bar.update(collected.n_steps - bar.n)
+
+
+def _batcher(settings: Settings) -> RL_Batcher:
+    maker = GymMaker(settings)
+    return RL_Batcher(
+        n_timesteps=settings.n_timesteps,
+        create_agent=maker.create_agent,
+        agent_args={},
+        create_env=maker.create_env,
+        env_args={},
+        n_processes=settings.n_workers,
+        seeds=settings.seed,
+    )
+
+
+def _check_memory(settings: Settings, batcher: RL_Batcher) -> None:
+    # Trajectories hold an observation twice, as what was seen and as what followed; the slots once.
+    nbytes = settings.n_rollouts * 2 * batcher.nbytes
+    available = available_bytes()
+    if available is not None and 2 * nbytes > available:
+        raise OutOfMemoryError(
+            f"--out: {settings.n_steps:,} steps are up to {nbytes / 1e9:,.1f} GB, and twice that is needed while they "
+            f"are put together; {available / 1e9:,.1f} GB are available; use fewer --steps"
+        )
+
+
+@contextlib.contextmanager
+def _registering_again() -> Iterator[None]:
+    # A worker knows the ids of the main process before it imports the modules that register them.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*Overriding environment")
+        yield
+
+
+def _import(module: str, what: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except (Exception, SystemExit) as error:
+        raise SpecError(f"{what}: cannot import {module!r}: {type(error).__name__}: {error}") from error
+
+
+def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those of the arguments that a function takes by keyword."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # some builtins have no signature
+        return {}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return arguments
+    named = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    return {name: value for name, value in arguments.items() if name in named}

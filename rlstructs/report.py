@@ -1,0 +1,210 @@
+"""What the command line writes and says: files, plots, summaries, and what is in a file."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rlstructs.episodes import EpisodeTracker
+from rlstructs.errors import SpecError
+from rlstructs.structures import files
+from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
+from rlstructs.structures.trajectories import Trajectories
+
+if TYPE_CHECKING:
+    from rlstructs.collect import Collected, Settings
+
+# Ending of a file -> the module that writing it needs beside torch and numpy.
+OUT_ENDINGS: dict[str, str | None] = {".npz": None, ".pt": None, ".h5": "h5py"}
+PLOT_ENDINGS: dict[str, str | None] = {".png": "matplotlib.figure"}
+KINDS = {kind.__name__: kind for kind in (DictTensor, TemporalDictTensor, Trajectories)}
+# Episodes that the running mean of a plot spans, at most.
+WINDOW = 100
+
+
+def check_path(option: str, path: Path, endings: dict[str, str | None]) -> None:
+    """Raises now what writing a file would raise once everything is collected.
+
+    Raises:
+        SpecError: another ending, a directory that is not there or cannot be written into, or a module
+            that is not installed.
+    """
+    if path.suffix not in endings:
+        raise SpecError(f"{option}: the name must end in {' or '.join(endings)}, got {str(path)!r}")
+    if not path.parent.is_dir():
+        raise SpecError(f"{option}: there is no directory {str(path.parent)!r}")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise SpecError(f"{option}: cannot write {str(path)!r}")
+    module = endings[path.suffix]
+    try:
+        importlib.import_module(module or "torch")
+    except ImportError as error:
+        raise SpecError(f"{option}: {path.suffix} files need {str(module).split('.')[0]}: {error}") from error
+
+
+def summary(settings: Settings, collected: Collected, written: list[str]) -> str:
+    """One line: what was collected, and where it is."""
+    parts = [f"{collected.n_steps:,} steps", f"{collected.n_episodes:,} episodes"]
+    if collected.n_episodes:
+        parts.append(f"mean return {collected.total_return / collected.n_episodes:,.2f}")
+        parts.append(f"mean length {collected.total_length / collected.n_episodes:,.2f}")
+    parts.append(f"{collected.n_steps / collected.seconds:,.0f} steps/s")
+    early = f"; stopped early, of {settings.n_steps:,} steps" if collected.n_steps < settings.n_steps else ""
+    wrote = f"; wrote {', '.join(written)}" if written else ""
+    return f"{settings.env_id}: {', '.join(parts)}{early}{wrote}"
+
+
+def describe(path: Path) -> Iterator[str]:
+    """What is in a file, line by line.
+
+    Raises:
+        FileNotFoundError: there is none.
+        FileError, SpecError: it is not ours, or damaged.
+    """
+    header = files.read_header(path)
+    kind, arrays = header["class"], header["arrays"]
+    content = KINDS[kind].load(path) if kind in KINDS else None
+    rows = "" if content is None else f", {content.n_elems():,} rows"
+    yield f"{path}: {kind}{rows}, {path.stat().st_size / 1e6:,.2f} MB"
+    shapes = {name: "x".join(map(str, spec["shape"])) or "scalar" for name, spec in arrays.items()}
+    widths = [max(map(len, column), default=0) for column in (shapes, shapes.values())]
+    for name, spec in arrays.items():
+        yield f"  {name:{widths[0]}}  {shapes[name]:{widths[1]}}  {spec['dtype']}"
+    if isinstance(content, (TemporalDictTensor, Trajectories)):
+        yield f"lengths: {_spread(content.lengths)}, {int(content.lengths.sum()):,} steps"
+    if isinstance(content, Trajectories):
+        yield f"episodes: {_episodes(content)}"
+
+
+def ended_episodes(trajectories: Trajectories) -> DictTensor:
+    """The episodes that ended in trajectories as the batcher gives them, rollout after rollout.
+
+    Returns:
+        As `RL_Batcher.episodes`.
+
+    Raises:
+        SpecError: a key is missing, or is not what it has to be.
+    """
+    env_index, steps = trajectories.info["env_index"], trajectories.trajectories
+    if env_index.ndim != 1 or env_index.dtype.is_floating_point:
+        raise SpecError(f"env_index is {tuple(env_index.shape)} {env_index.dtype}, expected (B,) of integers")
+    needed = [f"_observation/{key}" for key in ("reward", "done", "terminated", "truncated")]
+    steps = steps.get([key for key in [*needed, "observation/initial_state"] if key in steps])
+    rows, tracker = Trajectories(DictTensor({"env_index": env_index}), steps), EpisodeTracker()
+    # A rollout has each environment at most once, in ascending order.
+    starts = [0, *(np.flatnonzero(np.diff(env_index.numpy()) <= 0) + 1).tolist()]
+    for start, stop in zip(starts, [*starts[1:], rows.n_elems()], strict=True):
+        rollout = rows.index(slice(start, stop))
+        if _after_reset(rollout):
+            tracker.reset()
+        tracker.add(rollout)
+    return tracker.take()
+
+
+def plot(path: Path, settings: Settings, collected: Collected) -> None:
+    """Draws returns and lengths of the episodes over the steps at which they ended."""
+    # Not pyplot: its figures and its backend are global.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    episodes = collected.episodes()
+    n_envs = settings.n_envs * max(1, settings.n_workers)
+    at = end_steps(episodes) * n_envs
+    order = np.argsort(at, kind="stable")
+    figure = Figure(figsize=(8, 6), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    returns, lengths = figure.subplots(2, 1, sharex=True)
+    returns.set_title(f"{settings.env_id}, {settings.agent} agent", loc="left", fontweight="bold", pad=24)
+    subtitle = f"{episodes.n_elems():,} episodes in {collected.n_steps:,} steps of {n_envs:,} environments"
+    returns.text(0, 1.03, subtitle, color="0.35", transform=returns.transAxes)
+    _panel(returns, "return", at[order], episodes["return"].numpy()[order], ("#6baed6", "#08519c"))
+    _panel(lengths, "length (steps)", at[order], episodes["length"].double().numpy()[order], ("#fd8d3c", "#a63603"))
+    lengths.set_xlabel("environment steps")
+    lengths.set_xlim(0, collected.n_steps)
+    lengths.xaxis.set_major_formatter(EngFormatter(sep=""))
+    figure.savefig(path, format="png")
+
+
+def end_steps(episodes: DictTensor) -> np.ndarray:
+    """At which step of its environment each episode ended, counted from the first; (K,).
+
+    Args:
+        episodes: all that ended since the environments were reset, those of one in the order of time.
+    """
+    env_index, lengths = episodes["env_index"].numpy(), episodes["length"].numpy()
+    order = np.argsort(env_index, kind="stable")
+    sums = np.cumsum(lengths[order])
+    is_first = np.diff(env_index[order], prepend=-1) != 0
+    before = (sums - lengths[order])[is_first]
+    steps = np.empty_like(sums)
+    steps[order] = sums - before[np.cumsum(is_first) - 1]
+    return steps
+
+
+def running_means(at: np.ndarray, values: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
+    """Means of the last `window` values, or of more where more of them ended at one step.
+
+    Args:
+        at: ascending, when each value came, (K,).
+        values: (K,).
+        window: at least 1.
+
+    Returns:
+        The different steps from that on at which there are `window` values, and the mean at each.
+    """
+    steps, firsts, counts = np.unique(at, return_index=True, return_counts=True)
+    stops = firsts + counts
+    steps, firsts, stops = (array[stops >= window] for array in (steps, firsts, stops))
+    starts = np.minimum(firsts, stops - window)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    return steps, (sums[stops] - sums[starts]) / (stops - starts)
+
+
+def _panel(axes: Any, name: str, at: np.ndarray, values: np.ndarray, colours: tuple[str, str]) -> None:
+    axes.set_ylabel(f"episode {name}")
+    axes.grid(color="0.92", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    if not values.size:
+        axes.text(0.5, 0.5, "no episode ended", ha="center", va="center", transform=axes.transAxes)
+        return
+    window = min(values.size, WINDOW, max(10, values.size // 10))
+    alpha = float(np.clip(2000 / values.size, 0.05, 0.8))
+    axes.plot(at, values, ".", color=colours[0], markersize=5, markeredgewidth=0, alpha=alpha)
+    axes.plot(*running_means(at, values, window), color=colours[1], linewidth=1.8, label=f"mean of {window} episodes")
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 0.99), frameon=False)
+
+
+def _episodes(trajectories: Trajectories) -> str:
+    try:
+        ended = ended_episodes(trajectories)
+    except SpecError as error:
+        return f"not known: {error}"
+    if not ended.n_elems():
+        return "none ended"
+    return f"{ended.n_elems():,} ended, return {_spread(ended['return'])}, length {_spread(ended['length'])}"
+
+
+def _after_reset(rollout: Trajectories) -> bool:
+    """Whether every environment starts anew: `RL_Batcher.reset` drops what had not ended."""
+    key = "observation/initial_state"
+    return key in rollout.trajectories and bool(rollout.trajectories[key][:, :1].all())
+
+
+def _spread(values: torch.Tensor) -> str:
+    if not values.numel():
+        return "none"
+    low, mean, high = values.min().item(), values.double().mean().item(), values.max().item()
+    return f"min {_number(low)}, mean {_number(mean)}, max {_number(high)}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"

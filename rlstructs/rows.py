@@ -1,0 +1,132 @@
+"""Rows of observations as few arrays: what is one number per row shares one record.
+
+An observation has half a dozen keys that are one number each (reward, flags, the last action). Copied
+key by key, every step, they would cost more than the observation itself; as one record they are one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlstructs.errors import SpecError
+from rlstructs.structures.dict_tensor import DictTensor
+
+Spec = tuple[tuple[int, ...], np.dtype[Any]]  # row shape, dtype
+TensorSpec = tuple[tuple[int, ...], torch.dtype]
+
+RECORD = ""  # the name of the block that holds the record
+
+
+class Packing:
+    """Which block of bytes each key lies in, and where; the same for the same specs.
+
+    Args:
+        specs: key -> row shape and dtype, in order.
+
+    Attributes:
+        specs: as given.
+        blocks: block -> row shape and dtype of its array; a record is opaque, so that copying it is
+            copying bytes.
+
+    Example:
+        >>> packing = Packing({"frame": ((4,), np.dtype("f4")), "reward": ((), np.dtype("f4")), "done": ((), np.dtype("?"))})
+        >>> packing.blocks
+        {'': ((), dtype('V8')), 'frame': ((4,), dtype('float32'))}
+    """
+
+    def __init__(self, specs: Mapping[str, Spec]) -> None:
+        self.specs = dict(specs)
+        small = {key: spec for key, spec in specs.items() if np.prod(spec[0], dtype=int) == 1}
+        self.record = _record(small)
+        self.blocks: dict[str, Spec] = {RECORD: ((), np.dtype(f"V{self.record.itemsize}"))} if small else {}
+        self.blocks |= {key: spec for key, spec in specs.items() if key not in small}
+
+    def view(self, blocks: Mapping[str, np.ndarray], key: str) -> np.ndarray:
+        """A key's values in arrays of these blocks, a view with its own dtype."""
+        return blocks[key] if key in self.blocks else blocks[RECORD].view(self.record)[key]
+
+
+def _record(specs: Mapping[str, Spec]) -> np.dtype[Any]:
+    """A record of these fields, each aligned to its own size, the whole to the widest."""
+    offsets, offset = {}, 0
+    for key, (_, dtype) in sorted(specs.items(), key=lambda item: -item[1][1].itemsize):
+        offsets[key], offset = offset, offset + dtype.itemsize
+    widest = max((dtype.itemsize for _, dtype in specs.values()), default=1)
+    return np.dtype(
+        {
+            "names": list(specs),
+            "formats": [(dtype, shape) for shape, dtype in specs.values()],
+            "offsets": [offsets[key] for key in specs],
+            "itemsize": max(1, -(-offset // widest) * widest),
+        }
+    )
+
+
+class Rows:
+    """n rows of observations.
+
+    Attributes:
+        packing: how keys lie in blocks.
+        blocks: block -> (n, ...).
+    """
+
+    __slots__ = ("blocks", "packing")
+
+    def __init__(self, packing: Packing, blocks: dict[str, np.ndarray]) -> None:
+        self.packing, self.blocks = packing, blocks
+
+    @classmethod
+    def zeros(cls, packing: Packing, n: int) -> Rows:
+        """n rows of zeros."""
+        return cls(packing, {name: np.zeros((n, *shape), dtype) for name, (shape, dtype) in packing.blocks.items()})
+
+    @classmethod
+    def of(cls, packing: Packing, arrays: Mapping[str, np.ndarray]) -> Rows:
+        """Copies of arrays (n, ...), one for each key."""
+        rows = cls.zeros(packing, len(next(iter(arrays.values()), ())))
+        for key, array in arrays.items():
+            rows[key][...] = array
+        return rows
+
+    def __getitem__(self, key: str) -> np.ndarray:
+        """A key's values, a view."""
+        return self.packing.view(self.blocks, key)
+
+    def __len__(self) -> int:
+        return next((len(block) for block in self.blocks.values()), 0)
+
+    def take(self, index: Any) -> Rows:
+        """The rows at an index: views for a slice, copies for an array."""
+        return Rows(self.packing, {name: block[index] for name, block in self.blocks.items()})
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Each key's values, views, in the order of the specs."""
+        return {key: self[key] for key in self.packing.specs}
+
+    def tensors(self) -> DictTensor:
+        """Each key's values as tensors, private memory."""
+        return DictTensor.trusted({key: torch.from_numpy(np.array(a, order="C")) for key, a in self.arrays().items()})
+
+
+def specs_of(tensors: DictTensor) -> dict[str, TensorSpec]:
+    """Row shape and dtype of each key."""
+    return {key: (tuple(tensor.shape[1:]), tensor.dtype) for key, tensor in tensors.items()}
+
+
+def numpy_specs(specs: Mapping[str, TensorSpec]) -> dict[str, Spec]:
+    """The same with numpy's dtypes.
+
+    Raises:
+        SpecError: numpy has not such a dtype.
+    """
+    converted = {}
+    for key, (shape, dtype) in specs.items():
+        try:
+            converted[key] = shape, torch.empty(0, dtype=dtype).numpy().dtype
+        except TypeError as error:
+            raise SpecError(f"observation: {key!r} is {dtype}, which numpy has not") from error
+    return converted

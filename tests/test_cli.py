@@ -1,0 +1,573 @@
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from helpers import Count, count_batcher, create_gym, rollout
+from matplotlib.image import imread
+
+from rlstructs import DictTensor, RandomAgent, RL_Agent, RL_Batcher, TemporalDictTensor, Trajectories, report
+from rlstructs.cli import main
+
+# Seconds; only reached when something hangs.
+DEADLINE = 60
+SMALL = ["--workers", "0", "--envs", "2", "--timesteps", "10", "--steps", "60"]
+
+
+class OddError(Exception):
+    """As awkward as a class of a user's can be: its arguments are not its message, which has two lines."""
+
+    def __init__(self, first, second):
+        self.first = first
+
+    def __str__(self):
+        return "it went\n  wrong"
+
+
+class MuteError(Exception):
+    """Cannot even say what it is."""
+
+    def __str__(self):
+        raise ValueError
+
+
+class Faulty(Count):
+    """Raises `error`, or leaves the process, in one of its methods; in `step` at step 25 of its life."""
+
+    def __init__(self, where, error=OddError):
+        super().__init__(length=3)
+        self.where, self.error, self.life = where, error, 0
+        self._fail("constructor")
+
+    def _fail(self, where):
+        if where == self.where:
+            if self.error is None:
+                os._exit(5)
+            raise self.error(1, 2)
+
+    def reset(self, **arguments):
+        self._fail("reset")
+        return super().reset(**arguments)
+
+    def step(self, action):
+        self.life += 1
+        if self.life == 25:
+            self._fail("step")
+        return super().step(action)
+
+    def close(self):
+        self._fail("close")
+
+
+class Stuck(Count):
+    """Says so, and never comes back from its constructor."""
+
+    def __init__(self):
+        os.write(2, b"stuck\n")
+        threading.Event().wait()
+
+
+class Worded(Count):
+    observation_space = spaces.Text(5)
+
+    def __init__(self):
+        super().__init__(length=3)
+
+
+class Fixed(RL_Agent):
+    """Always does the same."""
+
+    def __init__(self, action):
+        self.action = action
+
+    def initial_state(self, agent_info, B):
+        return DictTensor()
+
+    def __call__(self, state, observation, agent_info, history=None):
+        return DictTensor({"action": torch.full((observation.n_elems(),), self.action)}), state
+
+
+def takes_both(action_space, observation_space):
+    assert action_space == Count.action_space and observation_space == Count.observation_space
+    return Fixed(1)
+
+
+def takes_one(*, action_space, more=0):
+    return Fixed(more + int(action_space == Count.action_space) + 1)
+
+
+def takes_any(**given):
+    return Fixed(len(given) + 1)
+
+
+def takes_none():
+    return Fixed(4)
+
+
+def raises():
+    raise OddError(1, 2)
+
+
+def returns_none():
+    pass
+
+
+not_callable = 3
+
+ENVIRONMENTS = {
+    "Cli/Count-v0": (Count, {"length": 3}),
+    "Cli/Long-v1": (Count, {"length": 10_000}),
+    "Cli/Worded-v0": (Worded, {}),
+    "Cli/Mute-v0": (Faulty, {"where": "step", "error": lambda *_: MuteError()}),
+    "Cli/Gone-v0": (Faulty, {"where": "step", "error": None}),
+    **{f"Cli/{where}-v0": (Faulty, {"where": where}) for where in ("constructor", "reset", "step", "close")},
+}
+
+
+@pytest.fixture(autouse=True)
+def ids():
+    for env_id, (entry_point, arguments) in ENVIRONMENTS.items():
+        gymnasium.register(env_id, entry_point, kwargs=arguments, disable_env_checker=True)
+    yield
+    for env_id in ENVIRONMENTS:
+        del gymnasium.registry[env_id]
+
+
+@pytest.fixture
+def run(capsys):
+    """`run(*arguments)` gives the exit code and what was printed on stdout and stderr."""
+
+    def run(*arguments):
+        code = main([str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def brute_force_episodes(trajectories):
+    """Returns and lengths of the episodes, step by step."""
+    going, ended = defaultdict(list), []
+    steps = trajectories.trajectories
+    for row, env in enumerate(trajectories.info["env_index"].tolist()):
+        for t in range(int(steps.lengths[row])):
+            going[env].append(steps["_observation/reward"][row, t].item())
+            if steps["_observation/done"][row, t]:
+                ended.append((sum(going[env]), len(going.pop(env))))
+    returns, lengths = zip(*ended, strict=True)
+    return np.array(returns), np.array(lengths)
+
+
+def collected(batcher, n_rollouts):
+    return Trajectories.cat(rollout(batcher)[0] for _ in range(n_rollouts))
+
+
+@pytest.mark.parametrize(("ending", "n_workers"), [(".npz", 2), (".pt", 0), (".h5", 0)])
+def test_collect_writes_what_the_batcher_gives(run, tmp_path, ending, n_workers):
+    out = tmp_path / f"x{ending}"
+    options = ["--workers", n_workers, "--envs", 2, "--timesteps", 16, "--steps", 100, "--seed", 3, "--out", out]
+    code, _, _ = run("collect", "CartPole-v1", *options)
+    assert code == 0
+    n_rollouts = -(-100 // (16 * 2 * max(1, n_workers)))
+    with RL_Batcher(
+        n_timesteps=16,
+        create_agent=lambda: RandomAgent(spaces.Discrete(2)),
+        agent_args={},
+        create_env=create_gym,
+        env_args={"env_id": "CartPole-v1", "n_envs": 2},
+        n_processes=n_workers,
+        seeds=3,
+    ) as batcher:
+        batcher.reset()
+        assert Trajectories.load(out) == collected(batcher, n_rollouts)
+
+
+def test_summary_bar_and_info_agree_with_a_count_step_by_step(run, tmp_path):
+    out, plot = tmp_path / "x.npz", tmp_path / "x.png"
+    code, stdout, stderr = run("collect", "CartPole-v1", *SMALL, "--steps", 1000, "--out", out, "--plot", plot)
+    assert code == 0
+    returns, lengths = brute_force_episodes(Trajectories.load(out))
+    summary = f"CartPole-v1: 1,000 steps, {len(returns)} episodes, mean return {returns.mean():.2f}, "
+    summary += f"mean length {lengths.mean():.2f}, "
+    assert re.fullmatch(re.escape(summary) + rf"[\d,]+ steps/s; wrote {out}, {plot}\n", stdout)
+    assert re.search(rf"100%.* steps/s, episodes={len(returns)}, mean_return={returns.mean():.2f}\]\n$", stderr)
+    code, stdout, _ = run("info", out)
+    assert code == 0
+    assert stdout.splitlines()[-1] == (
+        f"episodes: {len(returns)} ended, "
+        f"return min {returns.min():.2f}, mean {returns.mean():.2f}, max {returns.max():.2f}, "
+        f"length min {lengths.min()}, mean {lengths.mean():.2f}, max {lengths.max()}"
+    )
+
+
+def test_collect_runs_ten_thousand_steps_of_eight_environments_by_default(run):
+    code, stdout, _ = run("collect", "Cli/Count-v0", "--workers", 0)
+    assert code == 0
+    # 10 rollouts of 8 x 128 steps: each environment has 426 episodes of 3 steps in its 1280.
+    assert stdout.startswith("Cli/Count-v0: 10,240 steps, 3,408 episodes, mean return 6.00, mean length 3.00, ")
+
+
+def test_the_seed_decides_what_is_collected(run, tmp_path):
+    first, same, other = (tmp_path / f"{name}.npz" for name in ("first", "same", "other"))
+    for out, seed in ((first, 1), (same, 1), (other, 2)):
+        assert run("collect", "CartPole-v1", *SMALL, "--seed", seed, "--out", out)[0] == 0
+    assert Trajectories.load(first) == Trajectories.load(same)
+    assert Trajectories.load(first) != Trajectories.load(other)
+
+
+def test_an_id_without_version_means_the_newest(run):
+    assert run("collect", "Cli/Long", *SMALL)[1].startswith("Cli/Long-v1: 60 steps, 0 episodes, ")
+
+
+@pytest.mark.parametrize(
+    ("factory", "action"), [("takes_both", 1), ("takes_one", 2), ("takes_any", 3), ("takes_none", 4)]
+)
+def test_the_factory_gets_the_spaces_that_it_takes(run, tmp_path, factory, action):
+    out = tmp_path / "x.npz"
+    assert run("collect", "Cli/Count-v0", *SMALL, "--agent", f"test_cli:{factory}", "--out", out)[0] == 0
+    assert (Trajectories.load(out).trajectories["action/action"] == action).all()
+
+
+WORLD = """
+import gymnasium
+from helpers import Count
+from test_cli import Fixed, Stuck
+
+for name, environment, arguments in (("World-v0", Count, {"length": 3}), ("Stuck-v0", Stuck, {})):
+    gymnasium.register(name, f"world:{environment.__name__}", kwargs=arguments, disable_env_checker=True)
+
+def agent():
+    return Fixed(3)
+"""
+
+
+@pytest.fixture
+def start(tmp_path, subprocess_env):
+    """`start(*arguments)` runs the installed command, as it were, in a directory that holds `world.py`."""
+    (tmp_path / "world.py").write_text(WORLD)
+    script = tmp_path / "bin" / "rlstructs"
+    script.parent.mkdir()
+    script.write_text("import sys\nfrom rlstructs.cli import main\nsys.exit(main())\n")
+    started = []
+
+    def start(*arguments):
+        process = subprocess.Popen(
+            [sys.executable, script, *map(str, arguments)],
+            cwd=tmp_path, env=subprocess_env, start_new_session=True, bufsize=0,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_modules_of_the_current_directory_give_environments_and_agents(start, tmp_path):
+    options = ["--workers", 2, "--envs", 1, "--timesteps", 6, "--steps", 24, "--agent", "world:agent"]
+    process = start("collect", "world:World-v0", *options, "--out", "x.npz")
+    stdout, stderr = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, stderr
+    assert stdout.startswith(b"World-v0: 24 steps, 8 episodes, ")
+    assert b"WARN" not in stderr
+    assert (Trajectories.load(tmp_path / "x.npz").trajectories["action/action"] == 3).all()
+
+
+def read_until(stream, text):
+    seen = b""
+    while text not in seen:
+        more = os.read(stream.fileno(), 1 << 16)
+        assert more, seen.decode()
+        seen += more
+    return seen
+
+
+@pytest.mark.parametrize("n_workers", [0, 2])
+def test_ctrl_c_keeps_what_was_collected_and_leaves_no_worker(start, tmp_path, n_workers):
+    options = ["--workers", n_workers, "--envs", 1, "--timesteps", 8, "--steps", 1_000_000]
+    process = start("collect", "world:World-v0", *options, "--out", "x.npz", "--plot", "x.png")
+    seen = read_until(process.stderr, b"episodes=")
+    os.killpg(process.pid, signal.SIGINT)
+    # Workers hold these pipes too: their ends are only seen once all of them are gone.
+    stdout, stderr = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 130, stderr
+    assert b"Traceback" not in seen + stderr and b"error" not in seen + stderr
+    kept = Trajectories.load(tmp_path / "x.npz")
+    n_steps, (returns, _) = int(kept.lengths.sum()), brute_force_episodes(kept)
+    assert 0 < n_steps < 1_000_000
+    beginning = f"World-v0: {n_steps:,} steps, {len(returns):,} episodes, mean return 6.00, mean length 3.00, "
+    pattern = re.escape(beginning) + r"[\d,]+ steps/s; stopped early, of 1,000,000 steps; wrote x.npz, x.png\n"
+    assert re.fullmatch(pattern, stdout.decode())
+    assert imread(tmp_path / "x.png").shape[2] == 4
+
+
+def test_ctrl_c_before_the_first_rollout_says_that_there_is_nothing(start, tmp_path):
+    process = start("collect", "world:Stuck-v0", "--workers", 2, "--out", "x.npz")
+    read_until(process.stderr, b"stuck")
+    os.killpg(process.pid, signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 130, stderr
+    assert stdout == b"" and stderr.endswith(b"rlstructs: interrupted before anything was collected\n")
+    assert b"Traceback" not in stderr
+    assert not (tmp_path / "x.npz").exists()
+
+
+def test_help_imports_nothing_heavy(subprocess_env):
+    program = """
+import sys
+from rlstructs.cli import main
+try:
+    main(["collect", "--help"])
+finally:
+    print(sorted({"torch", "numpy", "gymnasium", "tqdm", "matplotlib"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], env=subprocess_env, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith("\n[]\n")
+    for option in ("--workers W", "--envs N", "--timesteps T", "--steps S", "--agent", "--seed", "--out", "--plot"):
+        assert option in done.stdout
+
+
+ERRORS = {
+    "no command": ([], "the following arguments are required: COMMAND"),
+    "no environment": (["collect"], "the following arguments are required: ENV_ID"),
+    "unknown option": (["collect", "Cli/Count-v0", "--out=x.npz", "--nope"], "unrecognized arguments: --nope"),
+    "unknown id": (["collect", "CartPol-v1"], "CartPol-v1: Environment `CartPol` doesn't exist.*`CartPole`.*"),
+    "unknown version": (["collect", "CartPole-v9"], "CartPole-v9: Environment version `v9` .* doesn't exist.*"),
+    "unknown namespace": (["collect", "None/Such-v0"], "None/Such-v0: Namespace None not found.*"),
+    "malformed id": (["collect", "a b"], "a b: Malformed environment ID: a b.*"),
+    "unknown module": (["collect", "nomodule:X-v0"], "nomodule:X-v0: cannot import 'nomodule': .*"),
+    "negative workers": (["collect", "Cli/Count-v0", "--workers", "-1"], ".*--workers: must be at least 0, got -1"),
+    "no environments": (["collect", "Cli/Count-v0", "--envs", "0"], ".*--envs: must be at least 1, got 0"),
+    "no timesteps": (["collect", "Cli/Count-v0", "--timesteps", "0"], ".*--timesteps: must be at least 1, got 0"),
+    "no steps": (["collect", "Cli/Count-v0", "--steps", "0"], ".*--steps: must be at least 1, got 0"),
+    "steps no int": (["collect", "Cli/Count-v0", "--steps", "1.5"], ".*--steps: must be an integer, got '1.5'"),
+    "negative seed": (["collect", "Cli/Count-v0", "--seed", "-1"], ".*--seed: must be at least 0, got -1"),
+    "unsupported space": (
+        ["collect", "Cli/Worded-v0", "--workers", "1"], r"observation: space Text\(.*\) is not supported; .*"
+    ),
+    "agent no name": (["collect", "Cli/Count-v0", "--agent", "best"], "--agent: .* module:factory, got 'best'"),
+    "agent no module": (
+        ["collect", "Cli/Count-v0", "--agent", "nomodule:x"], "--agent nomodule:x: cannot import 'nomodule': .*"
+    ),
+    "agent no attribute": (
+        ["collect", "Cli/Count-v0", "--agent", "test_cli:x"], "--agent test_cli:x: .* has no attribute 'x'"
+    ),
+    "agent not callable": (
+        ["collect", "Cli/Count-v0", "--agent", "test_cli:not_callable"], "--agent .*: must be callable, .* int"
+    ),
+    "agent of another class": (
+        ["collect", "Cli/Count-v0", *SMALL, "--agent", "test_cli:returns_none"],
+        "--agent test_cli:returns_none: must return an RL_Agent, got NoneType",
+    ),
+    "agent raises": (
+        ["collect", "Cli/Count-v0", *SMALL, "--agent", "test_cli:raises"], "OddError: it went wrong .*"
+    ),
+    # The id is unknown too: it has not been looked at yet.
+    "out ending": (["collect", "None-v0", "--out", "x.csv"], r"--out: .* \.npz or \.pt or \.h5, got 'x\.csv'"),
+    "out directory": (["collect", "None-v0", "--out", "no/x.npz"], "--out: there is no directory 'no'"),
+    "out is directory": (["collect", "None-v0", "--out", "folder.npz"], "--out: cannot write 'folder.npz'"),
+    "plot ending": (["collect", "None-v0", "--plot", "x.jpg"], r"--plot: .* must end in \.png, got 'x\.jpg'"),
+    "plot directory": (["collect", "None-v0", "--plot", "no/x.png"], "--plot: there is no directory 'no'"),
+    "out too large": (
+        ["collect", "Cli/Count-v0", *SMALL, "--steps", "1000000000000", "--out", "x.npz"],
+        r"--out: 1,000,000,000,000 steps are up to [\d,.]+ GB, .* are available; use fewer --steps",
+    ),
+    "rollout too large": (
+        ["collect", "Cli/Count-v0", *SMALL, "--timesteps", "1000000000000"], "shared memory: .* bytes are needed.*"
+    ),
+    "info of nothing": (["info"], "one of the arguments FILE --system is required"),
+    "info of two things": (["info", "x.npz", "--system"], ".*--system: not allowed with argument FILE"),
+    "info missing": (["info", "no.npz"], "no.npz: no such file"),
+    "info damaged": (["info", "damaged.npz"], "damaged.npz: not a file of rlstructs, or a damaged one: .*"),
+    "info cut": (["info", "cut.pt"], "cut.pt: not a file of rlstructs, or a damaged one: .*"),
+    "info ending": (["info", "x.txt"], r"x.txt: the name must end in one of \.npz, \.pt, \.h5"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), ERRORS.values(), ids=ERRORS)
+def test_an_error_is_one_line_and_exit_code_2(run, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.npz").mkdir()
+    (tmp_path / "damaged.npz").write_bytes(b"PK nothing of the kind")
+    whole = tmp_path / "whole.pt"
+    DictTensor({"x": torch.zeros(1000)}).save(whole)
+    (tmp_path / "cut.pt").write_bytes(whole.read_bytes()[:500])
+    before = sorted(tmp_path.iterdir())
+    code, stdout, stderr = run(*arguments)
+    assert (code, stdout) == (2, "")
+    assert re.fullmatch(f"rlstructs: error: {message}\n", stderr)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("option", "modules"), [("--plot=x.png", ["matplotlib", "matplotlib.figure"]), ("--out=x.h5", ["h5py"])]
+)
+def test_a_package_that_is_not_there_is_missed_before_anything_runs(run, monkeypatch, option, modules):
+    for module in modules:
+        monkeypatch.setitem(sys.modules, module, None)  # what makes an import fail
+    code, stdout, stderr = run("collect", "None-v0", option)
+    assert (code, stdout) == (2, "")
+    assert re.fullmatch(rf"rlstructs: error: --\w+: \.\w+ files need {modules[0]}: .*\n", stderr)
+
+
+FAULTS = {
+    "Cli/constructor-v0": r"OddError: it went wrong \(in worker 0; --debug shows the traceback\)",
+    "Cli/reset-v0": r"OddError: it went wrong \(in worker 0; .*\)",
+    "Cli/step-v0": r"OddError: it went wrong \(in worker 0; .*\)",
+    "Cli/close-v0": r"OddError: it went wrong \(in worker 0; .*\)",
+    "Cli/Mute-v0": r"(WorkerError: )?.*Mute.*|Mute: its message cannot be shown \(in worker 0; .*\)",
+    "Cli/Gone-v0": r"worker 0 \(pid \d+\) is gone: exit code 5; last request: rollout",
+}
+
+
+@pytest.mark.parametrize(("env_id", "message"), FAULTS.items(), ids=FAULTS)
+def test_a_failing_environment_ends_in_one_line_and_keeps_earlier_rollouts(run, tmp_path, env_id, message):
+    out = tmp_path / "x.npz"
+    code, stdout, stderr = run("collect", env_id, *SMALL, "--workers", 1, "--out", out)
+    assert code == 2
+    assert "Traceback" not in stderr
+    assert re.fullmatch(f"rlstructs: error: (?:{message})", stderr.splitlines()[-1])
+    # Step 25 is in the third rollout of ten; `close` comes after all three.
+    n_steps = {"Cli/constructor-v0": 0, "Cli/reset-v0": 0, "Cli/close-v0": 60}.get(env_id, 40)
+    early = "" if n_steps == 60 else "; stopped early, of 60 steps"
+    assert re.fullmatch(rf"{env_id}: {n_steps} steps, .* steps/s{early}; wrote {out}\n" if n_steps else "", stdout)
+    assert out.exists() == (n_steps > 0)
+    assert not out.exists() or int(Trajectories.load(out).lengths.sum()) == n_steps
+
+
+@pytest.mark.parametrize("n_workers", [0, 1])
+def test_debug_raises_what_was_raised(n_workers):
+    with pytest.raises(OddError) as caught:
+        main(["collect", "Cli/step-v0", *SMALL, "--workers", str(n_workers), "--debug"])
+    assert (caught.value.__cause__ is None) == (n_workers == 0)
+
+
+@pytest.mark.parametrize("autoreset", [True, False])
+def test_info_counts_episodes_as_the_batcher_does_through_resets(run, tmp_path, autoreset):
+    """A reset drops the episodes that are going; without autoreset rollouts have fewer and fewer rows."""
+    parts, ended = [], []
+    with count_batcher([[2, 5], [4, 9]], n_timesteps=3, autoreset=autoreset, n_processes=2) as batcher:
+        for n_rollouts in (2, 3, 1, 2):
+            batcher.reset()
+            parts.append(collected(batcher, n_rollouts))
+            ended.append(batcher.episodes())
+    Trajectories.cat(parts).save(tmp_path / "x.npz")
+    found = report.ended_episodes(Trajectories.load(tmp_path / "x.npz"))
+    assert found == DictTensor.cat(ended)
+    stdout = run("info", tmp_path / "x.npz")[1]
+    assert stdout.splitlines()[-1].startswith(f"episodes: {found.n_elems()} ended, return min 3.00, mean ")
+
+
+INFO = {
+    "DictTensor": (
+        DictTensor({"x": torch.zeros(3, 2, dtype=torch.uint8), "flag": torch.zeros(3, dtype=torch.bool)}),
+        ["DictTensor, 3 rows", "  x     3x2  uint8", "  flag  3    bool"],
+    ),
+    "TemporalDictTensor": (
+        TemporalDictTensor({"x": torch.zeros(2, 4, dtype=torch.bfloat16)}, torch.tensor([1, 4])),
+        ["TemporalDictTensor, 2 rows", "  x        2x4  bfloat16", "  lengths  2    int64",
+         "lengths: min 1, mean 2.50, max 4, 5 steps"],
+    ),
+    "Trajectories without rewards": (
+        Trajectories(DictTensor({"env_index": torch.arange(2)}), TemporalDictTensor({"x": torch.zeros(2, 4)})),
+        ["Trajectories, 2 rows", "  info/env_index        2    int64", "  trajectories/x        2x4  float32",
+         "  trajectories/lengths  2    int64", "lengths: min 4, mean 4.00, max 4, 8 steps",
+         "episodes: not known: episodes: the trajectories have no _observation/reward"],
+    ),
+    "Trajectories without env_index": (
+        Trajectories(DictTensor(), TemporalDictTensor({}, torch.tensor([], dtype=torch.int64))),
+        ["Trajectories, 0 rows", "  trajectories/lengths  0  int64", "lengths: none, 0 steps",
+         "episodes: not known: DictTensor: no key 'env_index', there are []"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "lines"), INFO.values(), ids=INFO)
+def test_info_says_what_is_in_a_file(run, tmp_path, content, lines):
+    path = tmp_path / "x.npz"
+    content.save(path)
+    code, stdout, stderr = run("info", path)
+    first, *rest = stdout.splitlines()
+    assert (code, stderr, rest) == (0, "", lines[1:])
+    assert re.fullmatch(rf"{path}: {lines[0]}, 0\.00 MB", first)
+
+
+def test_info_system_names_versions_and_imports_none_of_them(subprocess_env):
+    program = """
+import sys
+from rlstructs.cli import main
+main(["info", "--system"])
+print(sorted({"gymnasium", "jax", "warp", "h5py", "matplotlib"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], env=subprocess_env, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith("\n[]\n")
+    said = dict(line.split(": ", 1) for line in done.stdout.splitlines()[:-1])
+    for package in ("torch", "numpy", "gymnasium", "cloudpickle"):
+        assert said[package] == importlib.metadata.version(package)
+    assert said["start method"] in ("forkserver", "spawn")
+    assert re.fullmatch(r"\d+ of \d+", said["cores"]) and re.match("yes|no", said["CUDA available"])
+    assert {"rlstructs", "python", "jax", "warp-lang", "platform", "memory available"} <= said.keys()
+
+
+@pytest.mark.parametrize(("env_id", "has_episodes"), [("Cli/Count-v0", True), ("Cli/Long-v1", False)])
+def test_a_plot_is_drawn_with_and_without_episodes(run, tmp_path, env_id, has_episodes):
+    path = tmp_path / "x.png"
+    assert run("collect", env_id, *SMALL, "--plot", path)[0] == 0
+    pixels = imread(path)
+    assert pixels.shape == (900, 1200, 4)
+    # The line of the mean return, which is blue.
+    assert (np.abs(pixels[:, :, :3] - np.array([0x08, 0x51, 0x9C]) / 255).max(axis=2) < 0.02).any() == has_episodes
+
+
+def test_plotting_leaves_pyplot_alone(subprocess_env, tmp_path):
+    program = f"""
+import sys
+from rlstructs.cli import main
+assert main(["collect", "CartPole-v1", "--workers=0", "--steps=100", "--plot={tmp_path}/x.png"]) == 0
+print([name for name in sys.modules if name.startswith("matplotlib.pyplot")], "matplotlib.figure" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], env=subprocess_env, capture_output=True, text=True)
+    assert done.stdout.endswith("\n[] True\n"), done.stderr
+
+
+def test_end_steps_counts_the_steps_of_each_environment():
+    episodes = DictTensor({"env_index": torch.tensor([4, 0, 4, 4, 0]), "length": torch.tensor([3, 7, 2, 1, 5])})
+    assert report.end_steps(episodes).tolist() == [3, 7, 5, 6, 12]
+
+
+def test_end_steps_are_those_at_which_episodes_end():
+    with count_batcher([[2, 5, 3]], n_timesteps=4, autoreset=True, n_processes=0) as batcher:
+        batcher.reset()
+        trajectories = collected(batcher, 5)
+        episodes = batcher.episodes()
+    done = trajectories.trajectories["_observation/done"].view(5, 3, 4).transpose(0, 1).reshape(3, 20)
+    expected = {(env, t + 1) for env, t in done.nonzero().tolist()}
+    assert set(zip(episodes["env_index"].tolist(), report.end_steps(episodes).tolist(), strict=True)) == expected
+
+
+@pytest.mark.parametrize("window", [1, 2, 4, 7])
+def test_running_means_are_means_of_a_window_or_of_all_that_end_together(window):
+    at = np.array([1, 2, 2, 2, 5, 6, 6])
+    values = np.array([3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0])
+    steps, means = report.running_means(at, values, window)
+    expected = {}
+    for step in np.unique(at):
+        n = max(window, int((at == step).sum()))
+        so_far = values[at <= step]
+        if so_far.size >= window:
+            expected[step] = so_far[-n:].mean()
+    assert steps.tolist() == list(expected)
+    np.testing.assert_allclose(means, list(expected.values()))

@@ -1,0 +1,396 @@
+"""What fails ends in an error that says what failed, soon, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+from helpers import Count, Counting, count_batcher, create_gym, exists, rollout, worker_pids
+
+from rlstructs import (
+    GymEnvInf,
+    OutOfMemoryError,
+    RemoteTraceback,
+    RL_Batcher,
+    StateError,
+    WorkerCrashed,
+    WorkerTimeout,
+)
+
+# Seconds in which a failure has to arrive, and `close` to return: the contract's own numbers.
+LIMIT = 5.0
+
+
+class SimulatorError(Exception):
+    """A user's own exception."""
+
+
+class Failing(Count):
+    """Raises in one of its methods, in the environments of one seed."""
+
+    def __init__(self, where, armed):
+        if armed and where == "constructor":
+            raise SimulatorError("no licence")
+        super().__init__(100)
+        self.where, self.armed = where, armed
+
+    def _fail(self, where):
+        if self.armed and self.where == where:
+            raise SimulatorError(f"lost in {where}")
+
+    def reset(self, **arguments):
+        self._fail("reset")
+        return super().reset(**arguments)
+
+    def step(self, action):
+        if self.steps == 3:
+            self._fail("step")
+            if self.armed and self.where == "hang":
+                signal.pause()
+            if self.armed and self.where == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+    def close(self):
+        self._fail("close")
+
+
+class FailingAgent(Counting):
+    def __init__(self, where):
+        super().__init__()
+        self.where, self.calls = where, 0
+
+    def __call__(self, *arguments, **named):
+        self.calls += 1
+        if self.where == "call" and self.calls == 3:
+            raise SimulatorError("lost in call")
+        return super().__call__(*arguments, **named)
+
+    def update(self, info):
+        raise SimulatorError("lost in update")
+
+    def close(self):
+        if self.where == "close":
+            raise SimulatorError("lost in close")
+
+
+def failing(where, **arguments):
+    """Two workers of two environments; the second worker's fail."""
+    return RL_Batcher(
+        10, Counting, {}, lambda seed: GymEnvInf([Failing(where, seed >= 10) for _ in range(2)], seed), {}, 2,
+        [0, 10], **arguments,
+    )  # fmt: skip
+
+
+class Deadline:
+    """Fails the test when the block takes longer than the contract allows."""
+
+    def __enter__(self):
+        self.started = time.monotonic()
+
+    def __exit__(self, *_):
+        assert time.monotonic() - self.started < LIMIT
+
+
+def run_through(where, **arguments):
+    with failing(where, **arguments) as batcher:
+        batcher.reset()
+        rollout(batcher)
+
+
+@pytest.mark.parametrize("where", ["constructor", "reset", "step", "close"])
+def test_what_an_environment_raises_arrives_as_it_is(where, start_method):  # CV76, CV77, R36
+    before = worker_pids()
+    with Deadline(), pytest.raises(SimulatorError, match="no licence|lost in") as caught:
+        run_through(where, start_method=start_method)
+    cause = caught.value.__cause__
+    assert isinstance(cause, RemoteTraceback) and cause.worker_index == 1
+    assert "SimulatorError" in str(cause) and "worker 1" in str(cause)
+    assert worker_pids() == before
+
+
+@pytest.mark.parametrize("where", ["call", "update", "close"])
+def test_what_an_agent_raises_arrives_as_it_is(where):
+    with Deadline(), pytest.raises(SimulatorError, match=f"lost in {where}"), RL_Batcher(
+        10, FailingAgent, {"where": where}, create_gym, {"env_id": "CartPole-v1", "n_envs": 1}, 2, 0
+    ) as batcher:
+        batcher.reset()
+        if where == "update":
+            batcher.update(None)
+        batcher.execute()
+        if where == "call":
+            batcher.get()
+
+
+def test_after_a_failure_every_call_says_so_and_close_is_quick():
+    batcher = failing("step")
+    batcher.reset()
+    batcher.execute()
+    with pytest.raises(SimulatorError):
+        batcher.get()
+    for call in (batcher.reset, batcher.execute, batcher.get, lambda: batcher.get(False), lambda: batcher.update(1)):
+        with pytest.raises(StateError, match="a worker failed before, close the batcher") as caught:
+            call()
+        assert isinstance(caught.value.__cause__, SimulatorError)
+    with Deadline():
+        batcher.close()
+    batcher.close()
+
+
+def test_the_users_error_is_not_hidden_by_what_closing_raises():
+    with pytest.raises(KeyError, match="of the trainer"), failing("close") as batcher:
+        batcher.reset()
+        raise KeyError("of the trainer")
+
+
+@pytest.mark.parametrize("n_processes", [0, 1])
+def test_the_debugging_batcher_raises_the_same(n_processes):
+    with pytest.raises(SimulatorError, match="lost in step"), RL_Batcher(
+        10, Counting, {}, lambda seed: GymEnvInf([Failing("step", True)], seed), {}, n_processes, [0]
+    ) as batcher:
+        batcher.reset()
+        rollout(batcher)
+
+
+@pytest.mark.parametrize("phase", ["idle", "polling", "stepping"])
+def test_a_killed_worker_is_an_error_that_says_so(phase, start_method):  # CV78
+    with failing("hang", start_method=start_method) as batcher:
+        batcher.reset()
+        if phase != "idle":
+            batcher.execute()
+        pid = batcher._pool.pids[1]
+        os.kill(pid, signal.SIGKILL)
+        with Deadline(), pytest.raises(WorkerCrashed, match=rf"worker 1 \(pid {pid}\) is gone: .*SIGKILL") as caught:
+            if phase == "polling":
+                while True:
+                    batcher.get(blocking=False)
+            batcher.get() if phase == "stepping" else batcher.execute() or batcher.get()
+        assert caught.value.exitcode == -signal.SIGKILL
+        with Deadline():
+            batcher.close()
+
+
+def test_a_worker_that_kills_itself_in_a_step_is_an_error():
+    with Deadline(), pytest.raises(WorkerCrashed, match="last request: rollout"):
+        run_through("kill")
+
+
+def test_a_hanging_environment_is_an_error_after_the_timeout_and_close_ends_it():
+    batcher = failing("hang", timeout=1.0)
+    pids = batcher._pool.pids
+    batcher.reset()
+    with pytest.raises(WorkerTimeout, match=r"no reply within 1.0 s to 'rollout' from worker\(s\) 1"):
+        rollout(batcher)
+    with Deadline():
+        batcher.close()
+    assert not any(exists(pid) for pid in pids)
+
+
+def test_slots_that_do_not_fit_are_refused_before_they_are_taken():
+    with pytest.raises(OutOfMemoryError, match="bytes are needed"):
+        count_batcher([[3, 3]], 10**12)
+
+
+def test_nothing_is_printed(capfd):
+    with count_batcher([[3, 3]], 5) as batcher:
+        batcher.reset()
+        rollout(batcher)
+    with pytest.raises(SimulatorError):
+        run_through("step")
+    assert capfd.readouterr() == ("", "")
+
+
+PROGRAM = """
+import os, signal, sys
+import torch
+from helpers import Count, Counting
+from rlstructs import GymEnvInf, RL_Batcher
+
+class Slow(Count):
+    def step(self, action):
+        if LONG_STEP and self.steps == 2:
+            print(os.getpid(), flush=True)
+            while True:
+                signal.pause()
+        return super().step(action)
+
+batcher = RL_Batcher(
+    5, Counting, {}, lambda seed: GymEnvInf([Slow(9)], seed), {}, 2, 0, start_method=METHOD
+)
+batcher.reset()
+print(*batcher._pool.pids, flush=True)
+if LONG_STEP:
+    batcher.execute()
+if FORKED and not os.fork():
+    print(os.getpid(), flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize(("long_step", "forked"), [(False, False), (True, False), (False, True), (True, True)])
+def test_when_the_main_process_is_killed_no_worker_stays(method, long_step, forked, subprocess_env):  # CV79
+    shared = set(os.listdir("/dev/shm"))
+    text = f"LONG_STEP, FORKED, METHOD = {long_step}, {forked}, {method!r}\n{PROGRAM}"
+    program = subprocess.Popen([sys.executable, "-W", "ignore", "-c", text], stdout=subprocess.PIPE, env=subprocess_env)
+    assert program.stdout is not None
+    workers = [int(pid) for pid in program.stdout.readline().split()]
+    lines = [program.stdout.readline() for _ in range(2 * long_step + forked)]
+    family = psutil.Process(program.pid).children(recursive=True)
+    fork = [process for process in family if process.pid not in workers and f"{process.pid}\n".encode() in lines]
+    others = [process for process in family if process not in fork]
+    assert {process.pid for process in others} >= set(workers)
+    program.kill()
+    program.wait()
+    try:
+        deadline = time.monotonic() + 1.0
+        while left := [process for process in others if runs(process)]:
+            assert time.monotonic() < deadline, left
+        assert set(os.listdir("/dev/shm")) <= shared
+    finally:
+        for process in fork:
+            process.kill()
+        program.stdout.close()
+
+
+@pytest.mark.parametrize("ending", ["pass", "raise KeyError('of the trainer')", "sys.exit(4)", "del batcher"])
+def test_a_program_that_never_closes_ends_by_itself(ending, subprocess_env):  # R37
+    text = textwrap.dedent(f"""
+        import sys
+        from helpers import count_batcher
+        batcher = count_batcher([[3], [500]], 400)
+        batcher.reset()
+        batcher.execute()
+        print(*batcher._pool.pids, flush=True)
+        {ending}
+    """)
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, env=subprocess_env, timeout=60, text=True)
+    assert done.returncode == {"p": 0, "r": 1, "s": 4, "d": 0}[ending[0]]
+    assert (done.stderr.strip() == "") == (ending[0] != "r")
+    assert not any(exists(int(pid)) for pid in done.stdout.split())
+
+
+def test_a_forked_copy_of_the_main_process_leaves_the_workers_alone():
+    with count_batcher([[3]], 5, autoreset=True) as batcher:
+        batcher.reset()
+        child = multiprocessing.get_context("fork").Process(target=lambda: None)
+        child.start()
+        child.join(LIMIT)
+        assert child.exitcode == 0
+        rollout(batcher)
+
+
+SCRIPT = """
+import gymnasium, torch
+from helpers import Count
+from rlstructs import DictTensor, GymEnvInf, RL_Agent, RL_Batcher
+
+class OwnError(Exception):
+    pass
+
+class Agent(RL_Agent):
+    calls = 0
+    def initial_state(self, agent_info, B):
+        return DictTensor()
+    def __call__(self, state, observation, agent_info, history=None):
+        self.calls += 1
+        if self.calls > 5:
+            raise OwnError("own")
+        return DictTensor({"action": torch.zeros(observation.n_elems(), dtype=torch.int64)}), state
+
+gymnasium.register("Own-v0", entry_point=lambda: Count(3))
+batcher = RL_Batcher(
+    4, Agent, {}, lambda seed: GymEnvInf([gymnasium.make("Own-v0", disable_env_checker=True)], seed), {}, 2, 0
+)
+batcher.reset()
+batcher.execute()
+print(batcher.get()[0].trajectories["_observation/done"].int().tolist())
+call = Agent.__call__
+batcher.execute()
+try:
+    batcher.get()
+except OwnError as error:
+    print(error, Agent.__call__ is call)
+"""
+
+
+@pytest.mark.parametrize("how", ["file", "stdin", "command"])
+def test_a_script_needs_no_guard_and_keeps_its_own_classes(how, subprocess_env, tmp_path):
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT)
+    arguments = {"file": [str(file)], "stdin": ["-"], "command": ["-c", SCRIPT]}[how]
+    done = subprocess.run(
+        [sys.executable, *arguments], input=SCRIPT, capture_output=True, env=subprocess_env, timeout=60, text=True
+    )
+    assert (done.stdout, done.stderr) == ("[[0, 0, 1, 0], [0, 0, 1, 0]]\nown True\n", "")
+
+
+def test_a_users_own_workers_module_is_named(subprocess_env, tmp_path):
+    (tmp_path / "workers.py").write_text("")
+    (tmp_path / "main.py").write_text("from rlstructs import RL_Batcher")
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "main.py")], capture_output=True, env=subprocess_env, timeout=60, text=True
+    )
+    assert done.returncode == 1 and f"found '{tmp_path / 'workers.py'}' in its place" in done.stderr
+
+
+def runs(process):
+    """Whether a process has not ended; the standard library's resource tracker is not ours to end."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
+def held():
+    """Processes, file descriptors, maps and shared memory of this program now."""
+    me = psutil.Process()
+    return len(me.children(recursive=True)), me.num_fds(), len(os.listdir("/dev/shm"))
+
+
+def test_creating_and_closing_leaves_nothing_behind():
+    def once():
+        with count_batcher([[3], [4]], 5, autoreset=True) as batcher:
+            batcher.reset()
+            rollout(batcher)
+
+    for _ in range(5):
+        once()
+    before, memory = held(), psutil.Process().memory_info().rss
+    for _ in range(50):
+        once()
+    assert held() == before
+    assert psutil.Process().memory_info().rss - memory < 16 * 2**20
+
+
+def test_a_thousand_rollouts_leave_nothing_behind():
+    with count_batcher([[3], [4]], 5, autoreset=True) as batcher:
+        batcher.reset()
+        pids = batcher._pool.pids
+        kept = [rollout(batcher)[0] for _ in range(100)]
+        before = held()
+        memory = [psutil.Process(pid).memory_info().rss for pid in (os.getpid(), *pids)]
+        for _ in range(1000):
+            rollout(batcher)
+        assert held() == before
+        after = [psutil.Process(pid).memory_info().rss for pid in (os.getpid(), *pids)]
+        assert all(late - early < 8 * 2**20 for early, late in zip(memory, after, strict=True))
+        assert len(kept) == 100
+
+
+def test_several_batchers_work_side_by_side():
+    batchers = [count_batcher([[3]], 5, autoreset=True) for _ in range(4)]
+    for batcher in batchers:
+        batcher.reset()
+        batcher.execute()
+    for batcher in reversed(batchers):
+        assert batcher.get()[1] == 1
+        batcher.close()

@@ -1,0 +1,147 @@
+"""What is imported when, and in which direction: the rows of the architecture."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# Longest prefix wins. A module imports from rows above its own, or from its own package.
+ROWS = {
+    "workers": 0,
+    "rlstructs.errors": 1,
+    "rlstructs.structures": 2,
+    "rlstructs.seeding": 2,
+    "rlstructs.rows": 2.5,
+    "rlstructs.agent": 3,
+    "rlstructs.envs": 3,
+    "rlstructs.episodes": 3,
+    "rlstructs.slots": 4,
+    "rlstructs.weights": 4,
+    "rlstructs.random_agent": 4,
+    "rlstructs.rollout": 5,
+    "rlstructs.batcher": 6,
+    "rlstructs.cli": 7,
+    "rlstructs.collect": 7,
+    "rlstructs.report": 7,
+    "rlstructs": 7,
+}
+ALLOWED_BELOW = {"workers": {"cloudpickle", "_posixshmem"}}
+HEAVY = ("torch", "numpy", "gymnasium", "jax", "warp", "h5py", "tensordict", "matplotlib")
+
+
+def modules():
+    """Module name -> file, of the library."""
+    files = [file for package in ("workers", "rlstructs") for file in (ROOT / package).rglob("*.py")]
+    names = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
+    assert len(names) > 20
+    return names
+
+
+def imports(file, names):
+    """What a file imports when it is imported: its own parents, and those of what it names, too."""
+    tree = ast.parse(file.read_text())
+    typing_only = {
+        id(node)
+        for test in ast.walk(tree)
+        if isinstance(test, ast.If) and ast.unparse(test.test) == "TYPE_CHECKING"
+        for node in ast.walk(test)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names} & set(names)
+            found |= {node.module} | submodules
+    return {parent for name in found for parent in with_parents(name)}
+
+
+def with_parents(name):
+    parts = name.split(".")
+    return {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
+
+
+def row(name):
+    return ROWS[max((prefix for prefix in ROWS if f"{name}.".startswith(f"{prefix}.")), key=len)]
+
+
+def package(name, names):
+    return name if names[name].name == "__init__.py" else name.rpartition(".")[0]
+
+
+def is_package(name, names):
+    return names[name].name == "__init__.py"
+
+
+def test_imports_go_one_way():
+    names = modules()
+    graph = {name: {target for target in imports(file, names) if target in names} - {name} for name, file in names.items()}
+    # A package's __init__ imports nothing of ours, so what reaches it on the way down reaches nothing else.
+    for name in names:
+        if is_package(name, names):
+            assert not graph[name], f"{name} imports {graph[name]}"
+    edges = {name: {target for target in targets if not is_package(target, names)} for name, targets in graph.items()}
+    for name, targets in edges.items():
+        for target in targets:
+            assert row(target) < row(name) or (
+                row(target) == row(name) and package(target, names) == package(name, names)
+            ), f"{name} (row {row(name)}) imports {target} (row {row(target)})"
+    assert len(list(graphlib.TopologicalSorter(edges).static_order())) >= len(names) - 5
+
+
+def test_a_wrong_import_would_be_seen(tmp_path):
+    file = tmp_path / "bad.py"
+    file.write_text("def f():\n    from rlstructs.batcher import RL_Batcher\n")
+    assert imports(file, modules()) == {"rlstructs", "rlstructs.batcher"}
+    assert row("rlstructs.batcher") > row("rlstructs.envs.gym_env") > row("workers.pool")
+
+
+def test_workers_imports_the_standard_library_and_cloudpickle():
+    names = modules()
+    for name, file in names.items():
+        if row(name) == 0:
+            roots = {target.split(".")[0] for target in imports(file, names)} - {"workers"}
+            assert roots <= sys.stdlib_module_names | ALLOWED_BELOW["workers"], name
+
+
+def loaded_by(statement):
+    """Which heavy packages a statement loads in a new interpreter."""
+    code = f"import sys\n{statement}\nprint(*[name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("statement", "loaded"),
+    [
+        ("import workers.pool, workers.loop, workers.server", set()),
+        ("import rlstructs", set()),
+        ("from rlstructs import DictTensor, TemporalDictTensor, Trajectories", {"torch", "numpy"}),
+        ("from rlstructs import RL_Batcher, RL_Agent, VecEnv, replay_agent", {"torch", "numpy"}),
+        ("import rlstructs.cli", set()),
+        ("from rlstructs import GymEnv", {"torch", "numpy", "gymnasium"}),  # that the check can fail
+    ],
+)
+def test_only_what_is_needed_is_loaded(statement, loaded):
+    assert loaded_by(statement) == loaded
+
+
+@pytest.mark.parametrize("name", ["workers", "rlstructs", "rlstructs.envs"])
+def test_every_public_name_resolves(name):
+    module = importlib.import_module(name)
+    assert sorted(module.__all__) == module.__all__ and set(module.__all__) == set(module._EXPORTS)
+    for exported in module.__all__:
+        assert getattr(module, exported).__name__ == exported
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = module.nothing

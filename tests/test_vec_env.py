@@ -1,0 +1,174 @@
+"""Environments of users' own behind the rollout's view of them, and `DeviceEnv`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from helpers import Count
+
+from rlstructs import DeviceEnv, DictTensor, GymEnv, GymEnvInf, SpecError
+from rlstructs.envs import VecEnv
+from rlstructs.envs.vec_env import RowEnv, row_env
+
+NO_INFO = DictTensor()
+
+
+def frames(*values, **more):
+    return DictTensor({"frame": torch.tensor(values, dtype=torch.float32), **more})
+
+
+def running(*values):
+    return torch.tensor(values, dtype=torch.int64)
+
+
+class Scripted:
+    """Three environments that say what they are told to say."""
+
+    def __init__(self, *steps, start=None):
+        self.start = start or (frames(0, 0, 0), running(0, 1, 2))
+        self.steps, self.given = list(steps), []
+
+    def n_envs(self):
+        return 3
+
+    def reset(self, env_info):
+        self.given.append(env_info)
+        return self.start
+
+    def step(self, action):
+        self.given.append(action)
+        return self.steps.pop(0)
+
+    def close(self):
+        self.given.append("close")
+
+
+def unchanged(*values, rows=(0, 1, 2)):
+    pair = frames(*values), running(*rows)
+    return pair, pair
+
+
+def started(*steps):
+    env = RowEnv(Scripted(*steps))
+    env.reset_rows(NO_INFO)
+    return env
+
+
+# --- RowEnv ------------------------------------------------------------------------------------
+
+
+def test_an_environment_that_gives_arrays_is_used_as_it_is():
+    native, scripted = GymEnv([Count(3)], 0), Scripted()
+    assert row_env(native) is native
+    adapted = row_env(scripted)
+    assert isinstance(adapted, RowEnv) and isinstance(scripted, VecEnv) and isinstance(native, VecEnv)
+    info = DictTensor({"x": torch.zeros(3)})
+    assert adapted.n_envs() == 3 and adapted.reset_rows(info)["frame"].tolist() == [0, 0, 0]
+    adapted.close()
+    assert scripted.given == [info, "close"]
+
+
+def test_a_step_says_what_differs_and_who_is_left():
+    env = started(
+        unchanged(1, 1, 1),
+        ((frames(2, 2, 2), running(0, 1, 2)), (frames(2, 0, 2), running(0, 1, 2))),
+        ((frames(3, 1, 3), running(0, 1, 2)), (frames(3, 3), running(0, 2))),
+        unchanged(4, 4, rows=(0, 2)),
+        ((frames(5, 5), running(0, 2)), (frames(), torch.zeros(0))),  # rlstructures' empty index is float32
+    )
+    found = [env.step_rows(NO_INFO) for _ in range(5)]
+    assert [step.after["frame"].tolist() for step in found] == [[1] * 3, [2] * 3, [3, 1, 3], [4] * 2, [5] * 2]
+    assert [step.reset.tolist() for step in found] == [[], [0, 1, 2], [0, 2], [], []]
+    assert [None if step.kept is None else step.kept.tolist() for step in found] == [None, None, [0, 2], None, []]
+    assert found[1].fresh["frame"].tolist() == [2, 0, 2] and found[2].fresh["frame"].tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("rows", [(0, 1), (1, 2, 3), (2, 1, 0), ()], ids=str)
+def test_everyone_must_run_after_a_reset(rows):
+    env = RowEnv(Scripted(start=(frames(*[0] * len(rows)), running(*rows))))
+    with pytest.raises(SpecError, match=r"^environment: running after reset is \[.*\], expected 0..2"):
+        env.reset_rows(NO_INFO)
+
+
+def test_it_must_have_stepped_those_that_ran():
+    env = started(((frames(1, 1), running(0, 2)), (frames(1, 1), running(0, 2))))
+    with pytest.raises(SpecError, match=r"^environment: it stepped \[0 2\], running were \[0 1 2\]"):
+        env.step_rows(NO_INFO)
+
+
+@pytest.mark.parametrize("rows", [(0, 1, 2), (0, 1), (1,), (2, 0), (0, 0), (0, 3), (-1, 2)], ids=str)
+def test_those_left_must_be_some_of_those_before_in_their_order(rows):
+    pair = frames(1, 1, 1), running(0, 1, 2)
+    left = frames(1, 1), running(0, 2)
+    env = started((pair, left), (left, (frames(*[1] * len(rows)), running(*rows))))
+    env.step_rows(NO_INFO)
+    with pytest.raises(SpecError, match=r"^environment: \[.*\] run after the step, before it \[0 2\]"):
+        env.step_rows(NO_INFO)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        frames(1, 1),
+        frames([1], [1], [1]),
+        DictTensor({"frame": torch.zeros(3, dtype=torch.int64)}),
+        DictTensor({"other": torch.zeros(3)}),
+        frames(1, 1, 1, more=torch.zeros(3)),
+        frames(1, 1, 1, frame=torch.tensor(1.0)),
+        DictTensor(),
+    ],
+    ids=["rows", "shape", "dtype", "key", "more", "no-axis", "empty"],
+)
+@pytest.mark.parametrize("second", [False, True])
+def test_observations_that_change_their_form_are_refused(wrong, second):
+    right = frames(1, 1, 1)
+    pairs = (right if second else wrong, running(0, 1, 2)), (wrong if second else right, running(0, 1, 2))
+    with pytest.raises(SpecError, match=r"^environment: observation is DictTensor\(.*, expected 3 rows of {'frame'"):
+        started(pairs).step_rows(NO_INFO)
+
+
+def test_an_observation_that_is_no_dicttensor_is_refused():
+    with pytest.raises(TypeError, match="^environment: an observation must be a DictTensor, got dict"):
+        RowEnv(Scripted(start=({"frame": torch.zeros(3)}, running(0, 1, 2)))).reset_rows(NO_INFO)
+
+
+# --- DeviceEnv -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [GymEnv, GymEnvInf])
+def test_what_a_device_env_gives_is_on_the_other_device(cls):
+    envs = [cls([Count(1), Count(3)], 0) for _ in range(2)]
+    plain, moved = envs[0], DeviceEnv(envs[1], torch.device("cpu"), "meta")
+    assert isinstance(moved, VecEnv) and moved.n_envs() == 2
+    pairs = [(plain.reset(), moved.reset())]
+    action = DictTensor({"action": torch.tensor([1, 2])})
+    pairs += zip(plain.step(action), moved.step(action), strict=True)
+    for (expected, rows), (observation, there) in pairs:
+        assert {tensor.device.type for tensor in observation.values()} == {"meta"}
+        assert observation.specs() == expected.specs() and observation.n_elems() == expected.n_elems()
+        assert (there.device.type, there.dtype, there.shape) == ("meta", torch.int64, rows.shape)
+
+
+def test_actions_reach_the_device_of_the_environment_and_env_info_stays():
+    scripted = Scripted(unchanged(1, 1, 1))
+    env, info = DeviceEnv(scripted, "meta", "cpu"), DictTensor({"x": torch.zeros(3)})
+    env.reset(info)
+    first, second = env.step(DictTensor({"action": torch.zeros(3)}))
+    env.close()
+    assert scripted.given[0] is info and scripted.given[1]["action"].device.type == "meta"
+    assert scripted.given[2] == "close"
+    assert first[0] is second[0]  # what does not differ is moved once
+
+
+def test_a_device_env_has_the_attributes_of_its_environment_but_not_its_arrays():
+    native = GymEnv([Count(3)], 0)
+    env = DeviceEnv(native, "cpu", "cpu")
+    assert env.action_space == spaces.Discrete(5) and env.observation_space is native.observation_space
+    for name in ("reset_rows", "step_rows", "example", "nothing", "_running"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(env, name)
+    adapted = row_env(env)
+    assert isinstance(adapted, RowEnv)
+    assert np.array_equal(adapted.reset_rows(NO_INFO)["frame"], [[0, 0]])

@@ -1,0 +1,322 @@
+"""`workers` alone: any job in N processes, over every start method."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+from helpers import exists, worker_pids
+
+from workers import InlinePool, OutOfMemoryError, RemoteTraceback, SharedArena, WorkerCrashed, WorkerError
+from workers import WorkerPool, WorkerTimeout, arena
+
+# Seconds. Only reached when something hangs.
+LIMIT = 20.0
+
+
+@pytest.fixture(params=["forkserver", "spawn", "fork"])
+def method(request):
+    return request.param
+
+
+class OwnError(Exception):
+    """Takes more than a message, so that `cls(*args)` does not make it again."""
+
+    def __init__(self, code, *, detail):
+        super().__init__(f"code {code}: {detail}")
+        self.code, self.detail = code, detail
+
+
+class Job:
+    def __init__(self, index, *shared):
+        self.index, self.shared = index, shared
+        self.closed_by = None
+
+    def identify(self):
+        return self.index, os.getpid()
+
+    def fail(self, index):
+        if self.index == index:
+            raise KeyError("nothing there", self.index)
+
+    def fail_oddly(self):
+        raise OwnError(7, detail="odd")
+
+    def leave(self):
+        sys.exit(3)
+
+    def exit(self, index):
+        if self.index == index:
+            os._exit(3)
+
+    def kill(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def hang(self, index):
+        while self.index == index:
+            signal.pause()
+
+    def resist(self):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.pause()
+
+    def give_lambda(self):
+        return lambda: self.index
+
+    def give_unpicklable(self):
+        return (i for i in range(3))
+
+    def environment(self):
+        return os.environ.get("RLSTRUCTS_TEST"), os.getcwd(), os.environ["OMP_NUM_THREADS"]
+
+    def imported(self):
+        return sorted({name.split(".")[0] for name in sys.modules} & {"torch", "numpy", "rlstructs"})
+
+    def write(self):
+        self.shared[0].map()[self.index] = self.index + 1
+
+    def talk(self):
+        print("this goes nowhere it should not")
+
+
+class ClosingJob(Job):
+    def close(self):
+        raise ValueError(f"cannot close {self.index}")
+
+
+def test_jobs_answer_in_the_order_of_their_index(method):
+    with WorkerPool(3, Job, start_method=method) as pool:
+        answers = pool.call("identify")
+        assert [index for index, _ in answers] == [0, 1, 2]
+        assert [pid for _, pid in answers] == pool.pids
+        assert os.getpid() not in pool.pids
+        pool.send(1, "identify")
+        assert pool.gather() == [answers[1]]
+
+
+def test_an_exception_arrives_as_its_own_class_with_index_and_traceback(method):
+    with WorkerPool(2, Job, start_method=method) as pool:
+        with pytest.raises(KeyError, match="nothing there") as caught:
+            pool.call("fail", 1)
+        cause = caught.value.__cause__
+        assert isinstance(cause, RemoteTraceback) and cause.worker_index == 1
+        assert "in fail" in str(cause) and "KeyError" in str(cause)
+        assert caught.value.__notes__ == ["raised in worker 1 during 'fail'"]
+
+
+def test_an_exception_that_cannot_be_made_again_arrives_as_text():
+    with WorkerPool(1, Job) as pool:
+        with pytest.raises(WorkerError, match=r"OwnError: code 7: odd \(raised in worker 0 during 'fail_oddly'\)"):
+            pool.call("fail_oddly")
+
+
+def test_sys_exit_in_a_job_does_not_end_the_parent():
+    with WorkerPool(1, Job) as pool, pytest.raises(WorkerError, match="SystemExit: 3"):
+        pool.call("leave")
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "exitcode", "words"),
+    [("exit", (0,), 3, "exit code 3"), ("kill", (), -9, "exit code -9, killed by SIGKILL")],
+)
+def test_a_worker_that_ends_is_an_error_that_says_how(method, call, arguments, exitcode, words):
+    pool = WorkerPool(2, Job, start_method=method)
+    pids = pool.pids
+    with pytest.raises(WorkerCrashed, match=rf"worker \d \(pid \d+\) is gone: {words}; last request: {call}$") as caught:
+        pool.call(call, *arguments)
+    assert caught.value.exitcode == exitcode
+    pool.close()
+    assert_gone(pids)
+
+
+def test_a_worker_killed_while_idle_is_noticed_by_the_next_call(method):
+    with WorkerPool(2, Job, start_method=method) as pool:
+        os.kill(pool.pids[1], signal.SIGKILL)
+        with pytest.raises(WorkerCrashed, match="worker 1 .* killed by SIGKILL"):
+            while True:  # the signal takes a moment
+                pool.call("identify")
+
+
+def test_the_death_of_one_is_noticed_while_another_works():
+    with WorkerPool(2, Job) as pool:
+        pool.broadcast("hang", 0)
+        assert not pool.ready()
+        os.kill(pool.pids[1], signal.SIGKILL)
+        with pytest.raises(WorkerCrashed, match="worker 1"):
+            pool.gather(LIMIT)
+        pool.kill()
+
+
+def test_a_deadline_names_who_is_late(method):
+    with WorkerPool(2, Job, start_method=method) as pool:
+        pids = pool.pids
+        pool.broadcast("hang", 1)
+        with pytest.raises(WorkerTimeout, match=rf"no reply within 0.05 s to 'hang' from worker\(s\) .*1 \(pid {pids[1]}\)$"):
+            pool.gather(0.05)
+        pool.close(0.05)
+    assert_gone(pids)
+
+
+def test_the_start_has_the_same_deadline():
+    def hang(index):
+        signal.pause()
+
+    before = worker_pids()
+    with pytest.raises(WorkerTimeout, match="no reply within 0.05 s to 'build'"):
+        WorkerPool(2, hang, timeout=0.05)
+    assert worker_pids() == before
+
+
+def test_a_worker_that_resists_is_killed():
+    pool = WorkerPool(1, Job)
+    pids = pool.pids
+    pool.broadcast("resist")
+    pool.close(0.1)
+    assert_gone(pids)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_factory_that_raises_leaves_no_process(method, index):
+    def factory(i):
+        if i == index:
+            raise ZeroDivisionError("no job")
+        return Job(i)
+
+    before = worker_pids()
+    with pytest.raises(ZeroDivisionError, match="no job"):
+        WorkerPool(2, factory, start_method=method)
+    assert worker_pids() == before
+
+
+def test_a_factory_that_cannot_be_pickled_starts_nothing():
+    before = worker_pids()
+    with pytest.raises(TypeError, match="pickle"):
+        WorkerPool(2, lambda index, held=(i for i in range(3)): held)
+    assert worker_pids() == before
+
+
+def test_what_closing_raises_arrives_when_all_are_gone():
+    pool = WorkerPool(2, ClosingJob)
+    pids = pool.pids
+    with pytest.raises(ValueError, match="cannot close 0"):
+        pool.close()
+    assert_gone(pids)
+    pool.close()
+
+
+def test_values_that_cannot_be_pickled_are_errors_and_the_worker_lives():
+    with WorkerPool(1, Job) as pool:
+        with pytest.raises(TypeError, match="pickle"):
+            pool.call("give_unpicklable")
+        assert pool.call("give_lambda")[0]() == 0
+
+
+def test_a_busy_worker_takes_no_second_request():
+    with WorkerPool(1, Job) as pool:
+        pool.broadcast("hang", 0)
+        with pytest.raises(RuntimeError, match="worker 0 is still busy with 'hang'"):
+            pool.broadcast("identify")
+        pool.kill()
+
+
+def test_environment_variables_and_directory_are_those_of_the_start(method, monkeypatch, tmp_path):
+    WorkerPool(1, Job, start_method=method).close()  # a fork server may run from here on
+    monkeypatch.setenv("RLSTRUCTS_TEST", "now")
+    monkeypatch.chdir(tmp_path)
+    with WorkerPool(1, Job, start_method=method) as pool:
+        assert pool.call("environment") == [("now", str(tmp_path), "1")]
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_a_worker_imports_nothing_heavy_by_itself(start_method):
+    def factory(index):
+        import sys
+
+        class Bare:
+            def imported(self):
+                return sorted({name.split(".")[0] for name in sys.modules} & {"torch", "numpy", "rlstructs"})
+
+        return Bare()
+
+    with WorkerPool(1, factory, start_method=start_method) as pool:
+        assert pool.call("imported") == [[]]
+
+
+def test_an_arena_is_shared_with_workers_and_resized_while_they_run(method):
+    block = SharedArena()
+    with WorkerPool(2, Job, shared=(block,), start_method=method) as pool:
+        block.resize(10)
+        pool.call("write")
+        assert bytes(block.map()[:3]) == b"\x01\x02\x00"
+        block.resize(5)
+        assert block.nbytes == 10
+    block.close()
+
+
+def test_an_arena_that_does_not_fit_is_refused_before_it_is_taken():
+    block = SharedArena()
+    with pytest.raises(OutOfMemoryError, match=r"1,125,899,906,842,624 bytes are needed, [\d,]+ are available"):
+        block.resize(2**50)
+    assert block.nbytes == 0
+    block.resize(2**40, expected=4096)  # address space costs nothing
+    assert len(block.map()) == 2**40
+    block.close()
+
+
+def test_an_arena_without_memfd_leaves_no_name_behind(monkeypatch):
+    before = set(os.listdir("/dev/shm"))
+    monkeypatch.delattr(os, "memfd_create")
+    block = SharedArena()
+    block.resize(4096)
+    block.map()[:2] = b"ab"
+    assert set(os.listdir("/dev/shm")) == before
+    with WorkerPool(1, Job, shared=(block,)) as pool:
+        pool.call("write")
+    assert bytes(block.map()[:2]) == b"\x01b"
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "names"),
+    [
+        ("0::/a/b", "a/b", ("memory.max", "memory.current")),
+        ("0::/a/b", "a", ("memory.max", "memory.current")),
+        ("4:memory:/a", "memory/a", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+    ],
+    ids=["v2", "v2-parent", "v1"],
+)
+def test_the_control_groups_limit_counts(tmp_path, line, folder, names):
+    group = tmp_path / "root" / folder
+    group.mkdir(parents=True)
+    own = tmp_path / "own"
+    own.write_text(f"1:cpu:/elsewhere\n{line}\n")
+    assert arena._group_bytes(tmp_path / "root", own) == []
+    for name, value in zip(names, ("5000\n", "2000\n"), strict=True):
+        (group / name).write_text(value)
+    assert arena._group_bytes(tmp_path / "root", own) == [3000]
+    (group / names[0]).write_text("max\n")
+    assert arena._group_bytes(tmp_path / "root", own) == []
+
+
+def test_the_inline_pool_answers_as_workers_do():
+    pool = InlinePool(Job)
+    assert pool.call("identify") == [(0, os.getpid())]
+    pool.broadcast("fail", 0)
+    with pytest.raises(KeyError, match="nothing there"):
+        pool.gather()
+    assert pool.call("identify") == [(0, os.getpid())]
+    pool.close()
+    pool.close()
+
+
+def test_closing_takes_little_time():
+    started = time.monotonic()
+    for _ in range(20):
+        WorkerPool(1, Job).close()
+    assert time.monotonic() - started < LIMIT
+
+
+def assert_gone(pids):
+    assert not [pid for pid in pids if exists(pid)]
