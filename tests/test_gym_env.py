@@ -363,7 +363,7 @@ def test_an_attribute_called_set_is_left_alone():
 def test_counting_touches_no_environment():
     recording = Recording()
     env = GymEnv([recording], 0)
-    assert env.n_envs() == 1 and env.example() and not recording.resets
+    assert env.n_envs() == 1 and len(env.example()) == 1 and not recording.resets
     assert env.observation_space == recording.observation_space and env.action_space is recording.action_space
     assert isinstance(env, VecEnv)
 

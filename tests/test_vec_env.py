@@ -59,7 +59,7 @@ def started(*steps):
 # --- RowEnv ------------------------------------------------------------------------------------
 
 
-def test_an_environment_that_gives_arrays_is_used_as_it_is():
+def test_an_environment_that_gives_rows_is_used_as_it_is():
     native, scripted = GymEnv([Count(3)], 0), Scripted()
     assert row_env(native) is native
     adapted = row_env(scripted)
@@ -81,6 +81,7 @@ def test_a_step_says_what_differs_and_who_is_left():
     found = [env.step_rows(NO_INFO) for _ in range(5)]
     assert [step.after["frame"].tolist() for step in found] == [[1] * 3, [2] * 3, [3, 1, 3], [4] * 2, [5] * 2]
     assert [step.reset.tolist() for step in found] == [[], [0, 1, 2], [0, 2], [], []]
+    assert [step.fresh is None for step in found] == [True, False, False, True, False]
     assert [None if step.kept is None else step.kept.tolist() for step in found] == [None, None, [0, 2], None, []]
     assert found[1].fresh["frame"].tolist() == [2, 0, 2] and found[2].fresh["frame"].tolist() == [3, 3]
 
@@ -130,7 +131,7 @@ def test_observations_that_change_their_form_are_refused(wrong, second):
 
 
 def test_an_observation_that_is_no_dicttensor_is_refused():
-    with pytest.raises(TypeError, match="^environment: an observation must be a DictTensor, got dict"):
+    with pytest.raises(TypeError, match=r"^environment: an observation must be a DictTensor, got dict"):
         RowEnv(Scripted(start=({"frame": torch.zeros(3)}, running(0, 1, 2)))).reset_rows(NO_INFO)
 
 
@@ -162,7 +163,7 @@ def test_actions_reach_the_device_of_the_environment_and_env_info_stays():
     assert first[0] is second[0]  # what does not differ is moved once
 
 
-def test_a_device_env_has_the_attributes_of_its_environment_but_not_its_arrays():
+def test_a_device_env_has_the_attributes_of_its_environment_but_not_its_rows():
     native = GymEnv([Count(3)], 0)
     env = DeviceEnv(native, "cpu", "cpu")
     assert env.action_space == spaces.Discrete(5) and env.observation_space is native.observation_space

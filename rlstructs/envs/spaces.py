@@ -122,10 +122,6 @@ class Column:
             self._fill_one_by_one(observations, range(n) if environments is None else environments)
         return self.array[:n]
 
-    def rows(self, observations: Sequence[Any], environments: Iterable[int] | None = None) -> np.ndarray:
-        """As `fill`, into an array of its own."""
-        return Column(self.leaf, len(observations)).fill(observations, environments)
-
     def _fill_at_once(self, observations: Sequence[Any], n: int) -> None:
         leaf = self.leaf
         values = [leaf.pick(sample) for sample in observations] if leaf.path else observations
