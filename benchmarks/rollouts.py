@@ -17,7 +17,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import gymnasium
@@ -47,7 +47,6 @@ class Task:
     aim: float
     policy: bool = False
     envpool_id: str = ""
-    peers: tuple[str, ...] = field(default=("gymnasium async", "gymnasium sync", "SB3", "tianshou", "torchrl", "envpool"))
 
     @property
     def n_all(self) -> int:
@@ -389,7 +388,8 @@ def profile(task: Task, n_rollouts: int) -> None:
 def show(task: Task, speeds: dict[str, float]) -> None:
     share = speeds["rlstructs"] / speeds["limit"]
     verdict = "ok" if share >= task.must else "TOO SLOW"
-    cells = [f"{name} {speed:,.0f} ({speed / speeds['limit']:.2f})" for name, speed in speeds.items() if name != "limit"]
+    others = {name: speed for name, speed in speeds.items() if name != "limit"}
+    cells = [f"{name} {speed:,.0f} ({speed / speeds['limit']:.2f})" for name, speed in others.items()]
     print(f"{task.name:20} limit {speeds['limit']:>9,.0f} | " + " | ".join(cells))
     print(f"{'':20} share {share:.2f}, must {task.must:.2f}, aim {task.aim:.2f}: {verdict}", flush=True)
 
@@ -402,8 +402,10 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--no-peers", action="store_true")
     arguments = parser.parse_args()
-    installed = [] if arguments.no_peers else [n for n, (module, _) in PEERS.items() if importlib.util.find_spec(module)]
-    print(f"{os.cpu_count()} cores, torch {torch.__version__}, gymnasium {gymnasium.__version__}; steps/s (share of the limit)")
+    installed = [name for name, (module, _) in PEERS.items() if importlib.util.find_spec(module)]
+    installed = [] if arguments.no_peers else installed
+    versions = f"torch {torch.__version__}, gymnasium {gymnasium.__version__}"
+    print(f"{os.cpu_count()} cores, {versions}; steps/s (share of the limit)")
     for task in TASKS:
         if task.name not in arguments.rows:
             continue
@@ -411,7 +413,7 @@ def main() -> None:
             print(f"{task.name}:")
             profile(task, 20)
         else:
-            show(task, measure(task, arguments.repeats, arguments.seconds, [n for n in installed if n in task.peers]))
+            show(task, measure(task, arguments.repeats, arguments.seconds, installed))
     if "start" in arguments.rows and not arguments.profile:
         print(f"start of 4 workers: {start_up(arguments.repeats):.2f} s, must 1.00, aim 0.30")
 

@@ -29,7 +29,7 @@ import cloudpickle
 import numpy as np
 import torch
 
-import rlstructs.errors  # first of ours: it sees whether `workers` is ours too
+import rlstructs.errors  # noqa: F401 - first of ours: it sees whether `workers` is ours too
 from rlstructs import weights
 from rlstructs.agent import RL_Agent
 from rlstructs.envs import registry
@@ -150,7 +150,7 @@ class RL_Batcher:
 
     def n_elems(self) -> int:
         """Number of environments over all workers, N = W * E."""
-        return self._n_envs * self._pool.n_workers
+        return int(self._n_envs * self._pool.n_workers)
 
     @property
     def nbytes(self) -> int:

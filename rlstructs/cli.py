@@ -11,11 +11,14 @@ collected written. What is heavy to import is imported by what needs it, so that
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import math
 import os
 import platform
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -127,17 +130,44 @@ def _collect(options: argparse.Namespace) -> int:
         if path is not None:
             report.check_path(name, path, endings)
     settings = _settings(options)
-    collected = collect(settings, keep=options.out is not None)
-    stopped_by = collected.stopped_by
-    if collected.n_steps:
-        print(report.summary(settings, collected, _write(options, settings, collected)), flush=True)
-    elif isinstance(stopped_by, KeyboardInterrupt):
-        print("rlstructs: interrupted before anything was collected", file=sys.stderr)
-    if isinstance(stopped_by, KeyboardInterrupt):
+    with _one_interrupt() as no_more_interrupts:
+        collected = collect(settings, keep=options.out is not None)
+        no_more_interrupts()
+        if collected.rollouts:
+            print(report.summary(settings, collected, _write(options, settings, collected)), flush=True)
+    if isinstance(collected.stopped_by, KeyboardInterrupt):
+        if not collected.rollouts:
+            print("rlstructs: interrupted before anything was collected", file=sys.stderr)
         return INTERRUPTED
-    if stopped_by is not None:
-        raise stopped_by
+    if collected.stopped_by is not None:
+        raise collected.stopped_by
     return 0
+
+
+@contextlib.contextmanager
+def _one_interrupt() -> Iterator[Callable[[], None]]:
+    """Lets the first Ctrl-C interrupt, and ignores others: they would lose what is then being written.
+
+    Gives a function that makes it ignore the first one too.
+    """
+
+    def ignore() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def interrupt(*_: Any) -> None:
+        ignore()
+        raise KeyboardInterrupt
+
+    # Another thread may not, and a program's own handler, or that of a background job, stays.
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield lambda: None
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield ignore
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _settings(options: argparse.Namespace) -> Settings:
@@ -203,7 +233,7 @@ def _cuda() -> str:
         if not torch.cuda.is_available():
             return "no"
         return f"yes, {torch.cuda.device_count()} x {torch.cuda.get_device_name()}, version {torch.version.cuda}"
-    except Exception as error:  # noqa: BLE001 - a bug report may be about just this
+    except Exception as error:
         return f"unknown, {type(error).__name__}: {error}"
 
 
@@ -234,7 +264,7 @@ def _one_line(error: Exception) -> str:
     """What an error says, without line breaks; with its class and worker where it is none of ours."""
     try:
         message = " ".join(str(error).split())
-    except Exception:  # noqa: BLE001 - a class of the user's, again
+    except Exception:
         message = "its message cannot be shown"
     if isinstance(error, (RLError, WorkerError, OutOfMemoryError, FileNotFoundError)):
         return message

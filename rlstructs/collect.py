@@ -55,40 +55,62 @@ class Settings:
         return self.n_rollouts * self.n_timesteps * self.n_envs * max(1, self.n_workers)
 
 
+@dataclass(frozen=True)
+class Totals:
+    """Sums over rollouts; `seconds` is what they took."""
+
+    n_steps: int = 0
+    n_episodes: int = 0
+    returns: float = 0.0
+    lengths: int = 0
+    seconds: float = 0.0
+
+    @property
+    def mean_return(self) -> float:
+        """Of the episodes that ended; 0 while there is none."""
+        return self.returns / max(1, self.n_episodes)
+
+    @property
+    def mean_length(self) -> float:
+        """Likewise."""
+        return self.lengths / max(1, self.n_episodes)
+
+    def plus(self, trajectories: Trajectories, episodes: DictTensor, seconds: float) -> Totals:
+        """With one more rollout, the episodes that ended in it, and the time since the first began."""
+        return Totals(
+            self.n_steps + int(trajectories.lengths.sum()),
+            self.n_episodes + episodes.n_elems(),
+            self.returns + float(episodes["return"].sum()),
+            self.lengths + int(episodes["length"].sum()),
+            seconds,
+        )
+
+
 @dataclass
 class Collected:
-    """What there is so far: each part is a rollout and its episodes.
+    """What there is so far.
 
     Attributes:
-        parts: trajectories (None where they are not kept) and the episodes that ended in them.
-        n_steps, n_episodes, total_return, total_length: sums over the parts.
-        seconds: that the rollouts took.
+        rollouts: of each its trajectories (None where they are not kept), the episodes that ended in it, and
+            the sums so far. It grows by one append, so that Ctrl-C finds it whole.
         stopped_by: what ended it early, None if nothing did.
     """
 
-    parts: list[tuple[Trajectories | None, DictTensor]] = field(default_factory=list)
-    n_steps: int = 0
-    n_episodes: int = 0
-    total_return: float = 0.0
-    total_length: int = 0
-    seconds: float = 0.0
+    rollouts: list[tuple[Trajectories | None, DictTensor, Totals]] = field(default_factory=list)
     stopped_by: BaseException | None = None
 
-    def add(self, trajectories: Trajectories, episodes: DictTensor, keep: bool) -> None:
-        """Takes a rollout and the episodes that ended in it."""
-        self.parts.append((trajectories if keep else None, episodes))
-        self.n_steps += int(trajectories.lengths.sum())
-        self.n_episodes += episodes.n_elems()
-        self.total_return += float(episodes["return"].sum())
-        self.total_length += int(episodes["length"].sum())
+    @property
+    def totals(self) -> Totals:
+        """The sums over all rollouts."""
+        return self.rollouts[-1][2] if self.rollouts else Totals()
 
     def trajectories(self) -> Trajectories:
         """All that were kept, in the order of time."""
-        return Trajectories.cat(part for part, _ in self.parts if part is not None)
+        return Trajectories.cat(rollout for rollout, _, _ in self.rollouts if rollout is not None)
 
     def episodes(self) -> DictTensor:
         """All episodes that ended; those of one environment in the order of time."""
-        return DictTensor.cat(episodes for _, episodes in self.parts)
+        return DictTensor.cat(episodes for _, episodes, _ in self.rollouts)
 
 
 class GymMaker:
@@ -179,7 +201,7 @@ def collect(settings: Settings, keep: bool) -> Collected:
             if keep:
                 _check_memory(settings, batcher)
             _run(batcher, settings, collected, keep)
-    except (KeyboardInterrupt, Exception) as error:  # noqa: BLE001 - an environment may raise anything
+    except (KeyboardInterrupt, Exception) as error:
         collected.stopped_by = error
     return collected
 
@@ -196,12 +218,12 @@ def _run(batcher: RL_Batcher, settings: Settings, collected: Collected, keep: bo
             assert trajectories is not None
             if left:
                 batcher.execute()  # the workers are at the next one meanwhile
-            collected.add(trajectories, batcher.episodes(), keep)
-            collected.seconds = time.perf_counter() - start
-            if collected.n_episodes:
-                mean = collected.total_return / collected.n_episodes
-                bar.set_postfix(episodes=collected.n_episodes, mean_return=f"{mean:.2f}", refresh=False)
-            bar.update(collected.n_steps - bar.n)
+            episodes = batcher.episodes()
+            totals = collected.totals.plus(trajectories, episodes, time.perf_counter() - start)
+            collected.rollouts.append((trajectories if keep else None, episodes, totals))
+            shown = {"episodes": f"{totals.n_episodes:,}", "mean_return": f"{totals.mean_return:,.2f}"}
+            bar.set_postfix(shown if totals.n_episodes else {"episodes": "0"}, refresh=False)
+            bar.update(totals.n_steps - bar.n)
 
 
 def _batcher(settings: Settings) -> RL_Batcher:

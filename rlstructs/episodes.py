@@ -47,10 +47,10 @@ class EpisodeTracker:
         valid = steps.mask(torch.bool).cpu()
         rewards = steps["_observation/reward"].cpu()[valid].double().numpy()
         done = steps["_observation/done"].cpu()[valid].numpy()
-        flags = [
-            steps[key].cpu()[valid].numpy() if key in steps else done
+        flags = _flags(done, *(
+            steps[key].cpu()[valid].numpy() if key in steps else None
             for key in ("_observation/terminated", "_observation/truncated")
-        ]
+        ))  # fmt: skip
         lengths = steps.lengths.cpu().numpy()
         firsts = np.cumsum(lengths) - lengths
         # A segment is what one row holds of one episode: it starts with the row, or after an end.
@@ -93,3 +93,10 @@ class EpisodeTracker:
         return DictTensor(
             {n: torch.tensor(c, dtype=d) for n, c, d in zip(names, columns, dtypes, strict=True)}
         )
+
+
+def _flags(done: np.ndarray, terminated: np.ndarray | None, truncated: np.ndarray | None) -> list[np.ndarray]:
+    """Both flags of each step; what the environment does not tell is taken from the rest."""
+    if terminated is None:
+        terminated = done if truncated is None else done & ~truncated
+    return [terminated, done & ~terminated if truncated is None else truncated]

@@ -51,12 +51,12 @@ def check_path(option: str, path: Path, endings: dict[str, str | None]) -> None:
 
 def summary(settings: Settings, collected: Collected, written: list[str]) -> str:
     """One line: what was collected, and where it is."""
-    parts = [f"{collected.n_steps:,} steps", f"{collected.n_episodes:,} episodes"]
-    if collected.n_episodes:
-        parts.append(f"mean return {collected.total_return / collected.n_episodes:,.2f}")
-        parts.append(f"mean length {collected.total_length / collected.n_episodes:,.2f}")
-    parts.append(f"{collected.n_steps / collected.seconds:,.0f} steps/s")
-    early = f"; stopped early, of {settings.n_steps:,} steps" if collected.n_steps < settings.n_steps else ""
+    totals = collected.totals
+    parts = [f"{totals.n_steps:,} steps", f"{totals.n_episodes:,} episodes"]
+    if totals.n_episodes:
+        parts += [f"mean return {totals.mean_return:,.2f}", f"mean length {totals.mean_length:,.2f}"]
+    parts.append(f"{totals.n_steps / totals.seconds:,.0f} steps/s")
+    early = f"; stopped early, of {settings.n_steps:,} steps" if totals.n_steps < settings.n_steps else ""
     wrote = f"; wrote {', '.join(written)}" if written else ""
     return f"{settings.env_id}: {', '.join(parts)}{early}{wrote}"
 
@@ -123,12 +123,12 @@ def plot(path: Path, settings: Settings, collected: Collected) -> None:
     FigureCanvasAgg(figure)
     returns, lengths = figure.subplots(2, 1, sharex=True)
     returns.set_title(f"{settings.env_id}, {settings.agent} agent", loc="left", fontweight="bold", pad=24)
-    subtitle = f"{episodes.n_elems():,} episodes in {collected.n_steps:,} steps of {n_envs:,} environments"
+    subtitle = f"{episodes.n_elems():,} episodes in {collected.totals.n_steps:,} steps of {n_envs:,} environments"
     returns.text(0, 1.03, subtitle, color="0.35", transform=returns.transAxes)
     _panel(returns, "return", at[order], episodes["return"].numpy()[order], ("#6baed6", "#08519c"))
     _panel(lengths, "length (steps)", at[order], episodes["length"].double().numpy()[order], ("#fd8d3c", "#a63603"))
     lengths.set_xlabel("environment steps")
-    lengths.set_xlim(0, collected.n_steps)
+    lengths.set_xlim(0, collected.totals.n_steps)
     lengths.xaxis.set_major_formatter(EngFormatter(sep=""))
     figure.savefig(path, format="png")
 

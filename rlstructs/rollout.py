@@ -265,7 +265,7 @@ def seeds_of(seeds: int | Sequence[int], n_workers: int) -> list[int]:
     Raises:
         SpecError: not as many as there are workers, or one below 0.
     """
-    if isinstance(seeds, (int, np.integer)) and not isinstance(seeds, bool):
+    if isinstance(seeds, (int, np.integer)):
         if seeds < 0:
             raise SpecError(f"seeds: must not be negative, got {seeds}")
         return [EnvSeed(int(seeds), worker) for worker in range(n_workers)]

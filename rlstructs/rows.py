@@ -33,8 +33,8 @@ class Packing:
             copying bytes.
 
     Example:
-        >>> packing = Packing({"frame": ((4,), np.dtype("f4")), "reward": ((), np.dtype("f4")), "done": ((), np.dtype("?"))})
-        >>> packing.blocks
+        >>> specs = {"frame": ((4,), np.dtype("f4")), "reward": ((), np.dtype("f4")), "done": ((), np.dtype("?"))}
+        >>> Packing(specs).blocks
         {'': ((), dtype('V8')), 'frame': ((4,), dtype('float32'))}
     """
 

@@ -87,9 +87,10 @@ class Layout:
         return Packing(numpy_specs(self.observation))
 
     def _blocks(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+        blocks = self.packing().blocks.items()
         return [
-            (name, (*shape, dtype.itemsize), torch.uint8) if dtype.kind == "V" else (name, shape, self.observation[name][1])
-            for name, (shape, dtype) in self.packing().blocks.items()
+            (name, *(((*shape, dtype.itemsize), torch.uint8) if dtype.kind == "V" else self.observation[name]))
+            for name, (shape, dtype) in blocks
         ]
 
     def _columns(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, bool]]:

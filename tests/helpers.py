@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gymnasium
 import numpy as np
-import psutil
 import torch
 from gymnasium import spaces
 
@@ -96,20 +95,3 @@ def create_gym(env_id, n_envs, seed, autoreset=True, **arguments):
     """A `GymEnv` or `GymEnvInf` of registered environments."""
     envs = [gymnasium.make(env_id, **arguments) for _ in range(n_envs)]
     return (GymEnvInf if autoreset else GymEnv)(envs, seed)
-
-
-def worker_pids():
-    """The processes that this one has started, directly or not, but for those that stay: the fork
-    server and the standard library's resource tracker."""
-    me = psutil.Process()
-    return {
-        process.pid
-        for process in me.children(recursive=True)
-        if process.ppid() != me.pid
-        or not any(word in " ".join(process.cmdline()) for word in ("forkserver import", "resource_tracker"))
-    }
-
-
-def exists(pid):
-    """Whether a process has not ended."""
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

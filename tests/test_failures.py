@@ -12,7 +12,8 @@ import time
 
 import psutil
 import pytest
-from helpers import Count, Counting, count_batcher, create_gym, exists, rollout, worker_pids
+from helpers import Count, Counting, count_batcher, create_gym, rollout
+from processes import exists, worker_pids
 
 from rlstructs import (
     GymEnvInf,

@@ -243,7 +243,7 @@ def test_masked_temporal_index_gives_the_valid_rows(m, t, values, rows):  # CV20
 
 
 def test_masked_temporal_index_refuses_negative_times(m):
-    with pytest.raises(IndexError, match="^masked_temporal_index: t must not be negative, got -1"):
+    with pytest.raises(IndexError, match=r"^masked_temporal_index: t must not be negative, got -1"):
         m.masked_temporal_index(-1)
 
 
@@ -356,7 +356,7 @@ def test_expand_appends_rows_of_length_zero_and_keeps_the_dtype(dtype):  # CV30
     assert (grown["y"].dtype, grown["y"].shape, grown.lengths.tolist()) == (dtype, (5, 4), [2, 4, 1, 0, 0])
     assert (grown.slice(0, 3) == m, grown["y"][3:].any().item()) == (True, False)
     assert m.expand(3) == m
-    with pytest.raises(SpecError, match="^expand: has 3 rows, cannot have 2"):
+    with pytest.raises(SpecError, match=r"^expand: has 3 rows, cannot have 2"):
         m.expand(2)
 
 

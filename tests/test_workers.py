@@ -8,10 +8,19 @@ import sys
 import time
 
 import pytest
-from helpers import exists, worker_pids
+from processes import exists, worker_pids
 
-from workers import InlinePool, OutOfMemoryError, RemoteTraceback, SharedArena, WorkerCrashed, WorkerError
-from workers import WorkerPool, WorkerTimeout, arena
+from workers import (
+    InlinePool,
+    OutOfMemoryError,
+    RemoteTraceback,
+    SharedArena,
+    WorkerCrashed,
+    WorkerError,
+    WorkerPool,
+    WorkerTimeout,
+    arena,
+)
 
 # Seconds. Only reached when something hangs.
 LIMIT = 20.0
@@ -72,14 +81,8 @@ class Job:
     def environment(self):
         return os.environ.get("RLSTRUCTS_TEST"), os.getcwd(), os.environ["OMP_NUM_THREADS"]
 
-    def imported(self):
-        return sorted({name.split(".")[0] for name in sys.modules} & {"torch", "numpy", "rlstructs"})
-
     def write(self):
         self.shared[0].map()[self.index] = self.index + 1
-
-    def talk(self):
-        print("this goes nowhere it should not")
 
 
 class ClosingJob(Job):
@@ -125,7 +128,8 @@ def test_sys_exit_in_a_job_does_not_end_the_parent():
 def test_a_worker_that_ends_is_an_error_that_says_how(method, call, arguments, exitcode, words):
     pool = WorkerPool(2, Job, start_method=method)
     pids = pool.pids
-    with pytest.raises(WorkerCrashed, match=rf"worker \d \(pid \d+\) is gone: {words}; last request: {call}$") as caught:
+    gone = rf"worker \d \(pid \d+\) is gone: {words}; last request: {call}$"
+    with pytest.raises(WorkerCrashed, match=gone) as caught:
         pool.call(call, *arguments)
     assert caught.value.exitcode == exitcode
     pool.close()
@@ -154,7 +158,8 @@ def test_a_deadline_names_who_is_late(method):
     with WorkerPool(2, Job, start_method=method) as pool:
         pids = pool.pids
         pool.broadcast("hang", 1)
-        with pytest.raises(WorkerTimeout, match=rf"no reply within 0.05 s to 'hang' from worker\(s\) .*1 \(pid {pids[1]}\)$"):
+        late = rf"no reply within 0.05 s to 'hang' from worker\(s\) .*1 \(pid {pids[1]}\)$"
+        with pytest.raises(WorkerTimeout, match=late):
             pool.gather(0.05)
         pool.close(0.05)
     assert_gone(pids)

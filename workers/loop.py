@@ -58,10 +58,11 @@ def serve(index: int, channel: Channel, shared: tuple[Any, ...]) -> None:
             continue
         reply: Any
         try:
+            value = None
             if isinstance(request, messages.Build):
-                job, value = _build(request, index, shared), None
+                job = _build(request, index, shared)
             elif isinstance(request, messages.Close):
-                value = close_job(job)
+                close_job(job)
             else:
                 value = getattr(job, request.method)(*request.args)
             reply = messages.Result(value)

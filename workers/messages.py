@@ -10,7 +10,8 @@ import enum
 import io
 import pickle
 import traceback
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import cloudpickle
 
@@ -25,18 +26,19 @@ class State(enum.Enum):
     GONE = "gone"
 
 
-class Build(NamedTuple):
+@dataclass(frozen=True)
+class Build:
     """The first request: call `setup()`, then become the job that `factory(index, *shared)` returns."""
 
     setup: bytes
     factory: bytes
     environ: dict[str, str]
     directory: str | None
+    label: ClassVar[str] = "build"
 
-    label = "build"
 
-
-class Call(NamedTuple):
+@dataclass(frozen=True)
+class Call:
     """Call a method of the job."""
 
     method: str
@@ -47,10 +49,11 @@ class Call(NamedTuple):
         return self.method
 
 
-class Close(NamedTuple):
+@dataclass(frozen=True)
+class Close:
     """Close the job, reply, and end."""
 
-    label = "close"
+    label: ClassVar[str] = "close"
 
 
 class Result(NamedTuple):
@@ -86,7 +89,7 @@ class Failure(NamedTuple):
 
 def dumps(obj: Any) -> bytes:
     """Pickles by cloudpickle."""
-    return cloudpickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+    return cloudpickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)  # type: ignore[no-any-return]
 
 
 def loads(data: bytes | memoryview) -> Any:
@@ -133,6 +136,6 @@ def _unpickled(data: bytes | None) -> BaseException | None:
 def _add_note(error: BaseException, note: str) -> None:
     # add_note itself is CPython 3.11; the attribute is all there is to it.
     try:
-        error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
+        error.__notes__ = [*getattr(error, "__notes__", ()), note]
     except Exception:  # slots, or a __setattr__ that refuses: the cause still names the worker
         return

@@ -6,7 +6,7 @@ import os
 import signal
 from typing import Any
 
-from workers import loop, messages, start
+from workers import loop, start
 from workers.channel import Channel
 from workers.descriptors import Descriptor
 from workers.errors import WorkerCrashed, describe_exit

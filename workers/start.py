@@ -14,8 +14,17 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from multiprocessing import context, popen_forkserver, popen_spawn_posix, reduction
-from multiprocessing import forkserver, process, resource_tracker, spawn, util
+from multiprocessing import (
+    context,
+    forkserver,
+    popen_forkserver,
+    popen_spawn_posix,
+    process,
+    reduction,
+    resource_tracker,
+    spawn,
+    util,
+)
 from typing import Any
 
 START_METHODS = ("forkserver", "spawn", "fork")
@@ -80,24 +89,29 @@ def _start_data(process_object: process.BaseProcess, popen: Any) -> bytes:
 
 
 class _SpawnPopen(popen_spawn_posix.Popen):
+    _fds: list[int]
+
     def _launch(self, process_obj: Any) -> None:
         tracker = resource_tracker.getfd()
+        assert tracker is not None
         data = _start_data(process_obj, self)
         sentinel, child_end = os.pipe()
         child_reads, parent_writes = os.pipe()
         self._fds += [tracker, child_end, child_reads]
         try:
             command = spawn.get_command_line(tracker_fd=tracker, pipe_handle=child_reads)
-            self.pid = util.spawnv_passfds(spawn.get_executable(), command, self._fds)
+            self.pid = util.spawnv_passfds(spawn.get_executable(), command, self._fds)  # type: ignore[arg-type]
         finally:
             os.close(child_end)
             os.close(child_reads)
-            self.finalizer = util.Finalize(self, util.close_fds, (sentinel, parent_writes))
+            self.finalizer = util.Finalize(self, _close, (sentinel, parent_writes))
         self.sentinel = sentinel
         _write(parent_writes, data)
 
 
 class _ForkServerPopen(popen_forkserver.Popen):
+    _fds: list[int]
+
     def __init__(self, process_obj: Any) -> None:
         self._server = process_obj.server
         del process_obj.server
@@ -106,7 +120,7 @@ class _ForkServerPopen(popen_forkserver.Popen):
     def _launch(self, process_obj: Any) -> None:
         data = _start_data(process_obj, self)
         self.sentinel, parent_writes = self._server.connect_to_new_process(self._fds)
-        self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel, parent_writes))
+        self.finalizer = util.Finalize(self, _close, (self.sentinel, parent_writes))
         _write(parent_writes, data)
         self.pid = forkserver.read_signed(self.sentinel)
 
@@ -128,3 +142,8 @@ def _write(fd: int, data: bytes) -> None:
         file.write(data)
 
 
+
+
+def _close(*fds: int) -> None:
+    for fd in fds:
+        os.close(fd)

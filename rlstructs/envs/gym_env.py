@@ -118,11 +118,10 @@ class GymEnv:
         after = step.after.tensors()
         following, kept = after, before
         if step.fresh is not None:
-            rows = step.after.take(slice(None))
-            rows = Rows.of(rows.packing, rows.arrays())
+            seen = Rows.of(step.after.packing, step.after.arrays())
             for key, fresh in step.fresh.arrays().items():
-                rows[key][step.reset] = fresh
-            following = rows.tensors()
+                seen[key][step.reset] = fresh
+            following = seen.tensors()
         if step.kept is not None:
             rows = torch.from_numpy(step.kept)
             following, kept = after.index(rows), before[rows]
@@ -167,7 +166,7 @@ class GymEnv:
         for env in self._envs:
             try:
                 env.close()
-            except Exception as error:  # noqa: BLE001
+            except Exception as error:
                 errors.append(error)
         if errors:
             raise errors[0]

@@ -95,10 +95,10 @@ class Structure:
         return interop.to_numpy(self._tree(), view)
 
     def jax(self) -> dict[str, Any]:
-        """The tensors as jax arrays, private copies.
+        """The tensors as jax arrays, private copies; of 32 bits for 64, unless jax_enable_x64 is set.
 
         Raises:
-            SpecError: an integer does not fit, where jax is limited to 32 bits.
+            SpecError: an integer does not fit 32 bits.
         """
         return interop.to_jax(self._tree())
 
@@ -109,7 +109,7 @@ class Structure:
             view: share memory with the tensors, in place of a copy.
 
         Raises:
-            SpecError: a tensor has more than warp's 4 axes.
+            SpecError: a tensor has not 1 to 4 axes, or a dtype that warp has not.
         """
         return interop.to_warp(self._tree(), view)
 
@@ -205,7 +205,7 @@ class TensorMap(Structure):
         return {key: self[key] for key in keys}
 
 
-def flatten(mapping: Mapping[str, Any], owner: str) -> dict[str, torch.Tensor]:
+def flatten(mapping: Mapping[str, Any] | TensorMap, owner: str) -> dict[str, torch.Tensor]:
     """A flat copy of a mapping: nested ones give keys joined with `/`.
 
     Raises:
@@ -292,7 +292,7 @@ def show(tensor: torch.Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _equal_trees(mine: Tree, theirs: Tree) -> bool:
+def _equal_trees(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
     if mine.keys() != theirs.keys():
         return False
     return all(

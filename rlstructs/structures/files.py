@@ -194,6 +194,7 @@ def _stored(archive: zipfile.ZipFile, path: Path) -> list[zipfile.ZipInfo]:
 
 
 def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
+    member: Any
     with archive.open(info) as member:
         version = np.lib.format.read_magic(member)
         if version != (1, 0):
@@ -203,7 +204,7 @@ def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
         if fortran or dtype.kind not in "biufc" or dtype.itemsize * count > info.file_size:
             raise ValueError(f"{info.filename}: {dtype}{shape} is not what the file holds")
         array = np.empty(shape, dtype)
-        data = memoryview(array.reshape(-1).view(np.uint8)) if array.size else memoryview(b"")
+        data = memoryview(array.reshape(-1).view(np.uint8).data) if array.size else memoryview(b"")
         done = 0
         while done < len(data):
             read = member.readinto(data[done:])

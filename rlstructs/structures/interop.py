@@ -149,7 +149,7 @@ def to_tensordict(tree: Tree, n_elems: int) -> Any:
     return flat
 
 
-def _nested(tree: Tree) -> Tree:
+def _nested(tree: Mapping[str, Any]) -> Tree:
     nested: Tree = {}
     for name, leaf in tree.items():
         *parents, last = name.split("/")
@@ -194,24 +194,23 @@ def _without_lines(unwanted: bytes) -> Iterator[None]:
 
     No setting of warp reaches this text: its C code writes it.
     """
-    with tempfile.TemporaryFile() as held:
-        try:
-            stderr = os.dup(2)
-        except OSError:  # closed: nobody reads it
-            yield
-            return
-        try:
+    try:
+        stderr = os.dup(2)
+    except OSError:  # it is closed: nobody reads it
+        yield
+        return
+    try:
+        with tempfile.TemporaryFile() as held:
             os.dup2(held.fileno(), 2)
             try:
                 yield
             finally:
                 os.dup2(stderr, 2)
-            held.seek(0)
-            for line in held:
-                if unwanted not in line:
-                    os.write(2, line)
-        finally:
-            os.close(stderr)
+                held.seek(0)
+                with open(2, "wb", closefd=False) as out:
+                    out.writelines(line for line in held if unwanted not in line)
+    finally:
+        os.close(stderr)
 
 
 def _has_cuda_driver() -> bool:

@@ -45,10 +45,7 @@ class TemporalDictTensor(TensorMap):
         self, tensors: Mapping[str, Any] | TensorMap | None = None, lengths: torch.Tensor | None = None
     ) -> None:
         self._tensors = {} if tensors is None else flatten(tensors, "TemporalDictTensor")
-        first = next(iter(self._tensors.values()), None)
-        if lengths is None:
-            lengths = _full_lengths(first)
-        self.lengths = lengths
+        self.lengths = _full_lengths(self._tensors) if lengths is None else lengths
         self._check()
 
     def _check(self) -> None:
@@ -285,12 +282,12 @@ class TemporalDictTensor(TensorMap):
         return f"TemporalDictTensor({', '.join(shown)})"
 
 
-def _full_lengths(tensor: torch.Tensor | None) -> torch.Tensor:
-    if tensor is None:
-        return torch.zeros(0, dtype=torch.int64)
-    if tensor.ndim < 2:
-        raise SpecError(f"TemporalDictTensor: a tensor has shape {tuple(tensor.shape)}, expected (B, T, ...)")
-    return torch.full((tensor.shape[0],), tensor.shape[1], dtype=torch.int64, device=tensor.device)
+def _full_lengths(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    for key, tensor in tensors.items():
+        if tensor.ndim < 2:
+            raise SpecError(f"TemporalDictTensor: {key!r} has shape {tuple(tensor.shape)}, expected (B, T, ...)")
+        return torch.full((tensor.shape[0],), tensor.shape[1], dtype=torch.int64, device=tensor.device)
+    return torch.zeros(0, dtype=torch.int64)
 
 
 def _cat_padded(tensors: list[torch.Tensor]) -> torch.Tensor:

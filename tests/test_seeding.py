@@ -1,0 +1,118 @@
+"""Random streams: derived ones never meet, private ones leave the caller's alone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from rlstructs import SpecError
+from rlstructs.seeding import EnvSeed, PrivateStreams, environment_seeds, seed_global_streams
+
+
+def draw():
+    """One number of each global stream."""
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+@pytest.fixture(autouse=True)
+def untouched():
+    """These tests seed the global streams of the whole test run."""
+    with PrivateStreams()():
+        yield
+
+
+@pytest.mark.parametrize(
+    ("seed", "wanted"),
+    [
+        (7, [7, 8, 9]),
+        (np.int32(7), [7, 8, 9]),
+        ([5, 5, 0], [5, 5, 0]),
+        ((1, 2, 3), [1, 2, 3]),
+        (np.array([4, 2, 0]), [4, 2, 0]),
+        (EnvSeed(0, 2), EnvSeed(0, 2).for_environments(3)),
+    ],
+    ids=["int", "numpy", "list", "tuple", "array", "derived"],
+)
+def test_each_environment_gets_a_seed(seed, wanted):
+    found = environment_seeds(seed, 3)
+    assert found == wanted and {type(value) for value in found} == {int}
+
+
+@pytest.mark.parametrize("seed", [-1, [1, 2], [1, 2, 3, 4], [1, -2, 3], []], ids=str)
+def test_seeds_that_do_not_fit_are_refused(seed):
+    with pytest.raises(SpecError, match=r"^seed: needs an int >= 0, or 3 of them, got "):
+        environment_seeds(seed, 3)
+
+
+@pytest.mark.parametrize("seed", [None, 1.0, [1.0, 2.0, 3.0], "abc"], ids=str)
+def test_seeds_that_are_no_ints_are_refused(seed):
+    with pytest.raises(TypeError, match=r"^seed: needs an int, or a sequence of 3, got "):
+        environment_seeds(seed, 3)
+
+
+@pytest.mark.parametrize("n_workers", [1, 2, 3, 6])
+def test_derived_seeds_depend_on_the_global_index_only(n_workers):
+    n_envs = 6 // n_workers
+    found = [seed for worker in range(n_workers) for seed in EnvSeed(11, worker).for_environments(n_envs)]
+    assert found == EnvSeed(11, 0).for_environments(6)
+
+
+def test_derived_seeds_do_not_meet():
+    seeds = [seed for root in range(4) for seed in EnvSeed(root, 0).for_environments(500)]
+    workers = [int(EnvSeed(root, worker)) for root in range(4) for worker in range(100)]
+    assert len({*seeds, *workers}) == 2400 and min(seeds) >= 0 and max(seeds) < 2**32
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda seed: pickle.loads(pickle.dumps(seed))])
+def test_a_derived_seed_travels(copied):
+    seed = EnvSeed(3, 2)
+    made = copied(seed)
+    assert type(made) is EnvSeed and made == seed and made.for_environments(4) == seed.for_environments(4)
+
+
+def test_global_streams_depend_on_both_seeds():
+    found = {}
+    for seeds in [(1, None), (2, None), (1, 0), (1, 1), (2, 1)]:
+        seed_global_streams(*seeds)
+        found[seeds] = draw()
+        draw()
+        seed_global_streams(*seeds)
+        assert draw() == found[seeds]
+    for stream in zip(*found.values(), strict=True):
+        assert len(set(stream)) == 5
+
+
+def test_private_streams_leave_the_callers_as_they_were_and_continue_their_own():
+    seed_global_streams(1, None)
+    mine = [draw() for _ in range(2)]
+    seed_global_streams(2, None)
+    private = PrivateStreams()
+    theirs = [draw() for _ in range(4)]
+    seed_global_streams(1, None)
+    assert draw() == mine[0]
+    with private():
+        assert [draw(), draw()] == theirs[:2]
+    assert draw() == mine[1]
+    with pytest.raises(ZeroDivisionError), private():
+        assert draw() == theirs[2]
+        raise ZeroDivisionError
+    seed_global_streams(1, None)
+    with private():
+        assert draw() == theirs[3]
+    assert [draw(), draw()] == mine
+
+
+def test_private_streams_run_with_one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with PrivateStreams()():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
