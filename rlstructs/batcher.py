@@ -16,16 +16,12 @@ gone with the last of them, however they end.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import enum
 import logging
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 
@@ -36,11 +32,20 @@ from rlstructs.envs import registry
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.episodes import EpisodeTracker
 from rlstructs.errors import ClosedError, SpecError, StateError
-from rlstructs.rollout import JobFactory, JobSettings, Specs, seeds_of
+from rlstructs.rollout import JobFactory, Specs
 from rlstructs.rows import specs_of
-from rlstructs.seeding import EnvSeed, PrivateStreams
+from rlstructs.seeding import PrivateStreams
+from rlstructs.settings import (
+    JobSettings,
+    agent_seeds_of,
+    check_count,
+    check_info,
+    info_example,
+    seeds_of,
+    warn_of_overlap,
+)
 from rlstructs.slots import Layout, Slots
-from rlstructs.structures.base import as_device, check_same_keys
+from rlstructs.structures.base import as_device
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
@@ -121,10 +126,11 @@ class RL_Batcher:
         timeout: float | None = None,
     ) -> None:
         self._state = _State.CLOSED  # until there is something to close
-        _check_count("n_timesteps", n_timesteps, 1)
-        _check_count("n_processes", n_processes, 0)
+        check_count("n_timesteps", n_timesteps, 1)
+        check_count("n_processes", n_processes, 0)
         self._device = as_device(device)
-        self._examples = {"agent_info": _example("agent_info", agent_info), "env_info": _example("env_info", env_info)}
+        infos = {"agent_info": agent_info, "env_info": env_info}
+        self._examples = {name: info_example(name, info) for name, info in infos.items()}
         n_workers = max(1, n_processes)
         settings = JobSettings(
             create_agent,
@@ -132,7 +138,7 @@ class RL_Batcher:
             create_env,
             dict(env_args),
             seeds_of(seeds, n_workers),
-            None if agent_seeds is None else _checked_agent_seeds(agent_seeds, n_workers),
+            agent_seeds_of(agent_seeds, n_workers),
             self._examples["agent_info"],
             self._examples["env_info"],
             None if self._device.type == "cpu" else self._device,
@@ -173,7 +179,7 @@ class RL_Batcher:
         self._check("reset", _State.NEW, _State.READY, _State.ENDED)
         infos = {"agent_info": agent_info, "env_info": env_info}
         for name, info in infos.items():
-            self._check_info(name, info)
+            check_info(name, info, self._examples[name], self.n_elems())
         for name, info in infos.items():
             self._write_info(name, info)
         self._call("reset")
@@ -193,7 +199,7 @@ class RL_Batcher:
         """
         self._check("execute", _State.READY)
         if agent_info is not None and agent_info != NO_INFO:
-            self._check_info("agent_info", agent_info)
+            check_info("agent_info", agent_info, self._examples["agent_info"], self.n_elems())
             self._write_info("agent_info", agent_info)
         with self._failing():
             self._pool.broadcast("rollout")
@@ -295,7 +301,7 @@ class RL_Batcher:
         shared = (self._arena, self._weights)
         try:
             if n_processes == 0:
-                return InlinePool(JobFactory(_own_arguments(settings)), shared=shared, around=PrivateStreams())
+                return InlinePool(JobFactory(settings.by_value()), shared=shared, around=PrivateStreams())
             return WorkerPool(
                 n_processes,
                 JobFactory(settings),
@@ -307,7 +313,7 @@ class RL_Batcher:
                 name="rlstructs-worker",
             )
         except Exception as error:
-            if culprit := _unpicklable(settings):
+            if culprit := settings.unpicklable():
                 raise TypeError(f"{culprit[0]} cannot be sent to a worker: {culprit[1]}") from error
             raise
 
@@ -319,7 +325,7 @@ class RL_Batcher:
         for worker, count in enumerate(counts):
             if count != counts[0]:
                 raise SpecError(f"create_env: worker {worker} has {count} environments, worker 0 has {counts[0]}")
-        _warn_of_overlap(settings.seeds, self._n_envs)
+        warn_of_overlap(settings.seeds, self._n_envs)
         info = {f"agent_state/{key}": spec for key, spec in specs.state.items()}
         for name, example in self._examples.items():
             info.update({f"{name}/{key}": spec for key, spec in specs_of(example).items()})
@@ -337,25 +343,8 @@ class RL_Batcher:
         some = None if rows.size == self.n_elems() else rows
         lengths = torch.from_numpy(self._slots.lengths[rows])
         steps = self._slots.read(some, int(lengths.max()))
-        index = torch.from_numpy(rows)
-        info = {name: self._slots.column(name)[index] for name in self._slots.layout.info}
-        info["env_index"] = index
+        info = {**self._slots.info_of(rows), "env_index": torch.from_numpy(rows)}
         return Trajectories(DictTensor(info), TemporalDictTensor(steps, lengths))
-
-    def _check_info(self, name: str, info: DictTensor) -> None:
-        example, n_elems = self._examples[name], self.n_elems()
-        if not isinstance(info, DictTensor):
-            raise TypeError(f"{name} must be a DictTensor, got {type(info).__name__}")
-        check_same_keys(name, example.keys(), info.keys())
-        for key, (shape, dtype) in specs_of(example).items():
-            tensor = info[key]
-            if tuple(tensor.shape) != (n_elems, *shape) or tensor.dtype != dtype:
-                raise SpecError(
-                    f"{name}: {key!r} is {tuple(tensor.shape)} {tensor.dtype}, "
-                    f"expected {(n_elems, *shape)} {dtype} ({n_elems} environments)"
-                )
-            if tensor.device.type != "cpu":
-                raise SpecError(f"{name}: {key!r} is on {tensor.device}, expected the CPU")
 
     def _write_info(self, name: str, info: DictTensor) -> None:
         for key, tensor in info.items():
@@ -398,68 +387,3 @@ class _Failing:
         if isinstance(error, Exception):  # not Ctrl-C: the workers do not know of it
             self._batcher._state, self._batcher._failure = _State.FAILED, error
             logger.info("a worker failed: %r", error)
-
-
-def _check_count(name: str, value: int, least: int) -> None:
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < least:
-        raise SpecError(f"{name} must be at least {least}, got {value}")
-
-
-def _example(name: str, info: DictTensor | None) -> DictTensor:
-    if info is None:
-        return DictTensor()
-    if not isinstance(info, DictTensor):
-        raise TypeError(f"{name} must be a DictTensor, got {type(info).__name__}")
-    for key, tensor in info.items():
-        if tensor.ndim == 0 or tensor.shape[0] < 1:
-            raise SpecError(f"{name}: example {key!r} has shape {tuple(tensor.shape)}, expected (1, ...)")
-    return info.slice(0, 1).to("cpu").clone()
-
-
-def _checked_agent_seeds(seeds: Sequence[int], n_workers: int) -> list[int]:
-    found = [int(seed) for seed in seeds]
-    if len(found) != n_workers:
-        raise SpecError(f"agent_seeds: needs {n_workers}, one for each process, got {found}")
-    return found
-
-
-def _warn_of_overlap(seeds: Sequence[int], n_envs: int) -> None:
-    if isinstance(seeds[0], EnvSeed):
-        return
-    for one, seed in enumerate(seeds):
-        for other in range(one + 1, len(seeds)):
-            shift = seeds[other] - seed
-            if abs(shift) < n_envs:
-                first, second = max(shift, 0), max(-shift, 0)
-                warnings.warn(
-                    f"seeds: environments of processes {one} and {other} have the same streams, e.g. environment "
-                    f"{first} of process {one} and environment {second} of process {other} (global "
-                    f"{one * n_envs + first} and {other * n_envs + second}); "
-                    f"space them by at least {n_envs}, or give one int",
-                    UserWarning,
-                    stacklevel=4,
-                )
-                return
-
-
-def _own_arguments(settings: JobSettings) -> JobSettings:
-    """With copies of the arguments: what a worker would get, by value."""
-
-    return dataclasses.replace(
-        settings, agent_args=copy.deepcopy(settings.agent_args), env_args=copy.deepcopy(settings.env_args)
-    )
-
-
-def _unpicklable(settings: JobSettings) -> tuple[str, Exception] | None:
-    """Which of the user's objects cannot be pickled, and why."""
-    parts = {"create_agent": settings.create_agent, "create_env": settings.create_env}
-    parts |= {f"agent_args[{key!r}]": value for key, value in settings.agent_args.items()}
-    parts |= {f"env_args[{key!r}]": value for key, value in settings.env_args.items()}
-    for name, part in parts.items():
-        try:
-            cloudpickle.dumps(part)
-        except Exception as error:
-            return name, error
-    return None

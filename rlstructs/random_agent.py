@@ -65,11 +65,11 @@ def _draw(leaf: Leaf) -> Callable[[int], torch.Tensor]:
         return partial(_whole_numbers, 0, 2, leaf.shape, dtype)
     if isinstance(space, spaces.MultiDiscrete):
         low = space.start.astype(object)
-        return _Whole(low, low + space.nvec.astype(object) - 1, dtype)
+        return _Whole(low, low + space.nvec.astype(object) - 1, leaf.dtype)
     assert isinstance(space, spaces.Box)
     if dtype.is_floating_point:
         return _Real(space, dtype)
-    return _Whole(space.low.astype(object), space.high.astype(object), dtype)
+    return _Whole(space.low.astype(object), space.high.astype(object), leaf.dtype)
 
 
 def _whole_numbers(low: int, end: int, shape: tuple[int, ...], dtype: torch.dtype, n: int) -> torch.Tensor:
@@ -79,10 +79,11 @@ def _whole_numbers(low: int, end: int, shape: tuple[int, ...], dtype: torch.dtyp
 class _Whole:
     """Draws whole numbers between two bounds, both included, exact over all 64 bits."""
 
-    def __init__(self, low: np.ndarray, high: np.ndarray, dtype: torch.dtype) -> None:
-        self._dtype, self._shape = dtype, low.shape
+    def __init__(self, low: np.ndarray, high: np.ndarray, dtype: np.dtype[Any]) -> None:
+        self._dtype, self._shape = torch.from_numpy(np.zeros(0, dtype)).dtype, low.shape
         # uint64 is drawn 2**63 lower, where int64 holds it.
-        shift = 2**63 if dtype == torch.uint64 else 0
+        self._lowered = dtype == np.uint64
+        shift = 2**63 if self._lowered else 0
         lows, highs = ([int(v) - shift for v in bound.flat] for bound in (low, high))
         spans = [high - low for low, high in zip(lows, highs, strict=True)]
         self._low, self._high = self._tensor(lows), self._tensor(highs)
@@ -99,8 +100,8 @@ class _Whole:
             drawn = self._bits(n)
             while (outside := (drawn < self._low) | (drawn > self._high)).any():
                 drawn = torch.where(outside, self._bits(n), drawn)
-        if self._dtype == torch.uint64:
-            return drawn.bitwise_xor_(torch.tensor(-(2**63))).view(torch.uint64)
+        if self._lowered:
+            return drawn.bitwise_xor_(torch.tensor(-(2**63))).view(self._dtype)
         return drawn.to(self._dtype)
 
     def _bits(self, n: int) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +13,8 @@ from rlstructs.agent import RL_Agent
 from rlstructs.envs.vec_env import RowEnv, VecEnv, row_env
 from rlstructs.errors import SpecError
 from rlstructs.rows import Rows, TensorSpec, specs_of
-from rlstructs.seeding import EnvSeed, PrivateStreams, seed_global_streams
+from rlstructs.seeding import PrivateStreams, seed_global_streams
+from rlstructs.settings import JobSettings
 from rlstructs.slots import Layout, Slots
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
@@ -80,12 +80,14 @@ def acquire(
             slots.write_reset(t, ended, step.after.take(step.reset), step.fresh)
         slots.lengths[... if rows is None else rows] = t + 1
         if step.kept is not None:
+            slots.check_state(state, slots.n if rows is None else rows.size)
             rows = step.kept if rows is None else rows[step.kept]
             state = state if state.empty() else state.index(step.kept)
             info = info if info.empty() else info.index(step.kept)
             if not rows.size:
                 break
     left = np.arange(slots.n) if rows is None else rows
+    slots.check_state(state, left.size)
     # The agent may have given back views of what the next rollout overwrites.
     return Progress(slots.rows(t + 1, left), left, state.clone())
 
@@ -96,19 +98,17 @@ def _history(slots: Slots, rows: np.ndarray | None, t: int, device: torch.device
     return history if device is None else history.to(device)
 
 
-@dataclass(frozen=True)
-class JobSettings:
-    """What a worker needs to make its environments and its agent."""
+class _EmptyHistory(TemporalDictTensor):
+    """Before the agent's very first output: no steps, of whatever key it may ask for."""
 
-    create_agent: Callable[..., RL_Agent]
-    agent_args: dict[str, Any]
-    create_env: Callable[..., VecEnv]
-    env_args: dict[str, Any]
-    seeds: Sequence[int]
-    agent_seeds: Sequence[int] | None
-    agent_info: DictTensor
-    env_info: DictTensor
-    device: torch.device | None
+    @classmethod
+    def of(cls, observation: DictTensor) -> _EmptyHistory:
+        steps = {key: tensor[:, None][:, :0] for key, tensor in observation.items()}
+        following = {f"_observation/{key}": tensor for key, tensor in steps.items()}
+        return cls({f"observation/{key}": tensor for key, tensor in steps.items()} | following)
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return super().__getitem__(key) if key in self else torch.zeros(self.n_elems(), 0, device=self.device())
 
 
 @dataclass(frozen=True)
@@ -220,8 +220,7 @@ class RolloutJob:
             info = repeated(settings.agent_info, n)
             state = checked("agent: initial_state", agent.initial_state(info, n), n)
             if agent.require_history():
-                empty = {f"observation/{key}": tensor[:, None][:, :0] for key, tensor in seen.items()}
-                output, following = agent(state, seen, info, history=TemporalDictTensor(empty))
+                output, following = agent(state, seen, info, history=_EmptyHistory.of(seen))
             else:
                 output, following = agent(state, seen, info)
             checked("agent: its output", output, n)
@@ -257,19 +256,3 @@ class JobFactory:
 
     def __call__(self, index: int, arena: SharedArena, weights_arena: SharedArena) -> RolloutJob:
         return RolloutJob(index, arena, weights_arena, self.settings)
-
-
-def seeds_of(seeds: int | Sequence[int], n_workers: int) -> list[int]:
-    """A seed for each worker: those given, or streams derived from one int.
-
-    Raises:
-        SpecError: not as many as there are workers, or one below 0.
-    """
-    if isinstance(seeds, (int, np.integer)):
-        if seeds < 0:
-            raise SpecError(f"seeds: must not be negative, got {seeds}")
-        return [EnvSeed(int(seeds), worker) for worker in range(n_workers)]
-    found = [int(seed) for seed in seeds]
-    if len(found) != n_workers or min(found, default=0) < 0:
-        raise SpecError(f"seeds: needs {n_workers} seeds of at least 0, one for each process, got {found}")
-    return found

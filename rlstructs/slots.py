@@ -26,6 +26,8 @@ from rlstructs.rows import Packing, Rows, TensorSpec, numpy_specs
 from rlstructs.structures.base import show
 from rlstructs.structures.dict_tensor import DictTensor
 
+STATE = "agent_state/"
+
 # Bytes: what a cache line, jax and SIMD loads want.
 ALIGNMENT = 64
 
@@ -137,6 +139,7 @@ class Slots:
         views = {key: self._packing.view(self._observation, key) for key in layout.observation}
         self._seen = {key: torch.from_numpy(view) for key, view in views.items()}
         self._action = {key: self._columns[f"action/{key}"] for key in layout.action}
+        self._states = {key.removeprefix(STATE): spec for key, spec in layout.info.items() if key.startswith(STATE)}
         self._n_actions = len(self._action)
         # Views of one timestep, made when first needed and kept: making them costs more than a write.
         self._rows: dict[int, tuple[list[tuple[str, np.ndarray]], DictTensor]] = {}
@@ -146,6 +149,10 @@ class Slots:
         """A column whole, a view."""
         return self._columns[name]
 
+    def info_of(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+        """The `agent_info/`, `env_info/` and `agent_state/` of these rows, private memory."""
+        return {name: _rows(self._columns[name], rows) for name in self.layout.info}
+
     def info(self, prefix: str) -> DictTensor:
         """The `agent_info/`, `env_info/` or `agent_state/` rows, views, without their prefix."""
         return DictTensor.trusted(self._columns).truncate_key(prefix)
@@ -154,21 +161,19 @@ class Slots:
         """Starts a rollout of these rows (None: all), whose agents are in this state."""
         self.lengths[...] = 0
         self._reset[...] = False
-        for key in self.layout.info:
-            if key.startswith("agent_state/"):
-                self._write_info(key, rows, state)
+        self.check_state(state, self.n if rows is None else len(rows))
+        for key in self._states:
+            _put(self._columns[STATE + key], slice(None) if rows is None else rows, state[key])
 
-    def _write_info(self, name: str, rows: np.ndarray | None, state: DictTensor) -> None:
-        key, column = name.removeprefix("agent_state/"), self._columns[name]
-        if key not in state:
-            raise MissingKeyError(f"agent: no {key!r} in its state, there are {sorted(state.keys())}")
-        wanted = (self.n if rows is None else len(rows), *column.shape[1:])
-        if tuple(state[key].shape) != wanted or state[key].dtype != column.dtype:
-            raise SpecError(f"agent: state {key!r} is {show(state[key])}, expected {wanted} {column.dtype}")
-        if rows is None:
-            column.copy_(state[key])
-        else:
-            column[torch.from_numpy(rows)] = state[key].to(column.device)
+    def check_state(self, state: DictTensor, n: int) -> None:
+        """Raises unless an agent's state has the keys, dtypes and shapes of its first one, in n rows."""
+        if not isinstance(state, DictTensor):
+            raise TypeError(f"agent: its next state must be a DictTensor, got {type(state).__name__}")
+        for key, (shape, dtype) in self._states.items():
+            if key not in state:
+                raise MissingKeyError(f"agent: no {key!r} in its state, there are {sorted(state.keys())}")
+            if tuple(state[key].shape) != (n, *shape) or state[key].dtype != dtype:
+                raise SpecError(f"agent: state {key!r} is {show(state[key])}, expected {(n, *shape)} {_short(dtype)}")
 
     def write_observation(self, t: int, rows: np.ndarray | None, seen: Rows) -> None:
         """Writes what the agent sees at t, for these rows (None: all)."""
@@ -209,7 +214,7 @@ class Slots:
         n = self.n if rows is None else len(rows)
         check_output(tensors, {key: ((n, *c.shape[2:]), c.dtype) for key, c in self._action.items()})
         for key, column in self._action.items():
-            column[slice(None) if rows is None else torch.from_numpy(rows), t] = tensors[key].to(column.device)
+            _put(column, (slice(None) if rows is None else rows, t), tensors[key])
 
     def observation(self, t: int) -> DictTensor:
         """What the agent sees at t, every row, views."""
@@ -226,17 +231,15 @@ class Slots:
             `observation/k`, `action/k`, `_observation/k` -> (B, n_timesteps, ...).
         """
         lengths = self.lengths if rows is None else self.lengths[rows]
-        index = None if rows is None else torch.from_numpy(rows)
-        padding = torch.from_numpy(np.arange(n_timesteps) >= lengths[:, None])
+        padding = np.arange(n_timesteps) >= lengths[:, None]
         padded = bool(padding.any())
-        batch: dict[str, torch.Tensor] = {}
 
         def take(column: torch.Tensor, start: int) -> torch.Tensor:
             steps = column[:, start : start + n_timesteps]
             # contiguous() would be no copy of a column that has no gaps
-            taken = steps.clone(memory_format=torch.contiguous_format) if index is None else steps[index]
+            taken = steps.clone(memory_format=torch.contiguous_format) if rows is None else _rows(steps, rows)
             if padded:
-                taken[padding] = 0
+                _raw(taken)[padding] = 0
             return taken
 
         batch = {f"observation/{key}": take(column, 0) for key, column in self._seen.items()}
@@ -286,10 +289,32 @@ def check_output(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, tuple
         if tuple(tensors[key].shape) != tuple(shape) or tensors[key].dtype != dtype:
             raise SpecError(
                 f"agent: output {key!r} is {show(tensors[key])}, expected {tuple(shape)} "
-                f"{str(dtype).removeprefix('torch.')} as in its first step"
+                f"{_short(dtype)} as in its first step"
             )
     if unknown := set(tensors) - set(wanted):
         raise SpecError(f"agent: output {sorted(unknown)} was not in its first step")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _raw(tensor: torch.Tensor) -> np.ndarray:
+    """The same memory as a numpy array: torch cannot index every dtype, and numpy has not every dtype."""
+    if tensor.dtype in _BITS:
+        tensor = tensor.view(_BITS[tensor.dtype])
+    return tensor.numpy()
+
+
+_BITS = {torch.bfloat16: torch.int16}
+
+
+def _rows(column: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(_raw(column)[rows]).view(column.dtype)
+
+
+def _put(column: torch.Tensor, index: Any, values: torch.Tensor) -> None:
+    _raw(column)[index] = _raw(values.detach().cpu())
 
 
 def _column(field: Field, buffer: mmap) -> torch.Tensor:

@@ -191,13 +191,11 @@ def small_files():
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("ending", [".npz", ".pt"])
-def test_a_failed_write_leaves_the_old_file_whole_and_no_temporary(tmp_path, ending, small_files):
-    path = tmp_path / f"file{ending}"
+def test_a_failed_write_leaves_the_old_file_whole_and_no_temporary(path, small_files):
     sample().save(path)
-    with pytest.raises((OSError, RuntimeError)):
+    with pytest.raises(OSError, match=str(path)):
         DictTensor({"x": torch.zeros(100_000)}).save(path)
-    assert (Trajectories.load(path) == sample(), os.listdir(tmp_path)) == (True, [path.name])
+    assert (Trajectories.load(path) == sample(), os.listdir(path.parent)) == (True, [path.name])
 
 
 @pytest.mark.parametrize("ending", [".npz", ".h5"])

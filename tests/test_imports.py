@@ -25,6 +25,7 @@ ROWS = {
     "rlstructs.episodes": 3,
     "rlstructs.slots": 4,
     "rlstructs.weights": 4,
+    "rlstructs.settings": 4,
     "rlstructs.random_agent": 4,
     "rlstructs.rollout": 5,
     "rlstructs.batcher": 6,

@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from workers.arena import OutOfMemoryError, SharedArena
     from workers.errors import RemoteTraceback, WorkerCrashed, WorkerError, WorkerTimeout
-    from workers.pool import InlinePool, WorkerPool
+    from workers.inline import InlinePool
+    from workers.pool import WorkerPool
 
 # rlstructs looks for this mark to tell this package from a user's own `workers.py`.
 __rlstructs_workers__ = True
 
 _EXPORTS = {
-    "InlinePool": "pool",
+    "InlinePool": "inline",
     "OutOfMemoryError": "arena",
     "RemoteTraceback": "errors",
     "SharedArena": "arena",

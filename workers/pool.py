@@ -13,7 +13,6 @@ from typing import Any
 
 from workers import messages
 from workers.errors import WorkerError, WorkerTimeout
-from workers.loop import close_job
 from workers.messages import Build, Call, Close, Failure, Result, State
 from workers.process import WorkerProcess
 from workers.start import default_start_method
@@ -228,72 +227,6 @@ class WorkerPool:
             if isinstance(reply, Failure):
                 errors.append(reply.to_exception(worker.index, Close.label))
         return errors
-
-
-class InlinePool:
-    """The same jobs, or rather one of them, in this process: for debugging.
-
-    Takes what `WorkerPool` takes; what the job raises arrives with its own traceback.
-
-    Args:
-        around: gives a context in which the factory and every method run.
-    """
-
-    def __init__(
-        self,
-        factory: Callable[..., Any],
-        *,
-        shared: tuple[Any, ...] = (),
-        around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-    ) -> None:
-        self._around = around
-        self._reply: list[Any] = []
-        self._error: Exception | None = None
-        with around():
-            self._job = factory(0, *shared)
-        self.n_workers, self.pids, self._open = 1, [os.getpid()], True
-
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """Calls `job.method(*args)`; its value as a list of one."""
-        self.broadcast(method, *args)
-        return self.gather()
-
-    def broadcast(self, method: str, *args: Any) -> None:
-        """Calls `job.method(*args)`; what it raises is raised by `gather`."""
-        try:
-            with self._around():
-                self._reply = [getattr(self._job, method)(*args)]
-        except Exception as error:
-            self._error = error
-
-    def send(self, index: int, method: str, *args: Any) -> None:
-        """As `broadcast`: there is one job."""
-        self.broadcast(method, *args)
-
-    def ready(self, timeout: float | None = 0.0) -> bool:
-        """True: a call is over when it returns."""
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-        return True
-
-    def gather(self, timeout: float | None = None) -> list[Any]:
-        """The value of the last call, as a list of one, or what it raised."""
-        self.ready()
-        reply, self._reply = self._reply, []
-        return reply
-
-    def close(self, timeout: float = CLOSE_DELAY) -> None:
-        """Closes the job. Idempotent."""
-        if self._open:
-            self._open = False
-            with self._around():
-                close_job(self._job)
-
-    def kill(self, patience: float = 0.0) -> None:
-        """Closes the job and says nothing of how that went."""
-        with contextlib.suppress(Exception):
-            self.close()
 
 
 def _directory() -> str | None:

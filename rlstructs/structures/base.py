@@ -148,6 +148,8 @@ class Structure:
 
         Raises:
             FileError: the ending is another one, or the file cannot hold a name.
+            SpecError: the file cannot hold a dtype.
+            OSError: it cannot be written.
         """
         files.save(path, type(self).__name__, self._tree())
 

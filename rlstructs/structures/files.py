@@ -152,6 +152,11 @@ def _replacing(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         os.replace(temporary, path)
+    except RuntimeError as error:  # what torch and HDF5 make of a full disk
+        raise OSError(f"{path}: cannot be written: {error}") from error
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -1,0 +1,136 @@
+"""What a batcher is asked for, and the checks of it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+
+from rlstructs.agent import RL_Agent
+from rlstructs.envs.vec_env import VecEnv
+from rlstructs.errors import SpecError
+from rlstructs.rows import specs_of
+from rlstructs.seeding import EnvSeed
+from rlstructs.structures.base import check_same_keys
+from rlstructs.structures.dict_tensor import DictTensor
+
+
+@dataclasses.dataclass(frozen=True)
+class JobSettings:
+    """What a worker needs to make its environments and its agent."""
+
+    create_agent: Callable[..., RL_Agent]
+    agent_args: dict[str, Any]
+    create_env: Callable[..., VecEnv]
+    env_args: dict[str, Any]
+    seeds: Sequence[int]
+    agent_seeds: Sequence[int] | None
+    agent_info: DictTensor
+    env_info: DictTensor
+    device: torch.device | None
+
+    def by_value(self) -> JobSettings:
+        """With copies of the arguments, as a worker gets them."""
+        return dataclasses.replace(
+            self, agent_args=copy.deepcopy(self.agent_args), env_args=copy.deepcopy(self.env_args)
+        )
+
+    def unpicklable(self) -> tuple[str, Exception] | None:
+        """Which of the user's objects cannot be pickled, and why; None when all can."""
+        parts: dict[str, Any] = {"create_agent": self.create_agent, "create_env": self.create_env}
+        parts |= {f"agent_args[{key!r}]": value for key, value in self.agent_args.items()}
+        parts |= {f"env_args[{key!r}]": value for key, value in self.env_args.items()}
+        for name, part in parts.items():
+            try:
+                cloudpickle.dumps(part)
+            except Exception as error:
+                return name, error
+        return None
+
+
+def check_count(name: str, value: int, least: int) -> None:
+    """Raises unless `value` is an int of at least `least`."""
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < least:
+        raise SpecError(f"{name} must be at least {least}, got {value}")
+
+
+def info_example(name: str, info: DictTensor | None) -> DictTensor:
+    """One row of an example that the user gave, a copy on the CPU."""
+    if info is None:
+        return DictTensor()
+    if not isinstance(info, DictTensor):
+        raise TypeError(f"{name} must be a DictTensor, got {type(info).__name__}")
+    for key, tensor in info.items():
+        if tensor.ndim == 0 or tensor.shape[0] < 1:
+            raise SpecError(f"{name}: example {key!r} has shape {tuple(tensor.shape)}, expected (1, ...)")
+    return info.slice(0, 1).to("cpu").clone()
+
+
+def seeds_of(seeds: int | Sequence[int], n_workers: int) -> list[int]:
+    """A seed for each worker: those given, or streams derived from one int.
+
+    Raises:
+        SpecError: not as many as there are workers, or one below 0.
+    """
+    if isinstance(seeds, (int, np.integer)):
+        if seeds < 0:
+            raise SpecError(f"seeds: must not be negative, got {seeds}")
+        return [EnvSeed(int(seeds), worker) for worker in range(n_workers)]
+    found = [int(seed) for seed in seeds]
+    if len(found) != n_workers or min(found, default=0) < 0:
+        raise SpecError(f"seeds: needs {n_workers} seeds of at least 0, one for each process, got {found}")
+    return found
+
+
+def agent_seeds_of(seeds: Sequence[int] | None, n_workers: int) -> list[int] | None:
+    """The agent's seed for each worker, None for none."""
+    if seeds is None:
+        return None
+    found = [int(seed) for seed in seeds]
+    if len(found) != n_workers:
+        raise SpecError(f"agent_seeds: needs {n_workers}, one for each process, got {found}")
+    return found
+
+
+def warn_of_overlap(seeds: Sequence[int], n_envs: int) -> None:
+    """Warns, once, when listed seeds give two environments the same stream."""
+    if isinstance(seeds[0], EnvSeed):
+        return
+    for one, seed in enumerate(seeds):
+        for other in range(one + 1, len(seeds)):
+            shift = seeds[other] - seed
+            if abs(shift) < n_envs:
+                first, second = max(shift, 0), max(-shift, 0)
+                warnings.warn(
+                    f"seeds: environments of processes {one} and {other} have the same streams, e.g. environment "
+                    f"{first} of process {one} and environment {second} of process {other} (global "
+                    f"{one * n_envs + first} and {other * n_envs + second}); "
+                    f"space them by at least {n_envs}, or give one int",
+                    UserWarning,
+                    stacklevel=4,
+                )
+                return
+
+
+def check_info(name: str, info: DictTensor, example: DictTensor, n_elems: int) -> None:
+    """Raises unless `info` has `n_elems` rows, on the CPU, with the keys, dtypes and shapes of its example."""
+    if not isinstance(info, DictTensor):
+        raise TypeError(f"{name} must be a DictTensor, got {type(info).__name__}")
+    check_same_keys(name, example.keys(), info.keys())
+    for key, (shape, dtype) in specs_of(example).items():
+        tensor = info[key]
+        if tuple(tensor.shape) != (n_elems, *shape) or tensor.dtype != dtype:
+            raise SpecError(
+                f"{name}: {key!r} is {tuple(tensor.shape)} {tensor.dtype}, "
+                f"expected {(n_elems, *shape)} {dtype} ({n_elems} environments)"
+            )
+        if tensor.device.type != "cpu":
+            raise SpecError(f"{name}: {key!r} is on {tensor.device}, expected the CPU")
