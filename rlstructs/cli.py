@@ -130,7 +130,7 @@ def _collect(options: argparse.Namespace) -> int:
         if path is not None:
             report.check_path(name, path, endings)
     settings = _settings(options)
-    with _one_interrupt() as no_more_interrupts:
+    with one_interrupt() as no_more_interrupts:
         collected = collect(settings, keep=options.out is not None)
         no_more_interrupts()
         if collected.rollouts:
@@ -145,7 +145,7 @@ def _collect(options: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _one_interrupt() -> Iterator[Callable[[], None]]:
+def one_interrupt() -> Iterator[Callable[[], None]]:
     """Lets the first Ctrl-C interrupt, and ignores others: they would lose what is then being written.
 
     Gives a function that makes it ignore the first one too.

@@ -120,26 +120,21 @@ class _Real:
         low, high = (torch.from_numpy(bound.astype(np.float64)) for bound in (space.low, space.high))
         self._below, self._above = low.isfinite(), high.isfinite()
         self._bounded = bool((self._below & self._above).all())
-        self._exact = space.dtype != np.float64 and self._bounded
-        # The outermost values of the dtype that lie within the bounds.
-        largest = torch.finfo(dtype).max
-        self._least = _towards(low.clamp(-largest, largest), dtype, torch.inf)
-        self._most = _towards(high.clamp(-largest, largest), dtype, -torch.inf)
-        self._low = torch.where(self._below, self._least, torch.zeros(()).double())
-        self._high = torch.where(self._above, self._most, torch.zeros(()).double())
+        # The outermost values of the dtype that lie within the bounds; 0 where there is none.
+        largest, zero = torch.finfo(dtype).max, torch.zeros((), dtype=torch.float64)
+        self._low = torch.where(self._below, _towards(low.clamp(-largest, largest), dtype, torch.inf), zero)
+        self._high = torch.where(self._above, _towards(high.clamp(-largest, largest), dtype, -torch.inf), zero)
         self._span = self._high - self._low
 
     def __call__(self, n: int) -> torch.Tensor:
         shape = (n, *self._shape)
         drawn = torch.addcmul(self._low, torch.rand(shape), self._span)
-        if self._exact:
-            return drawn.to(self._dtype)
         if not self._bounded:
             beyond = torch.empty(shape).exponential_()
             one_sided = torch.where(self._below, self._low + beyond, self._high - beyond)
             drawn = torch.where(self._below & self._above, drawn, one_sided)
             drawn = torch.where(self._below | self._above, drawn, torch.randn(shape).double())
-        return drawn.clamp(self._least, self._most).to(self._dtype)
+        return drawn.to(self._dtype)
 
 
 def _towards(bound: torch.Tensor, dtype: torch.dtype, direction: float) -> torch.Tensor:

@@ -109,28 +109,33 @@ def ended_episodes(trajectories: Trajectories) -> DictTensor:
 
 
 def plot(path: Path, settings: Settings, collected: Collected) -> None:
-    """Draws returns and lengths of the episodes over the steps at which they ended."""
+    """Draws returns and lengths of the episodes into a PNG file."""
+    figure(settings, collected).savefig(path, format="png")
+
+
+def figure(settings: Settings, collected: Collected) -> Any:
+    """A `matplotlib.figure.Figure` of returns and lengths over the steps at which the episodes ended."""
     # Not pyplot: its figures and its backend are global.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
-    episodes = collected.episodes()
+    episodes, n_steps = collected.episodes(), collected.totals.n_steps
     n_envs = settings.n_envs * max(1, settings.n_workers)
     at = end_steps(episodes) * n_envs
     order = np.argsort(at, kind="stable")
-    figure = Figure(figsize=(8, 6), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    returns, lengths = figure.subplots(2, 1, sharex=True)
+    drawn = Figure(figsize=(8, 6), dpi=150, layout="constrained")
+    FigureCanvasAgg(drawn)
+    returns, lengths = drawn.subplots(2, 1, sharex=True)
     returns.set_title(f"{settings.env_id}, {settings.agent} agent", loc="left", fontweight="bold", pad=24)
-    subtitle = f"{episodes.n_elems():,} episodes in {collected.totals.n_steps:,} steps of {n_envs:,} environments"
+    subtitle = f"{episodes.n_elems():,} episodes in {n_steps:,} steps of {n_envs:,} environments"
     returns.text(0, 1.03, subtitle, color="0.35", transform=returns.transAxes)
     _panel(returns, "return", at[order], episodes["return"].numpy()[order], ("#6baed6", "#08519c"))
     _panel(lengths, "length (steps)", at[order], episodes["length"].double().numpy()[order], ("#fd8d3c", "#a63603"))
     lengths.set_xlabel("environment steps")
-    lengths.set_xlim(0, collected.totals.n_steps)
+    lengths.set_xlim(0, n_steps)
     lengths.xaxis.set_major_formatter(EngFormatter(sep=""))
-    figure.savefig(path, format="png")
+    return drawn
 
 
 def end_steps(episodes: DictTensor) -> np.ndarray:

@@ -216,7 +216,7 @@ class RolloutJob:
                 env.close()
             else:
                 observation = env.example().tensors()  # type: ignore[attr-defined]
-            seen = observation if settings.device is None else observation.to(settings.device)
+            seen = observation.clone().to(settings.device or "cpu")  # the agent may `set` keys in it
             info = repeated(settings.agent_info, n)
             state = checked("agent: initial_state", agent.initial_state(info, n), n)
             if agent.require_history():

@@ -142,7 +142,7 @@ class Slots:
         self._states = {key.removeprefix(STATE): spec for key, spec in layout.info.items() if key.startswith(STATE)}
         self._n_actions = len(self._action)
         # Views of one timestep, made when first needed and kept: making them costs more than a write.
-        self._rows: dict[int, tuple[list[tuple[str, np.ndarray]], DictTensor]] = {}
+        self._rows: dict[int, tuple[list[tuple[str, np.ndarray]], dict[str, torch.Tensor]]] = {}
         self._action_rows: dict[int, list[tuple[str, torch.Tensor, torch.Size, torch.dtype]]] = {}
 
     def column(self, name: str) -> torch.Tensor:
@@ -218,7 +218,7 @@ class Slots:
 
     def observation(self, t: int) -> DictTensor:
         """What the agent sees at t, every row, views."""
-        return self._row(t)[1]
+        return DictTensor.trusted(self._row(t)[1])  # an object of its own: the agent may `set` keys
 
     def rows(self, t: int, rows: np.ndarray) -> Rows:
         """What the agent sees at t, these rows, private memory."""
@@ -265,12 +265,11 @@ class Slots:
             found[name] = block.view(dtype)[..., 0] if dtype.kind == "V" else block
         return found
 
-    def _row(self, t: int) -> tuple[list[tuple[str, np.ndarray]], DictTensor]:
+    def _row(self, t: int) -> tuple[list[tuple[str, np.ndarray]], dict[str, torch.Tensor]]:
         found = self._rows.get(t)
         if found is None:
             rows = [(name, block[:, t]) for name, block in self._observation.items()]
-            seen = {key: column[:, t] for key, column in self._seen.items()}
-            found = self._rows[t] = rows, DictTensor.trusted(seen)
+            found = self._rows[t] = rows, {key: column[:, t] for key, column in self._seen.items()}
         return found
 
     def _action_row(self, t: int) -> list[tuple[str, torch.Tensor, torch.Size, torch.dtype]]:

@@ -493,6 +493,28 @@ def test_an_observation_kept_as_state_keeps_its_value_across_chunks(n_timesteps,
     assert steps == list(range(-1, 4 * n_timesteps - 1))
 
 
+class Setting(RL_Agent):
+    """Puts a key of its own into the observation that it is given, and takes one away."""
+
+    def initial_state(self, agent_info, B):
+        return DictTensor()
+
+    def __call__(self, state, observation, agent_info, history=None):
+        n = observation.n_elems()
+        known = "mine" in observation
+        observation.set("mine", torch.zeros(n))
+        observation.set("frame", torch.full((n, 2), 7.0))
+        return DictTensor({"action": torch.zeros(n, dtype=torch.int64), "known": torch.full((n,), known)}), state
+
+
+def test_what_an_agent_sets_in_its_observation_is_its_own():
+    with RL_Batcher(2, Setting, {}, lambda seed: GymEnvInf([Count(9)], seed), {}, 1, 0) as batcher:
+        batcher.reset()
+        chunks = [rollout(batcher)[0] for _ in range(3)]
+    assert not any(chunk.trajectories["action/known"].any() for chunk in chunks)
+    assert [counts(chunk, "observation/frame") for chunk in chunks] == [[[(0, t), (0, t + 1)]] for t in (0, 2, 4)]
+
+
 # --- the order of calls: CV75, CV79, CV81 --------------------------------------------------------
 
 
@@ -753,6 +775,58 @@ def test_episodes_are_the_same_however_they_are_cut(n_timesteps):
         assert mine["length"].tolist() == [length] * (steps // length)
         assert set(mine["return"].tolist()) == {length * (length + 1) / 2}
     assert episodes["terminated"].all() and not episodes["truncated"].any()
+
+
+class Nested(gymnasium.Env):
+    """Observations and actions in dicts and tuples; every array is returned again and again."""
+
+    observation_space = gymnasium.spaces.Dict(
+        camera=gymnasium.spaces.Dict(left=gymnasium.spaces.Box(0, 255, (2, 2), np.uint8)),
+        pair=gymnasium.spaces.Tuple([gymnasium.spaces.Discrete(9), gymnasium.spaces.Box(-9, 9, ())]),
+    )
+    action_space = gymnasium.spaces.Tuple([gymnasium.spaces.Discrete(3), gymnasium.spaces.Box(-1, 1, (2,))])
+
+    def __init__(self):
+        self.left, self.steps = np.zeros((2, 2), np.uint8), 0
+
+    def _observation(self):
+        self.left[...] = self.steps
+        return {"camera": {"left": self.left}, "pair": (self.steps, np.float32(-self.steps))}
+
+    def reset(self, *, seed=None, options=None):
+        self.steps = 0
+        return self._observation(), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        self.steps += 1
+        return self._observation(), 1.0, False, self.steps == 4, {}
+
+
+def test_nested_observations_and_actions_pass_through_shared_memory():  # R35, R1
+    with RL_Batcher(
+        6, RandomAgent, {"action_space": Nested.action_space},
+        lambda seed: GymEnvInf([Nested() for _ in range(2)], seed), {}, 2, 0,
+    ) as batcher:  # fmt: skip
+        batcher.reset()
+        steps = rollout(batcher)[0].trajectories
+    assert steps["observation/camera/left"].dtype == torch.uint8
+    assert steps["observation/camera/left"][:, :, 0, 0].tolist() == [[0, 1, 2, 3, 0, 1]] * 4
+    assert steps["_observation/camera/left"][:, :, 1, 1].tolist() == [[1, 2, 3, 4, 1, 2]] * 4
+    assert steps["_observation/pair/0"].tolist() == [[[1], [2], [3], [4], [1], [2]]] * 4
+    assert steps["observation/pair/1"].tolist() == [[0, -1, -2, -3, 0, -1]] * 4
+    for key in ("action/0", "action/1"):
+        assert torch.equal(steps[f"_observation/last_{key}"], steps[f"action/{key}"])
+
+
+def test_a_reset_right_after_an_episode_ended_starts_one_episode():  # R46
+    with count_batcher([[3]], 3, autoreset=True) as batcher:
+        batcher.reset()
+        rollout(batcher)
+        batcher.reset()
+        trajectories, _ = rollout(batcher)
+    assert counts(trajectories, "observation/frame") == [[(2, 0), (2, 1), (2, 2)]]
+    assert bits(trajectories, "observation/initial_state") == ["TFF"]
 
 
 def test_reset_drops_the_episodes_that_had_not_ended():

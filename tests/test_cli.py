@@ -17,8 +17,9 @@ from gymnasium import spaces
 from helpers import Count, count_batcher, create_gym, rollout
 from matplotlib.image import imread
 
-from rlstructs import DictTensor, RandomAgent, RL_Agent, RL_Batcher, TemporalDictTensor, Trajectories, report
+from rlstructs import DictTensor, RandomAgent, RL_Agent, RL_Batcher, TemporalDictTensor, Trajectories, cli, report
 from rlstructs.cli import main
+from rlstructs.collect import Settings, collect
 
 # Seconds; only reached when something hangs.
 DEADLINE = 60
@@ -75,14 +76,6 @@ class Stuck(Count):
 
     def __init__(self):
         os.write(2, b"stuck\n")
-        threading.Event().wait()
-
-
-class Lingering(Count):
-    """Says so when it is closed, and never comes back."""
-
-    def close(self):
-        os.write(2, b"closing\n")
         threading.Event().wait()
 
 
@@ -249,9 +242,9 @@ def test_the_factory_gets_the_spaces_that_it_takes(run, tmp_path, factory, actio
 WORLD = """
 import gymnasium
 from helpers import Count
-from test_cli import Fixed, Lingering, Stuck
+from test_cli import Fixed, Stuck
 
-for environment, arguments in ((Count, {"length": 3}), (Lingering, {"length": 3}), (Stuck, {})):
+for environment, arguments in ((Count, {"length": 3}), (Stuck, {})):
     name = environment.__name__
     gymnasium.register(f"{name}-v0", f"world:{name}", kwargs=arguments, disable_env_checker=True)
 
@@ -325,16 +318,34 @@ def test_ctrl_c_keeps_what_was_collected_and_leaves_no_worker(start, tmp_path, n
     assert imread(tmp_path / "x.png").shape[2] == 4
 
 
-def test_a_second_ctrl_c_loses_nothing(start, tmp_path):
-    options = ["--workers", 1, "--envs", 1, "--timesteps", 8, "--steps", 1_000_000]
-    process = start("collect", "world:Lingering-v0", *options, "--out", "x.npz")
-    for text in (b"episodes=", b"closing"):
-        read_until(process.stderr, text)
-        os.killpg(process.pid, signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=DEADLINE)
-    assert process.returncode == 130, stderr
-    assert stdout.endswith(b"; wrote x.npz\n") and b"Traceback" not in stderr
-    assert Trajectories.load(tmp_path / "x.npz").n_elems() > 0
+@pytest.fixture
+def default_sigint():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_only_the_first_ctrl_c_interrupts(default_sigint):
+    with cli.one_interrupt():
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_no_ctrl_c_interrupts_what_is_being_written(default_sigint):
+    with cli.one_interrupt() as no_more_interrupts:
+        no_more_interrupts()
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_of_the_caller_stays(default_sigint):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with cli.one_interrupt() as no_more_interrupts:
+        no_more_interrupts()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_ctrl_c_before_the_first_rollout_says_that_there_is_nothing(start, tmp_path):
@@ -463,7 +474,7 @@ def test_a_failing_environment_ends_in_one_line_and_keeps_earlier_rollouts(run, 
     assert code == 2
     assert "Traceback" not in stderr
     assert re.fullmatch(f"rlstructs: error: (?:{message})", stderr.splitlines()[-1])
-    # Step 25 is in the third rollout of ten; `close` comes after all three.
+    # Step 25 is in the third rollout of 10 steps; `close` comes after all three.
     n_steps = {"Cli/constructor-v0": 0, "Cli/reset-v0": 0, "Cli/close-v0": 60}.get(env_id, 40)
     early = "" if n_steps == 60 else "; stopped early, of 60 steps"
     assert re.fullmatch(rf"{env_id}: {n_steps} steps, .* steps/s{early}; wrote {out}\n" if n_steps else "", stdout)
@@ -571,14 +582,19 @@ def test_end_steps_counts_the_steps_of_each_environment():
     assert report.end_steps(episodes).tolist() == [3, 7, 5, 6, 12]
 
 
-def test_end_steps_are_those_at_which_episodes_end():
-    with count_batcher([[2, 5, 3]], n_timesteps=4, autoreset=True, n_processes=0) as batcher:
-        batcher.reset()
-        trajectories = collected(batcher, 5)
-        episodes = batcher.episodes()
-    done = trajectories.trajectories["_observation/done"].view(5, 3, 4).transpose(0, 1).reshape(3, 20)
-    expected = {(env, t + 1) for env, t in done.nonzero().tolist()}
-    assert set(zip(episodes["env_index"].tolist(), report.end_steps(episodes).tolist(), strict=True)) == expected
+def test_a_figure_shows_each_episode_at_the_step_at_which_it_ended():
+    settings = Settings("CartPole-v1", "random", n_workers=0, n_envs=3, n_timesteps=20, n_rollouts=8, seed=0)
+    collected = collect(settings, keep=True)
+    axes = report.figure(settings, collected).axes
+    points = [panel.lines[0].get_xydata() for panel in axes]
+    rows = collected.trajectories()
+    done = rows.trajectories["_observation/done"].view(8, 3, 20).transpose(0, 1).reshape(3, 160)
+    ends = sorted(3 * (t + 1) for _, t in done.nonzero().tolist())
+    assert points[0][:, 0].tolist() == points[1][:, 0].tolist() == ends
+    shown = zip(points[0][:, 1].tolist(), points[1][:, 1].tolist(), strict=True)
+    assert sorted(shown) == sorted(zip(*brute_force_episodes(rows), strict=True))
+    assert [panel.get_ylabel() for panel in axes] == ["episode return", "episode length (steps)"]
+    assert axes[1].get_xlabel() == "environment steps" and "CartPole-v1" in axes[0].get_title(loc="left")
 
 
 @pytest.mark.parametrize("window", [1, 2, 4, 7])

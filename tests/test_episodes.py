@@ -91,9 +91,9 @@ def test_one_odd_reward_stays_in_its_episode(odd):
 
 def test_sums_are_in_double_precision():
     tracker = EpisodeTracker()
-    tracker.add(chunk({0: [(2.0**24, ""), (1, ""), (1, "")]}))
-    tracker.add(chunk({0: [(1, "terminated")]}))
-    assert episodes(tracker) == [(0, 2**24 + 3, 4, True, False)]
+    tracker.add(chunk({0: [(2.0**24, ""), (1, ""), (1, ""), (1, "")]}))
+    tracker.add(chunk({0: [(1, ""), (1, "terminated")]}))
+    assert episodes(tracker) == [(0, 2**24 + 5, 6, True, False)]
 
 
 def test_taking_forgets_and_gives_columns_also_of_nothing():

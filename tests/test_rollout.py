@@ -345,6 +345,25 @@ def test_the_agent_gets_the_info_of_those_that_run_and_no_gradients():
         assert not steps["action/grad"].any()
 
 
+class Remembering(RL_Agent):
+    """Gives back the observation it got as its state, and records what it then finds there."""
+
+    def initial_state(self, agent_info, B):
+        return DictTensor({"last": torch.full((B, 2), -1.0)})
+
+    def __call__(self, state, observation, agent_info, history=None):
+        action = torch.zeros(observation.n_elems(), dtype=torch.int64)
+        return DictTensor({"action": action, "last": state["last"]}), DictTensor({"last": observation["frame"]})
+
+
+@pytest.mark.parametrize("first", [99, 2], ids=["all", "some"])
+@pytest.mark.parametrize("n_timesteps", [1, 3])
+def test_an_observation_kept_as_state_keeps_its_value(n_timesteps, first):
+    run = Run(GymEnv([Count(first), Count(99)], 0), Remembering(), n_timesteps)
+    seen = [run.chunk().trajectories["action/last"][-1, :, 1] for _ in range(4)]
+    assert torch.cat(seen).tolist() == list(range(-1, 4 * n_timesteps - 1))
+
+
 # --- agents that change their mind ---------------------------------------------------------------
 
 

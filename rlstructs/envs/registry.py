@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Any
 
 import cloudpickle
@@ -28,6 +29,9 @@ def registered() -> list[bytes]:
 
 def register(pickled: list[bytes]) -> None:
     """Registers what `registered` gave, unless the id is known here."""
+    if pickled:
+        # The modules that register these ids are imported later, and register them again.
+        warnings.filterwarnings("ignore", ".*Overriding environment")
     for data in pickled:
         specs = cloudpickle.loads(data)
         from gymnasium.envs.registration import registry

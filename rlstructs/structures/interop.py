@@ -58,8 +58,7 @@ def host_array(name: str, tensor: torch.Tensor) -> np.ndarray:
 def to_numpy(tree: Tree, view: bool) -> Tree:
     def convert(name: str, tensor: torch.Tensor) -> np.ndarray:
         array = host_array(name, tensor)
-        # Not .copy(): that keeps the order of a transposed tensor.
-        return array if view else np.array(array, order="C")
+        return array if view else array.copy()
 
     return _map_named(convert, tree)
 
