@@ -8,8 +8,7 @@ import inspect
 import operator
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,16 +124,14 @@ class GymMaker:
 
     def create_env(self, seed: int) -> GymEnvInf:
         """The environments."""
-        with _registering_again():
-            envs = [gymnasium.make(self._settings.env_id) for _ in range(self._settings.n_envs)]
+        envs = [gymnasium.make(self._settings.env_id) for _ in range(self._settings.n_envs)]
         self._spaces = {"observation_space": envs[0].observation_space, "action_space": envs[0].action_space}
         return GymEnvInf(envs, seed)
 
     def create_agent(self) -> RL_Agent:
         """The agent; `create_env` comes first."""
         name = self._settings.agent
-        with _registering_again():
-            factory = find_agent(name)
+        factory = find_agent(name)
         agent = factory(**_accepted(factory, self._spaces))
         if not isinstance(agent, (RL_Agent, RL_Agent_CheckDevice)):
             raise SpecError(f"--agent {name}: must return an RL_Agent, got {type(agent).__name__}")
@@ -248,14 +245,6 @@ def _check_memory(settings: Settings, batcher: RL_Batcher) -> None:
             f"--out: {settings.n_steps:,} steps are up to {nbytes / 1e9:,.1f} GB, and twice that is needed while they "
             f"are put together; {available / 1e9:,.1f} GB are available; use fewer --steps"
         )
-
-
-@contextlib.contextmanager
-def _registering_again() -> Iterator[None]:
-    # A worker knows the ids of the main process before it imports the modules that register them.
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*Overriding environment")
-        yield
 
 
 def _import(module: str, what: str) -> Any:

@@ -35,7 +35,7 @@ class RandomAgent(RL_Agent):
     """
 
     def __init__(self, action_space: gymnasium.Space[Any]) -> None:
-        self._draws = {ActionReader.key(leaf): _draw(leaf) for leaf in leaves(action_space, "action")}
+        self._draws = {ActionReader.key(leaf): _Ahead(_draw(leaf)) for leaf in leaves(action_space, "action")}
 
     def initial_state(self, agent_info: DictTensor, B: int) -> DictTensor:
         """Nothing: it has no state."""
@@ -54,6 +54,25 @@ class RandomAgent(RL_Agent):
 
     def update(self, info: Any) -> None:
         """Nothing: it does not learn."""
+
+
+# Rows. A few calls draw any number of them, and in a loop with an environment each call finds cold caches:
+# drawing for every step anew took longer than all else that a rollout adds to its environments.
+AHEAD = 4096
+
+
+class _Ahead:
+    """Draws many batches at once and gives them away one after another."""
+
+    def __init__(self, draw: Callable[[int], torch.Tensor]) -> None:
+        self._draw = draw
+        self._batches: list[torch.Tensor] = []
+
+    def __call__(self, n: int) -> torch.Tensor:
+        if not self._batches or len(self._batches[-1]) != n:
+            # A new tensor each time: what was given away is never written again.
+            self._batches = list(self._draw(n * max(1, AHEAD // max(1, n))).split(n)) if n else [self._draw(0)]
+        return self._batches.pop()
 
 
 def _draw(leaf: Leaf) -> Callable[[int], torch.Tensor]:

@@ -78,14 +78,15 @@ def acquire(
         if step.fresh is not None:
             ended = step.reset if rows is None else rows[step.reset]
             slots.write_reset(t, ended, step.after.take(step.reset), step.fresh)
-        slots.lengths[... if rows is None else rows] = t + 1
         if step.kept is not None:
+            slots.lengths[... if rows is None else rows] = t + 1
             slots.check_state(state, slots.n if rows is None else rows.size)
             rows = step.kept if rows is None else rows[step.kept]
             state = state if state.empty() else state.index(step.kept)
             info = info if info.empty() else info.index(step.kept)
             if not rows.size:
                 break
+    slots.lengths[... if rows is None else rows] = t + 1
     left = np.arange(slots.n) if rows is None else rows
     slots.check_state(state, left.size)
     # The agent may have given back views of what the next rollout overwrites.
@@ -94,6 +95,7 @@ def acquire(
 
 def _history(slots: Slots, rows: np.ndarray | None, t: int, device: torch.device | None) -> TemporalDictTensor:
     n = slots.n if rows is None else rows.size
+    slots.lengths[... if rows is None else rows] = t
     history = TemporalDictTensor(slots.read(rows, t), torch.full((n,), t, dtype=torch.int64))
     return history if device is None else history.to(device)
 

@@ -130,3 +130,11 @@ def numpy_specs(specs: Mapping[str, TensorSpec]) -> dict[str, Spec]:
         except TypeError as error:
             raise SpecError(f"observation: {key!r} is {dtype}, which numpy has not") from error
     return converted
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor as an array, a view where it is on the CPU."""
+    try:
+        return tensor.numpy()
+    except (RuntimeError, TypeError):  # it has a gradient, or is elsewhere: rarer, and each call has its price
+        return tensor.detach().cpu().numpy()

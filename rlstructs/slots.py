@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.rows import Packing, Rows, TensorSpec, numpy_specs
+from rlstructs.rows import Packing, Rows, TensorSpec, as_array, numpy_specs
 from rlstructs.structures.base import show
 from rlstructs.structures.dict_tensor import DictTensor
 
@@ -143,7 +143,7 @@ class Slots:
         self._n_actions = len(self._action)
         # Views of one timestep, made when first needed and kept: making them costs more than a write.
         self._rows: dict[int, tuple[list[tuple[str, np.ndarray]], dict[str, torch.Tensor]]] = {}
-        self._action_rows: dict[int, list[tuple[str, torch.Tensor, torch.Size, torch.dtype]]] = {}
+        self._action_rows: dict[int, list[tuple[str, np.ndarray, torch.Size, torch.dtype]]] = {}
 
     def column(self, name: str) -> torch.Tensor:
         """A column whole, a view."""
@@ -174,6 +174,8 @@ class Slots:
                 raise MissingKeyError(f"agent: no {key!r} in its state, there are {sorted(state.keys())}")
             if tuple(state[key].shape) != (n, *shape) or state[key].dtype != dtype:
                 raise SpecError(f"agent: state {key!r} is {show(state[key])}, expected {(n, *shape)} {_short(dtype)}")
+        if unknown := set(state.keys()) - set(self._states):
+            raise SpecError(f"agent: state {sorted(unknown)} was not in its first one")
 
     def write_observation(self, t: int, rows: np.ndarray | None, seen: Rows) -> None:
         """Writes what the agent sees at t, for these rows (None: all)."""
@@ -208,7 +210,7 @@ class Slots:
             if tensor is None or tensor.shape != shape or tensor.dtype != dtype:
                 self._write_action_slowly(t, rows, tensors)
                 return
-            row.copy_(tensor)
+            row[...] = _raw(tensor)
 
     def _write_action_slowly(self, t: int, rows: np.ndarray | None, tensors: Mapping[str, torch.Tensor]) -> None:
         n = self.n if rows is None else len(rows)
@@ -235,12 +237,13 @@ class Slots:
         padded = bool(padding.any())
 
         def take(column: torch.Tensor, start: int) -> torch.Tensor:
-            steps = column[:, start : start + n_timesteps]
-            # contiguous() would be no copy of a column that has no gaps
-            taken = steps.clone(memory_format=torch.contiguous_format) if rows is None else _rows(steps, rows)
+            steps = _raw(column)[:, start : start + n_timesteps]
+            # numpy, not torch: the threads of a parallel copy would spin on the workers' cores for
+            # milliseconds after it, just when the next rollout begins.
+            taken = np.array(steps, order="C") if rows is None else steps[rows]
             if padded:
-                _raw(taken)[padding] = 0
-            return taken
+                taken[padding] = 0
+            return torch.from_numpy(taken).view(column.dtype)
 
         batch = {f"observation/{key}": take(column, 0) for key, column in self._seen.items()}
         batch |= {f"action/{key}": take(column, 0) for key, column in self._action.items()}
@@ -272,11 +275,11 @@ class Slots:
             found = self._rows[t] = rows, {key: column[:, t] for key, column in self._seen.items()}
         return found
 
-    def _action_row(self, t: int) -> list[tuple[str, torch.Tensor, torch.Size, torch.dtype]]:
+    def _action_row(self, t: int) -> list[tuple[str, np.ndarray, torch.Size, torch.dtype]]:
         found = self._action_rows.get(t)
         if found is None:
             rows = ((key, column[:, t]) for key, column in self._action.items())
-            found = self._action_rows[t] = [(key, row, row.shape, row.dtype) for key, row in rows]
+            found = self._action_rows[t] = [(key, _raw(row), row.shape, row.dtype) for key, row in rows]
         return found
 
 
@@ -300,12 +303,9 @@ def _short(dtype: torch.dtype) -> str:
 
 def _raw(tensor: torch.Tensor) -> np.ndarray:
     """The same memory as a numpy array: torch cannot index every dtype, and numpy has not every dtype."""
-    if tensor.dtype in _BITS:
-        tensor = tensor.view(_BITS[tensor.dtype])
-    return tensor.numpy()
-
-
-_BITS = {torch.bfloat16: torch.int16}
+    if tensor.dtype is torch.bfloat16:
+        tensor = tensor.view(torch.int16)
+    return as_array(tensor)
 
 
 def _rows(column: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
@@ -313,7 +313,7 @@ def _rows(column: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
 
 
 def _put(column: torch.Tensor, index: Any, values: torch.Tensor) -> None:
-    _raw(column)[index] = _raw(values.detach().cpu())
+    _raw(column)[index] = _raw(values)
 
 
 def _column(field: Field, buffer: mmap) -> torch.Tensor:

@@ -503,7 +503,11 @@ def test_a_job_reads_its_rows_of_the_infos():
 
 @pytest.mark.usefixtures("private")
 def test_finding_the_specs_uses_no_random_number():
-    jobs = Jobs(lambda seed: GymEnv([Recording(length=9)], seed), lambda: RandomAgent(gymnasium.spaces.Discrete(50)))
+    class Drawing(Counting):
+        def __call__(self, state, observation, agent_info, history=None):
+            return DictTensor({"action": torch.randint(50, (1,))}), state
+
+    jobs = Jobs(lambda seed: GymEnv([Recording(length=9)], seed), Drawing)
     jobs.all[0].reset()
     jobs.all[0].rollout()
     seed_global_streams(0, None)

@@ -15,6 +15,7 @@ import torch
 from gymnasium import spaces
 
 from rlstructs.errors import MissingKeyError, SpecError
+from rlstructs.rows import as_array
 from rlstructs.structures.base import show
 from rlstructs.structures.dict_tensor import DictTensor
 
@@ -186,7 +187,7 @@ class ActionReader:
             tensor = action[key]
             if self._approved.get(key) != (n, tensor.shape, tensor.dtype):
                 self._check(key, leaf, tensor, n)
-            array = tensor.detach().cpu().numpy()
+            array = as_array(tensor)
             columns[leaf.key] = array
             values.append(array.tolist() if isinstance(leaf.space, spaces.Discrete) else _array(array, leaf))
         if self.leaves[0].path == ():

@@ -79,7 +79,10 @@ class DictTensor(TensorMap):
 
     def n_elems(self) -> int:
         """Number of rows, B; 0 when empty or when no tensor has an axis."""
-        return next((tensor.shape[0] for tensor in self._tensors.values() if tensor.ndim), 0)
+        for tensor in self._tensors.values():
+            if tensor.ndim:
+                return tensor.shape[0]
+        return 0
 
     def device(self) -> torch.device | None:
         """The tensors' device, None when empty."""
