@@ -103,7 +103,7 @@ def create_agent(env_id: str, policy: bool) -> RL_Agent:
         return RandomAgent(env.action_space)
 
 
-def actor(task: Task) -> Callable[[Any], np.ndarray]:
+def actor(task: Task, n_envs: int) -> Callable[[Any], np.ndarray]:
     """What acts in the trainer, for the peers that step environments from there."""
     if task.policy:
         policy = Policy()
@@ -116,8 +116,8 @@ def actor(task: Task) -> Callable[[Any], np.ndarray]:
     with contextlib.closing(make_env(task.env_id)) as env:
         agent = RandomAgent(env.action_space)
     nothing = DictTensor()
-    rows = DictTensor({"reward": torch.zeros(task.n_all)})
-    return lambda frame: agent(nothing, rows, nothing)[0]["action"].numpy()
+    rows = DictTensor({"reward": torch.zeros(n_envs)})
+    return lambda _: agent(nothing, rows, nothing)[0]["action"].numpy()
 
 
 def timed(step: Callable[[], int], seconds: float) -> float:
@@ -191,14 +191,19 @@ def ours(task: Task) -> Iterator[Run]:
 
 # --- the peers -----------------------------------------------------------------------------------
 
+# Peers with a process for each environment get as many environments as they are fastest with; the 128 of
+# a row of ours would only make them slower.
+MOST_PROCESSES = 16
+
 
 def makers(task: Task) -> list[Callable[[], gymnasium.Env[Any, Any]]]:
-    return [functools.partial(make_env, task.env_id)] * task.n_all
+    return [functools.partial(make_env, task.env_id)] * min(task.n_all, MOST_PROCESSES)
 
 
-def stepping(env: Any, act: Callable[[Any], np.ndarray], task: Task) -> Run:
+def stepping(env: Any, task: Task) -> Run:
     """Steps a vectorised environment of gymnasium's interface, and keeps what a rollout keeps."""
     frame = env.reset()[0]
+    act = actor(task, len(frame))
     kept: list[Any] = []
 
     def step() -> int:
@@ -207,7 +212,7 @@ def stepping(env: Any, act: Callable[[Any], np.ndarray], task: Task) -> Run:
             kept.clear()
         frame, reward, terminated, truncated, _ = env.step(act(frame))
         kept.append((frame, reward, terminated, truncated))
-        return task.n_all
+        return len(frame)
 
     return lambda seconds: timed(step, seconds)
 
@@ -215,13 +220,13 @@ def stepping(env: Any, act: Callable[[Any], np.ndarray], task: Task) -> Run:
 @contextlib.contextmanager
 def gymnasium_async(task: Task) -> Iterator[Run]:
     with contextlib.closing(gymnasium.vector.AsyncVectorEnv(makers(task))) as env:
-        yield stepping(env, actor(task), task)
+        yield stepping(env, task)
 
 
 @contextlib.contextmanager
 def gymnasium_sync(task: Task) -> Iterator[Run]:
     with contextlib.closing(gymnasium.vector.SyncVectorEnv(makers(task))) as env:
-        yield stepping(env, actor(task), task)
+        yield stepping(env, task)
 
 
 @contextlib.contextmanager
@@ -229,12 +234,13 @@ def stable_baselines3(task: Task) -> Iterator[Run]:
     from stable_baselines3.common.vec_env import SubprocVecEnv
 
     with contextlib.closing(SubprocVecEnv(makers(task))) as env:
-        act, frame = actor(task), env.reset()
+        frame = env.reset()
+        act = actor(task, len(frame))
 
         def step() -> int:
             nonlocal frame
             frame, *_ = env.step(act(frame))
-            return task.n_all
+            return len(frame)
 
         yield lambda seconds: timed(step, seconds)
 
@@ -244,7 +250,8 @@ def tianshou(task: Task) -> Iterator[Run]:
     from tianshou.env import ShmemVectorEnv
 
     with contextlib.closing(ShmemVectorEnv(makers(task))) as env:
-        act, (frame, _) = actor(task), env.reset()
+        frame, _ = env.reset()
+        act = actor(task, len(frame))
 
         def step() -> int:
             nonlocal frame
@@ -252,7 +259,7 @@ def tianshou(task: Task) -> Iterator[Run]:
             ended = np.flatnonzero(terminated | truncated)
             if ended.size:
                 frame[ended] = env.reset(ended)[0]
-            return task.n_all
+            return len(frame)
 
         yield lambda seconds: timed(step, seconds)
 
@@ -260,12 +267,12 @@ def tianshou(task: Task) -> Iterator[Run]:
 @contextlib.contextmanager
 def torchrl(task: Task) -> Iterator[Run]:
     from tensordict.nn import TensorDictModule
-    from torchrl.collectors import MultiSyncDataCollector
+    from torchrl.collectors import MultiSyncCollector
     from torchrl.envs import GymWrapper, SerialEnv
 
     make = functools.partial(_torchrl_env, task, SerialEnv, GymWrapper)
     policy = TensorDictModule(_OneHot(Policy()), ["observation"], ["action"]) if task.policy else None
-    collector = MultiSyncDataCollector(
+    collector = MultiSyncCollector(
         [make] * task.n_workers, policy, frames_per_batch=task.n_all * task.n_timesteps, total_frames=-1
     )
     batches = iter(collector)
@@ -296,7 +303,7 @@ def envpool(task: Task) -> Iterator[Run]:
 
     env = pool.make(task.envpool_id, env_type="gymnasium", num_envs=task.n_all, num_threads=task.n_workers)
     with contextlib.closing(env):
-        yield stepping(env, actor(task), task)
+        yield stepping(env, task)
 
 
 PEERS: dict[str, tuple[str, Callable[[Task], Any]]] = {
@@ -402,6 +409,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--no-peers", action="store_true")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)  # what a thread pool does after its work would slow whoever is measured next
     installed = [name for name, (module, _) in PEERS.items() if importlib.util.find_spec(module)]
     installed = [] if arguments.no_peers else installed
     versions = f"torch {torch.__version__}, gymnasium {gymnasium.__version__}"

@@ -67,11 +67,13 @@ class _Ahead:
     def __init__(self, draw: Callable[[int], torch.Tensor]) -> None:
         self._draw = draw
         self._batches: list[torch.Tensor] = []
+        self._n = 0
 
     def __call__(self, n: int) -> torch.Tensor:
-        if not self._batches or len(self._batches[-1]) != n:
+        if not self._batches or n != self._n:
             # A new tensor each time: what was given away is never written again.
             self._batches = list(self._draw(n * max(1, AHEAD // max(1, n))).split(n)) if n else [self._draw(0)]
+            self._n = n
         return self._batches.pop()
 
 

@@ -143,7 +143,7 @@ class Slots:
         self._n_actions = len(self._action)
         # Views of one timestep, made when first needed and kept: making them costs more than a write.
         self._rows: dict[int, tuple[list[tuple[str, np.ndarray]], dict[str, torch.Tensor]]] = {}
-        self._action_rows: dict[int, list[tuple[str, np.ndarray, torch.Size, torch.dtype]]] = {}
+        self._action_rows: dict[int, list[tuple[str, np.ndarray]]] = {}
 
     def column(self, name: str) -> torch.Tensor:
         """A column whole, a view."""
@@ -205,12 +205,12 @@ class Slots:
         if rows is not None or len(tensors) != self._n_actions:
             self._write_action_slowly(t, rows, tensors)
             return
-        for key, row, shape, dtype in self._action_row(t):
-            tensor = tensors.get(key)
-            if tensor is None or tensor.shape != shape or tensor.dtype != dtype:
+        for key, row in self._action_row(t):
+            array = _raw(tensors[key]) if key in tensors else None
+            if array is None or array.shape != row.shape or array.dtype != row.dtype:
                 self._write_action_slowly(t, rows, tensors)
                 return
-            row[...] = _raw(tensor)
+            row[...] = array
 
     def _write_action_slowly(self, t: int, rows: np.ndarray | None, tensors: Mapping[str, torch.Tensor]) -> None:
         n = self.n if rows is None else len(rows)
@@ -275,11 +275,10 @@ class Slots:
             found = self._rows[t] = rows, {key: column[:, t] for key, column in self._seen.items()}
         return found
 
-    def _action_row(self, t: int) -> list[tuple[str, np.ndarray, torch.Size, torch.dtype]]:
+    def _action_row(self, t: int) -> list[tuple[str, np.ndarray]]:
         found = self._action_rows.get(t)
         if found is None:
-            rows = ((key, column[:, t]) for key, column in self._action.items())
-            found = self._action_rows[t] = [(key, _raw(row), row.shape, row.dtype) for key, row in rows]
+            found = self._action_rows[t] = [(key, _raw(column)[:, t]) for key, column in self._action.items()]
         return found
 
 

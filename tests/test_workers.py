@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -268,6 +269,17 @@ def test_an_arena_that_does_not_fit_is_refused_before_it_is_taken():
     assert block.nbytes == 0
     block.resize(2**40, expected=4096)  # address space costs nothing
     assert len(block.map()) == 2**40
+    block.close()
+
+
+def test_an_arena_survives_a_stranger_that_maps_it_and_goes():  # R38
+    block = SharedArena()
+    block.resize(4096)
+    block.map()[:2] = b"ab"
+    path = f"/proc/{os.getpid()}/fd/{block._descriptor.fileno()}"
+    stranger = f"import mmap, os; m = mmap.mmap(os.open({path!r}, os.O_RDWR), 4096); m[1:2] = b'c'"
+    subprocess.run([sys.executable, "-c", stranger], check=True)
+    assert bytes(block.map()[:2]) == b"ac"
     block.close()
 
 

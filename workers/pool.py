@@ -95,8 +95,10 @@ class WorkerPool:
     def broadcast(self, method: str, *args: Any) -> None:
         """Asks every worker to call `job.method(*args)`, and returns at once."""
         self._check_idle()
+        request = Call(method, args)
+        data = messages.dumps(request)  # once for all
         for worker in self._workers:
-            worker.send(Call(method, args))
+            worker.send(request, data)
 
     def send(self, index: int, method: str, *args: Any) -> None:
         """Asks one worker to call `job.method(*args)`, and returns at once."""

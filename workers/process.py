@@ -6,7 +6,7 @@ import os
 import signal
 from typing import Any
 
-from workers import loop, start
+from workers import loop, messages, start
 from workers.channel import Channel
 from workers.descriptors import Descriptor
 from workers.errors import WorkerCrashed, describe_exit
@@ -57,8 +57,8 @@ class WorkerProcess:
         """A descriptor that becomes readable when the process ends."""
         return self._process.sentinel if self._pidfd is None else self._pidfd.fileno()
 
-    def send(self, request: Any) -> None:
-        """Sends a request to an idle worker.
+    def send(self, request: Any, data: bytes | None = None) -> None:
+        """Sends a request to an idle worker; `data` is the request, if it is pickled already.
 
         Raises:
             WorkerCrashed: the worker is gone.
@@ -67,7 +67,7 @@ class WorkerProcess:
             raise self.crashed()
         previous, self.last_request = self.last_request, request.label
         try:
-            self.channel.send(request)
+            self.channel.send_bytes(messages.dumps(request) if data is None else data)
         except EOFError:
             self.last_request = f"{previous}, before {request.label}"
             raise self.crashed() from None

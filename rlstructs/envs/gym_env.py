@@ -80,6 +80,9 @@ class GymEnv:
         self._after, self._fresh = Rows.zeros(self._packing(), n), Rows.zeros(self._packing(), n)
         self._fresh["initial_state"][:] = True
         self._view = self._after.arrays()
+        for key, column in self._columns.items():
+            if key in self._after.blocks:  # filled in place; the others are copied into the record
+                self._columns[key] = Column(column.leaf, n, self._view[key])
         self._running: np.ndarray | None = None
         self._options: list[dict[str, Any] | None] = [None] * n
         self._flagged: list[int] = []
@@ -142,8 +145,8 @@ class GymEnv:
         running = self._check_running()
         actions, action_columns = self._actions.read(action, running.size)
         frames, rewards, ended, fresh = [], [], [], []
-        for row, k in enumerate(running.tolist()):
-            frame, reward, terminated, truncated, _ = self._envs[k].step(actions[row])
+        for row, (k, action_of_k) in enumerate(zip(running.tolist(), actions, strict=True)):
+            frame, reward, terminated, truncated, _ = self._envs[k].step(action_of_k)
             rewards.append(reward)
             if terminated or truncated:
                 ended.append((row, bool(terminated), bool(truncated)))
@@ -195,7 +198,9 @@ class GymEnv:
     ) -> Rows:
         n, view = len(frames), self._view
         for key, column in self._columns.items():
-            view[key][:n] = column.fill(frames, running)
+            rows = column.fill(frames, running)
+            if column.array is not view[key]:
+                view[key][:n] = rows
         view["reward"][:n] = _numbers(rewards, running)
         for row in self._flagged:
             for flag in FLAGS:
@@ -211,7 +216,7 @@ class GymEnv:
     def _write_fresh(self, frames: list[Any], environments: np.ndarray) -> Rows:
         fresh = self._fresh.take(slice(len(frames)))
         for key, column in self._columns.items():
-            fresh[key][...] = column.fill(frames, environments)
+            fresh[key][...] = Column(column.leaf, len(frames)).fill(frames, environments)
         return fresh
 
     def _at_reset(self, frames: dict[str, np.ndarray], n: int) -> Rows:

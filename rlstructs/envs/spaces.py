@@ -93,12 +93,17 @@ class Column:
     """Gathers one leaf of E observations into the rows of an array.
 
     A Discrete leaf gives rows of shape (1,): scalars of observations have a feature axis.
+
+    Args:
+        leaf: which.
+        n_envs: the most observations, E.
+        array: the rows, without gaps; None for some of its own.
     """
 
-    def __init__(self, leaf: Leaf, n_envs: int) -> None:
+    def __init__(self, leaf: Leaf, n_envs: int, array: np.ndarray | None = None) -> None:
         self.leaf = leaf
         self.shape = leaf.shape or ((1,) if isinstance(leaf.space, spaces.Discrete) else ())
-        self.array = np.zeros((n_envs, *self.shape), leaf.dtype)
+        self.array = np.zeros((n_envs, *self.shape), leaf.dtype) if array is None else array
         # Observations laid one behind another along their first axis: a single concatenation.
         n_rows, rest = (n_envs * leaf.shape[0], leaf.shape[1:]) if leaf.shape else (n_envs, ())
         self._chain = self.array.reshape(n_rows, *rest)
