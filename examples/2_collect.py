@@ -4,9 +4,9 @@
 
 prints a line for each rollout, and at the end how many episodes there were:
 
-    rollout 1: 32 trajectories of up to 64 steps, loss 0.69
+    rollout 1: 32 trajectories of up to 64 steps, loss 0.03
     ...
-    474 episodes, mean return 21.5
+    401 episodes, mean return 23.5
 """
 
 from __future__ import annotations
@@ -56,10 +56,19 @@ def create_env(env_id: str, n_envs: int, seed: int) -> GymEnvInf:
     return GymEnvInf([gymnasium.make(env_id) for _ in range(n_envs)], seed)
 
 
+def advantages(steps):
+    """(B, T): how much better than the mean the rewards from t to the episode's end are, in deviations."""
+    rewards, going = steps["_observation/reward"], ~steps["_observation/done"]
+    to_go, future = torch.zeros_like(rewards), torch.zeros(steps.n_elems())
+    for t in reversed(range(steps.n_timesteps())):
+        future = to_go[:, t] = rewards[:, t] + future * going[:, t]
+    return (to_go - to_go.mean()) / to_go.std()
+
+
 def main(args: Args) -> None:
     space = gymnasium.make(args.env_id)
     policy = Policy(space.observation_space.shape[0], int(space.action_space.n))
-    optimizer = torch.optim.Adam(policy.network.parameters(), lr=1e-3)
+    optimizer = torch.optim.Adam(policy.network.parameters(), lr=1e-2)
     with RL_Batcher(
         n_timesteps=args.n_timesteps,
         create_agent=Policy,
@@ -78,7 +87,7 @@ def main(args: Args) -> None:
             # What the workers' copies did, done again here with gradients.
             logits = replay_agent(policy, trajectories)["logits"]
             chosen = logits.log_softmax(-1).gather(-1, steps["action/action"][..., None])[..., 0]
-            loss = -(chosen * steps["_observation/reward"] * steps.mask()).sum() / steps.mask().sum()
+            loss = -(chosen * advantages(steps) * steps.mask()).sum() / steps.mask().sum()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -135,7 +135,7 @@ class GymMaker:
         agent = factory(**_accepted(factory, self._spaces))
         if not isinstance(agent, (RL_Agent, RL_Agent_CheckDevice)):
             raise SpecError(f"--agent {name}: must return an RL_Agent, got {type(agent).__name__}")
-        return agent  # type: ignore[return-value]
+        return agent
 
 
 def find_env(env_id: str) -> str:
@@ -156,7 +156,7 @@ def find_env(env_id: str) -> str:
     try:
         namespace, base, version = parse_env_id(name)
         newest = find_highest_version(namespace, base) if version is None else None
-        return gymnasium.spec(name if newest is None else get_env_id(namespace, base, newest)).id
+        return str(gymnasium.spec(name if newest is None else get_env_id(namespace, base, newest)).id)
     except gymnasium.error.Error as error:
         raise SpecError(f"{env_id}: {error}") from error
 
@@ -174,12 +174,12 @@ def find_agent(name: str) -> Callable[..., RL_Agent]:
         raise SpecError(f"--agent: must be random or module:factory, got {name!r}")
     module = _import(module_name, f"--agent {name}")
     try:
-        factory = operator.attrgetter(attribute)(module)
+        factory: Callable[..., RL_Agent] = operator.attrgetter(attribute)(module)
     except AttributeError as error:
         raise SpecError(f"--agent {name}: {error}") from error
     if not callable(factory):
         raise SpecError(f"--agent {name}: must be callable, it is a {type(factory).__name__}")
-    return factory  # type: ignore[no-any-return]
+    return factory
 
 
 def collect(settings: Settings, keep: bool) -> Collected:

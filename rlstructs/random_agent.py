@@ -72,7 +72,9 @@ class _Ahead:
     def __call__(self, n: int) -> torch.Tensor:
         if not self._batches or n != self._n:
             # A new tensor each time: what was given away is never written again.
-            self._batches = list(self._draw(n * max(1, AHEAD // max(1, n))).split(n)) if n else [self._draw(0)]
+            n_batches = max(1, AHEAD // max(1, n))
+            drawn = self._draw(n_batches * n)
+            self._batches = list(drawn.reshape(n_batches, n, *drawn.shape[1:]).unbind())
             self._n = n
         return self._batches.pop()
 
