@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -211,26 +212,30 @@ class RolloutJob:
         """Finds the specs with an agent of its own; also whether the environment was reset for it."""
         settings, n = self.settings, env.n_envs()
         with PrivateStreams()(), torch.no_grad():
-            agent = settings.create_agent(**settings.agent_args)
             used = not hasattr(env, "example")
             if used:
-                observation = row_env(env).reset_rows(repeated(settings.env_info, n)).tensors()
-                env.close()
+                with contextlib.closing(env):
+                    observation = row_env(env).reset_rows(repeated(settings.env_info, n)).tensors()
             else:
                 observation = env.example().tensors()  # type: ignore[attr-defined]
             seen = observation.clone().to(settings.device or "cpu")  # the agent may `set` keys in it
-            info = repeated(settings.agent_info, n)
-            state = checked("agent: initial_state", agent.initial_state(info, n), n)
-            if agent.require_history():
-                output, following = agent(state, seen, info, history=_EmptyHistory.of(seen))
-            else:
-                output, following = agent(state, seen, info)
-            checked("agent: its output", output, n)
-            checked("agent: its next state", following, n)
-            agent.close()
-        if state.specs() != following.specs():
-            raise SpecError(f"agent: its next state is {following!r}, its initial one {state!r}")
+            with contextlib.closing(settings.create_agent(**settings.agent_args)) as agent:
+                output, state = first_step(agent, seen, repeated(settings.agent_info, n), n)
         return Specs(specs_of(observation), specs_of(output), specs_of(state)), used
+
+
+def first_step(agent: RL_Agent, observation: DictTensor, info: DictTensor, n: int) -> tuple[DictTensor, DictTensor]:
+    """What an agent puts out in its very first step, and its initial state; checks both."""
+    state = checked("agent: initial_state", agent.initial_state(info, n), n)
+    if agent.require_history():
+        output, following = agent(state, observation, info, history=_EmptyHistory.of(observation))
+    else:
+        output, following = agent(state, observation, info)
+    checked("agent: its output", output, n)
+    checked("agent: its next state", following, n)
+    if state.specs() != following.specs():
+        raise SpecError(f"agent: its next state is {following!r}, its initial one {state!r}")
+    return output, state
 
 
 def checked(what: str, value: Any, n: int) -> DictTensor:

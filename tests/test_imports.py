@@ -20,6 +20,14 @@ ROWS = {
     "rlstructs.structures": 2,
     "rlstructs.seeding": 2,
     "rlstructs.rows": 2.5,
+    "rlstructs.replay": 2,
+    "rlstructs.replay.backing": 1.5,
+    "rlstructs.replay.sum_tree": 2.5,
+    "rlstructs.replay.samplers": 3,
+    "rlstructs.replay.expand": 3,
+    "rlstructs.replay.storage": 3,
+    "rlstructs.replay.prioritised": 3,
+    "rlstructs.memories": 4,
     "rlstructs.agent": 3,
     "rlstructs.envs": 3,
     "rlstructs.episodes": 3,
@@ -131,6 +139,8 @@ def loaded_by(statement):
         ("from rlstructs import DictTensor, TemporalDictTensor, Trajectories", {"torch", "numpy"}),
         ("from rlstructs import RL_Batcher, RL_Agent, VecEnv, replay_agent", {"torch", "numpy"}),
         ("import rlstructs.cli", set()),
+        ("import rlstructs.memories.torch", {"torch", "numpy"}),
+        ("import rlstructs.replay.storage", {"numpy"}),
         ("from rlstructs import GymEnv", {"torch", "numpy", "gymnasium"}),  # that the check can fail
     ],
 )
@@ -138,11 +148,11 @@ def test_only_what_is_needed_is_loaded(statement, loaded):
     assert loaded_by(statement) == loaded
 
 
-@pytest.mark.parametrize("name", ["workers", "rlstructs", "rlstructs.envs"])
+@pytest.mark.parametrize("name", ["workers", "rlstructs", "rlstructs.envs", "rlstructs.memories"])
 def test_every_public_name_resolves(name):
     module = importlib.import_module(name)
     assert sorted(module.__all__) == module.__all__ and set(module.__all__) == set(module._EXPORTS)
     for exported in module.__all__:
-        assert getattr(module, exported).__name__ == exported
+        assert getattr(module, exported).__name__.rpartition(".")[2] == exported
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = module.nothing

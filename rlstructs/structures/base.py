@@ -289,6 +289,18 @@ def as_device(device: torch.device | str) -> torch.device:
     return device
 
 
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def put_rows(tensor: torch.Tensor, index: Any, values: torch.Tensor) -> None:
+    """`tensor[index] = values`, of the same dtype, also for those that torch cannot write to by index."""
+    values, dtype = values.to(tensor.device), _SIGNED.get(tensor.dtype)
+    if dtype is None or values.dtype != tensor.dtype:
+        tensor[index] = values
+    else:
+        tensor.view(dtype)[index] = values.view(dtype)
+
+
 def show(tensor: torch.Tensor) -> str:
     """Shape and dtype in short: `(3, 2) float32`."""
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

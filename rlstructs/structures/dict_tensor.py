@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rlstructs.errors import SpecError
-from rlstructs.structures.base import TensorMap, check_alike, check_same_keys, flatten, parts_of, show
+from rlstructs.structures.base import TensorMap, check_alike, check_same_keys, flatten, parts_of, put_rows, show
 
 Index = Any  # int, list of ints, long tensor, bool mask, numpy array or slice
 
@@ -181,7 +181,7 @@ class DictTensor(TensorMap):
         """
         rows_from, rows_to = check_copy("DictTensor.copy_", self, source, source_index, destination_index)
         for key, tensor in self._tensors.items():
-            tensor[rows_to] = source[key][rows_from].to(tensor.device)
+            put_rows(tensor, rows_to, source[key][rows_from])
 
     def __repr__(self) -> str:
         shown = [f"n_elems={self.n_elems()}", f"device={self.device()}"]

@@ -11,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import threading
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,24 +20,54 @@ import numpy as np
 import torch
 
 from rlstructs.errors import FileError
+from rlstructs.structures.containers import BITS, HEADER, READERS, WRITERS, Reader
 from rlstructs.structures.interop import host_array
 
 FORMAT, VERSION = "rlstructs", 1
-HEADER = "__header__"
-# numpy has no bfloat16: its bits are stored as integers.
-BITS = {"bfloat16": (torch.bfloat16, torch.int16)}
 
 
 def save(path: str | Path, kind: str, tree: Mapping[str, Any]) -> None:
     """Writes a tree of tensors to `path`, whole or not at all."""
+    arrays, dtypes, seen = {}, {}, set()
+    for name, tensor in _flat(tree):
+        host = tensor.detach().cpu().contiguous()
+        storage = host.untyped_storage()
+        # A .pt file would hold all that a view is a view of, and what two tensors share only once.
+        if storage.nbytes() != host.nbytes or storage.data_ptr() in seen:
+            host = host.clone()
+        seen.add(host.untyped_storage().data_ptr())
+        dtypes[name] = str(host.dtype).removeprefix("torch.")
+        bits = BITS.get(dtypes[name])
+        arrays[name] = host_array(name, host if bits is None else host.view(getattr(torch, bits)))
+    write(path, kind, arrays, dtypes)
+
+
+def write(
+    path: str | Path,
+    kind: str,
+    arrays: Mapping[str, np.ndarray],
+    dtypes: Mapping[str, str] | None = None,
+    state: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes named arrays to `path`, whole or not at all.
+
+    Args:
+        path: the file; its ending says which kind.
+        kind: the class that they belong to.
+        arrays: C-contiguous, each with memory of its own.
+        dtypes: what they are, where numpy has no name for it.
+        state: what else belongs to them, as JSON has it.
+    """
     path = Path(path)
-    write = _by_ending(path, _WRITERS)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _flat(tree)}
-    _check_names(path, list(tensors))
-    arrays = {name: {"dtype": _dtype(t), "shape": list(t.shape)} for name, t in tensors.items()}
-    header = json.dumps({"format": FORMAT, "version": VERSION, "class": kind, "arrays": arrays})
-    with _replacing(path) as temporary:
-        write(temporary, header, tensors)
+    write_file = _by_ending(path, WRITERS)
+    _check_names(path, list(arrays))
+    dtypes = {name: array.dtype.name for name, array in arrays.items()} | dict(dtypes or {})
+    specs = {name: {"dtype": dtypes[name], "shape": list(array.shape)} for name, array in arrays.items()}
+    header = {"format": FORMAT, "version": VERSION, "class": kind, "arrays": specs}
+    if state is not None:
+        header["state"] = dict(state)
+    with replacing(path) as temporary:
+        write_file(temporary, json.dumps(header), arrays, dtypes)
 
 
 def load(path: str | Path, kind: str | None = None) -> dict[str, Any]:
@@ -49,46 +77,57 @@ def load(path: str | Path, kind: str | None = None) -> dict[str, Any]:
         path: the file.
         kind: the class that it must hold; None for any.
     """
-    path = Path(path)
-    tensors, header = _read(path)
-    if kind is not None and header["class"] != kind:
-        raise FileError(f"{path}: holds a {header['class']}, not a {kind}")
+    with reading(path) as (reader, header):
+        if kind is not None and header["class"] != kind:
+            raise FileError(f"{path}: holds a {header['class']}, not a {kind}")
+        reader.verify()
+        tensors = {name: _tensor(reader, name, spec) for name, spec in header["arrays"].items()}
     try:
-        return _tree({name: tensors[name] for name in header["arrays"]}, header["class"])
+        return _tree(tensors, header["class"])
     except ValueError as error:
         raise FileError(f"{path}: damaged: {error}") from error
 
 
 def read_header(path: str | Path) -> dict[str, Any]:
     """What a file says of itself: `class`, `version` and `arrays` with their dtypes and shapes."""
-    return _read(Path(path))[1]
+    with reading(path) as (_, header):
+        return header
 
 
-def _read(path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    read = _by_ending(path, _READERS)
+@contextlib.contextmanager
+def reading(path: str | Path) -> Iterator[tuple[Reader, dict[str, Any]]]:
+    """An open file and its header, which says the truth of the arrays in it.
+
+    Raises:
+        FileNotFoundError: there is none.
+        FileError: it is not one of ours, damaged or of another version; also what the block raises.
+    """
+    path = Path(path)
+    open_file = _by_ending(path, READERS)
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
     try:
-        tensors, text = read(path)
-        header = _checked(json.loads(text))
-        for name, spec in header["arrays"].items():
-            _check_array(name, tensors[name], spec)
-    except (ImportError, MemoryError):
+        with open_file(path) as reader:
+            header = _checked(json.loads(reader.text))
+            for name, spec in header["arrays"].items():
+                dtype, shape = reader.found(name)
+                found = {"dtype": spec["dtype"] if BITS.get(spec["dtype"]) == dtype.name else dtype.name,
+                         "shape": list(shape)}  # fmt: skip
+                if found != spec:
+                    raise ValueError(f"array {name!r} is {found}, the header says {spec}")
+            yield reader, header
+    except (ImportError, MemoryError, FileError):
         raise
     except Exception as error:  # three parsers, and whatever bytes
         raise FileError(f"{path}: not a file of {FORMAT}, or a damaged one: {error}") from error
-    return tensors, header
 
 
-def _check_array(name: str, tensor: Any, spec: Any) -> None:
-    # What a .pt file could hold beside: parameters, sparse or expanded tensors, tensors on `meta`.
-    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-        raise ValueError(f"{name!r} is no plain tensor")
-    if tensor.requires_grad or not tensor.is_contiguous():
-        raise ValueError(f"{name!r} is no plain tensor")
-    found = {"dtype": _dtype(tensor), "shape": list(tensor.shape)}
-    if found != spec:
-        raise ValueError(f"array {name!r} is {found}, the header says {spec}")
+def _tensor(reader: Reader, name: str, spec: Mapping[str, Any]) -> torch.Tensor:
+    dtype, shape = reader.found(name)
+    array = np.empty(shape, dtype)
+    reader.read_into(name, array)
+    tensor = torch.from_numpy(array)
+    return tensor.view(getattr(torch, spec["dtype"])) if spec["dtype"] in BITS else tensor
 
 
 def _checked(header: Any) -> dict[str, Any]:
@@ -139,12 +178,8 @@ def _tree(flat: Mapping[str, torch.Tensor], kind: str) -> dict[str, Any]:
     return tree
 
 
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 @contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """A temporary name beside `path`, renamed to it once all is written."""
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
@@ -159,121 +194,3 @@ def _replacing(path: Path) -> Iterator[Path]:
         raise
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _to_array(name: str, tensor: torch.Tensor) -> np.ndarray:
-    _, bits = BITS.get(_dtype(tensor), (None, None))
-    return host_array(name, tensor if bits is None else tensor.view(bits))
-
-
-def _to_tensor(array: np.ndarray, spec: Mapping[str, Any]) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
-    dtype, _ = BITS.get(spec["dtype"], (None, None))
-    return tensor if dtype is None else tensor.view(dtype)
-
-
-def _write_npz(path: Path, header: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    arrays = {name: _to_array(name, tensor) for name, tensor in tensors.items()}
-    arrays[HEADER] = np.frombuffer(header.encode(), np.uint8)
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-        for name, array in arrays.items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                np.lib.format.write_array(member, array, allow_pickle=False)
-
-
-def _read_npz(path: Path) -> tuple[dict[str, torch.Tensor], str]:
-    with zipfile.ZipFile(path) as archive:
-        infos = {info.filename.removesuffix(".npy"): info for info in _stored(archive, path)}
-        header = _read_member(archive, infos[HEADER]).tobytes().decode()
-        specs = _checked(json.loads(header))["arrays"]
-        return {name: _to_tensor(_read_member(archive, infos[name]), spec) for name, spec in specs.items()}, header
-
-
-def _stored(archive: zipfile.ZipFile, path: Path) -> list[zipfile.ZipInfo]:
-    infos = archive.infolist()
-    if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
-        raise ValueError("it is compressed")
-    if sum(info.file_size for info in infos) > path.stat().st_size:
-        raise ValueError("it says that it holds more than it is")
-    return infos
-
-
-def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
-    member: Any
-    with archive.open(info) as member:
-        version = np.lib.format.read_magic(member)
-        if version != (1, 0):
-            raise ValueError(f"{info.filename}: array format {version}")
-        shape, fortran, dtype = np.lib.format.read_array_header_1_0(member)
-        count = int(np.prod(shape, dtype=object))
-        if fortran or dtype.kind not in "biufc" or dtype.itemsize * count > info.file_size:
-            raise ValueError(f"{info.filename}: {dtype}{shape} is not what the file holds")
-        array = np.empty(shape, dtype)
-        data = memoryview(array.reshape(-1).view(np.uint8).data) if array.size else memoryview(b"")
-        done = 0
-        while done < len(data):
-            read = member.readinto(data[done:])
-            if not read:
-                raise ValueError(f"{info.filename}: it ends too early")
-            done += read
-        return array
-
-
-def _write_h5(path: Path, header: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    with _h5py().File(path, "w") as file:
-        for name, tensor in tensors.items():
-            file.create_dataset(name, data=_to_array(name, tensor))
-        file.create_dataset(HEADER, data=np.frombuffer(header.encode(), np.uint8))
-
-
-def _read_h5(path: Path) -> tuple[dict[str, torch.Tensor], str]:
-    with _h5py().File(path, "r") as file:
-        header = _read_dataset(file, HEADER).tobytes().decode()
-        specs = _checked(json.loads(header))["arrays"]
-        return {name: _to_tensor(_read_dataset(file, name), spec) for name, spec in specs.items()}, header
-
-
-def _read_dataset(file: Any, name: str) -> np.ndarray:
-    dataset = file[name]
-    if dataset.external or dataset.is_virtual or dataset.file.filename != file.filename:
-        raise ValueError(f"{name!r} lies in another file")
-    if dataset.dtype.kind not in "biufc" or dataset.nbytes > dataset.id.get_storage_size():
-        raise ValueError(f"{name!r}: {dataset.dtype}{dataset.shape} is not what the file holds")
-    return np.asarray(dataset[()])
-
-
-def _h5py() -> Any:
-    try:
-        import h5py
-    except ImportError as error:
-        raise ImportError("h5py is needed for .h5 files: pip install 'rlstructs[hdf5]'") from error
-    return h5py
-
-
-def _write_pt(path: Path, header: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    own: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        storage = tensor.untyped_storage()
-        # torch writes all that a view is a view of, and what two tensors share only once.
-        if storage.nbytes() != tensor.nbytes or storage.data_ptr() in seen:
-            tensor = tensor.clone()
-        own[name] = tensor
-        seen.add(tensor.untyped_storage().data_ptr())
-    torch.save({HEADER: header, **own}, path)
-
-
-def _read_pt(path: Path) -> tuple[dict[str, torch.Tensor], str]:
-    with zipfile.ZipFile(path) as archive:
-        _stored(archive, path)
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:  # its text tells how to load without safety
-        raise ValueError("it holds more than tensors") from error
-    if not isinstance(content, dict) or HEADER not in content:
-        raise ValueError("its header is not ours")
-    return content, content[HEADER]
-
-
-_WRITERS = {".npz": _write_npz, ".pt": _write_pt, ".h5": _write_h5}
-_READERS = {".npz": _read_npz, ".pt": _read_pt, ".h5": _read_h5}

@@ -119,7 +119,7 @@ def from_jax(arrays: Mapping[str, Any]) -> Tree:
 
 
 def to_warp(tree: Tree, view: bool) -> Tree:
-    wp = _warp()
+    wp = start_warp()
 
     def convert(name: str, tensor: torch.Tensor) -> Any:
         if not 1 <= tensor.ndim <= WARP_MAX_AXES:
@@ -135,7 +135,7 @@ def to_warp(tree: Tree, view: bool) -> Tree:
 
 
 def from_warp(arrays: Mapping[str, Any], view: bool) -> Tree:
-    wp = _warp()
+    wp = start_warp()
     return map_tree(lambda array: wp.to_torch(array) if view else wp.to_torch(array).clone(), arrays)
 
 
@@ -171,20 +171,29 @@ def from_tensordict(tensordict: Any) -> Tree:
 
 
 @functools.cache
-def _warp() -> Any:
+def start_warp() -> Any:
+    """The warp module, ready for use."""
     import warp as wp
 
     # Its start-up text, and its warning where there is no GPU, would land in a program's own output.
     no_driver = b"Could not find or load the NVIDIA CUDA driver"
+    with quiet_warp(), contextlib.nullcontext() if _has_cuda_driver() else _without_lines(no_driver):
+        wp.init()
+    return wp
+
+
+@contextlib.contextmanager
+def quiet_warp() -> Iterator[None]:
+    """Warp says nothing meanwhile: neither that it starts nor that it compiles a kernel."""
+    import warp as wp
+
     with _START_LOCK:
         level = wp.config.log_level
         wp.config.log_level = wp.LOG_ERROR
         try:
-            with contextlib.nullcontext() if _has_cuda_driver() else _without_lines(no_driver):
-                wp.init()
+            yield
         finally:
             wp.config.log_level = level
-    return wp
 
 
 @contextlib.contextmanager

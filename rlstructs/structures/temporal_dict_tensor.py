@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rlstructs.errors import SpecError
-from rlstructs.structures.base import TensorMap, check_alike, check_same_keys, flatten, parts_of, show
+from rlstructs.structures.base import TensorMap, check_alike, check_same_keys, flatten, parts_of, put_rows, show
 from rlstructs.structures.dict_tensor import DictTensor, Index, as_index, check_copy
 
 LENGTHS = "lengths"
@@ -271,7 +271,7 @@ class TemporalDictTensor(TensorMap):
         for key, tensor in self._tensors.items():
             block = tensor.new_zeros(len(rows_to), *tensor.shape[1:])
             block[:, :steps] = rows[key]
-            tensor[rows_to] = block
+            put_rows(tensor, rows_to, block)
         self.lengths[rows_to] = rows.lengths.to(self.device())
 
     def __repr__(self) -> str:

@@ -1,0 +1,20 @@
+"""Replay memories with skrl's interface: `rlstructs.memories.torch`, `.jax` and `.warp`, the same in all three."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlstructs.memories import jax, torch, warp
+
+_EXPORTS = {"jax": "jax", "torch": "torch", "warp": "warp"}
+
+__all__ = ["jax", "torch", "warp"]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{_EXPORTS[name]}")

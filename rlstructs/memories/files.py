@@ -1,0 +1,250 @@
+"""Memories in files: `.pt` and `.npz` hold everything; `.csv` the valid rows, and a `.json` beside it the rest."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlstructs.errors import FileError, SpecError
+from rlstructs.memories.framework import host_array, spec_of, to_bits
+from rlstructs.replay.episodes import LENGTH, TIME
+from rlstructs.replay.ring import N_COUNTERS, Ring
+from rlstructs.replay.samplers import Span
+from rlstructs.structures import files
+from rlstructs.structures.containers import Reader
+
+if TYPE_CHECKING:
+    from rlstructs.memories.base import Memory
+
+FORMATS = ("pt", "npz", "csv")
+KIND = "Memory"
+RING = "__ring__"
+EPISODES = {"__time__": TIME, "__length__": LENGTH}
+
+
+def checked_format(name: Any) -> str:
+    """`name`, if it is one of the formats.
+
+    Raises:
+        SpecError: it is not.
+    """
+    if name not in FORMATS:
+        raise SpecError(f"the format must be one of {FORMATS}, got {name!r}")
+    return str(name)
+
+
+def save(memory: Memory, directory: str | Path, format: str) -> Path:  # noqa: A002
+    """Writes a memory; returns the file."""
+    folder = Path(directory) / "memories"
+    folder.mkdir(parents=True, exist_ok=True)
+    now = datetime.now().strftime("%y-%m-%d_%H-%M-%S-%f")
+    path = folder / f"{now}_memory_{hex(id(memory))}.{format}"
+    if format == "csv":
+        _save_csv(memory, path)
+    else:
+        dtypes = {name: "bfloat16" for name in memory._dtypes if memory._spec(name).fill is not None}
+        files.write(path, KIND, {**_tensors(memory), **_bookkeeping(memory)}, dtypes, memory._state())
+    return path
+
+
+def load(memory: Memory, path: Path) -> None:
+    """Restores a memory; changes nothing if the file does not fit."""
+    if path.suffix == ".csv":
+        _load_csv(memory, path)
+        return
+    if path.suffix[1:] not in FORMATS:
+        raise FileError(f"{path}: the name must end in one of .{', .'.join(FORMATS)}")
+    with files.reading(path) as (reader, header):
+        if header["class"] != KIND:
+            raise FileError(f"{path}: holds a {header['class']}, not a {KIND}")
+        state = header["state"]
+        more = {name: _array(reader, name) for name in header["arrays"] if name.startswith("__")}
+        restore = _checked(memory, path, state, more)
+        for name in state["tensors"]:
+            dtype, shape = reader.found(name)
+            spec = memory._spec(name) if name in memory._dtypes else _spec(memory, state, name)
+            if dtype != spec.dtype or shape != (memory.memory_size, memory.num_envs, *spec.shape):
+                raise ValueError(f"tensor {name!r} is {dtype} {shape}, its header says otherwise")
+        reader.verify()
+        _make_missing(memory, state)
+        columns = memory._store().columns
+        for name in state["tensors"]:
+            reader.read_into(name, columns.flat[name])
+        restore()
+
+
+def _tensors(memory: Memory) -> dict[str, np.ndarray]:
+    lead = (memory.memory_size, memory.num_envs)
+    flat = memory._store().columns.flat
+    return {name: flat[name].reshape(*lead, *flat[name].shape[1:]) for name in memory._dtypes}
+
+
+def _bookkeeping(memory: Memory) -> dict[str, np.ndarray]:
+    storage = memory._storage
+    arrays = {RING: storage.ring.counters.copy(), **memory._more_arrays()}
+    if storage.episodes is not None:
+        arrays |= {name: storage.episodes.columns.flat[column].copy() for name, column in EPISODES.items()}
+    return arrays
+
+
+def _array(reader: Reader, name: str) -> np.ndarray:
+    dtype, shape = reader.found(name)
+    array = np.empty(shape, dtype)
+    reader.read_into(name, array)
+    return array
+
+
+def _checked(memory: Memory, path: Path, state: Any, more: Mapping[str, np.ndarray]) -> Any:
+    """What restores all but the tensors.
+
+    Raises:
+        FileError, ValueError, KeyError, TypeError: they do not fit.
+    """
+    sizes = state["memory_size"], state["num_envs"]
+    if sizes != (memory.memory_size, memory.num_envs):
+        raise FileError(
+            f"{path}: holds memory_size {sizes[0]} and num_envs {sizes[1]}, "
+            f"this memory has {memory.memory_size} and {memory.num_envs}"
+        )
+    if missing := sorted(set(memory._dtypes) - set(state["tensors"])):
+        raise FileError(f"{path}: has no tensor(s) {missing}, it has {sorted(state['tensors'])}")
+    for name in state["tensors"]:
+        if name in memory._dtypes and (spec := memory._spec(name)) != (theirs := _spec(memory, state, name)):
+            raise FileError(
+                f"{path}: tensor {name!r} is {theirs.dtype} {theirs.shape}, in this memory {spec.dtype} {spec.shape}"
+            )
+    ring = _checked_ring(memory, more[RING])
+    n_rows = memory.memory_size * memory.num_envs
+    episodes = {column: _sized(more[name], np.int32, (n_rows,)) for name, column in EPISODES.items() if name in more}
+    generator = np.random.default_rng(0)
+    generator.bit_generator.state = state["rng"]
+    restore_more = memory._checked_more(more, state)
+
+    def restore() -> None:
+        storage = memory._store()
+        storage.ring.counters[...] = ring
+        if episodes:
+            for column, values in episodes.items():
+                storage.track_episodes().columns.flat[column][...] = values
+        memory._rng = generator
+        restore_more()
+
+    return restore
+
+
+def _checked_ring(memory: Memory, ring: np.ndarray) -> np.ndarray:
+    base, reserved, head = _sized(ring, np.int64, (N_COUNTERS, memory.num_envs))
+    if not ((base >= 0) & (base <= head) & (head <= reserved) & (base % memory.memory_size == 0)).all():
+        raise ValueError("its counters make no sense")
+    return ring
+
+
+def _sized(array: np.ndarray, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
+    if array.dtype != dtype or array.shape != shape:
+        raise ValueError(f"its bookkeeping is {array.dtype} {array.shape}, needed is {np.dtype(dtype)} {shape}")
+    return array
+
+
+def _spec(memory: Memory, state: Mapping[str, Any], name: str) -> Any:
+    dtype, shape = state["tensors"][name]
+    return spec_of(memory.framework, memory.framework.named(dtype), tuple(int(n) for n in shape))
+
+
+def _make_missing(memory: Memory, state: Mapping[str, Any]) -> None:
+    for name, (dtype, shape) in state["tensors"].items():
+        if name not in memory._dtypes:
+            memory._add(name, memory.framework.named(dtype), tuple(shape))
+
+
+def _save_csv(memory: Memory, path: Path) -> None:
+    rows = memory._store().span().by_step()
+    names = memory.get_tensor_names()
+    header = [f"{name}.{'.'.join(map(str, at))}" for name in names for at in np.ndindex(memory._spec(name).shape)]
+    more = {name: array.tolist() for name, array in _bookkeeping(memory).items()}
+    format_of = {"format": files.FORMAT, "version": files.VERSION, "class": KIND}
+    text = json.dumps({**format_of, **memory._state(), "more": more})
+    with files.replacing(path.with_suffix(".json")) as temporary:
+        temporary.write_text(text)
+    with files.replacing(path) as temporary, open(temporary, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(header)
+        for start in range(0, rows.size, 4096):
+            columns = [_decoded(memory, name, rows[start : start + 4096]) for name in names]
+            writer.writerows(map(itertools.chain.from_iterable, zip(*columns, strict=True)))
+
+
+def _decoded(memory: Memory, name: str, rows: np.ndarray) -> list[list[Any]]:
+    array = memory._storage.columns.flat[name][rows]
+    values = memory.framework.hand_over(array, memory._dtypes[name], memory.framework.device("cpu"))
+    return host_array(name, values).reshape(len(rows), -1).tolist()
+
+
+def _load_csv(memory: Memory, path: Path) -> None:
+    beside = path.with_suffix(".json")
+    for needed in (path, beside):
+        if not needed.exists():
+            raise FileNotFoundError(f"{needed}: no such file")
+    try:
+        state = json.loads(beside.read_text())
+        if not isinstance(state, dict) or state.get("format") != files.FORMAT or state.get("class") != KIND:
+            raise ValueError("the .json beside it is not one of ours")
+        if state.get("version") != files.VERSION:
+            raise ValueError(f"version {state.get('version')!r}, this program reads version {files.VERSION}")
+        more = {name: np.array(values, _BOOKKEEPING_DTYPES.get(name)) for name, values in state["more"].items()}
+        restore = _checked(memory, path, state, more)
+        tensors = dict(_read_columns(memory, path, state))
+        lane_rows = _rows_of(memory, more[RING])
+        if any(len(values) != len(lane_rows) for values in tensors.values()):
+            raise ValueError(f"it has not the {len(lane_rows)} rows that it should have")
+    except FileError:
+        raise
+    except Exception as error:  # whatever text
+        raise FileError(f"{path}: not a file of {files.FORMAT}, or a damaged one: {error}") from error
+    _make_missing(memory, state)
+    for name, values in tensors.items():
+        memory._store().columns.flat[name][lane_rows] = values
+    restore()
+
+
+_BOOKKEEPING_DTYPES = {RING: np.int64, "__time__": np.int32, "__length__": np.int32, "__drawn__": np.int64,
+                       "__synced__": np.int64, "__leaves__": np.float64}  # fmt: skip
+
+
+def _rows_of(memory: Memory, ring: np.ndarray) -> np.ndarray:
+    return Span.of(Ring(ring, memory.memory_size), memory._storage.columns).by_step()
+
+
+def _read_columns(memory: Memory, path: Path, state: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    with open(path, newline="") as file:
+        lines = list(csv.reader(file))
+    header, body = lines[0], lines[1:]
+    at = 0
+    for name in sorted(state["tensors"]):
+        spec = _spec(memory, state, name)
+        n = int(np.prod(spec.shape))
+        if [column.rpartition(".")[0] == "" for column in header[at : at + n]] != [False] * n:
+            raise ValueError(f"its first line does not name the columns of {name!r}")
+        cells = [line[at : at + n] for line in body]
+        yield name, _parsed(name, cells, spec).reshape(len(body), *spec.shape)
+        at += n
+    if at != len(header):
+        raise ValueError(f"it has {len(header)} columns, needed are {at}")
+
+
+def _parsed(name: str, cells: list[list[str]], spec: Any) -> np.ndarray:
+    if spec.fill is not None:
+        return to_bits(name, np.array(cells, np.float32))
+    if spec.dtype.kind == "b":
+        if wrong := {cell for line in cells for cell in line} - {"True", "False"}:
+            raise ValueError(f"{name!r} holds {sorted(wrong)[0]!r}, needed is True or False")
+        return np.array([[cell == "True" for cell in line] for line in cells], bool)
+    if spec.dtype.kind == "c":
+        return np.array([[complex(cell) for cell in line] for line in cells], spec.dtype)
+    return np.array(cells, dtype=str).astype(spec.dtype) if cells else np.empty(0, spec.dtype)

@@ -1,0 +1,80 @@
+"""What differs between torch, jax and warp: dtypes, and how arrays leave. All else is one memory."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from rlstructs.errors import SpecError
+from rlstructs.replay.columns import Spec
+
+# The bits of bfloat16's NaN: numpy has no such dtype, so that its columns hold integers.
+BFLOAT16_NAN = 0x7FC0
+BFLOAT16 = Spec(np.dtype(np.int16), fill=BFLOAT16_NAN)
+
+
+class Framework(Protocol):
+    """How one library names its dtypes and takes arrays."""
+
+    def dtype(self, dtype: Any) -> Any:
+        """The library's own name of a dtype, its default float for None."""
+
+    def host_dtype(self, dtype: Any) -> np.dtype | None:
+        """numpy's name of it; None for bfloat16."""
+
+    def named(self, name: str) -> Any:
+        """The dtype of this name, as numpy and torch call it."""
+
+    def name_of(self, dtype: Any) -> str:
+        """The name of a dtype, for `named`."""
+
+    def device(self, device: Any) -> Any:
+        """The library's own name of a device, its default one for None."""
+
+    def hand_over(self, array: np.ndarray, dtype: Any, device: Any) -> Any:
+        """An array that nobody else holds as one of the library's."""
+
+    def live(self, array: np.ndarray, dtype: Any, name: str) -> Any:
+        """The store's own memory as one of the library's arrays; a copy where those cannot be written to."""
+
+    def indexes(self, rows: np.ndarray) -> Any:
+        """Row ids as the library's agents take them."""
+
+    def new_seed(self) -> int:
+        """A seed from the library's global generator, so that seeding that seeds the memory."""
+
+
+def spec_of(framework: Framework, dtype: Any, shape: tuple[int, ...]) -> Spec:
+    """How a column of this dtype is stored."""
+    host = framework.host_dtype(dtype)
+    if host is None:
+        return Spec(BFLOAT16.dtype, shape, BFLOAT16.fill)
+    if host.kind not in "biufc":
+        raise SpecError(f"dtype {dtype} is not supported; needed is a bool, an integer or a float")
+    return Spec(host, shape)
+
+
+def host_array(name: str, value: Any) -> np.ndarray:
+    """What any library calls an array as numpy's, without a copy where that can be; bfloat16 as float32."""
+    if isinstance(value, np.ndarray):
+        return value
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        return np.asarray((value.float() if value.dtype is torch.bfloat16 else value).cpu())
+    if hasattr(value, "numpy") and not hasattr(value, "__array__"):  # a warp array
+        value = value.numpy()
+    try:
+        array: np.ndarray = np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"{name!r} must be an array, got {type(value).__name__}: {error}") from error
+    return np.asarray(array, np.float32) if array.dtype.name == "bfloat16" else array
+
+
+def to_bits(name: str, values: np.ndarray) -> np.ndarray:
+    """Numbers as the bits of bfloat16."""
+    if values.dtype.kind not in "biuf":
+        raise SpecError(f"{name!r} is {values.dtype}, which would lose its values as bfloat16; convert it first")
+    bits: np.ndarray = torch.from_numpy(values.astype(np.float32)).bfloat16().view(torch.int16).numpy()
+    return bits

@@ -1,0 +1,290 @@
+"""Memories that draw at random: uniformly, or in proportion to priorities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from rlstructs.errors import SpecError, StateError
+from rlstructs.memories import base
+from rlstructs.memories.framework import host_array
+from rlstructs.replay import expand
+from rlstructs.replay.prioritised import Prioritised
+from rlstructs.replay.samplers import Span, Uniform, draw_fitting
+from rlstructs.replay.storage import Selection, check_size
+
+Fits = Callable[[np.ndarray], np.ndarray]
+
+CROSS, MASK, NEVER = ENDS = ("cross", "mask", "never")
+REWARDS = ("rewards", "reward")
+NO_ENDS = "no tensor 'terminated' or 'truncated' says where episodes end"
+LAST = ("terminated", "truncated", "done", "dones")
+
+
+class RandomMemory(base.Memory):
+    """A memory that draws its rows uniformly.
+
+    Args:
+        replacement: whether one batch may hold a row twice.
+        memory_size, num_envs, device, export, export_format, export_directory, seed, strict: as of `Memory`.
+    """
+
+    def __init__(self, *, replacement: bool = True, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._uniform = Uniform(replacement)
+        self._last: Selection | None = None
+        self._discount = 1.0
+
+    def sample(
+        self,
+        names: Sequence[str],
+        *,
+        batch_size: int,
+        mini_batches: int = 1,
+        sequence_length: int = 1,
+        n_step: int = 1,
+        gamma: float = 0.99,
+        episode_ends: str = "cross",
+    ) -> list[list[Any]]:
+        """Rows drawn at random, private copies.
+
+        Args:
+            names: of tensors; those that there are not give None.
+            batch_size: rows, or sequences.
+            mini_batches: into how many parts, of whole sequences and nearly the same size.
+            sequence_length: consecutive rows of one environment, one behind the other in the result; they
+                never cross from the newest row to the oldest.
+            n_step: `rewards` become the discounted sum of so many, up to the end of the episode or the
+                newest row; `next_*`, `terminated` and `truncated` come from the last of them.
+                `get_sampling_discounts` tells gamma to the number of steps.
+            gamma: discount per step.
+            episode_ends: sequences "cross" them, are to be masked after them ("mask", see
+                `get_sampling_mask`), or "never" hold one inside.
+
+        Returns:
+            For each mini-batch a list with the tensors `(rows, *data)`, in the order of names.
+
+        Raises:
+            SpecError: an argument is not what is needed, or there is nothing to draw.
+        """
+        names = self._checked_names(names)
+        n = check_size("batch_size", batch_size)
+        length = _check(sequence_length, n_step, gamma, episode_ends)
+        known, storage = self._known(names), self._store()
+        if (episode_ends != CROSS or n_step > 1) and storage.episodes is None:
+            raise StateError(NO_ENDS)
+        picked, arrays = storage.sample(
+            n,
+            lambda count: self._select(count, length, n_step, episode_ends),
+            lambda chosen: self._read(known, chosen, n_step, gamma),
+        )
+        rows = picked.rows if n_step == 1 else picked.rows[:, :1]
+        self.sampling_indexes = self.framework.indexes(rows.reshape(-1))
+        self._last, self._discount = picked, gamma
+        flat = {name: array.reshape(-1, *self._spec(name).shape) for name, array in zip(known, arrays, strict=True)}
+        starts = None if mini_batches <= 1 else np.arange(0, n * length, length)
+        return self._batches(names, flat, n * length, mini_batches, starts)
+
+    def get_sampling_mask(self) -> Any:
+        """Which rows of the last `sample` count, bool, in the order of `get_sampling_indexes`."""
+        picked = self._sampled()
+        mask = picked.fields.get("mask")
+        return self._handed_over(np.ones(picked.rows.shape[0], bool) if mask is None else mask.reshape(-1))
+
+    def get_sampling_is_first(self) -> Any:
+        """Which rows of the last `sample` begin an episode, bool, in the order of `get_sampling_indexes`."""
+        picked, episodes = self._sampled(), self._storage.episodes
+        if episodes is None:
+            raise StateError(NO_ENDS)
+        is_first = picked.fields.get("is_first")
+        return self._handed_over(episodes.times(picked.rows) == 0 if is_first is None else is_first).reshape(-1)
+
+    def get_sampling_discounts(self) -> Any:
+        """Gamma to the number of steps behind each row of the last `sample`, float32 (rows,)."""
+        picked = self._sampled()
+        steps = picked.fields.get("n_steps", np.ones(picked.rows.size, np.int64))
+        return self._handed_over((self._discount**steps).astype(np.float32))
+
+    def _sampled(self) -> Selection:
+        if self._last is None:
+            raise StateError("call sample first")
+        return self._last
+
+    def _handed_over(self, array: np.ndarray) -> Any:
+        array = np.array(array)
+        return self.framework.hand_over(array, self.framework.dtype(array.dtype), self.device)
+
+    def _select(self, n: int, length: int, n_step: int, ends: str) -> Selection:
+        storage = self._store()
+        span, episodes = storage.span(length), storage.episodes
+        fits = None
+        if ends == NEVER and episodes is not None:
+            fits = partial(expand.fits, episodes, length=length)
+        anchors, fields = self._anchors(span, n, fits)
+        if n_step > 1 and episodes is not None:
+            window, counts = expand.n_step(span, episodes, anchors, n_step)
+            fields |= {"inside": window.mask, "is_first": window.is_first[:, 0], "n_steps": counts}
+            return Selection(window.rows, span, fields)
+        if length == 1:
+            return Selection(anchors[:, None], span, fields)
+        if ends == MASK and episodes is not None:
+            window = expand.padded(span, episodes, anchors, length)
+        else:
+            window = expand.chunk(span, episodes, anchors, length)
+        return Selection(window.rows, span, fields | {"mask": window.mask, "is_first": window.is_first})
+
+    def _anchors(self, span: Span, n: int, fits: Fits | None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """`n` rows to begin with, of those that fit, and what else is known of them."""
+        uniform, rng = self._uniform, self._rng
+        if fits is None:
+            return uniform.draw(span, n, rng), {}
+        if uniform.replacement:
+            return draw_fitting(lambda k: uniform.draw(span, k, rng), fits, n, rng.choice, span), {}
+        rows = span.every_row()
+        rows = rows[fits(rows)]
+        if n > rows.size:
+            raise SpecError(f"cannot sample {n} sequences without replacement, there are {rows.size}")
+        return np.asarray(rng.choice(rows, n, replace=False)), {}
+
+    def _read(self, names: Sequence[str], picked: Selection, n_step: int, gamma: float) -> list[np.ndarray]:
+        columns = self._storage.columns
+        if n_step == 1:
+            return columns.gather(names, picked.rows)
+        arrays = []
+        for name in names:
+            if name in REWARDS:
+                arrays.append(_discounted(columns.gather([name], picked.rows)[0], picked.fields["inside"], gamma))
+            else:
+                last = name in LAST or name.startswith("next_")
+                arrays.append(columns.gather([name], picked.rows[:, -1 if last else 0])[0])
+        return arrays
+
+
+class PrioritizedMemory(RandomMemory):
+    """A memory that draws its rows, or the first rows of sequences, in proportion to priorities.
+
+    A new row has the largest priority that was ever given, at first 1. Schaul et al., Prioritized
+    Experience Replay (2016), section 3.
+
+    Args:
+        alpha: exponent of priorities, at least 0; 0 draws uniformly.
+        beta: exponent of importance weights, at least 0; or what gives it from the number of `sample` calls
+            before.
+        normalize: weights are divided by the largest over the "memory", or the "batch".
+        memory_size, num_envs, device, export, export_format, export_directory, seed, strict: as of `Memory`.
+    """
+
+    def __init__(
+        self,
+        *,
+        alpha: float = 0.6,
+        beta: float | Callable[[int], float] = 0.4,
+        normalize: str = "memory",
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        if normalize not in ("memory", "batch"):
+            raise SpecError(f"normalize must be 'memory' or 'batch', got {normalize!r}")
+        self.alpha = _exponent("alpha", alpha)
+        self.beta = beta if callable(beta) else _exponent("beta", beta)
+        self.normalize = normalize
+        self.n_samples = 0
+        self._prioritised = Prioritised(self.memory_size * self.num_envs, self.num_envs, self.alpha)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the memory takes once it is written to."""
+        return super().nbytes + Prioritised.nbytes_of(self.memory_size * self.num_envs, self.num_envs)
+
+    def sample(self, names: Sequence[str], **settings: Any) -> list[list[Any]]:
+        beta = _exponent("beta", self.beta(self.n_samples)) if callable(self.beta) else self.beta
+        batches = super().sample(names, **settings)
+        self._beta, self.n_samples = beta, self.n_samples + 1
+        return batches
+
+    sample.__doc__ = RandomMemory.sample.__doc__
+
+    def get_sampling_weights(self) -> Any:
+        """The importance weights of the last `sample`, float32 (batch_size,), one for each row or sequence."""
+        leaves = self._sampled().fields["leaves"]
+        smallest = leaves.min() if self.normalize == "batch" else self._sampled().fields["smallest"]
+        return self._handed_over(((smallest / leaves) ** self._beta).astype(np.float32))
+
+    def update_priorities(self, indexes: Any, priorities: Any) -> None:
+        """Sets the priorities of rows; of equal indexes the last counts.
+
+        Priorities of rows that were overwritten since they were drawn are dropped.
+
+        Args:
+            indexes: int (n,), as `get_sampling_indexes` gives them.
+            priorities: (n,), finite, at least 0.
+
+        Raises:
+            IndexError, SpecError: something is not so; nothing has changed.
+        """
+        rows = self._checked_rows(indexes)
+        values = host_array("priorities", priorities).astype(np.float64).reshape(-1)
+        self._prioritised.update(self._store().span(), rows, values)
+
+    def _state(self) -> dict[str, Any]:
+        return {**super()._state(), "n_samples": self.n_samples, "max_priority": self._prioritised.max_priority}
+
+    def _more_arrays(self) -> dict[str, np.ndarray]:
+        return self._prioritised.arrays()
+
+    def _checked_more(self, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any]) -> Callable[[], None]:
+        priorities = self._prioritised.restored(arrays, state.get("max_priority", 1.0))
+        n_samples = int(state.get("n_samples", 0))
+
+        def restore() -> None:
+            self._prioritised, self.n_samples = priorities, n_samples
+
+        return restore
+
+    def _anchors(self, span: Span, n: int, fits: Fits | None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        prioritised, rng = self._prioritised, self._rng
+        prioritised.follow(span)
+
+        def inside(rows: np.ndarray) -> np.ndarray:
+            lanes, steps = expand.places(span, rows)
+            within: np.ndarray = (steps >= span.low[lanes]) & (steps < span.high[lanes])
+            return within if fits is None else within & fits(rows)
+
+        rows = draw_fitting(
+            lambda k: prioritised.draw(k, rng), inside, n, lambda every, k: prioritised.choose(every, k, rng), span
+        )
+        return rows, {"leaves": prioritised.tree.values[rows], "smallest": np.full(n, prioritised.tree.minimum)}
+
+    def _select(self, n: int, length: int, n_step: int, ends: str) -> Selection:
+        picked = super()._select(n, length, n_step, ends)
+        self._prioritised.remember(picked.span, picked.rows.reshape(-1))
+        return picked
+
+
+def _check(sequence_length: Any, n_step: Any, gamma: float, episode_ends: str) -> int:
+    # skrl takes 0 for 1.
+    length = check_size("sequence_length", 1 if sequence_length == 0 else sequence_length)
+    if check_size("n_step", n_step) > 1 and length > 1:
+        raise SpecError("n_step and sequence_length cannot both be above 1")
+    if not 0 <= gamma <= 1:
+        raise SpecError(f"gamma must be in [0, 1], got {gamma}")
+    if episode_ends not in ENDS:
+        raise SpecError(f"episode_ends must be one of {ENDS}, got {episode_ends!r}")
+    return length
+
+
+def _exponent(name: str, value: Any) -> float:
+    if not (isinstance(value, (int, float, np.number)) and 0 <= value < np.inf):
+        raise SpecError(f"{name} must be a number of at least 0, got {value!r}")
+    return float(value)
+
+
+def _discounted(rewards: np.ndarray, inside: np.ndarray, gamma: float) -> np.ndarray:
+    """The sum over t of gamma^t rewards (B, n, ...) where inside (B, n)."""
+    factors = gamma ** np.arange(inside.shape[1]) * inside
+    factors = factors.reshape(*factors.shape, *(1,) * (rewards.ndim - 2))
+    # What lies outside may be NaN, which times zero is NaN.
+    return np.asarray(np.where(factors > 0, rewards * factors, 0).sum(axis=1), rewards.dtype)

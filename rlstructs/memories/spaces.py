@@ -1,0 +1,44 @@
+"""How many numbers a space takes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from rlstructs.errors import SpecError
+from rlstructs.replay.storage import check_size
+
+
+def n_elements(size: Any) -> int:
+    """Numbers of a row of this size: an int, a list of ints (their product), or a gymnasium space.
+
+    A Discrete space takes one number, its value; Dict and Tuple spaces what their members take together.
+
+    Raises:
+        TypeError, SpecError: it is something else.
+    """
+    if isinstance(size, (tuple, list)):
+        return math.prod(check_size("size", n) for n in size)
+    if isinstance(size, (bool, int, np.integer, float, str)):
+        return check_size("size", size)
+    return check_size("size", _of_space(size))
+
+
+def _of_space(space: Any) -> int:
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Discrete):
+        return 1
+    if isinstance(space, (spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete)):
+        return math.prod(space.shape)
+    if isinstance(space, (spaces.Dict, spaces.Tuple)):
+        members = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces
+        return sum(_of_space(member) for member in members)
+    if isinstance(space, spaces.Space):
+        try:
+            return int(spaces.flatdim(space))
+        except (NotImplementedError, ValueError) as error:
+            raise SpecError(f"size: the space {space} has no fixed number of elements") from error
+    raise TypeError(f"size must be an int, a list of ints, a gymnasium space or None, got {space!r}")

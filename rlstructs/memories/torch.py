@@ -1,0 +1,84 @@
+"""Replay memories for torch, with the interface of skrl's.
+
+    memory = RandomMemory(memory_size=1000, num_envs=8)
+    memory.create_tensor("observations", size=4)
+    memory.add_samples(observations=torch.zeros(8, 4))
+    [[observations]] = memory.sample(["observations"], batch_size=32)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlstructs.errors import SpecError
+from rlstructs.memories import base, sampling
+from rlstructs.structures.base import as_device
+
+__all__ = ["Memory", "PrioritizedMemory", "RandomMemory"]
+
+
+class Torch:
+    """torch's dtypes and tensors."""
+
+    def dtype(self, dtype: Any) -> torch.dtype:
+        if dtype is None or dtype is float:
+            return torch.get_default_dtype()
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        try:
+            return torch.from_numpy(np.empty(0, dtype)).dtype
+        except TypeError as error:
+            raise SpecError(f"dtype must be one of torch's, got {dtype!r}") from error
+
+    def host_dtype(self, dtype: torch.dtype) -> np.dtype | None:
+        try:
+            return None if dtype is torch.bfloat16 else torch.empty(0, dtype=dtype).numpy().dtype
+        except TypeError as error:
+            raise SpecError(f"dtype {dtype} is not supported: numpy has none like it") from error
+
+    def named(self, name: str) -> torch.dtype:
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise SpecError(f"torch has no dtype {name!r}")
+        return dtype
+
+    def name_of(self, dtype: torch.dtype) -> str:
+        return str(dtype).removeprefix("torch.")
+
+    def device(self, device: Any) -> torch.device:
+        if device is None:
+            device = "cuda:0" if torch.cuda.is_available() else "cpu"
+        return as_device(device)
+
+    def hand_over(self, array: np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        if dtype is torch.bfloat16:
+            tensor = tensor.view(dtype)
+        return tensor if device.type == "cpu" else tensor.to(device)
+
+    def live(self, array: np.ndarray, dtype: torch.dtype, name: str) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.view(dtype) if dtype is torch.bfloat16 else tensor
+
+    def indexes(self, rows: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(rows)
+
+    def new_seed(self) -> int:
+        return int(torch.randint(2**63 - 1, ()))
+
+
+class Memory(base.Memory):
+    __doc__ = base.Memory.__doc__
+
+    framework = Torch()
+
+
+class RandomMemory(sampling.RandomMemory, Memory):
+    __doc__ = sampling.RandomMemory.__doc__
+
+
+class PrioritizedMemory(sampling.PrioritizedMemory, Memory):
+    __doc__ = sampling.PrioritizedMemory.__doc__

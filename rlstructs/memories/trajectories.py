@@ -1,0 +1,103 @@
+"""From what a batcher hands out to the rows of a memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlstructs.errors import MissingKeyError, SpecError
+from rlstructs.memories.framework import host_array
+from rlstructs.structures.trajectories import Trajectories
+
+if TYPE_CHECKING:
+    from rlstructs.memories.base import Memory
+
+NAMES = {
+    "observations": "observation/frame",
+    "next_observations": "_observation/frame",
+    "actions": "action/action",
+    "rewards": "_observation/reward",
+    "terminated": "_observation/terminated",
+    "truncated": "_observation/truncated",
+}
+ENDS = ("_observation/terminated", "_observation/truncated", "_observation/done")
+START = "observation/initial_state"
+
+
+def add(memory: Memory, batch: Trajectories, names: Mapping[str, str] | None) -> None:
+    """Appends the valid steps of a batch, whole or not at all."""
+    if not isinstance(batch, Trajectories):
+        raise TypeError(f"add_trajectories: needs Trajectories, got {type(batch).__name__}")
+    steps = batch.trajectories
+    names = NAMES if names is None else names
+    for key in names.values():
+        if key not in steps:
+            raise MissingKeyError(f"add_trajectories: no {key!r} in the trajectories, there are {sorted(steps.keys())}")
+    lanes, lengths = _lanes(memory, batch), host_array("lengths", steps.lengths)
+    values = {name: host_array(name, steps[key]) for name, key in names.items()}
+    shapes = {name: _row_shape(memory, name, array) for name, array in values.items()}
+    lead = (len(lanes), steps.n_timesteps())
+    block = {}
+    for name, array in values.items():
+        array = array.reshape(*lead, *shapes[name])
+        if name in memory._dtypes:
+            block[name] = memory._store().columns.check(name, memory._encoded(name, array), lead)
+    for name, key in names.items():
+        if name not in memory._dtypes:
+            memory._add(name, memory.framework.named(str(steps[key].dtype).removeprefix("torch.")), shapes[name])
+            block[name] = memory._encoded(name, values[name].reshape(*lead, *shapes[name]))
+    done = np.logical_or.reduce([host_array(key, steps[key]) for key in ENDS if key in steps] or [np.zeros(lead, bool)])
+    starts = host_array(START, steps[START]).astype(bool) if START in steps else None
+    for rows in _rounds(lanes):
+        every = isinstance(rows, slice)
+        part = lengths if every else lengths[rows]
+        memory._write(
+            block if every else {name: array[rows] for name, array in block.items()},
+            _as_slice(lanes if every else lanes[rows]),
+            done if every else done[rows],
+            lengths=None if (part == lead[1]).all() else part,
+            starts=None if starts is None else starts if every else starts[rows],
+        )
+
+
+def _lanes(memory: Memory, batch: Trajectories) -> np.ndarray:
+    if "env_index" not in batch.info:
+        raise MissingKeyError("add_trajectories: no 'env_index' in the trajectories' info: it says which lane a row is")
+    lanes = host_array("env_index", batch.info["env_index"]).reshape(-1).astype(np.int64)
+    if lanes.size and (lanes.min() < 0 or lanes.max() >= memory.num_envs):
+        wrong = lanes.max() if lanes.min() >= 0 else lanes.min()
+        raise SpecError(f"add_trajectories: env_index {wrong} is not in [0, {memory.num_envs}), the memory's num_envs")
+    return lanes
+
+
+def _row_shape(memory: Memory, name: str, array: np.ndarray) -> tuple[int, ...]:
+    """The shape of a row of this tensor: its own, if it has as many numbers; else that of the values."""
+    found = array.shape[2:] or (1,)
+    if name not in memory._dtypes:
+        return found
+    shape = memory._spec(name).shape
+    if np.prod(found, dtype=int) != np.prod(shape, dtype=int):
+        raise SpecError(f"add_trajectories: {name!r} has rows of shape {array.shape[2:]}, the tensor's are {shape}")
+    return shape
+
+
+def _rounds(lanes: np.ndarray) -> Iterator[Any]:
+    """Which rows to write together, so that none of them are of one lane; in order."""
+    if np.unique(lanes).size == lanes.size:
+        if lanes.size:
+            yield slice(None)
+        return
+    seen: dict[int, int] = {}
+    turn = np.empty(lanes.size, np.int64)
+    for at, lane in enumerate(lanes.tolist()):
+        turn[at] = seen[lane] = seen.get(lane, -1) + 1
+    for number in range(turn.max() + 1):
+        yield np.flatnonzero(turn == number)
+
+
+def _as_slice(lanes: np.ndarray) -> Any:
+    """Lanes that follow one another as a slice: then a block is one copy."""
+    first = int(lanes[0])
+    return slice(first, first + lanes.size) if (np.diff(lanes) == 1).all() else lanes

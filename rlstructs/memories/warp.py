@@ -1,0 +1,80 @@
+"""Replay memories for warp, with the interface of skrl's. The rows lie in host memory; batches are warp arrays.
+
+    memory = RandomMemory(memory_size=1000, num_envs=8)
+    memory.create_tensor("observations", size=4)
+    memory.add_samples(observations=wp.zeros((8, 4)))
+    [[observations]] = memory.sample(["observations"], batch_size=32)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import warp as wp
+
+from rlstructs.errors import SpecError
+from rlstructs.memories import base, sampling
+from rlstructs.structures.interop import WARP_MAX_AXES, start_warp
+
+__all__ = ["Memory", "PrioritizedMemory", "RandomMemory"]
+
+PYTHON = {float: wp.float32, int: wp.int32, bool: wp.bool, None: wp.float32}
+BFLOAT16 = getattr(wp, "bfloat16", "no bfloat16 in this version")
+
+
+class Warp:
+    """warp's dtypes and arrays."""
+
+    def dtype(self, dtype: Any) -> Any:
+        if dtype is None or (isinstance(dtype, type) and dtype in PYTHON):
+            return PYTHON[dtype]
+        for convert in (lambda found: wp.dtype_to_numpy(found) and found, wp.dtype_from_numpy):
+            with contextlib.suppress(TypeError):
+                return convert(dtype)
+        raise SpecError(f"dtype must be one of warp's or numpy's scalars, got {dtype!r}")
+
+    def host_dtype(self, dtype: Any) -> np.dtype | None:
+        return None if dtype is BFLOAT16 else np.dtype(wp.dtype_to_numpy(dtype))
+
+    def named(self, name: str) -> Any:
+        return self.dtype(BFLOAT16 if name == "bfloat16" else np.dtype(name))
+
+    def name_of(self, dtype: Any) -> str:
+        return "bfloat16" if dtype is BFLOAT16 else np.dtype(wp.dtype_to_numpy(dtype)).name
+
+    def device(self, device: Any) -> Any:
+        start_warp()
+        return wp.get_device(device)
+
+    def hand_over(self, array: np.ndarray, dtype: Any, device: Any) -> wp.array:
+        host = self.live(array, dtype, "a batch")  # keeps `array` alive
+        return host if device.is_cpu else host.to(device)
+
+    def live(self, array: np.ndarray, dtype: Any, name: str) -> wp.array:
+        if array.ndim > WARP_MAX_AXES:
+            raise SpecError(f"{name} has {array.ndim} axes, warp arrays have at most {WARP_MAX_AXES}")
+        if dtype is BFLOAT16:
+            array = array.view(np.uint16)
+        return wp.array(array, dtype=dtype, copy=False, device="cpu")
+
+    def indexes(self, rows: np.ndarray) -> np.ndarray:
+        return rows
+
+    def new_seed(self) -> int:
+        return int(np.random.randint(2**63 - 1, dtype=np.int64))
+
+
+class Memory(base.Memory):
+    __doc__ = base.Memory.__doc__
+
+    framework = Warp()
+
+
+class RandomMemory(sampling.RandomMemory, Memory):
+    __doc__ = sampling.RandomMemory.__doc__
+
+
+class PrioritizedMemory(sampling.PrioritizedMemory, Memory):
+    __doc__ = sampling.PrioritizedMemory.__doc__

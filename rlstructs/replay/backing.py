@@ -1,0 +1,94 @@
+"""Where the bytes of a store lie: ordinary memory, memory shared between processes, or a file each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from rlstructs.errors import SpecError
+from workers.arena import SharedArena, available_bytes
+
+__all__ = ["Backing", "Block", "Heap", "OnDisk", "Shared", "available_bytes"]
+
+
+class Backing(Protocol):
+    """Gives out zeroed bytes."""
+
+    def allocate(self, name: str, nbytes: int) -> Block:
+        """A block of `nbytes` zeros."""
+
+
+class Block(Protocol):
+    """Some bytes; what is pickled in their place says how to get at them again."""
+
+    def bytes(self) -> np.ndarray:
+        """uint8 (nbytes,), the memory itself."""
+
+
+class HeapBlock:
+    """Ordinary memory; pickled by value."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._bytes = np.zeros(nbytes, np.uint8)
+
+    def bytes(self) -> np.ndarray:
+        return self._bytes
+
+
+class SharedBlock:
+    """Anonymous shared memory: a process that is started with it sees the same bytes."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._arena = SharedArena()
+        self._arena.resize(max(nbytes, 1))
+
+    def bytes(self) -> np.ndarray:
+        return np.frombuffer(self._arena.map(), np.uint8, self._nbytes)
+
+
+class FileBlock:
+    """A file mapped into memory; processes that open it see the same bytes."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self._path, self._nbytes = path, nbytes
+        with open(path, "xb") as file:
+            file.truncate(max(nbytes, 1))
+
+    def bytes(self) -> np.ndarray:
+        return np.memmap(self._path, np.uint8, "r+", shape=(max(self._nbytes, 1),))[: self._nbytes]
+
+
+class Heap:
+    """Ordinary memory."""
+
+    def allocate(self, name: str, nbytes: int) -> Block:
+        return HeapBlock(nbytes)
+
+
+class Shared:
+    """Memory shared between the processes that a store is given to as they start."""
+
+    def allocate(self, name: str, nbytes: int) -> Block:
+        return SharedBlock(nbytes)
+
+
+class OnDisk:
+    """A file for each column in a folder, which must be new or empty.
+
+    Raises:
+        SpecError: there is something in the folder.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if any(self._folder.iterdir()):
+            raise SpecError(f"{folder}: this folder is not empty")
+        self._n = 0
+
+    def allocate(self, name: str, nbytes: int) -> Block:
+        self._n += 1  # names may hold anything, file names not
+        return FileBlock(self._folder / f"{self._n:04d}.bin", nbytes)

@@ -1,0 +1,167 @@
+"""Columns: named arrays with a row for each lane and slot.
+
+A row id is `lane * lane_stride + slot * slot_stride`, int64. The order of a store says which is which:
+"lane" (strides capacity and 1) keeps a lane's rows together, "slot" (1 and n_lanes) the rows of one
+time. Only this module knows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlstructs.errors import MissingKeyError, SpecError
+from rlstructs.replay.backing import Backing, Block, Heap
+
+LANE, SLOT = "lane", "slot"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a column holds in a row.
+
+    Attributes:
+        dtype: of numpy; other libraries' own dtypes are stored as their bits.
+        shape: of one row.
+        fill: what a row holds that was never written; None for NaN in floats, zero in others.
+    """
+
+    dtype: np.dtype
+    shape: tuple[int, ...] = ()
+    fill: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a row."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    @property
+    def unwritten(self) -> Any:
+        """The value of what was never written."""
+        if self.fill is not None:
+            return self.fill
+        return np.nan if self.dtype.kind in "fc" else 0
+
+
+class Columns:
+    """Named arrays over bytes of one kind.
+
+    Args:
+        n_lanes: rings.
+        capacity: rows per lane.
+        order: "lane" or "slot".
+        backing: where the bytes lie.
+
+    Example:
+        >>> columns = Columns(n_lanes=2, capacity=3, order="slot")
+        >>> columns.add("reward", Spec(np.dtype(np.float32)))
+        >>> columns.rows(np.array([0, 1]), np.array([2, 2])).tolist()
+        [4, 5]
+        >>> columns.flat["reward"][[4, 5]] = [1.0, 2.0]
+        >>> columns.cells["reward"][:, 2].tolist()
+        [1.0, 2.0]
+    """
+
+    def __init__(self, n_lanes: int, capacity: int, order: str = LANE, backing: Backing | None = None) -> None:
+        self.n_lanes, self.capacity, self.order = n_lanes, capacity, order
+        self.lane_stride, self.slot_stride = (capacity, 1) if order == LANE else (1, n_lanes)
+        self.specs: dict[str, Spec] = {}
+        self._backing = Heap() if backing is None else backing
+        self._blocks: dict[str, Block] = {}
+        self._map()
+
+    def _map(self) -> None:
+        # name -> (n_rows, *shape) in the order of row ids, and (n_lanes, capacity, *shape): the same memory.
+        self.flat: dict[str, np.ndarray] = {}
+        self.cells: dict[str, np.ndarray] = {}
+        for name in self.specs:
+            self._map_one(name)
+
+    def _map_one(self, name: str) -> None:
+        spec = self.specs[name]
+        self.flat[name] = flat = self._blocks[name].bytes().view(spec.dtype).reshape(self.n_rows, *spec.shape)
+        if self.order == LANE:
+            self.cells[name] = flat.reshape(self.n_lanes, self.capacity, *spec.shape)
+        else:
+            self.cells[name] = flat.reshape(self.capacity, self.n_lanes, *spec.shape).swapaxes(0, 1)
+
+    @property
+    def n_rows(self) -> int:
+        """Rows there is room for."""
+        return self.n_lanes * self.capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all columns."""
+        return sum(spec.nbytes for spec in self.specs.values()) * self.n_rows
+
+    def add(self, name: str, spec: Spec) -> None:
+        """Adds a column, every row of it unwritten; the others are as they were."""
+        block = self._backing.allocate(name, spec.nbytes * self.n_rows)
+        self._blocks[name], self.specs[name] = block, spec
+        self._map_one(name)
+        if spec.unwritten != 0:  # NaN is not equal to it either
+            self.flat[name][...] = spec.unwritten
+
+    def move(self, backing: Backing) -> None:
+        """Copies every column to bytes of another kind; views of the old ones no longer follow."""
+        moved = {}
+        for name, spec in self.specs.items():
+            moved[name] = backing.allocate(name, spec.nbytes * self.n_rows)
+            moved[name].bytes()[...] = self._blocks[name].bytes()
+        self._backing, self._blocks = backing, moved
+        self._map()
+
+    def rows(self, lanes: Any, slots: Any) -> np.ndarray:
+        """Row ids."""
+        return np.asarray(lanes * self.lane_stride + slots * self.slot_stride)
+
+    def places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The lanes and slots of row ids."""
+        major, minor = np.divmod(rows, self.capacity if self.order == LANE else self.n_lanes)
+        return (major, minor) if self.order == LANE else (minor, major)
+
+    def gather(self, names: Iterable[str], rows: np.ndarray) -> list[np.ndarray]:
+        """These rows of these columns, private memory, `(*rows.shape, *shape)` each."""
+        # mode="clip" reads without a look at every index first; row ids from here are in range.
+        return [self.flat[name].take(rows, axis=0, mode="clip") for name in names]
+
+    def check(self, name: str, values: np.ndarray, lead: tuple[int, ...]) -> np.ndarray:
+        """`values` as what the column takes, `(*lead, *shape)`.
+
+        Raises:
+            MissingKeyError, SpecError: there is no such column, or the shape or dtype does not fit.
+        """
+        spec = self.specs.get(name)
+        if spec is None:
+            raise MissingKeyError(f"no {name!r} in this store, there are {sorted(self.specs)}")
+        if values.shape != (*lead, *spec.shape):
+            raise SpecError(f"{name!r} has shape {values.shape}, needed is {(*lead, *spec.shape)}")
+        return values if values.dtype == spec.dtype else cast(name, values, spec.dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key not in ("flat", "cells")}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self._map()
+
+
+def cast(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """`values` in another dtype; only the precision of floats may be lost.
+
+    Raises:
+        SpecError: something else would be.
+    """
+    whole = "biu"
+    if values.dtype.kind in whole and dtype.kind in whole and not np.can_cast(values.dtype, dtype, "safe"):
+        converted = values.astype(dtype)
+        if not np.array_equal(converted, values):
+            raise SpecError(f"{name!r} holds {values.dtype} values that do not fit {dtype}")
+        return converted
+    if not np.can_cast(values.dtype, dtype, "same_kind"):
+        raise SpecError(f"{name!r} is {values.dtype}, which would lose its values as {dtype}; convert it first")
+    return values.astype(dtype)

@@ -1,0 +1,170 @@
+"""Episodes: where each row stands in its own, without a scan.
+
+Two int32 per row: `time`, the position in the episode, and `length`, the number of steps of the episode,
+0 while it goes on. So the episode's first step is `step - time` and its last `step - time + length - 1`.
+What is open at the head follows from the newest row alone: there is no third place that could disagree
+after a writer was killed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rlstructs.replay.backing import Backing
+from rlstructs.replay.columns import Columns, Spec
+from rlstructs.replay.ring import Ring
+
+INT32 = Spec(np.dtype(np.int32))
+TIME, LENGTH = "time", "length"
+BYTES_PER_ROW = 8
+# Later than any step.
+NEVER = np.iinfo(np.int64).max
+
+
+class Episodes:
+    """The episodes of a ring.
+
+    Args:
+        ring: its counters.
+        order: of row ids.
+        backing: where the bytes lie.
+    """
+
+    def __init__(self, ring: Ring, order: str, backing: Backing | None = None) -> None:
+        self.ring = ring
+        self.columns = Columns(ring.n_lanes, ring.capacity, order, backing)
+        self.columns.add(TIME, INT32)
+        self.columns.add(LENGTH, INT32)
+
+    def __getstate__(self) -> dict[str, Columns]:
+        return {"columns": self.columns}  # whoever keeps the counters puts `ring` back
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the bookkeeping."""
+        return self.columns.nbytes
+
+    def open_lengths(self, lanes: slice | np.ndarray) -> np.ndarray:
+        """Steps so far of the episodes that go on at the head, int64; 0 where none does."""
+        ring = self.ring
+        every = np.arange(ring.n_lanes)[lanes]
+        head = ring.head[every]
+        slots = (head - 1) % ring.capacity
+        time = self.columns.cells[TIME][every, slots].astype(np.int64)
+        closed = self.columns.cells[LENGTH][every, slots] == time + 1
+        return np.where(closed | (head == ring.base[every]), 0, time + 1)
+
+    def write(
+        self,
+        lanes: slice | np.ndarray,
+        done: np.ndarray,
+        starts: np.ndarray | None = None,
+        lengths: np.ndarray | None = None,
+    ) -> None:
+        """Writes the bookkeeping of the T rows that follow each head, before the head is raised.
+
+        Args:
+            lanes: n of them.
+            done: bool (n, T), whether an episode ends with this row.
+            starts: bool (n, T), whether one starts with it whatever came before.
+            lengths: int64 (n,), how many of the T rows are valid; None for all.
+        """
+        n_timesteps = done.shape[1]
+        carried = self.open_lengths(lanes)
+        if n_timesteps == 1 and starts is None and lengths is None:
+            self._write_step(lanes, done[:, 0], carried)
+            return
+        index = np.arange(n_timesteps)
+        valid = None if lengths is None else index < lengths[:, None]
+        first = np.zeros_like(done) if starts is None else starts.copy()
+        first[:, 1:] |= done[:, :-1]
+        origin = np.where(first, index, -NEVER)
+        origin[:, 0] = np.where(first[:, 0], 0, -carried)
+        time = index - np.maximum.accumulate(origin, axis=1)
+        ends = done.copy()
+        ends[:, :-1] |= first[:, 1:]
+        if valid is not None and lengths is not None:
+            ends &= valid
+            # A start in the padding does not end the last valid row.
+            last = np.maximum(lengths - 1, 0)
+            rows = np.arange(len(done))
+            ends[rows, last] = done[rows, last] & valid[rows, last]
+        end = np.where(ends, index, n_timesteps)
+        end = np.minimum.accumulate(end[:, ::-1], axis=1)[:, ::-1]
+        total = np.take_along_axis(time, np.minimum(end, n_timesteps - 1), axis=1) + 1
+        length = np.where(end < n_timesteps, total, 0)
+        self._scatter(lanes, time, length, valid)
+        self._close_carried(lanes, carried, first[:, 0], end[:, 0], time, n_timesteps)
+
+    def _write_step(self, lanes: slice | np.ndarray, done: np.ndarray, carried: np.ndarray) -> None:
+        ring = self.ring
+        every = np.arange(ring.n_lanes)[lanes]
+        slots = ring.head[every] % ring.capacity
+        self.columns.cells[TIME][every, slots] = carried
+        self.columns.cells[LENGTH][every, slots] = np.where(done, carried + 1, 0)
+        for at in np.flatnonzero(done & (carried > 0)):
+            self._set_length(int(every[at]), int(carried[at]), int(carried[at]) + 1, 1)
+
+    def _scatter(
+        self, lanes: slice | np.ndarray, time: np.ndarray, length: np.ndarray, valid: np.ndarray | None
+    ) -> None:
+        ring = self.ring
+        every = np.arange(ring.n_lanes)[lanes]
+        rows = self.columns.rows(every[:, None], (ring.head[every][:, None] + np.arange(time.shape[1])) % ring.capacity)
+        for name, values in ((TIME, time), (LENGTH, length)):
+            if valid is None:
+                self.columns.flat[name][rows] = values
+            else:
+                self.columns.flat[name][rows[valid]] = values[valid]
+
+    def _close_carried(
+        self,
+        lanes: slice | np.ndarray,
+        carried: np.ndarray,
+        cut: np.ndarray,
+        end: np.ndarray,
+        time: np.ndarray,
+        n_timesteps: int,
+    ) -> None:
+        every = np.arange(self.ring.n_lanes)[lanes]
+        for at in np.flatnonzero((carried > 0) & (cut | (end < n_timesteps))):
+            total = int(carried[at]) if cut[at] else int(time[at, end[at]]) + 1
+            self._set_length(int(every[at]), int(carried[at]), total, n_timesteps)
+
+    def _set_length(self, lane: int, n_before: int, total: int, n_new: int) -> None:
+        """Gives the newest `n_before` rows of a lane, which are still there after `n_new` more, their length."""
+        ring = self.ring
+        head = int(ring.head[lane])
+        steps = np.arange(max(head - n_before, head + n_new - ring.capacity), head)
+        self.columns.cells[LENGTH][lane, steps % ring.capacity] = total
+
+    def close(self, lane: int) -> None:
+        """Ends the episode that goes on in a lane with its newest row."""
+        if n := int(self.open_lengths(np.array([lane]))[0]):
+            self._set_length(lane, n, n, 0)
+
+    def rebuild(self, done: np.ndarray) -> None:
+        """Works everything out again from `done`, bool (n_lanes, capacity) by slot."""
+        ring = self.ring
+        for lane in range(ring.n_lanes):
+            head = int(ring.head[lane])
+            steps = np.arange(int(ring.oldest()[lane]), head)
+            if not steps.size:
+                continue
+            slots = steps % ring.capacity
+            ends = np.flatnonzero(done[lane, slots])
+            bounds = np.concatenate([[0], ends + 1])
+            which = np.searchsorted(ends, np.arange(steps.size))
+            time = np.arange(steps.size) - bounds[which]
+            length = np.append(np.diff(bounds), 0)[which]
+            self.columns.cells[TIME][lane, slots] = time
+            self.columns.cells[LENGTH][lane, slots] = length
+
+    def times(self, rows: np.ndarray) -> np.ndarray:
+        """Positions in their episodes, int64."""
+        return self.columns.flat[TIME].take(rows).astype(np.int64)
+
+    def remaining(self, rows: np.ndarray) -> np.ndarray:
+        """Steps from each row to the end of its episode, itself included; `NEVER` while it goes on."""
+        length = self.columns.flat[LENGTH].take(rows).astype(np.int64)
+        return np.where(length > 0, length - self.times(rows), NEVER)

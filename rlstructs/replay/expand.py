@@ -1,0 +1,84 @@
+"""From anchors to the rows of a sample, and which of them count. Never draws.
+
+Each takes row ids (B,) that lie in `span`, and gives row ids (B, L).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlstructs.replay.episodes import Episodes
+from rlstructs.replay.samplers import Span
+
+
+@dataclass(frozen=True)
+class Window:
+    """L rows around or after each anchor.
+
+    Attributes:
+        rows: int64 (B, L).
+        mask: bool (B, L), which count.
+        is_first: bool (B, L), where an episode begins.
+    """
+
+    rows: np.ndarray
+    mask: np.ndarray
+    is_first: np.ndarray
+
+
+def places(span: Span, anchors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The lanes and steps of row ids, int64 (B,) each."""
+    lanes, slots = span.columns.places(anchors)
+    last = span.head[lanes] - 1
+    return lanes, last - (last - slots) % span.columns.capacity
+
+
+def after(span: Span, anchors: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """The rows `offsets` (B, L) or (L,) steps after each anchor, of the same lane, as row ids (B, L)."""
+    lanes, slots = span.columns.places(anchors)
+    return span.columns.rows(lanes[:, None], (slots[:, None] + offsets) % span.columns.capacity)
+
+
+def chunk(span: Span, episodes: Episodes | None, anchors: np.ndarray, length: int) -> Window:
+    """Each anchor and the `length - 1` rows after it, across the ends of episodes."""
+    rows = after(span, anchors, np.arange(length))
+    is_first = np.zeros(rows.shape, bool) if episodes is None else episodes.times(rows) == 0
+    return Window(rows, np.ones(rows.shape, bool), is_first)
+
+
+def padded(span: Span, episodes: Episodes, anchors: np.ndarray, length: int) -> Window:
+    """As `chunk`; what comes after the end of the anchor's episode does not count."""
+    window = chunk(span, episodes, anchors, length)
+    mask = np.arange(length) < episodes.remaining(anchors)[:, None]
+    return Window(window.rows, mask, window.is_first & mask)
+
+
+def fits(episodes: Episodes, anchors: np.ndarray, length: int) -> np.ndarray:
+    """Which anchors have `length - 1` rows of the same episode after them, bool (B,)."""
+    return np.asarray(episodes.remaining(anchors) >= length)
+
+
+def stack(span: Span, episodes: Episodes, anchors: np.ndarray, length: int) -> Window:
+    """Each anchor after the `length - 1` rows before it; the first of its episode stands for those before that."""
+    lanes, steps = places(span, anchors)
+    depth = np.minimum(episodes.times(anchors), steps - span.low[lanes])
+    back = np.arange(length - 1, -1, -1)
+    mask = back <= depth[:, None]
+    rows = after(span, anchors, -np.minimum(back, depth[:, None]))
+    return Window(rows, mask, mask & (episodes.times(rows) == 0))
+
+
+def n_step(span: Span, episodes: Episodes, anchors: np.ndarray, length: int) -> tuple[Window, np.ndarray]:
+    """Each anchor and the rows after it, up to `length`, the end of its episode or the newest row.
+
+    Returns:
+        The window, and how many rows of it count, int64 (B,), at least 1. Rows beyond repeat the last.
+    """
+    lanes, steps = places(span, anchors)
+    counts = np.minimum(np.minimum(episodes.remaining(anchors), span.head[lanes] - steps), length)
+    offsets = np.minimum(np.arange(length), counts[:, None] - 1)
+    mask = np.arange(length) < counts[:, None]
+    rows = after(span, anchors, offsets)
+    return Window(rows, mask, mask & (episodes.times(rows) == 0)), counts

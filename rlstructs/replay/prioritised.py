@@ -1,0 +1,141 @@
+"""Drawing in proportion to priorities that lie in a sum tree, and follow what is written.
+
+Schaul et al., Prioritized Experience Replay (2016): P(i) = p_i^alpha / sum of p_k^alpha, and the weight
+(N P(i))^-beta over the largest of them, which is (min_k p_k^alpha / p_i^alpha)^beta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from rlstructs.errors import SpecError
+from rlstructs.replay.expand import places
+from rlstructs.replay.samplers import Span
+
+# Names of its arrays in a file.
+LEAVES, SYNCED, DRAWN = "__leaves__", "__synced__", "__drawn__"
+
+
+class Prioritised:
+    """Priorities of a store's rows; a new row gets the largest priority ever given, at first 1.
+
+    Args:
+        n_rows: of the store.
+        n_lanes: of the store.
+        alpha: exponent of priorities, at least 0; 0 draws uniformly.
+    """
+
+    def __init__(self, n_rows: int, n_lanes: int, alpha: float) -> None:
+        from rlstructs.replay.sum_tree import SumTree  # warp loads with the first tree
+
+        self.alpha = alpha
+        self.max_priority = 1.0
+        self.tree = SumTree(n_rows)
+        # The step that each row held when it was last drawn: an update that comes too late is for another.
+        self.drawn = np.full(n_rows, -1, np.int64)
+        self.synced = np.zeros(n_lanes, np.int64)
+
+    @staticmethod
+    def nbytes_of(n_rows: int, n_lanes: int) -> int:
+        """Bytes that one takes."""
+        from rlstructs.replay.sum_tree import SumTree
+
+        return SumTree.nbytes_of(n_rows) + 8 * (n_rows + n_lanes)
+
+    def follow(self, span: Span) -> None:
+        """Gives the rows that were written since the last call their priority."""
+        if (self.synced == span.head).all():
+            return
+        if (self.synced < span.low).any() or (self.synced > span.head).any():
+            # Lanes were cleared, or wrapped meanwhile.
+            self._drop(np.flatnonzero((self.synced < span.low) | (self.synced > span.head)), span)
+        low = np.maximum(self.synced, span.low)
+        new = Span(low, span.head, span.head, span.columns)
+        rows = new.row_ids(np.arange(int(new.counts().sum())))
+        self.tree.update(rows, np.full(rows.size, self.max_priority**self.alpha))
+        self.synced = span.head.copy()
+
+    def _drop(self, lanes: np.ndarray, span: Span) -> None:
+        columns = span.columns
+        rows = columns.rows(lanes[:, None], np.arange(columns.capacity)).ravel()
+        self.tree.update(rows, np.zeros(rows.size))
+        self.synced = self.synced.copy()
+        self.synced[lanes] = span.low[lanes]
+
+    def draw(self, n: int, rng: np.random.Generator) -> np.ndarray:
+        """`n` row ids, one from each n-th of the total.
+
+        Raises:
+            SpecError: every priority is zero.
+        """
+        total = self.tree.total
+        if not total > 0:
+            raise SpecError("nothing to sample: no row has a priority above zero")
+        return self.tree.draw((np.arange(n) + rng.random(n)) * (total / n)).astype(np.int64)
+
+    def choose(self, rows: np.ndarray, n: int, rng: np.random.Generator) -> np.ndarray:
+        """`n` of these row ids, in proportion.
+
+        Raises:
+            SpecError: every priority is zero.
+        """
+        ends = np.cumsum(self.tree.values[rows])
+        if not (ends.size and ends[-1] > 0):
+            raise SpecError("nothing to sample: no row has a priority above zero")
+        at = np.searchsorted(ends, rng.random(n) * ends[-1], side="right")
+        chosen: np.ndarray = rows[np.minimum(at, np.searchsorted(ends, ends[-1]))]
+        return chosen
+
+    def remember(self, span: Span, rows: np.ndarray) -> None:
+        """Notes which steps were drawn."""
+        self.drawn[rows] = places(span, rows)[1]
+
+    def update(self, span: Span, rows: np.ndarray, priorities: np.ndarray) -> None:
+        """Sets priorities; those of rows that were overwritten since they were drawn are dropped.
+
+        Args:
+            rows: int64 (n,); of equal ones the last counts.
+            priorities: (n,), finite, at least 0.
+
+        Raises:
+            SpecError: something is not so; nothing has changed.
+        """
+        if priorities.shape != rows.shape:
+            raise SpecError(f"priorities: {priorities.size} came for {rows.size} indexes")
+        if not (np.isfinite(priorities).all() and (priorities >= 0).all()):
+            wrong = priorities[~(np.isfinite(priorities) & (priorities >= 0))][0]
+            raise SpecError(f"priorities must be finite and at least 0, got {wrong}")
+        self.follow(span)
+        lanes, steps = places(span, rows)
+        held, drawn = (steps >= span.low[lanes]) & (steps >= 0), self.drawn[rows]
+        if not (held | (drawn >= 0)).all():
+            raise SpecError(f"index {rows[~(held | (drawn >= 0))][0]} holds no row")
+        same = held & ((drawn < 0) | (drawn == steps))
+        if same.any():
+            self.max_priority = max(self.max_priority, float(priorities[same].max()))
+            self.tree.update(rows[same], priorities[same] ** self.alpha)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What a file needs beside `max_priority`."""
+        return {LEAVES: self.tree.values.copy(), SYNCED: self.synced.copy(), DRAWN: self.drawn.copy()}
+
+    def restored(self, arrays: Mapping[str, np.ndarray], max_priority: float) -> Prioritised:
+        """A new one with what `arrays` gave; if a file has none, every row gets the same priority.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+        new = Prioritised(self.tree.n_leaves, self.synced.size, self.alpha)
+        if LEAVES not in arrays:
+            return new
+        leaves, synced, drawn = (arrays[name] for name in (LEAVES, SYNCED, DRAWN))
+        wanted = (new.tree.values, new.synced, new.drawn)
+        if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip((leaves, synced, drawn), wanted, strict=True)):
+            raise ValueError("its priorities have other shapes")
+        if not (np.isfinite(leaves).all() and (leaves >= 0).all() and 0 <= max_priority < np.inf):
+            raise ValueError("its priorities are not finite and at least 0")
+        new.max_priority, new.synced, new.drawn = float(max_priority), synced, drawn
+        new.tree.fill(leaves)
+        return new

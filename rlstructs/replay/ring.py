@@ -1,0 +1,79 @@
+"""The clock of a store: how many rows each lane has had, and which of them are there.
+
+A lane's steps are numbered from 0 and never again; step s lies in slot `s % capacity`. Three counters
+per lane, int64, in memory that other processes may share:
+
+    base       steps before it were cleared
+    reserved   raised before rows are written: what it has passed is about to be overwritten
+    head       raised after rows are written: what it has passed can be read
+
+Valid are the steps `[max(base, reserved - capacity), head)`. A reader that gathers without a lock looks
+at `reserved` again afterwards: what fell out meanwhile may be torn. With one counter instead of two it
+could not know. A writer killed in between loses what it was about to overwrite; the next one starts at
+`head`. This order of loads and stores is what x86 keeps by itself.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+BASE, RESERVED, HEAD = range(3)
+N_COUNTERS = 3
+
+
+class Ring:
+    """Counters of `n_lanes` lanes with `capacity` rows each.
+
+    Args:
+        counters: int64 (3, n_lanes), zeros for a new ring.
+        capacity: rows per lane.
+
+    Example:
+        >>> ring = Ring(np.zeros((N_COUNTERS, 2), np.int64), capacity=4)
+        >>> ring.reserve(slice(0, 1), 6)
+        >>> ring.publish(slice(0, 1), 6)
+        >>> ring.oldest().tolist(), ring.head.tolist(), len(ring)
+        ([2, 0], [6, 0], 4)
+    """
+
+    def __init__(self, counters: np.ndarray, capacity: int) -> None:
+        self.counters = counters
+        self.capacity = capacity
+        self.base, self.reserved, self.head = counters
+
+    @property
+    def n_lanes(self) -> int:
+        """Number of lanes."""
+        return int(self.head.size)
+
+    def __len__(self) -> int:
+        return int((self.head - self.oldest()).clip(0).sum())
+
+    def oldest(self) -> np.ndarray:
+        """The first valid step of each lane, int64 (n_lanes,)."""
+        return np.asarray(np.maximum(self.base, self.reserved - self.capacity))
+
+    def reserve(self, lanes: slice | np.ndarray, n: int | np.ndarray) -> None:
+        """Announces that `n` rows from `head` on will be written to each of these lanes."""
+        self.reserved[lanes] = np.maximum(self.reserved[lanes], self.head[lanes] + n)
+
+    def publish(self, lanes: slice | np.ndarray, n: int | np.ndarray) -> None:
+        """Says that they are written."""
+        self.head[lanes] += n
+
+    def clear(self) -> None:
+        """Drops every row; the next one lies in slot 0, and old steps never come back."""
+        start = -(-np.maximum(self.head, self.reserved) // self.capacity) * self.capacity
+        # Head last: until then a reader sees nothing rather than rows that are not there.
+        self.base[:] = start
+        self.reserved[:] = start
+        self.head[:] = start
+
+    def is_full(self) -> np.ndarray:
+        """Which lanes have wrapped since they were cleared, bool (n_lanes,)."""
+        return np.asarray(self.head - self.base >= self.capacity)
+
+    def steps_of(self, lanes: np.ndarray, slots: np.ndarray, head: np.ndarray) -> np.ndarray:
+        """The newest step below `head` (n_lanes,) that lies in each of these slots."""
+        last = head[lanes] - 1
+        return np.asarray(last - (last - slots) % self.capacity)

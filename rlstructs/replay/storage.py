@@ -1,0 +1,265 @@
+"""A store: columns, the ring that says which rows are there, and the episodes in them.
+
+    write:   check the whole block -> reserve -> scatter -> episodes -> publish
+    sample:  look at the counters -> draw anchors -> expand -> gather -> look again, redraw what fell out
+
+Several processes may each write lanes of their own while others read, without a lock. Threads of one
+process take turns at writing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rlstructs.errors import SpecError, StateError
+from rlstructs.replay.backing import Backing, Block, Heap, Shared
+from rlstructs.replay.columns import LANE, Columns
+from rlstructs.replay.episodes import Episodes
+from rlstructs.replay.expand import places
+from rlstructs.replay.ring import N_COUNTERS, Ring
+from rlstructs.replay.samplers import Span
+
+ALL = slice(None)
+# A reader that loses this often against the writers reads from a ring too small to be read at all.
+MAX_REDRAWS = 100
+
+
+@dataclass
+class Selection:
+    """What was drawn.
+
+    Attributes:
+        rows: int64 (B, L) row ids, the earliest of each sample in column 0.
+        span: the counters as they were.
+        fields: what else belongs to each sample (mask, weights, ...), first axis B.
+    """
+
+    rows: np.ndarray
+    span: Span
+    fields: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def put(self, at: np.ndarray, other: Selection) -> None:
+        """Replaces some samples, in place."""
+        self.rows[at] = other.rows
+        for name, values in self.fields.items():
+            values[at] = other.fields[name]
+
+
+class Storage:
+    """Rows of `n_lanes` lanes, the newest `capacity` of each.
+
+    Args:
+        n_lanes: rings; an environment has one of its own.
+        capacity: rows per lane.
+        order: of row ids, "lane" or "slot".
+        backing: where the bytes lie; None for ordinary memory.
+
+    Example:
+        >>> from rlstructs.replay.columns import Spec
+        >>> storage = Storage(n_lanes=2, capacity=4)
+        >>> storage.columns.add("reward", Spec(np.dtype(np.float32)))
+        >>> storage.write({"reward": np.ones((2, 3), np.float32)})  # 2 lanes, 3 rows each
+        >>> len(storage)
+        6
+    """
+
+    def __init__(self, n_lanes: int, capacity: int, *, order: str = LANE, backing: Backing | None = None) -> None:
+        backing = Heap() if backing is None else backing
+        self.columns = Columns(n_lanes, capacity, order, backing)
+        self.episodes: Episodes | None = None
+        self._backing = backing
+        self._counters: Block = backing.allocate("counters", N_COUNTERS * n_lanes * 8)
+        self._lock = threading.Lock()
+        self._map()
+
+    def _map(self) -> None:
+        counters = self._counters.bytes().view(np.int64).reshape(N_COUNTERS, self.columns.n_lanes)
+        self.ring = Ring(counters, self.columns.capacity)
+        if self.episodes is not None:
+            self.episodes.ring = self.ring
+
+    def __len__(self) -> int:
+        return len(self.ring)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of columns and bookkeeping."""
+        episodes = 0 if self.episodes is None else self.episodes.nbytes
+        return self.columns.nbytes + episodes + self.ring.counters.nbytes
+
+    def track_episodes(self) -> Episodes:
+        """Keeps the bookkeeping of episodes from now on; rows from before have one episode per lane."""
+        if self.episodes is None:
+            self.episodes = Episodes(self.ring, self.columns.order, self._backing)
+            if len(self):
+                self.episodes.rebuild(np.zeros((self.columns.n_lanes, self.columns.capacity), bool))
+        return self.episodes
+
+    def write(
+        self,
+        block: Mapping[str, np.ndarray],
+        lanes: slice | np.ndarray = ALL,
+        *,
+        lengths: np.ndarray | None = None,
+        done: np.ndarray | None = None,
+        starts: np.ndarray | None = None,
+    ) -> None:
+        """Appends up to T rows to each of n lanes; of more than there is room for, the last remain.
+
+        Args:
+            block: name -> (n, T, ...), at least one; columns that are not in it get unwritten rows.
+            lanes: which n, no two the same.
+            lengths: int64 (n,), how many of the T rows are valid; None for all.
+            done: bool (n, T), where an episode ends; None for nowhere.
+            starts: bool (n, T), where one starts whatever came before; None for nowhere.
+
+        Raises:
+            SpecError: something does not fit; nothing has changed.
+        """
+        lead = next(iter(block.values())).shape[:2]
+        block = {name: self.columns.check(name, values, lead) for name, values in block.items()}
+        if self.episodes is not None and done is None:
+            done = np.zeros(lead, bool)
+        n_timesteps, capacity = lead[1], self.columns.capacity
+        with self._lock:
+            if n_timesteps <= capacity:
+                self._write(block, lanes, n_timesteps, lengths, done, starts)
+                return
+            for start in range(0, n_timesteps, capacity):
+                part = slice(start, start + capacity)
+                self._write(
+                    {name: values[:, part] for name, values in block.items()},
+                    lanes,
+                    min(capacity, n_timesteps - start),
+                    None if lengths is None else (lengths - start).clip(0, capacity),
+                    None if done is None else done[:, part],
+                    None if starts is None else starts[:, part],
+                )
+
+    def _write(
+        self,
+        block: Mapping[str, np.ndarray],
+        lanes: slice | np.ndarray,
+        n_timesteps: int,
+        lengths: np.ndarray | None,
+        done: np.ndarray | None,
+        starts: np.ndarray | None,
+    ) -> None:
+        ring, columns = self.ring, self.columns
+        count = n_timesteps if lengths is None else lengths
+        ring.reserve(lanes, count)
+        head = ring.head[lanes]
+        first = int(head[0]) if head.size else 0
+        if lengths is None and (head.size == 1 or (head == first).all()):
+            self._put_blocks(block, lanes, first % columns.capacity, n_timesteps)
+        else:
+            steps = head[:, None] + np.arange(n_timesteps)
+            rows = columns.rows(np.arange(columns.n_lanes)[lanes][:, None], steps % columns.capacity)
+            self._put_rows(block, rows, None if lengths is None else np.arange(n_timesteps) < lengths[:, None])
+        if self.episodes is not None:
+            assert done is not None
+            self.episodes.write(lanes, done, starts, lengths)
+        ring.publish(lanes, count)
+
+    def _put_blocks(self, block: Mapping[str, np.ndarray], lanes: Any, slot: int, n_timesteps: int) -> None:
+        before_end = self.columns.capacity - slot
+        for name, cells in self.columns.cells.items():
+            values = block.get(name)
+            if values is None:
+                values = np.broadcast_to(self.columns.specs[name].unwritten, (1, n_timesteps, *cells.shape[2:]))
+            cells[lanes, slot : slot + n_timesteps] = values[:, :before_end]
+            if n_timesteps > before_end:
+                cells[lanes, : n_timesteps - before_end] = values[:, before_end:]
+
+    def _put_rows(self, block: Mapping[str, np.ndarray], rows: np.ndarray, valid: np.ndarray | None) -> None:
+        rows = rows if valid is None else rows[valid]
+        for name, flat in self.columns.flat.items():
+            if name not in block:
+                flat[rows] = self.columns.specs[name].unwritten
+            else:
+                flat[rows] = block[name] if valid is None else block[name][valid]
+
+    def clear(self) -> None:
+        """Drops every row."""
+        with self._lock:
+            self.ring.clear()
+
+    def span(self, length: int = 1) -> Span:
+        """What can be drawn now: every valid row that has `length - 1` others after it."""
+        return Span.of(self.ring, self.columns, length)
+
+    def sample(
+        self,
+        n: int,
+        select: Callable[[int], Selection],
+        read: Callable[[Selection], list[np.ndarray]],
+        redraws: int = MAX_REDRAWS,
+    ) -> tuple[Selection, list[np.ndarray]]:
+        """`n` samples, none of them torn by a writer.
+
+        Args:
+            select: draws so many samples.
+            read: gathers what belongs to them, arrays of first axis n.
+            redraws: how often some may be drawn again.
+
+        Raises:
+            StateError: writers overwrite rows faster than they can be read.
+        """
+        picked = select(n)
+        arrays = read(picked)
+        stale = self._overwritten(picked)
+        if stale is None:
+            return picked, arrays
+        if not redraws:
+            raise StateError("sample: rows are overwritten faster than they are read; use a larger memory")
+        # The others were whole when they were looked at, whatever becomes of their rows now.
+        again, replacements = self.sample(int(stale.sum()), select, read, redraws - 1)
+        picked.put(stale, again)
+        for array, replacement in zip(arrays, replacements, strict=True):
+            array[stale] = replacement
+        return picked, arrays
+
+    def _overwritten(self, picked: Selection) -> np.ndarray | None:
+        low = self.ring.oldest()
+        if np.array_equal(low, picked.span.low):
+            return None
+        lanes, steps = places(picked.span, picked.rows[:, 0])
+        stale = np.asarray(steps < low[lanes])
+        return stale if stale.any() else None
+
+    def share(self) -> None:
+        """Moves everything to memory that processes share which are started with this object."""
+        backing = Shared()
+        self.columns.move(backing)
+        counters = backing.allocate("counters", self.ring.counters.nbytes)
+        counters.bytes()[...] = self._counters.bytes()
+        self._backing, self._counters = backing, counters
+        if self.episodes is not None:
+            self.episodes.columns.move(backing)
+        self._map()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key not in ("ring", "_lock")}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self._lock = threading.Lock()
+        self._map()
+
+
+def check_size(name: str, value: Any) -> int:
+    """`value` as an int.
+
+    Raises:
+        TypeError, SpecError: it is no int, or below 1.
+    """
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < 1:
+        raise SpecError(f"{name} must be at least 1, got {value}")
+    return int(value)
