@@ -84,7 +84,8 @@ class RL_Agent:
         if state is None:
             if t != 0:
                 raise SpecError(f"call_replay: a state is needed at t={t}")
-            state = trajectories.info.truncate_key("agent_state/")
+            # A copy: agents may write into their state, and the trajectories are to be replayed again.
+            state = trajectories.info.truncate_key("agent_state/").clone()
         info = trajectories.info.truncate_key("agent_info/").to("cpu")
         steps = trajectories.trajectories
         observation = steps.temporal_index(t).truncate_key("observation/")

@@ -16,9 +16,10 @@ gone with the last of them, however they end.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,6 +41,7 @@ from rlstructs.settings import (
     agent_seeds_of,
     check_count,
     check_info,
+    check_timeout,
     info_example,
     seeds_of,
     warn_of_overlap,
@@ -128,6 +130,7 @@ class RL_Batcher:
         self._state = _State.CLOSED  # until there is something to close
         check_count("n_timesteps", n_timesteps, 1)
         check_count("n_processes", n_processes, 0)
+        check_timeout(timeout)
         self._device = as_device(device)
         infos = {"agent_info": agent_info, "env_info": env_info}
         self._examples = {name: info_example(name, info) for name, info in infos.items()}
@@ -151,6 +154,8 @@ class RL_Batcher:
             self._pool.kill()
             raise
         self._episodes = EpisodeTracker()
+        # Of a rollout that is over, until it has been handed out: Ctrl-C may come between.
+        self._replies: list[Any] | None = None
         self._failure: BaseException | None = None
         self._state = _State.NEW
 
@@ -201,7 +206,7 @@ class RL_Batcher:
         if agent_info is not None and agent_info != NO_INFO:
             check_info("agent_info", agent_info, self._examples["agent_info"], self.n_elems())
             self._write_info("agent_info", agent_info)
-        with self._failing():
+        with self._failing("execute"):
             self._pool.broadcast("rollout")
         self._state = _State.RUNNING
 
@@ -232,12 +237,14 @@ class RL_Batcher:
         """
         self._check("get", _State.RUNNING)
         with self._failing():
-            if not blocking and not self._pool.ready():
-                return None, None
-            replies = self._pool.gather()
-            trajectories = self._read([filled for filled, _ in replies])
-        n_running = sum(running for _, running in replies)
+            if self._replies is None:
+                if not blocking and not self._pool.ready():
+                    return None, None
+                self._replies = self._pool.gather()
+            trajectories = self._read([filled for filled, _ in self._replies])
+        n_running = sum(running for _, running in self._replies)
         self._episodes.add(trajectories)
+        self._replies = None
         self._state = _State.READY if n_running else _State.ENDED
         return trajectories.to(self._device), n_running
 
@@ -291,8 +298,8 @@ class RL_Batcher:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if kind is not None and self._state is not _State.CLOSED:
-            self._state = _State.FAILED
+        if error is not None and self._state is not _State.CLOSED:
+            self._fail(error, "the program failed before")
         self.close()
 
     def _started(
@@ -357,7 +364,7 @@ class RL_Batcher:
         if state is _State.CLOSED:
             raise ClosedError(f"{call}: the batcher is closed")
         if state is _State.FAILED:
-            raise StateError(f"{call}: a worker failed before, close the batcher") from self._failure
+            raise StateError(f"{call}: {self._failed_in}, close the batcher") from self._failure
         needed = {
             _State.NEW: "call reset first",
             _State.READY: "call execute first",
@@ -367,23 +374,26 @@ class RL_Batcher:
         raise StateError(f"{call}: {state.value}, {needed[state]}")
 
     def _call(self, method: str, *arguments: Any) -> None:
-        with self._failing():
+        with self._failing(method):
             self._pool.call(method, *arguments)
 
-    def _failing(self) -> _Failing:
-        return _Failing(self)
+    @contextlib.contextmanager
+    def _failing(self, call: str = "") -> Iterator[None]:
+        """Marks the batcher as failed when a worker fails, and when `call` is interrupted halfway.
 
+        Without a call an interrupt changes nothing: the workers do not know of it, and it can be waited
+        for them again.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._fail(error, "a worker failed before")
+            raise
+        except BaseException as error:
+            if call:
+                self._fail(error, f"{call} was interrupted before")
+            raise
 
-class _Failing:
-    """Marks a batcher as failed when a worker did."""
-
-    def __init__(self, batcher: RL_Batcher) -> None:
-        self._batcher = batcher
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, Exception):  # not Ctrl-C: the workers do not know of it
-            self._batcher._state, self._batcher._failure = _State.FAILED, error
-            logger.info("a worker failed: %r", error)
+    def _fail(self, error: BaseException, why: str) -> None:
+        self._state, self._failure, self._failed_in = _State.FAILED, error, why
+        logger.info("%s: %r", why, error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,8 +40,12 @@ def check_path(option: str, path: Path, endings: dict[str, str | None]) -> None:
         raise SpecError(f"{option}: the name must end in {' or '.join(endings)}, got {str(path)!r}")
     if not path.parent.is_dir():
         raise SpecError(f"{option}: there is no directory {str(path.parent)!r}")
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise SpecError(f"{option}: cannot write {str(path)!r}")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a directory")
+        tempfile.TemporaryFile(dir=path.parent).close()  # the one sure way to know
+    except OSError as error:
+        raise SpecError(f"{option}: cannot write {str(path)!r}: {error}") from error
     module = endings[path.suffix]
     try:
         importlib.import_module(module or "torch")

@@ -11,15 +11,16 @@ import torch
 
 from rlstructs import weights
 from rlstructs.agent import RL_Agent
-from rlstructs.envs.vec_env import RowEnv, VecEnv, row_env
+from rlstructs.envs.vec_env import RowEnv, VecEnv, gives_rows, row_env
 from rlstructs.errors import SpecError
-from rlstructs.rows import Rows, TensorSpec, specs_of
+from rlstructs.rows import Rows, TensorSpec, check_dtype, specs_of
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.settings import JobSettings
 from rlstructs.slots import Layout, Slots
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from workers.arena import SharedArena
+from workers.loop import close_job
 
 
 @dataclass
@@ -212,15 +213,18 @@ class RolloutJob:
         """Finds the specs with an agent of its own; also whether the environment was reset for it."""
         settings, n = self.settings, env.n_envs()
         with PrivateStreams()(), torch.no_grad():
-            used = not hasattr(env, "example")
+            used = not (gives_rows(env) and hasattr(env, "example"))
             if used:
                 with contextlib.closing(env):
                     observation = row_env(env).reset_rows(repeated(settings.env_info, n)).tensors()
             else:
                 observation = env.example().tensors()  # type: ignore[attr-defined]
             seen = observation.clone().to(settings.device or "cpu")  # the agent may `set` keys in it
-            with contextlib.closing(settings.create_agent(**settings.agent_args)) as agent:
+            agent = settings.create_agent(**settings.agent_args)
+            try:
                 output, state = first_step(agent, seen, repeated(settings.agent_info, n), n)
+            finally:
+                close_job(agent)
         return Specs(specs_of(observation), specs_of(output), specs_of(state)), used
 
 
@@ -245,6 +249,7 @@ def checked(what: str, value: Any, n: int) -> DictTensor:
     for key, tensor in value.items():
         if tensor.ndim == 0 or tensor.shape[0] != n:
             raise SpecError(f"{what}: {key!r} has shape {tuple(tensor.shape)}, expected ({n}, ...)")
+        check_dtype(what, key, tensor.dtype)
     return value
 
 

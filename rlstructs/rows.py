@@ -18,7 +18,7 @@ from rlstructs.structures.dict_tensor import DictTensor
 Spec = tuple[tuple[int, ...], np.dtype[Any]]  # row shape, dtype
 TensorSpec = tuple[tuple[int, ...], torch.dtype]
 
-RECORD = ""  # the name of the block that holds the record
+RECORD = "\0record"  # the name of the block that holds the record, and of no key
 
 
 class Packing:
@@ -35,7 +35,7 @@ class Packing:
     Example:
         >>> specs = {"frame": ((4,), np.dtype("f4")), "reward": ((), np.dtype("f4")), "done": ((), np.dtype("?"))}
         >>> Packing(specs).blocks
-        {'': ((), dtype('V8')), 'frame': ((4,), dtype('float32'))}
+        {'\\x00record': ((), dtype('V8')), 'frame': ((4,), dtype('float32'))}
     """
 
     def __init__(self, specs: Mapping[str, Spec]) -> None:
@@ -132,9 +132,17 @@ def numpy_specs(specs: Mapping[str, TensorSpec]) -> dict[str, Spec]:
     return converted
 
 
+def check_dtype(what: str, key: str, dtype: torch.dtype) -> None:
+    """Raises SpecError unless values of this dtype can lie in shared memory."""
+    try:
+        torch.empty(0, dtype=torch.int16 if dtype is torch.bfloat16 else dtype).numpy()
+    except TypeError as error:
+        raise SpecError(f"{what}: {key!r} is {dtype}, which cannot be recorded; convert it first") from error
+
+
 def as_array(tensor: torch.Tensor) -> np.ndarray:
     """A tensor as an array, a view where it is on the CPU."""
     try:
         return tensor.numpy()
     except (RuntimeError, TypeError):  # it has a gradient, or is elsewhere: rarer, and each call has its price
-        return tensor.detach().cpu().numpy()
+        return tensor.detach().cpu().resolve_conj().resolve_neg().numpy()

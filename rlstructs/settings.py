@@ -15,7 +15,7 @@ import torch
 from rlstructs.agent import RL_Agent
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
-from rlstructs.rows import specs_of
+from rlstructs.rows import check_dtype, specs_of
 from rlstructs.seeding import EnvSeed
 from rlstructs.structures.base import check_same_keys
 from rlstructs.structures.dict_tensor import DictTensor
@@ -71,6 +71,7 @@ def info_example(name: str, info: DictTensor | None) -> DictTensor:
     for key, tensor in info.items():
         if tensor.ndim == 0 or tensor.shape[0] < 1:
             raise SpecError(f"{name}: example {key!r} has shape {tuple(tensor.shape)}, expected (1, ...)")
+        check_dtype(name, key, tensor.dtype)
     return info.slice(0, 1).to("cpu").clone()
 
 
@@ -118,6 +119,16 @@ def warn_of_overlap(seeds: Sequence[int], n_envs: int) -> None:
                     stacklevel=4,
                 )
                 return
+
+
+def check_timeout(timeout: Any) -> None:
+    """Raises TypeError or SpecError unless `timeout` is None or a number of seconds above 0."""
+    if timeout is None:
+        return
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float, np.number)):
+        raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
+    if not timeout > 0:
+        raise SpecError(f"timeout must be above 0 seconds, got {timeout}")
 
 
 def check_info(name: str, info: DictTensor, example: DictTensor, n_elems: int) -> None:

@@ -282,3 +282,19 @@ def test_initial_states_and_replays_are_checked_too():
     agent.require_history, agent.gives = (lambda: False), {"output": on("meta", "y")}
     with pytest.raises(SpecError, match="^the output: 'y' is on meta"):
         checked.call_replay(trajectories, 0, None)
+
+
+class InPlace(RL_Agent):
+    """Writes into the state that it is given."""
+
+    def __call__(self, state, observation, agent_info, history=None):
+        state["n"].add_(1)
+        return DictTensor({"out": state["n"].clone()}), state
+
+
+def test_a_replay_leaves_the_trajectories_as_they_were():
+    info = DictTensor({"agent_state/n": torch.zeros(1, dtype=torch.int64)})
+    steps = TemporalDictTensor({"observation/x": torch.zeros(1, 3)}, torch.tensor([3]))
+    trajectories = Trajectories(info, steps)
+    for _ in range(2):
+        assert replay_agent(InPlace(), trajectories)["out"].tolist() == [[1, 2, 3]]

@@ -865,3 +865,25 @@ def test_real_environments(env_id, frame, dtype):
     going = ~ended[:, :-1]
     assert torch.equal(steps["observation/frame"][:, 1:][going], steps["_observation/frame"][:, :-1][going])
     assert torch.equal(steps["observation/initial_state"][:, 1:], ended[:, :-1])
+
+
+@pytest.mark.parametrize("where", ["output", "state", "agent_info"])
+def test_a_dtype_that_cannot_be_recorded_is_named(where):
+    value = torch.zeros(1).to(torch.float8_e4m3fn)
+
+    class Odd(Counting):
+        def initial_state(self, agent_info, B):
+            state = super().initial_state(agent_info, B)
+            return state + DictTensor({"odd": value.expand(B)}) if where == "state" else state
+
+        def __call__(self, state, *arguments, **named):
+            output, following = super().__call__(state, *arguments, **named)
+            odd = DictTensor({"odd": value.expand(len(state["n"]))})
+            return (output + odd if where == "output" else output), (following + odd if where == "state" else following)
+
+    info = {"agent_info": DictTensor({"odd": value})} if where == "agent_info" else {}
+    words = f"{where.split('_')[0]}.*'odd' is torch.float8_e4m3fn, which cannot be recorded"
+    with pytest.raises(SpecError, match=words):
+        RL_Batcher(
+            5, Odd, {}, lambda seed: GymEnvInf([Count(3)], seed), {}, n_processes=0, seeds=[0], **info
+        )

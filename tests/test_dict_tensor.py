@@ -547,3 +547,23 @@ def test_copy_agrees_with_lists(schema, n_source, n_target, data):
 def test_copies_are_equal_to_their_originals(d):
     for made in (d.clone(), pickle.loads(pickle.dumps(d)), DictTensor(dict(d)), d.prepend_key("p/").truncate_key("p/")):
         assert made == d
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=str)
+def test_unsigned_integers_are_copied_and_pickled_too(dtype):
+    d = DictTensor({"x": torch.arange(3).to(dtype)})
+    assert pickle.loads(pickle.dumps(d)) == d and copy.deepcopy(d) == d
+    d.copy_(DictTensor({"x": torch.tensor([7, 8]).to(dtype)}), [1], [0])
+    assert d["x"].tolist() == [8, 1, 2]
+
+
+def test_a_refused_copy_changes_nothing():
+    d = DictTensor({"a": torch.zeros(3), "b": torch.zeros(3, requires_grad=True)})
+    with pytest.raises(SpecError, match="^DictTensor.copy_: 'b' is a leaf that requires a gradient"):
+        d.copy_(DictTensor({"a": torch.ones(3), "b": torch.ones(3)}), [0], [0])
+    assert d["a"].tolist() == [0, 0, 0]
+
+
+def test_a_backward_slice_is_refused():
+    with pytest.raises(IndexError, match="^a slice must go forward"):
+        DictTensor({"a": torch.zeros(3)}).index(slice(None, None, -1))

@@ -194,6 +194,154 @@ def test_a_hanging_environment_is_an_error_after_the_timeout_and_close_ends_it()
     assert not any(exists(pid) for pid in pids)
 
 
+class Interrupted(Count):
+    """Interrupts the trainer while it works, once, after a file is there."""
+
+    def __init__(self, where, pid, file):
+        super().__init__(100)
+        self.where, self.pid, self.file = where, pid, file
+
+    def _interrupt(self, where):
+        if self.where == where:
+            self.where = None
+            while not os.path.exists(self.file):
+                pass
+            os.kill(self.pid, signal.SIGINT)
+
+    def reset(self, **arguments):
+        if self.episode == 0:
+            self._interrupt("reset")
+        return super().reset(**arguments)
+
+    def step(self, action):
+        if self.steps == 5:
+            self._interrupt("step")
+        return super().step(action)
+
+
+def interrupted(where, n_processes, file="/"):
+    pid = os.getpid()
+    return RL_Batcher(
+        10, Counting, {}, lambda seed: GymEnvInf([Interrupted(where, pid, file)], seed), {}, n_processes, [0]
+    )
+
+
+def test_an_interrupted_reset_is_said_to_have_been_and_close_is_quick():
+    batcher = interrupted("reset", 1)
+    batcher.reset()
+    with pytest.raises(KeyboardInterrupt):
+        batcher.reset()
+    for call in (batcher.execute, batcher.reset, batcher.get, lambda: batcher.update(1)):
+        with pytest.raises(StateError, match="reset was interrupted before, close the batcher$"):
+            call()
+    with Deadline():
+        batcher.close()
+
+
+def test_an_interrupted_rollout_of_the_debugging_batcher_cannot_go_on_half_done():
+    batcher = interrupted("step", 0)
+    batcher.reset()
+    with pytest.raises(KeyboardInterrupt):
+        batcher.execute()
+    with pytest.raises(StateError, match="^execute: execute was interrupted before, close the batcher$"):
+        batcher.execute()
+    batcher.close()
+
+
+def test_a_rollout_survives_an_interrupted_get(tmp_path):
+    with interrupted("step", 1, tmp_path / "go") as batcher:
+        batcher.reset()
+        batcher.execute()
+        with pytest.raises(KeyboardInterrupt):
+            (tmp_path / "go").touch()
+            batcher.get()
+        trajectories, _ = batcher.get()
+        assert trajectories.trajectories["observation/frame"][0, :, 1].tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("closed", ["sys.stdout = None", "sys.stdout.close()", "sys.stderr = None", "os.close(1)"])
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+def test_workers_need_no_standard_streams(closed, method, subprocess_env, tmp_path):
+    text = textwrap.dedent(f"""
+        import os, sys
+        from helpers import count_batcher, rollout
+        {closed}
+        with count_batcher([[3]], 5, autoreset=True, start_method={method!r}) as batcher:
+            batcher.reset()
+            rollout(batcher)
+        open({str(tmp_path / "done")!r}, "x")
+    """)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", text], env=subprocess_env, timeout=60, capture_output=True)
+    assert (tmp_path / "done").exists()
+
+
+def test_a_stopped_worker_is_an_error_after_the_timeout_and_close_ends_it(start_method):
+    batcher = count_batcher([[3], [3]], 5, autoreset=True, start_method=start_method)
+    batcher.reset()
+    batcher._pool.timeout = 1.0  # not before: a spawned worker may need longer to start
+    pids = batcher._pool.pids
+    os.kill(pids[1], signal.SIGSTOP)
+    with Deadline(), pytest.raises(WorkerTimeout, match="^worker 1 .* has not read 'update' within 1.0 s$"):
+        batcher.update(bytes(10**7))  # more than a pipe holds
+    with Deadline():
+        batcher.close()
+    assert not any(exists(pid) for pid in pids)
+
+
+def test_close_ends_busy_workers_when_the_fork_server_is_gone_too(subprocess_env):
+    text = textwrap.dedent("""
+        import os, signal
+        import psutil
+        from helpers import Count, Counting
+        from processes import exists, worker_pids
+        from rlstructs import GymEnvInf, RL_Batcher
+
+        class Hanging(Count):
+            def step(self, action):
+                signal.pause()
+
+        batcher = RL_Batcher(5, Counting, {}, lambda seed: GymEnvInf([Hanging(9)], seed), {}, 2, 0)
+        batcher.reset()
+        batcher.execute()
+        pids = batcher._pool.pids
+        psutil.Process(psutil.Process(pids[0]).ppid()).kill()
+        batcher.close()
+        print(any(exists(pid) for pid in pids))
+    """)
+    done = subprocess.run([sys.executable, "-c", text], env=subprocess_env, timeout=60, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+def in_a_daemon(result):
+    with count_batcher([[3]], 5, autoreset=True) as batcher:
+        batcher.reset()
+        result.put(rollout(batcher)[1])
+
+
+def test_a_daemonic_process_may_have_a_batcher():
+    context = multiprocessing.get_context("spawn")
+    result = context.SimpleQueue()
+    child = context.Process(target=in_a_daemon, args=(result,), daemon=True)
+    child.start()
+    child.join(60)
+    assert (child.exitcode, result.empty() or result.get()) == (0, 1)
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), 1e12])
+def test_any_long_timeout_will_do(timeout):
+    with count_batcher([[3]], 5, timeout=timeout) as batcher:
+        batcher.reset()
+        assert rollout(batcher)[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("timeout", "kind"), [(0, ValueError), (-1.0, ValueError), ("3", TypeError), (True, TypeError)]
+)
+def test_a_timeout_that_is_none_is_refused(timeout, kind):
+    with pytest.raises(kind, match=f"^timeout must be .*got {timeout!r}"):
+        count_batcher([[3]], 5, timeout=timeout)
+
+
 def test_slots_that_do_not_fit_are_refused_before_they_are_taken():
     with pytest.raises(OutOfMemoryError, match="bytes are needed"):
         count_batcher([[3, 3]], 10**12)
@@ -219,7 +367,7 @@ class Slow(Count):
         if LONG_STEP and self.steps == 2:
             print(os.getpid(), flush=True)
             while True:
-                signal.pause()
+                sum(range(10**9)) if LONG_STEP == "in C" else signal.pause()
         return super().step(action)
 
 batcher = RL_Batcher(
@@ -237,14 +385,15 @@ while True:
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
-@pytest.mark.parametrize(("long_step", "forked"), [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("forked", [False, True])
+@pytest.mark.parametrize("long_step", [False, True, "in C"])
 def test_when_the_main_process_is_killed_no_worker_stays(method, long_step, forked, subprocess_env):  # CV79
     shared = set(os.listdir("/dev/shm"))
-    text = f"LONG_STEP, FORKED, METHOD = {long_step}, {forked}, {method!r}\n{PROGRAM}"
+    text = f"LONG_STEP, FORKED, METHOD = {long_step!r}, {forked}, {method!r}\n{PROGRAM}"
     program = subprocess.Popen([sys.executable, "-W", "ignore", "-c", text], stdout=subprocess.PIPE, env=subprocess_env)
     assert program.stdout is not None
     workers = [int(pid) for pid in program.stdout.readline().split()]
-    lines = [program.stdout.readline() for _ in range(2 * long_step + forked)]
+    lines = [program.stdout.readline() for _ in range(2 * bool(long_step) + forked)]
     family = psutil.Process(program.pid).children(recursive=True)
     fork = [process for process in family if process.pid not in workers and f"{process.pid}\n".encode() in lines]
     others = [process for process in family if process not in fork]

@@ -509,3 +509,40 @@ def test_close_closes_all_although_some_raise():
     with pytest.raises(ValueError, match="cannot close after 0 resets"):
         env.close()
     assert [made.n_closed for made in envs] == [1, 1, 1, 1]
+
+
+class SameReward(Count):
+    """Gives the same array as the reward, always."""
+
+    def __init__(self, length):
+        super().__init__(length)
+        self.reward = np.zeros(())
+
+    def reset(self, **arguments):
+        self.reward[...] = 0
+        return super().reset(**arguments)
+
+    def step(self, action):
+        observation, self.reward[...], *rest = super().step(action)
+        return observation, self.reward, *rest
+
+
+def test_a_reward_that_a_reset_overwrites_is_kept():  # R1
+    env = GymEnvInf([SameReward(2)], 0)
+    env.reset()
+    rewards = [env.step(DictTensor({"action": torch.tensor([0])}))[0][0]["reward"].item() for _ in range(4)]
+    assert rewards == [1, 2, 1, 2]
+
+
+def test_setting_a_key_of_one_observation_leaves_the_other():
+    env = GymEnvInf([Count(9)], 0)
+    env.reset()
+    (after, _), (following, _) = env.step(DictTensor({"action": torch.tensor([0])}))
+    after.set("reward", after["reward"] * 10)
+    assert (after["reward"].item(), following["reward"].item()) == (10, 1)
+
+
+def test_a_bfloat16_action_will_do_for_a_box():
+    env = GymEnvInf([gymnasium.make("Pendulum-v1")], 0)
+    env.reset()
+    env.step(DictTensor({"action": torch.ones(1, 1, dtype=torch.bfloat16)}))

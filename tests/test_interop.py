@@ -306,3 +306,9 @@ def test_other_text_comes_through_while_warp_starts(capfd):
         raise KeyError
     os.write(2, b" after")
     assert capfd.readouterr().err == "kept after"
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_tensor_with_the_negative_bit_keeps_its_sign_in_warp(view):
+    d = DictTensor({"x": torch.tensor([1 + 2j]).conj().imag})
+    assert d.warp(view=view)["x"].numpy().tolist() == [-2.0]

@@ -501,3 +501,20 @@ def test_copy_agrees_with_lists(schema, from_sizes, to_sizes, data):
     assert (steps(target), target.lengths.tolist()) == (model, lengths)
     for row in rows_to:
         assert all(not tensor[row, lengths[row] :].any() for tensor in target.values())
+
+
+@pytest.mark.parametrize("times", [1, [1], torch.tensor(1), torch.tensor([1, 1], dtype=torch.uint8)], ids=str)
+def test_one_time_may_come_as_any_integer(times):
+    m = TemporalDictTensor({"x": torch.arange(6).view(2, 3)}, torch.tensor([3, 3]))
+    assert m.temporal_multi_index(times)["x"].tolist() == [1, 4]
+
+
+@pytest.mark.parametrize("times", [torch.tensor([True, False]), 1.0], ids=["mask", "float"])
+def test_times_that_are_no_integers_are_refused(times):
+    m = TemporalDictTensor({"x": torch.arange(6).view(2, 3)}, torch.tensor([3, 3]))
+    with pytest.raises(IndexError, match="^temporal_multi_index: times must be integers"):
+        m.temporal_multi_index(times)
+
+
+def test_a_structure_of_lengths_alone_can_be_shown_on_meta():
+    assert "n_elems=2" in repr(TemporalDictTensor({}, torch.tensor([1, 2])).to("meta"))

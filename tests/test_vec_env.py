@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from helpers import Count
+from helpers import Count, Counting, rollout
 
-from rlstructs import DeviceEnv, DictTensor, GymEnv, GymEnvInf, SpecError
+from rlstructs import DeviceEnv, DictTensor, GymEnv, GymEnvInf, RL_Batcher, SpecError
 from rlstructs.envs import VecEnv
 from rlstructs.envs.vec_env import RowEnv, row_env
 
@@ -173,3 +173,70 @@ def test_a_device_env_has_the_attributes_of_its_environment_but_not_its_rows():
     adapted = row_env(env)
     assert isinstance(adapted, RowEnv)
     assert np.array_equal(adapted.reset_rows(NO_INFO)["frame"], [[0, 0]])
+
+
+class Tenfold(GymEnvInf):
+    """Overrides what `GymEnv` gives by way of rows."""
+
+    def step(self, action):
+        (after, before), (following, running) = super().step(action)
+        after.set("reward", after["reward"] * 10)
+        following.set("reward", following["reward"] * 10)
+        return (after, before), (following, running)
+
+
+class Forwarding:
+    """A wrapper in the usual manner."""
+
+    def __init__(self, env):
+        self._env = env
+
+    def reset(self, env_info=DictTensor()):  # noqa: B008 - as users write it
+        return self._env.reset(env_info)
+
+    def step(self, action):
+        (after, before), (following, running) = self._env.step(action)
+        after = DictTensor({**dict(after.items()), "reward": after["reward"] * 10})
+        return (after, before), (following, running)
+
+    def __getattr__(self, name):
+        return getattr(self._env, name)
+
+
+class WithKey(GymEnvInf):
+    def reset(self, env_info=DictTensor()):  # noqa: B008
+        observation, running = super().reset(env_info)
+        return DictTensor({**dict(observation.items()), "extra": torch.ones(2)}), running
+
+    def step(self, action):
+        (after, before), (following, running) = super().step(action)
+        return tuple(
+            (DictTensor({**dict(o.items()), "extra": torch.ones(2)}), r)
+            for o, r in ((after, before), (following, running))
+        )
+
+
+def patched(envs, seed):
+    env = GymEnvInf(envs, seed)
+    step = env.step
+
+    def ten(action):
+        (after, before), following = step(action)
+        return (DictTensor({**dict(after.items()), "reward": after["reward"] * 10}), before), following
+
+    env.step = ten
+    return env
+
+
+@pytest.mark.parametrize("make", [Tenfold, lambda e, s: Forwarding(GymEnvInf(e, s)), patched, WithKey],
+                         ids=["subclass", "wrapper", "patched", "key"])  # fmt: skip
+def test_what_a_user_puts_in_place_of_step_is_what_runs(make):
+    with RL_Batcher(
+        5, Counting, {}, lambda seed: make([Count(3), Count(3)], seed), {}, n_processes=0, seeds=[0]
+    ) as batcher:
+        batcher.reset()
+        trajectories, _ = rollout(batcher)
+    factor = 1 if make is WithKey else 10
+    expected = torch.tensor([1.0, 2.0, 3.0, 1.0, 2.0]) * factor
+    assert trajectories.trajectories["_observation/reward"].tolist() == [expected.tolist()] * 2
+    assert ("_observation/extra" in trajectories.trajectories) == (make is WithKey)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -38,6 +39,17 @@ class OwnError(Exception):
     def __init__(self, code, *, detail):
         super().__init__(f"code {code}: {detail}")
         self.code, self.detail = code, detail
+
+
+class Poison:
+    """Can be pickled, but not unpickled."""
+
+    def __reduce__(self):
+        return poison, ()
+
+
+def poison():
+    raise EOFError("poison")
 
 
 class Job:
@@ -78,6 +90,9 @@ class Job:
 
     def give_unpicklable(self):
         return (i for i in range(3))
+
+    def give_poison(self):
+        return Poison()
 
     def environment(self):
         return os.environ.get("RLSTRUCTS_TEST"), os.getcwd(), os.environ["OMP_NUM_THREADS"]
@@ -220,6 +235,16 @@ def test_values_that_cannot_be_pickled_are_errors_and_the_worker_lives():
         assert pool.call("give_lambda")[0]() == 0
 
 
+def test_a_message_that_cannot_be_unpickled_is_an_error_and_the_worker_lives(method):
+    with WorkerPool(2, Job, start_method=method) as pool:
+        for call in (lambda: pool.broadcast("give_poison"), lambda: pool.broadcast("fail", Poison())):
+            call()
+            for _ in range(2):  # each worker's
+                with pytest.raises(pickle.UnpicklingError, match="a message cannot be unpickled: EOFError"):
+                    pool.gather(LIMIT)
+        assert [index for index, _ in pool.call("identify")] == [0, 1]
+
+
 def test_a_busy_worker_takes_no_second_request():
     with WorkerPool(1, Job) as pool:
         pool.broadcast("hang", 0)
@@ -272,6 +297,14 @@ def test_an_arena_that_does_not_fit_is_refused_before_it_is_taken():
     block.close()
 
 
+def test_an_arena_that_is_large_enough_takes_nothing(monkeypatch):
+    block = arena.SharedArena()
+    block.resize(4096)
+    monkeypatch.setattr(arena, "available_bytes", lambda: 0)
+    block.resize(4096)
+    assert block.nbytes == 4096
+
+
 def test_an_arena_survives_a_stranger_that_maps_it_and_goes():  # R38
     block = SharedArena()
     block.resize(4096)
@@ -313,6 +346,9 @@ def test_the_control_groups_limit_counts(tmp_path, line, folder, names):
     for name, value in zip(names, ("5000\n", "2000\n"), strict=True):
         (group / name).write_text(value)
     assert arena._group_bytes(tmp_path / "root", own) == [3000]
+    # Files that nobody uses give way; version 1 has a number of its own for a group with those in it.
+    (group / "memory.stat").write_text("cache 900\ntotal_inactive_file 500\ninactive_file 500\n")
+    assert arena._group_bytes(tmp_path / "root", own) == [3500]
     (group / names[0]).write_text("max\n")
     assert arena._group_bytes(tmp_path / "root", own) == []
 

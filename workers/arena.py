@@ -51,15 +51,16 @@ class SharedArena:
         Raises:
             OutOfMemoryError: the machine does not have `expected` bytes.
         """
+        if nbytes <= self.nbytes:
+            return
         needed, available = nbytes if expected is None else expected, available_bytes()
         if available is not None and needed > available:
             raise OutOfMemoryError(
                 f"shared memory: {needed:,} bytes are needed, {available:,} are available; "
                 "use fewer environments, fewer timesteps or smaller observations"
             )
-        if nbytes > self.nbytes:
-            os.ftruncate(self._descriptor.fileno(), nbytes)
-            self._map = None
+        os.ftruncate(self._descriptor.fileno(), nbytes)
+        self._map = None
 
     def map(self) -> mmap.mmap:
         """The bytes as one buffer; views of it keep it alive."""
@@ -108,10 +109,18 @@ def _group_bytes(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/se
         for folder in (group, *group.parents):
             with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit there
                 limit, usage = (int((folder / name).read_text()) for name in names)
-                found.append(max(0, limit - usage))
+                found.append(max(0, limit - usage + _reclaimable(folder / "memory.stat")))
             if folder == base:
                 break
     return found
+
+
+def _reclaimable(statistics: Path) -> int:
+    """Bytes of a control group that hold files nobody uses: they count as used, and give way."""
+    with contextlib.suppress(OSError, ValueError):
+        counts = dict(line.split() for line in statistics.read_text().splitlines())
+        return int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
+    return 0
 
 
 def _anonymous_file() -> int:

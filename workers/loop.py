@@ -16,8 +16,9 @@ with a forked child that holds the pipe open.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import faulthandler
-import io
 import os
 import select
 import signal
@@ -31,12 +32,21 @@ from workers.descriptors import Descriptor
 
 # One thread each: W workers with a thread pool per core each would fight over the cores.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
-def run(index: int, channel: Channel, shared: tuple[Any, ...], main_process: Descriptor | None) -> None:
+def run(
+    index: int,
+    channel: Channel,
+    shared: tuple[Any, ...],
+    main_process: Descriptor | None,
+    dies_with_parent: bool = False,
+) -> None:
     """The body of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     unblock_sigint()
+    if dies_with_parent:
+        die_with_parent()
     if main_process is not None:
         end_with(main_process.fileno())
     try:
@@ -92,6 +102,16 @@ def end_with(pidfd: int) -> None:
     threading.Thread(target=watch, name="main-process-watch", daemon=True).start()
 
 
+def die_with_parent() -> None:
+    """Has the kernel kill this process when the thread that started it ends, where it can.
+
+    The watching thread alone would miss a main process that dies while a step of an environment, written
+    in C, holds the interpreter.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def unblock_sigint() -> None:
     """Ends the blocking of SIGINT under which a worker is started."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -105,7 +125,7 @@ def _build(request: messages.Build, index: int, shared: tuple[Any, ...]) -> Any:
         os.chdir(request.directory)
     try:
         faulthandler.enable()
-    except (AttributeError, ValueError, io.UnsupportedOperation):
+    except (AttributeError, ValueError, RuntimeError, OSError):
         pass  # no usable stderr
     messages.loads(request.setup)()
     return messages.loads(request.factory)(index, *shared)
@@ -118,4 +138,5 @@ def _reply(channel: Channel, reply: Any) -> None:
         raise
     except Exception as error:  # the value cannot be pickled: its place is taken by why
         channel.send(messages.Failure.of(error))
-    sys.stdout.flush()
+    with contextlib.suppress(AttributeError, ValueError, OSError):  # closed, or none at all
+        sys.stdout.flush()

@@ -12,6 +12,7 @@ from multiprocessing import util
 from typing import Any
 
 from workers import messages
+from workers.channel import milliseconds
 from workers.errors import WorkerError, WorkerTimeout
 from workers.messages import Build, Call, Close, Failure, Result, State
 from workers.process import WorkerProcess
@@ -71,8 +72,7 @@ class WorkerPool:
         try:
             for index in range(n_workers):
                 self._start(index, shared, start_method or default_start_method(), tuple(preload), name)
-            for worker in self._workers:
-                worker.send(build)
+            self._send_all(build)
             self.gather()
         except BaseException:
             self.kill()
@@ -95,15 +95,12 @@ class WorkerPool:
     def broadcast(self, method: str, *args: Any) -> None:
         """Asks every worker to call `job.method(*args)`, and returns at once."""
         self._check_idle()
-        request = Call(method, args)
-        data = messages.dumps(request)  # once for all
-        for worker in self._workers:
-            worker.send(request, data)
+        self._send_all(Call(method, args))
 
     def send(self, index: int, method: str, *args: Any) -> None:
         """Asks one worker to call `job.method(*args)`, and returns at once."""
         self._check_idle()
-        self._workers[index].send(Call(method, args))
+        self._send(self._workers[index], Call(method, args))
 
     def ready(self, timeout: float | None = 0.0) -> bool:
         """Waits up to `timeout` seconds; whether every asked worker has replied.
@@ -116,10 +113,10 @@ class WorkerPool:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while self._busy():
-            events = self._poll.poll(_milliseconds(deadline))
+            events = self._poll.poll(milliseconds(deadline))
             for fd, _ in events:
                 self._read(self._workers[self._index_of[fd]])
-            if not events:
+            if not events and deadline is not None and time.monotonic() >= deadline:
                 return False
         return True
 
@@ -154,10 +151,12 @@ class WorkerPool:
         if not self._finalizer.still_active():
             return
         deadline = time.monotonic() + timeout
-        for worker in self._workers:
+        # A busy one reads it when it is through. One that reads no more is left to `kill`.
+        open_workers = [worker for worker in self._workers if worker.can_close()]
+        for worker in open_workers:
             with contextlib.suppress(WorkerError):  # gone: reported where it mattered
-                worker.send(Close())  # a busy one reads it when it is through; the pipe holds so little
-        errors = [error for worker in self._workers for error in self._await_close(worker, deadline)]
+                worker.send(Close())
+        errors = [error for worker in open_workers for error in self._await_close(worker, deadline)]
         self.kill(max(0.0, deadline - time.monotonic()))
         if errors:
             raise errors[0]
@@ -186,6 +185,21 @@ class WorkerPool:
         for fd in (worker.channel.fileno(), worker.sentinel()):
             self._poll.register(fd, select.POLLIN)
             self._index_of[fd] = index
+
+    def _send_all(self, request: Build | Call) -> None:
+        data = messages.dumps(request)  # once for all
+        for worker in self._workers:
+            self._send(worker, request, data)
+
+    def _send(self, worker: WorkerProcess, request: Build | Call, data: bytes | None = None) -> None:
+        deadline = None if self.timeout is None else time.monotonic() + self.timeout
+        try:
+            worker.send(request, data, deadline)
+        except TimeoutError as error:
+            raise WorkerTimeout(
+                f"worker {worker.index} (pid {worker.pid}) has not read {request.label!r} within {self.timeout} s",
+                worker.index,
+            ) from error
 
     def _busy(self) -> list[WorkerProcess]:
         return [worker for worker in self._workers if worker.state is State.BUSY]
@@ -221,7 +235,7 @@ class WorkerPool:
             return errors
         poll = select.poll()
         poll.register(worker.channel.fileno(), select.POLLIN)
-        while poll.poll(_milliseconds(deadline)):
+        while poll.poll(milliseconds(deadline)):
             try:
                 reply = worker.channel.receive()
             except EOFError:
@@ -236,10 +250,6 @@ def _directory() -> str | None:
         return os.getcwd()
     except FileNotFoundError:  # deleted under this process
         return None
-
-
-def _milliseconds(deadline: float | None) -> float | None:
-    return None if deadline is None else max(0.0, (deadline - time.monotonic()) * 1000)
 
 
 def _kill(workers: list[WorkerProcess], patience: float = 0.0) -> None:

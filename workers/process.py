@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 from typing import Any
 
@@ -25,14 +26,15 @@ class WorkerProcess:
         self.index = index
         self.state = State.GONE
         self.last_request = "start"
+        self._is_whole = True
         self.channel, theirs = Channel.pair()
         try:
-            with start.sigint_blocked():
+            with start.sigint_blocked(), start.daemons_may_have_children():
                 self._process = start.new_process(
                     start_method,
                     preload,
                     target=loop.run,
-                    args=(index, theirs, shared, _main_process()),
+                    args=(index, theirs, shared, _main_process(), start.dies_with_parent(start_method)),
                     name=f"{name}-{index}",
                     daemon=False,  # an environment may start processes of its own
                 )
@@ -57,24 +59,33 @@ class WorkerProcess:
         """A descriptor that becomes readable when the process ends."""
         return self._process.sentinel if self._pidfd is None else self._pidfd.fileno()
 
-    def send(self, request: Any, data: bytes | None = None) -> None:
-        """Sends a request to an idle worker; `data` is the request, if it is pickled already.
+    def send(self, request: Any, data: bytes | None = None, deadline: float | None = None) -> None:
+        """Sends a request to an idle worker.
+
+        Args:
+            request: what to do.
+            data: the request, if it is pickled already.
+            deadline: when to give up on a worker that does not read, in the time of `time.monotonic`.
 
         Raises:
             WorkerCrashed: the worker is gone.
+            TimeoutError: it does not read.
         """
         if self.state is State.GONE:
             raise self.crashed()
+        data = messages.dumps(request) if data is None else data
         previous, self.last_request = self.last_request, request.label
+        self._is_whole = False
         try:
-            self.channel.send_bytes(messages.dumps(request) if data is None else data)
+            self.channel.send_bytes(data, deadline)
         except EOFError:
             self.last_request = f"{previous}, before {request.label}"
             raise self.crashed() from None
-        except BaseException:
-            self.last_request = previous
-            raise
-        self.state = State.BUSY
+        self.state, self._is_whole = State.BUSY, True
+
+    def can_close(self) -> bool:
+        """Whether a request to close would be read: the pipe is not full, and no half message lies in it."""
+        return self.state is not State.GONE and self._is_whole and self.channel.can_send()
 
     def receive(self) -> Any:
         """The reply to the last request.
@@ -86,6 +97,9 @@ class WorkerProcess:
             reply = self.channel.receive()
         except EOFError:
             raise self.crashed() from None
+        except Exception:  # a reply that cannot be unpickled is a reply all the same
+            self.state = State.IDLE
+            raise
         self.state = State.IDLE
         return reply
 
@@ -103,8 +117,16 @@ class WorkerProcess:
 
     def join(self, timeout: float) -> bool:
         """Waits `timeout` seconds for the process to end; whether it has."""
-        self._process.join(timeout)
-        return self._process.exitcode is not None
+        if self._pidfd is None:
+            self._process.join(timeout)
+            return self._process.exitcode is not None
+        # Not by the exit code: it says that a worker has ended when only the fork server has.
+        poll = select.poll()
+        poll.register(self._pidfd.fileno(), select.POLLIN)
+        ended = bool(poll.poll(timeout * 1000))
+        if ended:
+            self._process.join(EXIT_CODE_DELAY)
+        return ended
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
         """Sends a signal; nothing happens when the process has ended."""

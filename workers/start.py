@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from multiprocessing import (
     context,
@@ -29,6 +30,7 @@ from typing import Any
 
 START_METHODS = ("forkserver", "spawn", "fork")
 
+_CONFIG_LOCK = threading.Lock()
 _servers: dict[tuple[str, ...], forkserver.ForkServer] = {}
 
 
@@ -59,6 +61,24 @@ def sigint_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def daemons_may_have_children() -> Iterator[None]:
+    """Lets a daemonic process start workers: they end with it, which is what the rule is to see to."""
+    config = process.current_process()._config  # type: ignore[attr-defined]
+    with _CONFIG_LOCK:
+        daemon = config.pop("daemon", None)
+        try:
+            yield
+        finally:
+            if daemon is not None:
+                config["daemon"] = daemon
+
+
+def dies_with_parent(start_method: str) -> bool:
+    """Whether the kernel may end a worker with the thread that starts it: one as long-lived as its process."""
+    return start_method == "forkserver" or threading.current_thread() is threading.main_thread()
 
 
 def _server(preload: tuple[str, ...]) -> forkserver.ForkServer:

@@ -119,7 +119,7 @@ class GymEnv:
         before = torch.from_numpy(self._check_running().copy())
         step = self.step_rows(action)
         after = step.after.tensors()
-        following, kept = after, before
+        following, kept = DictTensor.trusted(after._tensors), before  # an object of its own: a wrapper may `set` keys
         if step.fresh is not None:
             seen = Rows.of(step.after.packing, step.after.arrays())
             for key, fresh in step.fresh.arrays().items():
@@ -150,7 +150,7 @@ class GymEnv:
             rewards.append(reward)
             if terminated or truncated:
                 ended.append((row, bool(terminated), bool(truncated)))
-                frame = _copied(frame)  # before a reset writes into the same array
+                frame, rewards[-1] = _copied(frame), _copied(reward)  # before a reset writes into the same arrays
                 if self._autoreset:
                     fresh.append(self._reset_one(k, None))
             frames.append(frame)

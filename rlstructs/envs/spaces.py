@@ -192,7 +192,7 @@ class ActionReader:
             tensor = action[key]
             if self._approved.get(key) != (n, tensor.shape, tensor.dtype):
                 self._check(key, leaf, tensor, n)
-            array = as_array(tensor)
+            array = as_array(tensor.float() if tensor.dtype is torch.bfloat16 else tensor)
             columns[leaf.key] = array
             values.append(array.tolist() if isinstance(leaf.space, spaces.Discrete) else _array(array, leaf))
         if self.leaves[0].path == ():

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from rlstructs.errors import SpecError
-from rlstructs.rows import Packing, Rows, numpy_specs, specs_of
+from rlstructs.rows import Packing, Rows, as_array, numpy_specs, specs_of
 from rlstructs.structures.dict_tensor import DictTensor
 
 
@@ -61,7 +61,7 @@ class VecEnv(Protocol):
         Returns:
             Two pairs of observation and running. The first is what happened to every environment
             that was stepped, final observations included. The second is what the agent sees next,
-            of those only that still run. The same object twice when the two do not differ.
+            of those only that still run: the same tensors, or the same object, where the two do not differ.
         """
         ...
 
@@ -127,7 +127,7 @@ class RowEnv:
             raise SpecError(f"environment: {left} run after the step, before it {self._running}")
         everyone = left.size == self._running.size
         stepped, self._running = self._rows(after, self._running), left
-        if following is after and everyone:
+        if everyone and _same_tensors(following, after):
             return Step(stepped, NO_ROWS, None, None)
         # What differs is not told: every row that still runs is taken as different.
         return Step(stepped, kept, self._rows(following, left), None if everyone else kept)
@@ -143,12 +143,31 @@ class RowEnv:
             raise SpecError(
                 f"environment: observation is {observation!r}, expected {running.size} rows of {self._specs}"
             )
-        return Rows.of(self._packing, {key: tensor.detach().cpu().numpy() for key, tensor in observation.items()})
+        return Rows.of(self._packing, {key: as_array(tensor) for key, tensor in observation.items()})
 
 
 def row_env(env: VecEnv) -> RowEnv:
     """The environment itself when it gives rows, an adapter around it otherwise."""
-    return env if hasattr(env, "step_rows") else RowEnv(env)  # type: ignore[return-value]
+    return env if gives_rows(env) else RowEnv(env)  # type: ignore[return-value]
+
+
+def gives_rows(env: VecEnv) -> bool:
+    """Whether `step_rows` does what `step` does: not if a subclass, or someone else, has put its own in place.
+
+    Looks at the class, not at the object: a wrapper that forwards what it does not know has no rows either.
+    """
+    classes = type(env).__mro__
+
+    def owner(name: str) -> int:
+        return next((at for at, cls in enumerate(classes) if name in vars(cls)), len(classes))
+
+    rows = owner("step_rows")
+    patched = {"reset", "step"} & getattr(env, "__dict__", {}).keys()
+    return rows < len(classes) and not patched and min(owner("reset"), owner("step")) >= rows
+
+
+def _same_tensors(a: DictTensor, b: DictTensor) -> bool:
+    return a is b or (a.keys() == b.keys() and all(tensor is b[key] for key, tensor in a.items()))
 
 
 def _array(running: torch.Tensor) -> np.ndarray:

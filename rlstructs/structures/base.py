@@ -63,6 +63,10 @@ class Structure:
         target = as_device(device)
         return self._map(lambda tensor: tensor.to(target, non_blocking=non_blocking))
 
+    def __reduce__(self) -> Any:
+        # torch pickles no unsigned integers of more than 8 bits.
+        return _unpickled, (type(self), map_tree(_signed, self._tree()))
+
     def pin_memory(self: S) -> S:
         """A copy in page-locked host memory, from which copies to a GPU are asynchronous.
 
@@ -290,6 +294,15 @@ def as_device(device: torch.device | str) -> torch.device:
 
 
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def _signed(tensor: torch.Tensor) -> Any:
+    dtype = _SIGNED.get(tensor.dtype)
+    return tensor if dtype is None else (tensor.view(dtype), tensor.dtype)
+
+
+def _unpickled(kind: type[S], tree: Tree) -> S:
+    return kind._trusted(map_tree(lambda leaf: leaf[0].view(leaf[1]) if isinstance(leaf, tuple) else leaf, tree))
 
 
 def put_rows(tensor: torch.Tensor, index: Any, values: torch.Tensor) -> None:

@@ -194,6 +194,8 @@ def as_index(index: Index) -> Any:
     Raises:
         IndexError: it is none of these.
     """
+    if isinstance(index, slice) and index.step is not None and index.step < 1:
+        raise IndexError(f"a slice must go forward, got {index}")
     if type(index) is int or isinstance(index, slice):
         return index
     if not isinstance(index, torch.Tensor):
@@ -232,6 +234,8 @@ def check_copy(
         fits = other.dtype == tensor.dtype and other.shape[axes:] == tensor.shape[axes:]
         if not fits or min(tensor.ndim, other.ndim) < axes:
             raise SpecError(f"{owner}: {key!r} is {show(other)} in the source, expected {show(tensor)}")
+        if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
+            raise SpecError(f"{owner}: {key!r} is a leaf that requires a gradient, which torch lets nobody write into")
     return indexes
 
 

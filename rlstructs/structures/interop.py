@@ -124,6 +124,7 @@ def to_warp(tree: Tree, view: bool) -> Tree:
     def convert(name: str, tensor: torch.Tensor) -> Any:
         if not 1 <= tensor.ndim <= WARP_MAX_AXES:
             raise SpecError(f"{name!r} has {tensor.ndim} axes, warp arrays have 1 to {WARP_MAX_AXES}; reshape it first")
+        tensor = tensor.resolve_conj().resolve_neg()
         source = tensor.detach() if view else tensor.detach().clone(memory_format=torch.contiguous_format)
         try:
             return wp.from_torch(source)  # keeps `source` alive

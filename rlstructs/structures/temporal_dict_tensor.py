@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -107,7 +107,7 @@ class TemporalDictTensor(TensorMap):
         """Size of the time axis, T; without tensors the longest length."""
         for tensor in self._tensors.values():
             return tensor.shape[1]
-        return int(self.lengths.max()) if self.lengths.numel() else 0
+        return int(self.lengths.max()) if self.lengths.numel() and not self.lengths.is_meta else 0
 
     def device(self) -> torch.device:
         """The device of the lengths, which is that of the tensors."""
@@ -194,13 +194,16 @@ class TemporalDictTensor(TensorMap):
         """All B rows at time t, padding included, views. Negative counts from the end of the axis."""
         return DictTensor.trusted({key: tensor[:, t] for key, tensor in self._tensors.items()})
 
-    def temporal_multi_index(self, times: torch.Tensor) -> DictTensor:
+    def temporal_multi_index(self, times: torch.Tensor | Sequence[int] | int) -> DictTensor:
         """Row b at time `times[b]`, a copy; `lengths - 1` gives the last valid step.
 
         Args:
-            times: long (B,), or one time for all.
+            times: integers (B,), or one time for all.
         """
-        times = times.reshape(1) if times.ndim == 0 else times
+        times = torch.as_tensor(times, device=self.device())
+        if times.dtype == torch.bool or times.dtype.is_floating_point or times.dtype.is_complex:
+            raise IndexError(f"temporal_multi_index: times must be integers, got {show(times)}")
+        times = times.long().reshape(1) if times.ndim == 0 else times.long()
         if times.ndim != 1 or times.shape[0] not in (1, self.n_elems()):
             raise IndexError(f"temporal_multi_index: times must be ({self.n_elems()},) or (1,), got {show(times)}")
         rows = torch.arange(self.n_elems(), device=self.device())
