@@ -101,7 +101,7 @@ class Deadline:
 
 
 def run_through(where, **arguments):
-    with failing(where, **arguments) as batcher:
+    with failing(where, **arguments) as batcher, Deadline():  # a start may take longer
         batcher.reset()
         rollout(batcher)
 
@@ -109,7 +109,7 @@ def run_through(where, **arguments):
 @pytest.mark.parametrize("where", ["constructor", "reset", "step", "close"])
 def test_what_an_environment_raises_arrives_as_it_is(where, start_method):  # CV76, CV77, R36
     before = worker_pids()
-    with Deadline(), pytest.raises(SimulatorError, match="no licence|lost in") as caught:
+    with pytest.raises(SimulatorError, match="no licence|lost in") as caught:
         run_through(where, start_method=start_method)
     cause = caught.value.__cause__
     assert isinstance(cause, RemoteTraceback) and cause.worker_index == 1

@@ -238,6 +238,15 @@ def test_new_rows_get_the_largest_priority_ever_given(order):
     assert leaves(storage, prioritised) == [[0, 1, 4, 0], [4, 4, 4, 4]]
 
 
+@pytest.mark.parametrize("length", [1, 2, 4])
+def test_every_new_row_gets_a_priority_whatever_windows_are_drawn(order, length):
+    storage, prioritised = make_storage(order=order), Prioritised(8, 2, 1.0)
+    for lengths in ([3, 3], [1, 1], [0, 2]):
+        write(storage, lengths)
+        prioritised.follow(storage.span(length))
+    assert leaves(storage, prioritised) == [[1] * 4] * 2
+
+
 @pytest.mark.parametrize("n_rows", [(1, 3), (4, 4), (4, 3), (8, 4), (5, 6)], ids=str)
 @pytest.mark.parametrize("followed", [True, False])
 def test_cleared_rows_have_no_priority(order, n_rows, followed):

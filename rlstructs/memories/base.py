@@ -214,6 +214,8 @@ class Memory(ABC):
 
     def _store(self) -> Storage:
         """The storage, with all tensors that were asked for."""
+        if not self._planned:
+            return self._storage
         for name in list(self._planned):
             self._storage.columns.add(name, self._planned[name])
             del self._planned[name]
@@ -249,20 +251,22 @@ class Memory(ABC):
         Raises:
             SpecError: something does not fit; the memory is as it was.
         """
-        given = {name: host_array(name, value) for name, value in self._given(tensors).items()}
+        given = self._given(tensors)
         n = self._n_rows_given(given)
         lanes, lead = self._place(1 if n is None else n)
+        specs, rows = self._store().columns.specs, () if n is None else (n,)
         block = {}
         for name, values in given.items():
-            if name in self._dtypes:
-                block[name] = self._encoded(name, self._shaped(name, values, n)).reshape(*lead, *self._spec(name).shape)
+            if name in specs:
+                block[name] = self._shaped(name, values, rows, specs[name]).reshape(lead + specs[name].shape)
         if not block:
             known = list(self.get_tensor_names())
             raise MissingKeyError(f"none of {sorted(tensors)} is a tensor of this memory, there are {known}")
         self._write(block, lanes, ends_of(block, lead))
 
     def _write(self, block: Mapping[str, np.ndarray], lanes: Any, done: np.ndarray | None, **more: Any) -> None:
-        storage, before = self._store(), self._laps()
+        storage = self._store()
+        before = self._laps() if self.export else 0
         storage.write(block, lanes, done=done, **more)
         if self.export and self._laps() > before:
             self.save(self.export_directory, format=self.export_format)
@@ -271,10 +275,10 @@ class Memory(ABC):
         ring = self._storage.ring
         return int((ring.head - ring.base).min()) // self.memory_size
 
-    def _given(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def _given(self, tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
         if not tensors:
             raise SpecError("add_samples: needs at least one tensor, got none")
-        given = {name: value for name, value in tensors.items() if value is not None}
+        given = {name: host_array(name, value) for name, value in tensors.items() if value is not None}
         if self.strict:
             if unknown := sorted(set(tensors) - set(self._dtypes)):
                 raise MissingKeyError(f"add_samples: no tensor(s) {unknown}, there are {list(self.get_tensor_names())}")
@@ -311,12 +315,10 @@ class Memory(ABC):
             raise SpecError(f"add_samples: {n} rows do not fit, {len(behind)} environments are left in this row")
         return behind[:n], (n, 1)
 
-    def _shaped(self, name: str, values: np.ndarray, n: int | None) -> np.ndarray:
-        shape = self._spec(name).shape
-        lead = () if n is None else (n,)
-        if values.shape != (*lead, *shape) and not (shape == (1,) and values.shape == lead):
-            raise SpecError(f"add_samples: {name!r} has shape {values.shape}, needed is {(*lead, *shape)}")
-        return values
+    def _shaped(self, name: str, values: np.ndarray, rows: tuple[int, ...], spec: Spec) -> np.ndarray:
+        if values.shape != rows + spec.shape and not (spec.shape == (1,) and values.shape == rows):
+            raise SpecError(f"add_samples: {name!r} has shape {values.shape}, needed is {rows + spec.shape}")
+        return values if spec.fill is None else to_bits(name, values)
 
     def _encoded(self, name: str, values: np.ndarray) -> np.ndarray:
         bits = self._spec(name).fill is not None
@@ -482,5 +484,11 @@ def _kept(size: Any) -> tuple[int, ...]:
 
 def ends_of(block: Mapping[str, np.ndarray], lead: tuple[int, int]) -> np.ndarray | None:
     """Where episodes end in rows of these tensors, bool `lead`; None if none of them says so."""
-    ends = [block[name].reshape(*lead, -1).any(axis=2) for name in ENDS if name in block]
-    return np.logical_or.reduce(ends) if ends else None
+    done: np.ndarray | None = None
+    for name in ENDS:
+        if name in block:
+            values = block[name]
+            one = values.size == lead[0] * lead[1]
+            ends = np.asarray(values.reshape(lead) != 0 if one else values.reshape(*lead, -1).any(2))
+            done = ends if done is None else done | ends
+    return done

@@ -141,7 +141,7 @@ def _checked(memory: Memory, path: Path, state: Any, more: Mapping[str, np.ndarr
 
 def _checked_ring(memory: Memory, ring: np.ndarray) -> np.ndarray:
     base, reserved, head = _sized(ring, np.int64, (N_COUNTERS, memory.num_envs))
-    if not ((base >= 0) & (base <= head) & (head <= reserved) & (base % memory.memory_size == 0)).all():
+    if not ((base >= 0) & (base <= head) & (head <= reserved)).all():
         raise ValueError("its counters make no sense")
     return ring
 
@@ -218,7 +218,7 @@ _BOOKKEEPING_DTYPES = {RING: np.int64, "__time__": np.int32, "__length__": np.in
 
 
 def _rows_of(memory: Memory, ring: np.ndarray) -> np.ndarray:
-    return Span.of(Ring(ring, memory.memory_size), memory._storage.columns).by_step()
+    return Span(Ring(ring, memory.memory_size), memory._storage.columns).by_step()
 
 
 def _read_columns(memory: Memory, path: Path, state: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:

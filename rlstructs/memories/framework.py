@@ -9,6 +9,7 @@ import torch
 
 from rlstructs.errors import SpecError
 from rlstructs.replay.columns import Spec
+from rlstructs.rows import as_array
 
 # The bits of bfloat16's NaN: numpy has no such dtype, so that its columns hold integers.
 BFLOAT16_NAN = 0x7FC0
@@ -61,8 +62,7 @@ def host_array(name: str, value: Any) -> np.ndarray:
     if isinstance(value, np.ndarray):
         return value
     if isinstance(value, torch.Tensor):
-        value = value.detach()
-        return np.asarray((value.float() if value.dtype is torch.bfloat16 else value).cpu())
+        return as_array(value.float() if value.dtype is torch.bfloat16 else value)
     if hasattr(value, "numpy") and not hasattr(value, "__array__"):  # a warp array
         value = value.numpy()
     try:

@@ -84,7 +84,9 @@ class RandomMemory(base.Memory):
         rows = picked.rows if n_step == 1 else picked.rows[:, :1]
         self.sampling_indexes = self.framework.indexes(rows.reshape(-1))
         self._last, self._discount = picked, gamma
-        flat = {name: array.reshape(-1, *self._spec(name).shape) for name, array in zip(known, arrays, strict=True)}
+        if length > 1:
+            arrays = [array.reshape(n * length, *array.shape[2:]) for array in arrays]
+        flat = dict(zip(known, arrays, strict=True))
         starts = None if mini_batches <= 1 else np.arange(0, n * length, length)
         return self._batches(names, flat, n * length, mini_batches, starts)
 
@@ -152,7 +154,7 @@ class RandomMemory(base.Memory):
     def _read(self, names: Sequence[str], picked: Selection, n_step: int, gamma: float) -> list[np.ndarray]:
         columns = self._storage.columns
         if n_step == 1:
-            return columns.gather(names, picked.rows)
+            return columns.gather(names, picked.rows if picked.rows.shape[1] > 1 else picked.rows[:, 0])
         arrays = []
         for name in names:
             if name in REWARDS:
@@ -248,14 +250,16 @@ class PrioritizedMemory(RandomMemory):
         prioritised, rng = self._prioritised, self._rng
         prioritised.follow(span)
 
-        def inside(rows: np.ndarray) -> np.ndarray:
-            lanes, steps = expand.places(span, rows)
-            within: np.ndarray = (steps >= span.low[lanes]) & (steps < span.high[lanes])
-            return within if fits is None else within & fits(rows)
-
-        rows = draw_fitting(
-            lambda k: prioritised.draw(k, rng), inside, n, lambda every, k: prioritised.choose(every, k, rng), span
-        )
+        if fits is None and span.is_settled:
+            rows = prioritised.draw(n, rng)
+        else:
+            rows = draw_fitting(
+                lambda k: prioritised.draw(k, rng),
+                lambda drawn: span.has(drawn) if fits is None else span.has(drawn) & fits(drawn),
+                n,
+                lambda every, k: prioritised.choose(every, k, rng),
+                span,
+            )
         return rows, {"leaves": prioritised.tree.values[rows], "smallest": np.full(n, prioritised.tree.minimum)}
 
     def _select(self, n: int, length: int, n_step: int, ends: str) -> Selection:

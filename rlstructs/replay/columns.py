@@ -157,11 +157,17 @@ def cast(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
         SpecError: something else would be.
     """
     whole = "biu"
-    if values.dtype.kind in whole and dtype.kind in whole and not np.can_cast(values.dtype, dtype, "safe"):
-        converted = values.astype(dtype)
-        if not np.array_equal(converted, values):
-            raise SpecError(f"{name!r} holds {values.dtype} values that do not fit {dtype}")
-        return converted
-    if not np.can_cast(values.dtype, dtype, "same_kind"):
+    if np.can_cast(values.dtype, dtype, "safe"):
+        return values.astype(dtype)
+    if not (values.dtype.kind in whole and dtype.kind in whole) and not np.can_cast(values.dtype, dtype, "same_kind"):
         raise SpecError(f"{name!r} is {values.dtype}, which would lose its values as {dtype}; convert it first")
-    return values.astype(dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        converted = values.astype(dtype)
+        back = converted.astype(values.dtype)  # numpy would compare an int with a float as floats
+    if values.dtype.kind in whole:
+        fit = np.array_equal(back, values) and (dtype.kind not in whole or np.array_equal(converted, values))
+    else:
+        fit = np.array_equal(np.isfinite(converted), np.isfinite(values))
+    if not fit:
+        raise SpecError(f"{name!r} holds {values.dtype} values that do not fit {dtype}")
+    return converted

@@ -8,6 +8,8 @@ after a writer was killed.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from rlstructs.replay.backing import Backing
@@ -44,15 +46,26 @@ class Episodes:
         """Bytes of the bookkeeping."""
         return self.columns.nbytes
 
-    def open_lengths(self, lanes: slice | np.ndarray) -> np.ndarray:
-        """Steps so far of the episodes that go on at the head, int64; 0 where none does."""
-        ring = self.ring
-        every = np.arange(ring.n_lanes)[lanes]
-        head = ring.head[every]
-        slots = (head - 1) % ring.capacity
-        time = self.columns.cells[TIME][every, slots].astype(np.int64)
-        closed = self.columns.cells[LENGTH][every, slots] == time + 1
-        return np.where(closed | (head == ring.base[every]), 0, time + 1)
+    def open_lengths(self, lanes: slice | np.ndarray, head: int | None = None) -> np.ndarray:
+        """Steps so far of the episodes that go on at the head, int; 0 where none does.
+
+        Args:
+            lanes: n of them.
+            head: theirs, if they have the same; spares looking.
+        """
+        ring, cells = self.ring, self.columns.cells
+        at: tuple[Any, Any]
+        heads: Any = head
+        if head is None:
+            every = np.arange(ring.n_lanes)[lanes]
+            heads = ring.head[every]
+            at = every, (heads - 1) % ring.capacity
+        else:
+            at = lanes, (head - 1) % ring.capacity
+        n_steps = cells[TIME][at] + 1
+        n_open = np.where(cells[LENGTH][at] == n_steps, 0, n_steps)
+        n_open[heads == ring.base[lanes]] = 0
+        return n_open
 
     def write(
         self,
@@ -60,6 +73,7 @@ class Episodes:
         done: np.ndarray,
         starts: np.ndarray | None = None,
         lengths: np.ndarray | None = None,
+        head: int | None = None,
     ) -> None:
         """Writes the bookkeeping of the T rows that follow each head, before the head is raised.
 
@@ -68,42 +82,48 @@ class Episodes:
             done: bool (n, T), whether an episode ends with this row.
             starts: bool (n, T), whether one starts with it whatever came before.
             lengths: int64 (n,), how many of the T rows are valid; None for all.
+            head: of all these lanes, if they have the same.
         """
         n_timesteps = done.shape[1]
-        carried = self.open_lengths(lanes)
+        if not n_timesteps:
+            return
+        carried = self.open_lengths(lanes, head)
         if n_timesteps == 1 and starts is None and lengths is None:
-            self._write_step(lanes, done[:, 0], carried)
+            self._write_step(lanes, done[:, 0], carried, head)
             return
         index = np.arange(n_timesteps)
         valid = None if lengths is None else index < lengths[:, None]
-        first = np.zeros_like(done) if starts is None else starts.copy()
+        first = np.zeros_like(done) if starts is None else starts & (True if valid is None else valid)
         first[:, 1:] |= done[:, :-1]
         origin = np.where(first, index, -NEVER)
         origin[:, 0] = np.where(first[:, 0], 0, -carried)
         time = index - np.maximum.accumulate(origin, axis=1)
         ends = done.copy()
         ends[:, :-1] |= first[:, 1:]
-        if valid is not None and lengths is not None:
+        if valid is not None:
             ends &= valid
-            # A start in the padding does not end the last valid row.
-            last = np.maximum(lengths - 1, 0)
-            rows = np.arange(len(done))
-            ends[rows, last] = done[rows, last] & valid[rows, last]
         end = np.where(ends, index, n_timesteps)
         end = np.minimum.accumulate(end[:, ::-1], axis=1)[:, ::-1]
         total = np.take_along_axis(time, np.minimum(end, n_timesteps - 1), axis=1) + 1
         length = np.where(end < n_timesteps, total, 0)
         self._scatter(lanes, time, length, valid)
-        self._close_carried(lanes, carried, first[:, 0], end[:, 0], time, n_timesteps)
+        counts = np.full(len(done), n_timesteps) if lengths is None else lengths
+        self._close_carried(lanes, carried, first[:, 0], end[:, 0], time, counts)
 
-    def _write_step(self, lanes: slice | np.ndarray, done: np.ndarray, carried: np.ndarray) -> None:
-        ring = self.ring
+    def _write_step(
+        self, lanes: slice | np.ndarray, done: np.ndarray, carried: np.ndarray, head: int | None
+    ) -> None:
+        ring, cells = self.ring, self.columns.cells
         every = np.arange(ring.n_lanes)[lanes]
-        slots = ring.head[every] % ring.capacity
-        self.columns.cells[TIME][every, slots] = carried
-        self.columns.cells[LENGTH][every, slots] = np.where(done, carried + 1, 0)
-        for at in np.flatnonzero(done & (carried > 0)):
-            self._set_length(int(every[at]), int(carried[at]), int(carried[at]) + 1, 1)
+        at: tuple[Any, Any] = (every, ring.head[every] % ring.capacity)
+        if head is not None:
+            at = lanes, head % ring.capacity
+        cells[TIME][at] = carried
+        cells[LENGTH][at] = 0
+        if done.any():
+            cells[LENGTH][at] = np.where(done, carried + 1, 0)
+            for row in np.flatnonzero(done & (carried > 0)):
+                self._set_length(int(every[row]), int(carried[row]), int(carried[row]) + 1, 1)
 
     def _scatter(
         self, lanes: slice | np.ndarray, time: np.ndarray, length: np.ndarray, valid: np.ndarray | None
@@ -124,12 +144,19 @@ class Episodes:
         cut: np.ndarray,
         end: np.ndarray,
         time: np.ndarray,
-        n_timesteps: int,
+        counts: np.ndarray,
     ) -> None:
         every = np.arange(self.ring.n_lanes)[lanes]
-        for at in np.flatnonzero((carried > 0) & (cut | (end < n_timesteps))):
+        for at in np.flatnonzero((carried > 0) & (cut | (end < time.shape[1]))):
             total = int(carried[at]) if cut[at] else int(time[at, end[at]]) + 1
-            self._set_length(int(every[at]), int(carried[at]), total, n_timesteps)
+            self._set_length(int(every[at]), int(carried[at]), total, int(counts[at]))
+
+    def reopen(self, lanes: slice | np.ndarray) -> None:
+        """Takes back the lengths that a dead writer gave to episodes whose ends were lost with it."""
+        ring = self.ring
+        every = np.arange(ring.n_lanes)[lanes]
+        for lane, n in zip(every, self.open_lengths(lanes), strict=True):
+            self._set_length(int(lane), int(n), 0, 0)
 
     def _set_length(self, lane: int, n_before: int, total: int, n_new: int) -> None:
         """Gives the newest `n_before` rows of a lane, which are still there after `n_new` more, their length."""

@@ -28,13 +28,6 @@ class Window:
     is_first: np.ndarray
 
 
-def places(span: Span, anchors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The lanes and steps of row ids, int64 (B,) each."""
-    lanes, slots = span.columns.places(anchors)
-    last = span.head[lanes] - 1
-    return lanes, last - (last - slots) % span.columns.capacity
-
-
 def after(span: Span, anchors: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     """The rows `offsets` (B, L) or (L,) steps after each anchor, of the same lane, as row ids (B, L)."""
     lanes, slots = span.columns.places(anchors)
@@ -62,8 +55,8 @@ def fits(episodes: Episodes, anchors: np.ndarray, length: int) -> np.ndarray:
 
 def stack(span: Span, episodes: Episodes, anchors: np.ndarray, length: int) -> Window:
     """Each anchor after the `length - 1` rows before it; the first of its episode stands for those before that."""
-    lanes, steps = places(span, anchors)
-    depth = np.minimum(episodes.times(anchors), steps - span.low[lanes])
+    lanes, _ = span.columns.places(anchors)
+    depth = np.minimum(episodes.times(anchors), span.steps(anchors) - span.low[lanes])
     back = np.arange(length - 1, -1, -1)
     mask = back <= depth[:, None]
     rows = after(span, anchors, -np.minimum(back, depth[:, None]))
@@ -76,8 +69,9 @@ def n_step(span: Span, episodes: Episodes, anchors: np.ndarray, length: int) -> 
     Returns:
         The window, and how many rows of it count, int64 (B,), at least 1. Rows beyond repeat the last.
     """
-    lanes, steps = places(span, anchors)
-    counts = np.minimum(np.minimum(episodes.remaining(anchors), span.head[lanes] - steps), length)
+    lanes, _ = span.columns.places(anchors)
+    left = span.head[lanes] - span.steps(anchors)
+    counts = np.minimum(np.minimum(episodes.remaining(anchors), left), length)
     offsets = np.minimum(np.arange(length), counts[:, None] - 1)
     mask = np.arange(length) < counts[:, None]
     rows = after(span, anchors, offsets)

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 import numpy as np
 
 from rlstructs.errors import SpecError
-from rlstructs.replay.expand import places
 from rlstructs.replay.samplers import Span
 
 # Names of its arrays in a file.
@@ -36,6 +35,7 @@ class Prioritised:
         # The step that each row held when it was last drawn: an update that comes too late is for another.
         self.drawn = np.full(n_rows, -1, np.int64)
         self.synced = np.zeros(n_lanes, np.int64)
+        self._snapshot = b""  # of the counters that were last followed
 
     @staticmethod
     def nbytes_of(n_rows: int, n_lanes: int) -> int:
@@ -46,14 +46,13 @@ class Prioritised:
 
     def follow(self, span: Span) -> None:
         """Gives the rows that were written since the last call their priority."""
-        if (self.synced == span.head).all():
+        if self._snapshot == span.snapshot:
             return
+        self._snapshot = span.snapshot
         if (self.synced < span.low).any() or (self.synced > span.head).any():
             # Lanes were cleared, or wrapped meanwhile.
             self._drop(np.flatnonzero((self.synced < span.low) | (self.synced > span.head)), span)
-        low = np.maximum(self.synced, span.low)
-        new = Span(low, span.head, span.head, span.columns)
-        rows = new.row_ids(np.arange(int(new.counts().sum())))
+        rows = span.newer(self.synced)
         self.tree.update(rows, np.full(rows.size, self.max_priority**self.alpha))
         self.synced = span.head.copy()
 
@@ -90,7 +89,7 @@ class Prioritised:
 
     def remember(self, span: Span, rows: np.ndarray) -> None:
         """Notes which steps were drawn."""
-        self.drawn[rows] = places(span, rows)[1]
+        self.drawn[rows] = span.steps(rows)
 
     def update(self, span: Span, rows: np.ndarray, priorities: np.ndarray) -> None:
         """Sets priorities; those of rows that were overwritten since they were drawn are dropped.
@@ -104,18 +103,21 @@ class Prioritised:
         """
         if priorities.shape != rows.shape:
             raise SpecError(f"priorities: {priorities.size} came for {rows.size} indexes")
-        if not (np.isfinite(priorities).all() and (priorities >= 0).all()):
-            wrong = priorities[~(np.isfinite(priorities) & (priorities >= 0))][0]
+        fine = (priorities >= 0) & (priorities < np.inf)  # neither is true of NaN
+        if not fine.all():
+            wrong = priorities[~fine][0]
             raise SpecError(f"priorities must be finite and at least 0, got {wrong}")
         self.follow(span)
-        lanes, steps = places(span, rows)
-        held, drawn = (steps >= span.low[lanes]) & (steps >= 0), self.drawn[rows]
-        if not (held | (drawn >= 0)).all():
-            raise SpecError(f"index {rows[~(held | (drawn >= 0))][0]} holds no row")
-        same = held & ((drawn < 0) | (drawn == steps))
-        if same.any():
-            self.max_priority = max(self.max_priority, float(priorities[same].max()))
-            self.tree.update(rows[same], priorities[same] ** self.alpha)
+        held, drawn = span.has(rows), self.drawn[rows]
+        known = drawn >= 0
+        if not (held | known).all():
+            raise SpecError(f"index {rows[~(held | known)][0]} holds no row")
+        same = held & (~known | (drawn == span.steps(rows)))
+        if not same.all():
+            rows, priorities = rows[same], priorities[same]
+        if rows.size:
+            self.max_priority = max(self.max_priority, float(priorities.max()))
+            self.tree.update(rows, priorities**self.alpha)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What a file needs beside `max_priority`."""

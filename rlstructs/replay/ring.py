@@ -57,13 +57,20 @@ class Ring:
         """Announces that `n` rows from `head` on will be written to each of these lanes."""
         self.reserved[lanes] = np.maximum(self.reserved[lanes], self.head[lanes] + n)
 
+    def skip_lost(self, lanes: slice | np.ndarray) -> None:
+        """Clears lanes of which a dead writer had announced to overwrite every row."""
+        lost = self.reserved[lanes] - self.capacity >= self.head[lanes]
+        if lost.any():
+            self.base[lanes] = np.where(lost, self.head[lanes], self.base[lanes])
+
     def publish(self, lanes: slice | np.ndarray, n: int | np.ndarray) -> None:
         """Says that they are written."""
         self.head[lanes] += n
 
     def clear(self) -> None:
         """Drops every row; the next one lies in slot 0, and old steps never come back."""
-        start = -(-np.maximum(self.head, self.reserved) // self.capacity) * self.capacity
+        # One past every step of every lane: lanes stay in step, and who follows the heads sees that they moved.
+        start = (int(np.maximum(self.head, self.reserved).max()) // self.capacity + 1) * self.capacity
         # Head last: until then a reader sees nothing rather than rows that are not there.
         self.base[:] = start
         self.reserved[:] = start

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -12,47 +12,93 @@ from rlstructs.replay.columns import LANE, Columns
 from rlstructs.replay.ring import Ring
 
 
-@dataclass(frozen=True)
 class Span:
     """The rows that may be drawn: steps `[low, high)` of each lane, as the counters stood at one time.
 
-    Attributes:
-        low, high: int64 (n_lanes,).
-        head: int64 (n_lanes,), the heads then; says which step a row id means.
+    Args:
+        ring: whose counters.
+        columns: whose row ids.
+        length: how many rows each of them needs from itself on.
     """
 
-    low: np.ndarray
-    high: np.ndarray
-    head: np.ndarray
-    columns: Columns
+    def __init__(self, ring: Ring, columns: Columns, length: int = 1) -> None:
+        self.columns = columns
+        # Seen twice alike they are of one time: they only grow, and a copy may be interrupted.
+        self.snapshot = b""
+        while self.snapshot != (seen := ring.counters.tobytes()):
+            self.snapshot = seen
+        counters = np.frombuffer(self.snapshot, np.int64).reshape(ring.counters.shape)
+        # Most often the lanes are in step: then plain numbers do.
+        self.aligned = columns.n_lanes == 1 or bool((counters == counters[:, :1]).all())
+        low: Any
+        head: Any
+        base, reserved, head = counters[:, 0].tolist() if self.aligned else counters
+        if self.aligned:
+            low = max(base, reserved - ring.capacity)
+            high = max(head - length + 1, low)
+            self.total = (high - low) * columns.n_lanes
+        else:
+            low = np.maximum(base, reserved - ring.capacity)
+            high = np.maximum(head - length + 1, low)
+            self.total = int((high - low).sum())
+        self._low, self._high, self._head = low, high, head
+        # No row needs others after it, and no writer is about to overwrite one.
+        self.is_settled = length == 1 and bool((reserved == head) if self.aligned else (reserved == head).all())
 
-    @classmethod
-    def of(cls, ring: Ring, columns: Columns, length: int = 1) -> Span:
-        """Every valid row that has `length - 1` others after it."""
-        head = ring.head.copy()
-        low = ring.oldest()
-        return cls(low, np.maximum(head - (length - 1), low), head, columns)
+    @property
+    def low(self) -> np.ndarray:
+        """int64 (n_lanes,), the first step of each lane."""
+        return np.broadcast_to(self._low, self.columns.n_lanes)
+
+    @property
+    def high(self) -> np.ndarray:
+        """int64 (n_lanes,), behind the last one."""
+        return np.broadcast_to(self._high, self.columns.n_lanes)
+
+    @property
+    def head(self) -> np.ndarray:
+        """int64 (n_lanes,), the heads: they say which step a row id means."""
+        return np.broadcast_to(self._head, self.columns.n_lanes)
 
     def counts(self) -> np.ndarray:
         """Rows per lane, int64."""
         return np.asarray(self.high - self.low)
 
     def row_ids(self, index: np.ndarray) -> np.ndarray:
-        """The rows with these numbers, when all are counted; every row has one number below `counts().sum()`."""
-        columns, counts = self.columns, self.counts()
-        aligned = columns.n_lanes == 1 or bool((self.low == self.low[0]).all() and (counts == counts[0]).all())
-        if aligned and columns.order == LANE:
-            lanes, ages = np.divmod(index, counts[0]) if columns.n_lanes > 1 else (0, index)
-            return columns.rows(lanes, (self.low[0] + ages) % columns.capacity)
-        if aligned:  # counted by step: the rows of one step, and then those of the next, lie in a row
-            return np.asarray((index + self.low[0] * columns.n_lanes) % columns.n_rows)
-        ends = np.cumsum(counts)
-        lanes = np.searchsorted(ends, index, side="right")
-        steps = self.low[lanes] + index - (ends - counts)[lanes]
-        return columns.rows(lanes, steps % columns.capacity)
+        """The rows with these numbers, when all are counted; every row has one number below `total`."""
+        columns = self.columns
+        if self.aligned and columns.order == LANE:
+            lanes, ages = np.divmod(index, self._high - self._low) if columns.n_lanes > 1 else (0, index)
+            return columns.rows(lanes, (self._low + ages) % columns.capacity)
+        if self.aligned:  # counted by step: the rows of one step, and then those of the next, lie in a row
+            return np.asarray((index + self._low * columns.n_lanes) % columns.n_rows)
+        return _numbered(columns, self._low, self.counts(), index)
+
+    def newer(self, since: np.ndarray) -> np.ndarray:
+        """The rows from the steps `since` (n_lanes,) on, row ids."""
+        low = np.maximum(self.low, since)
+        counts = np.maximum(self.head - low, 0)
+        return _numbered(self.columns, low, counts, np.arange(int(counts.sum())))
+
+    def steps(self, rows: np.ndarray) -> np.ndarray:
+        """The steps that row ids mean, int64."""
+        lanes, slots = self.columns.places(rows)
+        last = self._head - 1 if self.aligned else self._head[lanes] - 1
+        return np.asarray(last - (last - slots) % self.columns.capacity)
+
+    def has(self, rows: np.ndarray) -> np.ndarray:
+        """Which of some row ids are in it, bool."""
+        steps = self.steps(rows)
+        if self.aligned:
+            return np.asarray((steps >= self._low) & (steps < self._high))
+        lanes, _ = self.columns.places(rows)
+        return np.asarray((steps >= self._low[lanes]) & (steps < self._high[lanes]))
 
     def by_step(self) -> np.ndarray:
         """Every row, by step and then by lane."""
+        if self.aligned:
+            steps = np.arange(self._low, self._high)[:, None] % self.columns.capacity
+            return self.columns.rows(np.arange(self.columns.n_lanes), steps).reshape(-1)
         steps = np.arange(self.low.min(), self.high.max())
         inside = (steps[:, None] >= self.low) & (steps[:, None] < self.high)
         at, lanes = np.nonzero(inside)
@@ -68,7 +114,15 @@ class Span:
 
     def every_row(self) -> np.ndarray:
         """Every row, by number."""
-        return self.row_ids(np.arange(int(self.counts().sum())))
+        return self.row_ids(np.arange(self.total))
+
+
+def _numbered(columns: Columns, low: np.ndarray, counts: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """The rows with these numbers, when `counts` rows of each lane are counted from the step `low` on."""
+    ends = np.cumsum(counts)
+    lanes = np.searchsorted(ends, index, side="right")
+    steps = low[lanes] + index - (ends - counts)[lanes]
+    return columns.rows(lanes, steps % columns.capacity)
 
 
 # Draws that may have to be thrown away before all rows that fit are listed.
@@ -125,7 +179,7 @@ class Uniform:
         Raises:
             SpecError: there are none, or fewer than `n` to draw without replacement.
         """
-        total = int(span.counts().sum())
+        total = span.total
         if total == 0:
             raise SpecError("nothing to sample: no row, or no window of this length, is stored")
         if self.replacement:
@@ -147,7 +201,7 @@ class Epoch:
 
     def batches(self, span: Span, n: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
         """The row ids of one epoch, `n` at a time; the last batch may be smaller."""
-        order = rng.permutation(int(span.counts().sum()))
+        order = rng.permutation(span.total)
         for start in range(0, len(order), n):
             if start + n > len(order) and self.drop_last:
                 return

@@ -20,7 +20,6 @@ from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.backing import Backing, Block, Heap, Shared
 from rlstructs.replay.columns import LANE, Columns
 from rlstructs.replay.episodes import Episodes
-from rlstructs.replay.expand import places
 from rlstructs.replay.ring import N_COUNTERS, Ring
 from rlstructs.replay.samplers import Span
 
@@ -121,7 +120,7 @@ class Storage:
         Raises:
             SpecError: something does not fit; nothing has changed.
         """
-        lead = next(iter(block.values())).shape[:2]
+        lead = self._lead(block, lanes, lengths, done, starts)
         block = {name: self.columns.check(name, values, lead) for name, values in block.items()}
         if self.episodes is not None and done is None:
             done = np.zeros(lead, bool)
@@ -141,6 +140,37 @@ class Storage:
                     None if starts is None else starts[:, part],
                 )
 
+    def _lead(
+        self,
+        block: Mapping[str, np.ndarray],
+        lanes: slice | np.ndarray,
+        lengths: np.ndarray | None,
+        done: np.ndarray | None,
+        starts: np.ndarray | None,
+    ) -> tuple[int, int]:
+        """The axes (n, T) of a block that fits its lanes."""
+        n_lanes = self.columns.n_lanes
+        if isinstance(lanes, slice):
+            n = len(range(n_lanes)[lanes])
+        else:
+            try:
+                every = np.arange(n_lanes)[lanes].tolist()
+            except IndexError as error:
+                raise SpecError(f"lanes {lanes} are not those of a store with {n_lanes}") from error
+            n = len(every)
+            if len(set(every)) < n:
+                raise SpecError(f"lanes {every} hold one twice")
+        name, values = next(iter(block.items()), ("block", np.zeros(0)))
+        if values.ndim < 2 or len(values) != n:
+            raise SpecError(f"{name!r} has shape {values.shape}, needed is ({n}, T, ...), a row for each lane")
+        lead = (len(values), values.shape[1])
+        for name, marks in (("done", done), ("starts", starts)):
+            if marks is not None and marks.shape != lead:
+                raise SpecError(f"{name} has shape {marks.shape}, needed is {lead}")
+        if lengths is not None and (lengths.shape != lead[:1] or ((lengths < 0) | (lengths > lead[1])).any()):
+            raise SpecError(f"lengths are {lengths.tolist()}, needed are {lead[0]} in [0, {lead[1]}]")
+        return lead
+
     def _write(
         self,
         block: Mapping[str, np.ndarray],
@@ -152,10 +182,15 @@ class Storage:
     ) -> None:
         ring, columns = self.ring, self.columns
         count = n_timesteps if lengths is None else lengths
+        if (ring.reserved[lanes] > ring.head[lanes]).any():  # a writer was killed
+            ring.skip_lost(lanes)
+            if self.episodes is not None:
+                self.episodes.reopen(lanes)
         ring.reserve(lanes, count)
         head = ring.head[lanes]
         first = int(head[0]) if head.size else 0
-        if lengths is None and (head.size == 1 or (head == first).all()):
+        in_step = head.size == 1 or bool((head == first).all())
+        if lengths is None and in_step:
             self._put_blocks(block, lanes, first % columns.capacity, n_timesteps)
         else:
             steps = head[:, None] + np.arange(n_timesteps)
@@ -163,7 +198,7 @@ class Storage:
             self._put_rows(block, rows, None if lengths is None else np.arange(n_timesteps) < lengths[:, None])
         if self.episodes is not None:
             assert done is not None
-            self.episodes.write(lanes, done, starts, lengths)
+            self.episodes.write(lanes, done, starts, lengths, first if in_step and head.size else None)
         ring.publish(lanes, count)
 
     def _put_blocks(self, block: Mapping[str, np.ndarray], lanes: Any, slot: int, n_timesteps: int) -> None:
@@ -172,6 +207,9 @@ class Storage:
             values = block.get(name)
             if values is None:
                 values = np.broadcast_to(self.columns.specs[name].unwritten, (1, n_timesteps, *cells.shape[2:]))
+            if n_timesteps == 1:
+                cells[lanes, slot] = values[:, 0]
+                continue
             cells[lanes, slot : slot + n_timesteps] = values[:, :before_end]
             if n_timesteps > before_end:
                 cells[lanes, : n_timesteps - before_end] = values[:, before_end:]
@@ -191,7 +229,7 @@ class Storage:
 
     def span(self, length: int = 1) -> Span:
         """What can be drawn now: every valid row that has `length - 1` others after it."""
-        return Span.of(self.ring, self.columns, length)
+        return Span(self.ring, self.columns, length)
 
     def sample(
         self,
@@ -225,11 +263,10 @@ class Storage:
         return picked, arrays
 
     def _overwritten(self, picked: Selection) -> np.ndarray | None:
-        low = self.ring.oldest()
-        if np.array_equal(low, picked.span.low):
+        if self.ring.counters.tobytes() == picked.span.snapshot:
             return None
-        lanes, steps = places(picked.span, picked.rows[:, 0])
-        stale = np.asarray(steps < low[lanes])
+        first = picked.rows[:, 0]
+        stale = np.asarray(picked.span.steps(first) < self.ring.oldest()[self.columns.places(first)[0]])
         return stale if stale.any() else None
 
     def share(self) -> None:

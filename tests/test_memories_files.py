@@ -1,0 +1,419 @@
+"""Memories in files: what `save` writes, `load` gives back; what does not fit changes nothing."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from frameworks import KINDS, add, array, counted, flat, host, make, snapshot
+
+from rlstructs.errors import FileError, SpecError
+
+FORMATS = ["pt", "npz", "csv"]
+TENSORS = {
+    "x": ("float32", (2, 3)), "u": ("uint8", 2), "b": ("bool", 1), "i": ("int64", 1), "d": ("float64", 1),
+    "h": ("float16", 1), "bf": ("bfloat16", 2), "terminated": ("bool", 1),
+}  # fmt: skip
+
+
+@pytest.fixture(params=list(KINDS))
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(params=FORMATS)
+def form(request):
+    return request.param
+
+
+def rich(kind, n_rows=0, n_more=0, cls="RandomMemory", **settings):
+    """A memory of 4 rows and 2 environments with tensors of every dtype."""
+    memory = make(kind, 4, 2, TENSORS, cls=cls, **settings)
+    rng = np.random.default_rng(n_rows)
+    for t in range(n_rows + 1):
+        n = 2 if t < n_rows else n_more
+        if not n:
+            break
+        memory.add_samples(
+            x=array(kind, rng.normal(size=(n, 2, 3))), u=array(kind, rng.integers(0, 256, (n, 2)), "uint8"),
+            b=array(kind, rng.random((n, 1)) < 0.5), i=array(kind, rng.integers(-9, 9, (n, 1)), "int64"),
+            d=array(kind, rng.normal(size=(n, 1)), "float64"), h=array(kind, rng.normal(size=(n, 1)), "float16"),
+            bf=array(kind, rng.normal(size=(n, 2)), "bfloat16"), terminated=array(kind, rng.random((n, 1)) < 0.3),
+        )  # fmt: skip
+    return memory
+
+
+def place(memory):
+    return len(memory), memory.memory_index, memory.env_index, memory.filled
+
+
+def valid_rows(memory):
+    [tensors] = memory.sample_all(sorted(TENSORS))
+    return [(host(tensor).shape, host(tensor).tobytes()) for tensor in tensors]
+
+
+def streams(memory):
+    """What its next samples are."""
+    taken = []
+    for settings in ({}, {"sequence_length": 2, "episode_ends": "mask"}, {"n_step": 2}):
+        [tensors] = memory.sample(["x", "bf", "i"], batch_size=9, **settings)
+        taken += [host(tensor).tobytes() for tensor in tensors]  # there is NaN in it
+        taken += [np.asarray(memory.get_sampling_indexes()).tolist(), flat(memory.get_sampling_mask())]
+        taken += [flat(memory.get_sampling_is_first())]
+    return taken
+
+
+@pytest.mark.parametrize(("n_rows", "n_more"), [(2, 0), (3, 1), (4, 0), (7, 1)])
+@pytest.mark.parametrize("into", ["new", "same tensors", "full"])
+def test_a_load_restores_rows_cursor_and_sampling(kind, form, tmp_path, n_rows, n_more, into):  # R30, S4
+    memory = rich(kind, n_rows, n_more)
+    memory.sample(["x"], batch_size=3)
+    path = memory.save(tmp_path, format=form)
+    if into == "new":
+        other = KINDS[kind].RandomMemory(memory_size=4, num_envs=2, seed=9)
+    else:
+        other = rich(kind, 6 if into == "full" else 0)
+    other.load(path if into == "new" else str(path))
+    assert other.get_tensor_names() == memory.get_tensor_names()
+    assert (place(other), valid_rows(other)) == (place(memory), valid_rows(memory))
+    if form != "csv":
+        assert snapshot(other) == snapshot(memory)
+    for _ in range(3):
+        assert streams(other) == streams(memory)
+        for each in (memory, other):
+            add(each, kind, u=np.full((2, 2), 7, np.uint8), terminated=[[True], [False]])
+
+
+def test_an_empty_memory_can_be_saved(kind, form, tmp_path):
+    path = rich(kind).save(tmp_path, format=form)
+    other = rich(kind, 3)
+    other.load(path)
+    assert (place(other), valid_rows(other)) == (place(rich(kind)), valid_rows(rich(kind)))
+
+
+def test_a_memory_that_was_reset_can_be_saved(kind, form, tmp_path):
+    memory = counted(kind, 4, 2, 6)
+    memory.reset()
+    add(memory, kind, t=[[1.0], [2.0]], e=[[0.0], [1.0]])
+    other = counted(kind, 4, 2, 3)
+    other.load(memory.save(tmp_path, format=form))
+    assert (place(other), flat(other.sample_all(["t"])[0][0])) == ((2, 1, 0, False), [1, 2])
+
+
+@pytest.mark.parametrize("n_rows", [3, 7])
+def test_a_load_restores_priorities(kind, form, tmp_path, n_rows):  # R30
+    settings = {"cls": "PrioritizedMemory", "beta": lambda n: min(1.0, 0.1 * n)}
+    memory, other = rich(kind, n_rows, **settings), rich(kind, 5, **settings)
+    memory.sample(["x"], batch_size=4)
+    memory.update_priorities(memory.get_sampling_indexes(), [0.5, 3.0, 1.5, 7.0])
+    other.load(memory.save(tmp_path, format=form))
+    for _ in range(3):
+        drawn = []
+        for each in (memory, other):
+            each.sample(["x"], batch_size=20)
+            indexes = np.asarray(each.get_sampling_indexes())
+            drawn.append((indexes.tolist(), flat(each.get_sampling_weights())))
+            each.update_priorities(indexes[:3], [2.0, 9.0, 4.0])
+            add(each, kind, u=np.zeros((2, 2), np.uint8))
+        assert drawn[0] == drawn[1]
+
+
+def test_updates_of_rows_drawn_before_a_save_come_in_time_or_not_at_all(kind, form, tmp_path):
+    memory = make(kind, 4, 1, ["t"], cls="PrioritizedMemory", alpha=1.0, beta=1.0)
+    add(memory, kind, t=np.arange(4.0)[:, None])
+    memory.sample(["t"], batch_size=4)
+    indexes = memory.get_sampling_indexes()
+    add(memory, kind, t=[[4.0]])
+    other = make(kind, 4, 1, ["t"], cls="PrioritizedMemory", alpha=1.0, beta=1.0)
+    other.load(memory.save(tmp_path, format=form))
+    other.update_priorities(indexes, np.full(4, 2.0))
+    other.sample(["t"], batch_size=70)
+    expected = np.where(np.asarray(other.get_sampling_indexes()) == 0, 1, 0.5)
+    assert flat(other.get_sampling_weights()) == expected.tolist()
+
+
+def test_rows_saved_without_priorities_get_equal_ones(kind, form, tmp_path):
+    other = rich(kind, 1, cls="PrioritizedMemory")
+    other.update_priorities([0], [9.0])
+    other.load(rich(kind, 3).save(tmp_path, format=form))
+    other.sample(["x"], batch_size=6)
+    assert np.asarray(other.get_sampling_indexes()).tolist() == list(range(6))
+    assert flat(other.get_sampling_weights()) == [1] * 6
+
+
+@pytest.mark.parametrize("name", ["pt", "npz", "csv"])
+def test_one_librarys_files_load_in_the_others(name, tmp_path):
+    saved = {kind: counted(kind, 4, 2, 6).save(tmp_path / kind, format=name) for kind in KINDS}
+    for kind in KINDS:
+        for path in saved.values():
+            memory = make(kind, 4, 2)
+            memory.load(path)
+            assert flat(memory.sample_all(["t"])[0][0]) == [2, 2, 3, 3, 4, 4, 5, 5]
+
+
+def test_pt_files_are_dictionaries_of_tensors(kind, tmp_path):
+    memory = counted(kind, 4, 2, 2)
+    tensors = torch.load(memory.save(tmp_path, format="pt"), weights_only=True)
+    for name in ("t", "e"):
+        assert tensors[name].shape == (4, 2, 1) and tensors[name].dtype == torch.float32
+        np.testing.assert_array_equal(tensors[name].numpy(), host(memory.get_tensor_by_name(name)))
+
+
+def test_npz_files_are_arrays_by_name(kind, tmp_path):
+    memory = counted(kind, 4, 2, 2)
+    with np.load(memory.save(tmp_path, format="npz"), allow_pickle=False) as arrays:
+        for name in ("t", "e"):
+            assert arrays[name].shape == (4, 2, 1) and arrays[name].dtype == np.float32
+            np.testing.assert_array_equal(arrays[name], host(memory.get_tensor_by_name(name)))
+
+
+def test_csv_files_have_a_line_for_each_valid_row(kind, tmp_path):
+    memory = make(kind, 3, 2, {"e": ("float32", 1), "t": ("bool", 1), "k": ("int32", (2, 2))})
+    for t in range(2):
+        add(memory, kind, e=[[t + 0.5], [t + 0.25]], t=[[True], [False]],
+            k=np.arange(8, dtype=np.int32).reshape(2, 2, 2))  # fmt: skip
+    text = memory.save(tmp_path, format="csv").read_bytes().decode()
+    assert text.split("\r\n") == [
+        "e.0,k.0.0,k.0.1,k.1.0,k.1.1,t.0",
+        "0.5,0,1,2,3,True", "0.25,4,5,6,7,False", "1.5,0,1,2,3,True", "1.25,4,5,6,7,False", "",
+    ]  # fmt: skip
+    other = make(kind, 3, 2)
+    other.load(next((tmp_path / "memories").glob("*.csv")))
+    assert flat(other.sample_all(["t"])[0][0]) == [True, False, True, False]  # S22
+
+
+def test_csv_files_hold_any_name_and_any_float(kind, tmp_path):
+    values = np.array([[np.inf, -np.inf, np.nan, 1e-45, 0.1, -0.0]], np.float32)
+    memory = make(kind, 2, 1, {'a.b,"c"': ("float32", 6), "é\n": ("float32", 1)})
+    memory.add_samples(**{'a.b,"c"': array(kind, values), "é\n": array(kind, [[1.0]])})
+    other = make(kind, 2, 1)
+    other.load(memory.save(tmp_path, format="csv"))
+    assert host(other.sample_all(['a.b,"c"'])[0][0]).tobytes() == values.tobytes()
+
+
+def test_names_of_files_sort_by_time(kind, form, tmp_path):
+    memory = counted(kind, 4, 2, 1)
+    paths = [memory.save(tmp_path, format=form) for _ in range(3)]
+    assert paths == sorted(paths) and len(set(paths)) == 3
+    for path in paths:
+        assert path.parent == tmp_path / "memories"
+        assert re.fullmatch(rf"\d\d-\d\d-\d\d_\d\d-\d\d-\d\d-\d{{6}}_memory_0x[0-9a-f]+\.{form}", path.name)
+
+
+def test_a_memory_is_exported_whenever_it_has_filled(kind, form, tmp_path):
+    memory = make(kind, 3, 2, ["t"], export=True, export_format=form, export_directory=tmp_path)
+    folder = tmp_path / "memories"
+    for t in range(7):
+        for n in (1, 1):  # one environment at a time
+            add(memory, kind, t=np.full((n, 1), float(t)))
+        assert len(list(folder.glob(f"*.{form}"))) == (t + 1) // 3
+    last = make(kind, 3, 2)
+    last.load(sorted(folder.glob(f"*.{form}"))[-1])
+    assert flat(last.sample_all(["t"])[0][0]) == [3, 3, 4, 4, 5, 5]
+    memory.save(format=form)  # goes there as well
+    assert len(list(folder.glob(f"*.{form}"))) == 3
+
+
+def test_an_unknown_format_makes_no_folder(kind, tmp_path):  # S23
+    with pytest.raises(SpecError, match="^the format must be one of .*, got 'np'$"):
+        counted(kind, 4, 2, 1).save(tmp_path, format="np")
+    assert not list(tmp_path.iterdir())
+
+
+def refused(memory, path, message):
+    before = snapshot(memory)
+    with pytest.raises(FileError, match=message):
+        memory.load(path)
+    assert snapshot(memory) == before
+    twin = rich_twin(memory)
+    if len(memory):
+        assert flat(memory.sample(["u"], batch_size=5)[0][0]) == flat(twin.sample(["u"], batch_size=5)[0][0])
+
+
+def rich_twin(memory):
+    kind = type(memory).__module__.rpartition(".")[2]
+    return rich(kind, 6)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 0.3, 0.6, 0.95, -1])
+def test_truncated_files_are_refused(kind, form, tmp_path, keep):
+    path = rich(kind, 3, 1).save(tmp_path, format=form)
+    data = path.read_bytes()
+    path.write_bytes(data[: keep if isinstance(keep, int) else int(len(data) * keep)])
+    if form == "csv" and keep == -1:  # only the end of the last line is missing: nothing is lost
+        memory = rich(kind, 6)
+        memory.load(path)
+        assert valid_rows(memory) == valid_rows(rich(kind, 3, 1))
+        return
+    refused(rich(kind, 6), path, "^.*: not a file of rlstructs, or a damaged one")
+
+
+@pytest.mark.parametrize("form", ["pt", "npz"])
+@pytest.mark.parametrize("at", [0.1, 0.3, 0.5, 0.7])
+def test_a_changed_byte_is_noticed_or_changes_nothing_else(kind, form, tmp_path, at):
+    path = rich(kind, 3, 1).save(tmp_path, format=form)
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * at)] ^= 0xFF
+    path.write_bytes(bytes(data))
+    memory = rich(kind, 6)
+    before = snapshot(memory)
+    try:
+        memory.load(path)
+    except FileError:
+        assert snapshot(memory) == before
+    else:  # it was padding
+        assert (place(memory), valid_rows(memory)) == (place(rich(kind, 3, 1)), valid_rows(rich(kind, 3, 1)))
+
+
+CSV = {
+    "a cell that is no number": lambda lines: [lines[0], ["x", *lines[1][1:]], *lines[2:]],
+    "an integer too large": lambda lines: [lines[0], *[[*line[:-2], "256", line[-1]] for line in lines[1:]]],
+    "a row too few": lambda lines: lines[:-1],
+    "a row too many": lambda lines: [*lines, lines[-1]],
+    "a cell too few": lambda lines: [*lines[:-1], lines[-1][:-1]],
+    "a column too few": lambda lines: [line[:-1] for line in lines],
+    "a column too many": lambda lines: [[*line, "1"] for line in lines],
+    "a column of another name": lambda lines: [["z.0", *lines[0][1:]], *lines[1:]],
+    "columns the other way round": lambda lines: [line[:-2] + line[:-3:-1] for line in lines],
+    "nothing": lambda lines: [],
+}
+
+
+@pytest.mark.parametrize("change", CSV.values(), ids=CSV)
+def test_csv_files_that_were_changed_are_refused(kind, tmp_path, change):
+    memory = make(kind, 4, 2, {"t": ("bool", 1), "u": ("uint8", 2)})
+    for _ in range(2):
+        add(memory, kind, t=[[True], [False]], u=np.ones((2, 2), np.uint8))
+    path = memory.save(tmp_path, format="csv")
+    with open(path, newline="") as file:
+        lines = list(csv.reader(file))
+    with open(path, "w", newline="") as file:
+        csv.writer(file).writerows(change(lines))
+    before = snapshot(memory)
+    with pytest.raises(FileError, match="^.*csv: not a file of rlstructs, or a damaged one"):
+        memory.load(path)
+    assert snapshot(memory) == before
+
+
+STATES = {
+    "another version": ({"version": 99}, "version 99, this program reads version"),
+    "no version": ({"version": None}, "version None, this program reads version"),
+    "another program": ({"format": "others"}, "not ours|not one of ours"),
+    "another class": ({"class": "DictTensor"}, "DictTensor|not one of ours"),
+}
+
+
+def rewritten(path, form, change):
+    """Changes what a file says of itself."""
+    if form == "csv":
+        beside = path.with_suffix(".json")
+        beside.write_text(json.dumps(json.loads(beside.read_text()) | change))
+    elif form == "npz":
+        with np.load(path) as arrays:
+            held = dict(arrays)
+        held["__header__"] = changed(held["__header__"], change)
+        with zipfile.ZipFile(path, "w") as file:
+            for name, values in held.items():
+                with file.open(f"{name}.npy", "w") as member:
+                    np.lib.format.write_array(member, values)
+    else:
+        tensors = torch.load(path, weights_only=True)
+        header = tensors["__header__"]
+        if isinstance(header, str):
+            tensors["__header__"] = json.dumps(json.loads(header) | change)
+        else:
+            tensors["__header__"] = torch.from_numpy(changed(header.numpy(), change))
+        torch.save(tensors, path)
+
+
+def changed(header, change):
+    """A header with other values, stored the way it was."""
+    if header.dtype == np.uint8:
+        text = json.dumps(json.loads(header.tobytes()) | change)
+        return np.frombuffer(text.encode(), np.uint8).copy()
+    return np.array(json.dumps(json.loads(str(header)) | change))
+
+
+@pytest.mark.parametrize(("change", "message"), STATES.values(), ids=STATES)
+def test_files_of_other_versions_and_programs_are_refused(kind, form, tmp_path, change, message):
+    path = rich(kind, 3).save(tmp_path, format=form)
+    rewritten(path, form, {})
+    rich(kind, 6).load(path)  # what was only written again still loads
+    rewritten(path, form, change)
+    refused(rich(kind, 6), path, message)
+
+
+OTHERS = {
+    "memory_size": (lambda kind: make(kind, 5, 2, TENSORS), "holds memory_size 5 and num_envs 2, this .* has 4 and 2"),
+    "num_envs": (lambda kind: make(kind, 4, 3, TENSORS), "holds memory_size 4 and num_envs 3, this .* has 4 and 2"),
+    "a tensor missing": (lambda kind: make(kind, 4, 2, ["d"]), r"has no tensor\(s\) \['b', 'bf', 'h', "),
+    "another shape": (
+        lambda kind: make(kind, 4, 2, TENSORS | {"u": ("uint8", 3)}),
+        r"tensor 'u' is uint8 \(3,\), in this memory uint8 \(2,\)",
+    ),
+    "another dtype": (
+        lambda kind: make(kind, 4, 2, TENSORS | {"u": ("int32", 2)}),
+        r"tensor 'u' is int32 \(2,\), in this memory uint8 \(2,\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("other", "message"), OTHERS.values(), ids=OTHERS)
+def test_files_of_other_memories_are_refused(kind, form, tmp_path, other, message):
+    refused(rich(kind, 6), other(kind).save(tmp_path, format=form), message)
+
+
+def test_files_of_other_things_are_refused(kind, tmp_path):
+    for name, data in [("a.pt", b"no archive"), ("a.npz", b""), ("a.csv", b"x\n1\n"), ("a.h5", b"x"), ("a", b"x")]:
+        (tmp_path / name).write_bytes(data)
+        if name == "a.csv":
+            (tmp_path / "a.json").write_text("[]")
+        refused(rich(kind, 6), tmp_path / name, "not a file of rlstructs|the name must end in one of")
+    torch.save({"x": torch.zeros(4, 2, 1)}, tmp_path / "b.pt")
+    refused(rich(kind, 6), tmp_path / "b.pt", "not a file of rlstructs")
+    for name in ("none.pt", "none.npz", "none.csv"):
+        with pytest.raises(FileNotFoundError, match="no such file"):
+            rich(kind, 6).load(tmp_path / name)
+
+
+def test_a_csv_file_without_what_lies_beside_it_is_not_found(kind, tmp_path):
+    path = rich(kind, 3).save(tmp_path, format="csv")
+    path.with_suffix(".json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"\.json: no such file"):
+        rich(kind, 6).load(path)
+
+
+def test_a_file_in_place_of_the_folder_is_an_os_error(kind, form, tmp_path):
+    (tmp_path / "memories").write_text("no folder")
+    with pytest.raises(OSError, match="memories"):
+        counted(kind, 4, 2, 1).save(tmp_path, format=form)
+    assert (tmp_path / "memories").read_text() == "no folder"
+
+
+def test_a_write_that_fails_leaves_what_was_there(kind, form, tmp_path, monkeypatch):
+    memory = counted(kind, 4, 2, 1)
+    old = memory.save(tmp_path, format=form)
+    held = {path.name: path.read_bytes() for path in old.parent.iterdir()}
+
+    def fail(*paths):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(PermissionError, match="Permission denied"):
+        memory.save(tmp_path, format=form)
+    assert {path.name: path.read_bytes() for path in old.parent.iterdir()} == held
+
+
+def test_an_export_that_fails_loses_no_row(kind, tmp_path):
+    (tmp_path / "memories").write_text("no folder")
+    memory = make(kind, 2, 1, ["t"], export=True, export_directory=tmp_path)
+    add(memory, kind, t=[[0.0]])
+    with pytest.raises(OSError, match="memories"):
+        add(memory, kind, t=[[1.0]])
+    assert (len(memory), flat(memory.sample_all(["t"])[0][0])) == (2, [0, 1])
