@@ -19,6 +19,12 @@ from rlstructs.replay.sum_tree import SumTree
 SIZES = [1, 2, 3, 5, 6, 7, 1000, 1_000_000]
 
 
+def update(prioritised, storage, rows, priorities):
+    """Priorities of some rows, as a memory gives them."""
+    prioritised.update(storage.span(), rows, priorities, prioritised.drawn_in(rows))
+
+
+
 @pytest.fixture(params=SIZES)
 def n_leaves(request):
     return request.param
@@ -49,7 +55,7 @@ def test_draw_finds_the_leaf_in_which_a_mass_lies(n_leaves):
     assert (tree.total, tree.n_leaves) == (total, n_leaves)
     masses = np.random.default_rng(1).random(5000) * total
     leaves = tree.draw(masses)
-    assert leaves.dtype == np.int32
+    assert leaves.dtype == np.int64
     np.testing.assert_array_equal(leaves, searched(values, masses))
 
 
@@ -231,9 +237,9 @@ def test_new_rows_get_the_largest_priority_ever_given(order):
     write(storage, [2, 3])
     assert leaves(storage, prioritised) == [[1, 1, 0, 0], [1, 1, 1, 0]]
     rows = storage.columns.rows(np.array([0, 1]), np.array([0, 2]))
-    prioritised.update(storage.span(), rows, np.array([16.0, 0.25]))
+    update(prioritised, storage, rows, np.array([16.0, 0.25]))
     assert leaves(storage, prioritised) == [[4, 1, 0, 0], [1, 1, 0.5, 0]]
-    prioritised.update(storage.span(), rows[:1], np.array([0.0]))
+    update(prioritised, storage, rows[:1], np.array([0.0]))
     write(storage, [1, 4])
     assert leaves(storage, prioritised) == [[0, 1, 4, 0], [4, 4, 4, 4]]
 
@@ -287,7 +293,7 @@ def test_priorities_follow_the_rows_over_wraps_and_clears(data):
             rows = {at: largest if priority is None else priority for at, priority in rows.items()}
             chosen = data.draw(st.lists(st.tuples(st.sampled_from(sorted(rows)), st.integers(0, 9)), min_size=1))
             ids = storage.columns.rows(*np.array([at for at, _ in chosen]).T)
-            prioritised.update(storage.span(), ids, np.array([float(priority) for _, priority in chosen]))
+            update(prioritised, storage, ids, np.array([float(priority) for _, priority in chosen]))
             rows |= {at: float(priority) for at, priority in chosen}
             largest = max(largest, *(float(priority) for _, priority in chosen))
     expected = np.zeros((n_lanes, capacity))
@@ -305,11 +311,11 @@ def test_priorities_of_rows_overwritten_since_they_were_drawn_are_dropped(order)
     rows = storage.columns.rows(np.array([0, 0, 1]), np.array([0, 1, 0]))
     prioritised.remember(span, rows)
     write(storage, [1, 0])
-    prioritised.update(storage.span(), rows, np.array([50.0, 3.0, 2.0]))
+    update(prioritised, storage, rows, np.array([50.0, 3.0, 2.0]))
     assert leaves(storage, prioritised) == [[1, 3, 1, 1], [2, 1, 1, 1]]
     assert prioritised.max_priority == 3.0
     storage.clear()
-    prioritised.update(storage.span(), rows, np.array([9.0, 9.0, 9.0]))
+    update(prioritised, storage, rows, np.array([9.0, 9.0, 9.0]))
     assert leaves(storage, prioritised) == [[0] * 4] * 2
 
 
@@ -328,7 +334,7 @@ def test_bad_priorities_are_refused_and_change_nothing(rows, priorities, message
     write(storage, [2, 1])
     before = leaves(storage, prioritised)
     with pytest.raises(SpecError, match=message):
-        prioritised.update(storage.span(), np.array(rows), np.array(priorities))
+        update(prioritised, storage, np.array(rows), np.array(priorities))
     assert (leaves(storage, prioritised), prioritised.max_priority) == (before, 1.0)
 
 
@@ -336,7 +342,7 @@ def test_bad_priorities_are_refused_and_change_nothing(rows, priorities, message
 def test_draw_and_choose_are_in_proportion_to_priorities(alpha, shares):
     storage, prioritised = make_storage(1), Prioritised(4, 1, alpha)
     write(storage, [4])
-    prioritised.update(storage.span(), np.arange(4), np.array([0.0, 1.0, 3.0, 4.0]))
+    update(prioritised, storage, np.arange(4), np.array([0.0, 1.0, 3.0, 4.0]))
     rng = np.random.default_rng(0)
     shares = np.array(shares) / sum(shares)
     for drawn in (prioritised.draw(50_000, rng), prioritised.choose(np.arange(4), 50_000, rng)):
@@ -355,7 +361,7 @@ def test_draw_takes_one_from_each_equal_part_of_the_total():
 def test_choose_refuses_rows_without_a_priority():
     storage, prioritised = make_storage(), Prioritised(8, 2, 1.0)
     write(storage, [4, 4])
-    prioritised.update(storage.span(), np.array([0, 1]), np.zeros(2))
+    update(prioritised, storage, np.array([0, 1]), np.zeros(2))
     rng = np.random.default_rng(0)
     assert set(prioritised.choose(np.array([0, 5, 1]), 50, rng).tolist()) == {5}
     for rows in ([0, 1], []):
@@ -366,7 +372,7 @@ def test_choose_refuses_rows_without_a_priority():
 def test_a_restored_one_is_the_same_and_refuses_what_does_not_fit():
     storage, prioritised = make_storage(), Prioritised(8, 2, 1.0)
     write(storage, [3, 2])
-    prioritised.update(storage.span(), np.array([0, 4]), np.array([5.0, 0.5]))
+    update(prioritised, storage, np.array([0, 4]), np.array([5.0, 0.5]))
     arrays = prioritised.arrays()
     restored = Prioritised(8, 2, 1.0).restored(arrays, prioritised.max_priority)
     write(storage, [1, 4])

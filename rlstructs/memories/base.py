@@ -355,8 +355,8 @@ class Memory(ABC):
         """
         rows = self._checked_rows(indexes)
         names = self._checked_names(names)
-        arrays = dict(zip(known := self._known(names), self._store().columns.gather(known, rows), strict=True))
-        return self._batches(names, arrays, rows.size, mini_batches)
+        known = self._known(names)
+        return self._batches(names, known, self._store().columns.gather(known, rows), rows.size, mini_batches)
 
     def sample_all(
         self, names: Sequence[str], *, mini_batches: int = 1, sequence_length: int = 1
@@ -373,8 +373,8 @@ class Memory(ABC):
         storage = self._store()
         span = storage.span()
         rows, starts = (span.by_step(), None) if sequence_length <= 1 else span.by_lane(sequence_length)
-        arrays = dict(zip(known := self._known(names), storage.columns.gather(known, rows), strict=True))
-        return self._batches(names, arrays, rows.size, mini_batches, starts)
+        known = self._known(names)
+        return self._batches(names, known, storage.columns.gather(known, rows), rows.size, mini_batches, starts)
 
     @abstractmethod
     def sample(
@@ -393,8 +393,9 @@ class Memory(ABC):
             raise MissingKeyError(f"no tensor(s) {unknown} in this memory, there are {list(self.get_tensor_names())}")
         return list(names)
 
-    def _known(self, names: Sequence[str]) -> list[str]:
-        return [name for name in names if name in self._dtypes]
+    def _known(self, names: list[str]) -> list[str]:
+        dtypes = self._dtypes
+        return [name for name in names if name in dtypes]
 
     def _checked_rows(self, indexes: Any) -> np.ndarray:
         rows = host_array("indexes", indexes)
@@ -409,24 +410,32 @@ class Memory(ABC):
 
     def _batches(
         self,
-        names: Sequence[str],
-        arrays: Mapping[str, np.ndarray],
+        names: list[str],
+        known: list[str],
+        arrays: list[np.ndarray],
         n_rows: int,
         mini_batches: int,
         starts: np.ndarray | None = None,
     ) -> list[list[Any]]:
         """Hands arrays over in parts; a part begins only at one of `starts`, if they are given."""
-        out = self.framework.hand_over
+        dtypes = [self._dtypes[name] for name in known]
         if mini_batches <= 1:
-            return [[out(arrays[k], self._dtypes[k], self.device) if k in arrays else None for k in names]]
+            return [self._in_order(names, known, self.framework.hand_over(arrays, dtypes, self.device))]
         bounds = np.arange(n_rows + 1) if starts is None else np.append(starts, n_rows)
-        units, parts = len(bounds) - 1, []
-        for part in np.array_split(np.arange(units), mini_batches):
+        batches = []
+        for part in np.array_split(np.arange(len(bounds) - 1), mini_batches):
             low, high = (bounds[part[0]], bounds[part[-1] + 1]) if part.size else (n_rows, n_rows)
-            parts.append(
-                [out(arrays[k][low:high], self._dtypes[k], self.device) if k in arrays else None for k in names]
-            )
-        return parts
+            parts = self.framework.hand_over([array[low:high] for array in arrays], dtypes, self.device)
+            batches.append(self._in_order(names, known, parts))
+        return batches
+
+    @staticmethod
+    def _in_order(names: list[str], known: list[str], tensors: list[Any]) -> list[Any]:
+        """A tensor for each name, None where there is no such tensor."""
+        if len(names) == len(known):
+            return tensors
+        found = iter(tensors)
+        return [next(found) if name in known else None for name in names]
 
     # Files
 

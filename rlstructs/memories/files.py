@@ -182,7 +182,7 @@ def _save_csv(memory: Memory, path: Path) -> None:
 
 def _decoded(memory: Memory, name: str, rows: np.ndarray) -> list[list[Any]]:
     array = memory._storage.columns.flat[name][rows]
-    values = memory.framework.hand_over(array, memory._dtypes[name], memory.framework.device("cpu"))
+    [values] = memory.framework.hand_over([array], [memory._dtypes[name]], memory.framework.device("cpu"))
     return host_array(name, values).reshape(len(rows), -1).tolist()
 
 
@@ -213,8 +213,7 @@ def _load_csv(memory: Memory, path: Path) -> None:
     restore()
 
 
-_BOOKKEEPING_DTYPES = {RING: np.int64, "__time__": np.int32, "__length__": np.int32, "__drawn__": np.int64,
-                       "__synced__": np.int64, "__leaves__": np.float64}  # fmt: skip
+_BOOKKEEPING_DTYPES = {RING: np.int64, "__time__": np.int32, "__length__": np.int32, "__synced__": np.int64, "__leaves__": np.float64}  # fmt: skip
 
 
 def _rows_of(memory: Memory, ring: np.ndarray) -> np.ndarray:

@@ -34,8 +34,8 @@ class Framework(Protocol):
     def device(self, device: Any) -> Any:
         """The library's own name of a device, its default one for None."""
 
-    def hand_over(self, array: np.ndarray, dtype: Any, device: Any) -> Any:
-        """An array that nobody else holds as one of the library's."""
+    def hand_over(self, arrays: list[np.ndarray], dtypes: list[Any], device: Any) -> list[Any]:
+        """Arrays that nobody else holds as the library's."""
 
     def live(self, array: np.ndarray, dtype: Any, name: str) -> Any:
         """The store's own memory as one of the library's arrays; a copy where those cannot be written to."""

@@ -86,9 +86,8 @@ class RandomMemory(base.Memory):
         self._last, self._discount = picked, gamma
         if length > 1:
             arrays = [array.reshape(n * length, *array.shape[2:]) for array in arrays]
-        flat = dict(zip(known, arrays, strict=True))
         starts = None if mini_batches <= 1 else np.arange(0, n * length, length)
-        return self._batches(names, flat, n * length, mini_batches, starts)
+        return self._batches(names, known, arrays, n * length, mini_batches, starts)
 
     def get_sampling_mask(self) -> Any:
         """Which rows of the last `sample` count, bool, in the order of `get_sampling_indexes`."""
@@ -117,7 +116,7 @@ class RandomMemory(base.Memory):
 
     def _handed_over(self, array: np.ndarray) -> Any:
         array = np.array(array)
-        return self.framework.hand_over(array, self.framework.dtype(array.dtype), self.device)
+        return self.framework.hand_over([array], [self.framework.dtype(array.dtype)], self.device)[0]
 
     def _select(self, n: int, length: int, n_step: int, ends: str) -> Selection:
         storage = self._store()
@@ -194,6 +193,7 @@ class PrioritizedMemory(RandomMemory):
         self.beta = beta if callable(beta) else _exponent("beta", beta)
         self.normalize = normalize
         self.n_samples = 0
+        self._smallest = self._beta = 0.0  # as of the last sample
         self._prioritised = Prioritised(self.memory_size * self.num_envs, self.num_envs, self.alpha)
 
     @property
@@ -212,7 +212,7 @@ class PrioritizedMemory(RandomMemory):
     def get_sampling_weights(self) -> Any:
         """The importance weights of the last `sample`, float32 (batch_size,), one for each row or sequence."""
         leaves = self._sampled().fields["leaves"]
-        smallest = leaves.min() if self.normalize == "batch" else self._sampled().fields["smallest"]
+        smallest = leaves.min() if self.normalize == "batch" else self._smallest
         return self._handed_over(((smallest / leaves) ** self._beta).astype(np.float32))
 
     def update_priorities(self, indexes: Any, priorities: Any) -> None:
@@ -227,9 +227,12 @@ class PrioritizedMemory(RandomMemory):
         Raises:
             IndexError, SpecError: something is not so; nothing has changed.
         """
-        rows = self._checked_rows(indexes)
+        rows = host_array("indexes", indexes)
+        drawn = self._prioritised.drawn_in(rows)
+        if drawn is None:
+            rows = self._checked_rows(rows)
         values = host_array("priorities", priorities).astype(np.float64).reshape(-1)
-        self._prioritised.update(self._store().span(), rows, values)
+        self._prioritised.update(self._store().span(), rows, values, drawn)
 
     def _state(self) -> dict[str, Any]:
         return {**super()._state(), "n_samples": self.n_samples, "max_priority": self._prioritised.max_priority}
@@ -260,18 +263,20 @@ class PrioritizedMemory(RandomMemory):
                 lambda every, k: prioritised.choose(every, k, rng),
                 span,
             )
-        return rows, {"leaves": prioritised.tree.values[rows], "smallest": np.full(n, prioritised.tree.minimum)}
+        self._smallest = prioritised.tree.minimum
+        return rows, {"leaves": prioritised.tree.values[rows]}
 
     def _select(self, n: int, length: int, n_step: int, ends: str) -> Selection:
         picked = super()._select(n, length, n_step, ends)
-        self._prioritised.remember(picked.span, picked.rows.reshape(-1))
+        rows = picked.rows if n_step == 1 else picked.rows[:, 0]
+        self._prioritised.remember(picked.span, rows.flatten())  # a copy: the indexes that go out may be written to
         return picked
 
 
 def _check(sequence_length: Any, n_step: Any, gamma: float, episode_ends: str) -> int:
     # skrl takes 0 for 1.
-    length = check_size("sequence_length", 1 if sequence_length == 0 else sequence_length)
-    if check_size("n_step", n_step) > 1 and length > 1:
+    length = 1 if sequence_length in (0, 1) else check_size("sequence_length", sequence_length)
+    if n_step != 1 and check_size("n_step", n_step) > 1 and length > 1:
         raise SpecError("n_step and sequence_length cannot both be above 1")
     if not 0 <= gamma <= 1:
         raise SpecError(f"gamma must be in [0, 1], got {gamma}")

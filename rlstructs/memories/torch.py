@@ -53,11 +53,13 @@ class Torch:
             device = "cuda:0" if torch.cuda.is_available() else "cpu"
         return as_device(device)
 
-    def hand_over(self, array: np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        if dtype is torch.bfloat16:
-            tensor = tensor.view(dtype)
-        return tensor if device.type == "cpu" else tensor.to(device)
+    def hand_over(
+        self, arrays: list[np.ndarray], dtypes: list[torch.dtype], device: torch.device
+    ) -> list[torch.Tensor]:
+        tensors = [torch.from_numpy(array) for array in arrays]
+        if torch.bfloat16 in dtypes:
+            tensors = [t.view(d) if d is torch.bfloat16 else t for t, d in zip(tensors, dtypes, strict=True)]
+        return tensors if device.type == "cpu" else [tensor.to(device) for tensor in tensors]
 
     def live(self, array: np.ndarray, dtype: torch.dtype, name: str) -> torch.Tensor:
         tensor = torch.from_numpy(array)

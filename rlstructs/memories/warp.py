@@ -48,9 +48,10 @@ class Warp:
         start_warp()
         return wp.get_device(device)
 
-    def hand_over(self, array: np.ndarray, dtype: Any, device: Any) -> wp.array:
-        host = self.live(array, dtype, "a batch")  # keeps `array` alive
-        return host if device.is_cpu else host.to(device)
+    def hand_over(self, arrays: list[np.ndarray], dtypes: list[Any], device: Any) -> list[wp.array]:
+        # Each keeps its array alive.
+        host = [self.live(array, dtype, "a batch") for array, dtype in zip(arrays, dtypes, strict=True)]
+        return host if device.is_cpu else [array.to(device) for array in host]
 
     def live(self, array: np.ndarray, dtype: Any, name: str) -> wp.array:
         if array.ndim > WARP_MAX_AXES:

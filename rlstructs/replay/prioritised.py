@@ -6,6 +6,7 @@ Schaul et al., Prioritized Experience Replay (2016): P(i) = p_i^alpha / sum of p
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 
 import numpy as np
@@ -13,8 +14,12 @@ import numpy as np
 from rlstructs.errors import SpecError
 from rlstructs.replay.samplers import Span
 
+# Of a priority to the power of alpha times the number of rows: their sum must be finite.
+LARGEST = 1e300
 # Names of its arrays in a file.
-LEAVES, SYNCED, DRAWN = "__leaves__", "__synced__", "__drawn__"
+LEAVES, SYNCED = "__leaves__", "__synced__"
+# How many draws are remembered: a learner seldom gives priorities for one that lies further back.
+N_DRAWS = 32
 
 
 class Prioritised:
@@ -32,17 +37,17 @@ class Prioritised:
         self.alpha = alpha
         self.max_priority = 1.0
         self.tree = SumTree(n_rows)
-        # The step that each row held when it was last drawn: an update that comes too late is for another.
-        self.drawn = np.full(n_rows, -1, np.int64)
         self.synced = np.zeros(n_lanes, np.int64)
         self._snapshot = b""  # of the counters that were last followed
+        self._draws: deque[tuple[Span, np.ndarray]] = deque(maxlen=N_DRAWS)
+        self._limit = LARGEST / n_rows
 
     @staticmethod
     def nbytes_of(n_rows: int, n_lanes: int) -> int:
         """Bytes that one takes."""
         from rlstructs.replay.sum_tree import SumTree
 
-        return SumTree.nbytes_of(n_rows) + 8 * (n_rows + n_lanes)
+        return SumTree.nbytes_of(n_rows) + 8 * n_lanes
 
     def follow(self, span: Span) -> None:
         """Gives the rows that were written since the last call their priority."""
@@ -69,10 +74,9 @@ class Prioritised:
         Raises:
             SpecError: every priority is zero.
         """
-        total = self.tree.total
-        if not total > 0:
+        if not self.tree.total > 0:
             raise SpecError("nothing to sample: no row has a priority above zero")
-        return self.tree.draw((np.arange(n) + rng.random(n)) * (total / n)).astype(np.int64)
+        return self.tree.draw_evenly(n, rng)
 
     def choose(self, rows: np.ndarray, n: int, rng: np.random.Generator) -> np.ndarray:
         """`n` of these row ids, in proportion.
@@ -88,40 +92,54 @@ class Prioritised:
         return chosen
 
     def remember(self, span: Span, rows: np.ndarray) -> None:
-        """Notes which steps were drawn."""
-        self.drawn[rows] = span.steps(rows)
+        """Notes what was drawn, so that priorities which come too late can be told."""
+        self._draws.appendleft((span, rows))
 
-    def update(self, span: Span, rows: np.ndarray, priorities: np.ndarray) -> None:
+    def update(self, span: Span, rows: np.ndarray, priorities: np.ndarray, drawn: Span | None) -> None:
         """Sets priorities; those of rows that were overwritten since they were drawn are dropped.
 
         Args:
+            span: what can be drawn now.
             rows: int64 (n,); of equal ones the last counts.
             priorities: (n,), finite, at least 0.
+            drawn: as `drawn_in` says of these rows.
 
         Raises:
             SpecError: something is not so; nothing has changed.
         """
         if priorities.shape != rows.shape:
             raise SpecError(f"priorities: {priorities.size} came for {rows.size} indexes")
-        fine = (priorities >= 0) & (priorities < np.inf)  # neither is true of NaN
-        if not fine.all():
-            wrong = priorities[~fine][0]
+        if not rows.size:
+            return
+        largest = float(np.maximum.reduce(priorities))
+        if not (np.minimum.reduce(priorities) >= 0 and largest**self.alpha <= self._limit):  # not true of NaN
+            wrong = priorities[~((priorities >= 0) & (priorities**self.alpha <= self._limit))][0]
             raise SpecError(f"priorities must be finite and at least 0, got {wrong}")
         self.follow(span)
-        held, drawn = span.has(rows), self.drawn[rows]
-        known = drawn >= 0
-        if not (held | known).all():
-            raise SpecError(f"index {rows[~(held | known)][0]} holds no row")
-        same = held & (~known | (drawn == span.steps(rows)))
-        if not same.all():
-            rows, priorities = rows[same], priorities[same]
-        if rows.size:
-            self.max_priority = max(self.max_priority, float(priorities.max()))
-            self.tree.update(rows, priorities**self.alpha)
+        if drawn is None or drawn.snapshot != span.snapshot or not span.is_settled:
+            held = span.has(rows)
+            if drawn is None and not held.all():
+                raise SpecError(f"index {rows[~held][0]} holds no row")
+            if drawn is not None:
+                held &= drawn.steps(rows) == span.steps(rows)
+            rows, priorities = rows[held], priorities[held]
+            largest = float(priorities.max(initial=0.0))
+        self.max_priority = max(self.max_priority, largest)
+        self.tree.update(rows, priorities**self.alpha)
+
+    def drawn_in(self, rows: np.ndarray) -> Span | None:
+        """What could be drawn when all these rows were, in the latest of the last draws; None if in none of them."""
+        for span, drawn in self._draws:
+            if rows.size == drawn.size and (rows == drawn).all():
+                return span
+        for span, drawn in self._draws:  # a part of one
+            if rows.size < drawn.size and np.isin(rows, drawn).all():
+                return span
+        return None
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What a file needs beside `max_priority`."""
-        return {LEAVES: self.tree.values.copy(), SYNCED: self.synced.copy(), DRAWN: self.drawn.copy()}
+        return {LEAVES: self.tree.values.copy(), SYNCED: self.synced.copy()}
 
     def restored(self, arrays: Mapping[str, np.ndarray], max_priority: float) -> Prioritised:
         """A new one with what `arrays` gave; if a file has none, every row gets the same priority.
@@ -132,12 +150,12 @@ class Prioritised:
         new = Prioritised(self.tree.n_leaves, self.synced.size, self.alpha)
         if LEAVES not in arrays:
             return new
-        leaves, synced, drawn = (arrays[name] for name in (LEAVES, SYNCED, DRAWN))
-        wanted = (new.tree.values, new.synced, new.drawn)
-        if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip((leaves, synced, drawn), wanted, strict=True)):
+        leaves, synced = arrays[LEAVES], arrays[SYNCED]
+        wanted = (new.tree.values, new.synced)
+        if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip((leaves, synced), wanted, strict=True)):
             raise ValueError("its priorities have other shapes")
         if not (np.isfinite(leaves).all() and (leaves >= 0).all() and 0 <= max_priority < np.inf):
             raise ValueError("its priorities are not finite and at least 0")
-        new.max_priority, new.synced, new.drawn = float(max_priority), synced, drawn
+        new.max_priority, new.synced = float(max_priority), synced
         new.tree.fill(leaves)
         return new

@@ -22,7 +22,7 @@ class Span:
     """
 
     def __init__(self, ring: Ring, columns: Columns, length: int = 1) -> None:
-        self.columns = columns
+        self.columns, self.length = columns, length
         # Seen twice alike they are of one time: they only grow, and a copy may be interrupted.
         self.snapshot = b""
         while self.snapshot != (seen := ring.counters.tobytes()):

@@ -74,6 +74,7 @@ class Storage:
         self._backing = backing
         self._counters: Block = backing.allocate("counters", N_COUNTERS * n_lanes * 8)
         self._lock = threading.Lock()
+        self._span: Span | None = None
         self._map()
 
     def _map(self) -> None:
@@ -229,7 +230,10 @@ class Storage:
 
     def span(self, length: int = 1) -> Span:
         """What can be drawn now: every valid row that has `length - 1` others after it."""
-        return Span(self.ring, self.columns, length)
+        last = self._span
+        if last is None or last.length != length or last.snapshot != self.ring.counters.tobytes():
+            last = self._span = Span(self.ring, self.columns, length)
+        return last
 
     def sample(
         self,
@@ -281,11 +285,11 @@ class Storage:
         self._map()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key not in ("ring", "_lock")}
+        return {key: value for key, value in vars(self).items() if key not in ("ring", "_lock", "_span")}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
-        self._lock = threading.Lock()
+        self._lock, self._span = threading.Lock(), None
         self._map()
 
 

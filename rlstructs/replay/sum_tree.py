@@ -3,8 +3,9 @@
 
 Two Warp kernels in float64, level by level: a draw walks all its masses down one level before the next
 (the loads of one level overlap, those of one walk cannot), an update writes leaves and then each level's
-parents from their two children. A parent is always the sum of its children as they are: nothing drifts.
-The levels need no power of two, so that leaves keep their order and no leaf lies beyond the last.
+parents from their children. A parent is always the sum of its children as they are: nothing drifts.
+A node has eight children, which share a cache line: of a million leaves that is 1 MB above the lowest
+level, so that a draw waits for memory about once, and not four times as with two children.
 """
 
 from __future__ import annotations
@@ -19,50 +20,118 @@ from rlstructs.errors import SpecError
 from rlstructs.structures.interop import quiet_warp, start_warp
 
 
+# Children of a node: their sums fill one cache line, so that a level costs a draw one load from memory.
+FAN_OUT = 8
+CACHE_LINE = 64  # bytes
+
+
+Node = wp.types.vector(length=FAN_OUT, dtype=wp.float64)
+
+
 @wp.kernel(enable_backward=False)
 def _draw(
     sums: wp.array(dtype=wp.float64),
     offsets: wp.array(dtype=wp.int32),
     masses: wp.array(dtype=wp.float64),
-    leaves: wp.array(dtype=wp.int32),
-    n: wp.int32,
+    leaves: wp.array(dtype=wp.int64),
+    count: wp.array(dtype=wp.int32),
 ) -> None:
+    n = count[0]
+    zero = wp.float64(0.0)
+    in_order = wp.int32(1)
+    for i in range(1, n):
+        in_order = wp.where(masses[i] < masses[i - 1], 0, in_order)
+    # Masses that come in order walk along a level of a few hundred, in place of those above it.
+    top = offsets.shape[0] - 1
+    if in_order == 1:
+        while top > 0 and offsets[top] - offsets[top - 1] <= 256:
+            top = top - 1
+    start = offsets[top]
+    last = wp.int32(0)
+    if top < offsets.shape[0] - 1:
+        last = offsets[top + 1] - start - 1
+    while last > 0 and not sums[start + last] > zero:
+        last = last - 1
+    at_top = wp.int32(0)
+    passed = zero
     for i in range(n):
-        leaves[i] = 0
-    for up in range(1, offsets.shape[0]):
-        level = offsets[offsets.shape[0] - 1 - up]
+        while at_top < last and masses[i] >= passed + sums[start + at_top]:
+            passed = passed + sums[start + at_top]
+            at_top = at_top + 1
+        masses[i] = masses[i] - passed
+        leaves[i] = wp.int64(at_top)
+    for down in range(top):
+        level = offsets[top - 1 - down]
+        # Have all lines on their way before the first is waited for.
+        touched = zero
         for i in range(n):
-            node = 2 * leaves[i]
-            left = sums[level + node]
-            # A sum that is zero is never entered, wherever a mass was rounded to.
-            if masses[i] >= left and sums[level + node + 1] > wp.float64(0.0):
-                masses[i] = masses[i] - left
-                node = node + 1
-            leaves[i] = node
+            touched = touched + sums[level + 8 * wp.int32(leaves[i])]
+        masses[n] = touched  # or it would be left out
+        for i in range(n):
+            first = 8 * wp.int32(leaves[i])
+            at = level + first
+            # Without a branch: a wrong guess costs more than the step, and holds up the loads of the next draws.
+            mass = masses[i]
+            end = zero
+            before = zero
+            child = wp.int32(0)
+            for c in range(7):
+                end = end + sums[at + c]
+                child = child + wp.where(mass >= end, 1, 0)
+                before = wp.where(mass >= end, end, before)
+            # A sum that is zero is never entered, wherever a mass was rounded to; this branch is all but never taken.
+            if not sums[at + child] > zero:
+                end = zero
+                before = zero
+                child = wp.int32(0)
+                for c in range(8):
+                    if sums[at + c] > zero:
+                        child = c
+                        before = end
+                    end = end + sums[at + c]
+            masses[i] = mass - before
+            leaves[i] = wp.int64(first + child)
 
 
 @wp.kernel(enable_backward=False)
 def _update(
     sums: wp.array(dtype=wp.float64),
+    nodes: wp.array(dtype=Node),
     minima: wp.array(dtype=wp.float64),
+    least_nodes: wp.array(dtype=Node),
     offsets: wp.array(dtype=wp.int32),
-    leaves: wp.array(dtype=wp.int32),
     values: wp.array(dtype=wp.float64),
-    n: wp.int32,
+    leaves: wp.array(dtype=wp.int64),
+    count: wp.array(dtype=wp.int32),
 ) -> None:
+    n = count[0]
+    zero = wp.float64(0.0)
+    inf = wp.float64(wp.inf)
     for i in range(n):
         sums[leaves[i]] = values[i]
-        # An empty leaf is no minimum.
-        minima[leaves[i]] = wp.where(values[i] > wp.float64(0.0), values[i], wp.float64(wp.inf))
     for level in range(offsets.shape[0] - 1):
-        below = offsets[level]
+        first_node = offsets[level] / 8
         here = offsets[level + 1]
+        n_parents = wp.int32(0)
+        previous = wp.int32(-1)
         for i in range(n):
-            node = leaves[i] / 2
-            leaves[i] = node
-            left = below + 2 * node
-            sums[here + node] = sums[left] + sums[left + 1]
-            minima[here + node] = wp.min(minima[left], minima[left + 1])
+            parent = wp.int32(leaves[i]) / 8
+            if parent != previous:  # neighbours share a parent: leaves that come in order cost little
+                s = nodes[first_node + parent]
+                # In pairs, which can be added side by side.
+                sums[here + parent] = ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]))
+                if level == 0:  # the minimum of a leaf is itself; an empty one is none
+                    for c in range(8):
+                        s[c] = wp.where(s[c] > zero, s[c], inf)
+                else:
+                    s = least_nodes[first_node + parent - offsets[1] / 8]
+                minima[here + parent - offsets[1]] = wp.min(
+                    wp.min(wp.min(s[0], s[1]), wp.min(s[2], s[3])), wp.min(wp.min(s[4], s[5]), wp.min(s[6], s[7]))
+                )
+                leaves[n_parents] = wp.int64(parent)
+                n_parents = n_parents + 1
+                previous = parent
+        n = n_parents
 
 
 class SumTree:
@@ -83,24 +152,27 @@ class SumTree:
         sizes = _level_sizes(n_leaves)
         offsets = np.concatenate([[0], np.cumsum(sizes)[:-1]])
         self._offsets = offsets.astype(np.int32)
-        self.sums = np.zeros(sum(sizes))
-        self.minima = np.full(sum(sizes), np.inf)
+        self.sums = _aligned(sum(sizes))
+        self.minima = _aligned(sum(sizes[1:]))  # of all but the leaves
+        self.minima[:] = np.inf
+        self._numbers = np.zeros(0)
         self._launches: dict[str, Any] = {}
 
     @staticmethod
     def nbytes_of(n_leaves: int) -> int:
         """Bytes that a tree takes."""
-        return 16 * sum(_level_sizes(n_leaves))
+        sizes = _level_sizes(n_leaves)
+        return 8 * (sum(sizes) + sum(sizes[1:]))
 
     @property
     def total(self) -> float:
         """The sum of all values."""
-        return float(self.sums[self._offsets[-1]])
+        return float(self.sums[-1])
 
     @property
     def minimum(self) -> float:
         """The smallest value above zero, infinity if there is none."""
-        return float(self.minima[self._offsets[-1]])
+        return float(self.minima[-1])
 
     @property
     def values(self) -> np.ndarray:
@@ -108,7 +180,7 @@ class SumTree:
         return self.sums[: self.n_leaves]
 
     def draw(self, masses: np.ndarray) -> np.ndarray:
-        """The leaves in which these masses lie, int32 (B,).
+        """The leaves in which these masses lie, int64 (B,).
 
         Args:
             masses: float64 (B,), in [0, total). None ends in a leaf of value zero unless all are.
@@ -117,6 +189,18 @@ class SumTree:
         buffer[: len(masses)] = masses
         self._launch("draw", len(masses))
         return leaves[: len(masses)].copy()
+
+    def draw_evenly(self, n: int, rng: np.random.Generator) -> np.ndarray:
+        """A leaf from each n-th of the total, in proportion, int64 (n,)."""
+        buffer, leaves = self._buffers("draw", n)
+        masses = buffer[:n]
+        rng.random(out=masses)
+        if self._numbers.size < n:
+            self._numbers = np.arange(n, dtype=np.float64)
+        masses += self._numbers[:n]
+        masses *= self.sums[-1] / n
+        self._launch("draw", n)
+        return leaves[:n].copy()
 
     def update(self, leaves: np.ndarray, values: np.ndarray) -> None:
         """Sets values; of equal leaves the last counts.
@@ -133,47 +217,66 @@ class SumTree:
     def fill(self, values: np.ndarray) -> None:
         """Sets every value."""
         self.sums[: self.n_leaves] = values
-        self.minima[: self.n_leaves] = np.where(values > 0, values, np.inf)
-        offsets = self._offsets.tolist()
-        for below, here in itertools.pairwise(offsets):
-            n = (here - below) // 2
-            self.sums[here : here + n] = self.sums[below:here].reshape(n, 2).sum(axis=1)
-            self.minima[here : here + n] = self.minima[below:here].reshape(n, 2).min(axis=1)
+        least = np.where(self.sums > 0, self.sums, np.inf)[: self._offsets[1]]
+        for below, here in itertools.pairwise(self._offsets.tolist()):
+            n = (here - below) // FAN_OUT
+            pairs = self.sums[below:here].reshape(n, 4, 2).sum(axis=2)  # as an update adds: both give the same bits
+            self.sums[here : here + n] = (pairs[:, 0] + pairs[:, 1]) + (pairs[:, 2] + pairs[:, 3])
+            start = here - self._offsets[1]
+            self.minima[start : start + n] = least.reshape(n, FAN_OUT).min(axis=1)
+            least = self.minima[start : start + -(-n // FAN_OUT) * FAN_OUT]
 
     def _buffers(self, kind: str, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """Arrays that a launch was recorded with; kept, for making them costs more than the launch."""
-        if kind not in self._launches or len(self._launches[kind][1]) < n:
+        """Arrays of n + 1 and n that a launch was recorded with; kept, for making them costs more than the launch."""
+        if kind not in self._launches or len(self._launches[kind][2]) < n:
             size = max(n, 256)
-            values, leaves = np.zeros(size), np.zeros(size, np.int32)
-            self._launches[kind] = self._record(kind, values, leaves), values, leaves
-        _, values, leaves = self._launches[kind]
+            values, leaves, count = np.zeros(size + 1), np.zeros(size, np.int64), np.zeros(1, np.int32)
+            self._launches[kind] = self._record(kind, values, leaves, count), values, leaves, count
+        _, values, leaves, _ = self._launches[kind]
         return values, leaves
 
-    def _record(self, kind: str, values: np.ndarray, leaves: np.ndarray) -> Any:
+    def _record(self, kind: str, *buffers: np.ndarray) -> Any:
         start_warp()
-        if kind == "draw":
-            kernel, arrays = _draw, [self.sums, self._offsets, values, leaves]
-        else:
-            kernel, arrays = _update, [self.sums, self.minima, self._offsets, leaves, values]
-        inputs = [wp.array(array, copy=False, device="cpu") for array in arrays]
+        trees = [_view(self.sums)]
+        if kind == "update":
+            trees += [_nodes(self.sums), _view(self.minima), _nodes(self.minima)]
+        arrays = [*trees, *map(_view, (self._offsets, *buffers))]
+        kernel = _draw if kind == "draw" else _update
         with quiet_warp():
-            return wp.launch(kernel, dim=1, inputs=[*inputs, 0], device="cpu", record_cmd=True), inputs
+            return wp.launch(kernel, dim=1, inputs=arrays, device="cpu", record_cmd=True)
 
     def _launch(self, kind: str, n: int) -> None:
-        (command, inputs), _, _ = self._launches[kind]
-        command.set_param_at_index(len(inputs), n)
+        command, _, _, count = self._launches[kind]
+        count[0] = n  # not a parameter of its own: setting one costs more than this
         command.launch()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_launches": {}}
 
 
+def _view(array: np.ndarray) -> Any:
+    return wp.array(array, copy=False, device="cpu")
+
+
+def _nodes(array: np.ndarray) -> Any:
+    n = array.size // FAN_OUT  # the root is none
+    return wp.array(array[: n * FAN_OUT].reshape(n, FAN_OUT), dtype=Node, copy=False, device="cpu")
+
+
+def _aligned(n: int) -> np.ndarray:
+    """n zeros that begin with a cache line."""
+    space = np.zeros(n + CACHE_LINE // 8)
+    start = -space.ctypes.data % CACHE_LINE // 8
+    return space[start : start + n]
+
+
 def _level_sizes(n_leaves: int) -> list[int]:
-    """Entries of each level from the leaves up, even so that every node has two children; the last is the root."""
+    """Entries of each level from the leaves up, so many that every node has all its children; the last is the root."""
     if n_leaves < 1:
         raise SpecError(f"a sum tree needs at least 1 leaf, got {n_leaves}")
-    sizes, n = [], n_leaves
-    while n > 1:
-        sizes.append(n + n % 2)
-        n = sizes[-1] // 2
+    sizes: list[int] = []
+    n = n_leaves
+    while not sizes or n > 1:
+        sizes.append(-(-n // FAN_OUT) * FAN_OUT)
+        n = sizes[-1] // FAN_OUT
     return [*sizes, 1]
