@@ -10,6 +10,7 @@ import pytest
 from frameworks import KINDS, add, array, flat, host, make
 
 from rlstructs.errors import SpecError, StateError
+from rlstructs.replay.prioritised import N_DRAWS
 
 inf, nan = float("inf"), float("nan")
 
@@ -401,10 +402,11 @@ def test_shared_memory_keeps_priorities(kind):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_operations_leave_what_a_plain_reference_has(kind, seed):
-    """Priorities by environment and step in a dictionary; a weight tells the priority of a row."""
+    """Priorities by environment and step in a dictionary; a weight tells the priority of a row. What is
+    drawn is remembered for so many draws."""
     rng, size, lanes = np.random.default_rng(seed), 5, 2
     memory = prioritized(kind, size, lanes, alpha=1.0, beta=1.0)
-    heads, table, drawn, largest, last = [0, 0], {}, {}, 1.0, None
+    heads, table, drawn, n_draws, largest, last = [0, 0], {}, {}, 0, 1.0, None
     for _ in range(120):
         operation = rng.choice(["row", "row", "part", "update", "own", "sample"])
         if operation in ("row", "part"):
@@ -415,25 +417,31 @@ def test_random_operations_leave_what_a_plain_reference_has(kind, seed):
                 table[lane, heads[lane]] = largest
                 heads[lane] += 1
         elif table and operation == "sample":
-            last = draw(memory, 30)[0]
+            last, n_draws = draw(memory, 30)[0], n_draws + 1
             for index in last.tolist():
-                drawn[index] = place(index, heads, size)
+                drawn[index] = place(index, heads, size), n_draws
         elif table and (operation == "update" or last is not None):
             valid = [step % size * lanes + lane for lane, step in table]
             chosen = last if operation == "own" else rng.choice(valid, 4)
             values = rng.uniform(0.1, 3, len(chosen))
             memory.update_priorities(chosen, values)
             kept = [(place(i, heads, size), v) for i, v in zip(chosen.tolist(), values, strict=True)
-                    if drawn.get(i, place(i, heads, size)) == place(i, heads, size)]  # fmt: skip
+                    if meant(drawn, i, n_draws) in (None, place(i, heads, size))]  # fmt: skip
             table |= dict(kept)
             largest = max([largest, *(value for _, value in kept)])
         if table:
-            indexes, weights = draw(memory, 60)
+            (indexes, weights), n_draws = draw(memory, 60), n_draws + 1
             for index in indexes.tolist():
-                drawn[index] = place(index, heads, size)
+                drawn[index] = place(index, heads, size), n_draws
             expected = [min(table.values()) / table[place(index, heads, size)] for index in indexes.tolist()]
             np.testing.assert_allclose(weights, expected, rtol=1e-5)
     assert min(heads) > 2 * size
+
+
+def meant(drawn, index, n_draws):
+    """Where an index lay when it was last drawn; None if that is too long ago to be remembered."""
+    found, at = drawn.get(index, (None, 0))
+    return found if n_draws - at < N_DRAWS else None
 
 
 def place(index, heads, size):

@@ -14,7 +14,7 @@ from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay import expand
 from rlstructs.replay.backing import Heap, OnDisk, Shared
 from rlstructs.replay.columns import Columns, Spec
-from rlstructs.replay.episodes import NEVER, Episodes
+from rlstructs.replay.episodes import LENGTH, NEVER, TIME, Episodes
 from rlstructs.replay.ring import N_COUNTERS, Ring
 from rlstructs.replay.samplers import Epoch, Span, Uniform, draw_fitting
 from rlstructs.replay.storage import ALL, Selection, Storage, check_size
@@ -461,7 +461,7 @@ def test_rebuild_finds_what_was_written(order):
     rebuilt = Episodes(storage.ring, order)
     rebuilt.rebuild(np.stack([done[:, 4], done[:, 5], done[:, 2], done[:, 3]], 1))
     slots = np.array([2, 3, 0, 1])
-    found = [rebuilt.columns.cells[name][:, slots].tolist() for name in ("time", "length")]
+    found = [rebuilt.columns.cells["episode"][:, slots, which].tolist() for which in (TIME, LENGTH)]
     assert found == [
         [[0, 1, 2, 0], [0, 1, 2, 3], [0, 1, 2, 3]],  # those that began before the oldest row begin with it
         [[3, 3, 3, 0], [0, 0, 0, 0], [4, 4, 4, 4]],

@@ -21,7 +21,7 @@ SIZES = [1, 2, 3, 5, 6, 7, 1000, 1_000_000]
 
 def update(prioritised, storage, rows, priorities):
     """Priorities of some rows, as a memory gives them."""
-    prioritised.update(storage.span(), rows, priorities, prioritised.drawn_in(rows))
+    prioritised.update(storage.span(), rows, priorities)
 
 
 

@@ -15,15 +15,14 @@ import numpy as np
 
 from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError
 from rlstructs.memories import files, trajectories
-from rlstructs.memories.framework import Framework, host_array, spec_of, to_bits
+from rlstructs.memories.framework import Framework, encoded, from_bits, host_array, spec_of
+from rlstructs.memories.names import ENDS, check_name, ends_of
 from rlstructs.memories.spaces import n_elements
 from rlstructs.replay.backing import available_bytes
 from rlstructs.replay.columns import SLOT, Spec
 from rlstructs.replay.episodes import BYTES_PER_ROW
+from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.storage import Storage, check_size
-
-# Tensors whose truth ends an episode.
-ENDS = ("terminated", "truncated", "done", "dones")
 
 
 class Memory(ABC):
@@ -70,6 +69,7 @@ class Memory(ABC):
         # Tensors that were asked for; they get their bytes when one is first needed.
         self._planned: dict[str, Spec] = {}
         self._storage = Storage(self.num_envs, self.memory_size, order=SLOT)
+        self._write_step: Callable[[Mapping[str, Any]], bool] = _never
 
     # What is there
 
@@ -150,7 +150,7 @@ class Memory(ABC):
             raise SpecError(f"{name!r} has shape {values.shape}, needed is {target.shape}") from error
         target[...] = self._storage.columns.check(name, values, target.shape[:2])
         if name in ENDS:
-            self._storage.track_episodes().rebuild(self._ends_by_slot())
+            self._storage.rebuild_episodes(self._ends_by_slot())
 
     def _rows_of(self, name: str) -> np.ndarray:
         return self._store().columns.cells[name].swapaxes(0, 1)
@@ -185,8 +185,7 @@ class Memory(ABC):
         """
         if size is None:
             return False
-        if not isinstance(name, str) or not name or name.startswith("__"):
-            raise SpecError(f"a tensor's name must be a string that does not begin with '__', got {name!r}")
+        check_name(name)
         shape = _kept(size) if keep_dimensions else (n_elements(size),)
         named = self.framework.dtype(dtype)
         if name in self._dtypes:
@@ -201,6 +200,7 @@ class Memory(ABC):
         if available is not None and needed > available:
             raise OutOfMemoryError(f"tensor {name!r}: {needed:,} bytes are needed, {available:,} are available")
         self._planned[name], self._dtypes[name] = spec, dtype
+        self._write_step = _never  # until there is room for it
 
     def _check_same(self, name: str, shape: tuple[int, ...], dtype: Any) -> None:
         spec = self._spec(name)
@@ -221,6 +221,8 @@ class Memory(ABC):
             del self._planned[name]
             if name in ENDS:
                 self._storage.track_episodes()
+        if not self.export:
+            self._write_step = StepWriter(self._storage, tuple(name for name in ENDS if name in self._dtypes)).write
         return self._storage
 
     def share_memory(self) -> None:
@@ -251,8 +253,12 @@ class Memory(ABC):
         Raises:
             SpecError: something does not fit; the memory is as it was.
         """
+        if self._write_step(tensors):
+            return
         given = self._given(tensors)
         n = self._n_rows_given(given)
+        if n == 0:
+            return
         lanes, lead = self._place(1 if n is None else n)
         specs, rows = self._store().columns.specs, () if n is None else (n,)
         block = {}
@@ -318,11 +324,14 @@ class Memory(ABC):
     def _shaped(self, name: str, values: np.ndarray, rows: tuple[int, ...], spec: Spec) -> np.ndarray:
         if values.shape != rows + spec.shape and not (spec.shape == (1,) and values.shape == rows):
             raise SpecError(f"add_samples: {name!r} has shape {values.shape}, needed is {rows + spec.shape}")
-        return values if spec.fill is None else to_bits(name, values)
+        return encoded(name, values, spec)
+
+    def _decoded(self, name: str, values: np.ndarray) -> np.ndarray:
+        bits = self._spec(name).fill is not None
+        return from_bits(values) if bits else values
 
     def _encoded(self, name: str, values: np.ndarray) -> np.ndarray:
-        bits = self._spec(name).fill is not None
-        return to_bits(name, values) if bits else values
+        return encoded(name, values, self._spec(name))
 
     def add_trajectories(self, batch: Any, names: Mapping[str, str] | None = None) -> None:
         """Appends the valid steps of what `RL_Batcher.get` gives; the lane of a row is its `env_index`.
@@ -479,25 +488,25 @@ class Memory(ABC):
         """What restores it; raises ValueError, KeyError or TypeError if it does not fit."""
         return lambda: None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Devices of jax and warp belong to their process.
+        return {**vars(self), "device": self.framework.name_of_device(self.device), "_write_step": _never}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self.device = self.framework.device(self.device)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_tensor_") and name.removeprefix("_tensor_") in vars(self).get("_dtypes", ()):
             return self.get_tensor_by_name(name.removeprefix("_tensor_"))
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
+def _never(tensors: Mapping[str, Any]) -> bool:
+    return False
+
+
 def _kept(size: Any) -> tuple[int, ...]:
     if not isinstance(size, (tuple, list)):
         raise SpecError(f"size must be a tuple or a list to keep its dimensions, got {size!r}")
     return tuple(check_size("size", n) for n in size)
-
-
-def ends_of(block: Mapping[str, np.ndarray], lead: tuple[int, int]) -> np.ndarray | None:
-    """Where episodes end in rows of these tensors, bool `lead`; None if none of them says so."""
-    done: np.ndarray | None = None
-    for name in ENDS:
-        if name in block:
-            values = block[name]
-            one = values.size == lead[0] * lead[1]
-            ends = np.asarray(values.reshape(lead) != 0 if one else values.reshape(*lead, -1).any(2))
-            done = ends if done is None else done | ends
-    return done

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlstructs.errors import FileError, SpecError
-from rlstructs.memories.framework import host_array, spec_of, to_bits
-from rlstructs.replay.episodes import LENGTH, TIME
+from rlstructs.memories.framework import spec_of, to_bits
+from rlstructs.replay.columns import Spec
+from rlstructs.replay.episodes import EPISODE
+from rlstructs.replay.prioritised import DRAWN, LEAVES, SYNCED
 from rlstructs.replay.ring import N_COUNTERS, Ring
 from rlstructs.replay.samplers import Span
 from rlstructs.structures import files
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 FORMATS = ("pt", "npz", "csv")
 KIND = "Memory"
 RING = "__ring__"
-EPISODES = {"__time__": TIME, "__length__": LENGTH}
+EPISODES = "__episodes__"
 
 
 def checked_format(name: Any) -> str:
@@ -90,7 +92,7 @@ def _bookkeeping(memory: Memory) -> dict[str, np.ndarray]:
     storage = memory._storage
     arrays = {RING: storage.ring.counters.copy(), **memory._more_arrays()}
     if storage.episodes is not None:
-        arrays |= {name: storage.episodes.columns.flat[column].copy() for name, column in EPISODES.items()}
+        arrays[EPISODES] = storage.episodes.columns.flat[EPISODE]
     return arrays
 
 
@@ -122,17 +124,17 @@ def _checked(memory: Memory, path: Path, state: Any, more: Mapping[str, np.ndarr
             )
     ring = _checked_ring(memory, more[RING])
     n_rows = memory.memory_size * memory.num_envs
-    episodes = {column: _sized(more[name], np.int32, (n_rows,)) for name, column in EPISODES.items() if name in more}
+    episodes = _sized(more[EPISODES], np.int32, (n_rows, 2)) if EPISODES in more else None
     generator = np.random.default_rng(0)
     generator.bit_generator.state = state["rng"]
     restore_more = memory._checked_more(more, state)
 
     def restore() -> None:
         storage = memory._store()
+        storage.version += 1
         storage.ring.counters[...] = ring
-        if episodes:
-            for column, values in episodes.items():
-                storage.track_episodes().columns.flat[column][...] = values
+        if episodes is not None:
+            storage.track_episodes().columns.flat[EPISODE][...] = episodes
         memory._rng = generator
         restore_more()
 
@@ -152,7 +154,7 @@ def _sized(array: np.ndarray, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
     return array
 
 
-def _spec(memory: Memory, state: Mapping[str, Any], name: str) -> Any:
+def _spec(memory: Memory, state: Mapping[str, Any], name: str) -> Spec:
     dtype, shape = state["tensors"][name]
     return spec_of(memory.framework, memory.framework.named(dtype), tuple(int(n) for n in shape))
 
@@ -166,7 +168,7 @@ def _make_missing(memory: Memory, state: Mapping[str, Any]) -> None:
 def _save_csv(memory: Memory, path: Path) -> None:
     rows = memory._store().span().by_step()
     names = memory.get_tensor_names()
-    header = [f"{name}.{'.'.join(map(str, at))}" for name in names for at in np.ndindex(memory._spec(name).shape)]
+    header = [column for name in names for column in _column_names(name, memory._spec(name))]
     more = {name: array.tolist() for name, array in _bookkeeping(memory).items()}
     format_of = {"format": files.FORMAT, "version": files.VERSION, "class": KIND}
     text = json.dumps({**format_of, **memory._state(), "more": more})
@@ -176,14 +178,17 @@ def _save_csv(memory: Memory, path: Path) -> None:
         writer = csv.writer(file)
         writer.writerow(header)
         for start in range(0, rows.size, 4096):
-            columns = [_decoded(memory, name, rows[start : start + 4096]) for name in names]
-            writer.writerows(map(itertools.chain.from_iterable, zip(*columns, strict=True)))
+            some = rows[start : start + 4096]
+            arrays = memory._storage.columns.gather(names, some)
+            lists = [
+                memory._decoded(name, array).reshape(some.size, -1).tolist()
+                for name, array in zip(names, arrays, strict=True)
+            ]
+            writer.writerows(itertools.chain.from_iterable(row) for row in zip(*lists, strict=True))
 
 
-def _decoded(memory: Memory, name: str, rows: np.ndarray) -> list[list[Any]]:
-    array = memory._storage.columns.flat[name][rows]
-    [values] = memory.framework.hand_over([array], [memory._dtypes[name]], memory.framework.device("cpu"))
-    return host_array(name, values).reshape(len(rows), -1).tolist()
+def _column_names(name: str, spec: Spec) -> list[str]:
+    return [f"{name}.{'.'.join(map(str, at))}" for at in np.ndindex(spec.shape)]
 
 
 def _load_csv(memory: Memory, path: Path) -> None:
@@ -208,12 +213,14 @@ def _load_csv(memory: Memory, path: Path) -> None:
     except Exception as error:  # whatever text
         raise FileError(f"{path}: not a file of {files.FORMAT}, or a damaged one: {error}") from error
     _make_missing(memory, state)
+    columns = memory._store().columns
     for name, values in tensors.items():
-        memory._store().columns.flat[name][lane_rows] = values
+        columns.flat[name][...] = columns.specs[name].unwritten
+        columns.flat[name][lane_rows] = values
     restore()
 
 
-_BOOKKEEPING_DTYPES = {RING: np.int64, "__time__": np.int32, "__length__": np.int32, "__synced__": np.int64, "__leaves__": np.float64}  # fmt: skip
+_BOOKKEEPING_DTYPES = {RING: np.int64, EPISODES: np.int32, SYNCED: np.int64, DRAWN: np.int64, LEAVES: np.float64}
 
 
 def _rows_of(memory: Memory, ring: np.ndarray) -> np.ndarray:
@@ -228,7 +235,7 @@ def _read_columns(memory: Memory, path: Path, state: Mapping[str, Any]) -> Itera
     for name in sorted(state["tensors"]):
         spec = _spec(memory, state, name)
         n = int(np.prod(spec.shape))
-        if [column.rpartition(".")[0] == "" for column in header[at : at + n]] != [False] * n:
+        if header[at : at + n] != _column_names(name, spec):
             raise ValueError(f"its first line does not name the columns of {name!r}")
         cells = [line[at : at + n] for line in body]
         yield name, _parsed(name, cells, spec).reshape(len(body), *spec.shape)

@@ -34,6 +34,9 @@ class Framework(Protocol):
     def device(self, device: Any) -> Any:
         """The library's own name of a device, its default one for None."""
 
+    def name_of_device(self, device: Any) -> str:
+        """The name of a device, for `device`."""
+
     def hand_over(self, arrays: list[np.ndarray], dtypes: list[Any], device: Any) -> list[Any]:
         """Arrays that nobody else holds as the library's."""
 
@@ -70,6 +73,17 @@ def host_array(name: str, value: Any) -> np.ndarray:
     except (TypeError, ValueError) as error:
         raise SpecError(f"{name!r} must be an array, got {type(value).__name__}: {error}") from error
     return np.asarray(array, np.float32) if array.dtype.name == "bfloat16" else array
+
+
+def encoded(name: str, values: np.ndarray, spec: Spec) -> np.ndarray:
+    """Numbers as a column holds them, but for a cast."""
+    return values if spec.fill is None else to_bits(name, values)
+
+
+def from_bits(values: np.ndarray) -> np.ndarray:
+    """The bits of bfloat16 as float32."""
+    numbers: np.ndarray = torch.from_numpy(values).view(torch.bfloat16).float().numpy()
+    return numbers
 
 
 def to_bits(name: str, values: np.ndarray) -> np.ndarray:

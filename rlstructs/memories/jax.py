@@ -56,6 +56,9 @@ class Jax:
             return jax.devices({"cuda": "gpu"}.get(kind, kind))[int(number or 0)]
         return device
 
+    def name_of_device(self, device: Any) -> str:
+        return f"{device.platform}:{device.id}"
+
     def hand_over(self, arrays: list[np.ndarray], dtypes: list[np.dtype], device: Any) -> list[jax.Array]:
         named = [a if a.dtype == dtype else a.view(dtype) for a, dtype in zip(arrays, dtypes, strict=True)]
         kind = (*[a.shape for a in named], *dtypes)

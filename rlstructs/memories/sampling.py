@@ -97,11 +97,10 @@ class RandomMemory(base.Memory):
 
     def get_sampling_is_first(self) -> Any:
         """Which rows of the last `sample` begin an episode, bool, in the order of `get_sampling_indexes`."""
-        picked, episodes = self._sampled(), self._storage.episodes
-        if episodes is None:
+        picked = self._sampled()
+        if "is_first" not in picked.fields:
             raise StateError(NO_ENDS)
-        is_first = picked.fields.get("is_first")
-        return self._handed_over(episodes.times(picked.rows) == 0 if is_first is None else is_first).reshape(-1)
+        return self._handed_over(picked.fields["is_first"].reshape(-1))
 
     def get_sampling_discounts(self) -> Any:
         """Gamma to the number of steps behind each row of the last `sample`, float32 (rows,)."""
@@ -130,12 +129,17 @@ class RandomMemory(base.Memory):
             fields |= {"inside": window.mask, "is_first": window.is_first[:, 0], "n_steps": counts}
             return Selection(window.rows, span, fields)
         if length == 1:
+            if episodes is not None:
+                fields["is_first"] = episodes.times(anchors) == 0
             return Selection(anchors[:, None], span, fields)
         if ends == MASK and episodes is not None:
             window = expand.padded(span, episodes, anchors, length)
         else:
             window = expand.chunk(span, episodes, anchors, length)
-        return Selection(window.rows, span, fields | {"mask": window.mask, "is_first": window.is_first})
+        fields["mask"] = window.mask
+        if episodes is not None:
+            fields["is_first"] = window.is_first
+        return Selection(window.rows, span, fields)
 
     def _anchors(self, span: Span, n: int, fits: Fits | None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """`n` rows to begin with, of those that fit, and what else is known of them."""
@@ -157,7 +161,11 @@ class RandomMemory(base.Memory):
         arrays = []
         for name in names:
             if name in REWARDS:
-                arrays.append(_discounted(columns.gather([name], picked.rows)[0], picked.fields["inside"], gamma))
+                if columns.specs[name].unwritten == 0:
+                    raise SpecError(f"n_step: {name!r} is {self._dtypes[name]}; discounted sums need a float")
+                [rewards] = columns.gather([name], picked.rows)
+                summed = _discounted(self._decoded(name, rewards), picked.fields["inside"], gamma)
+                arrays.append(self._encoded(name, summed))
             else:
                 last = name in LAST or name.startswith("next_")
                 arrays.append(columns.gather([name], picked.rows[:, -1 if last else 0])[0])
@@ -187,6 +195,8 @@ class PrioritizedMemory(RandomMemory):
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
+        if not self._uniform.replacement:
+            raise SpecError("replacement must be True: draws in proportion to priorities may repeat a row")
         if normalize not in ("memory", "batch"):
             raise SpecError(f"normalize must be 'memory' or 'batch', got {normalize!r}")
         self.alpha = _exponent("alpha", alpha)
@@ -209,6 +219,11 @@ class PrioritizedMemory(RandomMemory):
 
     sample.__doc__ = RandomMemory.sample.__doc__
 
+    def reset(self) -> None:
+        """Drops every row, and the largest priority with them."""
+        super().reset()
+        self._prioritised.max_priority = 1.0
+
     def get_sampling_weights(self) -> Any:
         """The importance weights of the last `sample`, float32 (batch_size,), one for each row or sequence."""
         leaves = self._sampled().fields["leaves"]
@@ -228,11 +243,11 @@ class PrioritizedMemory(RandomMemory):
             IndexError, SpecError: something is not so; nothing has changed.
         """
         rows = host_array("indexes", indexes)
-        drawn = self._prioritised.drawn_in(rows)
-        if drawn is None:
+        span = self._store().span()
+        if not self._prioritised.is_last(rows, span):
             rows = self._checked_rows(rows)
         values = host_array("priorities", priorities).astype(np.float64).reshape(-1)
-        self._prioritised.update(self._store().span(), rows, values, drawn)
+        self._prioritised.update(span, rows, values)
 
     def _state(self) -> dict[str, Any]:
         return {**super()._state(), "n_samples": self.n_samples, "max_priority": self._prioritised.max_priority}

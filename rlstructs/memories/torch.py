@@ -53,6 +53,9 @@ class Torch:
             device = "cuda:0" if torch.cuda.is_available() else "cpu"
         return as_device(device)
 
+    def name_of_device(self, device: torch.device) -> str:
+        return str(device)
+
     def hand_over(
         self, arrays: list[np.ndarray], dtypes: list[torch.dtype], device: torch.device
     ) -> list[torch.Tensor]:

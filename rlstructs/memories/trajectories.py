@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.memories.framework import host_array
+from rlstructs.memories.framework import encoded, host_array, spec_of
+from rlstructs.memories.names import check_name, ends_of
+from rlstructs.replay.columns import cast
 from rlstructs.structures.trajectories import Trajectories
 
 if TYPE_CHECKING:
@@ -39,16 +41,20 @@ def add(memory: Memory, batch: Trajectories, names: Mapping[str, str] | None) ->
     values = {name: host_array(name, steps[key]) for name, key in names.items()}
     shapes = {name: _row_shape(memory, name, array) for name, array in values.items()}
     lead = (len(lanes), steps.n_timesteps())
-    block = {}
+    block, missing = {}, {}
     for name, array in values.items():
-        array = array.reshape(*lead, *shapes[name])
         if name in memory._dtypes:
-            block[name] = memory._store().columns.check(name, memory._encoded(name, array), lead)
-    for name, key in names.items():
-        if name not in memory._dtypes:
-            memory._add(name, memory.framework.named(str(steps[key].dtype).removeprefix("torch.")), shapes[name])
-            block[name] = memory._encoded(name, values[name].reshape(*lead, *shapes[name]))
-    done = np.logical_or.reduce([host_array(key, steps[key]) for key in ENDS if key in steps] or [np.zeros(lead, bool)])
+            spec = memory._spec(name)
+        else:
+            check_name(name)
+            missing[name] = memory.framework.named(str(steps[names[name]].dtype).removeprefix("torch."))
+            spec = spec_of(memory.framework, missing[name], shapes[name])
+        rows = encoded(name, array.reshape(*lead, *shapes[name]), spec)
+        block[name] = rows if rows.dtype == spec.dtype else cast(name, rows, spec.dtype)
+    for name, dtype in missing.items():
+        memory._add(name, dtype, shapes[name])
+    ends = [host_array(key, steps[key]).astype(bool) for key in ENDS if key in steps]
+    done = np.logical_or.reduce([*ends, np.zeros(lead, bool) if (own := ends_of(block, lead)) is None else own])
     starts = host_array(START, steps[START]).astype(bool) if START in steps else None
     for rows in _rounds(lanes):
         every = isinstance(rows, slice)

@@ -48,6 +48,9 @@ class Warp:
         start_warp()
         return wp.get_device(device)
 
+    def name_of_device(self, device: Any) -> str:
+        return str(device.alias)
+
     def hand_over(self, arrays: list[np.ndarray], dtypes: list[Any], device: Any) -> list[wp.array]:
         # Each keeps its array alive.
         host = [self.live(array, dtype, "a batch") for array, dtype in zip(arrays, dtypes, strict=True)]

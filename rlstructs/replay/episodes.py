@@ -16,9 +16,10 @@ from rlstructs.replay.backing import Backing
 from rlstructs.replay.columns import Columns, Spec
 from rlstructs.replay.ring import Ring
 
-INT32 = Spec(np.dtype(np.int32))
-TIME, LENGTH = "time", "length"
-BYTES_PER_ROW = 8
+EPISODE = "episode"
+PAIR = Spec(np.dtype(np.int32), (2,))
+TIME, LENGTH = 0, 1  # of a pair
+BYTES_PER_ROW = PAIR.nbytes
 # Later than any step.
 NEVER = np.iinfo(np.int64).max
 
@@ -35,8 +36,7 @@ class Episodes:
     def __init__(self, ring: Ring, order: str, backing: Backing | None = None) -> None:
         self.ring = ring
         self.columns = Columns(ring.n_lanes, ring.capacity, order, backing)
-        self.columns.add(TIME, INT32)
-        self.columns.add(LENGTH, INT32)
+        self.columns.add(EPISODE, PAIR)
 
     def __getstate__(self) -> dict[str, Columns]:
         return {"columns": self.columns}  # whoever keeps the counters puts `ring` back
@@ -53,7 +53,7 @@ class Episodes:
             lanes: n of them.
             head: theirs, if they have the same; spares looking.
         """
-        ring, cells = self.ring, self.columns.cells
+        ring, pairs = self.ring, self.columns.cells[EPISODE]
         at: tuple[Any, Any]
         heads: Any = head
         if head is None:
@@ -62,8 +62,8 @@ class Episodes:
             at = every, (heads - 1) % ring.capacity
         else:
             at = lanes, (head - 1) % ring.capacity
-        n_steps = cells[TIME][at] + 1
-        n_open = np.where(cells[LENGTH][at] == n_steps, 0, n_steps)
+        n_steps = pairs[(*at, TIME)] + 1
+        n_open = np.where(pairs[(*at, LENGTH)] == n_steps, 0, n_steps)
         n_open[heads == ring.base[lanes]] = 0
         return n_open
 
@@ -113,17 +113,17 @@ class Episodes:
     def _write_step(
         self, lanes: slice | np.ndarray, done: np.ndarray, carried: np.ndarray, head: int | None
     ) -> None:
-        ring, cells = self.ring, self.columns.cells
+        ring, pairs = self.ring, self.columns.cells[EPISODE]
         every = np.arange(ring.n_lanes)[lanes]
         at: tuple[Any, Any] = (every, ring.head[every] % ring.capacity)
         if head is not None:
             at = lanes, head % ring.capacity
-        cells[TIME][at] = carried
-        cells[LENGTH][at] = 0
+        pairs[(*at, TIME)] = carried
+        pairs[(*at, LENGTH)] = 0
         if done.any():
-            cells[LENGTH][at] = np.where(done, carried + 1, 0)
+            pairs[(*at, LENGTH)] = np.where(done, carried + 1, 0)
             for row in np.flatnonzero(done & (carried > 0)):
-                self._set_length(int(every[row]), int(carried[row]), int(carried[row]) + 1, 1)
+                self.set_length(int(every[row]), int(carried[row]), int(carried[row]) + 1, 1)
 
     def _scatter(
         self, lanes: slice | np.ndarray, time: np.ndarray, length: np.ndarray, valid: np.ndarray | None
@@ -131,11 +131,11 @@ class Episodes:
         ring = self.ring
         every = np.arange(ring.n_lanes)[lanes]
         rows = self.columns.rows(every[:, None], (ring.head[every][:, None] + np.arange(time.shape[1])) % ring.capacity)
-        for name, values in ((TIME, time), (LENGTH, length)):
-            if valid is None:
-                self.columns.flat[name][rows] = values
-            else:
-                self.columns.flat[name][rows[valid]] = values[valid]
+        pairs = np.stack([time, length], axis=2)
+        if valid is None:
+            self.columns.flat[EPISODE][rows] = pairs
+        else:
+            self.columns.flat[EPISODE][rows[valid]] = pairs[valid]
 
     def _close_carried(
         self,
@@ -149,26 +149,26 @@ class Episodes:
         every = np.arange(self.ring.n_lanes)[lanes]
         for at in np.flatnonzero((carried > 0) & (cut | (end < time.shape[1]))):
             total = int(carried[at]) if cut[at] else int(time[at, end[at]]) + 1
-            self._set_length(int(every[at]), int(carried[at]), total, int(counts[at]))
+            self.set_length(int(every[at]), int(carried[at]), total, int(counts[at]))
 
     def reopen(self, lanes: slice | np.ndarray) -> None:
         """Takes back the lengths that a dead writer gave to episodes whose ends were lost with it."""
         ring = self.ring
         every = np.arange(ring.n_lanes)[lanes]
         for lane, n in zip(every, self.open_lengths(lanes), strict=True):
-            self._set_length(int(lane), int(n), 0, 0)
+            self.set_length(int(lane), int(n), 0, 0)
 
-    def _set_length(self, lane: int, n_before: int, total: int, n_new: int) -> None:
+    def set_length(self, lane: int, n_before: int, total: int, n_new: int) -> None:
         """Gives the newest `n_before` rows of a lane, which are still there after `n_new` more, their length."""
         ring = self.ring
         head = int(ring.head[lane])
         steps = np.arange(max(head - n_before, head + n_new - ring.capacity), head)
-        self.columns.cells[LENGTH][lane, steps % ring.capacity] = total
+        self.columns.cells[EPISODE][lane, steps % ring.capacity, LENGTH] = total
 
     def close(self, lane: int) -> None:
         """Ends the episode that goes on in a lane with its newest row."""
         if n := int(self.open_lengths(np.array([lane]))[0]):
-            self._set_length(lane, n, n, 0)
+            self.set_length(lane, n, n, 0)
 
     def rebuild(self, done: np.ndarray) -> None:
         """Works everything out again from `done`, bool (n_lanes, capacity) by slot."""
@@ -184,14 +184,13 @@ class Episodes:
             which = np.searchsorted(ends, np.arange(steps.size))
             time = np.arange(steps.size) - bounds[which]
             length = np.append(np.diff(bounds), 0)[which]
-            self.columns.cells[TIME][lane, slots] = time
-            self.columns.cells[LENGTH][lane, slots] = length
+            self.columns.cells[EPISODE][lane, slots] = np.stack([time, length], axis=1)
 
     def times(self, rows: np.ndarray) -> np.ndarray:
         """Positions in their episodes, int64."""
-        return self.columns.flat[TIME].take(rows).astype(np.int64)
+        return self.columns.flat[EPISODE].take(rows, axis=0)[..., TIME].astype(np.int64)
 
     def remaining(self, rows: np.ndarray) -> np.ndarray:
         """Steps from each row to the end of its episode, itself included; `NEVER` while it goes on."""
-        length = self.columns.flat[LENGTH].take(rows).astype(np.int64)
-        return np.where(length > 0, length - self.times(rows), NEVER)
+        pairs = self.columns.flat[EPISODE].take(rows, axis=0).astype(np.int64)
+        return np.where(pairs[..., LENGTH] > 0, pairs[..., LENGTH] - pairs[..., TIME], NEVER)

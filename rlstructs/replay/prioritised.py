@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,9 +18,25 @@ from rlstructs.replay.samplers import Span
 # Of a priority to the power of alpha times the number of rows: their sum must be finite.
 LARGEST = 1e300
 # Names of its arrays in a file.
-LEAVES, SYNCED = "__leaves__", "__synced__"
+LEAVES, SYNCED, DRAWN = "__leaves__", "__synced__", "__drawn__"
 # How many draws are remembered: a learner seldom gives priorities for one that lies further back.
 N_DRAWS = 32
+
+
+@dataclass
+class Draw:
+    """Row ids that were drawn, and which steps they meant: as `span` says, or as `known` has them."""
+
+    rows: np.ndarray
+    span: Span | None
+    known: np.ndarray | None = None
+
+    def steps(self) -> np.ndarray:
+        """int64, one for each of the rows."""
+        if self.known is None:
+            assert self.span is not None
+            self.known = self.span.steps(self.rows)
+        return self.known
 
 
 class Prioritised:
@@ -39,7 +56,7 @@ class Prioritised:
         self.tree = SumTree(n_rows)
         self.synced = np.zeros(n_lanes, np.int64)
         self._snapshot = b""  # of the counters that were last followed
-        self._draws: deque[tuple[Span, np.ndarray]] = deque(maxlen=N_DRAWS)
+        self._draws: deque[Draw] = deque(maxlen=N_DRAWS)
         self._limit = LARGEST / n_rows
 
     @staticmethod
@@ -93,16 +110,22 @@ class Prioritised:
 
     def remember(self, span: Span, rows: np.ndarray) -> None:
         """Notes what was drawn, so that priorities which come too late can be told."""
-        self._draws.appendleft((span, rows))
+        self._draws.appendleft(Draw(rows, span))
 
-    def update(self, span: Span, rows: np.ndarray, priorities: np.ndarray, drawn: Span | None) -> None:
+    def is_last(self, rows: np.ndarray, span: Span) -> bool:
+        """Whether these are the rows of the last draw, and nothing was written since."""
+        if not self._draws:
+            return False
+        last = self._draws[0]
+        return last.span is not None and last.span.snapshot == span.snapshot and np.array_equal(rows, last.rows)
+
+    def update(self, span: Span, rows: np.ndarray, priorities: np.ndarray) -> None:
         """Sets priorities; those of rows that were overwritten since they were drawn are dropped.
 
         Args:
             span: what can be drawn now.
-            rows: int64 (n,); of equal ones the last counts.
+            rows: int64 (n,), row ids; of equal ones the last counts.
             priorities: (n,), finite, at least 0.
-            drawn: as `drawn_in` says of these rows.
 
         Raises:
             SpecError: something is not so; nothing has changed.
@@ -111,35 +134,42 @@ class Prioritised:
             raise SpecError(f"priorities: {priorities.size} came for {rows.size} indexes")
         if not rows.size:
             return
-        largest = float(np.maximum.reduce(priorities))
-        if not (np.minimum.reduce(priorities) >= 0 and largest**self.alpha <= self._limit):  # not true of NaN
-            wrong = priorities[~((priorities >= 0) & (priorities**self.alpha <= self._limit))][0]
+        with np.errstate(over="ignore", invalid="ignore"):
+            powers = priorities**self.alpha
+        largest = float(np.maximum.reduce(powers))
+        if not (np.minimum.reduce(priorities) >= 0 and largest <= self._limit):  # not true of NaN
+            wrong = priorities[~((priorities >= 0) & (powers <= self._limit))][0]
             raise SpecError(f"priorities must be finite and at least 0, got {wrong}")
         self.follow(span)
-        if drawn is None or drawn.snapshot != span.snapshot or not span.is_settled:
+        if not (span.is_settled and self.is_last(rows, span)):
+            meant = self._steps_meant(rows)
             held = span.has(rows)
-            if drawn is None and not held.all():
-                raise SpecError(f"index {rows[~held][0]} holds no row")
-            if drawn is not None:
-                held &= drawn.steps(rows) == span.steps(rows)
-            rows, priorities = rows[held], priorities[held]
-            largest = float(priorities.max(initial=0.0))
-        self.max_priority = max(self.max_priority, largest)
-        self.tree.update(rows, priorities**self.alpha)
+            if not (held | (meant >= 0)).all():
+                raise SpecError(f"index {rows[~(held | (meant >= 0))][0]} holds no row")
+            held &= (meant < 0) | (meant == span.steps(rows))
+            rows, priorities, powers = rows[held], priorities[held], powers[held]
+        self.max_priority = max(self.max_priority, float(priorities.max(initial=0.0)))
+        self.tree.update(rows, powers)
 
-    def drawn_in(self, rows: np.ndarray) -> Span | None:
-        """What could be drawn when all these rows were, in the latest of the last draws; None if in none of them."""
-        for span, drawn in self._draws:
-            if rows.size == drawn.size and (rows == drawn).all():
-                return span
-        for span, drawn in self._draws:  # a part of one
-            if rows.size < drawn.size and np.isin(rows, drawn).all():
-                return span
-        return None
+    def _steps_meant(self, rows: np.ndarray) -> np.ndarray:
+        """Which step each row held when it was last drawn, int64; -1 if that was not in one of the last draws."""
+        meant = np.full(rows.size, -1, np.int64)
+        for draw in self._draws:
+            if not (unknown := np.flatnonzero(meant < 0)).size:
+                break
+            order = np.argsort(draw.rows, kind="stable")
+            at = np.searchsorted(draw.rows, rows[unknown], sorter=order)
+            found = order[np.minimum(at, order.size - 1)]
+            same = draw.rows[found] == rows[unknown]
+            meant[unknown[same]] = draw.steps()[found[same]]
+        return meant
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What a file needs beside `max_priority`."""
-        return {LEAVES: self.tree.values.copy(), SYNCED: self.synced.copy()}
+        none = np.zeros(0, np.int64)
+        draws = [np.stack([draw.rows, draw.steps()]) for draw in self._draws if draw.rows.size]
+        drawn = np.concatenate(draws, axis=1) if draws else np.stack([none, none])
+        return {LEAVES: self.tree.values, SYNCED: self.synced, DRAWN: drawn}
 
     def restored(self, arrays: Mapping[str, np.ndarray], max_priority: float) -> Prioritised:
         """A new one with what `arrays` gave; if a file has none, every row gets the same priority.
@@ -150,12 +180,16 @@ class Prioritised:
         new = Prioritised(self.tree.n_leaves, self.synced.size, self.alpha)
         if LEAVES not in arrays:
             return new
-        leaves, synced = arrays[LEAVES], arrays[SYNCED]
+        leaves, synced, drawn = arrays[LEAVES], arrays[SYNCED], arrays[DRAWN]
         wanted = (new.tree.values, new.synced)
         if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip((leaves, synced), wanted, strict=True)):
             raise ValueError("its priorities have other shapes")
+        if drawn.dtype != np.int64 or drawn.ndim != 2 or len(drawn) != 2:
+            raise ValueError("its draws have other shapes")
         if not (np.isfinite(leaves).all() and (leaves >= 0).all() and 0 <= max_priority < np.inf):
             raise ValueError("its priorities are not finite and at least 0")
         new.max_priority, new.synced = float(max_priority), synced
         new.tree.fill(leaves)
+        _, first = np.unique(drawn[0], return_index=True)  # of the draws of a row the latest, which comes first
+        new._draws.append(Draw(drawn[0, first], None, drawn[1, first]))
         return new

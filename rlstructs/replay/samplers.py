@@ -150,12 +150,13 @@ def draw_fitting(
     rows = draw(n)
     found: np.ndarray = rows[fits(rows)]
     for _ in range(TRIES):
-        if found.size >= n:
-            return found[:n]
-        rows = draw(n)
+        if found.size == n:
+            return found
+        # As many as are missing, no more: a draw may come in the order of rows, and its end must not be cut off.
+        rows = draw(n - found.size)
         found = np.concatenate([found, rows[fits(rows)]])
-    if found.size >= n:
-        return found[:n]
+    if found.size == n:
+        return found
     every: np.ndarray = span.every_row()
     every = every[fits(every)]
     if not every.size:

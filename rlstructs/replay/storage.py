@@ -73,8 +73,11 @@ class Storage:
         self.episodes: Episodes | None = None
         self._backing = backing
         self._counters: Block = backing.allocate("counters", N_COUNTERS * n_lanes * 8)
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._span: Span | None = None
+        # Raised by whatever changes more than a `StepWriter` does.
+        self.version = 0
+        self.is_private = not isinstance(backing, Shared)
         self._map()
 
     def _map(self) -> None:
@@ -95,10 +98,17 @@ class Storage:
     def track_episodes(self) -> Episodes:
         """Keeps the bookkeeping of episodes from now on; rows from before have one episode per lane."""
         if self.episodes is None:
+            self.version += 1
             self.episodes = Episodes(self.ring, self.columns.order, self._backing)
             if len(self):
                 self.episodes.rebuild(np.zeros((self.columns.n_lanes, self.columns.capacity), bool))
         return self.episodes
+
+    def rebuild_episodes(self, done: np.ndarray) -> None:
+        """Works the episodes out again from `done`, bool (n_lanes, capacity) by slot."""
+        with self.lock:
+            self.version += 1
+            self.track_episodes().rebuild(done)
 
     def write(
         self,
@@ -126,7 +136,8 @@ class Storage:
         if self.episodes is not None and done is None:
             done = np.zeros(lead, bool)
         n_timesteps, capacity = lead[1], self.columns.capacity
-        with self._lock:
+        with self.lock:
+            self.version += 1
             if n_timesteps <= capacity:
                 self._write(block, lanes, n_timesteps, lengths, done, starts)
                 return
@@ -225,7 +236,8 @@ class Storage:
 
     def clear(self) -> None:
         """Drops every row."""
-        with self._lock:
+        with self.lock:
+            self.version += 1
             self.ring.clear()
 
     def span(self, length: int = 1) -> Span:
@@ -276,6 +288,7 @@ class Storage:
     def share(self) -> None:
         """Moves everything to memory that processes share which are started with this object."""
         backing = Shared()
+        self.version, self.is_private = self.version + 1, False
         self.columns.move(backing)
         counters = backing.allocate("counters", self.ring.counters.nbytes)
         counters.bytes()[...] = self._counters.bytes()
@@ -285,11 +298,11 @@ class Storage:
         self._map()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key not in ("ring", "_lock", "_span")}
+        return {key: value for key, value in vars(self).items() if key not in ("ring", "lock", "_span")}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
-        self._lock, self._span = threading.Lock(), None
+        self.lock, self._span = threading.Lock(), None
         self._map()
 
 

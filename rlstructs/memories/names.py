@@ -1,0 +1,30 @@
+"""Names of tensors: which are allowed, and which mean something."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rlstructs.errors import SpecError
+
+# Tensors whose truth ends an episode.
+ENDS = ("terminated", "truncated", "done", "dones")
+
+
+def check_name(name: Any) -> None:
+    """Raises SpecError unless a tensor may be called so."""
+    if not isinstance(name, str) or not name or name.startswith("__"):
+        raise SpecError(f"a tensor's name must be a string that does not begin with '__', got {name!r}")
+
+
+def ends_of(block: Mapping[str, np.ndarray], lead: tuple[int, int]) -> np.ndarray | None:
+    """Where episodes end in rows of these tensors, bool `lead`; None if none of them says so."""
+    done: np.ndarray | None = None
+    for name in ENDS:
+        if name in block:
+            ends = block[name] != 0
+            ends = ends.reshape(lead) if ends.size == lead[0] * lead[1] else ends.any(axis=tuple(range(2, ends.ndim)))
+            done = ends if done is None else done | ends
+    return done

@@ -1,0 +1,126 @@
+"""Writing one row to every lane, which is what nearly every write is.
+
+It does what `Storage.write` does, when nothing is to be converted or left out: every column comes with its
+own dtype and shape, all lanes are in step, and no other process writes. What `Storage.write` finds out each
+time is then known from the last time. Everything else is left to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from rlstructs.replay.columns import SLOT, Columns
+from rlstructs.replay.episodes import EPISODE, LENGTH, TIME
+from rlstructs.replay.storage import Storage
+
+
+class StepWriter:
+    """Writes to a store in the order "slot".
+
+    Args:
+        storage: the store.
+        ends: bool columns whose truth ends an episode.
+    """
+
+    def __init__(self, storage: Storage, ends: tuple[str, ...]) -> None:
+        self._storage = storage
+        self._ends = ends
+        self._version = -1
+        # Name, shape and dtype of each column, and whether it is one of `ends`; none if there is nothing to be done.
+        self._wanted: list[tuple[str, tuple[int, ...], np.dtype, bool]] = []
+        self._rows: list[np.ndarray] = []
+        self._head = self._capacity = 0
+        self._reserved = self._heads = self._episodes = self._open = self._one = np.zeros(0, np.int64)
+        self._has_episodes = False
+
+    def write(self, tensors: Mapping[str, Any]) -> bool:
+        """Appends a row to every lane, if it can; otherwise nothing has changed, and `Storage.write` is to.
+
+        Args:
+            tensors: name -> `(n_lanes, ...)`, arrays of numpy or torch.
+        """
+        storage = self._storage
+        if self._version != storage.version:
+            self._look()
+        if len(tensors) != len(self._wanted) or not tensors:
+            return False
+        values, ended = [], False
+        for name, shape, dtype, is_end in self._wanted:
+            value = tensors.get(name)
+            if type(value) is not np.ndarray:
+                if type(value) is not Tensor:
+                    return False
+                try:
+                    value = value.numpy()
+                except (RuntimeError, TypeError):  # it has a gradient, or is on another device
+                    return False
+            if value.dtype is not dtype or value.shape != shape:
+                return False
+            if is_end and b"\1" in value.tobytes():
+                ended = True
+            values.append(value)
+        with storage.lock:
+            if self._version != storage.version:
+                return False
+            self._version = -1  # until all is done: Ctrl-C may come between
+            head = self._head
+            slot = head % self._capacity
+            self._reserved.fill(head + 1)
+            for rows, value in zip(self._rows, values):  # noqa: B905 - of the same length, and each check costs
+                rows[slot] = value
+            if self._has_episodes:
+                self._episodes[slot] = self._open
+                self._open += self._one
+                if ended:
+                    self._end(slot, tensors)
+            self._heads.fill(head + 1)
+            self._head = head + 1
+            self._version = storage.version
+        return True
+
+    def _end(self, slot: int, tensors: Mapping[str, Any]) -> None:
+        episodes = self._storage.episodes
+        assert episodes is not None
+        done = np.logical_or.reduce([np.asarray(tensors[name]).reshape(-1) for name in self._ends])
+        for lane in np.flatnonzero(done).tolist():
+            total = int(self._open[lane, TIME])
+            self._episodes[slot, lane, LENGTH] = total
+            episodes.set_length(lane, total - 1, total, 1)
+            self._open[lane, TIME] = 0
+
+    def _look(self) -> None:
+        """Finds out anew what is known from the last time."""
+        storage, columns = self._storage, self._storage.columns
+        with storage.lock:
+            self._version = storage.version
+            counters = storage.ring.counters
+            usable = (
+                columns.order == SLOT
+                and storage.is_private
+                and bool((counters == counters[:, :1]).all())
+                and int(counters[1, 0]) == int(counters[2, 0])
+                and all(columns.specs[name].dtype == bool for name in self._ends)
+                and all(spec.fill is None for spec in columns.specs.values())
+            )
+            n, self._capacity = columns.n_lanes, columns.capacity
+            specs = columns.specs if usable else {}
+            self._wanted = [(name, (n, *spec.shape), spec.dtype, name in self._ends) for name, spec in specs.items()]
+            self._rows = [self._by_slot(columns, name) for name in specs]
+            self._reserved, self._heads = storage.ring.reserved, storage.ring.head
+            self._head = int(counters[2, 0])
+            self._has_episodes = usable and storage.episodes is not None
+            if usable and storage.episodes is not None:
+                self._episodes = self._by_slot(storage.episodes.columns, EPISODE)
+                self._open = np.zeros((n, 2), np.int32)  # what the next rows get: their times, and no length yet
+                self._open[:, TIME] = storage.episodes.open_lengths(slice(None), self._head)
+                self._one = np.zeros_like(self._open)
+                self._one[:, TIME] = 1
+
+    @staticmethod
+    def _by_slot(columns: Columns, name: str) -> np.ndarray:
+        flat = columns.flat[name]
+        return flat.reshape(columns.capacity, columns.n_lanes, *flat.shape[1:])
