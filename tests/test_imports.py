@@ -27,6 +27,7 @@ ROWS = {
     "rlstructs.replay.expand": 3,
     "rlstructs.replay.storage": 3,
     "rlstructs.replay.prioritised": 3,
+    "rlstructs.replay.step_writer": 3,
     "rlstructs.memories": 4,
     "rlstructs.agent": 3,
     "rlstructs.envs": 3,
