@@ -16,6 +16,7 @@ import importlib.util
 import itertools
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -292,9 +293,47 @@ def jax_writes(repeats: int) -> None:
     print("jax write: " + " | ".join(f"{name} {micros:.0f} us" for name, micros in times.items()), flush=True)
 
 
+def file_speeds(capacity: int) -> None:
+    """Saving and loading beside numpy's own of the same arrays, and the most memory that it takes."""
+    import psutil
+
+    made = memory("torch", "RandomMemory", capacity)
+    columns = {name: tensor.numpy() for name, tensor in made.tensors.items()}
+    size = sum(column.nbytes for column in columns.values())
+    before = psutil.Process().memory_info().rss
+    with tempfile.TemporaryDirectory() as folder:
+        numpy_file = os.path.join(folder, "numpy.npz")
+        numpy_save, _ = _watched(lambda: np.savez(numpy_file, **columns))
+        numpy_load, _ = _watched(lambda: [np.load(numpy_file)[name] for name in columns])
+        for kind in ("npz", "pt"):
+            save, peak_save = _watched(lambda kind=kind: made.save(folder, format=kind))
+            [path] = [entry.path for entry in os.scandir(os.path.join(folder, "memories")) if entry.name.endswith(kind)]
+            load, peak_load = _watched(lambda path=path: made.load(path))
+            peak = 1 + (max(peak_save, peak_load) - before) / size
+            fast = save <= 2 * numpy_save and load <= 2 * numpy_load
+            print(
+                f"files {kind}: {size / 1e6:.0f} MB, save {save:.2f} s (numpy {numpy_save:.2f}), load {load:.2f} s "
+                f"(numpy {numpy_load:.2f}), must 2 x numpy: {'ok' if fast else 'TOO SLOW'}; "
+                f"peak {peak:.2f} x its size, must 1.2: {'ok' if peak <= 1.2 else 'TOO MUCH'}",
+                flush=True,
+            )
+
+
+def _watched(call: Call) -> tuple[float, int]:
+    """Seconds, and the most bytes of resident memory meanwhile."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # resets the peak
+    started = time.perf_counter()
+    call()
+    seconds = time.perf_counter() - started
+    with open("/proc/self/status") as file:
+        [line] = [line for line in file if line.startswith("VmHWM")]
+    return seconds, int(line.split()[1]) * 1024
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="*", default=[*MUST, "jax-write"])
+    parser.add_argument("--rows", nargs="*", default=[*MUST, "jax-write", "files"])
     parser.add_argument("--capacity", type=int, default=1_000_000)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--no-peers", action="store_true")
@@ -319,6 +358,8 @@ def main() -> None:
         show("write", measured(calls, arguments.repeats), "SB3")
     if "jax-write" in arguments.rows:
         jax_writes(arguments.repeats)
+    if "files" in arguments.rows:
+        file_speeds(capacity)
 
 
 def made_peers(capacity: int) -> dict[str, tuple[Any, Call, Any]]:

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TINY = {"2_collect.py": ["--n-envs", "2", "--n-timesteps", "30", "--n-rollouts", "2"]}
+SMALL = ["--n-envs", "2", "--n-timesteps", "30", "--n-rollouts", "2"]
+MEMORY = [*SMALL, "--memory-size", "40"]
+# What to run, and what its last line is.
+RUNS = {
+    "2_collect.py": (SMALL, r"\d+ episodes, mean return [\d.]+"),
+    "collect_to_memory.py": (MEMORY, r"CartPole-v1: 160 rows of 4 environments, 0\.0 MB"),
+    "collect_to_memory.py HalfCheetah-v5": (
+        [*MEMORY, "--env-id", "HalfCheetah-v5"], r"HalfCheetah-v5: 160 rows of 4 environments, 0\.0 MB"
+    ),
+}  # fmt: skip
 
 
 def run(arguments, **options):
@@ -19,10 +28,26 @@ def run(arguments, **options):
     return done.stdout
 
 
-@pytest.mark.parametrize("file", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
-def test_an_example_runs(file, subprocess_env, tmp_path):
-    last = run([str(ROOT / "examples" / file), *TINY[file]], env=subprocess_env, cwd=tmp_path).splitlines()[-1]
-    assert re.fullmatch(r"\d+ episodes, mean return [\d.]+", last)
+@pytest.mark.parametrize("name", RUNS)
+def test_an_example_runs(name, subprocess_env, tmp_path):
+    arguments, words = RUNS[name]
+    file = ROOT / "examples" / name.split()[0]
+    assert re.fullmatch(words, run([str(file), *arguments], env=subprocess_env, cwd=tmp_path).splitlines()[-1])
+
+
+def test_every_example_is_run():
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {name.split()[0] for name in RUNS}
+
+
+def test_memories_of_each_library_give_batches_and_masked_sequences(subprocess_env, tmp_path):
+    arguments, _ = RUNS["collect_to_memory.py"]
+    file = ROOT / "examples/collect_to_memory.py"
+    lines = run([str(file), *arguments], env=subprocess_env, cwd=tmp_path).splitlines()
+    batches, sequences = lines[:3], lines[3:6]
+    for line, kind in zip(batches, ("torch", "jax", "warp"), strict=True):
+        assert re.match(rf"{kind}: observations .*64, 4\]?\) (torch\.)?float32, rewards .*64, 1\]?\) ", line)
+    counts = {line.split(": ")[1] for line in sequences}  # the same seed draws the same
+    assert len(counts) == 1 and re.fullmatch(r"16 sequences of 8 steps, \d+ of 128 count", counts.pop())
 
 
 def test_the_program_in_the_readme_prints_what_it_says(subprocess_env, tmp_path):
