@@ -244,10 +244,11 @@ class PrioritizedMemory(RandomMemory):
         """
         rows = host_array("indexes", indexes)
         span = self._store().span()
-        if not self._prioritised.is_last(rows, span):
+        is_last = self._prioritised.is_last(rows, span)
+        if not is_last:
             rows = self._checked_rows(rows)
         values = host_array("priorities", priorities).astype(np.float64).reshape(-1)
-        self._prioritised.update(span, rows, values)
+        self._prioritised.update(span, rows, values, is_last)
 
     def _state(self) -> dict[str, Any]:
         return {**super()._state(), "n_samples": self.n_samples, "max_priority": self._prioritised.max_priority}

@@ -57,7 +57,7 @@ class Prioritised:
         self.synced = np.zeros(n_lanes, np.int64)
         self._snapshot = b""  # of the counters that were last followed
         self._draws: deque[Draw] = deque(maxlen=N_DRAWS)
-        self._limit = LARGEST / n_rows
+        self._limit = (LARGEST / n_rows) ** min(1.0, 1 / alpha) if alpha else LARGEST
 
     @staticmethod
     def nbytes_of(n_rows: int, n_lanes: int) -> int:
@@ -117,15 +117,18 @@ class Prioritised:
         if not self._draws:
             return False
         last = self._draws[0]
-        return last.span is not None and last.span.snapshot == span.snapshot and np.array_equal(rows, last.rows)
+        if last.span is None or last.span.snapshot != span.snapshot or rows.shape != last.rows.shape:
+            return False
+        return bool((rows == last.rows).all())
 
-    def update(self, span: Span, rows: np.ndarray, priorities: np.ndarray) -> None:
+    def update(self, span: Span, rows: np.ndarray, priorities: np.ndarray, is_last: bool = False) -> None:
         """Sets priorities; those of rows that were overwritten since they were drawn are dropped.
 
         Args:
             span: what can be drawn now.
             rows: int64 (n,), row ids; of equal ones the last counts.
             priorities: (n,), finite, at least 0.
+            is_last: what the method of this name says, where it has been asked.
 
         Raises:
             SpecError: something is not so; nothing has changed.
@@ -134,21 +137,21 @@ class Prioritised:
             raise SpecError(f"priorities: {priorities.size} came for {rows.size} indexes")
         if not rows.size:
             return
-        with np.errstate(over="ignore", invalid="ignore"):
-            powers = priorities**self.alpha
-        largest = float(np.maximum.reduce(powers))
+        largest = float(np.maximum.reduce(priorities))
         if not (np.minimum.reduce(priorities) >= 0 and largest <= self._limit):  # not true of NaN
-            wrong = priorities[~((priorities >= 0) & (powers <= self._limit))][0]
+            wrong = priorities[~((priorities >= 0) & (priorities <= self._limit))][0]
             raise SpecError(f"priorities must be finite and at least 0, got {wrong}")
+        powers = priorities**self.alpha
         self.follow(span)
-        if not (span.is_settled and self.is_last(rows, span)):
+        if not (span.is_settled and is_last):
             meant = self._steps_meant(rows)
             held = span.has(rows)
             if not (held | (meant >= 0)).all():
                 raise SpecError(f"index {rows[~(held | (meant >= 0))][0]} holds no row")
             held &= (meant < 0) | (meant == span.steps(rows))
-            rows, priorities, powers = rows[held], priorities[held], powers[held]
-        self.max_priority = max(self.max_priority, float(priorities.max(initial=0.0)))
+            rows, powers = rows[held], powers[held]
+            largest = float(priorities[held].max(initial=0.0))
+        self.max_priority = max(self.max_priority, largest)
         self.tree.update(rows, powers)
 
     def _steps_meant(self, rows: np.ndarray) -> np.ndarray:

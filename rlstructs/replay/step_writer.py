@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from rlstructs.replay.columns import SLOT, Columns
+from rlstructs.replay.columns import SLOT, Columns, Spec
 from rlstructs.replay.episodes import EPISODE, LENGTH, TIME
 from rlstructs.replay.storage import Storage
+
+END = Spec(np.dtype(bool), (1,))
 
 
 class StepWriter:
@@ -23,7 +25,7 @@ class StepWriter:
 
     Args:
         storage: the store.
-        ends: bool columns whose truth ends an episode.
+        ends: columns whose truth ends an episode.
     """
 
     def __init__(self, storage: Storage, ends: tuple[str, ...]) -> None:
@@ -34,7 +36,9 @@ class StepWriter:
         self._wanted: list[tuple[str, tuple[int, ...], np.dtype, bool]] = []
         self._rows: list[np.ndarray] = []
         self._head = self._capacity = 0
-        self._reserved = self._heads = self._episodes = self._open = self._one = np.zeros(0, np.int64)
+        self._reserved = self._heads = self._episodes = self._open = np.zeros(0, np.int64)
+        self._pairs = self._open_pairs = self._one_step = self._open  # pairs of int32 as one int64 each
+        self._no_end = b""
         self._has_episodes = False
 
     def write(self, tensors: Mapping[str, Any]) -> bool:
@@ -60,7 +64,7 @@ class StepWriter:
                     return False
             if value.dtype is not dtype or value.shape != shape:
                 return False
-            if is_end and b"\1" in value.tobytes():
+            if is_end and value.tobytes() != self._no_end:
                 ended = True
             values.append(value)
         with storage.lock:
@@ -73,8 +77,8 @@ class StepWriter:
             for rows, value in zip(self._rows, values):  # noqa: B905 - of the same length, and each check costs
                 rows[slot] = value
             if self._has_episodes:
-                self._episodes[slot] = self._open
-                self._open += self._one
+                self._pairs[slot] = self._open_pairs
+                np.add(self._open_pairs, self._one_step, self._open_pairs)
                 if ended:
                     self._end(slot, tensors)
             self._heads.fill(head + 1)
@@ -103,7 +107,7 @@ class StepWriter:
                 and storage.is_private
                 and bool((counters == counters[:, :1]).all())
                 and int(counters[1, 0]) == int(counters[2, 0])
-                and all(columns.specs[name].dtype == bool for name in self._ends)
+                and all(columns.specs[name] == END for name in self._ends)
                 and all(spec.fill is None for spec in columns.specs.values())
             )
             n, self._capacity = columns.n_lanes, columns.capacity
@@ -117,8 +121,12 @@ class StepWriter:
                 self._episodes = self._by_slot(storage.episodes.columns, EPISODE)
                 self._open = np.zeros((n, 2), np.int32)  # what the next rows get: their times, and no length yet
                 self._open[:, TIME] = storage.episodes.open_lengths(slice(None), self._head)
-                self._one = np.zeros_like(self._open)
-                self._one[:, TIME] = 1
+                one = np.zeros_like(self._open)
+                one[:, TIME] = 1
+                self._pairs, self._open_pairs, self._one_step = (
+                    pairs.view(np.int64)[..., 0] for pairs in (self._episodes, self._open, one)
+                )
+                self._no_end = bytes(n)
 
     @staticmethod
     def _by_slot(columns: Columns, name: str) -> np.ndarray:
