@@ -1,0 +1,137 @@
+"""The quick way to write one row to every lane leaves what the general one leaves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from frameworks import KINDS
+
+from rlstructs.memories import base
+from rlstructs.replay.columns import Spec
+from rlstructs.replay.step_writer import StepWriter
+from rlstructs.replay.storage import Storage
+
+SIZE, LANES = 5, 3
+
+
+def memory(quick):
+    made = KINDS["torch"].RandomMemory(memory_size=SIZE, num_envs=LANES, seed=0)
+    made.create_tensor("x", size=2)
+    made.create_tensor("frame", size=(2, 2), dtype=torch.uint8, keep_dimensions=True)
+    for name in ("terminated", "truncated"):
+        made.create_tensor(name, size=1, dtype=torch.bool)
+    if not quick:
+        made._store()
+        made._write_step = base._never
+    return made
+
+
+def content(made):
+    storage = made._storage
+    rows = made.sample_all(made.get_tensor_names(), sequence_length=2)[0]
+    counters = storage.ring.counters.tolist()
+    every = storage.span().every_row()
+    episodes = storage.episodes.times(every).tolist(), storage.episodes.remaining(every).tolist()
+    return [row.tolist() for row in rows], counters, episodes
+
+
+def rows_of(rng, n=LANES):
+    ends = rng.random((2, n, 1)) < 0.25
+    return {
+        "x": rng.random((n, 2), np.float32),
+        "frame": rng.integers(0, 255, (n, 2, 2), np.uint8),
+        "terminated": ends[0],
+        "truncated": ends[1],
+    }
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_both_ways_leave_the_same(seed):
+    rng = np.random.default_rng(seed)
+    quick, general = memory(True), memory(False)
+    n_quick = 0
+    for _ in range(60):
+        operation = rng.choice(["row"] * 6 + ["part", "cast", "some", "reset", "set"])
+        if operation == "reset":
+            quick.reset(), general.reset()
+        elif operation == "set":
+            values = rng.random((SIZE, LANES, 1)) < 0.3
+            quick.set_tensor_by_name("terminated", values), general.set_tensor_by_name("terminated", values)
+        else:
+            rows = rows_of(rng, 1 if operation == "part" else LANES)
+            if operation == "cast":
+                rows["x"] = rows["x"].astype(np.float64)
+            if operation == "some":
+                del rows["frame"]
+            if rng.random() < 0.5:
+                rows = {name: torch.from_numpy(values) for name, values in rows.items()}
+            try:
+                version = quick._storage.version
+                quick.add_samples(**rows)
+            except ValueError:
+                with pytest.raises(ValueError, match="do not fit"):
+                    general.add_samples(**rows)
+            else:
+                general.add_samples(**rows)
+                n_quick += quick._storage.version == version
+        np.testing.assert_equal(content(quick), content(general))
+    assert n_quick > 5
+
+
+def store(n_lanes=2, order="slot", **ends):
+    storage = Storage(n_lanes, 4, order=order)
+    storage.columns.add("x", Spec(np.dtype(np.float32), (3,)))
+    for name, spec in ends.items():
+        storage.columns.add(name, spec)
+    if ends:
+        storage.track_episodes()
+    return storage
+
+
+GOOD = np.ones((2, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {}, {"y": GOOD}, {"x": GOOD, "y": GOOD}, {"x": GOOD[:1]}, {"x": GOOD[:, :1]}, {"x": GOOD.astype(np.float64)},
+        {"x": GOOD.tolist()}, {"x": None}, {"x": torch.ones(2, 3, requires_grad=True)},
+        {"x": torch.ones(2, 3).double()}, {"x": torch.ones(2, 3, device="meta")},
+    ],
+    ids=["none", "other", "more", "lanes", "shape", "dtype", "list", "None", "gradient", "double", "elsewhere"],
+)  # fmt: skip
+def test_what_it_cannot_write_it_leaves_alone(tensors):
+    storage = store()
+    writer = StepWriter(storage, ())
+    assert writer.write({"x": GOOD})
+    before = storage.ring.counters.copy()
+    assert not writer.write(tensors)
+    assert (storage.ring.counters == before).all()
+
+
+def test_stores_that_are_not_in_step_or_shared_are_left_to_the_general_way():
+    assert not StepWriter(store(order="lane"), ()).write({"x": GOOD})
+    apart = store()
+    apart.write({"x": GOOD[:1, None]}, slice(0, 1))
+    assert not StepWriter(apart, ()).write({"x": GOOD})
+    shared = store()
+    writer = StepWriter(shared, ())
+    assert writer.write({"x": GOOD})
+    shared.share()
+    assert not writer.write({"x": GOOD})
+    wide = store(terminated=Spec(np.dtype(bool), (2,)))
+    assert not StepWriter(wide, ("terminated",)).write({"x": GOOD, "terminated": np.zeros((2, 2), bool)})
+
+
+def test_an_interrupted_write_is_not_built_upon():
+    storage = store()
+    writer = StepWriter(storage, ())
+    assert writer.write({"x": GOOD})
+    rows, writer._rows = writer._rows, [None]
+    with pytest.raises(TypeError):
+        writer.write({"x": GOOD})
+    writer._rows = rows
+    storage.write({"x": 2 * GOOD[:, None]})
+    assert writer.write({"x": 3 * GOOD})
+    assert (storage.columns.cells["x"][0, :, 0].tolist(), len(storage)) == ([1, 2, 3, 0], 6)
