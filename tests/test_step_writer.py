@@ -134,4 +134,4 @@ def test_an_interrupted_write_is_not_built_upon():
     writer._rows = rows
     storage.write({"x": 2 * GOOD[:, None]})
     assert writer.write({"x": 3 * GOOD})
-    assert (storage.columns.cells["x"][0, :, 0].tolist(), len(storage)) == ([1, 2, 3, 0], 6)
+    assert (storage.columns.cells["x"][0, :3, 0].tolist(), len(storage)) == ([1, 2, 3], 6)
