@@ -221,8 +221,7 @@ class Memory(ABC):
             del self._planned[name]
             if name in ENDS:
                 self._storage.track_episodes()
-        if not self.export:
-            self._write_step = StepWriter(self._storage, tuple(name for name in ENDS if name in self._dtypes)).write
+        self._write_step = StepWriter(self._storage, tuple(name for name in ENDS if name in self._dtypes)).write
         return self._storage
 
     def share_memory(self) -> None:
@@ -253,7 +252,7 @@ class Memory(ABC):
         Raises:
             SpecError: something does not fit; the memory is as it was.
         """
-        if self._write_step(tensors):
+        if not self.export and self._write_step(tensors):
             return
         given = self._given(tensors)
         n = self._n_rows_given(given)
