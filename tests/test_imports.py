@@ -23,6 +23,7 @@ ROWS = {
     "rlstructs.replay": 2,
     "rlstructs.replay.backing": 1.5,
     "rlstructs.replay.sum_tree": 2.5,
+    "rlstructs.replay.tensor_columns": 2.5,
     "rlstructs.replay.samplers": 3,
     "rlstructs.replay.expand": 3,
     "rlstructs.replay.storage": 3,

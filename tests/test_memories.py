@@ -12,8 +12,24 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-import warp as wp
-from frameworks import KINDS, add, array, counted, dtype, dtype_name, flat, host, make, name_of, snapshot
+from frameworks import (
+    EVERY_KIND,
+    KINDS,
+    ON_HOST,
+    add,
+    array,
+    change,
+    counted,
+    dtype,
+    dtype_name,
+    flat,
+    host,
+    library,
+    make,
+    name_of,
+    share_memory,
+    snapshot,
+)
 from gymnasium import spaces
 from helpers import create_gym, rollout
 
@@ -23,7 +39,7 @@ from rlstructs.errors import SpecError, StateError
 nan = float("nan")
 
 
-@pytest.fixture(params=list(KINDS))
+@pytest.fixture(params=EVERY_KIND)
 def kind(request):
     return request.param
 
@@ -208,7 +224,7 @@ def write_one_row_each(memories):
 
 @pytest.mark.parametrize("start_method", ["spawn", "fork"])
 def test_a_process_that_it_is_given_to_writes_rows_that_this_one_sees(start_method):  # CV17, S25
-    memories = [make(kind, 3, 2, ["t"]) for kind in KINDS]
+    memories = [make(kind, 3, 2, ["t"]) for kind in ON_HOST]
     for memory in memories:
         memory.share_memory()
     context = multiprocessing.get_context(start_method)
@@ -219,6 +235,7 @@ def test_a_process_that_it_is_given_to_writes_rows_that_this_one_sees(start_meth
     assert [(len(memory), memory.memory_index, *every(memory, "t")) for memory in memories] == [(2, 1, [[7, 7]])] * 3
 
 
+@pytest.mark.parametrize("kind", ON_HOST)
 def test_sharing_keeps_what_is_there(kind):
     memory = make(kind, 4, 2, {"t": ("float32", 1), "terminated": ("bool", 1)})
     for t in range(6):
@@ -229,6 +246,17 @@ def test_sharing_keeps_what_is_there(kind):
     add(memory, kind, t=[[6.0], [6.0]], terminated=[[False], [False]])
     assert every(memory, "t") == [[[3, 3, 4, 4, 5, 5, 6, 6]]]
     assert windows(memory, 2, episode_ends="never") == {(4, 5), (5, 6)}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in EVERY_KIND if kind not in ON_HOST])
+def test_tensors_of_a_device_cannot_be_shared(kind):
+    memory = counted(kind, 4, 2, 3)
+    before = snapshot(memory)
+    with pytest.raises(StateError, match="^the rows lie on .* and cannot be moved; make the memory with device='cpu'$"):
+        memory.share_memory()
+    assert snapshot(memory) == before
+    add(memory, kind, t=[[3.0], [3.0]], e=[[0.0], [1.0]])
+    assert every(memory, "t") == [[[0, 0, 1, 1, 2, 2, 3, 3]]]
 
 
 # Constructor and tensors
@@ -396,14 +424,14 @@ def test_a_tensor_is_the_live_storage_and_in_jax_a_copy(kind):
     memory = counted(kind, 2, 2, 1)
     tensor, view = memory.get_tensor_by_name("t"), memory.tensors_view["t"]
     assert host(tensor).shape == (2, 2, 1) and host(view).shape == (4, 1)
-    if kind == "jax":
+    if library(kind) == "jax":
         before = np.array(tensor)
         add(memory, kind, t=[[5.0], [6.0]], e=[[0.0], [1.0]])
         np.testing.assert_array_equal(np.asarray(tensor), before)
         return
-    host(tensor)[0, 1] = 8
+    change(tensor, (0, 1), 8)
     assert every(memory, "t") == [[[0, 8]]]
-    host(view)[0] = 9
+    change(view, 0, 9)
     assert every(memory, "t") == [[[9, 8]]]
     assert flat(memory.tensors["t"])[:2] == flat(memory._tensor_t)[:2] == [9, 8]
     add(memory, kind, t=[[5.0], [6.0]], e=[[0.0], [1.0]])
@@ -644,7 +672,7 @@ def test_a_sample_is_what_lies_at_its_indexes(kind, replacement):
     memory = counted(kind, 5, 3, 8, replacement=replacement)
     [[t, e]] = memory.sample(["t", "e"], batch_size=15)
     indexes = np.asarray(memory.get_sampling_indexes())
-    assert isinstance(memory.get_sampling_indexes(), torch.Tensor if kind == "torch" else np.ndarray)
+    assert isinstance(memory.get_sampling_indexes(), torch.Tensor if library(kind) == "torch" else np.ndarray)
     rows, steps = indexes // 3, np.array([5, 6, 7, 3, 4])
     assert (flat(t), flat(e)) == (steps[rows].tolist(), (indexes % 3).tolist())
     assert (sorted(indexes.tolist()) == list(range(15))) is not replacement
@@ -755,22 +783,23 @@ def test_samples_are_copies(kind):  # S28
     for _ in range(4):
         add(memory, kind, t=[[50.0], [51.0]], e=[[0.0], [1.0]])
     assert [[flat(t) for [t] in parts] for parts in samples] == values
-    if kind == "jax":
+    if library(kind) == "jax":
         return
     after = snapshot(memory)
     assert after != before
     for [t] in (part for parts in samples for part in parts):
-        host(t)[...] = -1
+        change(t, ..., -1)
     assert snapshot(memory) == after
 
 
-@pytest.mark.parametrize("kind", ["torch", "warp"])  # arrays of jax are never written to
 def test_a_name_given_twice_gives_two_copies(kind):
+    if library(kind) == "jax":
+        return  # its arrays are never written to
     memory = counted(kind, 4, 2, 4)
     for parts in (memory.sample(["t", "t"], batch_size=8), memory.sample_all(["t", "t"], mini_batches=2)):
         first, second = parts[0]
         assert flat(first) == flat(second)
-        assert not np.shares_memory(host(first), host(second))
+        assert not share_memory(first, second)
 
 
 def test_what_was_added_may_change_afterwards(kind):  # R43, R12
@@ -788,12 +817,8 @@ def test_what_was_added_may_change_afterwards(kind):  # R43, R12
 def test_transposed_and_strided_arrays_are_read_right(kind):  # R43
     memory = make(kind, 3, 2, {"x": ("float32", 3), "b": ("bool", 1)})
     values = np.arange(6.0, dtype=np.float32).reshape(3, 2)
-    if kind == "torch":
-        given = torch.from_numpy(values).T
-    elif kind == "jax":
-        given = array(kind, values).T
-    else:
-        given = wp.array(values, dtype=wp.float32, device="cpu").transpose()
+    given = array(kind, values)
+    given = given.transpose() if library(kind) == "warp" else given.T
     memory.add_samples(x=given, b=array(kind, [[True], [False]]))
     memory.add_samples(x=values.T, b=np.array([[True, False], [False, True]])[:, ::2])
     assert host(memory.sample_all(["x"])[0][0]).tolist() == values.T.tolist() * 2

@@ -7,7 +7,7 @@ import tempfile
 import numpy as np
 import pytest
 import torch
-from frameworks import KINDS, array, flat, host, make
+from frameworks import EVERY_KIND, ON_HOST, array, flat, host, make
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -172,6 +172,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.reset()
         self.lanes = [[] for _ in range(self.num_envs)]
 
+    @precondition(lambda self: self.kind in ON_HOST)
     @rule()
     def share_memory(self):
         self.memory.share_memory()
@@ -248,7 +249,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.check(part, [(lane, step) for step, lane in self.places()])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY_KIND)
 def test_a_memory_holds_what_plain_lists_hold(kind):
     machine = type("Machine", (MemoryMachine,), {"kind": kind})
     case = machine.TestCase

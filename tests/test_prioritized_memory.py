@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from frameworks import KINDS, add, array, flat, host, make
+from frameworks import EVERY_KIND, KINDS, ON_HOST, add, array, flat, host, make
 
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.prioritised import N_DRAWS
@@ -15,7 +15,7 @@ from rlstructs.replay.prioritised import N_DRAWS
 inf, nan = float("inf"), float("nan")
 
 
-@pytest.fixture(params=list(KINDS))
+@pytest.fixture(params=EVERY_KIND)
 def kind(request):
     return request.param
 
@@ -389,6 +389,7 @@ def test_n_step_samples_have_weights_and_take_priorities(kind):
     np.testing.assert_allclose(weights, 1 / (drawn + 1), rtol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ON_HOST)
 def test_shared_memory_keeps_priorities(kind):
     memory, twin = (prioritized(kind, 5, 2, 7) for _ in range(2))
     for each in (memory, twin):

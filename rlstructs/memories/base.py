@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError
 from rlstructs.memories import files, trajectories
-from rlstructs.memories.framework import Framework, encoded, from_bits, host_array, spec_of
+from rlstructs.memories.framework import Framework, encoded, host_array, spec_of
 from rlstructs.memories.names import ENDS, check_name, ends_of
 from rlstructs.memories.spaces import n_elements
-from rlstructs.replay.backing import available_bytes
-from rlstructs.replay.columns import SLOT, Spec
+from rlstructs.replay.columns import SLOT, Columns, Spec
 from rlstructs.replay.episodes import BYTES_PER_ROW
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.storage import Storage, check_size
+from rlstructs.replay.tensor_columns import TensorColumns
 
 
 class Memory(ABC):
@@ -31,7 +32,7 @@ class Memory(ABC):
     Args:
         memory_size: rows per environment.
         num_envs: environments.
-        device: where batches are wanted; None for the library's default one.
+        device: where batches are wanted; None for the library's default one. On a GPU the rows lie there too.
         export: whether the memory is saved each time that it has filled.
         export_format: "pt", "npz" or "csv".
         export_directory: where to; a folder `memories` is made there.
@@ -68,7 +69,11 @@ class Memory(ABC):
         self._dtypes: dict[str, Any] = {}
         # Tensors that were asked for; they get their bytes when one is first needed.
         self._planned: dict[str, Spec] = {}
-        self._storage = Storage(self.num_envs, self.memory_size, order=SLOT)
+        where = self.framework.device_of_rows(self.device)
+        columns: Columns | None = None
+        if where is not None:
+            columns = TensorColumns(self.num_envs, self.memory_size, SLOT, where)
+        self._storage = Storage(self.num_envs, self.memory_size, order=SLOT, columns=columns)
         self._write_step: Callable[[Mapping[str, Any]], bool] = _never
 
     # What is there
@@ -142,23 +147,25 @@ class Memory(ABC):
             MissingKeyError, SpecError: there is no such tensor, or the value does not fit.
         """
         self._check_name(name)
-        values = self._encoded(name, host_array(name, tensor))
-        target = self._rows_of(name)
+        columns, spec = self._store().columns, self._spec(name)
+        values = encoded(name, self._taken(name, tensor), spec)
+        shape = (self.memory_size, self.num_envs, *spec.shape)
         try:
-            values = np.broadcast_to(values, target.shape)
-        except ValueError as error:
-            raise SpecError(f"{name!r} has shape {values.shape}, needed is {target.shape}") from error
-        target[...] = self._storage.columns.check(name, values, target.shape[:2])
+            values = values.expand(shape) if isinstance(values, torch.Tensor) else np.broadcast_to(values, shape)
+        except (ValueError, RuntimeError) as error:
+            raise SpecError(f"{name!r} has shape {tuple(values.shape)}, needed is {shape}") from error
+        values = columns.check(name, values, shape[:2])
+        columns.put_cells(name, slice(None), slice(None), values.swapaxes(0, 1))
         if name in ENDS:
             self._storage.rebuild_episodes(self._ends_by_slot())
 
-    def _rows_of(self, name: str) -> np.ndarray:
+    def _rows_of(self, name: str) -> Any:
         return self._store().columns.cells[name].swapaxes(0, 1)
 
     def _ends_by_slot(self) -> np.ndarray:
-        cells = self._storage.columns.cells
-        ends = [cells[name].any(axis=tuple(range(2, cells[name].ndim))) for name in ENDS if name in cells]
-        return np.asarray(np.logical_or.reduce(ends))
+        done = ends_of(self._storage.columns.cells, (self.num_envs, self.memory_size))
+        assert done is not None
+        return done
 
     def _check_name(self, name: str) -> None:
         if name not in self._dtypes:
@@ -196,7 +203,8 @@ class Memory(ABC):
 
     def _add(self, name: str, dtype: Any, shape: tuple[int, ...]) -> None:
         spec = spec_of(self.framework, dtype, shape)
-        needed, available = spec.nbytes * self._storage.columns.n_rows, available_bytes()
+        columns = self._storage.columns
+        needed, available = spec.nbytes * columns.n_rows, columns.available_bytes()
         if available is not None and needed > available:
             raise OutOfMemoryError(f"tensor {name!r}: {needed:,} bytes are needed, {available:,} are available")
         self._planned[name], self._dtypes[name] = spec, dtype
@@ -221,7 +229,8 @@ class Memory(ABC):
             del self._planned[name]
             if name in ENDS:
                 self._storage.track_episodes()
-        self._write_step = StepWriter(self._storage, tuple(name for name in ENDS if name in self._dtypes)).write
+        if self._storage.columns.on_host:
+            self._write_step = StepWriter(self._storage, tuple(name for name in ENDS if name in self._dtypes)).write
         return self._storage
 
     def share_memory(self) -> None:
@@ -229,6 +238,9 @@ class Memory(ABC):
 
         Each environment may be written by one process, while any read. Tensors that are created later
         stay with the process that creates them.
+
+        Raises:
+            StateError: the rows lie on a GPU.
         """
         self._store().share()
 
@@ -269,7 +281,7 @@ class Memory(ABC):
             raise MissingKeyError(f"none of {sorted(tensors)} is a tensor of this memory, there are {known}")
         self._write(block, lanes, ends_of(block, lead))
 
-    def _write(self, block: Mapping[str, np.ndarray], lanes: Any, done: np.ndarray | None, **more: Any) -> None:
+    def _write(self, block: Mapping[str, Any], lanes: Any, done: np.ndarray | None, **more: Any) -> None:
         storage = self._store()
         before = self._laps() if self.export else 0
         storage.write(block, lanes, done=done, **more)
@@ -280,10 +292,19 @@ class Memory(ABC):
         ring = self._storage.ring
         return int((ring.head - ring.base).min()) // self.memory_size
 
-    def _given(self, tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    def _taken(self, name: str, value: Any) -> Any:
+        """A value as it is, if it lies where the rows do and has the tensor's dtype; else as an array of numpy."""
+        columns = self._storage.columns
+        if not columns.on_host and name in self._dtypes:
+            own = columns.own(self.framework.tensor_of(value), self._spec(name))
+            if own is not None:
+                return own
+        return host_array(name, value)
+
+    def _given(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         if not tensors:
             raise SpecError("add_samples: needs at least one tensor, got none")
-        given = {name: host_array(name, value) for name, value in tensors.items() if value is not None}
+        given = {name: self._taken(name, value) for name, value in tensors.items() if value is not None}
         if self.strict:
             if unknown := sorted(set(tensors) - set(self._dtypes)):
                 raise MissingKeyError(f"add_samples: no tensor(s) {unknown}, there are {list(self.get_tensor_names())}")
@@ -293,7 +314,7 @@ class Memory(ABC):
             raise SpecError("add_samples: every tensor is None")
         return given
 
-    def _n_rows_given(self, given: Mapping[str, np.ndarray]) -> int | None:
+    def _n_rows_given(self, given: Mapping[str, Any]) -> int | None:
         """How many rows come; None for one without an axis for them."""
         name = "observations" if "observations" in given else next(iter(given))
         values = given[name]
@@ -304,7 +325,7 @@ class Memory(ABC):
             return len(values)
         if values.ndim == n_data_axes:
             return None
-        raise SpecError(f"add_samples: {name!r} has shape {values.shape}, needed is (n, *data) or (*data)")
+        raise SpecError(f"add_samples: {name!r} has shape {tuple(values.shape)}, needed is (n, *data) or (*data)")
 
     def _place(self, n: int) -> tuple[Any, tuple[int, int]]:
         """The environments that `n` rows go to, and the axes (n environments, n rows) they make."""
@@ -320,17 +341,10 @@ class Memory(ABC):
             raise SpecError(f"add_samples: {n} rows do not fit, {len(behind)} environments are left in this row")
         return behind[:n], (n, 1)
 
-    def _shaped(self, name: str, values: np.ndarray, rows: tuple[int, ...], spec: Spec) -> np.ndarray:
+    def _shaped(self, name: str, values: Any, rows: tuple[int, ...], spec: Spec) -> Any:
         if values.shape != rows + spec.shape and not (spec.shape == (1,) and values.shape == rows):
-            raise SpecError(f"add_samples: {name!r} has shape {values.shape}, needed is {rows + spec.shape}")
+            raise SpecError(f"add_samples: {name!r} has shape {tuple(values.shape)}, needed is {rows + spec.shape}")
         return encoded(name, values, spec)
-
-    def _decoded(self, name: str, values: np.ndarray) -> np.ndarray:
-        bits = self._spec(name).fill is not None
-        return from_bits(values) if bits else values
-
-    def _encoded(self, name: str, values: np.ndarray) -> np.ndarray:
-        return encoded(name, values, self._spec(name))
 
     def add_trajectories(self, batch: Any, names: Mapping[str, str] | None = None) -> None:
         """Appends the valid steps of what `RL_Batcher.get` gives; the lane of a row is its `env_index`.
@@ -420,7 +434,7 @@ class Memory(ABC):
         self,
         names: list[str],
         known: list[str],
-        arrays: list[np.ndarray],
+        arrays: list[Any],
         n_rows: int,
         mini_batches: int,
         starts: np.ndarray | None = None,

@@ -7,13 +7,14 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlstructs.errors import FileError, SpecError
-from rlstructs.memories.framework import spec_of, to_bits
+from rlstructs.memories.framework import from_bits, spec_of, to_bits
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.episodes import EPISODE
 from rlstructs.replay.prioritised import DRAWN, LEAVES, SYNCED
@@ -78,14 +79,14 @@ def load(memory: Memory, path: Path) -> None:
         _make_missing(memory, state)
         columns = memory._store().columns
         for name in state["tensors"]:
-            reader.read_into(name, columns.flat[name])
+            columns.read_into(name, partial(reader.read_into, name))
         restore()
 
 
-def _tensors(memory: Memory) -> dict[str, np.ndarray]:
+def _tensors(memory: Memory) -> dict[str, Any]:
     lead = (memory.memory_size, memory.num_envs)
-    flat = memory._store().columns.flat
-    return {name: flat[name].reshape(*lead, *flat[name].shape[1:]) for name in memory._dtypes}
+    columns = memory._store().columns
+    return {name: columns.to_file(name, (*lead, *columns.specs[name].shape)) for name in memory._dtypes}
 
 
 def _bookkeeping(memory: Memory) -> dict[str, np.ndarray]:
@@ -166,7 +167,7 @@ def _make_missing(memory: Memory, state: Mapping[str, Any]) -> None:
 
 
 def _save_csv(memory: Memory, path: Path) -> None:
-    rows = memory._store().span().by_step()
+    rows, columns = memory._store().span().by_step(), memory._storage.columns
     names = memory.get_tensor_names()
     header = [column for name in names for column in _column_names(name, memory._spec(name))]
     more = {name: array.tolist() for name, array in _bookkeeping(memory).items()}
@@ -179,9 +180,9 @@ def _save_csv(memory: Memory, path: Path) -> None:
         writer.writerow(header)
         for start in range(0, rows.size, 4096):
             some = rows[start : start + 4096]
-            arrays = memory._storage.columns.gather(names, some)
+            arrays = [columns.host(name, array) for name, array in zip(names, columns.gather(names, some), strict=True)]
             lists = [
-                memory._decoded(name, array).reshape(some.size, -1).tolist()
+                (from_bits(array) if columns.specs[name].fill is not None else array).reshape(some.size, -1).tolist()
                 for name, array in zip(names, arrays, strict=True)
             ]
             writer.writerows(itertools.chain.from_iterable(row) for row in zip(*lists, strict=True))
@@ -215,8 +216,9 @@ def _load_csv(memory: Memory, path: Path) -> None:
     _make_missing(memory, state)
     columns = memory._store().columns
     for name, values in tensors.items():
-        columns.flat[name][...] = columns.specs[name].unwritten
-        columns.flat[name][lane_rows] = values
+        spec = columns.specs[name]
+        columns.put_rows(name, slice(None), spec.unwritten)
+        columns.put_rows(name, lane_rows, columns.converted(name, values, spec))
     restore()
 
 

@@ -37,10 +37,16 @@ class Framework(Protocol):
     def name_of_device(self, device: Any) -> str:
         """The name of a device, for `device`."""
 
-    def hand_over(self, arrays: list[np.ndarray], dtypes: list[Any], device: Any) -> list[Any]:
-        """Arrays that nobody else holds as the library's."""
+    def device_of_rows(self, device: Any) -> torch.device | None:
+        """torch's name of a device on which the rows of its memories lie as tensors; None for arrays on the host."""
 
-    def live(self, array: np.ndarray, dtype: Any, name: str) -> Any:
+    def tensor_of(self, value: Any) -> Any:
+        """One of the library's arrays on a GPU as torch's, a copy if the library is another; all else as it is."""
+
+    def hand_over(self, arrays: list[Any], dtypes: list[Any], device: Any) -> list[Any]:
+        """Arrays of numpy or torch that nobody else holds as the library's."""
+
+    def live(self, array: Any, dtype: Any, name: str) -> Any:
         """The store's own memory as one of the library's arrays; a copy where those cannot be written to."""
 
     def indexes(self, rows: np.ndarray) -> Any:
@@ -75,9 +81,16 @@ def host_array(name: str, value: Any) -> np.ndarray:
     return np.asarray(array, np.float32) if array.dtype.name == "bfloat16" else array
 
 
-def encoded(name: str, values: np.ndarray, spec: Spec) -> np.ndarray:
-    """Numbers as a column holds them, but for a cast."""
-    return values if spec.fill is None else to_bits(name, values)
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a view of another library's memory on a GPU, which that library may take back at once."""
+    copy = tensor.detach().clone()
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return copy
+
+
+def encoded(name: str, values: Any, spec: Spec) -> Any:
+    """Numbers as a column holds them, but for a cast; tensors that it takes are as they should be."""
+    return values if spec.fill is None or isinstance(values, torch.Tensor) else to_bits(name, values)
 
 
 def from_bits(values: np.ndarray) -> np.ndarray:

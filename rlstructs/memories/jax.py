@@ -1,4 +1,6 @@
-"""Replay memories for jax, with the interface of skrl's. The rows lie in host memory; batches are jax arrays.
+"""Replay memories for jax, with the interface of skrl's; batches are jax arrays.
+
+The rows lie in host memory, or, for a device that torch has too, on that, as torch's tensors.
 
     memory = RandomMemory(memory_size=1000, num_envs=8)
     memory.create_tensor("observations", size=4)
@@ -12,9 +14,12 @@ from typing import Any
 
 import jax
 import numpy as np
+import torch
+from torch.utils.dlpack import from_dlpack
 
 from rlstructs.errors import SpecError
 from rlstructs.memories import base, sampling
+from rlstructs.memories.framework import copied
 
 __all__ = ["Memory", "PrioritizedMemory", "RandomMemory"]
 
@@ -59,7 +64,20 @@ class Jax:
     def name_of_device(self, device: Any) -> str:
         return f"{device.platform}:{device.id}"
 
-    def hand_over(self, arrays: list[np.ndarray], dtypes: list[np.dtype], device: Any) -> list[jax.Array]:
+    def device_of_rows(self, device: Any) -> torch.device | None:
+        on_gpu = device.platform == "gpu" and torch.cuda.is_available()
+        return torch.device("cuda", device.local_hardware_id) if on_gpu else None
+
+    def tensor_of(self, value: Any) -> Any:
+        if not (isinstance(value, jax.Array) and torch.cuda.is_available()):
+            return value
+        devices = value.devices()
+        on_one_gpu = len(devices) == 1 and all(device.platform == "gpu" for device in devices)
+        return copied(from_dlpack(value)) if on_one_gpu else value
+
+    def hand_over(self, arrays: list[Any], dtypes: list[np.dtype], device: Any) -> list[jax.Array]:
+        if arrays and isinstance(arrays[0], torch.Tensor):
+            return [_of_tensor(tensor, dtype) for tensor, dtype in zip(arrays, dtypes, strict=True)]
         named = [a if a.dtype == dtype else a.view(dtype) for a, dtype in zip(arrays, dtypes, strict=True)]
         kind = (*[a.shape for a in named], *dtypes)
         times = self._seen[kind] = self._seen.get(kind, 0) + 1
@@ -73,7 +91,9 @@ class Jax:
         put = jax.device_put(named, device)  # all at once: each call has its price
         return put
 
-    def live(self, array: np.ndarray, dtype: np.dtype, name: str) -> jax.Array:
+    def live(self, array: Any, dtype: np.dtype, name: str) -> jax.Array:
+        if isinstance(array, torch.Tensor):
+            return _of_tensor(array.clone(), dtype)
         # An own copy: jax takes host memory as it is, and its arrays must not change.
         return jax.device_put(np.array(array).view(dtype))
 
@@ -82,6 +102,12 @@ class Jax:
 
     def new_seed(self) -> int:
         return int(np.random.randint(2**63 - 1, dtype=np.int64))
+
+
+def _of_tensor(tensor: torch.Tensor, dtype: np.dtype) -> jax.Array:
+    """A tensor that nobody else holds."""
+    named: jax.Array = jax.dlpack.from_dlpack(tensor.contiguous().view(getattr(torch, dtype.name)))
+    return named
 
 
 class Memory(base.Memory):

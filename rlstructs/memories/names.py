@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import SpecError
+from rlstructs.rows import as_array
 
 # Tensors whose truth ends an episode.
 ENDS = ("terminated", "truncated", "done", "dones")
@@ -19,12 +20,13 @@ def check_name(name: Any) -> None:
         raise SpecError(f"a tensor's name must be a string that does not begin with '__', got {name!r}")
 
 
-def ends_of(block: Mapping[str, np.ndarray], lead: tuple[int, int]) -> np.ndarray | None:
+def ends_of(block: Mapping[str, Any], lead: tuple[int, int]) -> np.ndarray | None:
     """Where episodes end in rows of these tensors, bool `lead`; None if none of them says so."""
     done: np.ndarray | None = None
     for name in ENDS:
         if name in block:
-            ends = block[name] != 0
+            found = block[name] != 0
+            ends: Any = found if isinstance(found, np.ndarray) else as_array(found)
             ends = ends.reshape(lead) if ends.size == lead[0] * lead[1] else ends.any(axis=tuple(range(2, ends.ndim)))
             done = ends if done is None else done | ends
     return done

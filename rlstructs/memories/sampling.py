@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from rlstructs.errors import SpecError, StateError
 from rlstructs.memories import base
@@ -154,18 +155,18 @@ class RandomMemory(base.Memory):
             raise SpecError(f"cannot sample {n} sequences without replacement, there are {rows.size}")
         return np.asarray(rng.choice(rows, n, replace=False)), {}
 
-    def _read(self, names: Sequence[str], picked: Selection, n_step: int, gamma: float) -> list[np.ndarray]:
+    def _read(self, names: Sequence[str], picked: Selection, n_step: int, gamma: float) -> list[Any]:
         columns = self._storage.columns
         if n_step == 1:
             return columns.gather(names, picked.rows if picked.rows.shape[1] > 1 else picked.rows[:, 0])
         arrays = []
         for name in names:
             if name in REWARDS:
-                if columns.specs[name].unwritten == 0:
+                spec = columns.specs[name]
+                if spec.unwritten == 0:
                     raise SpecError(f"n_step: {name!r} is {self._dtypes[name]}; discounted sums need a float")
                 [rewards] = columns.gather([name], picked.rows)
-                summed = _discounted(self._decoded(name, rewards), picked.fields["inside"], gamma)
-                arrays.append(self._encoded(name, summed))
+                arrays.append(_discounted(rewards, picked.fields["inside"], gamma, is_bits=spec.fill is not None))
             else:
                 last = name in LAST or name.startswith("next_")
                 arrays.append(columns.gather([name], picked.rows[:, -1 if last else 0])[0])
@@ -307,9 +308,12 @@ def _exponent(name: str, value: Any) -> float:
     return float(value)
 
 
-def _discounted(rewards: np.ndarray, inside: np.ndarray, gamma: float) -> np.ndarray:
-    """The sum over t of gamma^t rewards (B, n, ...) where inside (B, n)."""
-    factors = gamma ** np.arange(inside.shape[1]) * inside
-    factors = factors.reshape(*factors.shape, *(1,) * (rewards.ndim - 2))
+def _discounted(rewards: Any, inside: np.ndarray, gamma: float, is_bits: bool) -> Any:
+    """The sum over t of gamma^t rewards (B, n, ...) where inside (B, n), of numpy or torch as they are."""
+    stored = rewards if isinstance(rewards, torch.Tensor) else torch.from_numpy(rewards)
+    numbers = stored.view(torch.bfloat16) if is_bits else stored
+    factors = torch.from_numpy(gamma ** np.arange(inside.shape[1]) * inside).to(stored.device)
+    factors = factors.reshape(*factors.shape, *(1,) * (stored.ndim - 2))
     # What lies outside may be NaN, which times zero is NaN.
-    return np.asarray(np.where(factors > 0, rewards * factors, 0).sum(axis=1), rewards.dtype)
+    summed = torch.where(factors > 0, numbers * factors, 0).sum(dim=1).to(numbers.dtype).view(stored.dtype)
+    return summed if stored is rewards else summed.numpy()

@@ -56,17 +56,23 @@ class Torch:
     def name_of_device(self, device: torch.device) -> str:
         return str(device)
 
-    def hand_over(
-        self, arrays: list[np.ndarray], dtypes: list[torch.dtype], device: torch.device
-    ) -> list[torch.Tensor]:
+    def device_of_rows(self, device: torch.device) -> torch.device | None:
+        return device if device.type == "cuda" else None
+
+    def tensor_of(self, value: Any) -> Any:
+        return value
+
+    def hand_over(self, arrays: list[Any], dtypes: list[torch.dtype], device: torch.device) -> list[torch.Tensor]:
+        if arrays and type(arrays[0]) is torch.Tensor:
+            return [self.live(tensor, dtype, "") for tensor, dtype in zip(arrays, dtypes, strict=True)]
         tensors = [torch.from_numpy(array) for array in arrays]
         if torch.bfloat16 in dtypes:
             tensors = [t.view(d) if d is torch.bfloat16 else t for t, d in zip(tensors, dtypes, strict=True)]
         return tensors if device.type == "cpu" else [tensor.to(device) for tensor in tensors]
 
-    def live(self, array: np.ndarray, dtype: torch.dtype, name: str) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor.view(dtype) if dtype is torch.bfloat16 else tensor
+    def live(self, array: Any, dtype: torch.dtype, name: str) -> torch.Tensor:
+        tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
+        return tensor if tensor.dtype is dtype else tensor.view(dtype)
 
     def indexes(self, rows: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(rows)

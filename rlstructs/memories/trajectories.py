@@ -10,7 +10,6 @@ import numpy as np
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.memories.framework import encoded, host_array, spec_of
 from rlstructs.memories.names import check_name, ends_of
-from rlstructs.replay.columns import cast
 from rlstructs.structures.trajectories import Trajectories
 
 if TYPE_CHECKING:
@@ -38,19 +37,19 @@ def add(memory: Memory, batch: Trajectories, names: Mapping[str, str] | None) ->
         if key not in steps:
             raise MissingKeyError(f"add_trajectories: no {key!r} in the trajectories, there are {sorted(steps.keys())}")
     lanes, lengths = _lanes(memory, batch), host_array("lengths", steps.lengths)
-    values = {name: host_array(name, steps[key]) for name, key in names.items()}
-    shapes = {name: _row_shape(memory, name, array) for name, array in values.items()}
+    shapes = {name: _row_shape(memory, name, tuple(steps[key].shape)) for name, key in names.items()}
     lead = (len(lanes), steps.n_timesteps())
-    block, missing = {}, {}
-    for name, array in values.items():
+    columns, block, missing = memory._storage.columns, {}, {}
+    for name, key in names.items():
         if name in memory._dtypes:
             spec = memory._spec(name)
         else:
             check_name(name)
-            missing[name] = memory.framework.named(str(steps[names[name]].dtype).removeprefix("torch."))
+            missing[name] = memory.framework.named(str(steps[key].dtype).removeprefix("torch."))
             spec = spec_of(memory.framework, missing[name], shapes[name])
-        rows = encoded(name, array.reshape(*lead, *shapes[name]), spec)
-        block[name] = rows if rows.dtype == spec.dtype else cast(name, rows, spec.dtype)
+        own = columns.own(steps[key], spec)
+        rows = encoded(name, host_array(name, steps[key]) if own is None else own, spec)
+        block[name] = columns.converted(name, rows.reshape(*lead, *shapes[name]), spec)
     for name, dtype in missing.items():
         memory._add(name, dtype, shapes[name])
     ends = [host_array(key, steps[key]).astype(bool) for key in ENDS if key in steps]
@@ -78,14 +77,14 @@ def _lanes(memory: Memory, batch: Trajectories) -> np.ndarray:
     return lanes
 
 
-def _row_shape(memory: Memory, name: str, array: np.ndarray) -> tuple[int, ...]:
+def _row_shape(memory: Memory, name: str, given: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a row of this tensor: its own, if it has as many numbers; else that of the values."""
-    found = array.shape[2:] or (1,)
+    found = given[2:] or (1,)
     if name not in memory._dtypes:
         return found
     shape = memory._spec(name).shape
     if np.prod(found, dtype=int) != np.prod(shape, dtype=int):
-        raise SpecError(f"add_trajectories: {name!r} has rows of shape {array.shape[2:]}, the tensor's are {shape}")
+        raise SpecError(f"add_trajectories: {name!r} has rows of shape {given[2:]}, the tensor's are {shape}")
     return shape
 
 

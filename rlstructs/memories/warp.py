@@ -1,4 +1,7 @@
-"""Replay memories for warp, with the interface of skrl's. The rows lie in host memory; batches are warp arrays.
+"""Replay memories for warp, with the interface of skrl's; batches are warp arrays.
+
+The rows lie in host memory, or, for a device that torch has too, on that, as torch's tensors: what a kernel
+writes to a tensor of `get_tensor_by_name` is in samples after `wp.synchronize_device`.
 
     memory = RandomMemory(memory_size=1000, num_envs=8)
     memory.create_tensor("observations", size=4)
@@ -12,10 +15,12 @@ import contextlib
 from typing import Any
 
 import numpy as np
+import torch
 import warp as wp
 
 from rlstructs.errors import SpecError
 from rlstructs.memories import base, sampling
+from rlstructs.memories.framework import copied
 from rlstructs.structures.interop import WARP_MAX_AXES, start_warp
 
 __all__ = ["Memory", "PrioritizedMemory", "RandomMemory"]
@@ -51,14 +56,29 @@ class Warp:
     def name_of_device(self, device: Any) -> str:
         return str(device.alias)
 
-    def hand_over(self, arrays: list[np.ndarray], dtypes: list[Any], device: Any) -> list[wp.array]:
+    def device_of_rows(self, device: Any) -> torch.device | None:
+        on_gpu = device.is_cuda and torch.cuda.is_available()
+        return torch.device("cuda", device.ordinal) if on_gpu else None
+
+    def tensor_of(self, value: Any) -> Any:
+        if not (isinstance(value, wp.array) and value.device.is_cuda and torch.cuda.is_available()):
+            return value
+        torch_stream = wp.stream_from_torch(torch.cuda.current_stream(value.device.ordinal))
+        torch_stream.wait_stream(wp.get_stream(value.device))  # which may still write to it
+        return copied(wp.to_torch(value, requires_grad=False))
+
+    def hand_over(self, arrays: list[Any], dtypes: list[Any], device: Any) -> list[wp.array]:
         # Each keeps its array alive.
+        if arrays and isinstance(arrays[0], torch.Tensor):
+            return [self.live(tensor, dtype, "a batch") for tensor, dtype in zip(arrays, dtypes, strict=True)]
         host = [self.live(array, dtype, "a batch") for array, dtype in zip(arrays, dtypes, strict=True)]
         return host if device.is_cpu else [array.to(device) for array in host]
 
-    def live(self, array: np.ndarray, dtype: Any, name: str) -> wp.array:
+    def live(self, array: Any, dtype: Any, name: str) -> wp.array:
         if array.ndim > WARP_MAX_AXES:
             raise SpecError(f"{name} has {array.ndim} axes, warp arrays have at most {WARP_MAX_AXES}")
+        if isinstance(array, torch.Tensor):
+            return _of_tensor(array, dtype)
         if dtype is BFLOAT16:
             array = array.view(np.uint16)
         return wp.array(array, dtype=dtype, copy=False, device="cpu")
@@ -68,6 +88,15 @@ class Warp:
 
     def new_seed(self) -> int:
         return int(np.random.randint(2**63 - 1, dtype=np.int64))
+
+
+def _of_tensor(tensor: torch.Tensor, dtype: Any) -> wp.array:
+    """A view."""
+    if tensor.device.type == "cuda":
+        stream = wp.get_stream(wp.device_from_torch(tensor.device))
+        stream.wait_stream(wp.stream_from_torch(torch.cuda.current_stream(tensor.device)))  # which still writes to it
+        tensor.record_stream(wp.stream_to_torch(stream))  # or torch gave its memory to others too early
+    return wp.from_torch(tensor.view(torch.bfloat16) if dtype is BFLOAT16 else tensor, dtype=dtype)
 
 
 class Memory(base.Memory):

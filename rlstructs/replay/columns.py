@@ -7,14 +7,14 @@ time. Only this module knows it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.replay.backing import Backing, Block, Heap
+from rlstructs.replay.backing import Backing, Block, Heap, available_bytes
 
 LANE, SLOT = "lane", "slot"
 
@@ -49,6 +49,8 @@ class Spec:
 class Columns:
     """Named arrays over bytes of one kind.
 
+    What is written goes through `converted` or `check`, and then `put_rows` or `put_cells`.
+
     Args:
         n_lanes: rings.
         capacity: rows per lane.
@@ -64,6 +66,9 @@ class Columns:
         >>> columns.cells["reward"][:, 2].tolist()
         [1.0, 2.0]
     """
+
+    # Whether `flat` and `cells` are arrays of numpy.
+    on_host = True
 
     def __init__(self, n_lanes: int, capacity: int, order: str = LANE, backing: Backing | None = None) -> None:
         self.n_lanes, self.capacity, self.order = n_lanes, capacity, order
@@ -82,11 +87,18 @@ class Columns:
 
     def _map_one(self, name: str) -> None:
         spec = self.specs[name]
-        self.flat[name] = flat = self._blocks[name].bytes().view(spec.dtype).reshape(self.n_rows, *spec.shape)
+        self.flat[name] = flat = self._rows_of(name)
         if self.order == LANE:
             self.cells[name] = flat.reshape(self.n_lanes, self.capacity, *spec.shape)
         else:
             self.cells[name] = flat.reshape(self.capacity, self.n_lanes, *spec.shape).swapaxes(0, 1)
+
+    def _rows_of(self, name: str) -> np.ndarray:
+        spec = self.specs[name]
+        return self._blocks[name].bytes().view(spec.dtype).reshape(self.n_rows, *spec.shape)
+
+    def _allocate(self, name: str, spec: Spec) -> None:
+        self._blocks[name] = self._backing.allocate(name, spec.nbytes * self.n_rows)
 
     @property
     def n_rows(self) -> int:
@@ -98,10 +110,14 @@ class Columns:
         """Bytes of all columns."""
         return sum(spec.nbytes for spec in self.specs.values()) * self.n_rows
 
+    def available_bytes(self) -> int | None:
+        """Bytes there is room for where columns lie; None if that cannot be told."""
+        return available_bytes()
+
     def add(self, name: str, spec: Spec) -> None:
         """Adds a column, every row of it unwritten; the others are as they were."""
-        block = self._backing.allocate(name, spec.nbytes * self.n_rows)
-        self._blocks[name], self.specs[name] = block, spec
+        self._allocate(name, spec)
+        self.specs[name] = spec
         self._map_one(name)
         if spec.unwritten != 0:  # NaN is not equal to it either
             self.flat[name][...] = spec.unwritten
@@ -124,12 +140,50 @@ class Columns:
         major, minor = np.divmod(rows, self.capacity if self.order == LANE else self.n_lanes)
         return (major, minor) if self.order == LANE else (minor, major)
 
-    def gather(self, names: Iterable[str], rows: np.ndarray) -> list[np.ndarray]:
-        """These rows of these columns, private memory, `(*rows.shape, *shape)` each."""
+    def gather(self, names: Iterable[str], rows: np.ndarray) -> list[Any]:
+        """These rows of these columns, private memory of the columns' kind, `(*rows.shape, *shape)` each."""
         # mode="clip" reads without a look at every index first; row ids from here are in range.
         return [self.flat[name].take(rows, axis=0, mode="clip") for name in names]
 
-    def check(self, name: str, values: np.ndarray, lead: tuple[int, ...]) -> np.ndarray:
+    def host(self, name: str, values: Any) -> np.ndarray:
+        """What `gather` gave, in host memory."""
+        return np.asarray(values)
+
+    def to_file(self, name: str, shape: tuple[int, ...]) -> Any:
+        """A column in this shape: an array, or what becomes one in host memory when it is asked for."""
+        return self.flat[name].reshape(shape)
+
+    def read_into(self, name: str, read: Callable[[np.ndarray], None]) -> None:
+        """Has `read` fill an array of the size of a column, which becomes the column."""
+        read(self.flat[name])
+
+    def put_rows(self, name: str, rows: Any, values: Any) -> None:
+        """Writes to rows by their ids.
+
+        Args:
+            name: of the column.
+            rows: an index of the first axis of `flat`.
+            values: what `converted` or `check` gave, or one number.
+        """
+        self.flat[name][rows] = values
+
+    def put_cells(self, name: str, lanes: Any, slots: Any, values: Any) -> None:
+        """Writes to slots of lanes, an index of the first axes of `cells`; else as `put_rows`."""
+        self.cells[name][lanes, slots] = values
+
+    def own(self, value: Any, spec: Spec) -> Any:
+        """`value`, if it lies where columns do and is what one of this spec takes without passing the host; or None."""
+        return None
+
+    def converted(self, name: str, values: Any, spec: Spec) -> Any:
+        """`values` as a column of this spec takes them, in the columns' kind of memory.
+
+        Raises:
+            SpecError: the dtype does not fit.
+        """
+        return values if values.dtype == spec.dtype else cast(name, values, spec.dtype)
+
+    def check(self, name: str, values: Any, lead: tuple[int, ...]) -> Any:
         """`values` as what the column takes, `(*lead, *shape)`.
 
         Raises:
@@ -138,9 +192,9 @@ class Columns:
         spec = self.specs.get(name)
         if spec is None:
             raise MissingKeyError(f"no {name!r} in this store, there are {sorted(self.specs)}")
-        if values.shape != (*lead, *spec.shape):
-            raise SpecError(f"{name!r} has shape {values.shape}, needed is {(*lead, *spec.shape)}")
-        return values if values.dtype == spec.dtype else cast(name, values, spec.dtype)
+        if tuple(values.shape) != (*lead, *spec.shape):
+            raise SpecError(f"{name!r} has shape {tuple(values.shape)}, needed is {(*lead, *spec.shape)}")
+        return self.converted(name, values, spec)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if key not in ("flat", "cells")}

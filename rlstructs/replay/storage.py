@@ -57,6 +57,7 @@ class Storage:
         capacity: rows per lane.
         order: of row ids, "lane" or "slot".
         backing: where the bytes lie; None for ordinary memory.
+        columns: for as many lanes, of this capacity and order; None for new ones in `backing`, where all else lies.
 
     Example:
         >>> from rlstructs.replay.columns import Spec
@@ -67,9 +68,17 @@ class Storage:
         6
     """
 
-    def __init__(self, n_lanes: int, capacity: int, *, order: str = LANE, backing: Backing | None = None) -> None:
+    def __init__(
+        self,
+        n_lanes: int,
+        capacity: int,
+        *,
+        order: str = LANE,
+        backing: Backing | None = None,
+        columns: Columns | None = None,
+    ) -> None:
         backing = Heap() if backing is None else backing
-        self.columns = Columns(n_lanes, capacity, order, backing)
+        self.columns = Columns(n_lanes, capacity, order, backing) if columns is None else columns
         self.episodes: Episodes | None = None
         self._backing = backing
         self._counters: Block = backing.allocate("counters", N_COUNTERS * n_lanes * 8)
@@ -112,7 +121,7 @@ class Storage:
 
     def write(
         self,
-        block: Mapping[str, np.ndarray],
+        block: Mapping[str, Any],
         lanes: slice | np.ndarray = ALL,
         *,
         lengths: np.ndarray | None = None,
@@ -154,7 +163,7 @@ class Storage:
 
     def _lead(
         self,
-        block: Mapping[str, np.ndarray],
+        block: Mapping[str, Any],
         lanes: slice | np.ndarray,
         lengths: np.ndarray | None,
         done: np.ndarray | None,
@@ -172,9 +181,10 @@ class Storage:
             n = len(every)
             if len(set(every)) < n:
                 raise SpecError(f"lanes {every} hold one twice")
+        values: Any
         name, values = next(iter(block.items()), ("block", np.zeros(0)))
         if values.ndim < 2 or len(values) != n:
-            raise SpecError(f"{name!r} has shape {values.shape}, needed is ({n}, T, ...), a row for each lane")
+            raise SpecError(f"{name!r} has shape {tuple(values.shape)}, needed is ({n}, T, ...), a row for each lane")
         lead = (len(values), values.shape[1])
         for name, marks in (("done", done), ("starts", starts)):
             if marks is not None and marks.shape != lead:
@@ -185,7 +195,7 @@ class Storage:
 
     def _write(
         self,
-        block: Mapping[str, np.ndarray],
+        block: Mapping[str, Any],
         lanes: slice | np.ndarray,
         n_timesteps: int,
         lengths: np.ndarray | None,
@@ -213,26 +223,25 @@ class Storage:
             self.episodes.write(lanes, done, starts, lengths, first if in_step and head.size else None)
         ring.publish(lanes, count)
 
-    def _put_blocks(self, block: Mapping[str, np.ndarray], lanes: Any, slot: int, n_timesteps: int) -> None:
+    def _put_blocks(self, block: Mapping[str, Any], lanes: Any, slot: int, n_timesteps: int) -> None:
         before_end = self.columns.capacity - slot
-        for name, cells in self.columns.cells.items():
+        parts: list[tuple[Any, Any]] = [(slice(slot, slot + n_timesteps), slice(0, before_end))]
+        if n_timesteps == 1:
+            parts = [(slot, 0)]
+        elif n_timesteps > before_end:
+            parts.append((slice(0, n_timesteps - before_end), slice(before_end, None)))
+        for name, spec in self.columns.specs.items():
             values = block.get(name)
-            if values is None:
-                values = np.broadcast_to(self.columns.specs[name].unwritten, (1, n_timesteps, *cells.shape[2:]))
-            if n_timesteps == 1:
-                cells[lanes, slot] = values[:, 0]
-                continue
-            cells[lanes, slot : slot + n_timesteps] = values[:, :before_end]
-            if n_timesteps > before_end:
-                cells[lanes, : n_timesteps - before_end] = values[:, before_end:]
+            for slots, times in parts:
+                self.columns.put_cells(name, lanes, slots, spec.unwritten if values is None else values[:, times])
 
-    def _put_rows(self, block: Mapping[str, np.ndarray], rows: np.ndarray, valid: np.ndarray | None) -> None:
+    def _put_rows(self, block: Mapping[str, Any], rows: np.ndarray, valid: np.ndarray | None) -> None:
         rows = rows if valid is None else rows[valid]
-        for name, flat in self.columns.flat.items():
+        for name, spec in self.columns.specs.items():
             if name not in block:
-                flat[rows] = self.columns.specs[name].unwritten
+                self.columns.put_rows(name, rows, spec.unwritten)
             else:
-                flat[rows] = block[name] if valid is None else block[name][valid]
+                self.columns.put_rows(name, rows, block[name] if valid is None else block[name][valid])
 
     def clear(self) -> None:
         """Drops every row."""
@@ -251,9 +260,9 @@ class Storage:
         self,
         n: int,
         select: Callable[[int], Selection],
-        read: Callable[[Selection], list[np.ndarray]],
+        read: Callable[[Selection], list[Any]],
         redraws: int = MAX_REDRAWS,
-    ) -> tuple[Selection, list[np.ndarray]]:
+    ) -> tuple[Selection, list[Any]]:
         """`n` samples, none of them torn by a writer.
 
         Args:
@@ -286,10 +295,14 @@ class Storage:
         return stale if stale.any() else None
 
     def share(self) -> None:
-        """Moves everything to memory that processes share which are started with this object."""
+        """Moves everything to memory that processes share which are started with this object.
+
+        Raises:
+            StateError: the columns lie on a device; nothing has changed.
+        """
         backing = Shared()
-        self.version, self.is_private = self.version + 1, False
         self.columns.move(backing)
+        self.version, self.is_private = self.version + 1, False
         counters = backing.allocate("counters", self.ring.counters.nbytes)
         counters.bytes()[...] = self._counters.bytes()
         self._backing, self._counters = backing, counters

@@ -267,7 +267,7 @@ def _write_npz(path: Path, header: str, arrays: Mapping[str, np.ndarray], dtypes
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for name, array in [*arrays.items(), (HEADER, np.frombuffer(header.encode(), np.uint8))]:
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                np.lib.format.write_array(member, array, allow_pickle=False)
+                np.lib.format.write_array(member, np.asarray(array), allow_pickle=False)
 
 
 def _write_pt(path: Path, header: str, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, str]) -> None:
@@ -276,14 +276,14 @@ def _write_pt(path: Path, header: str, arrays: Mapping[str, np.ndarray], dtypes:
 
 
 def _own(array: np.ndarray, dtype: str) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
+    tensor = torch.from_numpy(np.asarray(array))
     return tensor.view(getattr(torch, dtype)) if dtype in BITS else tensor
 
 
 def _write_h5(path: Path, header: str, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, str]) -> None:
     with h5py().File(path, "w") as file:
         for name, array in arrays.items():
-            file.create_dataset(name, data=array)
+            file.create_dataset(name, data=np.asarray(array))
         file.create_dataset(HEADER, data=np.frombuffer(header.encode(), np.uint8))
 
 

@@ -54,7 +54,7 @@ def write(
     Args:
         path: the file; its ending says which kind.
         kind: the class that they belong to.
-        arrays: C-contiguous, each with memory of its own.
+        arrays: C-contiguous, each with memory of its own, or what becomes such an array when numpy asks for it.
         dtypes: what they are, where numpy has no name for it.
         state: what else belongs to them, as JSON has it.
     """

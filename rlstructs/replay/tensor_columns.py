@@ -1,0 +1,156 @@
+"""Columns that are torch tensors on a device: rows are written and drawn there, without a way through the host.
+
+What a thread writes and another draws is ordered by the stream of the device that both use; those that use
+streams of their own see to their order themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from rlstructs.errors import StateError
+from rlstructs.replay.backing import Backing
+from rlstructs.replay.columns import LANE, Columns, Spec
+from rlstructs.structures.interop import host_array
+
+# What torch cannot index, and what numpy has no name for, is stored as the bits of these.
+STORED = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+    torch.bfloat16: torch.int16,
+}
+
+
+class TensorColumns(Columns):
+    """Named tensors; see `Columns`.
+
+    Args:
+        n_lanes: rings.
+        capacity: rows per lane.
+        order: "lane" or "slot".
+        device: where they lie.
+
+    Example:
+        >>> columns = TensorColumns(2, 3, "slot", torch.device("cpu"))
+        >>> columns.add("reward", Spec(np.dtype(np.float32)))
+        >>> columns.put_cells("reward", slice(None), 2, torch.tensor([1.0, 2.0]))
+        >>> columns.gather(["reward"], np.array([5, 4]))
+        [tensor([2., 1.])]
+    """
+
+    on_host = False
+    flat: dict[str, Any]  # of tensors
+    cells: dict[str, Any]
+
+    def __init__(self, n_lanes: int, capacity: int, order: str = LANE, device: torch.device | str = "cuda") -> None:
+        self.device = torch.device(device)
+        self._tensors: dict[str, torch.Tensor] = {}
+        super().__init__(n_lanes, capacity, order)
+
+    def available_bytes(self) -> int | None:
+        """Bytes that the device has free, what torch keeps for later included."""
+        if self.device.type != "cuda":
+            return super().available_bytes()
+        kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return int(torch.cuda.mem_get_info(self.device)[0]) + kept
+
+    def move(self, backing: Backing) -> None:
+        """Raises StateError: no other memory takes tensors of a device."""
+        raise StateError(f"the rows lie on {self.device} and cannot be moved; make the memory with device='cpu'")
+
+    def gather(self, names: Iterable[str], rows: np.ndarray) -> list[Any]:
+        """These rows of these columns, new tensors `(*rows.shape, *shape)`."""
+        index = self._moved(rows.reshape(-1))
+        found = [self.flat[name].index_select(0, index) for name in names]
+        return found if rows.ndim == 1 else [each.reshape(*rows.shape, *each.shape[1:]) for each in found]
+
+    def host(self, name: str, values: torch.Tensor) -> np.ndarray:
+        """What `gather` gave, in host memory."""
+        array: np.ndarray = values.cpu().numpy().view(self.specs[name].dtype)
+        return array
+
+    def to_file(self, name: str, shape: tuple[int, ...]) -> Any:
+        """A column in this shape, which is copied to the host when an array is asked for."""
+        return OnDemand(self.flat[name].reshape(shape), self.specs[name].dtype)
+
+    def read_into(self, name: str, read: Callable[[np.ndarray], None]) -> None:
+        """Has `read` fill an array in host memory, which is then copied to the column."""
+        array = np.empty((self.n_rows, *self.specs[name].shape), self.specs[name].dtype)
+        read(array)
+        self.put_rows(name, slice(None), self.converted(name, array, self.specs[name]))
+
+    def put_rows(self, name: str, rows: Any, values: Any) -> None:
+        """See `Columns.put_rows`."""
+        self.flat[name][self._index(rows)] = values
+
+    def put_cells(self, name: str, lanes: Any, slots: Any, values: Any) -> None:
+        """See `Columns.put_cells`."""
+        self.cells[name][self._index(lanes), slots] = values
+
+    def own(self, value: Any, spec: Spec) -> torch.Tensor | None:
+        """`value`, if it is a tensor on this device with the dtype that such a column has."""
+        if isinstance(value, torch.Tensor) and value.device == self.device and value.dtype is _named(spec):
+            return value.detach()
+        return None
+
+    def converted(self, name: str, values: Any, spec: Spec) -> torch.Tensor:
+        """`values` as a column of this spec takes them, a tensor on this device."""
+        stored = STORED.get(_named(spec), _named(spec))
+        if isinstance(values, torch.Tensor):
+            if values.dtype in (stored, _named(spec)):
+                return values.detach().resolve_conj().resolve_neg().to(self.device).view(stored)
+            values = host_array(name, values)
+        return self._moved(super().converted(name, values, spec)).view(stored)
+
+    def _moved(self, values: np.ndarray) -> torch.Tensor:
+        if not values.flags.writeable or any(stride < 0 for stride in values.strides):  # torch takes neither
+            values = np.array(values, order="C")
+        return torch.from_numpy(values).to(self.device)
+
+    def _index(self, at: Any) -> Any:
+        return self._moved(at) if isinstance(at, np.ndarray) else at
+
+    def _rows_of(self, name: str) -> Any:
+        return self._tensors[name]
+
+    def _allocate(self, name: str, spec: Spec) -> None:
+        dtype = _named(spec)
+        shape = (self.n_rows, *spec.shape)
+        self._tensors[name] = torch.zeros(shape, dtype=STORED.get(dtype, dtype), device=self.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # By value, as ordinary memory is: torch would share its own with a process that is started.
+        arrays = {name: tensor.cpu().numpy() for name, tensor in self._tensors.items()}
+        return {**super().__getstate__(), "_tensors": arrays}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.device = state["device"]
+        tensors = {name: self._moved(array) for name, array in state["_tensors"].items()}
+        super().__setstate__({**state, "_tensors": tensors})
+
+
+class OnDemand:
+    """A tensor of a device that becomes an array in host memory whenever numpy asks for one.
+
+    Args:
+        tensor: any.
+        dtype: numpy's, of the same size.
+    """
+
+    def __init__(self, tensor: torch.Tensor, dtype: np.dtype) -> None:
+        self._tensor, self.dtype, self.shape = tensor, dtype, tuple(tensor.shape)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        array = self._tensor.cpu().numpy().view(self.dtype)
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+
+def _named(spec: Spec) -> torch.dtype:
+    """torch's name of what a column holds: numpy has none for bfloat16, of which it holds the bits."""
+    is_bits = spec.fill is not None and spec.dtype == np.int16
+    return torch.bfloat16 if is_bits else cast("torch.dtype", getattr(torch, spec.dtype.name))
