@@ -7,7 +7,7 @@ import pytest
 import torch
 from frameworks import KINDS
 
-from rlstructs.memories import base
+from rlstructs.memories import tensors
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.storage import Storage
@@ -23,7 +23,7 @@ def memory(quick):
         made.create_tensor(name, size=1, dtype=torch.bool)
     if not quick:
         made._store()
-        made._write_step = base._never
+        made._write_step = tensors._never
     return made
 
 

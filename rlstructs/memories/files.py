@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlstructs.errors import FileError, SpecError
+from rlstructs.errors import FileError
+from rlstructs.memories.formats import FORMATS
 from rlstructs.memories.framework import from_bits, spec_of, to_bits
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.episodes import EPISODE
@@ -26,21 +27,9 @@ from rlstructs.structures.containers import Reader
 if TYPE_CHECKING:
     from rlstructs.memories.base import Memory
 
-FORMATS = ("pt", "npz", "csv")
 KIND = "Memory"
 RING = "__ring__"
 EPISODES = "__episodes__"
-
-
-def checked_format(name: Any) -> str:
-    """`name`, if it is one of the formats.
-
-    Raises:
-        SpecError: it is not.
-    """
-    if name not in FORMATS:
-        raise SpecError(f"the format must be one of {FORMATS}, got {name!r}")
-    return str(name)
 
 
 def save(memory: Memory, directory: str | Path, format: str) -> Path:  # noqa: A002

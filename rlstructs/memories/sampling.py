@@ -131,7 +131,7 @@ class RandomMemory(base.Memory):
             return Selection(window.rows, span, fields)
         if length == 1:
             if episodes is not None:
-                fields["is_first"] = episodes.times(anchors) == 0
+                fields["is_first"] = episodes.begin(anchors)
             return Selection(anchors[:, None], span, fields)
         if ends == MASK and episodes is not None:
             window = expand.padded(span, episodes, anchors, length)
@@ -229,7 +229,7 @@ class PrioritizedMemory(RandomMemory):
         """The importance weights of the last `sample`, float32 (batch_size,), one for each row or sequence."""
         leaves = self._sampled().fields["leaves"]
         smallest = leaves.min() if self.normalize == "batch" else self._smallest
-        return self._handed_over(((smallest / leaves) ** self._beta).astype(np.float32))
+        return self._handed_over((smallest / leaves).astype(np.float32) ** np.float32(self._beta))
 
     def update_priorities(self, indexes: Any, priorities: Any) -> None:
         """Sets the priorities of rows; of equal indexes the last counts.

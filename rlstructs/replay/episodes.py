@@ -190,6 +190,11 @@ class Episodes:
         """Positions in their episodes, int64."""
         return self.columns.flat[EPISODE].take(rows, axis=0)[..., TIME].astype(np.int64)
 
+    def begin(self, rows: np.ndarray) -> np.ndarray:
+        """Which rows begin an episode, bool."""
+        pairs = self.columns.flat[EPISODE].view(np.int64)[:, 0]
+        return np.asarray(pairs.take(rows).view(np.int32)[..., TIME::2] == 0)
+
     def remaining(self, rows: np.ndarray) -> np.ndarray:
         """Steps from each row to the end of its episode, itself included; `NEVER` while it goes on."""
         pairs = self.columns.flat[EPISODE].take(rows, axis=0).astype(np.int64)

@@ -37,7 +37,7 @@ def after(span: Span, anchors: np.ndarray, offsets: np.ndarray) -> np.ndarray:
 def chunk(span: Span, episodes: Episodes | None, anchors: np.ndarray, length: int) -> Window:
     """Each anchor and the `length - 1` rows after it, across the ends of episodes."""
     rows = after(span, anchors, np.arange(length))
-    is_first = np.zeros(rows.shape, bool) if episodes is None else episodes.times(rows) == 0
+    is_first = np.zeros(rows.shape, bool) if episodes is None else episodes.begin(rows)
     return Window(rows, np.ones(rows.shape, bool), is_first)
 
 
@@ -60,7 +60,7 @@ def stack(span: Span, episodes: Episodes, anchors: np.ndarray, length: int) -> W
     back = np.arange(length - 1, -1, -1)
     mask = back <= depth[:, None]
     rows = after(span, anchors, -np.minimum(back, depth[:, None]))
-    return Window(rows, mask, mask & (episodes.times(rows) == 0))
+    return Window(rows, mask, mask & episodes.begin(rows))
 
 
 def n_step(span: Span, episodes: Episodes, anchors: np.ndarray, length: int) -> tuple[Window, np.ndarray]:
@@ -75,4 +75,4 @@ def n_step(span: Span, episodes: Episodes, anchors: np.ndarray, length: int) -> 
     offsets = np.minimum(np.arange(length), counts[:, None] - 1)
     mask = np.arange(length) < counts[:, None]
     rows = after(span, anchors, offsets)
-    return Window(rows, mask, mask & (episodes.times(rows) == 0)), counts
+    return Window(rows, mask, mask & episodes.begin(rows)), counts

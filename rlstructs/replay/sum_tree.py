@@ -37,6 +37,10 @@ def _draw(
 ) -> None:
     n = count[0]
     zero = wp.float64(0.0)
+    share = masses[n]
+    if share > zero:  # what lies there are fractions, of one share of the total each
+        for i in range(n):
+            masses[i] = (wp.float64(i) + masses[i]) * share
     in_order = wp.int32(1)
     for i in range(1, n):
         in_order = wp.where(masses[i] < masses[i - 1], 0, in_order)
@@ -154,7 +158,6 @@ class SumTree:
         self.sums = _aligned(sum(sizes))
         self.minima = _aligned(sum(sizes[1:]))  # of all but the leaves
         self.minima[:] = np.inf
-        self._numbers = np.zeros(0)
         self._launches: dict[str, Any] = {}
 
     @staticmethod
@@ -186,18 +189,15 @@ class SumTree:
         """
         buffer, leaves = self._buffers("draw", len(masses))
         buffer[: len(masses)] = masses
+        buffer[len(masses)] = 0.0
         self._launch("draw", len(masses))
         return leaves[: len(masses)].copy()
 
     def draw_evenly(self, n: int, rng: np.random.Generator) -> np.ndarray:
         """A leaf from each n-th of the total, in proportion, int64 (n,)."""
         buffer, leaves = self._buffers("draw", n)
-        masses = buffer[:n]
-        rng.random(out=masses)
-        if self._numbers.size < n:
-            self._numbers = np.arange(n, dtype=np.float64)
-        masses += self._numbers[:n]
-        masses *= self.sums[-1] / n
+        rng.random(out=buffer[:n])
+        buffer[n] = self.sums[-1] / n
         self._launch("draw", n)
         return leaves[:n].copy()
 

@@ -1,0 +1,266 @@
+"""Named tensors over a store: what a memory has, before rows are written and drawn.
+
+A tensor is `(memory_size, num_envs, *data)`. A flat index is `row * num_envs + env`. Each environment is
+a lane of the store with a head of its own, so that environments need not be in step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError
+from rlstructs.memories.formats import checked_format
+from rlstructs.memories.framework import Framework, encoded, host_array, spec_of
+from rlstructs.memories.names import ENDS, check_name, ends_of
+from rlstructs.memories.spaces import n_elements
+from rlstructs.replay.columns import SLOT, Columns, Spec
+from rlstructs.replay.episodes import BYTES_PER_ROW
+from rlstructs.replay.step_writer import StepWriter
+from rlstructs.replay.storage import Storage, check_size
+from rlstructs.replay.tensor_columns import TensorColumns
+
+
+class NamedTensors:
+    """The tensors of a memory, and which of their rows are there; see `Memory` for the arguments."""
+
+    framework: Framework
+
+    def __init__(
+        self,
+        *,
+        memory_size: int,
+        num_envs: int = 1,
+        device: Any = None,
+        export: bool = False,
+        export_format: str = "pt",
+        export_directory: str | Path = "",
+        seed: int | None = None,
+        strict: bool = False,
+    ) -> None:
+        self.memory_size = check_size("memory_size", memory_size)
+        self.num_envs = check_size("num_envs", num_envs)
+        self.device = self.framework.device(device)
+        self.export = export
+        self.export_format = checked_format(export_format)
+        self.export_directory = export_directory
+        self.strict = strict
+        self.sampling_indexes: Any = None
+        self._rng = np.random.default_rng(self.framework.new_seed() if seed is None else seed)
+        self._dtypes: dict[str, Any] = {}
+        # Tensors that were asked for; they get their bytes when one is first needed.
+        self._planned: dict[str, Spec] = {}
+        where = self.framework.device_of_rows(self.device)
+        columns: Columns | None = None
+        if where is not None:
+            columns = TensorColumns(self.num_envs, self.memory_size, SLOT, where)
+        self._storage = Storage(self.num_envs, self.memory_size, order=SLOT, columns=columns)
+        self._write_step: Callable[[Mapping[str, Any]], bool] = _never
+
+    # What is there
+
+    def __len__(self) -> int:
+        """Valid rows, over all environments."""
+        return len(self._storage)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the memory takes once it is written to."""
+        rows = self.memory_size * self.num_envs
+        planned = sum(spec.nbytes for spec in self._planned.values())
+        untracked = self._storage.episodes is None and any(name in ENDS for name in self._planned)
+        return self._storage.nbytes + rows * (planned + BYTES_PER_ROW * untracked)
+
+    @property
+    def filled(self) -> bool:
+        """Whether every environment has wrapped."""
+        return bool(self._storage.ring.is_full().all())
+
+    @property
+    def memory_index(self) -> int:
+        """The row that is written next; while environments are more than a row apart, the furthest one's."""
+        low, high = self._heads()
+        return (high if high - low > 1 else low) % self.memory_size
+
+    @property
+    def env_index(self) -> int:
+        """How many environments have been written in that row, while all are within one row; else 0."""
+        low, high = self._heads()
+        return int((self._storage.ring.head > low).sum()) if high - low == 1 else 0
+
+    def _heads(self) -> tuple[int, int]:
+        head = self._storage.ring.head
+        return int(head.min()), int(head.max())
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """Name -> tensor, as `get_tensor_by_name`."""
+        return {name: self.get_tensor_by_name(name) for name in self.get_tensor_names()}
+
+    @property
+    def tensors_view(self) -> dict[str, Any]:
+        """Name -> tensor by flat index, `(memory_size * num_envs, *data)`."""
+        flat = self._store().columns.flat
+        return {name: self.framework.live(flat[name], self._dtypes[name], repr(name)) for name in self._dtypes}
+
+    @property
+    def all_sequence_indexes(self) -> np.ndarray:
+        """Every flat index, one environment after another, int64."""
+        return np.arange(self.memory_size * self.num_envs).reshape(self.memory_size, self.num_envs).T.ravel()
+
+    def get_tensor_names(self) -> tuple[str, ...]:
+        """Names in alphabetical order."""
+        return tuple(sorted(self._dtypes))
+
+    def get_tensor_by_name(self, name: str) -> Any:
+        """The live tensor `(memory_size, num_envs, *data)`, unwritten rows included; in jax a copy of it.
+
+        Raises:
+            MissingKeyError: there is no such tensor.
+        """
+        self._check_name(name)
+        return self.framework.live(self._rows_of(name), self._dtypes[name], repr(name))
+
+    def set_tensor_by_name(self, name: str, tensor: Any) -> None:
+        """Copies into a tensor, with broadcasting. Which rows are valid does not change.
+
+        Raises:
+            MissingKeyError, SpecError: there is no such tensor, or the value does not fit.
+        """
+        self._check_name(name)
+        columns, spec = self._store().columns, self._spec(name)
+        values = encoded(name, self._taken(name, tensor), spec)
+        shape = (self.memory_size, self.num_envs, *spec.shape)
+        try:
+            values = values.expand(shape) if isinstance(values, torch.Tensor) else np.broadcast_to(values, shape)
+        except (ValueError, RuntimeError) as error:
+            raise SpecError(f"{name!r} has shape {tuple(values.shape)}, needed is {shape}") from error
+        values = columns.check(name, values, shape[:2])
+        columns.put_cells(name, slice(None), slice(None), values.swapaxes(0, 1))
+        if name in ENDS:
+            self._storage.rebuild_episodes(self._ends_by_slot())
+
+    def _rows_of(self, name: str) -> Any:
+        return self._store().columns.cells[name].swapaxes(0, 1)
+
+    def _ends_by_slot(self) -> np.ndarray:
+        done = ends_of(self._storage.columns.cells, (self.num_envs, self.memory_size))
+        assert done is not None
+        return done
+
+    def _check_name(self, name: str) -> None:
+        if name not in self._dtypes:
+            raise MissingKeyError(f"no tensor {name!r} in this memory, there are {list(self.get_tensor_names())}")
+
+    # Making tensors
+
+    def create_tensor(self, name: str, *, size: Any, dtype: Any = None, keep_dimensions: bool = False) -> bool:
+        """Adds a tensor: NaN in unwritten rows if it is a float one, zeros otherwise.
+
+        Args:
+            name: of the tensor.
+            size: numbers per row: an int, a list of them (their product), a gymnasium space, or None for
+                no tensor at all.
+            dtype: one of the library's; None for its default float.
+            keep_dimensions: whether rows have the shape `size` rather than one axis.
+
+        Returns:
+            Whether one was added: False for a size of None, or a tensor that is there already.
+
+        Raises:
+            TypeError, SpecError: size or dtype are not what is needed, or the tensor is there with others.
+            OutOfMemoryError: the memory would not fit into what the machine has.
+        """
+        if size is None:
+            return False
+        check_name(name)
+        shape = _kept(size) if keep_dimensions else (n_elements(size),)
+        named = self.framework.dtype(dtype)
+        if name in self._dtypes:
+            self._check_same(name, shape, None if dtype is None else named)
+            return False
+        self._add(name, named, shape)
+        return True
+
+    def _add(self, name: str, dtype: Any, shape: tuple[int, ...]) -> None:
+        spec = spec_of(self.framework, dtype, shape)
+        columns = self._storage.columns
+        needed, available = spec.nbytes * columns.n_rows, columns.available_bytes()
+        if available is not None and needed > available:
+            raise OutOfMemoryError(f"tensor {name!r}: {needed:,} bytes are needed, {available:,} are available")
+        self._planned[name], self._dtypes[name] = spec, dtype
+        self._write_step = _never  # until there is room for it
+
+    def _check_same(self, name: str, shape: tuple[int, ...], dtype: Any) -> None:
+        spec = self._spec(name)
+        if shape != spec.shape:
+            raise SpecError(f"tensor {name!r} is there with rows of shape {spec.shape}, not {shape}")
+        if dtype is not None and dtype != self._dtypes[name]:
+            raise SpecError(f"tensor {name!r} is there with dtype {self._dtypes[name]}, not {dtype}")
+
+    def _spec(self, name: str) -> Spec:
+        return self._planned[name] if name in self._planned else self._storage.columns.specs[name]
+
+    def _store(self) -> Storage:
+        """The storage, with all tensors that were asked for."""
+        if not self._planned:
+            return self._storage
+        for name in list(self._planned):
+            self._storage.columns.add(name, self._planned[name])
+            del self._planned[name]
+            if name in ENDS:
+                self._storage.track_episodes()
+        if self._storage.columns.on_host:
+            self._write_step = StepWriter(self._storage, tuple(name for name in ENDS if name in self._dtypes)).write
+        return self._storage
+
+    def share_memory(self) -> None:
+        """Moves tensors and indexes to memory that processes share which are started with this object.
+
+        Each environment may be written by one process, while any read. Tensors that are created later
+        stay with the process that creates them.
+
+        Raises:
+            StateError: the rows lie on a GPU.
+        """
+        self._store().share()
+
+    def reset(self) -> None:
+        """Drops every row."""
+        self._storage.clear()
+
+    def _taken(self, name: str, value: Any) -> Any:
+        """A value as it is, if it lies where the rows do and has the tensor's dtype; else as an array of numpy."""
+        columns = self._storage.columns
+        if not columns.on_host and name in self._dtypes:
+            own = columns.own(self.framework.tensor_of(value), self._spec(name))
+            if own is not None:
+                return own
+        return host_array(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Devices of jax and warp belong to their process.
+        return {**vars(self), "device": self.framework.name_of_device(self.device), "_write_step": _never}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self.device = self.framework.device(self.device)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_tensor_") and name.removeprefix("_tensor_") in vars(self).get("_dtypes", ()):
+            return self.get_tensor_by_name(name.removeprefix("_tensor_"))
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def _never(tensors: Mapping[str, Any]) -> bool:
+    return False
+
+
+def _kept(size: Any) -> tuple[int, ...]:
+    if not isinstance(size, (tuple, list)):
+        raise SpecError(f"size must be a tuple or a list to keep its dimensions, got {size!r}")
+    return tuple(check_size("size", n) for n in size)
