@@ -65,11 +65,12 @@ def _draw(
         leaves[i] = wp.int64(at_top)
     for down in range(top):
         level = offsets[top - 1 - down]
-        # Have all lines on their way before the first is waited for.
-        touched = zero
-        for i in range(n):
-            touched = touched + sums[level + 8 * wp.int32(leaves[i])]
-        masses[n] = touched  # or it would be left out
+        if offsets[top - down] - level > 65536:
+            # No cache of a core holds it: have all lines on their way before the first is waited for.
+            touched = zero
+            for i in range(n):
+                touched = touched + sums[level + 8 * wp.int32(leaves[i])]
+            masses[n] = touched  # or it would be left out
         for i in range(n):
             first = 8 * wp.int32(leaves[i])
             at = level + first
