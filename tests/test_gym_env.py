@@ -545,4 +545,8 @@ def test_setting_a_key_of_one_observation_leaves_the_other():
 def test_a_bfloat16_action_will_do_for_a_box():
     env = GymEnvInf([gymnasium.make("Pendulum-v1")], 0)
     env.reset()
-    env.step(DictTensor({"action": torch.ones(1, 1, dtype=torch.bfloat16)}))
+    twin = GymEnvInf([gymnasium.make("Pendulum-v1")], 0)
+    twin.reset()
+    (half, _), _ = env.step(DictTensor({"action": torch.ones(1, 1, dtype=torch.bfloat16)}))
+    (full, _), _ = twin.step(DictTensor({"action": torch.ones(1, 1)}))
+    assert half == full
