@@ -97,10 +97,19 @@ class RandomMemory(base.Memory):
         return self._handed_over(np.ones(picked.rows.shape[0], bool) if mask is None else mask.reshape(-1))
 
     def get_sampling_is_first(self) -> Any:
-        """Which rows of the last `sample` begin an episode, bool, in the order of `get_sampling_indexes`."""
-        picked = self._sampled()
-        if "is_first" not in picked.fields:
+        """Which rows of the last `sample` begin an episode, bool, in the order of `get_sampling_indexes`.
+
+        Raises:
+            StateError: no tensor says where episodes end, or rows that were drawn one by one are overwritten by now.
+        """
+        picked, storage = self._sampled(), self._store()
+        if storage.episodes is None:
             raise StateError(NO_ENDS)
+        if "is_first" not in picked.fields:  # of single rows, which seldom need it: it is looked up when asked for
+            is_first = storage.episodes.begin(picked.rows)
+            if storage.overwritten(picked) is not None:
+                raise StateError("get_sampling_is_first: rows were overwritten since; call it before they are")
+            picked.fields["is_first"] = is_first
         return self._handed_over(picked.fields["is_first"].reshape(-1))
 
     def get_sampling_discounts(self) -> Any:
@@ -130,8 +139,6 @@ class RandomMemory(base.Memory):
             fields |= {"inside": window.mask, "is_first": window.is_first[:, 0], "n_steps": counts}
             return Selection(window.rows, span, fields)
         if length == 1:
-            if episodes is not None:
-                fields["is_first"] = episodes.begin(anchors)
             return Selection(anchors[:, None], span, fields)
         if ends == MASK and episodes is not None:
             window = expand.padded(span, episodes, anchors, length)

@@ -275,7 +275,7 @@ class Storage:
         """
         picked = select(n)
         arrays = read(picked)
-        stale = self._overwritten(picked)
+        stale = self.overwritten(picked)
         if stale is None:
             return picked, arrays
         if not redraws:
@@ -287,7 +287,8 @@ class Storage:
             array[stale] = replacement
         return picked, arrays
 
-    def _overwritten(self, picked: Selection) -> np.ndarray | None:
+    def overwritten(self, picked: Selection) -> np.ndarray | None:
+        """Which samples have been written over since they were drawn, bool (B,); None if none has."""
         if self.ring.counters.tobytes() == picked.span.snapshot:
             return None
         first = picked.rows[:, 0]
