@@ -111,7 +111,6 @@ def test_what_it_cannot_write_it_leaves_alone(tensors):
 
 
 def test_stores_that_are_not_in_step_or_shared_are_left_to_the_general_way():
-    assert not StepWriter(store(order="lane"), ()).write({"x": GOOD})
     apart = store()
     apart.write({"x": GOOD[:1, None]}, slice(0, 1))
     assert not StepWriter(apart, ()).write({"x": GOOD})
@@ -122,6 +121,28 @@ def test_stores_that_are_not_in_step_or_shared_are_left_to_the_general_way():
     assert not writer.write({"x": GOOD})
     wide = store(terminated=Spec(np.dtype(bool), (2,)))
     assert not StepWriter(wide, ("terminated",)).write({"x": GOOD, "terminated": np.zeros((2, 2), bool)})
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("order", ["slot", "lane"])
+def test_both_ways_leave_the_same_in_every_order(order, seed):
+    rng = np.random.default_rng(seed)
+    flag = Spec(np.dtype(bool))
+    quick, general = store(order=order, terminated=flag), store(order=order, terminated=flag)
+    writer = StepWriter(quick, ("terminated",))
+    for _ in range(30):
+        rows = {"x": rng.random((2, 3), np.float32), "terminated": rng.random(2) < 0.3}
+        assert writer.write(rows)
+        block = {name: values[:, None] for name, values in rows.items()}
+        general.write(block, done=rows["terminated"][:, None])
+        assert (quick.ring.counters == general.ring.counters).all()
+        every = quick.span().every_row()
+        for name in rows:
+            np.testing.assert_array_equal(*(each.gather([name], every)[0] for each in (quick, general)))
+        for look in (each.episodes.times for each in (quick, general)), (
+            each.episodes.remaining for each in (quick, general)
+        ):
+            np.testing.assert_array_equal(*(seen(every) for seen in look))
 
 
 def test_an_interrupted_write_is_not_built_upon():

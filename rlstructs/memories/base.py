@@ -12,11 +12,11 @@ import numpy as np
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.memories import files, trajectories
 from rlstructs.memories.formats import checked_format
-from rlstructs.memories.framework import encoded, host_array
 from rlstructs.memories.names import ends_of
 from rlstructs.memories.tensors import NamedTensors
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.storage import check_size
+from rlstructs.replay.values import encoded, host_array
 
 
 class Memory(NamedTensors, ABC):
@@ -159,9 +159,7 @@ class Memory(NamedTensors, ABC):
         known = self._known(names)
         return self._batches(names, known, self._store().columns.gather(known, rows), rows.size, mini_batches)
 
-    def sample_all(
-        self, names: Sequence[str], *, mini_batches: int = 1, sequence_length: int = 1
-    ) -> list[list[Any]]:
+    def sample_all(self, names: Sequence[str], *, mini_batches: int = 1, sequence_length: int = 1) -> list[list[Any]]:
         """Every valid row exactly once: by time, or, for sequences, one environment after another.
 
         Args:

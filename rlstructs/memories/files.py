@@ -15,12 +15,13 @@ import numpy as np
 
 from rlstructs.errors import FileError
 from rlstructs.memories.formats import FORMATS
-from rlstructs.memories.framework import from_bits, spec_of, to_bits
+from rlstructs.memories.framework import spec_of
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.episodes import EPISODE
 from rlstructs.replay.prioritised import DRAWN, LEAVES, SYNCED
 from rlstructs.replay.ring import N_COUNTERS, Ring
 from rlstructs.replay.samplers import Span
+from rlstructs.replay.values import from_bits, to_bits
 from rlstructs.structures import files
 from rlstructs.structures.containers import Reader
 
@@ -41,7 +42,7 @@ def save(memory: Memory, directory: str | Path, format: str) -> Path:  # noqa: A
     if format == "csv":
         _save_csv(memory, path)
     else:
-        dtypes = {name: "bfloat16" for name in memory._dtypes if memory._spec(name).fill is not None}
+        dtypes = {name: "bfloat16" for name in memory._dtypes if memory._spec(name).is_bfloat16}
         files.write(path, KIND, {**_tensors(memory), **_bookkeeping(memory)}, dtypes, memory._state())
     return path
 
@@ -171,7 +172,7 @@ def _save_csv(memory: Memory, path: Path) -> None:
             some = rows[start : start + 4096]
             arrays = [columns.host(name, array) for name, array in zip(names, columns.gather(names, some), strict=True)]
             lists = [
-                (from_bits(array) if columns.specs[name].fill is not None else array).reshape(some.size, -1).tolist()
+                (from_bits(array) if columns.specs[name].is_bfloat16 else array).reshape(some.size, -1).tolist()
                 for name, array in zip(names, arrays, strict=True)
             ]
             writer.writerows(itertools.chain.from_iterable(row) for row in zip(*lists, strict=True))
@@ -236,7 +237,7 @@ def _read_columns(memory: Memory, path: Path, state: Mapping[str, Any]) -> Itera
 
 
 def _parsed(name: str, cells: list[list[str]], spec: Any) -> np.ndarray:
-    if spec.fill is not None:
+    if spec.is_bfloat16:
         return to_bits(name, np.array(cells, np.float32))
     if spec.dtype.kind == "b":
         if wrong := {cell for line in cells for cell in line} - {"True", "False"}:

@@ -9,11 +9,6 @@ import torch
 
 from rlstructs.errors import SpecError
 from rlstructs.replay.columns import Spec
-from rlstructs.rows import as_array
-
-# The bits of bfloat16's NaN: numpy has no such dtype, so that its columns hold integers.
-BFLOAT16_NAN = 0x7FC0
-BFLOAT16 = Spec(np.dtype(np.int16), fill=BFLOAT16_NAN)
 
 
 class Framework(Protocol):
@@ -60,25 +55,10 @@ def spec_of(framework: Framework, dtype: Any, shape: tuple[int, ...]) -> Spec:
     """How a column of this dtype is stored."""
     host = framework.host_dtype(dtype)
     if host is None:
-        return Spec(BFLOAT16.dtype, shape, BFLOAT16.fill)
+        return Spec(np.dtype(np.int16), shape, is_bfloat16=True)
     if host.kind not in "biufc":
         raise SpecError(f"dtype {dtype} is not supported; needed is a bool, an integer or a float")
     return Spec(host, shape)
-
-
-def host_array(name: str, value: Any) -> np.ndarray:
-    """What any library calls an array as numpy's, without a copy where that can be; bfloat16 as float32."""
-    if isinstance(value, np.ndarray):
-        return value
-    if isinstance(value, torch.Tensor):
-        return as_array(value.float() if value.dtype is torch.bfloat16 else value)
-    if hasattr(value, "numpy") and not hasattr(value, "__array__"):  # a warp array
-        value = value.numpy()
-    try:
-        array: np.ndarray = np.asarray(value)
-    except (TypeError, ValueError) as error:
-        raise SpecError(f"{name!r} must be an array, got {type(value).__name__}: {error}") from error
-    return np.asarray(array, np.float32) if array.dtype.name == "bfloat16" else array
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -86,22 +66,3 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     copy = tensor.detach().clone()
     torch.cuda.current_stream(tensor.device).synchronize()
     return copy
-
-
-def encoded(name: str, values: Any, spec: Spec) -> Any:
-    """Numbers as a column holds them, but for a cast; tensors that it takes are as they should be."""
-    return values if spec.fill is None or isinstance(values, torch.Tensor) else to_bits(name, values)
-
-
-def from_bits(values: np.ndarray) -> np.ndarray:
-    """The bits of bfloat16 as float32."""
-    numbers: np.ndarray = torch.from_numpy(values).view(torch.bfloat16).float().numpy()
-    return numbers
-
-
-def to_bits(name: str, values: np.ndarray) -> np.ndarray:
-    """Numbers as the bits of bfloat16."""
-    if values.dtype.kind not in "biuf":
-        raise SpecError(f"{name!r} is {values.dtype}, which would lose its values as bfloat16; convert it first")
-    bits: np.ndarray = torch.from_numpy(values.astype(np.float32)).bfloat16().view(torch.int16).numpy()
-    return bits

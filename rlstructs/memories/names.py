@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import SpecError
+from rlstructs.replay.roles import ENDS
 from rlstructs.rows import as_array
-
-# Tensors whose truth ends an episode.
-ENDS = ("terminated", "truncated", "done", "dones")
 
 
 def check_name(name: Any) -> None:

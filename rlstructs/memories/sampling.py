@@ -7,22 +7,21 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from rlstructs.errors import SpecError, StateError
 from rlstructs.memories import base
-from rlstructs.memories.framework import host_array
 from rlstructs.replay import expand
 from rlstructs.replay.prioritised import Prioritised
+from rlstructs.replay.reading import discounted
+from rlstructs.replay.roles import is_after, is_reward
 from rlstructs.replay.samplers import Span, Uniform, draw_fitting
 from rlstructs.replay.storage import Selection, check_size
+from rlstructs.replay.values import host_array
 
 Fits = Callable[[np.ndarray], np.ndarray]
 
 CROSS, MASK, NEVER = ENDS = ("cross", "mask", "never")
-REWARDS = ("rewards", "reward")
 NO_ENDS = "no tensor 'terminated' or 'truncated' says where episodes end"
-LAST = ("terminated", "truncated", "done", "dones")
 
 
 class RandomMemory(base.Memory):
@@ -97,19 +96,10 @@ class RandomMemory(base.Memory):
         return self._handed_over(np.ones(picked.rows.shape[0], bool) if mask is None else mask.reshape(-1))
 
     def get_sampling_is_first(self) -> Any:
-        """Which rows of the last `sample` begin an episode, bool, in the order of `get_sampling_indexes`.
-
-        Raises:
-            StateError: no tensor says where episodes end, or rows that were drawn one by one are overwritten by now.
-        """
-        picked, storage = self._sampled(), self._store()
-        if storage.episodes is None:
+        """Which rows of the last `sample` begin an episode, bool, in the order of `get_sampling_indexes`."""
+        picked = self._sampled()
+        if "is_first" not in picked.fields:
             raise StateError(NO_ENDS)
-        if "is_first" not in picked.fields:  # of single rows, which seldom need it: it is looked up when asked for
-            is_first = storage.episodes.begin(picked.rows)
-            if storage.overwritten(picked) is not None:
-                raise StateError("get_sampling_is_first: rows were overwritten since; call it before they are")
-            picked.fields["is_first"] = is_first
         return self._handed_over(picked.fields["is_first"].reshape(-1))
 
     def get_sampling_discounts(self) -> Any:
@@ -139,6 +129,8 @@ class RandomMemory(base.Memory):
             fields |= {"inside": window.mask, "is_first": window.is_first[:, 0], "n_steps": counts}
             return Selection(window.rows, span, fields)
         if length == 1:
+            if episodes is not None:
+                fields["is_first"] = episodes.begin(anchors)
             return Selection(anchors[:, None], span, fields)
         if ends == MASK and episodes is not None:
             window = expand.padded(span, episodes, anchors, length)
@@ -168,15 +160,11 @@ class RandomMemory(base.Memory):
             return columns.gather(names, picked.rows if picked.rows.shape[1] > 1 else picked.rows[:, 0])
         arrays = []
         for name in names:
-            if name in REWARDS:
-                spec = columns.specs[name]
-                if spec.unwritten == 0:
-                    raise SpecError(f"n_step: {name!r} is {self._dtypes[name]}; discounted sums need a float")
+            if is_reward(name):
                 [rewards] = columns.gather([name], picked.rows)
-                arrays.append(_discounted(rewards, picked.fields["inside"], gamma, is_bits=spec.fill is not None))
+                arrays.append(discounted(name, rewards, columns.specs[name], picked.fields["inside"], gamma))
             else:
-                last = name in LAST or name.startswith("next_")
-                arrays.append(columns.gather([name], picked.rows[:, -1 if last else 0])[0])
+                arrays.append(columns.gather([name], picked.rows[:, -1 if is_after(name) else 0])[0])
         return arrays
 
 
@@ -213,6 +201,7 @@ class PrioritizedMemory(RandomMemory):
         self.n_samples = 0
         self._smallest = self._beta = 0.0  # as of the last sample
         self._prioritised = Prioritised(self.memory_size * self.num_envs, self.num_envs, self.alpha)
+        self._float32 = [self.framework.dtype(np.dtype(np.float32))]
 
     @property
     def nbytes(self) -> int:
@@ -236,7 +225,8 @@ class PrioritizedMemory(RandomMemory):
         """The importance weights of the last `sample`, float32 (batch_size,), one for each row or sequence."""
         leaves = self._sampled().fields["leaves"]
         smallest = leaves.min() if self.normalize == "batch" else self._smallest
-        return self._handed_over((smallest / leaves).astype(np.float32) ** np.float32(self._beta))
+        weights = (smallest / leaves).astype(np.float32) ** np.float32(self._beta)
+        return self.framework.hand_over([weights], self._float32, self.device)[0]
 
     def update_priorities(self, indexes: Any, priorities: Any) -> None:
         """Sets the priorities of rows; of equal indexes the last counts.
@@ -288,7 +278,7 @@ class PrioritizedMemory(RandomMemory):
                 span,
             )
         self._smallest = prioritised.tree.minimum
-        return rows, {"leaves": prioritised.tree.values[rows]}
+        return rows, {"leaves": prioritised.tree.values.take(rows)}
 
     def _select(self, n: int, length: int, n_step: int, ends: str) -> Selection:
         picked = super()._select(n, length, n_step, ends)
@@ -313,14 +303,3 @@ def _exponent(name: str, value: Any) -> float:
     if not (isinstance(value, (int, float, np.number)) and 0 <= value < np.inf):
         raise SpecError(f"{name} must be a number of at least 0, got {value!r}")
     return float(value)
-
-
-def _discounted(rewards: Any, inside: np.ndarray, gamma: float, is_bits: bool) -> Any:
-    """The sum over t of gamma^t rewards (B, n, ...) where inside (B, n), of numpy or torch as they are."""
-    stored = rewards if isinstance(rewards, torch.Tensor) else torch.from_numpy(rewards)
-    numbers = stored.view(torch.bfloat16) if is_bits else stored
-    factors = torch.from_numpy(gamma ** np.arange(inside.shape[1]) * inside).to(stored.device)
-    factors = factors.reshape(*factors.shape, *(1,) * (stored.ndim - 2))
-    # What lies outside may be NaN, which times zero is NaN.
-    summed = torch.where(factors > 0, numbers * factors, 0).sum(dim=1).to(numbers.dtype).view(stored.dtype)
-    return summed if stored is rewards else summed.numpy()

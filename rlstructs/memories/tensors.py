@@ -15,14 +15,16 @@ import torch
 
 from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError
 from rlstructs.memories.formats import checked_format
-from rlstructs.memories.framework import Framework, encoded, host_array, spec_of
-from rlstructs.memories.names import ENDS, check_name, ends_of
+from rlstructs.memories.framework import Framework, spec_of
+from rlstructs.memories.names import check_name, ends_of
 from rlstructs.memories.spaces import n_elements
 from rlstructs.replay.columns import SLOT, Columns, Spec
 from rlstructs.replay.episodes import BYTES_PER_ROW
+from rlstructs.replay.roles import ENDS
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.storage import Storage, check_size
 from rlstructs.replay.tensor_columns import TensorColumns
+from rlstructs.replay.values import encoded, host_array
 
 
 class NamedTensors:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.memories.framework import encoded, host_array, spec_of
+from rlstructs.memories.framework import spec_of
 from rlstructs.memories.names import check_name, ends_of
+from rlstructs.replay.trajectories import STEP_ENDS, STEP_START, as_slice, rounds
+from rlstructs.replay.values import encoded, host_array
 from rlstructs.structures.trajectories import Trajectories
 
 if TYPE_CHECKING:
@@ -23,8 +25,6 @@ NAMES = {
     "terminated": "_observation/terminated",
     "truncated": "_observation/truncated",
 }
-ENDS = ("_observation/terminated", "_observation/truncated", "_observation/done")
-START = "observation/initial_state"
 
 
 def add(memory: Memory, batch: Trajectories, names: Mapping[str, str] | None) -> None:
@@ -52,15 +52,15 @@ def add(memory: Memory, batch: Trajectories, names: Mapping[str, str] | None) ->
         block[name] = columns.converted(name, rows.reshape(*lead, *shapes[name]), spec)
     for name, dtype in missing.items():
         memory._add(name, dtype, shapes[name])
-    ends = [host_array(key, steps[key]).astype(bool) for key in ENDS if key in steps]
+    ends = [host_array(key, steps[key]).astype(bool) for key in STEP_ENDS if key in steps]
     done = np.logical_or.reduce([*ends, np.zeros(lead, bool) if (own := ends_of(block, lead)) is None else own])
-    starts = host_array(START, steps[START]).astype(bool) if START in steps else None
-    for rows in _rounds(lanes):
+    starts = host_array(STEP_START, steps[STEP_START]).astype(bool) if STEP_START in steps else None
+    for rows in rounds(lanes):
         every = isinstance(rows, slice)
         part = lengths if every else lengths[rows]
         memory._write(
             block if every else {name: array[rows] for name, array in block.items()},
-            _as_slice(lanes if every else lanes[rows]),
+            as_slice(lanes if every else lanes[rows]),
             done if every else done[rows],
             lengths=None if (part == lead[1]).all() else part,
             starts=None if starts is None else starts if every else starts[rows],
@@ -86,23 +86,3 @@ def _row_shape(memory: Memory, name: str, given: tuple[int, ...]) -> tuple[int, 
     if np.prod(found, dtype=int) != np.prod(shape, dtype=int):
         raise SpecError(f"add_trajectories: {name!r} has rows of shape {given[2:]}, the tensor's are {shape}")
     return shape
-
-
-def _rounds(lanes: np.ndarray) -> Iterator[Any]:
-    """Which rows to write together, so that none of them are of one lane; in order."""
-    if np.unique(lanes).size == lanes.size:
-        if lanes.size:
-            yield slice(None)
-        return
-    seen: dict[int, int] = {}
-    turn = np.empty(lanes.size, np.int64)
-    for at, lane in enumerate(lanes.tolist()):
-        turn[at] = seen[lane] = seen.get(lane, -1) + 1
-    for number in range(turn.max() + 1):
-        yield np.flatnonzero(turn == number)
-
-
-def _as_slice(lanes: np.ndarray) -> Any:
-    """Lanes that follow one another as a slice: then a block is one copy."""
-    first = int(lanes[0])
-    return slice(first, first + lanes.size) if (np.diff(lanes) == 1).all() else lanes

@@ -17,6 +17,8 @@ from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.replay.backing import Backing, Block, Heap, available_bytes
 
 LANE, SLOT = "lane", "slot"
+# The bits of bfloat16's NaN: numpy has no such dtype, so that its columns hold integers.
+BFLOAT16_NAN = 0x7FC0
 
 
 @dataclass(frozen=True)
@@ -24,14 +26,16 @@ class Spec:
     """What a column holds in a row.
 
     Attributes:
-        dtype: of numpy; other libraries' own dtypes are stored as their bits.
+        dtype: of numpy.
         shape: of one row.
         fill: what a row holds that was never written; None for NaN in floats, zero in others.
+        is_bfloat16: whether what the dtype, int16, holds are the bits of bfloat16.
     """
 
     dtype: np.dtype
     shape: tuple[int, ...] = ()
     fill: Any = None
+    is_bfloat16: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -43,6 +47,8 @@ class Spec:
         """The value of what was never written."""
         if self.fill is not None:
             return self.fill
+        if self.is_bfloat16:
+            return BFLOAT16_NAN
         return np.nan if self.dtype.kind in "fc" else 0
 
 
@@ -110,6 +116,10 @@ class Columns:
         """Bytes of all columns."""
         return sum(spec.nbytes for spec in self.specs.values()) * self.n_rows
 
+    def nbytes_of(self, name: str) -> int:
+        """Bytes of one column."""
+        return self.specs[name].nbytes * self.n_rows
+
     def available_bytes(self) -> int | None:
         """Bytes there is room for where columns lie; None if that cannot be told."""
         return available_bytes()
@@ -130,6 +140,16 @@ class Columns:
             moved[name].bytes()[...] = self._blocks[name].bytes()
         self._backing, self._blocks = backing, moved
         self._map()
+
+    def resize(self, capacity: int) -> None:
+        """Makes room for more rows per lane; those that are there keep their lanes and slots."""
+        old, n = dict(self.cells), self.capacity
+        self.capacity = capacity
+        self.lane_stride, self.slot_stride = (capacity, 1) if self.order == LANE else (1, self.n_lanes)
+        for name, spec in list(self.specs.items()):
+            del self.specs[name]
+            self.add(name, spec)
+            self.cells[name][:, :n] = old[name]
 
     def rows(self, lanes: Any, slots: Any) -> np.ndarray:
         """Row ids."""
@@ -152,6 +172,10 @@ class Columns:
     def to_file(self, name: str, shape: tuple[int, ...]) -> Any:
         """A column in this shape: an array, or what becomes one in host memory when it is asked for."""
         return self.flat[name].reshape(shape)
+
+    def slots_to_file(self, name: str, n: int) -> Any:
+        """The first n slots of every lane, `(n_lanes, n, *shape)`, as `to_file` gives a column."""
+        return np.ascontiguousarray(self.cells[name][:, :n])
 
     def read_into(self, name: str, read: Callable[[np.ndarray], None]) -> None:
         """Has `read` fill an array of the size of a column, which becomes the column."""

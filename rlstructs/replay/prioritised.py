@@ -119,7 +119,7 @@ class Prioritised:
         last = self._draws[0]
         if last.span is None or last.span.snapshot != span.snapshot or rows.shape != last.rows.shape:
             return False
-        return bool((rows == last.rows).all())
+        return rows.tobytes() == last.rows.tobytes()  # of the same dtype, as a rule: then several times faster than ==
 
     def update(self, span: Span, rows: np.ndarray, priorities: np.ndarray, is_last: bool = False) -> None:
         """Sets priorities; those of rows that were overwritten since they were drawn are dropped.

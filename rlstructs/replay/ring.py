@@ -67,10 +67,15 @@ class Ring:
         """Says that they are written."""
         self.head[lanes] += n
 
-    def clear(self) -> None:
-        """Drops every row; the next one lies in slot 0, and old steps never come back."""
+    def clear(self, alignment: int | None = None) -> None:
+        """Drops every row; the next one lies in slot 0, and old steps never come back.
+
+        Args:
+            alignment: what the next step is a multiple of; None for the capacity, of which it must be one.
+        """
+        alignment = self.capacity if alignment is None else alignment
         # One past every step of every lane: lanes stay in step, and who follows the heads sees that they moved.
-        start = (int(np.maximum(self.head, self.reserved).max()) // self.capacity + 1) * self.capacity
+        start = (int(np.maximum(self.head, self.reserved).max()) // alignment + 1) * alignment
         # Head last: until then a reader sees nothing rather than rows that are not there.
         self.base[:] = start
         self.reserved[:] = start

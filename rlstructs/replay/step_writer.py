@@ -13,15 +13,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from rlstructs.replay.columns import SLOT, Columns, Spec
 from rlstructs.replay.episodes import EPISODE, LENGTH, TIME
 from rlstructs.replay.storage import Storage
 
-END = Spec(np.dtype(bool), (1,))
+END = np.dtype(bool)
 
 
 class StepWriter:
-    """Writes to a store in the order "slot".
+    """Writes to a store.
 
     Args:
         storage: the store.
@@ -103,32 +102,28 @@ class StepWriter:
             self._version = storage.version
             counters = storage.ring.counters
             usable = (
-                columns.order == SLOT
+                columns.on_host
                 and storage.is_private
+                and not storage.links
                 and bool((counters == counters[:, :1]).all())
                 and int(counters[1, 0]) == int(counters[2, 0])
-                and all(columns.specs[name] == END for name in self._ends)
-                and all(spec.fill is None for spec in columns.specs.values())
+                and all(columns.specs[name].dtype == END and columns.specs[name].nbytes == 1 for name in self._ends)
+                and not any(spec.is_bfloat16 for spec in columns.specs.values())
             )
             n, self._capacity = columns.n_lanes, columns.capacity
             specs = columns.specs if usable else {}
             self._wanted = [(name, (n, *spec.shape), spec.dtype, name in self._ends) for name, spec in specs.items()]
-            self._rows = [self._by_slot(columns, name) for name in specs]
+            self._rows = [columns.cells[name].swapaxes(0, 1) for name in specs]
             self._reserved, self._heads = storage.ring.reserved, storage.ring.head
             self._head = int(counters[2, 0])
             self._has_episodes = usable and storage.episodes is not None
             if usable and storage.episodes is not None:
-                self._episodes = self._by_slot(storage.episodes.columns, EPISODE)
+                pairs = storage.episodes.columns.cells[EPISODE]
+                self._episodes = pairs.swapaxes(0, 1)
+                self._pairs = pairs.view(np.int64)[..., 0].swapaxes(0, 1)
                 self._open = np.zeros((n, 2), np.int32)  # what the next rows get: their times, and no length yet
                 self._open[:, TIME] = storage.episodes.open_lengths(slice(None), self._head)
                 one = np.zeros_like(self._open)
                 one[:, TIME] = 1
-                self._pairs, self._open_pairs, self._one_step = (
-                    pairs.view(np.int64)[..., 0] for pairs in (self._episodes, self._open, one)
-                )
+                self._open_pairs, self._one_step = self._open.view(np.int64)[:, 0], one.view(np.int64)[:, 0]
                 self._no_end = bytes(n)
-
-    @staticmethod
-    def _by_slot(columns: Columns, name: str) -> np.ndarray:
-        flat = columns.flat[name]
-        return flat.reshape(columns.capacity, columns.n_lanes, *flat.shape[1:])

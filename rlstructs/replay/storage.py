@@ -10,7 +10,7 @@ process take turns at writing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.backing import Backing, Block, Heap, Shared
 from rlstructs.replay.columns import LANE, Columns
 from rlstructs.replay.episodes import Episodes
+from rlstructs.replay.links import Link
 from rlstructs.replay.ring import N_COUNTERS, Ring
 from rlstructs.replay.samplers import Span
 
@@ -36,11 +37,13 @@ class Selection:
         rows: int64 (B, L) row ids, the earliest of each sample in column 0.
         span: the counters as they were.
         fields: what else belongs to each sample (mask, weights, ...), first axis B.
+        earliest: int64 (B,), the first row that is read for each; None for column 0.
     """
 
     rows: np.ndarray
     span: Span
     fields: dict[str, np.ndarray] = field(default_factory=dict)
+    earliest: np.ndarray | None = None
 
     def put(self, at: np.ndarray, other: Selection) -> None:
         """Replaces some samples, in place."""
@@ -80,6 +83,9 @@ class Storage:
         backing = Heap() if backing is None else backing
         self.columns = Columns(n_lanes, capacity, order, backing) if columns is None else columns
         self.episodes: Episodes | None = None
+        self.links: dict[str, Link] = {}
+        # Steps begin anew at a multiple of it when the store is cleared.
+        self.alignment = capacity
         self._backing = backing
         self._counters: Block = backing.allocate("counters", N_COUNTERS * n_lanes * 8)
         self.lock = threading.Lock()
@@ -102,7 +108,19 @@ class Storage:
     def nbytes(self) -> int:
         """Bytes of columns and bookkeeping."""
         episodes = 0 if self.episodes is None else self.episodes.nbytes
-        return self.columns.nbytes + episodes + self.ring.counters.nbytes
+        saved = sum(self.columns.nbytes_of(name) - link.nbytes for name, link in self.links.items())
+        return self.columns.nbytes - saved + episodes + self.ring.counters.nbytes
+
+    def link(self, name: str, source: str) -> None:
+        """Adds a column that is stored through the next row of another; see `links`.
+
+        Raises:
+            StateError: the rows lie on a device, or are shared with other processes, or there are some.
+        """
+        if not (self.columns.on_host and self.is_private and not len(self)):
+            raise StateError(f"{name!r} cannot be stored through {source!r}: only in an empty store of one process")
+        self.links[name] = Link(self.columns, name, source)
+        self.version += 1
 
     def track_episodes(self) -> Episodes:
         """Keeps the bookkeeping of episodes from now on; rows from before have one episode per lane."""
@@ -218,6 +236,8 @@ class Storage:
             steps = head[:, None] + np.arange(n_timesteps)
             rows = columns.rows(np.arange(columns.n_lanes)[lanes][:, None], steps % columns.capacity)
             self._put_rows(block, rows, None if lengths is None else np.arange(n_timesteps) < lengths[:, None])
+        if self.links:
+            self._put_linked(block, np.arange(columns.n_lanes)[lanes], n_timesteps, lengths)
         if self.episodes is not None:
             assert done is not None
             self.episodes.write(lanes, done, starts, lengths, first if in_step and head.size else None)
@@ -231,6 +251,8 @@ class Storage:
         elif n_timesteps > before_end:
             parts.append((slice(0, n_timesteps - before_end), slice(before_end, None)))
         for name, spec in self.columns.specs.items():
+            if name in self.links:
+                continue
             values = block.get(name)
             for slots, times in parts:
                 self.columns.put_cells(name, lanes, slots, spec.unwritten if values is None else values[:, times])
@@ -238,16 +260,82 @@ class Storage:
     def _put_rows(self, block: Mapping[str, Any], rows: np.ndarray, valid: np.ndarray | None) -> None:
         rows = rows if valid is None else rows[valid]
         for name, spec in self.columns.specs.items():
+            if name in self.links:
+                continue
             if name not in block:
                 self.columns.put_rows(name, rows, spec.unwritten)
             else:
                 self.columns.put_rows(name, rows, block[name] if valid is None else block[name][valid])
 
+    def _put_linked(
+        self, block: Mapping[str, Any], lanes: np.ndarray, n_timesteps: int, lengths: np.ndarray | None
+    ) -> None:
+        for name, link in self.links.items():
+            shape = (len(lanes), n_timesteps, *self.columns.specs[name].shape)
+            zeros = np.broadcast_to(np.zeros((), self.columns.specs[name].dtype), shape)
+            values, following = block.get(name, zeros), block.get(link.source, zeros)
+            if lengths is None:
+                if n_timesteps:
+                    link.write(self.ring, lanes, values, following)
+                continue
+            for at in np.flatnonzero(lengths):
+                one, n = slice(at, at + 1), int(lengths[at])
+                link.write(self.ring, lanes[one], values[one, :n], following[one, :n])
+
+    def gather(self, names: Sequence[str], rows: np.ndarray) -> list[Any]:
+        """These rows of these columns, private memory, `(*rows.shape, *shape)` each."""
+        if not any(name in self.links for name in names):
+            return self.columns.gather(names, rows)
+        with self.lock:  # a write moves what waits for its next row
+            return [
+                self.links[name].read(self.ring, rows) if name in self.links else self.columns.gather([name], rows)[0]
+                for name in names
+            ]
+
+    def put(self, name: str, rows: np.ndarray, values: Any) -> None:
+        """Changes rows of a column; which of them are valid does not change.
+
+        Args:
+            name: of the column.
+            rows: int64 (n,), no two the same.
+            values: `(n, *shape)`.
+
+        Raises:
+            MissingKeyError, SpecError: they do not fit; nothing has changed.
+        """
+        values = self.columns.check(name, values, rows.shape)
+        with self.lock:
+            self.version += 1
+            if name in self.links:
+                self.links[name].put(self.ring, rows, values)
+                return
+            for link in self.links.values():
+                if link.source == name:
+                    link.keep(self.ring, rows)
+            self.columns.put_rows(name, rows, values)
+
+    def grow(self, capacity: int) -> None:
+        """Makes room for more rows per lane, none of which has wrapped; row ids of a single lane stay.
+
+        Raises:
+            StateError: other processes have the store too.
+        """
+        if not self.is_private:
+            raise StateError("a store that processes share cannot grow")
+        with self.lock:
+            self.version += 1
+            self.columns.resize(capacity)
+            if self.episodes is not None:
+                self.episodes.columns.resize(capacity)
+            for link in self.links.values():
+                link.resize(capacity)
+            self._map()
+
     def clear(self) -> None:
         """Drops every row."""
         with self.lock:
             self.version += 1
-            self.ring.clear()
+            self.ring.clear(self.alignment)
 
     def span(self, length: int = 1) -> Span:
         """What can be drawn now: every valid row that has `length - 1` others after it."""
@@ -275,7 +363,7 @@ class Storage:
         """
         picked = select(n)
         arrays = read(picked)
-        stale = self.overwritten(picked)
+        stale = self._overwritten(picked)
         if stale is None:
             return picked, arrays
         if not redraws:
@@ -287,11 +375,10 @@ class Storage:
             array[stale] = replacement
         return picked, arrays
 
-    def overwritten(self, picked: Selection) -> np.ndarray | None:
-        """Which samples have been written over since they were drawn, bool (B,); None if none has."""
+    def _overwritten(self, picked: Selection) -> np.ndarray | None:
         if self.ring.counters.tobytes() == picked.span.snapshot:
             return None
-        first = picked.rows[:, 0]
+        first = picked.rows[:, 0] if picked.earliest is None else picked.earliest
         stale = np.asarray(picked.span.steps(first) < self.ring.oldest()[self.columns.places(first)[0]])
         return stale if stale.any() else None
 
@@ -302,6 +389,8 @@ class Storage:
             StateError: the columns lie on a device; nothing has changed.
         """
         backing = Shared()
+        if self.links:
+            raise StateError("a store with linked columns cannot be shared")
         self.columns.move(backing)
         self.version, self.is_private = self.version + 1, False
         counters = backing.allocate("counters", self.ring.counters.nbytes)

@@ -78,6 +78,10 @@ class TensorColumns(Columns):
         """A column in this shape, which is copied to the host when an array is asked for."""
         return OnDemand(self.flat[name].reshape(shape), self.specs[name].dtype)
 
+    def slots_to_file(self, name: str, n: int) -> Any:
+        """See `Columns.slots_to_file`."""
+        return OnDemand(self.cells[name][:, :n], self.specs[name].dtype)
+
     def read_into(self, name: str, read: Callable[[np.ndarray], None]) -> None:
         """Has `read` fill an array in host memory, which is then copied to the column."""
         array = np.empty((self.n_rows, *self.specs[name].shape), self.specs[name].dtype)
@@ -152,5 +156,4 @@ class OnDemand:
 
 def _named(spec: Spec) -> torch.dtype:
     """torch's name of what a column holds: numpy has none for bfloat16, of which it holds the bits."""
-    is_bits = spec.fill is not None and spec.dtype == np.int16
-    return torch.bfloat16 if is_bits else cast("torch.dtype", getattr(torch, spec.dtype.name))
+    return torch.bfloat16 if spec.is_bfloat16 else cast("torch.dtype", getattr(torch, spec.dtype.name))

@@ -2,7 +2,7 @@
 
 Each is written from arrays and one text, the header, and read without executing anything: a reader finds
 where the bytes of each array lie, and copies them into memory that is there already. Compressed files,
-which can hold more than they are, are refused.
+which can hold more than they are, are refused; but HDF5's, where they are asked for and claim what they can hold.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 import torch
 
+from rlstructs.errors import SpecError
+
 HEADER = "__header__"
 # numpy has no bfloat16: its bits are stored as integers.
 BITS = {"bfloat16": "int16"}
+# What HDF5 compresses with, and how many times smaller that can make anything: zlib's own limit.
+COMPRESSIONS, MOST_COMPRESSED = ("gzip", "lzf"), 1032
 # Bytes read at a time.
 CHUNK = 1 << 20
 
@@ -210,8 +214,8 @@ _DTYPES_OF_STORAGES = {
 
 
 class _Hdf5:
-    def __init__(self, file: Any) -> None:
-        self._file = file
+    def __init__(self, file: Any, compressed: bool) -> None:
+        self._file, self._compressed = file, compressed
         text = np.empty(self.found(HEADER)[1], np.uint8)
         self.read_into(HEADER, text)
         self.text = text.tobytes().decode()
@@ -220,7 +224,9 @@ class _Hdf5:
         dataset = self._file[name]
         if dataset.external or dataset.is_virtual or dataset.file.filename != self._file.filename:
             raise ValueError(f"{name!r} lies in another file")
-        if dataset.dtype.kind not in "biufc" or dataset.nbytes > dataset.id.get_storage_size():
+        packed = self._compressed and dataset.compression in COMPRESSIONS
+        held = dataset.id.get_storage_size() * (MOST_COMPRESSED if packed else 1)
+        if dataset.dtype.kind not in "biufc" or dataset.nbytes > held:
             raise ValueError(f"{name!r}: {dataset.dtype}{dataset.shape} is not what the file holds")
         return dataset.dtype, dataset.shape
 
@@ -258,9 +264,9 @@ def _open_pt(path: Path) -> Iterator[Reader]:
 
 
 @contextmanager
-def _open_h5(path: Path) -> Iterator[Reader]:
+def _open_h5(path: Path, compressed: bool = False) -> Iterator[Reader]:
     with h5py().File(path, "r") as file:
-        yield _Hdf5(file)
+        yield _Hdf5(file, compressed)
 
 
 def _write_npz(path: Path, header: str, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, str]) -> None:
@@ -280,10 +286,19 @@ def _own(array: np.ndarray, dtype: str) -> torch.Tensor:
     return tensor.view(getattr(torch, dtype)) if dtype in BITS else tensor
 
 
-def _write_h5(path: Path, header: str, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, str]) -> None:
+def _write_h5(
+    path: Path,
+    header: str,
+    arrays: Mapping[str, np.ndarray],
+    dtypes: Mapping[str, str],
+    compression: str | None = None,
+) -> None:
+    if compression not in (None, *COMPRESSIONS):
+        raise SpecError(f"compression must be None or one of {COMPRESSIONS}, got {compression!r}")
     with h5py().File(path, "w") as file:
         for name, array in arrays.items():
-            file.create_dataset(name, data=np.asarray(array))
+            values = np.asarray(array)
+            file.create_dataset(name, data=values, compression=compression if values.size else None)
         file.create_dataset(HEADER, data=np.frombuffer(header.encode(), np.uint8))
 
 

@@ -13,6 +13,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ def write(
     arrays: Mapping[str, np.ndarray],
     dtypes: Mapping[str, str] | None = None,
     state: Mapping[str, Any] | None = None,
+    suffix: str | None = None,
+    compression: str | None = None,
 ) -> None:
     """Writes named arrays to `path`, whole or not at all.
 
@@ -57,9 +60,13 @@ def write(
         arrays: C-contiguous, each with memory of its own, or what becomes such an array when numpy asks for it.
         dtypes: what they are, where numpy has no name for it.
         state: what else belongs to them, as JSON has it.
+        suffix: which kind of file, if not what the name ends in.
+        compression: "gzip" or "lzf", of HDF5 only.
     """
     path = Path(path)
-    write_file = _by_ending(path, WRITERS)
+    write_file = _by_ending(path, WRITERS, suffix)
+    if compression is not None:
+        write_file = partial(write_file, compression=compression)
     _check_names(path, list(arrays))
     dtypes = {name: array.dtype.name for name, array in arrays.items()} | dict(dtypes or {})
     specs = {name: {"dtype": dtypes[name], "shape": list(array.shape)} for name, array in arrays.items()}
@@ -95,15 +102,24 @@ def read_header(path: str | Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def reading(path: str | Path) -> Iterator[tuple[Reader, dict[str, Any]]]:
+def reading(
+    path: str | Path, suffix: str | None = None, compressed: bool = False
+) -> Iterator[tuple[Reader, dict[str, Any]]]:
     """An open file and its header, which says the truth of the arrays in it.
+
+    Args:
+        path: the file.
+        suffix: which kind of file, if not what the name ends in.
+        compressed: whether an HDF5 file may be.
 
     Raises:
         FileNotFoundError: there is none.
         FileError: it is not one of ours, damaged or of another version; also what the block raises.
     """
     path = Path(path)
-    open_file = _by_ending(path, READERS)
+    open_file = _by_ending(path, READERS, suffix)
+    if compressed and (suffix or path.suffix) == ".h5":
+        open_file = partial(open_file, compressed=True)
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
     try:
@@ -140,10 +156,11 @@ def _checked(header: Any) -> dict[str, Any]:
     return header
 
 
-def _by_ending(path: Path, table: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    if path.suffix not in table:
+def _by_ending(path: Path, table: Mapping[str, Callable[..., Any]], suffix: str | None = None) -> Callable[..., Any]:
+    suffix = path.suffix if suffix is None else suffix
+    if suffix not in table:
         raise FileError(f"{path}: the name must end in one of {', '.join(table)}")
-    return table[path.suffix]
+    return table[suffix]
 
 
 def _check_names(path: Path, names: list[str]) -> None:

@@ -83,19 +83,31 @@ def from_numpy(arrays: Mapping[str, Any], view: bool) -> Tree:
 
 
 def to_jax(tree: Tree) -> Tree:
-    import jax
     import jax.numpy as jnp
 
     def convert(name: str, tensor: torch.Tensor) -> Any:
         if tensor.dtype == torch.bfloat16:
             return jnp.array(host_array(name, tensor.float()), dtype=jnp.bfloat16)
-        array = host_array(name, tensor)
-        if array.dtype in (np.int64, np.uint64) and not jax.config.jax_enable_x64:
-            array = _as_32_bits(name, array)
+        array = fitting_jax(name, host_array(name, tensor))
         # jnp.array copies; device_put would alias aligned host memory.
         return jnp.array(array)
 
     return _map_named(convert, tree)
+
+
+def fitting_jax(name: str, array: np.ndarray) -> np.ndarray:
+    """An array in a dtype that jax has now: in 32 bits for 64, unless jax_enable_x64 is set.
+
+    Raises:
+        SpecError: an integer does not fit.
+    """
+    import jax
+
+    if array.dtype.itemsize < 8 or array.dtype == np.complex64 or jax.config.jax_enable_x64:
+        return array
+    if array.dtype.kind in "iu":
+        return _as_32_bits(name, array)
+    return array.astype(np.complex64 if array.dtype.kind == "c" else np.float32)
 
 
 def _as_32_bits(name: str, array: np.ndarray) -> np.ndarray:

@@ -1,0 +1,49 @@
+"""`ArrayDict`: what a sample is when it is no `DictTensor`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ArrayDict(dict[str, Any]):
+    """A dict, name -> array. What is nested has names joined with `/`, and is reached as such too.
+
+    Example:
+        >>> batch = ArrayDict({"obs/image": 1, "obs/speed": 2, "act": 3})
+        >>> batch["obs/speed"], batch["obs"]["speed"], batch.obs.speed, batch.act
+        (2, 2, 2, 3)
+        >>> "obs" in batch, "info" in batch
+        (True, False)
+    """
+
+    def __missing__(self, name: str) -> Any:
+        start = f"{name}/"
+        inside = {key[len(start) :]: value for key, value in self.items() if key.startswith(start)}
+        if not inside:
+            raise KeyError(f"no {name!r} in this batch, there are {sorted(self)}")
+        return ArrayDict(inside)
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or any(key.startswith(f"{name}/") for key in self)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """What is there under a name, or `default`."""
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError as error:
+            raise AttributeError(str(error.args[0])) from None
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={_show(value)}" for name, value in self.items())
+        return f"{type(self).__name__}({shown})"
+
+
+def _show(value: Any) -> str:
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    return repr(value) if shape is None else f"{tuple(shape)} {dtype}"

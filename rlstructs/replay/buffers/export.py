@@ -1,0 +1,79 @@
+"""How samples leave: as torch's, numpy's, jax's or warp's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rlstructs.errors import SpecError
+from rlstructs.replay.array_dict import ArrayDict
+from rlstructs.replay.columns import Spec
+from rlstructs.replay.values import from_bits
+from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.structures.interop import fitting_jax
+
+FRAMEWORKS = ("torch", "numpy", "jax", "warp")
+
+
+class Exporter:
+    """Hands private arrays over.
+
+    Args:
+        framework: "torch" (a `DictTensor`), "numpy", "jax" or "warp" (an `ArrayDict` of its arrays).
+        device: of torch, jax or warp; None for the CPU in torch, else the library's default one.
+
+    Raises:
+        SpecError: no such framework.
+    """
+
+    def __init__(self, framework: str, device: Any = None) -> None:
+        if framework not in FRAMEWORKS:
+            raise SpecError(f"framework must be one of {FRAMEWORKS}, got {framework!r}")
+        if framework == "numpy" and device is not None:
+            raise SpecError(f"device must be None for numpy, got {device!r}")
+        self.framework, self.device = framework, device
+        self._library: Any = None
+
+    def __call__(self, arrays: Mapping[str, Any], specs: Mapping[str, Spec]) -> Any:
+        """A batch of arrays that nobody else holds; those without a spec are what they say they are."""
+        if self.framework == "torch":
+            return DictTensor.trusted({name: self._tensor(array, specs.get(name)) for name, array in arrays.items()})
+        return ArrayDict(zip(arrays, self._converted(arrays, specs), strict=True))
+
+    def one(self, name: str, array: Any, spec: Spec | None = None) -> Any:
+        """One array."""
+        return self({name: array}, {} if spec is None else {name: spec})[name]
+
+    def _tensor(self, array: Any, spec: Spec | None) -> torch.Tensor:
+        tensor: torch.Tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
+        if spec is not None and spec.is_bfloat16:
+            tensor = tensor.view(torch.bfloat16)
+        return tensor if self.device is None else tensor.to(self.device)
+
+    def _converted(self, arrays: Mapping[str, Any], specs: Mapping[str, Spec]) -> list[Any]:
+        bits = {name for name in arrays if name in specs and specs[name].is_bfloat16}
+        host = {name: a.cpu().numpy() if isinstance(a, torch.Tensor) else a for name, a in arrays.items()}
+        if self.framework == "numpy":
+            return [from_bits(array) if name in bits else array for name, array in host.items()]
+        library = self._of_library()
+        if self.framework == "jax":
+            host = {name: fitting_jax(name, array) for name, array in host.items()}
+        dtypes = [library.named("bfloat16") if n in bits else library.dtype(a.dtype) for n, a in host.items()]
+        return list(library.hand_over(list(host.values()), dtypes, library.device(self.device)))
+
+    def _of_library(self) -> Any:
+        if self._library is None:
+            if self.framework == "jax":
+                from rlstructs.memories.jax import Jax
+
+                self._library = Jax()
+            else:
+                from rlstructs.memories.warp import Warp
+
+                self._library = Warp()
+        return self._library
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_library": None}

@@ -1,0 +1,171 @@
+"""Buffers in files: rows, counters, episodes, what a sampler keeps, and the random stream."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlstructs.errors import FileError, OutOfMemoryError
+from rlstructs.replay.backing import available_bytes
+from rlstructs.replay.columns import Spec
+from rlstructs.replay.episodes import EPISODE
+from rlstructs.replay.ring import N_COUNTERS
+from rlstructs.structures import files
+from rlstructs.structures.containers import Reader
+
+if TYPE_CHECKING:
+    from rlstructs.replay.buffers.base import Buffer
+
+# Names that no column has: those of columns begin with ROWS.
+ROWS, RING, EPISODES, LINKS, MORE = "rows/", "ring", "episodes", "links/", "more/"
+
+
+def save(buffer: Buffer, path: Path, suffix: str | None = None, compression: str | None = None) -> None:
+    """Writes a buffer; `suffix` says which kind of file, if the name does not."""
+    storage = buffer._storage
+    columns, n_slots = storage.columns, _used_slots(buffer)
+    arrays: dict[str, Any] = {RING: storage.ring.counters.copy()}
+    for name in columns.specs:
+        if name in storage.links:
+            arrays |= {f"{LINKS}{name}/{part}": array for part, array in storage.links[name].arrays().items()}
+        else:
+            arrays[ROWS + name] = columns.slots_to_file(name, n_slots)
+    assert storage.episodes is not None
+    arrays[EPISODES] = np.ascontiguousarray(storage.episodes.columns.cells[EPISODE][:, :n_slots])
+    arrays |= {MORE + name: array for name, array in buffer._more_arrays().items()}
+    bits = [name for name, spec in columns.specs.items() if spec.is_bfloat16]
+    dtypes = {ROWS + name: "bfloat16" for name in bits if name not in storage.links}
+    state = {
+        "n_lanes": columns.n_lanes,
+        "capacity": columns.capacity,
+        "alignment": storage.alignment,
+        "n_slots": n_slots,
+        "columns": {name: [spec.dtype.name, spec.shape, spec.is_bfloat16] for name, spec in columns.specs.items()},
+        "linked": {name: link.source for name, link in storage.links.items()},
+        "rng": buffer._rng.bit_generator.state,
+        "own": buffer._state(),
+    }
+    files.write(path, type(buffer).__name__, arrays, dtypes, state, suffix, compression)
+
+
+def load(buffer: Buffer, path: Path, suffix: str | None = None) -> None:
+    """Restores a buffer; changes nothing if the file does not fit."""
+    with files.reading(path, suffix, compressed=True) as (reader, header):
+        if header["class"] != type(buffer).__name__:
+            raise FileError(f"{path}: holds a {header['class']}, not a {type(buffer).__name__}")
+        restore = _checked(buffer, path, reader, header)
+        reader.verify()
+        restore()
+
+
+def _used_slots(buffer: Buffer) -> int:
+    """How many slots of any lane hold rows."""
+    ring = buffer._storage.ring
+    if not len(buffer):
+        return 0
+    in_front = (ring.base % ring.capacity == 0) & (ring.reserved - ring.base <= ring.capacity)
+    return int((ring.reserved - ring.base).max()) if in_front.all() else ring.capacity
+
+
+def _checked(buffer: Buffer, path: Path, reader: Reader, header: Mapping[str, Any]) -> Callable[[], None]:
+    storage, state = buffer._storage, header["state"]
+    columns = storage.columns
+    n_lanes, capacity, n_slots = (int(state[key]) for key in ("n_lanes", "capacity", "n_slots"))
+    if n_lanes != columns.n_lanes or not buffer._takes_capacity(capacity) or not 0 <= n_slots <= capacity:
+        raise FileError(
+            f"{path}: holds {n_lanes} lanes of {capacity} rows, this buffer has {columns.n_lanes} of {columns.capacity}"
+        )
+    specs = {name: _spec(*spec) for name, spec in state["columns"].items()}
+    linked = dict(state["linked"])
+    if columns.specs and specs != dict(columns.specs):
+        raise FileError(f"{path}: has columns {_shown(specs)}, this buffer {_shown(columns.specs)}")
+    for name, spec in specs.items():
+        if name not in linked:
+            wanted = spec.dtype, (n_lanes, n_slots, *spec.shape)
+            if reader.found(ROWS + name) != wanted:
+                raise ValueError(f"column {name!r} is {reader.found(ROWS + name)}, its header says {wanted}")
+    if any(source not in specs or source in linked or name not in specs for name, source in linked.items()):
+        raise ValueError("its columns make no sense")
+    needed = sum(_nbytes(*reader.found(name)) for name in header["arrays"])
+    if not columns.specs:
+        needed += sum(spec.nbytes for name, spec in specs.items() if name not in linked) * n_lanes * capacity
+    if (available := available_bytes()) is not None and needed > available:
+        raise OutOfMemoryError(f"{path}: {needed:,} bytes are needed, {available:,} are available")
+    ring = _read(reader, RING, np.int64, (N_COUNTERS, n_lanes))
+    base, reserved, head = ring
+    if not ((base >= 0) & (base <= head) & (head <= reserved)).all():
+        raise ValueError("its counters make no sense")
+    episodes = _read(reader, EPISODES, np.int32, (n_lanes, n_slots, 2))
+    links = {name: _parts(reader, f"{LINKS}{name}/", ("at", "values", "newest")) for name in linked}
+    more = {name[len(MORE) :]: _any(reader, name) for name in header["arrays"] if name.startswith(MORE)}
+    generator = np.random.default_rng(0)
+    generator.bit_generator.state = state["rng"]
+    restore_own = buffer._restorer(state["own"], more)
+
+    def restore() -> None:
+        storage.clear()
+        storage.alignment = int(state["alignment"])
+        if storage.columns.capacity != capacity:
+            storage.grow(capacity)
+        if not columns.specs:
+            _make_columns(buffer, specs, linked)
+        for name, link in storage.links.items():
+            if name in links:
+                link.restore(links[name])
+        for name, spec in specs.items():
+            if name not in linked:
+                array = np.empty((n_lanes, n_slots, *spec.shape), spec.dtype)
+                reader.read_into(ROWS + name, array)
+                columns.put_cells(name, slice(None), slice(0, n_slots), columns.converted(name, array, spec))
+        assert storage.episodes is not None
+        storage.episodes.columns.cells[EPISODE][:, :n_slots] = episodes
+        storage.ring.counters[...] = ring
+        storage.version += 1
+        buffer._rng = generator
+        restore_own()
+
+    return restore
+
+
+def _make_columns(buffer: Buffer, specs: Mapping[str, Spec], linked: Mapping[str, str]) -> None:
+    for name, spec in specs.items():
+        if name not in linked:
+            buffer._storage.columns.add(name, spec)
+    for name, source in linked.items():
+        buffer._storage.link(name, source)
+
+
+def _spec(dtype: str, shape: Any, is_bfloat16: bool) -> Spec:
+    spec = Spec(np.dtype(dtype), tuple(int(n) for n in shape), 0, bool(is_bfloat16))
+    if spec.dtype.kind not in "biufc" or any(n < 0 for n in spec.shape):
+        raise ValueError(f"a column of {dtype} {shape} cannot be")
+    return spec
+
+
+def _shown(specs: Mapping[str, Spec]) -> str:
+    return ", ".join(f"{name} {spec.dtype}{spec.shape}" for name, spec in sorted(specs.items()))
+
+
+def _nbytes(dtype: np.dtype, shape: tuple[int, ...]) -> int:
+    return dtype.itemsize * math.prod(shape)
+
+
+def _any(reader: Reader, name: str) -> np.ndarray:
+    dtype, shape = reader.found(name)
+    array = np.empty(shape, dtype)
+    reader.read_into(name, array)
+    return array
+
+
+def _read(reader: Reader, name: str, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
+    if reader.found(name) != (np.dtype(dtype), shape):
+        raise ValueError(f"{name!r} is {reader.found(name)}, needed is {np.dtype(dtype)} {shape}")
+    return _any(reader, name)
+
+
+def _parts(reader: Reader, prefix: str, names: tuple[str, ...]) -> dict[str, np.ndarray]:
+    return {name: _any(reader, prefix + name) for name in names}

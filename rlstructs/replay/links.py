@@ -1,0 +1,145 @@
+"""Next observations that are stored once: as the observation of the row after.
+
+What a step led to is, but for the last step of an episode, what the next step begins with. A linked column
+is not stored where the next row holds the same bits in its source; where it does not, its value lies beside,
+in memory of which only the touched pages are taken. The newest row of a lane has no next one yet: its value
+waits until that is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rlstructs.replay.columns import Columns, Spec
+from rlstructs.replay.ring import Ring
+
+# Bytes of a row from which on it is worth asking where it lies each time that it is read.
+SMALLEST = 256
+BESIDE = Spec(np.dtype(bool))
+
+
+class Link:
+    """One column that is stored through another.
+
+    Args:
+        columns: of which `name` will be one that is written where it must be.
+        name: the linked column.
+        source: that which holds it in the next row.
+    """
+
+    def __init__(self, columns: Columns, name: str, source: str) -> None:
+        self.name, self.source = name, source
+        self._columns = columns
+        spec = columns.specs[source]
+        # Of what is never read nothing is written: not even what marks it as unwritten.
+        columns.add(name, Spec(spec.dtype, spec.shape, 0, spec.is_bfloat16))
+        self.is_beside = np.zeros((columns.n_lanes, columns.capacity), bool)
+        self.newest = np.zeros((columns.n_lanes, *spec.shape), spec.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are taken, beside those of the source."""
+        row = self._columns.specs[self.name].nbytes
+        return self.is_beside.nbytes + self.newest.nbytes + int(self.is_beside.sum()) * row
+
+    def write(self, ring: Ring, lanes: np.ndarray, values: np.ndarray, following: np.ndarray) -> None:
+        """Takes T values of the rows from each head on, before it is raised.
+
+        Args:
+            ring: the counters.
+            lanes: int (n,).
+            values: (n, T, *shape), T at least 1.
+            following: what the source holds in these rows, (n, T, *shape).
+        """
+        head, capacity = ring.head[lanes], ring.capacity
+        n_following = values.shape[1] - 1
+        # The newest rows have a next one now.
+        old = head > ring.base[lanes]
+        self._settle(lanes[old], (head[old] - 1) % capacity, self.newest[lanes[old]], following[old, 0])
+        if n_following:
+            slots = (head[:, None] + np.arange(n_following)) % capacity
+            rows = np.broadcast_to(lanes[:, None], slots.shape)
+            before, after = (x.reshape(-1, *x.shape[2:]) for x in (values[:, :-1], following[:, 1:]))
+            self._settle(rows.ravel(), slots.ravel(), before, after)
+        self.newest[lanes] = values[:, -1]
+
+    def _settle(self, lanes: np.ndarray, slots: np.ndarray, values: np.ndarray, following: np.ndarray) -> None:
+        different = _differ(values, following)
+        self.is_beside[lanes, slots] = different
+        if different.any():
+            self._columns.cells[self.name][lanes[different], slots[different]] = values[different]
+
+    def read(self, ring: Ring, rows: np.ndarray) -> np.ndarray:
+        """The values of these rows, `(*rows.shape, *shape)`."""
+        columns = self._columns
+        flat_rows = rows.reshape(-1)
+        lanes, slots = columns.places(flat_rows)
+        following = columns.rows(lanes, (slots + 1) % columns.capacity)
+        values = columns.flat[self.source].take(following, axis=0)
+        beside = self.is_beside[lanes, slots]
+        if beside.any():
+            values[beside] = columns.flat[self.name][flat_rows[beside]]
+        newest = (ring.head[lanes] > ring.base[lanes]) & (slots == (ring.head[lanes] - 1) % columns.capacity)
+        if newest.any():
+            values[newest] = self.newest[lanes[newest]]
+        return np.asarray(values.reshape(*rows.shape, *values.shape[1:]))
+
+    def put(self, ring: Ring, rows: np.ndarray, values: Any) -> None:
+        """Changes values of rows that are there."""
+        lanes, slots = self._columns.places(rows)
+        newest = slots == (ring.head[lanes] - 1) % ring.capacity
+        self.is_beside[lanes, slots] = ~newest
+        self._columns.flat[self.name][rows[~newest]] = values[~newest]
+        self.newest[lanes[newest]] = values[newest]
+
+    def keep(self, ring: Ring, rows: np.ndarray) -> None:
+        """Keeps what the rows before these hold, whose sources in these rows are about to be changed."""
+        columns = self._columns
+        lanes, slots = columns.places(rows)
+        before = columns.rows(lanes, (slots - 1) % columns.capacity)
+        steps = ring.steps_of(lanes, slots, ring.head)
+        before = before[steps - 1 >= ring.oldest()[lanes]]
+        values = self.read(ring, before)
+        self.put(ring, before, values)
+
+    def resize(self, capacity: int) -> None:
+        """Makes room for more rows of lanes none of which has wrapped."""
+        grown = np.zeros((len(self.is_beside), capacity), bool)
+        grown[:, : self.is_beside.shape[1]] = self.is_beside
+        self.is_beside = grown
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What a file needs: which rows lie beside, their values, and the newest ones."""
+        at = np.argwhere(self.is_beside)
+        return {"at": at, "values": self._columns.cells[self.name][at[:, 0], at[:, 1]], "newest": self.newest}
+
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Takes back what `arrays` gave.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        at, values, newest = arrays["at"], arrays["values"], arrays["newest"]
+        spec = self._columns.specs[self.name]
+        shapes = at.shape[1:] == (2,) and values.shape == (len(at), *spec.shape) and newest.shape == self.newest.shape
+        if not (shapes and at.dtype.kind == "i" and values.dtype == newest.dtype == spec.dtype):
+            raise ValueError(f"{self.name!r} does not fit {self.source!r}")
+        if at.size and not ((at >= 0) & (at < self.is_beside.shape)).all():
+            raise ValueError(f"{self.name!r} has rows that there are not")
+        self.is_beside[...] = False
+        self.is_beside[at[:, 0], at[:, 1]] = True
+        self._columns.cells[self.name][at[:, 0], at[:, 1]] = values
+        self.newest[...] = newest
+
+
+def _differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Which rows differ in any bit, bool (n,): NaN is equal to itself, and 0.0 not to -0.0."""
+    if not a.size:
+        return np.zeros(len(a), bool)
+    a, b = (np.ascontiguousarray(x).reshape(len(x), -1).view(np.uint8) for x in (a, b))
+    width = 8 if a.shape[1] % 8 == 0 else 1
+    differs: np.ndarray = (a.view(f"u{width}") != b.view(f"u{width}")).any(axis=1)
+    return differs

@@ -1,0 +1,46 @@
+"""What users give as arrays, of whatever library, as numpy's; and bfloat16, which numpy has not, as its bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlstructs.errors import SpecError
+from rlstructs.replay.columns import Spec
+from rlstructs.rows import as_array
+
+
+def host_array(name: str, value: Any) -> np.ndarray:
+    """What any library calls an array as numpy's, without a copy where that can be; bfloat16 as float32."""
+    if isinstance(value, np.ndarray):
+        return value
+    if isinstance(value, torch.Tensor):
+        return as_array(value.float() if value.dtype is torch.bfloat16 else value)
+    if hasattr(value, "numpy") and not hasattr(value, "__array__"):  # a warp array
+        value = value.numpy()
+    try:
+        array: np.ndarray = np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"{name!r} must be an array, got {type(value).__name__}: {error}") from error
+    return np.asarray(array, np.float32) if array.dtype.name == "bfloat16" else array
+
+
+def encoded(name: str, values: Any, spec: Spec) -> Any:
+    """Numbers as a column holds them, but for a cast; tensors that it takes are as they should be."""
+    return values if not spec.is_bfloat16 or isinstance(values, torch.Tensor) else to_bits(name, values)
+
+
+def from_bits(values: np.ndarray) -> np.ndarray:
+    """The bits of bfloat16 as float32."""
+    numbers: np.ndarray = torch.from_numpy(values).view(torch.bfloat16).float().numpy()
+    return numbers
+
+
+def to_bits(name: str, values: np.ndarray) -> np.ndarray:
+    """Numbers as the bits of bfloat16."""
+    if values.dtype.kind not in "biuf":
+        raise SpecError(f"{name!r} is {values.dtype}, which would lose its values as bfloat16; convert it first")
+    bits: np.ndarray = torch.from_numpy(values.astype(np.float32)).bfloat16().view(torch.int16).numpy()
+    return bits
