@@ -1,77 +1,68 @@
 """How fast is replay? Microseconds of rlstructs as multiples of the limit, beside the peers that are installed.
 
     python benchmarks/replay.py [--rows uniform ...] [--capacity 1000000] [--repeats 9] [--no-peers]
+    python benchmarks/replay.py --growth growth.png
 
 Every store holds `--capacity` transitions (observation 17, action 6, reward, next observation 17, end), really
-written. The limit is `numpy.take` of the same columns at indexes that were drawn before. The contenders of a row
-take turns, `--repeats` times over; the table shows medians. Writing is compared with SB3 instead.
+written. The limit of a draw is numpy's `take` of the same columns at rows that were drawn before; writing is
+compared with SB3 instead. The contenders of a row take turns, `--repeats` times over; the table shows medians.
+`--growth` draws and updates in stores of 10 thousand to 10 million transitions.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
-import importlib.util
 import itertools
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from replay_peers import (
+    BATCH,
+    CHUNKS,
+    EPISODE,
+    FRAME,
+    FRAMES,
+    LANES,
+    NAMES,
+    SIZES,
+    SLICES,
+    STACKS,
+    Call,
+    Calls,
+    content,
+    made_peers,
+    priorities,
+)
 
-SIZES = {"observations": 17, "actions": 6, "rewards": 1, "next_observations": 17, "terminated": 1}
-NAMES = list(SIZES)
-BATCH, LANES = 256, 16
-
-Call = Callable[[], Any]
-
-# Row: (of ours, at most so many times the limit, the aim); writing in times of SB3.
+# Row: what ours must reach and aim at, in multiples of its unit: the limit, or SB3.
 MUST = {
     "uniform": {"torch": (2.1, 1.3), "warp": (3.5, 2.5), "jax": (7.0, 4.0)},
     "prioritised": {"torch": (5.0, 3.0)},
-    "write": {"": (1.0, 0.6)},
+    "chunks": {"": (2.0, 1.3)},
+    "slices": {},
+    "stacks": {"": (2.0, 1.3)},
+    "write 16": {"": (1.0, 0.6)},
+    "write 1": {},
 }
+GROWTH = (10_000, 100_000, 1_000_000, 10_000_000)
 
 
-def content(n: int) -> dict[str, np.ndarray]:
-    """n transitions, as they come from an environment."""
-    rng = np.random.default_rng(0)
-    steps: dict[str, np.ndarray] = {name: rng.random((n, size), np.float32) for name, size in SIZES.items()}
-    steps["terminated"] = steps["terminated"] < 0.01
-    return steps
+# The limits
 
 
-def memory(kind: str, name: str, capacity: int) -> Any:
-    """One of ours, full."""
-    module = importlib.import_module(f"rlstructs.memories.{kind}")
-    made = getattr(module, name)(memory_size=capacity // LANES, num_envs=LANES, seed=0)
-    for tensor, size in SIZES.items():
-        made.create_tensor(tensor, size=size, dtype=bool if tensor == "terminated" else None)
-    fill(made, capacity)
-    return made
-
-
-def fill(made: Any, capacity: int) -> None:
-    from rlstructs import DictTensor, TemporalDictTensor, Trajectories
-
-    chunk = 1000
-    steps = {name: torch.from_numpy(array) for name, array in content(LANES * chunk).items()}
-    steps = {name: tensor.view(LANES, chunk, -1) for name, tensor in steps.items()}
-    info = DictTensor({"env_index": torch.arange(LANES)})
-    batch = Trajectories(info, TemporalDictTensor(steps, torch.full((LANES,), chunk)))
-    while not made.filled:
-        made.add_trajectories(batch, {name: name for name in NAMES})
-
-
-def limit(capacity: int) -> Call:
+def limit(capacity: int, shape: tuple[int, ...] = (BATCH,), length: int = 1) -> Call:
+    """`take` of every column at windows of `length` rows."""
     columns = [content(capacity)[name] for name in NAMES]
     rng = np.random.default_rng(1)
-    rows = itertools.cycle([rng.integers(capacity, size=BATCH) for _ in range(1000)])
+    windows = np.arange(length) if length > 1 else np.zeros((), int)
+    drawn = [rng.integers(capacity - length, size=shape)[..., None] + windows for _ in range(300)]
+    rows = itertools.cycle([each if length > 1 else each[..., 0] for each in drawn])
 
     def take() -> Any:
         at = next(rows)
@@ -80,32 +71,72 @@ def limit(capacity: int) -> Call:
     return take
 
 
-def ours(kind: str, capacity: int) -> Call:
+def stack_limit() -> Call:
+    frames = np.zeros((FRAMES, *FRAME), np.uint8)
+    frames += np.arange(FRAMES, dtype=np.uint8)[:, None, None]
+    rng = np.random.default_rng(1)
+    drawn = [rng.integers(FRAMES - STACKS[1], size=STACKS[0]) for _ in range(99)]
+    rows = itertools.cycle([each[:, None] + np.arange(STACKS[1]) for each in drawn])
+    return lambda: np.take(frames, next(rows), axis=0)
+
+
+# Ours
+
+
+def memory(kind: str, name: str, capacity: int) -> Any:
+    """A memory of skrl's kind, full."""
+    module = importlib.import_module(f"rlstructs.memories.{kind}")
+    made = getattr(module, name)(memory_size=capacity // LANES, num_envs=LANES, seed=0)
+    for tensor, size in SIZES.items():
+        made.create_tensor(tensor, size=size, dtype=bool if tensor == "terminated" else None)
+    for batch in batches():
+        if made.filled:
+            return made
+        made.add_trajectories(batch, {name: name for name in NAMES})
+    return made
+
+
+def batches() -> Any:
+    """Trajectories without end, an episode every `EPISODE` steps."""
+    from rlstructs import DictTensor, TemporalDictTensor, Trajectories
+
+    chunk = 10 * EPISODE
+    steps = {name: torch.from_numpy(array) for name, array in content(LANES * chunk).items()}
+    steps = {name: tensor.view(LANES, chunk, -1) for name, tensor in steps.items()}
+    info = DictTensor({"env_index": torch.arange(LANES)})
+    return itertools.repeat(Trajectories(info, TemporalDictTensor(steps, torch.full((LANES,), chunk))))
+
+
+def draws(kind: str, capacity: int) -> Call:
     made = memory(kind, "RandomMemory", capacity)
-    if kind == "jax":
-        import jax
-
-        return lambda: jax.block_until_ready(made.sample(NAMES, batch_size=BATCH))
-    return lambda: made.sample(NAMES, batch_size=BATCH)
+    return _awaited(kind, lambda: made.sample(NAMES, batch_size=BATCH))
 
 
-def ours_prioritised(kind: str, capacity: int) -> Call:
+def prioritised_draws(kind: str, capacity: int) -> Call:
     made = memory(kind, "PrioritizedMemory", capacity)
-    priorities = itertools.cycle(np.random.default_rng(2).random((1000, BATCH)) + 0.01)
+    new = itertools.cycle(np.random.default_rng(2).random((1000, BATCH)) + 0.01)
 
     def step() -> None:
         made.sample(NAMES, batch_size=BATCH)
         made.get_sampling_weights()
-        made.update_priorities(made.get_sampling_indexes(), next(priorities))
+        made.update_priorities(made.get_sampling_indexes(), next(new))
 
     return step
 
 
-def ours_write(kind: str, capacity: int, given_as: str) -> Call:
+def memory_write(kind: str, capacity: int, given_as: str) -> Call:
     made = memory(kind, "RandomMemory", capacity)
     convert = {"numpy": _as_it_is, "torch": torch.from_numpy, "jax": _to_jax, "warp": _to_warp}[given_as]
     given = {name: convert(array) for name, array in content(LANES).items()}
     return lambda: made.add_samples(**given)
+
+
+def _awaited(kind: str, call: Call) -> Call:
+    if kind != "jax":
+        return call
+    import jax
+
+    return lambda: jax.block_until_ready(call())
 
 
 def _as_it_is(array: np.ndarray) -> np.ndarray:
@@ -124,142 +155,126 @@ def _to_warp(array: np.ndarray) -> Any:
     return warp.array(array, device="cpu")
 
 
-def sb3(capacity: int) -> tuple[Any, Call, Call]:
-    from gymnasium import spaces
-    from stable_baselines3.common.buffers import ReplayBuffer
+def episodes(capacity: int) -> Calls:
+    """tianshou's kind."""
+    from rlstructs.replay import PrioritizedReplayBuffer, ReplayBuffer, VectorReplayBuffer
 
-    box = spaces.Box(-1, 1, (17,), np.float32)
-    buffer = ReplayBuffer(capacity, box, spaces.Box(-1, 1, (6,), np.float32), device="cpu", n_envs=LANES)
-    rows = content(LANES)
-    arguments = (rows["observations"], rows["next_observations"], rows["actions"], rows["rewards"][:, 0])
-    done, infos = rows["terminated"][:, 0], [{} for _ in range(LANES)]
-
-    def write() -> None:
-        buffer.add(*arguments, done, infos)
-
-    for _ in range(capacity // LANES):
-        write()
-    return buffer, lambda: buffer.sample(BATCH), write
-
-
-def skrl(capacity: int) -> tuple[Any, Call, Call]:
-    from skrl.memories.torch import RandomMemory
-
-    made = RandomMemory(memory_size=capacity // LANES, num_envs=LANES, device="cpu")
-    for name, size in SIZES.items():
-        made.create_tensor(name, size=size, dtype=torch.bool if name == "terminated" else torch.float32)
-    rows = {name: torch.from_numpy(array) for name, array in content(LANES).items()}
-    with torch.no_grad():
-        for _ in range(capacity // LANES):
-            made.add_samples(**rows)
-    return made, lambda: made.sample(NAMES, batch_size=BATCH), lambda: made.add_samples(**rows)
-
-
-def cpprb(capacity: int) -> tuple[Any, Call, Call]:
-    from cpprb import PrioritizedReplayBuffer, ReplayBuffer
-
-    shapes = {name: {"shape": size} if size > 1 else {} for name, size in SIZES.items()}
-    rows = content(LANES)
-    made = ReplayBuffer(capacity, shapes)
-    prioritised = PrioritizedReplayBuffer(capacity, shapes)
-    for buffer in (made, prioritised):
-        chunk = content(10_000)
-        for _ in range(capacity // 10_000):
-            buffer.add(**chunk)
-    priorities = np.random.default_rng(2).random(BATCH) + 0.01
-
-    def step() -> None:
-        batch = prioritised.sample(BATCH)
-        prioritised.update_priorities(batch["indexes"], priorities)
-
-    return step, lambda: made.sample(BATCH), lambda: made.add(**rows)
-
-
-def torchrl(capacity: int) -> tuple[Any, Call, Call]:
-    from tensordict import TensorDict
-    from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
-
-    chunk = TensorDict({name: torch.from_numpy(array) for name, array in content(10_000).items()}, [10_000])
-    made = TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), batch_size=BATCH)
-    prioritised = TensorDictPrioritizedReplayBuffer(
-        alpha=0.6, beta=0.4, storage=LazyTensorStorage(capacity), batch_size=BATCH
-    )
-    for buffer in (made, prioritised):
-        for _ in range(capacity // 10_000):
-            buffer.extend(chunk.clone())
-    rows = chunk[:LANES].clone()
-
-    def step() -> None:
-        batch = prioritised.sample()
-        batch["td_error"] = batch["rewards"][:, 0]
-        prioritised.update_tensordict_priority(batch)
-
-    return step, lambda: made.sample(), lambda: made.extend(rows)
-
-
-def tianshou(capacity: int) -> tuple[Any, Call, Call]:
-    from tianshou.data import Batch, PrioritizedReplayBuffer, ReplayBuffer, VectorReplayBuffer
-
-    steps = content(capacity)
-    columns = {
-        "obs": steps["observations"], "act": steps["actions"], "rew": steps["rewards"][:, 0].astype(float),
-        "terminated": steps["terminated"][:, 0], "truncated": np.zeros(capacity, bool),
-        "done": steps["terminated"][:, 0], "obs_next": steps["next_observations"],
-    }  # fmt: skip
-    made, prioritised = ReplayBuffer(capacity), PrioritizedReplayBuffer(capacity, alpha=0.6, beta=0.4)
-    for buffer in (made, prioritised):
-        buffer.add(Batch(**{name: column[0] for name, column in columns.items()}))
-        buffer.set_batch(Batch(**columns))
-        buffer._size = capacity
-    prioritised.init_weight(np.arange(capacity))
-    vector = VectorReplayBuffer(capacity, LANES)
-    rows = Batch(**{name: column[:LANES] for name, column in columns.items() if name != "done"})
-    priorities = np.random.default_rng(2).random(BATCH) + 0.01
+    steps = {name: array[:, 0] if array.shape[1] == 1 else array for name, array in content(capacity).items()}
+    steps["truncated"] = np.zeros(capacity, bool)
+    names = {"obs": "observations", "act": "actions", "rew": "rewards", "obs_next": "next_observations"}
+    rows = {name: steps[names.get(name, name)] for name in (*names, "terminated", "truncated")}
+    made = ReplayBuffer.from_data(**rows, done=rows["terminated"])
+    vector, one = VectorReplayBuffer(capacity, LANES), ReplayBuffer(capacity)
+    prioritised = PrioritizedReplayBuffer(capacity, alpha=0.6, beta=0.4)
+    prioritised.update(made)
+    first, some = ({name: array[at] for name, array in rows.items()} for at in (0, slice(0, LANES)))
+    new = priorities()
 
     def step() -> None:
         _, at = prioritised.sample(BATCH)
-        prioritised.update_weight(at, priorities)
+        prioritised.update_weight(at, new)
 
-    return step, lambda: made.sample(BATCH), lambda: vector.add(rows)
+    return {
+        "uniform": lambda: made.sample(BATCH), "prioritised": step,
+        "write 16": lambda: vector.add(some), "write 1": lambda: one.add(first),
+    }  # fmt: skip
 
 
-def flashbax(capacity: int) -> tuple[Any, Call, Call | None]:
-    import flashbax as fbx
-    import jax
-    import jax.numpy as jnp
+def stacks() -> Call:
+    from rlstructs.replay import ReplayBuffer
 
-    steps = {name: jnp.asarray(array[0]) for name, array in content(1).items()}
-    chunk = {name: jnp.asarray(array) for name, array in content(10_000).items()}
-    kinds = []
-    for make, more in ((fbx.make_item_buffer, {}), (fbx.make_prioritised_flat_buffer, {"priority_exponent": 0.6})):
-        buffer = make(capacity, BATCH, BATCH, add_batches=True) if not more else make(
-            capacity, BATCH, BATCH, add_sequences=True, **more
-        )  # fmt: skip
-        add = jax.jit(buffer.add, donate_argnums=0)
-        state = buffer.init(steps)
-        for _ in range(capacity // 10_000):
-            state = add(state, chunk)
-        kinds.append((state, jax.jit(buffer.sample), buffer))
-    keys = itertools.cycle(jax.random.split(jax.random.key(0), 1000))
-    (state, sample, _), (p_state, p_sample, p_buffer) = kinds
-    update = jax.jit(p_buffer.set_priorities, donate_argnums=0)
-    held = [p_state]
+    made = ReplayBuffer(FRAMES, stack_num=STACKS[1], ignore_obs_next=True)
+    for t in range(FRAMES):
+        ends = {"terminated": t % EPISODE == EPISODE - 1, "truncated": False}
+        made.add({"obs": np.full(FRAME, t % 256, np.uint8), "act": 0, "rew": 0.0, **ends})
+    return lambda: made.get(made.sample_indices(STACKS[0]), "obs")
+
+
+def dict_tensors(capacity: int) -> Calls:
+    """torchrl's kind."""
+    from rlstructs import DictTensor
+    from rlstructs.replay import (
+        DictTensorPrioritizedReplayBuffer,
+        DictTensorReplayBuffer,
+        SliceSampler,
+        TensorStorage,
+    )
+
+    rows = DictTensor({name: torch.from_numpy(array) for name, array in content(capacity).items()})
+    n, length = SLICES
+    made = DictTensorReplayBuffer(storage=TensorStorage(capacity), batch_size=BATCH, generator=0)
+    sliced = DictTensorReplayBuffer(
+        storage=TensorStorage(capacity), sampler=SliceSampler(slice_len=length), batch_size=n * length, generator=0
+    )
+    prioritised = DictTensorPrioritizedReplayBuffer(
+        alpha=0.6, beta=0.4, storage=TensorStorage(capacity), batch_size=BATCH, generator=0
+    )
+    for buffer in (made, sliced, prioritised):
+        buffer.extend(rows)
+    some, one = rows.slice(0, LANES), rows.slice(0)
+    new = torch.from_numpy(priorities())
 
     def step() -> None:
-        batch = p_sample(held[0], next(keys))
-        held[0] = jax.block_until_ready(update(held[0], batch.indices, jnp.ones(BATCH)))
+        prioritised.update_priority(prioritised.sample()["index"], new)
 
-    return step, lambda: jax.block_until_ready(sample(state, next(keys))), None
-
-
-PEERS = {
-    "SB3": ("stable_baselines3", sb3), "skrl": ("skrl", skrl), "cpprb": ("cpprb", cpprb),
-    "torchrl": ("torchrl", torchrl), "tianshou": ("tianshou", tianshou), "flashbax": ("flashbax", flashbax),
-}  # fmt: skip
-WITHOUT_PRIORITIES = ("SB3", "skrl")
+    return {
+        "uniform": made.sample, "prioritised": step, "slices": sliced.sample,
+        "write 16": lambda: made.extend(some), "write 1": lambda: made.add(one),
+    }  # fmt: skip
 
 
-def measured(calls: dict[str, Call], repeats: int) -> dict[str, float]:
+def chunks(capacity: int) -> Calls:
+    """rlberry's kind."""
+    from rlstructs.replay import ChunkReplayBuffer
+
+    steps = content(1)
+    row = {name: array[0] for name, array in steps.items()}
+    buffers = []
+    for enable_prioritized in (False, True):
+        made = ChunkReplayBuffer(capacity, 0, enable_prioritized=enable_prioritized, n_lanes=LANES)
+        for name in NAMES:
+            made.setup_entry(name, steps[name].dtype)
+        for batch in itertools.islice(batches(), -(-capacity // (10 * EPISODE * LANES))):
+            made.add_trajectories(batch, {name: name for name in NAMES})
+        buffers.append(made)
+    uniform, prioritised = buffers
+    one = ChunkReplayBuffer(capacity, 0)
+    for name in NAMES:
+        one.setup_entry(name, steps[name].dtype)
+    return {
+        "chunks": lambda: uniform.sample(*CHUNKS), "write 1": lambda: one.append(row),
+        "chunks prioritised": lambda: prioritised.sample(*CHUNKS, sampling_mode="prioritized"),
+    }  # fmt: skip
+
+
+def contenders(row: str, capacity: int, made: dict[str, Calls]) -> Calls:
+    """The limit and those of ours that a row measures."""
+    if row == "uniform":
+        calls = {"limit": limit(capacity)} | {f"rlstructs {kind}": draws(kind, capacity) for kind in MUST[row]}
+    elif row == "prioritised":
+        kinds = ("torch", "warp", "jax")
+        calls = {"limit": limit(capacity)} | {f"rlstructs {kind}": prioritised_draws(kind, capacity) for kind in kinds}
+    elif row == "chunks":
+        calls = {"limit": limit(capacity, (CHUNKS[0],), CHUNKS[1]), "rlstructs": made["chunks"]["chunks"]}
+        calls["rlstructs prioritised"] = made["chunks"]["chunks prioritised"]
+    elif row == "slices":
+        calls = {"limit": limit(capacity, (SLICES[0],), SLICES[1])}
+    elif row == "stacks":
+        calls = {"limit": stack_limit(), "rlstructs": stacks()}
+    elif row == "write 16":
+        # SB3 and we are given numpy arrays, skrl torch tensors; so are we once more, and each library's own.
+        calls = {"rlstructs": memory_write("torch", capacity, "numpy")}
+        calls |= {f"rlstructs {kind}": memory_write(kind, capacity, kind) for kind in ("torch", "warp", "jax")}
+    else:
+        calls = {}
+    kinds_of = {"episodes": "ReplayBuffer", "tensors": "DictTensorReplayBuffer", "chunks": "ChunkReplayBuffer"}
+    return calls | {name: made[kind][row] for kind, name in kinds_of.items() if row in made[kind] and kind != row}
+
+
+# Measuring
+
+
+def measured(calls: Calls, repeats: int) -> dict[str, float]:
     """Microseconds of each call, the median of interleaved repetitions."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
@@ -279,17 +294,50 @@ def timed(call: Call, seconds: float = 0.1) -> float:
     return (now - started) / n * 1e6
 
 
-def show(row: str, times: dict[str, float], unit: str) -> None:
+def show(row: str, times: dict[str, float]) -> None:
+    unit = "SB3" if row.startswith("write") else "limit"
+    if unit not in times:
+        print(f"{row}: " + " | ".join(f"{name} {micros:.0f} us" for name, micros in times.items()), flush=True)
+        return
     cells = [f"{name} {micros:.0f} us ({micros / times[unit]:.2f})" for name, micros in times.items()]
-    print(f"{row}: " + " | ".join(cells))
+    print(f"{row}: " + " | ".join(cells), flush=True)
     for kind, (must, aim) in MUST[row].items():
         ratio = times[f"rlstructs {kind}".strip()] / times[unit]
         verdict = "ok" if ratio <= must else "TOO SLOW"
         print(f"    {kind or 'numpy'}: {ratio:.2f} x {unit}, must {must}, aim {aim}: {verdict}", flush=True)
 
 
+def growth(path: str, repeats: int) -> None:
+    """Draws and updates in stores of every size, and a plot of them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    found: dict[str, list[float]] = {}
+    for capacity in GROWTH:
+        rounded = capacity // LANES * LANES
+        calls = {
+            "numpy take": limit(rounded), "uniform": draws("torch", rounded),
+            "prioritised, with update": prioritised_draws("torch", rounded),
+        }  # fmt: skip
+        times = measured(calls, repeats)
+        shown = " | ".join(f"{name} {micros:.0f} us" for name, micros in times.items())
+        print(f"{capacity:>10,}: {shown}", flush=True)
+        for name, micros in times.items():
+            found.setdefault(name, []).append(micros)
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    for name, micros in found.items():
+        axes.plot(GROWTH, micros, marker="o", label=name)
+    axes.set(xscale="log", xlabel="stored transitions", ylabel=f"microseconds for {BATCH}", ylim=(0, None))
+    axes.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    print(f"wrote {path}")
+
+
 def jax_writes(repeats: int) -> None:
-    times = measured({f"{n:,} rows": ours_write("jax", n, "jax") for n in (1_008, 1_000_000 // LANES * LANES)}, repeats)
+    sizes = (1_008, 1_000_000 // LANES * LANES)
+    times = measured({f"{n:,} rows": memory_write("jax", n, "jax") for n in sizes}, repeats)
     print("jax write: " + " | ".join(f"{name} {micros:.0f} us" for name, micros in times.items()), flush=True)
 
 
@@ -337,43 +385,27 @@ def main() -> None:
     parser.add_argument("--capacity", type=int, default=1_000_000)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--growth", metavar="FILE.png")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    print(f"{os.cpu_count()} cores, torch {torch.__version__}, numpy {np.__version__}; microseconds (times the limit)")
+    if arguments.growth:
+        growth(arguments.growth, arguments.repeats)
+        return
     capacity = arguments.capacity // LANES * LANES
     peers = {} if arguments.no_peers else made_peers(capacity)
-    print(f"{os.cpu_count()} cores, torch {torch.__version__}, numpy {np.__version__}; microseconds (times the limit)")
-    if "uniform" in arguments.rows:
-        calls = {"limit": limit(capacity)} | {f"rlstructs {kind}": ours(kind, capacity) for kind in MUST["uniform"]}
-        show("uniform", measured(calls | {name: peer[1] for name, peer in peers.items()}, arguments.repeats), "limit")
-    if "prioritised" in arguments.rows:
-        calls = {"limit": limit(capacity)}
-        calls |= {f"rlstructs {kind}": ours_prioritised(kind, capacity) for kind in ("torch", "warp", "jax")}
-        calls |= {name: peer[0] for name, peer in peers.items() if name not in WITHOUT_PRIORITIES}
-        show("prioritised", measured(calls, arguments.repeats), "limit")
-    if "write" in arguments.rows and "SB3" in peers:
-        # SB3 and we are given numpy arrays, skrl torch tensors; so are we once more, and each library's own.
-        calls = {"rlstructs": ours_write("torch", capacity, "numpy")}
-        calls |= {f"rlstructs {kind}": ours_write(kind, capacity, kind) for kind in ("torch", "warp", "jax")}
-        calls |= {name: peer[2] for name, peer in peers.items() if peer[2] is not None}
-        show("write", measured(calls, arguments.repeats), "SB3")
+    made = {"episodes": episodes(capacity), "tensors": dict_tensors(capacity), "chunks": chunks(capacity)}
+    for row in MUST:
+        if row in arguments.rows:
+            calls = contenders(row, capacity, made)
+            for name, peer in peers.items():
+                same = {key: call for key, call in peer.items() if f"{key} ".startswith(f"{row} ")}
+                calls |= {f"{name}{key.removeprefix(row)}": call for key, call in same.items()}
+            show(row, measured(calls, arguments.repeats))
     if "jax-write" in arguments.rows:
         jax_writes(arguments.repeats)
     if "files" in arguments.rows:
         file_speeds(capacity)
-
-
-def made_peers(capacity: int) -> dict[str, tuple[Any, Call, Any]]:
-    """The peers that are installed and work, full."""
-    peers = {}
-    for name, (module, make) in PEERS.items():
-        if not importlib.util.find_spec(module):
-            continue
-        try:
-            with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-                peers[name] = make(capacity)
-        except Exception as error:
-            print(f"{name}: does not run here: {type(error).__name__}: {error}")
-    return peers
 
 
 if __name__ == "__main__":

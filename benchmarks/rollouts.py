@@ -4,7 +4,8 @@
 
 The limit is what as many bare environment loops as workers reach: the same environments, stepped with
 actions that were drawn before, and nothing else. Every contender of a row runs in turn, `--repeats` times
-over, in one process tree; the table shows medians. `--profile` says where a worker's time goes instead.
+over, in one process tree; the table shows medians. `--profile` says where a worker's time goes instead, and
+`--contract` what it costs that workers are watched and counted.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 
 from rlstructs import DictTensor, GymEnvInf, RandomAgent, RL_Agent, RL_Batcher
 from workers import WorkerPool
+from workers.process import BARE
 
 Run = Callable[[float], float]  # seconds -> steps/s
 
@@ -382,7 +384,7 @@ def profile(task: Task, n_rollouts: int) -> None:
         rolled = time.perf_counter() - start
         start = time.perf_counter()
         for _ in range(n_rollouts):
-            collecting._episodes.add(collecting._read([None]))
+            collecting._episodes.add(collecting._read([(None, None)]))
         got = time.perf_counter() - start
     spent["vectorised environment"] -= spent["environments"]
     spent["slots and loop"] = rolled - sum(spent.values())
@@ -390,6 +392,25 @@ def profile(task: Task, n_rollouts: int) -> None:
     total, steps = rolled + got, n_rollouts * task.n_timesteps
     for key, seconds in spent.items():
         print(f"    {key:24} {seconds / total:6.1%}   {seconds / steps * 1e6:9.1f} us a vector step")
+
+
+def contract(task: Task, n_pairs: int, seconds: float) -> None:
+    """What statistics and the thread that watches the main process cost: pairs of runs with and without them."""
+    ratios = []
+    with contextlib.ExitStack() as stack:
+        with_it = stack.enter_context(ours(task))
+        os.environ[BARE] = "1"
+        without = stack.enter_context(ours(task))
+        del os.environ[BARE]
+        for pair in range(n_pairs):
+            first, second = (with_it, without) if pair % 2 else (without, with_it)
+            speeds = {first: first(seconds), second: second(seconds)}
+            ratios.append(speeds[with_it] / speeds[without])
+    mean = statistics.mean(ratios)
+    margin = 2.045 * statistics.stdev(ratios) / len(ratios) ** 0.5  # Student's t of 29 degrees of freedom
+    verdict = "ok" if mean - margin > 0.97 else "NOT SHOWN"
+    print(f"{task.name:20} with / without the contract: {mean:.3f}, 95% interval {mean - margin:.3f} to "
+          f"{mean + margin:.3f} of {n_pairs} pairs, must lie above 0.97: {verdict}", flush=True)  # fmt: skip
 
 
 def show(task: Task, speeds: dict[str, float]) -> None:
@@ -408,6 +429,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.5)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--contract", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # what a thread pool does after its work would slow whoever is measured next
     installed = [name for name, (module, _) in PEERS.items() if importlib.util.find_spec(module)]
@@ -417,12 +439,14 @@ def main() -> None:
     for task in TASKS:
         if task.name not in arguments.rows:
             continue
-        if arguments.profile:
+        if arguments.contract:
+            contract(task, 30, arguments.seconds)
+        elif arguments.profile:
             print(f"{task.name}:")
             profile(task, 20)
         else:
             show(task, measure(task, arguments.repeats, arguments.seconds, installed))
-    if "start" in arguments.rows and not arguments.profile:
+    if "start" in arguments.rows and not (arguments.profile or arguments.contract):
         print(f"start of 4 workers: {start_up(arguments.repeats):.2f} s, must 1.00, aim 0.30")
 
 

@@ -20,7 +20,6 @@ import contextlib
 import enum
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,13 +28,13 @@ import torch
 import rlstructs.errors  # noqa: F401 - first of ours: it sees whether `workers` is ours too
 from rlstructs import weights
 from rlstructs.agent import RL_Agent
-from rlstructs.envs import registry
+from rlstructs.crew import RAISE, Crew, check_policy, started
+from rlstructs.debug import is_on
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.episodes import EpisodeTracker
 from rlstructs.errors import ClosedError, SpecError, StateError
-from rlstructs.rollout import JobFactory, Specs
+from rlstructs.rollout import Specs
 from rlstructs.rows import specs_of
-from rlstructs.seeding import PrivateStreams
 from rlstructs.settings import (
     JobSettings,
     agent_seeds_of,
@@ -51,11 +50,10 @@ from rlstructs.structures.base import as_device
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
-from workers import InlinePool, SharedArena, WorkerPool
+from workers import SharedArena
 
 logger = logging.getLogger("rlstructs")
 
-PRELOAD = ("torch", "gymnasium", "rlstructs.rollout", "rlstructs.envs.gym_env")
 NO_INFO = DictTensor()
 
 
@@ -87,6 +85,14 @@ class RL_Batcher:
         start_method: "forkserver" (the default on Linux), "spawn" (elsewhere) or "fork".
         timeout: seconds within which workers must answer, None for no limit. A worker that dies or
             raises is noticed at once either way.
+        on_worker_failure: "raise" what happened; or "restart" a worker that died, raised or was late.
+            Its successor is built from the same factories with the next seed of its stream, gets the
+            last `update`, and resets its environments. Of a rollout that was lost with a worker the
+            lengths are 0; the others' rollouts are kept.
+        max_restarts: how many workers may be replaced in all, None for any number. One whose successors
+            fail three times in a row before they have begun ends the batcher with the first error.
+        debug: padding, and slots between rollouts, hold poison in place of zeros: NaN, or the extreme of
+            an integer (`rlstructs.debug`). None for what the variable RLSTRUCTS_DEBUG says.
 
     Raises:
         SpecError, TypeError: an argument is not what is needed.
@@ -126,12 +132,16 @@ class RL_Batcher:
         *,
         start_method: str | None = None,
         timeout: float | None = None,
+        on_worker_failure: str = RAISE,
+        max_restarts: int | None = None,
+        debug: bool | None = None,
     ) -> None:
         self._state = _State.CLOSED  # until there is something to close
         check_count("n_timesteps", n_timesteps, 1)
         check_count("n_processes", n_processes, 0)
         check_timeout(timeout)
-        self._device = as_device(device)
+        check_policy(on_worker_failure, max_restarts)
+        self._device, self._debug = as_device(device), is_on(debug)
         infos = {"agent_info": agent_info, "env_info": env_info}
         self._examples = {name: info_example(name, info) for name, info in infos.items()}
         n_workers = max(1, n_processes)
@@ -147,15 +157,16 @@ class RL_Batcher:
             None if self._device.type == "cpu" else self._device,
         )
         self._arena, self._weights = SharedArena(), SharedArena()
-        self._pool = self._started(settings, n_processes, start_method, timeout)
+        self._pool = started(settings, n_processes, (self._arena, self._weights), start_method, timeout)
+        self._crew = Crew(self._pool, settings, on_worker_failure, max_restarts)
         try:
             self._attach(settings, n_timesteps)
         except BaseException:
             self._pool.kill()
             raise
         self._episodes = EpisodeTracker()
-        # Of a rollout that is over, until it has been handed out: Ctrl-C may come between.
-        self._replies: list[Any] | None = None
+        # Which environments run, by worker; None for all of its.
+        self._running: list[list[int] | None] = [None] * n_workers
         self._failure: BaseException | None = None
         self._state = _State.NEW
 
@@ -187,7 +198,10 @@ class RL_Batcher:
             check_info(name, info, self._examples[name], self.n_elems())
         for name, info in infos.items():
             self._write_info(name, info)
-        self._call("reset")
+        with self._failing("reset"):
+            self._crew.reset()
+        self._crew.forget()
+        self._running = [None] * self._pool.n_workers
         self._episodes.reset()
         self._state = _State.READY
 
@@ -206,8 +220,10 @@ class RL_Batcher:
         if agent_info is not None and agent_info != NO_INFO:
             check_info("agent_info", agent_info, self._examples["agent_info"], self.n_elems())
             self._write_info("agent_info", agent_info)
+        self._slots.release()
         with self._failing("execute"):
-            self._pool.broadcast("rollout")
+            self._crew.begin()
+            self._begin_anew(self._crew.forget())
         self._state = _State.RUNNING
 
     def get(self, blocking: bool = True) -> tuple[Trajectories, int] | tuple[None, None]:
@@ -237,14 +253,14 @@ class RL_Batcher:
         """
         self._check("get", _State.RUNNING)
         with self._failing():
-            if self._replies is None:
-                if not blocking and not self._pool.ready():
-                    return None, None
-                self._replies = self._pool.gather()
-            trajectories = self._read([filled for filled, _ in self._replies])
-        n_running = sum(running for _, running in self._replies)
+            if not blocking and not self._crew.is_ready():
+                return None, None
+            outcomes = self._crew.collect()
+            trajectories = self._read(outcomes)
         self._episodes.add(trajectories)
-        self._replies = None
+        self._running = [None if outcome is None else outcome[0] for outcome in outcomes]
+        self._begin_anew(self._crew.forget())
+        n_running = sum(self._n_envs if slots is None else len(slots) for slots in self._running)
         self._state = _State.READY if n_running else _State.ENDED
         return trajectories.to(self._device), n_running
 
@@ -260,7 +276,10 @@ class RL_Batcher:
             Exception: what an agent raised.
         """
         self._check("update", _State.NEW, _State.READY, _State.ENDED)
-        self._call("update", weights.pack(info, self._weights))
+        packed = weights.pack(info, self._weights)
+        with self._failing("update"):
+            self._crew.update(packed)
+        self._begin_anew(self._crew.forget())
 
     def episodes(self) -> DictTensor:
         """The episodes that ended in the rollouts handed out since the last call, in one row each.
@@ -274,6 +293,26 @@ class RL_Batcher:
         if self._state is _State.CLOSED:
             raise ClosedError("episodes: the batcher is closed")
         return self._episodes.take()
+
+    def stats(self) -> dict[str, Any]:
+        """What the workers do and have done; cheap enough to ask for after every rollout.
+
+        Returns:
+            `workers`: for each a dict of `worker` (its index), `pid`, `state` ("idle", "busy" or "gone"),
+            `restarts` (how many were before it), `lost_rollouts` (with them), and, of the present one as
+            of its last rollout, `steps`, `steps_per_second` (of all the time since it began), and
+            `environment_seconds`, `agent_seconds` and `waiting_seconds`. `restarts` and
+            `lost_rollouts` in all. `arena_bytes`: the shared memory that rollouts take.
+        """
+        if self._state is _State.CLOSED:
+            raise ClosedError("stats: the batcher is closed")
+        workers = self._crew.stats()
+        return {
+            "workers": workers,
+            "restarts": self._crew.n_restarts,
+            "lost_rollouts": sum(worker["lost_rollouts"] for worker in workers),
+            "arena_bytes": self.nbytes,
+        }
 
     def close(self) -> None:
         """Ends every worker, within seconds whatever they are doing. Idempotent.
@@ -302,30 +341,8 @@ class RL_Batcher:
             self._fail(error, "the program failed before")
         self.close()
 
-    def _started(
-        self, settings: JobSettings, n_processes: int, start_method: str | None, timeout: float | None
-    ) -> WorkerPool | InlinePool:
-        shared = (self._arena, self._weights)
-        try:
-            if n_processes == 0:
-                return InlinePool(JobFactory(settings.by_value()), shared=shared, around=PrivateStreams())
-            return WorkerPool(
-                n_processes,
-                JobFactory(settings),
-                shared=shared,
-                start_method=start_method,
-                timeout=timeout,
-                preload=PRELOAD,
-                setup=partial(registry.register, registry.registered()),
-                name="rlstructs-worker",
-            )
-        except Exception as error:
-            if culprit := settings.unpicklable():
-                raise TypeError(f"{culprit[0]} cannot be sent to a worker: {culprit[1]}") from error
-            raise
-
     def _attach(self, settings: JobSettings, n_timesteps: int) -> None:
-        answers = self._pool.call("describe")
+        answers = self._crew.describe()
         counts, specs = [n for n, _ in answers], answers[0][1]
         assert isinstance(specs, Specs)
         self._n_envs = counts[0]
@@ -338,15 +355,26 @@ class RL_Batcher:
             info.update({f"{name}/{key}": spec for key, spec in specs_of(example).items()})
         layout = Layout(self.n_elems(), n_timesteps, specs.observation, specs.action, info)
         self._arena.resize(layout.reserved_nbytes, expected=layout.nbytes)
-        self._slots = Slots(layout, self._arena.map())
-        self._pool.call("attach", layout)
+        self._slots = Slots(layout, self._arena.map(), poisons=self._debug)
+        self._crew.attach(layout)
 
-    def _read(self, filled: list[list[int] | None]) -> Trajectories:
-        n = self._n_envs
-        rows = np.concatenate(
-            [worker * n + np.arange(n) if slots is None else worker * n + np.array(slots, np.int64)
-             for worker, slots in enumerate(filled)]
-        )  # fmt: skip
+    def _rows_of(self, worker: int, slots: list[int] | None = None) -> np.ndarray:
+        """The global indexes of a worker's environments, or of some of them."""
+        rows = np.arange(self._n_envs) if slots is None else np.array(slots, np.int64)
+        return np.asarray(worker * self._n_envs + rows)
+
+    def _begin_anew(self, replaced: set[int]) -> None:
+        """The environments of workers that were replaced have been reset: what had begun has no end."""
+        for worker in replaced:
+            self._running[worker] = None
+            self._episodes.forget(self._rows_of(worker))
+
+    def _read(self, outcomes: list[Any]) -> Trajectories:
+        """What the environments did that ran when the rollout began."""
+        for worker, outcome in enumerate(outcomes):
+            if outcome is None:
+                Slots(self._slots.layout, self._arena.map(), worker * self._n_envs, self._n_envs).empty()
+        rows = np.concatenate([self._rows_of(worker, slots) for worker, slots in enumerate(self._running)])
         some = None if rows.size == self.n_elems() else rows
         lengths = torch.from_numpy(self._slots.lengths[rows])
         steps = self._slots.read(some, int(lengths.max()))
@@ -373,10 +401,6 @@ class RL_Batcher:
         }
         raise StateError(f"{call}: {state.value}, {needed[state]}")
 
-    def _call(self, method: str, *arguments: Any) -> None:
-        with self._failing(method):
-            self._pool.call(method, *arguments)
-
     @contextlib.contextmanager
     def _failing(self, call: str = "") -> Iterator[None]:
         """Marks the batcher as failed when a worker fails, and when `call` is interrupted halfway.
@@ -387,6 +411,8 @@ class RL_Batcher:
         try:
             yield
         except Exception as error:
+            if self._state is _State.CLOSED:  # by another thread
+                raise ClosedError("the batcher was closed meanwhile") from error
             self._fail(error, "a worker failed before")
             raise
         except BaseException as error:

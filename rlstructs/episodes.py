@@ -38,6 +38,11 @@ class EpisodeTracker:
         """Forgets the episodes that have not ended."""
         self._returns[:], self._lengths[:] = 0.0, 0
 
+    def forget(self, env_index: np.ndarray) -> None:
+        """Forgets the episodes of these environments that have not ended."""
+        known = env_index[env_index < self._returns.size]
+        self._returns[known], self._lengths[known] = 0.0, 0
+
     def add(self, trajectories: Trajectories) -> None:
         """Takes the next steps of each environment; `env_index` in `info` says whose they are."""
         steps, env_index = trajectories.trajectories, as_array(trajectories.info["env_index"])

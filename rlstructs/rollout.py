@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
+import os
+from dataclasses import astuple, dataclass, field
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,23 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from workers.arena import SharedArena
 from workers.loop import close_job
+from workers.process import BARE
+
+
+@dataclass
+class Clock:
+    """What a worker's time went to, since it began.
+
+    Attributes:
+        steps: of single environments.
+        environment, agent: seconds in each.
+        busy: seconds in rollouts.
+    """
+
+    steps: int = 0
+    environment: float = 0.0
+    agent: float = 0.0
+    busy: float = 0.0
 
 
 @dataclass
@@ -46,6 +65,7 @@ def acquire(
     progress: Progress,
     agent_info: DictTensor,
     device: torch.device | None = None,
+    clock: Clock | None = None,
 ) -> Progress:
     """Fills the slots of the running environments with up to T steps each.
 
@@ -56,6 +76,7 @@ def acquire(
         progress: as the last call, or a reset, left it.
         agent_info: E rows, or empty.
         device: where the agent wants observations; None for the CPU.
+        clock: where time and steps are added; None for nowhere.
 
     Returns:
         Where it stopped. `slots.lengths` says how many steps each slot holds.
@@ -66,7 +87,10 @@ def acquire(
     slots.begin(rows, state)
     slots.write_observation(0, rows, progress.observation)
     with_history = agent.require_history()
+    began = acted = 0.0
     for t in range(slots.layout.n_timesteps):
+        if clock is not None:
+            began = perf_counter()
         observation = slots.observation(t) if rows is None else slots.rows(t, rows).tensors()
         if device is not None:
             observation, state = observation.to(device), state.to(device)
@@ -74,8 +98,14 @@ def acquire(
             output, state = agent(state, observation, info, history=_history(slots, rows, t, device))
         else:
             output, state = agent(state, observation, info)
+        if clock is not None:
+            acted = perf_counter()
+            clock.agent += acted - began
         slots.write_action(t, rows, output)
         step = env.step_rows(output)
+        if clock is not None:
+            clock.environment += perf_counter() - acted
+            clock.steps += slots.n if rows is None else rows.size
         slots.write_observation(t + 1, rows, step.after)
         if step.fresh is not None:
             ended = step.reset if rows is None else rows[step.reset]
@@ -133,12 +163,14 @@ class RolloutJob:
         arena: where the slots will be.
         weights_arena: where `update` finds tensors.
         settings: how to make environments and agent.
+        is_first: whether nobody knows the specs yet.
     """
 
     index: int
     arena: SharedArena
     weights_arena: SharedArena
     settings: JobSettings
+    is_first: bool = True
     specs: Specs | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -147,7 +179,7 @@ class RolloutJob:
         self._agent_seed = None if settings.agent_seeds is None else int(settings.agent_seeds[self.index])
         seed_global_streams(settings.seeds[self.index], self._agent_seed)
         env = self._make_env()
-        if self.index == 0:
+        if self.index == 0 and self.is_first:
             self.specs, used = self._probe(env)
             env = self._make_env() if used else env
         self._env = row_env(env)
@@ -156,6 +188,7 @@ class RolloutJob:
             self._agent.seed(self._agent_seed)
         self._slots: Slots | None = None
         self._progress: Progress | None = None
+        self._clock = Clock()
 
     def describe(self) -> tuple[int, Specs | None]:
         """The number of environments, and, of worker 0, the specs."""
@@ -172,20 +205,23 @@ class RolloutJob:
         observation = self._env.reset_rows(self._slots.info("env_info/").clone())
         self._progress = Progress(observation, np.arange(self._slots.n))
 
-    def rollout(self) -> tuple[list[int] | None, int]:
+    def rollout(self) -> tuple[list[int] | None, tuple[Any, ...]]:
         """Fills the slots of all environments that run.
 
         Returns:
-            Which slots were filled (None: all of this worker), and how many environments still run.
+            Which environments still run (None: all of this worker), and the fields of its `Clock`.
         """
         slots, progress = self._slots, self._progress
         assert slots is not None and progress is not None
         if not progress.running.size:
-            return [], 0
-        filled = None if progress.running.size == slots.n else progress.running.tolist()
+            return [], astuple(self._clock)
+        began = perf_counter()
         info = slots.info("agent_info/").clone()
-        self._progress = acquire(self._env, self._agent, slots, progress, info, self.settings.device)
-        return filled, self._progress.running.size
+        clock = None if BARE in os.environ else self._clock
+        progress = acquire(self._env, self._agent, slots, progress, info, self.settings.device, clock)
+        self._progress = progress
+        self._clock.busy += perf_counter() - began
+        return None if progress.running.size == slots.n else progress.running.tolist(), astuple(self._clock)
 
     def update(self, packed: bytes) -> None:
         """Hands the agent what `weights.pack` packed."""
@@ -265,6 +301,7 @@ class JobFactory:
     """Makes the job of one worker; this is what is pickled."""
 
     settings: JobSettings
+    is_first: bool = True
 
     def __call__(self, index: int, arena: SharedArena, weights_arena: SharedArena) -> RolloutJob:
-        return RolloutJob(index, arena, weights_arena, self.settings)
+        return RolloutJob(index, arena, weights_arena, self.settings, self.is_first)

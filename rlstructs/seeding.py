@@ -18,7 +18,7 @@ import torch
 from rlstructs.errors import SpecError
 
 # First element of a spawn key: what a stream is for.
-_ENVIRONMENT, _WORKER, _GLOBALS = 0, 1, 2
+_ENVIRONMENT, _WORKER, _GLOBALS, _AGAIN = 0, 1, 2, 3
 
 
 class EnvSeed(int):
@@ -26,23 +26,39 @@ class EnvSeed(int):
 
     As an int it is a seed of its own, different for each worker; `for_environments` gives each of the
     worker's environments a seed that depends on the global index of the environment only.
+
+    Attributes:
+        generation: how many workers with this index failed before this one.
     """
 
     root: int
     worker_index: int
+    generation: int
 
-    def __new__(cls, root: int, worker_index: int) -> EnvSeed:
-        made = super().__new__(cls, _derived(root, _WORKER, worker_index))
-        made.root, made.worker_index = root, worker_index
+    def __new__(cls, root: int, worker_index: int, generation: int = 0) -> EnvSeed:
+        made = super().__new__(cls, _derived(root, *_again(generation), _WORKER, worker_index))
+        made.root, made.worker_index, made.generation = root, worker_index, generation
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return EnvSeed, (self.root, self.worker_index)
+        return EnvSeed, (self.root, self.worker_index, self.generation)
 
     def for_environments(self, n_envs: int) -> list[int]:
         """A seed for each of the worker's environments, below 2**32."""
         first = self.worker_index * n_envs
-        return [_derived(self.root, _ENVIRONMENT, first + k) for k in range(n_envs)]
+        again = _again(self.generation)
+        return [_derived(self.root, *again, _ENVIRONMENT, first + k) for k in range(n_envs)]
+
+
+def next_seed(seed: int, generation: int) -> int:
+    """The seed of the `generation`-th worker that takes the place of one that had `seed`."""
+    if isinstance(seed, EnvSeed):
+        return EnvSeed(seed.root, seed.worker_index, generation)
+    return _derived(seed, *_again(generation))
+
+
+def _again(generation: int) -> tuple[int, ...]:
+    return (_AGAIN, generation) if generation else ()
 
 
 def environment_seeds(seed: int | Sequence[int], n_envs: int) -> list[int]:

@@ -16,7 +16,7 @@ from rlstructs.agent import RL_Agent
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
 from rlstructs.rows import check_dtype, specs_of
-from rlstructs.seeding import EnvSeed
+from rlstructs.seeding import EnvSeed, next_seed
 from rlstructs.structures.base import check_same_keys
 from rlstructs.structures.dict_tensor import DictTensor
 
@@ -34,6 +34,15 @@ class JobSettings:
     agent_info: DictTensor
     env_info: DictTensor
     device: torch.device | None
+
+    def again(self, worker: int, generation: int) -> JobSettings:
+        """For the `generation`-th worker in the place of one that failed: with the next seed of its stream."""
+        seeds = list(self.seeds)
+        seeds[worker] = next_seed(seeds[worker], generation)
+        agent_seeds = None if self.agent_seeds is None else list(self.agent_seeds)
+        if agent_seeds is not None:
+            agent_seeds[worker] = next_seed(agent_seeds[worker], generation)
+        return dataclasses.replace(self, seeds=seeds, agent_seeds=agent_seeds)
 
     def by_value(self) -> JobSettings:
         """With copies of the arguments, as a worker gets them."""

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlstructs.debug import poison
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.rows import Packing, Rows, TensorSpec, as_array, numpy_specs
 from rlstructs.structures.base import show
@@ -28,6 +29,8 @@ from rlstructs.structures.dict_tensor import DictTensor
 
 STATE = "agent_state/"
 
+# The bits of bfloat16's NaN.
+BFLOAT16_NAN = 0x7FC0
 # Bytes: what a cache line, jax and SIMD loads want.
 ALIGNMENT = 64
 
@@ -126,8 +129,11 @@ class Slots:
     One writer, which is the rollout; a reader when it is over.
     """
 
-    def __init__(self, layout: Layout, buffer: mmap, first: int = 0, n: int | None = None) -> None:
+    def __init__(
+        self, layout: Layout, buffer: mmap, first: int = 0, n: int | None = None, poisons: bool = False
+    ) -> None:
         self.layout, self.first = layout, first
+        self._poisons = poisons
         self.n = layout.n_slots if n is None else n
         self._columns = {
             field.name: _column(field, buffer)[first : first + self.n] for field in layout.fields()
@@ -159,8 +165,7 @@ class Slots:
 
     def begin(self, rows: np.ndarray | None, state: DictTensor) -> None:
         """Starts a rollout of these rows (None: all), whose agents are in this state."""
-        self.lengths[...] = 0
-        self._reset[...] = False
+        self.empty()
         self.check_state(state, self.n if rows is None else len(rows))
         for key in self._states:
             _put(self._columns[STATE + key], slice(None) if rows is None else rows, state[key])
@@ -176,6 +181,11 @@ class Slots:
                 raise SpecError(f"agent: state {key!r} is {show(state[key])}, expected {(n, *shape)} {_short(dtype)}")
         if unknown := set(state.keys()) - set(self._states):
             raise SpecError(f"agent: state {sorted(unknown)} was not in its first one")
+
+    def empty(self) -> None:
+        """Leaves nothing of a rollout that was broken off."""
+        self.lengths[...] = 0
+        self._reset[...] = False
 
     def write_observation(self, t: int, rows: np.ndarray | None, seen: Rows) -> None:
         """Writes what the agent sees at t, for these rows (None: all)."""
@@ -226,8 +236,15 @@ class Slots:
         """What the agent sees at t, these rows, private memory."""
         return Rows(self._packing, {name: block[rows, t] for name, block in self._observation.items()})
 
+    def release(self) -> None:
+        """Nobody reads these slots any more until they are written again: poisons them, if it is to."""
+        if not self._poisons:
+            return
+        for block in (*self._observation.values(), *map(_raw, self._action.values())):
+            _poison(block)
+
     def read(self, rows: np.ndarray | None, n_timesteps: int) -> dict[str, torch.Tensor]:
-        """Steps 0 to `n_timesteps - 1` of these rows (None: all), private memory, zeros in the padding.
+        """Steps 0 to `n_timesteps - 1` of these rows (None: all), private memory, zeros or poison in the padding.
 
         Returns:
             `observation/k`, `action/k`, `_observation/k` -> (B, n_timesteps, ...).
@@ -242,7 +259,7 @@ class Slots:
             # milliseconds after it, just when the next rollout begins.
             taken = np.array(steps, order="C") if rows is None else steps[rows]
             if padded:
-                taken[padding] = 0
+                taken[padding] = _poison_of(column) if self._poisons else 0
             return torch.from_numpy(taken).view(column.dtype)
 
         batch = {f"observation/{key}": take(column, 0) for key, column in self._seen.items()}
@@ -294,6 +311,18 @@ def check_output(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, tuple
             )
     if unknown := set(tensors) - set(wanted):
         raise SpecError(f"agent: output {sorted(unknown)} was not in its first step")
+
+
+def _poison(block: np.ndarray) -> None:
+    if block.dtype.names is None and block.dtype.kind != "V":
+        block[...] = poison(block.dtype)
+        return
+    block.view(np.uint8)[...] = 0xFF  # a record: NaN in its floats, -1 in its integers
+
+
+def _poison_of(column: torch.Tensor) -> Any:
+    # bfloat16 is written as its bits.
+    return BFLOAT16_NAN if column.dtype is torch.bfloat16 else poison(_raw(column).dtype)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -472,17 +472,17 @@ def test_jobs_write_into_their_own_slots_until_all_have_ended():
     assert [n for n, _ in jobs.described] == [2, 2] and jobs.described[1][1] is None
     for job in jobs.all:
         job.reset()
-    assert [job.rollout() for job in jobs.all] == [(None, 1), (None, 1)]
+    assert [job.rollout()[0] for job in jobs.all] == [[1], [1]]
     assert jobs.slots.lengths.tolist() == [2, 3, 3, 3]
     steps = jobs.slots.read(None, 3)
     assert steps["_observation/reward"].tolist() == [[1, 2, 0], [1, 2, 3], [1, 2, 3], [1, 2, 3]]
     assert steps["action/seed"].tolist() == [[5, 5, 0], [5] * 3, [6] * 3, [6] * 3]
-    assert [job.rollout() for job in jobs.all] == [([1], 0), ([1], 1)]
-    assert [job.rollout() for job in jobs.all] == [([], 0), ([1], 0)]
+    assert [job.rollout()[0] for job in jobs.all] == [[], [1]]
+    assert [job.rollout()[0] for job in jobs.all] == [[], []]
     assert jobs.slots.column("agent_state/n").tolist()[3] == 6
     for job in jobs.all:
         job.reset()
-    assert [job.rollout() for job in jobs.all] == [(None, 1), (None, 1)]
+    assert [job.rollout()[0] for job in jobs.all] == [[1], [1]]
     assert jobs.slots.read(None, 3)["observation/frame"][:, 0, 0].tolist() == [1] * 4
 
 
@@ -631,4 +631,4 @@ def test_an_agent_may_read_any_key_of_its_history_from_the_start():
 
     jobs = Jobs(count_env, Reading)
     jobs.all[0].reset()
-    assert jobs.all[0].rollout() == (None, 1)
+    assert jobs.all[0].rollout()[0] == [1]  # the first one has ended

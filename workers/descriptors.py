@@ -1,10 +1,18 @@
-"""A file descriptor that travels to a child while it is being started."""
+"""File descriptors: one that travels to a child while it is being started, and whether there are enough."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 from multiprocessing import reduction
 from typing import Any
+
+from workers.errors import WorkerError
+
+# What a worker holds open here: its pipe, the two ends that its process object keeps, and its pidfd; and
+# what more there is while the last one starts, the fork server included.
+PER_WORKER, WHILE_STARTING = 4, 12
 
 
 class Descriptor:
@@ -28,6 +36,19 @@ class Descriptor:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _received, (reduction.DupFd(self.fileno()),)
+
+
+def check_enough(n_workers: int) -> None:
+    """Raises WorkerError, before anything is started, if so many workers need more than this process may open."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    with contextlib.suppress(OSError):  # no /proc
+        left = limit - len(os.listdir("/proc/self/fd"))
+        needed = PER_WORKER * n_workers + WHILE_STARTING
+        if limit != resource.RLIM_INFINITY and needed > left:
+            raise WorkerError(
+                f"{n_workers} workers need {needed} file descriptors, {left} of {limit} are left: raise the limit "
+                "RLIMIT_NOFILE (ulimit -n), or start fewer workers"
+            )
 
 
 def _received(duplicate: Any) -> Descriptor:

@@ -31,7 +31,7 @@ class InlinePool:
         self._error: Exception | None = None
         with around():
             self._job = factory(0, *shared)
-        self.n_workers, self.pids, self._open = 1, [os.getpid()], True
+        self.n_workers, self.pids, self.states, self._open = 1, [os.getpid()], ["idle"], True
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Calls `job.method(*args)`; its value as a list of one."""

@@ -1,4 +1,4 @@
-"""N workers as one: broadcast a request, gather the replies under one deadline, close all."""
+"""N workers as one: broadcast a request, gather the replies under one deadline, replace some, close all."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import contextlib
 import os
 import select
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from multiprocessing import util
 from typing import Any
 
 from workers import messages
 from workers.channel import milliseconds
+from workers.descriptors import check_enough
 from workers.errors import WorkerError, WorkerTimeout
 from workers.messages import Build, Call, Close, Failure, Result, State
 from workers.process import WorkerProcess
@@ -60,19 +62,27 @@ class WorkerPool:
     ) -> None:
         if n_workers < 1:
             raise ValueError(f"n_workers must be at least 1, got {n_workers}")
-        build = Build(messages.dumps(setup), messages.dumps(factory), dict(os.environ), _directory())
         self.timeout = timeout
+        self._setup = messages.dumps(setup)
+        self._arguments = (shared, start_method or default_start_method(), tuple(preload), name)
         self._workers: list[WorkerProcess] = []
         self._replies: dict[int, Any] = {}
+        self._failures: dict[int, BaseException] = {}
         self._poll = select.poll()
         self._index_of: dict[int, int] = {}
+        # A thread that closes the pool wakes one that waits for replies; replies are read under the lock.
+        self._lock, self._is_closed = threading.Lock(), False
+        self._woken, self._wakes = os.pipe()
+        self._poll.register(self._woken, select.POLLIN)
+        util.Finalize(self, _close_all, args=((self._woken, self._wakes),))
         # Not weakref.finalize: this one runs before multiprocessing joins what is left at exit,
         # and never in a forked copy of this process.
         self._finalizer = util.Finalize(self, _kill, args=(self._workers,), exitpriority=100)
         try:
+            check_enough(n_workers)
             for index in range(n_workers):
-                self._start(index, shared, start_method or default_start_method(), tuple(preload), name)
-            self._send_all(build)
+                self._workers.append(self._started(index))
+            self._send_all(self._build(factory))
             self.gather()
         except BaseException:
             self.kill()
@@ -87,6 +97,11 @@ class WorkerPool:
         """The process ids, by worker index."""
         return [worker.pid for worker in self._workers]
 
+    @property
+    def states(self) -> list[str]:
+        """"idle", "busy" or "gone", by worker index."""
+        return [worker.state.value for worker in self._workers]
+
     def call(self, method: str, *args: Any) -> list[Any]:
         """Calls `job.method(*args)` in every worker; the values, by worker index."""
         self.broadcast(method, *args)
@@ -96,6 +111,22 @@ class WorkerPool:
         """Asks every worker to call `job.method(*args)`, and returns at once."""
         self._check_idle()
         self._send_all(Call(method, args))
+
+    def ask(self, method: str, *args: Any, only: Iterable[int] | None = None) -> None:
+        """As `broadcast`, for `settle`: a worker that is gone is one of the failures.
+
+        Args:
+            only: the indexes of those who are asked; None for all.
+        """
+        self._check_idle()
+        request = Call(method, args)
+        data = messages.dumps(request)
+        for worker in self._workers if only is None else [self._workers[index] for index in only]:
+            try:
+                self._send(worker, request, data)
+            except WorkerError as error:
+                self._forget(worker)
+                self._failures[worker.index] = error
 
     def send(self, index: int, method: str, *args: Any) -> None:
         """Asks one worker to call `job.method(*args)`, and returns at once."""
@@ -112,12 +143,11 @@ class WorkerPool:
             Exception: what a job raised, with the worker's traceback as the cause.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        while self._busy():
-            events = self._poll.poll(milliseconds(deadline))
-            for fd, _ in events:
-                self._read(self._workers[self._index_of[fd]])
-            if not events and deadline is not None and time.monotonic() >= deadline:
+        while not self._failures and self._busy():
+            if not self._wait(deadline):
                 return False
+        if self._failures:
+            raise self._failures.pop(min(self._failures))
         return True
 
     def gather(self, timeout: float | None = None) -> list[Any]:
@@ -133,14 +163,58 @@ class WorkerPool:
         """
         timeout = self.timeout if timeout is None else timeout
         if not self.ready(timeout):
-            late = self._busy()
-            raise WorkerTimeout(
-                f"no reply within {timeout} s to {late[0].last_request!r} from worker(s) "
-                + ", ".join(f"{worker.index} (pid {worker.pid})" for worker in late),
-                late[0].index,
-            )
+            raise _late(self._busy(), timeout)
         replies, self._replies = self._replies, {}
         return [replies[index] for index in sorted(replies)]
+
+    def settle(self) -> tuple[dict[int, Any], dict[int, BaseException]]:
+        """Waits until every asked worker has replied, failed, or outrun the pool's timeout.
+
+        Takes nothing away: it gives the same again, until `forget_outcomes`.
+
+        Returns:
+            Replies and failures, by worker index. Those that failed need a `restart`.
+        """
+        deadline = None if self.timeout is None else time.monotonic() + self.timeout
+        while self._busy() and self._wait(deadline):
+            pass
+        for worker in self._busy():
+            self._failures[worker.index] = _late([worker], self.timeout)
+        return self._replies, self._failures
+
+    def is_settled(self) -> bool:
+        """Whether `settle` would return at once."""
+        while self._busy() and self._wait(time.monotonic()):
+            pass
+        return not self._busy()
+
+    def check(self) -> dict[int, BaseException]:
+        """The failures of workers that ended while nothing was asked of them."""
+        self._wait(time.monotonic())
+        return dict(self._failures)
+
+    def forget_outcomes(self) -> None:
+        """Drops the replies and failures that `settle` gave."""
+        self._replies, self._failures = {}, {}
+
+    def restart(self, factories: Mapping[int, Callable[..., Any]]) -> None:
+        """Replaces workers, whatever they are doing; `settle` tells whether their jobs are built.
+
+        Args:
+            factories: worker index -> what makes its job now.
+
+        Raises:
+            WorkerCrashed: a process cannot be started.
+        """
+        old = [self._workers[index] for index in factories]
+        for worker in old:
+            self._forget(worker)
+        _kill(old)
+        for index, factory in factories.items():
+            self._replies.pop(index, None)
+            self._failures.pop(index, None)
+            self._workers[index] = self._started(index)
+            self._send(self._workers[index], self._build(factory))
 
     def close(self, timeout: float = CLOSE_DELAY) -> None:
         """Closes every job and ends every worker, by force after `timeout` seconds. Idempotent.
@@ -150,9 +224,12 @@ class WorkerPool:
         """
         if not self._finalizer.still_active():
             return
+        self._wake()
         deadline = time.monotonic() + timeout
-        # A busy one reads it when it is through. One that reads no more is left to `kill`.
-        open_workers = [worker for worker in self._workers if worker.can_close()]
+        # A busy one reads it when it is through. One that reads no more, or is late already, is left to `kill`.
+        open_workers = [
+            worker for worker in self._workers if worker.can_close() and worker.index not in self._failures
+        ]
         for worker in open_workers:
             with contextlib.suppress(WorkerError):  # gone: reported where it mattered
                 worker.send(Close())
@@ -164,6 +241,7 @@ class WorkerPool:
     def kill(self, patience: float = 0.0) -> None:
         """Ends every worker that has not ended within `patience` seconds: SIGTERM, then SIGKILL."""
         if self._finalizer.still_active():
+            self._wake()
             for worker in self._workers:
                 self._forget(worker)
             self._finalizer.cancel()
@@ -179,12 +257,26 @@ class WorkerPool:
             with contextlib.suppress(Exception):
                 self.close()
 
-    def _start(self, index: int, *arguments: Any) -> None:
-        worker = WorkerProcess(index, *arguments)
-        self._workers.append(worker)
+    def _build(self, factory: Callable[..., Any]) -> Build:
+        return Build(self._setup, messages.dumps(factory), dict(os.environ), _directory())
+
+    def _started(self, index: int) -> WorkerProcess:
+        worker = WorkerProcess(index, *self._arguments)
         for fd in (worker.channel.fileno(), worker.sentinel()):
             self._poll.register(fd, select.POLLIN)
             self._index_of[fd] = index
+        return worker
+
+    def _wait(self, deadline: float | None) -> bool:
+        """Reads what comes first; False when nothing came before the deadline."""
+        events = self._poll.poll(milliseconds(deadline))
+        with self._lock:
+            if self._is_closed:
+                raise WorkerError("the workers were closed while a reply was waited for")
+            for fd, _ in events:
+                if fd in self._index_of:  # or the same worker's other descriptor has told of its end
+                    self._read(self._workers[self._index_of[fd]])
+        return bool(events) or deadline is None or time.monotonic() < deadline
 
     def _send_all(self, request: Build | Call) -> None:
         data = messages.dumps(request)  # once for all
@@ -213,16 +305,26 @@ class WorkerPool:
     def _read(self, worker: WorkerProcess) -> None:
         if worker.state is not State.BUSY or not worker.channel.has_message():
             self._forget(worker)  # it ended, with nothing more to say
-            raise worker.crashed()
+            self._failures[worker.index] = worker.crashed()
+            return
         try:
             reply = worker.receive()
-        except WorkerError:
+        except WorkerError as error:
             self._forget(worker)
-            raise
-        if isinstance(reply, Failure):
-            raise reply.to_exception(worker.index, worker.last_request)
-        assert isinstance(reply, Result)
-        self._replies[worker.index] = reply.value
+            self._failures[worker.index] = error
+        except Exception as error:
+            self._failures[worker.index] = error
+        else:
+            if isinstance(reply, Failure):
+                self._failures[worker.index] = reply.to_exception(worker.index, worker.last_request)
+            else:
+                assert isinstance(reply, Result)
+                self._replies[worker.index] = reply.value
+
+    def _wake(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            os.write(self._wakes, b"\0")
 
     def _forget(self, worker: WorkerProcess) -> None:
         for fd in [fd for fd, index in self._index_of.items() if index == worker.index]:
@@ -243,6 +345,19 @@ class WorkerPool:
             if isinstance(reply, Failure):
                 errors.append(reply.to_exception(worker.index, Close.label))
         return errors
+
+
+def _close_all(fds: tuple[int, ...]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _late(workers: list[WorkerProcess], timeout: float | None) -> WorkerTimeout:
+    return WorkerTimeout(
+        f"no reply within {timeout} s to {workers[0].last_request!r} from worker(s) "
+        + ", ".join(f"{worker.index} (pid {worker.pid})" for worker in workers),
+        workers[0].index,
+    )
 
 
 def _directory() -> str | None:

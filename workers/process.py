@@ -15,6 +15,8 @@ from workers.messages import State
 
 # Seconds. Under forkserver the exit code comes a little later than the end of the pipe.
 EXIT_CODE_DELAY = 1.0
+# Set by `benchmarks/rollouts.py --contract`, to measure what watching and counting cost by leaving them out.
+BARE = "RLSTRUCTS_BARE"
 
 
 class WorkerProcess:
@@ -149,7 +151,7 @@ class WorkerProcess:
 
 
 def _main_process() -> Descriptor | None:
-    return _pidfd(os.getpid())
+    return None if BARE in os.environ else _pidfd(os.getpid())
 
 
 def _pidfd(pid: int) -> Descriptor | None:

@@ -1,0 +1,258 @@
+"""The workers of a batcher, and what becomes of those that fail.
+
+With "raise" the first failure is raised at once. With "restart" a worker that died, raised or was late is
+replaced: its successor is built from the same factories with the next seed of its stream, gets the slots and
+the last update, and resets its environments. The others' work is kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from rlstructs.envs import registry
+from rlstructs.errors import SpecError
+from rlstructs.rollout import Clock, JobFactory
+from rlstructs.seeding import PrivateStreams
+from rlstructs.settings import JobSettings, check_count
+from rlstructs.slots import Layout
+from workers import InlinePool, SharedArena, WorkerPool
+
+logger = logging.getLogger("rlstructs")
+
+PRELOAD = ("torch", "gymnasium", "rlstructs.rollout", "rlstructs.envs.gym_env")
+RAISE, RESTART = POLICIES = ("raise", "restart")
+# A successor that does not come up so often in a row never will.
+MAX_ATTEMPTS = 3
+
+
+@dataclass
+class Member:
+    """What is known of one worker and of those before it in its place.
+
+    Attributes:
+        generation: how many were before it.
+        n_lost: rollouts that were lost with them.
+        since: when it began, in the time of `time.monotonic`.
+        clock: what it said last of its time.
+    """
+
+    generation: int = 0
+    n_lost: int = 0
+    since: float = field(default_factory=time.monotonic)
+    clock: Clock = field(default_factory=Clock)
+
+
+class Crew:
+    """Workers that run rollouts.
+
+    Args:
+        pool: the workers, built.
+        settings: what their jobs were made of.
+        policy: "raise" or "restart".
+        max_restarts: how many failures may be mended in all; None for any number.
+    """
+
+    def __init__(
+        self, pool: WorkerPool | InlinePool, settings: JobSettings, policy: str, max_restarts: int | None
+    ) -> None:
+        self.pool = pool
+        self.members = [Member() for _ in range(pool.n_workers)]
+        self.n_restarts = 0
+        self._settings, self._max_restarts = settings, max_restarts
+        # A job in this process cannot be replaced: what it raises is raised.
+        self._mends = policy == RESTART and isinstance(pool, WorkerPool)
+        self._replaced: set[int] = set()
+        self._lost: dict[int, BaseException] = {}
+        self._outcomes: dict[int, Any] | None = None
+        # What a successor is told, in this order, before it is one of the crew.
+        self._orders: dict[str, tuple[Any, ...]] = {"describe": ()}
+        self._n_envs: int | None = None
+
+    def describe(self) -> list[Any]:
+        """What the jobs say of themselves: how many environments they have, and, the first, the specs."""
+        answers = self.pool.call("describe")
+        self._n_envs = answers[0][0]
+        return answers
+
+    def attach(self, layout: Layout) -> None:
+        """Gives every worker its slots."""
+        self._orders["attach"] = (layout,)
+        self.pool.call("attach", layout)
+
+    def update(self, packed: bytes) -> None:
+        """Updates every agent."""
+        self._orders["update"] = (packed,)
+        self._call("update")
+
+    def reset(self) -> None:
+        """Resets every environment."""
+        self._orders.pop("reset", None)
+        self._orders["reset"] = ()
+        self._call("reset")
+
+    def begin(self) -> None:
+        """Starts a rollout in every worker."""
+        if isinstance(self.pool, WorkerPool) and self._mends:
+            self._mend(self.pool.check())
+            self.pool.ask("rollout")
+        else:
+            self.pool.broadcast("rollout")
+
+    def is_ready(self) -> bool:
+        """Whether `collect` would not have to wait for rollouts."""
+        if self._outcomes is not None:
+            return True
+        return self.pool.is_settled() if isinstance(self.pool, WorkerPool) and self._mends else self.pool.ready()
+
+    def collect(self) -> list[Any]:
+        """What every rollout replied, by worker index; None for one that was lost with its worker.
+
+        May be interrupted and called again; `forget` says that it is over.
+        """
+        if self._outcomes is None:
+            self._outcomes = self._settled()
+        self._mend(self._lost)
+        for index, outcome in self._outcomes.items():
+            self.members[index].clock = Clock(*outcome[1])
+        return [self._outcomes.get(index) for index in range(self.pool.n_workers)]
+
+    def _settled(self) -> dict[int, Any]:
+        if not (isinstance(self.pool, WorkerPool) and self._mends):
+            return dict(enumerate(self.pool.gather()))
+        replies, failures = self.pool.settle()
+        self._lost = dict(failures)
+        for index in failures:
+            self.members[index].n_lost += 1
+        return dict(replies)
+
+    def forget(self) -> set[int]:
+        """Ends what `collect` began; the workers that were replaced since the last call."""
+        self._outcomes = None
+        replaced, self._replaced = self._replaced, set()
+        return replaced
+
+    def stats(self) -> list[dict[str, Any]]:
+        """For each worker what `RL_Batcher.stats` says of it."""
+        return [
+            {
+                "worker": index,
+                "pid": pid,
+                "state": state,
+                "restarts": member.generation,
+                "lost_rollouts": member.n_lost,
+                **_times(member),
+            }
+            for index, (pid, state, member) in enumerate(
+                zip(self.pool.pids, self.pool.states, self.members, strict=True)
+            )
+        ]
+
+    def _call(self, method: str) -> None:
+        if not (isinstance(self.pool, WorkerPool) and self._mends):
+            self.pool.call(method, *self._orders[method])
+            return
+        # A successor follows this order before it is one of the crew.
+        self._mend(self.pool.check())
+        self.pool.ask(method, *self._orders[method])
+        self._mend(dict(self.pool.settle()[1]))
+
+    def _mend(self, failures: dict[int, BaseException]) -> None:
+        """Puts successors in the place of workers that failed.
+
+        Raises:
+            Exception: the first failure, when there were too many, or that of a successor which never comes up.
+        """
+        pool = self.pool
+        first, n_attempts = failures, 0
+        while failures and isinstance(pool, WorkerPool):
+            worker, error = min(failures.items())
+            self.n_restarts += len(failures)
+            if self._max_restarts is not None and self.n_restarts > self._max_restarts:
+                self.n_restarts -= len(failures)
+                raise error
+            if n_attempts == MAX_ATTEMPTS:
+                raise first[worker]
+            for index, why in failures.items():
+                logger.warning("worker %d is replaced: %r", index, why)
+            failures = self._replace(pool, sorted(failures))
+            first = failures if n_attempts == 0 else {**failures, **first}
+            n_attempts += 1
+        self._lost = {}
+        if isinstance(pool, WorkerPool):
+            pool.forget_outcomes()
+
+    def _replace(self, pool: WorkerPool, indexes: list[int]) -> dict[int, BaseException]:
+        """Starts a successor for each of these; those that did not come up, and why."""
+        factories = {}
+        for index in indexes:
+            member = self.members[index]
+            self.members[index] = Member(member.generation + 1, member.n_lost)
+            factories[index] = JobFactory(self._settings.again(index, member.generation + 1), is_first=False)
+        self._replaced |= set(indexes)
+        pool.forget_outcomes()
+        pool.restart(factories)
+        replies, failures = pool.settle()
+        for method, arguments in self._orders.items():
+            pool.ask(method, *arguments, only=[index for index in indexes if index not in failures])
+            replies, failures = pool.settle()
+            if method == "describe":
+                failures |= {
+                    index: SpecError(f"create_env: worker {index} has {replies[index][0]} environments now, "
+                                     f"it had {self._n_envs}")
+                    for index in replies if replies[index][0] != self._n_envs
+                }  # fmt: skip
+        return dict(failures)
+
+
+def started(
+    settings: JobSettings,
+    n_processes: int,
+    shared: tuple[SharedArena, SharedArena],
+    start_method: str | None,
+    timeout: float | None,
+) -> WorkerPool | InlinePool:
+    """Workers with their jobs built; with no processes the job runs in this one.
+
+    Raises:
+        TypeError: what the user gave cannot be sent to a worker.
+    """
+    try:
+        if n_processes == 0:
+            return InlinePool(JobFactory(settings.by_value()), shared=shared, around=PrivateStreams())
+        return WorkerPool(
+            n_processes,
+            JobFactory(settings),
+            shared=shared,
+            start_method=start_method,
+            timeout=timeout,
+            preload=PRELOAD,
+            setup=partial(registry.register, registry.registered()),
+            name="rlstructs-worker",
+        )
+    except Exception as error:
+        if culprit := settings.unpicklable():
+            raise TypeError(f"{culprit[0]} cannot be sent to a worker: {culprit[1]}") from error
+        raise
+
+
+def check_policy(policy: str, max_restarts: int | None) -> None:
+    """Raises SpecError or TypeError unless these say what is to become of workers that fail."""
+    if policy not in POLICIES:
+        raise SpecError(f"on_worker_failure must be one of {POLICIES}, got {policy!r}")
+    if max_restarts is not None:
+        check_count("max_restarts", max_restarts, 0)
+
+
+def _times(member: Member) -> dict[str, Any]:
+    elapsed, clock = time.monotonic() - member.since, member.clock
+    return {
+        "steps": clock.steps,
+        "steps_per_second": clock.steps / elapsed,
+        "environment_seconds": clock.environment,
+        "agent_seconds": clock.agent,
+        "waiting_seconds": max(0.0, elapsed - clock.busy),
+    }

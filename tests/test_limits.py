@@ -1,0 +1,222 @@
+"""What a small machine allows is enough, or a clear error says what is not."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import psutil
+import pytest
+from helpers import count_batcher, rollout
+from processes import worker_pids
+
+from rlstructs import ClosedError
+
+WIDE = """
+import os, resource, sys
+import torch
+from helpers import Count, Counting
+from rlstructs import GymEnvInf, RL_Batcher
+
+class Wide(Counting):
+    def __call__(self, *arguments, **named):
+        output, state = super().__call__(*arguments, **named)
+        for n in range(40):
+            output.set(f"column{n}", torch.zeros(output.n_elems()))
+        return output, state
+
+def batcher(n_workers, method):
+    return RL_Batcher(5, Wide, {}, lambda seed: GymEnvInf([Count(3)], seed), {}, n_workers, 0, start_method=method)
+"""
+
+
+def run(text, env, **options):
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WIDE + textwrap.dedent(text)],
+        capture_output=True, text=True, env=env, timeout=100, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_64_descriptors_are_enough_for_8_workers_with_40_columns(method, subprocess_env):
+    done = run(
+        f"""
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        with batcher(8, {method!r}) as made:
+            made.reset()
+            for _ in range(3):
+                made.execute()
+                print(made.get()[1])
+        """,
+        subprocess_env,
+    )
+    assert done.stdout.split() == ["8"] * 3, done.stderr
+
+
+def test_32_descriptors_are_an_error_that_names_the_limit_and_the_need(subprocess_env):
+    done = run(
+        """
+        resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
+        try:
+            batcher(8, None)
+        except Exception as error:
+            print(type(error).__name__, error)
+        with batcher(2, None) as made:  # and nothing is lost
+            made.reset()
+        """,
+        subprocess_env,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("WorkerError 8 workers need 44 file descriptors, ")
+    assert "of 32 are left: raise the limit RLIMIT_NOFILE (ulimit -n), or start fewer workers" in done.stdout
+
+
+def test_a_small_dev_shm_matters_to_nobody(subprocess_env):
+    """Shared memory has no name: it does not lie there."""
+    before = set(os.listdir("/dev/shm"))
+    done = run(
+        """
+        def names():
+            return set(os.listdir("/dev/shm"))
+        before = names()
+        with batcher(2, None) as made:
+            made.reset()
+            made.execute()
+            made.get()
+            maps = open("/proc/self/maps").read()
+            print("/dev/shm" in maps.replace("/memfd:", ""), sorted(names() - before))
+        """,
+        subprocess_env,
+    )
+    assert done.stdout.split("\n")[0].startswith("False"), done.stderr
+    assert set(os.listdir("/dev/shm")) >= before
+
+
+def test_slots_beyond_the_memory_limit_are_refused_before_the_first_write(subprocess_env):
+    """RLIMIT_AS stands for a small machine: no arena is mapped that does not fit."""
+    done = run(
+        """
+        try:
+            RL_Batcher(10**9, Wide, {}, lambda seed: GymEnvInf([Count(3)], seed), {}, 1, 0)
+        except MemoryError as error:
+            print(type(error).__name__, error)
+        """,
+        subprocess_env,
+    )
+    assert done.stdout.startswith("OutOfMemoryError"), done.stderr
+    assert "bytes are needed" in done.stdout
+
+
+def test_64_workers_on_two_cores():
+    before = worker_pids()
+    with count_batcher([[3]] * 64, 4, autoreset=True) as batcher:
+        batcher.reset()
+        for _ in range(3):
+            trajectories, n_running = rollout(batcher)
+            assert n_running == 64 and trajectories.lengths.tolist() == [4] * 64
+    assert worker_pids() == before
+
+
+@pytest.mark.parametrize(
+    ("how", "phase"),
+    # Within a call of ours nothing of the program's own can raise.
+    [*itertools.product(["SIGTERM", "SIGINT", "SIGKILL"], ["reset", "execute", "get", "update"]), ("raise", "execute")],
+)
+def test_a_program_that_ends_in_any_phase_leaves_no_worker(how, phase, subprocess_env):
+    """Ctrl-C goes to the whole group, as a terminal sends it."""
+    text = f"""
+    import signal, threading
+    class Slow(Count):
+        def step(self, action):
+            if self.steps == 2 and {phase!r} in ("execute", "get"):
+                signal.pause()
+            return super().step(action)
+        def reset(self, **arguments):
+            if {phase!r} == "reset":
+                told()
+                signal.pause()
+            return super().reset(**arguments)
+    class Agent(Counting):
+        def update(self, info):
+            told()
+            signal.pause()
+    def told():
+        os.write(1, b"ready\\n")
+    made = RL_Batcher(5, Agent, {{}}, lambda seed: GymEnvInf([Slow(9)], seed), {{}}, 2, 0)
+    os.write(1, " ".join(map(str, made._pool.pids)).encode() + b"\\n")
+    made.reset()
+    made.execute() if {phase!r} != "update" else made.update(1)
+    if {how!r} == "raise":
+        raise KeyError("of the trainer")
+    if {phase!r} == "execute":
+        told()
+        signal.pause()
+    threading.Timer(0.0, told).start()
+    made.get()
+    """
+    program = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", WIDE + textwrap.dedent(text)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=subprocess_env, start_new_session=True,
+    )  # fmt: skip
+    assert program.stdout is not None and program.stderr is not None
+    workers = [psutil.Process(int(pid)) for pid in program.stdout.readline().split()]
+    if how != "raise":
+        assert program.stdout.readline() == b"ready\n"
+        if how == "SIGINT":
+            os.killpg(program.pid, 2)
+        else:
+            os.kill(program.pid, {"SIGTERM": 15, "SIGKILL": 9}[how])
+    _, errors = program.communicate(timeout=20)
+    _, alive = psutil.wait_procs(workers, timeout=5)
+    assert not alive
+    if how == "SIGINT":
+        assert b"KeyboardInterrupt" in errors
+
+
+def test_close_from_another_thread_ends_a_get_that_waits():
+    with count_batcher([[3], [3]], 10**6, autoreset=True) as batcher:
+        batcher.reset()
+        batcher.execute()
+        failures = []
+
+        def wait():
+            try:
+                batcher.get()
+            except BaseException as error:
+                failures.append(error)
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        started = time.monotonic()
+        batcher.close()
+        waiting.join(10)
+        assert not waiting.is_alive() and time.monotonic() - started < 10
+        assert len(failures) == 1 and isinstance(failures[0], ClosedError)
+        batcher.close()
+
+
+def test_an_environment_that_starts_children_of_its_own(subprocess_env):
+    done = run(
+        """
+        import subprocess
+        class Parent(Count):
+            def __init__(self):
+                super().__init__(3)
+                reads = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+                self.child = subprocess.Popen(reads, stdin=subprocess.PIPE)
+            def close(self):
+                self.child.stdin.close()
+                print(self.child.wait(), flush=True)
+        with RL_Batcher(5, Counting, {}, lambda seed: GymEnvInf([Parent()], seed), {}, 2, 0) as made:
+            made.reset()
+            made.execute()
+            made.get()
+        """,
+        subprocess_env,
+    )
+    assert done.stdout.split() == ["0", "0"], done.stderr

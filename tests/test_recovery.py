@@ -1,0 +1,344 @@
+"""Workers that fail are replaced: nothing wrong is handed out, nothing of the others is lost, and it is told."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import select
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import Count, Counting, count_batcher, rollout
+from processes import worker_pids
+
+from rlstructs import GymEnv, GymEnvInf, RL_Batcher, SpecError, WorkerCrashed, WorkerTimeout
+from rlstructs.seeding import EnvSeed, next_seed
+
+LIMIT = 10.0
+
+
+class Broken(Exception):
+    """A user's own exception."""
+
+
+class Once(Count):
+    """Fails in its third step, in the first worker with `index` only; observations hold [seed, step]."""
+
+    def __init__(self, seed, index, how, generations):
+        super().__init__(100)
+        self.fails = seed.worker_index == index and seed.generation < generations
+        self.seed, self.how = float(seed % 1000), how
+        if self.fails and how == "constructor" and seed.generation:
+            raise Broken("no licence")
+
+    def _observation(self):
+        return np.array([self.seed, self.steps], np.float32)
+
+    def reset(self, **arguments):
+        if self.fails and self.how == "reset":
+            raise Broken("lost in reset")
+        return super().reset(**arguments)
+
+    def step(self, action):
+        if self.fails and self.steps == 2:
+            if self.how in ("kill", "constructor"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "raise":
+                raise Broken("lost in step")
+            if self.how == "exit":
+                os._exit(3)
+            if self.how == "hang":
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+                while True:
+                    signal.pause()
+        return super().step(action)
+
+
+def batcher(how, index=1, generations=1, n_workers=3, **arguments):
+    """Workers of two environments; one of them fails."""
+    arguments.setdefault("on_worker_failure", "restart")
+    return RL_Batcher(
+        5, Counting, {}, lambda seed: GymEnvInf([Once(seed, index, how, generations) for _ in range(2)], seed), {},
+        n_workers, 7, **arguments,
+    )  # fmt: skip
+
+
+def fours():
+    """Two workers of an environment with episodes of 4 steps, rollouts of 6."""
+    return RL_Batcher(
+        6, Counting, {}, lambda seed: GymEnvInf([Count(4)], seed), {}, 2, 0, on_worker_failure="restart"
+    )
+
+
+def kill(pid):
+    """SIGKILL, and waits until it has worked."""
+    pidfd = os.pidfd_open(pid)
+    os.kill(pid, signal.SIGKILL)
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    assert poll.poll(LIMIT * 1000)
+    os.close(pidfd)
+
+
+@pytest.mark.parametrize(
+    ("how", "index", "start_method"),
+    [
+        *itertools.product(["kill", "raise", "exit", "hang"], [0, 1], ["forkserver"]),
+        *itertools.product(["kill", "hang"], [1], ["spawn"]),
+    ],
+)
+def test_the_others_are_kept_and_the_lost_one_is_counted(how, index, start_method, caplog):
+    before = worker_pids()
+    # Of which a start is part: spawned workers import torch first.
+    timeout = {"forkserver": 3.0, "spawn": 12.0}[start_method] if how == "hang" else None
+    with (
+        caplog.at_level(logging.WARNING, "rlstructs"),
+        batcher(how, index, n_workers=2, start_method=start_method, timeout=timeout) as made,
+    ):
+        made.reset()
+        trajectories, n_running = rollout(made)
+        lost = [2 * index, 2 * index + 1]
+        assert n_running == 4 and trajectories.info["env_index"].tolist() == list(range(4))
+        assert trajectories.lengths.tolist() == [0 if row in lost else 5 for row in range(4)]
+        for _, tensor in trajectories.trajectories.items():
+            assert not tensor[lost].any()
+        seeds = trajectories.trajectories["observation/frame"][:, 0, 0]
+        stats = made.stats()
+        assert [worker["restarts"] for worker in stats["workers"]] == [int(w == index) for w in range(2)]
+        assert (stats["restarts"], stats["lost_rollouts"]) == (1, 1)
+        assert len({worker["pid"] for worker in stats["workers"]}) == 2
+        [record] = caplog.records
+        assert f"worker {index} is replaced" in record.getMessage()
+        following, n_running = rollout(made)
+        assert n_running == 4 and following.lengths.tolist() == [5] * 4
+        steps = following.trajectories["observation/frame"][:, 0, 1]
+        assert steps.tolist() == [0 if row in lost else 5 for row in range(4)]  # they begin anew
+        assert following.trajectories["observation/initial_state"][lost, 0].all()
+        others = [row for row in range(4) if row not in lost]
+        now = following.trajectories["observation/frame"][:, 0, 0]
+        assert (now[others] == seeds[others]).all() and not set(now[lost].tolist()) & set(now[others].tolist())
+    assert worker_pids() == before
+
+
+def test_a_successor_has_the_next_seed_of_its_stream_and_the_last_update():
+    with batcher("kill") as made:
+        made.update(3.5)
+        made.reset()
+        rollout(made)
+        following, _ = rollout(made)
+        assert (following.trajectories["action/given"] == 3.5).all()
+        expected = float(EnvSeed(7, 1, 1) % 1000)
+        assert following.trajectories["observation/frame"][2, 0, 0] == expected
+
+
+def test_the_same_failures_give_the_same_trajectories():
+    def collected():
+        with batcher("raise", generations=2) as made:
+            made.reset()
+            return [rollout(made)[0] for _ in range(4)]
+
+    assert collected() == collected()
+
+
+def test_seeds_that_were_listed_go_on_too():
+    seeds = [next_seed(5, 0 + n) for n in (1, 2)] + [next_seed(6, 1), 5, 6]
+    assert len(set(seeds)) == 5
+    assert EnvSeed(7, 1, 1).for_environments(3) != EnvSeed(7, 1).for_environments(3)
+    assert next_seed(EnvSeed(7, 1), 2) == EnvSeed(7, 1, 2)
+
+
+@pytest.mark.parametrize("when", ["idle", "update", "reset", "rollout"])
+def test_a_worker_may_die_at_any_time(when):
+    with batcher("never", n_workers=2) as made:
+        made.reset()
+        rollout(made)
+        pid = made.stats()["workers"][1]["pid"]
+        if when == "rollout":
+            made.execute()
+        kill(pid)
+        if when == "rollout":
+            lengths = made.get()[0].lengths.tolist()
+            assert lengths in ([5, 5, 0, 0], [5, 5, 5, 5])  # it may have been through
+        if when == "update":
+            made.update(1.5)
+        if when == "reset":
+            made.reset()
+        trajectories, n_running = rollout(made)
+        assert n_running == 4
+        if when in ("idle", "update", "reset"):
+            assert trajectories.lengths.tolist() == [5] * 4
+            assert trajectories.trajectories["observation/initial_state"][2:, 0].all()
+        assert made.stats()["restarts"] == 1
+
+
+def test_a_reset_that_failed_is_done_by_the_successor():
+    with batcher("reset") as made:
+        made.reset()
+        assert rollout(made)[0].lengths.tolist() == [5] * 6
+
+
+def test_all_workers_may_fail_at_once():
+    with batcher("never", n_workers=2) as made:
+        made.reset()
+        made.execute()
+        for worker in made.stats()["workers"]:
+            kill(worker["pid"])
+        trajectories, n_running = made.get()
+        assert n_running == 4 and set(trajectories.lengths.tolist()) <= {0, 5}
+        assert rollout(made)[0].lengths.tolist() == [5] * 4
+
+
+@pytest.mark.parametrize("how", ["constructor", "reset"])
+def test_one_that_never_comes_up_ends_the_batcher_with_the_first_error(how):
+    before = worker_pids()
+    started = time.monotonic()
+    with pytest.raises(Broken, match="no licence|lost in reset"), batcher(how, generations=99) as made:
+        made.reset()
+        rollout(made)
+    assert worker_pids() == before and time.monotonic() - started < LIMIT
+
+
+def test_a_factory_that_fails_at_the_first_start_is_raised_at_once():
+    def create_env(seed):
+        raise Broken("no display")
+
+    with pytest.raises(Broken, match="no display"):
+        RL_Batcher(5, Counting, {}, create_env, {}, 2, 0, on_worker_failure="restart")
+
+
+def test_no_more_than_max_restarts_are_mended():
+    with batcher("raise", generations=99, max_restarts=2) as made:
+        made.reset()
+        for _ in range(2):
+            rollout(made)
+        assert made.stats()["restarts"] == 2
+        with pytest.raises(Broken, match="lost in step"):
+            rollout(made)
+
+
+def test_max_restarts_0_raises():
+    with batcher("kill", max_restarts=0) as made, pytest.raises(WorkerCrashed, match="^worker 1 "):
+        made.reset()
+        rollout(made)
+
+
+def test_by_default_failures_are_raised():
+    with batcher("hang", on_worker_failure="raise", timeout=3.0) as made, pytest.raises(WorkerTimeout):
+        made.reset()
+        rollout(made)
+
+
+def test_episodes_of_a_lost_worker_are_not_continued():
+    """Episodes of 4 steps; a worker dies when it is within one: the next of its environments has 4 again."""
+    with fours() as made:
+        made.reset()
+        rollout(made)
+        kill(made.stats()["workers"][1]["pid"])
+        for _ in range(3):
+            rollout(made)
+        assert set(made.episodes()["length"].tolist()) == {4}
+
+
+def test_environments_that_do_not_reset_themselves_run_again():
+    with RL_Batcher(
+        3, Counting, {}, lambda seed: GymEnv([Count(3), Count(9)], seed), {}, 2, 0, on_worker_failure="restart"
+    ) as made:
+        made.reset()
+        assert rollout(made)[1] == 2
+        kill(made.stats()["workers"][0]["pid"])
+        trajectories, n_running = rollout(made)
+        assert trajectories.info["env_index"].tolist() == [0, 1, 3] and n_running == 2
+        while n_running:
+            _, n_running = rollout(made)
+
+
+def test_without_waiting_nothing_comes_until_the_others_are_through():
+    with batcher("kill") as made:
+        made.reset()
+        made.execute()
+        deadline = time.monotonic() + LIMIT
+        while (found := made.get(blocking=False)) == (None, None):
+            assert time.monotonic() < deadline
+        assert found[1] == 6
+
+
+def test_a_worker_whose_environments_have_changed_is_no_successor():
+    def create_env(seed):
+        return GymEnvInf([Once(seed, 1, "raise", 1) for _ in range(2 + seed.generation)], seed)
+
+    with (
+        RL_Batcher(5, Counting, {}, create_env, {}, 2, 7, on_worker_failure="restart") as made,
+        pytest.raises(SpecError, match="create_env: worker 1 has 3 environments now, it had 2"),
+    ):
+        made.reset()
+        rollout(made)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"on_worker_failure": "ignore"}, SpecError, "on_worker_failure must be one of .*got 'ignore'"),
+        ({"max_restarts": -1}, SpecError, "max_restarts must be at least 0, got -1"),
+        ({"max_restarts": 1.5}, TypeError, "max_restarts must be an int, got 1.5"),
+    ],
+)
+def test_policies_that_there_are_not_are_refused(arguments, kind, message):
+    with pytest.raises(kind, match=message):
+        batcher("never", **arguments)
+
+
+def test_many_failures_leave_nothing_behind():
+    before = worker_pids(), len(os.listdir("/proc/self/fd"))
+    with fours() as made:
+        made.reset()
+        rollout(made)
+        held = len(os.listdir("/proc/self/fd"))
+        for turn in range(20):
+            kill(made.stats()["workers"][turn % 2]["pid"])
+            rollout(made)
+        assert len(os.listdir("/proc/self/fd")) == held
+        assert made.stats()["restarts"] == 20
+    assert worker_pids() == before[0]
+
+
+@pytest.mark.parametrize("n_processes", [0, 2])
+def test_stats_say_what_the_workers_did(n_processes):
+    with count_batcher([[3], [3]][: n_processes or 1], 10, autoreset=True, n_processes=n_processes) as made:
+        made.reset()
+        for _ in range(4):
+            rollout(made)
+        stats = made.stats()
+        assert stats["arena_bytes"] == made.nbytes and stats["restarts"] == stats["lost_rollouts"] == 0
+        for index, worker in enumerate(stats["workers"]):
+            assert (worker["worker"], worker["state"], worker["steps"]) == (index, "idle", 40)
+            assert Path(f"/proc/{worker['pid']}").exists() and worker["steps_per_second"] > 0
+            assert worker["environment_seconds"] > 0 < worker["agent_seconds"] and worker["waiting_seconds"] >= 0
+        made.execute()
+        assert {worker["state"] for worker in made.stats()["workers"]} <= {"busy", "idle"}
+        made.get()
+
+
+def test_interrupts_while_successors_start_lose_nothing(monkeypatch):
+    """Ctrl-C between the settled rollouts and the successor: the next `get` goes on."""
+    with batcher("kill") as made:
+        made.reset()
+        made.execute()
+        replace, calls = made._crew._replace, []
+
+        def interrupted(*arguments):
+            calls.append(arguments)
+            if len(calls) == 1:
+                raise KeyboardInterrupt
+            return replace(*arguments)
+
+        monkeypatch.setattr(made._crew, "_replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            made.get()
+        trajectories, n_running = made.get()
+        assert n_running == 6 and trajectories.lengths.tolist() == [5, 5, 0, 0, 5, 5]
+        assert torch.equal(rollout(made)[0].lengths, torch.full((6,), 5))
