@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import os
+import zlib
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from functools import partial
@@ -23,7 +25,7 @@ from rlstructs.replay.ring import N_COUNTERS, Ring
 from rlstructs.replay.samplers import Span
 from rlstructs.replay.values import from_bits, to_bits
 from rlstructs.structures import files
-from rlstructs.structures.containers import Reader
+from rlstructs.structures.containers import Reader, checksum
 
 if TYPE_CHECKING:
     from rlstructs.memories.base import Memory
@@ -31,6 +33,10 @@ if TYPE_CHECKING:
 KIND = "Memory"
 RING = "__ring__"
 EPISODES = "__episodes__"
+# Characters: complex numbers of 128 bits have 50.
+LONGEST_NUMBER = 100
+# In the .json beside a .csv: of itself without this entry, and of the .csv.
+CHECKSUM, ROWS_CHECKSUM = "crc32", "rows_crc32"
 
 
 def save(memory: Memory, directory: str | Path, format: str) -> Path:  # noqa: A002
@@ -162,20 +168,42 @@ def _save_csv(memory: Memory, path: Path) -> None:
     header = [column for name in names for column in _column_names(name, memory._spec(name))]
     more = {name: array.tolist() for name, array in _bookkeeping(memory).items()}
     format_of = {"format": files.FORMAT, "version": files.VERSION, "class": KIND}
-    text = json.dumps({**format_of, **memory._state(), "more": more})
-    with files.replacing(path.with_suffix(".json")) as temporary:
-        temporary.write_text(text)
-    with files.replacing(path) as temporary, open(temporary, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(header)
-        for start in range(0, rows.size, 4096):
-            some = rows[start : start + 4096]
-            arrays = [columns.host(name, array) for name, array in zip(names, columns.gather(names, some), strict=True)]
-            lists = [
-                (from_bits(array) if columns.specs[name].is_bfloat16 else array).reshape(some.size, -1).tolist()
-                for name, array in zip(names, arrays, strict=True)
-            ]
-            writer.writerows(itertools.chain.from_iterable(row) for row in zip(*lists, strict=True))
+    with files.replacing(path) as temporary, files.replacing(path.with_suffix(".json")) as beside:
+        with open(temporary, "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(header)
+            for start in range(0, rows.size, 4096):
+                some = rows[start : start + 4096]
+                gathered = zip(names, columns.gather(names, some), strict=True)
+                arrays = [columns.host(name, array) for name, array in gathered]
+                lists = [
+                    (from_bits(array) if columns.specs[name].is_bfloat16 else array).reshape(some.size, -1).tolist()
+                    for name, array in zip(names, arrays, strict=True)
+                ]
+                writer.writerows(itertools.chain.from_iterable(row) for row in zip(*lists, strict=True))
+        state = {**format_of, **memory._state(), "more": more, ROWS_CHECKSUM: _checksum_of_lines(temporary)}
+        beside.write_text(json.dumps(state | {CHECKSUM: _checksum_of(state)}))
+
+
+def _checksum_of_lines(path: Path) -> int:
+    """Of a text file, whatever ends its last line."""
+    with open(path, "rb") as file:
+        nbytes = file.seek(0, os.SEEK_END)
+        file.seek(max(0, nbytes - 2))
+        last = file.read()
+        return checksum(file, 0, nbytes - len(last) + len(last.rstrip(b"\r\n")))
+
+
+def _checksum_of(state: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(state).encode())
+
+
+def _verify_csv(path: Path, state: Mapping[str, Any]) -> None:
+    """Raises ValueError or KeyError if either file is not as it was written."""
+    if state[CHECKSUM] != _checksum_of({key: value for key, value in state.items() if key != CHECKSUM}):
+        raise ValueError("the checksum of the .json beside it is wrong")
+    if state[ROWS_CHECKSUM] != _checksum_of_lines(path):
+        raise ValueError("its checksum is wrong")
 
 
 def _column_names(name: str, spec: Spec) -> list[str]:
@@ -195,6 +223,7 @@ def _load_csv(memory: Memory, path: Path) -> None:
             raise ValueError(f"version {state.get('version')!r}, this program reads version {files.VERSION}")
         more = {name: np.array(values, _BOOKKEEPING_DTYPES.get(name)) for name, values in state["more"].items()}
         restore = _checked(memory, path, state, more)
+        _verify_csv(path, state)
         tensors = dict(_read_columns(memory, path, state))
         lane_rows = _rows_of(memory, more[RING])
         if any(len(values) != len(lane_rows) for values in tensors.values()):
@@ -220,9 +249,12 @@ def _rows_of(memory: Memory, ring: np.ndarray) -> np.ndarray:
 
 
 def _read_columns(memory: Memory, path: Path, state: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    with open(path, newline="") as file:
+    with open(path, newline="", encoding="utf-8") as file:
         lines = list(csv.reader(file))
     header, body = lines[0], lines[1:]
+    # numpy makes all strings of an array as long as the longest: one of a megabyte would take terabytes.
+    if (longest := max(map(len, itertools.chain.from_iterable(body)), default=0)) > LONGEST_NUMBER:
+        raise ValueError(f"it has a number of {longest} characters")
     at = 0
     for name in sorted(state["tensors"]):
         spec = _spec(memory, state, name)

@@ -11,7 +11,8 @@ import numpy as np
 from rlstructs.errors import SpecError, StateError
 from rlstructs.memories import base
 from rlstructs.replay import expand
-from rlstructs.replay.prioritised import Prioritised
+from rlstructs.replay.expand import CROSS, EPISODE_ENDS, MASK, NEVER
+from rlstructs.replay.prioritised import Prioritised, exponent
 from rlstructs.replay.reading import discounted
 from rlstructs.replay.roles import is_after, is_reward
 from rlstructs.replay.samplers import Span, Uniform, draw_fitting
@@ -20,7 +21,6 @@ from rlstructs.replay.values import host_array
 
 Fits = Callable[[np.ndarray], np.ndarray]
 
-CROSS, MASK, NEVER = ENDS = ("cross", "mask", "never")
 NO_ENDS = "no tensor 'terminated' or 'truncated' says where episodes end"
 
 
@@ -195,8 +195,8 @@ class PrioritizedMemory(RandomMemory):
             raise SpecError("replacement must be True: draws in proportion to priorities may repeat a row")
         if normalize not in ("memory", "batch"):
             raise SpecError(f"normalize must be 'memory' or 'batch', got {normalize!r}")
-        self.alpha = _exponent("alpha", alpha)
-        self.beta = beta if callable(beta) else _exponent("beta", beta)
+        self.alpha = exponent("alpha", alpha)
+        self.beta = beta if callable(beta) else exponent("beta", beta)
         self.normalize = normalize
         self.n_samples = 0
         self._smallest = self._beta = 0.0  # as of the last sample
@@ -209,7 +209,7 @@ class PrioritizedMemory(RandomMemory):
         return super().nbytes + Prioritised.nbytes_of(self.memory_size * self.num_envs, self.num_envs)
 
     def sample(self, names: Sequence[str], **settings: Any) -> list[list[Any]]:
-        beta = _exponent("beta", self.beta(self.n_samples)) if callable(self.beta) else self.beta
+        beta = exponent("beta", self.beta(self.n_samples)) if callable(self.beta) else self.beta
         batches = super().sample(names, **settings)
         self._beta, self.n_samples = beta, self.n_samples + 1
         return batches
@@ -294,12 +294,6 @@ def _check(sequence_length: Any, n_step: Any, gamma: float, episode_ends: str) -
         raise SpecError("n_step and sequence_length cannot both be above 1")
     if not 0 <= gamma <= 1:
         raise SpecError(f"gamma must be in [0, 1], got {gamma}")
-    if episode_ends not in ENDS:
-        raise SpecError(f"episode_ends must be one of {ENDS}, got {episode_ends!r}")
+    if episode_ends not in EPISODE_ENDS:
+        raise SpecError(f"episode_ends must be one of {EPISODE_ENDS}, got {episode_ends!r}")
     return length
-
-
-def _exponent(name: str, value: Any) -> float:
-    if not (isinstance(value, (int, float, np.number)) and 0 <= value < np.inf):
-        raise SpecError(f"{name} must be a number of at least 0, got {value!r}")
-    return float(value)

@@ -141,15 +141,23 @@ class Columns:
         self._backing, self._blocks = backing, moved
         self._map()
 
-    def resize(self, capacity: int) -> None:
-        """Makes room for more rows per lane; those that are there keep their lanes and slots."""
-        old, n = dict(self.cells), self.capacity
+    def resize(self, capacity: int, held: Mapping[str, np.ndarray] | None = None) -> None:
+        """Makes room for more rows per lane, or for fewer; those that still fit keep their lanes and slots.
+
+        Args:
+            capacity: rows per lane.
+            held: name -> bool (n_lanes, rows per lane), which of its rows are anything; None and others: all.
+        """
+        old, n = dict(self.cells), min(self.capacity, capacity)
         self.capacity = capacity
         self.lane_stride, self.slot_stride = (capacity, 1) if self.order == LANE else (1, self.n_lanes)
-        for name, spec in list(self.specs.items()):
-            del self.specs[name]
+        for name, spec in self.specs.items():
             self.add(name, spec)
-            self.cells[name][:, :n] = old[name]
+            if held is None or name not in held:
+                self.cells[name][:, :n] = old[name][:, :n]
+            else:  # of the others no page is touched
+                at = np.nonzero(held[name][:, :n])
+                self.cells[name][at] = old[name][at]
 
     def rows(self, lanes: Any, slots: Any) -> np.ndarray:
         """Row ids."""

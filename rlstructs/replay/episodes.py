@@ -15,11 +15,13 @@ import numpy as np
 from rlstructs.replay.backing import Backing
 from rlstructs.replay.columns import Columns, Spec
 from rlstructs.replay.ring import Ring
+from rlstructs.replay.trajectories import rounds
 
 EPISODE = "episode"
 PAIR = Spec(np.dtype(np.int32), (2,))
 TIME, LENGTH = 0, 1  # of a pair
 BYTES_PER_ROW = PAIR.nbytes
+ALL = slice(None)
 # Later than any step.
 NEVER = np.iinfo(np.int64).max
 
@@ -92,23 +94,51 @@ class Episodes:
             self._write_step(lanes, done[:, 0], carried, head)
             return
         index = np.arange(n_timesteps)
+        if starts is None and lengths is None and not done.any():
+            self._scatter(lanes, carried[:, None] + index, np.zeros(done.shape, np.int32), None, head)
+            return
         valid = None if lengths is None else index < lengths[:, None]
         first = np.zeros_like(done) if starts is None else starts & (True if valid is None else valid)
         first[:, 1:] |= done[:, :-1]
-        origin = np.where(first, index, -NEVER)
-        origin[:, 0] = np.where(first[:, 0], 0, -carried)
-        time = index - np.maximum.accumulate(origin, axis=1)
+        time = _times(carried, first)
         ends = done.copy()
         ends[:, :-1] |= first[:, 1:]
         if valid is not None:
             ends &= valid
         end = np.where(ends, index, n_timesteps)
         end = np.minimum.accumulate(end[:, ::-1], axis=1)[:, ::-1]
-        total = np.take_along_axis(time, np.minimum(end, n_timesteps - 1), axis=1) + 1
+        total = time[np.arange(len(time))[:, None], np.minimum(end, n_timesteps - 1)] + 1
         length = np.where(end < n_timesteps, total, 0)
-        self._scatter(lanes, time, length, valid)
+        self._scatter(lanes, time, length, valid, head)
         counts = np.full(len(done), n_timesteps) if lengths is None else lengths
         self._close_carried(lanes, carried, first[:, 0], end[:, 0], time, counts)
+
+    def longest(
+        self, lanes: np.ndarray, done: np.ndarray, starts: np.ndarray | None = None, lengths: np.ndarray | None = None
+    ) -> np.ndarray:
+        """How many steps the longest episode would have that these rows are of, int64 (n,).
+
+        Args:
+            lanes: int (n,); of several that are the same, one would come after the other.
+            done, starts, lengths: as of `write`.
+        """
+        n, n_timesteps = done.shape
+        index = np.arange(n_timesteps)
+        inside = np.ones_like(done) if lengths is None else index < lengths[:, None]
+        first = np.zeros_like(done) if starts is None else starts & inside
+        first[:, 1:] |= done[:, :-1]
+        carried, found = self.open_lengths(ALL).astype(np.int64), np.zeros(n, np.int64)
+        for part in rounds(lanes):
+            if not n_timesteps:
+                break
+            time = np.where(inside[part], _times(carried[lanes[part]], first[part]), -1)
+            found[part] = time.max(axis=1) + 1
+            counts = inside[part].sum(axis=1)
+            last = np.maximum(counts - 1, 0)[:, None]
+            ended = np.take_along_axis(done[part], last, axis=1)[:, 0]
+            after = np.where(ended, 0, np.take_along_axis(time, last, axis=1)[:, 0] + 1)
+            carried[lanes[part]] = np.where(counts > 0, after, carried[lanes[part]])
+        return found
 
     def _write_step(
         self, lanes: slice | np.ndarray, done: np.ndarray, carried: np.ndarray, head: int | None
@@ -126,12 +156,24 @@ class Episodes:
                 self.set_length(int(every[row]), int(carried[row]), int(carried[row]) + 1, 1)
 
     def _scatter(
-        self, lanes: slice | np.ndarray, time: np.ndarray, length: np.ndarray, valid: np.ndarray | None
+        self,
+        lanes: slice | np.ndarray,
+        time: np.ndarray,
+        length: np.ndarray,
+        valid: np.ndarray | None,
+        head: int | None,
     ) -> None:
         ring = self.ring
+        pairs = np.empty((*time.shape, 2), np.int32)
+        pairs[..., TIME], pairs[..., LENGTH] = time, length
+        if head is not None and valid is None:  # of all lanes the same slots, around the end at most once
+            cells, slot = self.columns.cells[EPISODE], head % ring.capacity
+            n = min(time.shape[1], ring.capacity - slot)
+            cells[lanes, slot : slot + n] = pairs[:, :n]
+            cells[lanes, : time.shape[1] - n] = pairs[:, n:]
+            return
         every = np.arange(ring.n_lanes)[lanes]
         rows = self.columns.rows(every[:, None], (ring.head[every][:, None] + np.arange(time.shape[1])) % ring.capacity)
-        pairs = np.stack([time, length], axis=2)
         if valid is None:
             self.columns.flat[EPISODE][rows] = pairs
         else:
@@ -193,9 +235,22 @@ class Episodes:
     def begin(self, rows: np.ndarray) -> np.ndarray:
         """Which rows begin an episode, bool."""
         pairs = self.columns.flat[EPISODE].view(np.int64)[:, 0]
-        return np.asarray(pairs.take(rows).view(np.int32)[..., TIME::2] == 0)
+        return np.asarray(pairs.take(rows, mode="clip").view(np.int32)[..., TIME::2] == 0)
+
+    def end(self) -> np.ndarray:
+        """Which of all rows, (n_rows,) by row id, are the last of an episode that has ended, bool."""
+        pairs = self.columns.flat[EPISODE]
+        return np.asarray(pairs[:, TIME] + 1 == pairs[:, LENGTH])
 
     def remaining(self, rows: np.ndarray) -> np.ndarray:
         """Steps from each row to the end of its episode, itself included; `NEVER` while it goes on."""
         pairs = self.columns.flat[EPISODE].take(rows, axis=0).astype(np.int64)
         return np.where(pairs[..., LENGTH] > 0, pairs[..., LENGTH] - pairs[..., TIME], NEVER)
+
+
+def _times(carried: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """Where T rows stand in their episodes, int64 (n, T): after `carried` (n,), where `first` (n, T) says from 0 on."""
+    index = np.arange(first.shape[1])
+    origin = np.where(first, index, -NEVER)
+    origin[:, 0] = np.where(first[:, 0], 0, -carried)
+    return np.asarray(index - np.maximum.accumulate(origin, axis=1))

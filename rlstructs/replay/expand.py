@@ -9,8 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlstructs.replay.columns import LANE
 from rlstructs.replay.episodes import Episodes
 from rlstructs.replay.samplers import Span
+
+# What sequences do at the ends of episodes: go across, have what lies beyond masked, or never hold one inside.
+CROSS, MASK, NEVER = EPISODE_ENDS = ("cross", "mask", "never")
 
 
 @dataclass(frozen=True)
@@ -29,16 +33,19 @@ class Window:
 
 
 def after(span: Span, anchors: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """The rows `offsets` (B, L) or (L,) steps after each anchor, of the same lane, as row ids (B, L)."""
-    lanes, slots = span.columns.places(anchors)
-    return span.columns.rows(lanes[:, None], (slots[:, None] + offsets) % span.columns.capacity)
+    """The rows `offsets` (B, L), or (L,) that rise, steps after each anchor, of the same lane, as row ids (B, L)."""
+    columns = span.columns
+    lanes, slots = columns.places(anchors)
+    if offsets.ndim == 1 and columns.order == LANE and anchors.size:
+        low, high = slots.min() + offsets[0], slots.max() + offsets[-1]
+        if low >= 0 and high < columns.capacity:  # none goes around the end of its ring, as nearly always
+            return np.asarray(anchors[:, None] + offsets)
+    return columns.rows(lanes[:, None], (slots[:, None] + offsets) % columns.capacity)
 
 
 def chunk(span: Span, episodes: Episodes | None, anchors: np.ndarray, length: int) -> Window:
     """Each anchor and the `length - 1` rows after it, across the ends of episodes."""
-    rows = after(span, anchors, np.arange(length))
-    is_first = np.zeros(rows.shape, bool) if episodes is None else episodes.begin(rows)
-    return Window(rows, np.ones(rows.shape, bool), is_first)
+    return _across(episodes, after(span, anchors, np.arange(length)))
 
 
 def padded(span: Span, episodes: Episodes, anchors: np.ndarray, length: int) -> Window:
@@ -51,6 +58,30 @@ def padded(span: Span, episodes: Episodes, anchors: np.ndarray, length: int) -> 
 def fits(episodes: Episodes, anchors: np.ndarray, length: int) -> np.ndarray:
     """Which anchors have `length - 1` rows of the same episode after them, bool (B,)."""
     return np.asarray(episodes.remaining(anchors) >= length)
+
+
+def chunk_to(span: Span, episodes: Episodes | None, anchors: np.ndarray, length: int) -> Window:
+    """Each anchor after the `length - 1` rows before it, across the ends of episodes."""
+    return _across(episodes, after(span, anchors, np.arange(1 - length, 1)))
+
+
+def padded_to(span: Span, episodes: Episodes, anchors: np.ndarray, length: int) -> Window:
+    """As `chunk_to`; what comes before the anchor's episode does not count."""
+    window = chunk_to(span, episodes, anchors, length)
+    mask = np.arange(length - 1, -1, -1) <= episodes.times(anchors)[:, None]
+    return Window(window.rows, mask, window.is_first & mask)
+
+
+def fits_to(span: Span, episodes: Episodes | None, anchors: np.ndarray, length: int) -> np.ndarray:
+    """Which anchors have `length - 1` rows before them, of the same episode if there are any, bool (B,)."""
+    lanes, _ = span.columns.places(anchors)
+    fit = span.steps(anchors) - span.low[lanes] >= length - 1
+    return np.asarray(fit if episodes is None else fit & (episodes.times(anchors) >= length - 1))
+
+
+def _across(episodes: Episodes | None, rows: np.ndarray) -> Window:
+    is_first = np.zeros(rows.shape, bool) if episodes is None else episodes.begin(rows)
+    return Window(rows, np.ones(rows.shape, bool), is_first)
 
 
 def stack(span: Span, episodes: Episodes, anchors: np.ndarray, length: int) -> Window:

@@ -106,14 +106,14 @@ class Link:
         self.put(ring, before, values)
 
     def resize(self, capacity: int) -> None:
-        """Makes room for more rows of lanes none of which has wrapped."""
-        grown = np.zeros((len(self.is_beside), capacity), bool)
-        grown[:, : self.is_beside.shape[1]] = self.is_beside
-        self.is_beside = grown
+        """Makes room for more rows of lanes none of which has wrapped, or for fewer."""
+        resized, n = np.zeros((len(self.is_beside), capacity), bool), min(capacity, self.is_beside.shape[1])
+        resized[:, :n] = self.is_beside[:, :n]
+        self.is_beside = resized
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What a file needs: which rows lie beside, their values, and the newest ones."""
-        at = np.argwhere(self.is_beside)
+        at = np.ascontiguousarray(np.argwhere(self.is_beside))  # files take nothing else
         return {"at": at, "values": self._columns.cells[self.name][at[:, 0], at[:, 1]], "newest": self.newest}
 
     def restore(self, arrays: Mapping[str, np.ndarray]) -> None:

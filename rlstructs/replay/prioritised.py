@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,8 @@ LARGEST = 1e300
 LEAVES, SYNCED, DRAWN = "__leaves__", "__synced__", "__drawn__"
 # How many draws are remembered: a learner seldom gives priorities for one that lies further back.
 N_DRAWS = 32
+# The step that a row held which another has replaced: none that is ever reached.
+REPLACED = np.iinfo(np.int64).max
 
 
 @dataclass
@@ -30,6 +33,7 @@ class Draw:
     rows: np.ndarray
     span: Span | None
     known: np.ndarray | None = None
+    in_order: tuple[np.ndarray, np.ndarray] | None = None
 
     def steps(self) -> np.ndarray:
         """int64, one for each of the rows."""
@@ -37,6 +41,36 @@ class Draw:
             assert self.span is not None
             self.known = self.span.steps(self.rows)
         return self.known
+
+    def by_row(self) -> tuple[np.ndarray, np.ndarray]:
+        """The rows and their steps, sorted by rows."""
+        if self.in_order is None:
+            order = np.argsort(self.rows)
+            self.in_order = self.rows[order], self.steps()[order]
+        return self.in_order
+
+    def had(self, rows: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """Whether these rows held these steps already, bool."""
+        if self.span is None:
+            return np.zeros(rows.shape, bool)
+        lanes, _ = self.span.columns.places(rows)
+        return np.asarray(steps < self.span.head[lanes])
+
+
+def exponent(name: str, value: Any) -> float:
+    """`value` as a float.
+
+    Raises:
+        SpecError: it is no number of at least 0.
+    """
+    if not (isinstance(value, (int, float, np.number)) and 0 <= value < np.inf):
+        raise SpecError(f"{name} must be a number of at least 0, got {value!r}")
+    return float(value)
+
+
+def limit_of(n_rows: int, alpha: float) -> float:
+    """The largest priority of which so many have a finite sum."""
+    return float((LARGEST / n_rows) ** min(1.0, 1 / alpha)) if alpha else LARGEST
 
 
 class Prioritised:
@@ -57,7 +91,7 @@ class Prioritised:
         self.synced = np.zeros(n_lanes, np.int64)
         self._snapshot = b""  # of the counters that were last followed
         self._draws: deque[Draw] = deque(maxlen=N_DRAWS)
-        self._limit = (LARGEST / n_rows) ** min(1.0, 1 / alpha) if alpha else LARGEST
+        self._limit = limit_of(n_rows, alpha)
 
     @staticmethod
     def nbytes_of(n_rows: int, n_lanes: int) -> int:
@@ -144,28 +178,83 @@ class Prioritised:
         powers = priorities**self.alpha
         self.follow(span)
         if not (span.is_settled and is_last):
-            meant = self._steps_meant(rows)
-            held = span.has(rows)
-            if not (held | (meant >= 0)).all():
-                raise SpecError(f"index {rows[~(held | (meant >= 0))][0]} holds no row")
-            held &= (meant < 0) | (meant == span.steps(rows))
-            rows, powers = rows[held], powers[held]
-            largest = float(priorities[held].max(initial=0.0))
+            same = self._same(span, rows)
+            rows, powers = rows[same], powers[same]
+            largest = float(priorities[same].max(initial=0.0))
         self.max_priority = max(self.max_priority, largest)
         self.tree.update(rows, powers)
 
-    def _steps_meant(self, rows: np.ndarray) -> np.ndarray:
-        """Which step each row held when it was last drawn, int64; -1 if that was not in one of the last draws."""
-        meant = np.full(rows.size, -1, np.int64)
+    def _same(self, span: Span, rows: np.ndarray) -> np.ndarray:
+        """Which rows hold what they held when they were drawn, bool.
+
+        All rows of one draw were drawn then; others when they were in one of the last draws for the last time.
+        Those that were in none are taken for what they hold now.
+
+        Raises:
+            SpecError: there is one that was never drawn and holds nothing.
+        """
         for draw in self._draws:
-            if not (unknown := np.flatnonzero(meant < 0)).size:
+            if draw.rows.size == rows.size and (draw.rows == rows).all():
+                return span.holds(rows, draw.steps())
+        now = span.steps(rows)
+        held = span.holds(rows, now)
+        meant = self._steps_meant(rows, now, held)
+        if not (held | (meant >= 0)).all():
+            raise SpecError(f"index {rows[~(held | (meant >= 0))][0]} holds no row")
+        return np.asarray(held & ((meant < 0) | (meant == now)))
+
+    def _steps_meant(self, rows: np.ndarray, now: np.ndarray, held: np.ndarray) -> np.ndarray:
+        """Which step each row held when it was last drawn, int64; -1 if that is not known, or is `now`."""
+        meant = np.full(rows.size, -1, np.int64)
+        if not self._draws:
+            return meant
+        # What was there before the earliest of them has the same meaning in all.
+        unknown = np.flatnonzero(~(held & self._draws[-1].had(rows, now)))
+        for draw in self._draws:
+            if not unknown.size:
                 break
-            order = np.argsort(draw.rows, kind="stable")
-            at = np.searchsorted(draw.rows, rows[unknown], sorter=order)
-            found = order[np.minimum(at, order.size - 1)]
-            same = draw.rows[found] == rows[unknown]
-            meant[unknown[same]] = draw.steps()[found[same]]
+            drawn, steps = draw.by_row()
+            at = np.minimum(np.searchsorted(drawn, rows[unknown]), drawn.size - 1)
+            same = drawn[at] == rows[unknown]
+            meant[unknown[same]] = steps[at[same]]
+            unknown = unknown[~same]
         return meant
+
+    def replace(self, rows: np.ndarray) -> None:
+        """Says that others have come in the place of these rows: they get the priority of new ones.
+
+        Args:
+            rows: int64 (n,), of those that were followed; what was drawn of them before is of no meaning now.
+        """
+        for draw in self._draws:
+            steps = draw.steps().copy()
+            steps[np.isin(draw.rows, rows)] = REPLACED
+            draw.span, draw.known, draw.in_order = None, steps, None
+        self.tree.update(rows, np.full(rows.size, self.max_priority**self.alpha))
+
+    def set_alpha(self, alpha: float) -> None:
+        """Changes the exponent, and with it what every priority counts; those of 0 are all 1.
+
+        Raises:
+            SpecError: the largest priority would be too large; nothing has changed.
+        """
+        n_rows, leaves = self.tree.n_leaves, self.tree.values.copy()
+        limit = limit_of(n_rows, alpha)
+        if self.max_priority > limit:
+            raise SpecError(f"alpha {alpha}: the largest priority is {self.max_priority}, it may be {limit}")
+        priorities = leaves ** (1 / self.alpha) if self.alpha else leaves
+        self.tree.fill(np.where(leaves > 0, priorities**alpha, 0))
+        self.alpha, self._limit = alpha, limit
+
+    def grow(self, n_rows: int) -> None:
+        """Follows a store of one lane that has room for more rows now."""
+        from rlstructs.replay.sum_tree import SumTree
+
+        leaves = np.zeros(n_rows)
+        leaves[: self.tree.n_leaves] = self.tree.values
+        self.tree = SumTree(n_rows)
+        self.tree.fill(leaves)
+        self._limit = limit_of(n_rows, self.alpha)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What a file needs beside `max_priority`."""
@@ -194,5 +283,6 @@ class Prioritised:
         new.max_priority, new.synced = float(max_priority), synced
         new.tree.fill(leaves)
         _, first = np.unique(drawn[0], return_index=True)  # of the draws of a row the latest, which comes first
-        new._draws.append(Draw(drawn[0, first], None, drawn[1, first]))
+        if first.size:
+            new._draws.append(Draw(drawn[0, first], None, drawn[1, first]))
         return new

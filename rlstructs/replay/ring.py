@@ -19,6 +19,7 @@ import numpy as np
 
 BASE, RESERVED, HEAD = range(3)
 N_COUNTERS = 3
+ALL = slice(None)
 
 
 class Ring:
@@ -67,19 +68,20 @@ class Ring:
         """Says that they are written."""
         self.head[lanes] += n
 
-    def clear(self, alignment: int | None = None) -> None:
-        """Drops every row; the next one lies in slot 0, and old steps never come back.
+    def clear(self, alignment: int | None = None, lanes: slice | np.ndarray = ALL) -> None:
+        """Drops every row of some lanes; the next one lies in slot 0, and old steps never come back.
 
         Args:
             alignment: what the next step is a multiple of; None for the capacity, of which it must be one.
+            lanes: which.
         """
         alignment = self.capacity if alignment is None else alignment
-        # One past every step of every lane: lanes stay in step, and who follows the heads sees that they moved.
-        start = (int(np.maximum(self.head, self.reserved).max()) // alignment + 1) * alignment
+        # One past every step of these lanes: they stay in step, and who follows the heads sees that they moved.
+        start = (int(np.maximum(self.head, self.reserved)[lanes].max()) // alignment + 1) * alignment
         # Head last: until then a reader sees nothing rather than rows that are not there.
-        self.base[:] = start
-        self.reserved[:] = start
-        self.head[:] = start
+        self.base[lanes] = start
+        self.reserved[lanes] = start
+        self.head[lanes] = start
 
     def is_full(self) -> np.ndarray:
         """Which lanes have wrapped since they were cleared, bool (n_lanes,)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -48,17 +48,20 @@ class Span:
     @property
     def low(self) -> np.ndarray:
         """int64 (n_lanes,), the first step of each lane."""
-        return np.broadcast_to(self._low, self.columns.n_lanes)
+        return self._of_lanes(self._low)
 
     @property
     def high(self) -> np.ndarray:
         """int64 (n_lanes,), behind the last one."""
-        return np.broadcast_to(self._high, self.columns.n_lanes)
+        return self._of_lanes(self._high)
 
     @property
     def head(self) -> np.ndarray:
         """int64 (n_lanes,), the heads: they say which step a row id means."""
-        return np.broadcast_to(self._head, self.columns.n_lanes)
+        return self._of_lanes(self._head)
+
+    def _of_lanes(self, value: Any) -> np.ndarray:
+        return np.full(self.columns.n_lanes, value) if self.aligned else np.asarray(value)
 
     def counts(self) -> np.ndarray:
         """Rows per lane, int64."""
@@ -82,13 +85,19 @@ class Span:
 
     def steps(self, rows: np.ndarray) -> np.ndarray:
         """The steps that row ids mean, int64."""
+        if self.aligned and self.columns.order == LANE:  # a row id is its slot, but for a multiple of the capacity
+            last = self._head - 1
+            return np.asarray(last - (last - rows) % self.columns.capacity)
         lanes, slots = self.columns.places(rows)
         last = self._head - 1 if self.aligned else self._head[lanes] - 1
         return np.asarray(last - (last - slots) % self.columns.capacity)
 
     def has(self, rows: np.ndarray) -> np.ndarray:
         """Which of some row ids are in it, bool."""
-        steps = self.steps(rows)
+        return self.holds(rows, self.steps(rows))
+
+    def holds(self, rows: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """Which of some row ids are in it and mean these steps, of which there are no other rows, bool."""
         if self.aligned:
             return np.asarray((steps >= self._low) & (steps < self._high))
         lanes, _ = self.columns.places(rows)
@@ -125,6 +134,13 @@ def _numbered(columns: Columns, low: np.ndarray, counts: np.ndarray, index: np.n
     return columns.rows(lanes, steps % columns.capacity)
 
 
+class Listed(Protocol):
+    """Rows that can all be named."""
+
+    def every_row(self) -> np.ndarray:
+        """Every row, int64 (n,)."""
+
+
 # Draws that may have to be thrown away before all rows that fit are listed.
 TRIES = 8
 
@@ -134,7 +150,8 @@ def draw_fitting(
     fits: Callable[[np.ndarray], np.ndarray],
     n: int,
     choose: Callable[[np.ndarray, int], np.ndarray],
-    span: Span,
+    span: Listed,
+    wanted: str = "window of this length",
 ) -> np.ndarray:
     """`n` row ids as `draw` gives them, of those that fit only.
 
@@ -143,6 +160,7 @@ def draw_fitting(
         fits: which of some row ids do, bool.
         choose: so many of some row ids, as `draw` would if there were only those.
         span: where they lie.
+        wanted: what those that fit are, for the message.
 
     Raises:
         SpecError: none fits.
@@ -160,7 +178,7 @@ def draw_fitting(
     every: np.ndarray = span.every_row()
     every = every[fits(every)]
     if not every.size:
-        raise SpecError("nothing to sample: no window of this length is stored")
+        raise SpecError(f"nothing to sample: no {wanted} is stored")
     return np.concatenate([found, choose(every, n - found.size)])
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from rlstructs.replay.episodes import EPISODE, LENGTH, TIME
+from rlstructs.replay.links import Link
 from rlstructs.replay.storage import Storage
 
 END = np.dtype(bool)
@@ -34,10 +35,13 @@ class StepWriter:
         # Name, shape and dtype of each column, and whether it is one of `ends`; none if there is nothing to be done.
         self._wanted: list[tuple[str, tuple[int, ...], np.dtype, bool]] = []
         self._rows: list[np.ndarray] = []
+        # What is stored through other columns, and which of the values are its own and its source's.
+        self._links: list[tuple[Link, int, int]] = []
         self._head = self._capacity = 0
         self._reserved = self._heads = self._episodes = self._open = np.zeros(0, np.int64)
         self._pairs = self._open_pairs = self._one_step = self._open  # pairs of int32 as one int64 each
         self._no_end = b""
+        self._lanes = self._open
         self._has_episodes = False
 
     def write(self, tensors: Mapping[str, Any]) -> bool:
@@ -61,7 +65,8 @@ class StepWriter:
                     value = value.numpy()
                 except (RuntimeError, TypeError):  # it has a gradient, or is on another device
                     return False
-            if value.dtype is not dtype or value.shape != shape:
+            # What was pickled has an equal dtype, which is not the same object.
+            if (value.dtype is not dtype and value.dtype != dtype) or value.shape != shape:
                 return False
             if is_end and value.tobytes() != self._no_end:
                 ended = True
@@ -73,8 +78,10 @@ class StepWriter:
             head = self._head
             slot = head % self._capacity
             self._reserved.fill(head + 1)
-            for rows, value in zip(self._rows, values):  # noqa: B905 - of the same length, and each check costs
+            for rows, value in zip(self._rows, values):  # noqa: B905 - linked ones, the last, have none
                 rows[slot] = value
+            for link, own, source in self._links:
+                link.write(storage.ring, self._lanes, values[own][:, None], values[source][:, None])
             if self._has_episodes:
                 self._pairs[slot] = self._open_pairs
                 np.add(self._open_pairs, self._one_step, self._open_pairs)
@@ -104,16 +111,22 @@ class StepWriter:
             usable = (
                 columns.on_host
                 and storage.is_private
-                and not storage.links
                 and bool((counters == counters[:, :1]).all())
                 and int(counters[1, 0]) == int(counters[2, 0])
                 and all(columns.specs[name].dtype == END and columns.specs[name].nbytes == 1 for name in self._ends)
                 and not any(spec.is_bfloat16 for spec in columns.specs.values())
             )
             n, self._capacity = columns.n_lanes, columns.capacity
-            specs = columns.specs if usable else {}
-            self._wanted = [(name, (n, *spec.shape), spec.dtype, name in self._ends) for name, spec in specs.items()]
-            self._rows = [columns.cells[name].swapaxes(0, 1) for name in specs]
+            specs = dict(columns.specs) if usable else {}
+            for name in storage.links if usable else ():  # to the end: they have no rows to write to
+                specs[name] = specs.pop(name)
+            self._wanted = [
+                (name, (n, *spec.shape), np.dtype(spec.dtype.str), name in self._ends) for name, spec in specs.items()
+            ]
+            self._rows = [columns.cells[name].swapaxes(0, 1) for name in specs if name not in storage.links]
+            at = {name: number for number, name in enumerate(specs)}
+            self._links = [(link, at[name], at[link.source]) for name, link in storage.links.items() if usable]
+            self._lanes = np.arange(n)
             self._reserved, self._heads = storage.ring.reserved, storage.ring.head
             self._head = int(counters[2, 0])
             self._has_episodes = usable and storage.episodes is not None

@@ -131,6 +131,15 @@ class Storage:
                 self.episodes.rebuild(np.zeros((self.columns.n_lanes, self.columns.capacity), bool))
         return self.episodes
 
+    def end_episodes(self, lanes: slice | np.ndarray = ALL) -> None:
+        """Ends the episodes that go on in these lanes with their newest rows."""
+        with self.lock:
+            episodes = self.track_episodes()
+            every = np.arange(self.columns.n_lanes)[lanes]
+            for lane in every[episodes.open_lengths(lanes) > 0].tolist():
+                self.version += 1
+                episodes.close(lane)
+
     def rebuild_episodes(self, done: np.ndarray) -> None:
         """Works the episodes out again from `done`, bool (n_lanes, capacity) by slot."""
         with self.lock:
@@ -317,25 +326,29 @@ class Storage:
     def grow(self, capacity: int) -> None:
         """Makes room for more rows per lane, none of which has wrapped; row ids of a single lane stay.
 
+        An empty store may also be given less room.
+
         Raises:
-            StateError: other processes have the store too.
+            StateError: other processes have the store too, or there are rows that would not fit.
         """
         if not self.is_private:
             raise StateError("a store that processes share cannot grow")
+        if capacity < self.columns.capacity and len(self):
+            raise StateError(f"a store with rows cannot shrink from {self.columns.capacity} to {capacity} per lane")
         with self.lock:
             self.version += 1
-            self.columns.resize(capacity)
+            self.columns.resize(capacity, {name: link.is_beside for name, link in self.links.items()})
             if self.episodes is not None:
                 self.episodes.columns.resize(capacity)
             for link in self.links.values():
                 link.resize(capacity)
             self._map()
 
-    def clear(self) -> None:
-        """Drops every row."""
+    def clear(self, lanes: slice | np.ndarray = ALL) -> None:
+        """Drops every row of some lanes."""
         with self.lock:
             self.version += 1
-            self.ring.clear(self.alignment)
+            self.ring.clear(self.alignment, lanes)
 
     def span(self, length: int = 1) -> Span:
         """What can be drawn now: every valid row that has `length - 1` others after it."""

@@ -43,6 +43,9 @@ class Buffer:
         columns: that will hold the rows; None for host memory.
     """
 
+    # What becomes of unknown and missing keys of trajectories, as of `_write`.
+    _unknown, _missing = ERROR, ERROR
+
     def __init__(
         self,
         n_lanes: int,
@@ -144,12 +147,12 @@ class Buffer:
         return as_rows(name, value, self._specs.get(name))
 
     def _make(self, made: dict[str, Spec]) -> None:
-        columns, first = self._storage.columns, not self._specs
+        columns = self._storage.columns
         needed = sum(spec.nbytes for name, spec in made.items() if not self._is_linked(name, made)) * columns.n_rows
         available = columns.available_bytes()
         if available is not None and needed > available:
             raise OutOfMemoryError(f"{sorted(made)}: {needed:,} bytes are needed, {available:,} are available")
-        if not first:
+        if len(self):
             LOG.info("%s: new columns %s, zero in the rows before", type(self).__name__, sorted(made))
         linked = [name for name in made if self._is_linked(name, made)]
         for name, spec in made.items():
@@ -197,6 +200,8 @@ class Buffer:
         lead = (steps.n_elems(), steps.n_timesteps())
         rows = {name: self._prepared(name, steps[key]) for name, key in names.items()}
         ends = [host_array(key, steps[key]).astype(bool) for key in STEP_ENDS if key in steps]
+        if (own := self._done(rows)) is not None:
+            ends.append(own)
         done = np.logical_or.reduce(ends) if ends else np.zeros(lead, bool)
         starts = np.zeros(lead, bool)
         if STEP_START in steps:
@@ -204,11 +209,25 @@ class Buffer:
         lengths = host_array("lengths", steps.lengths)
         if not lead[0] or not lengths.any():
             return
-        if self._storage.columns.n_lanes == 1:
+        is_one = self._takes_any_environment
+        if is_one:
+            starts[:, 0] = True  # what lies before it in the lane is of another environment
+        lanes = np.zeros(lead[0], np.int64) if is_one else self._lanes_of(trajectories)
+        self._check_episodes(lanes, lengths, done, starts)
+        if is_one:
             self._write_one_after_another(rows, lengths, done, starts)
             return
-        lanes = self._lanes_of(trajectories)
-        block = self._checked(rows, ERROR, ERROR)
+        self._write_in_rounds(self._checked(rows, self._unknown, self._missing), lanes, lengths, done, starts)
+
+    @property
+    def _takes_any_environment(self) -> bool:
+        """Whether trajectories come one after the other into a single lane, of whatever environment they are."""
+        return self._storage.columns.n_lanes == 1
+
+    def _write_in_rounds(
+        self, block: Mapping[str, Any], lanes: np.ndarray, lengths: np.ndarray, done: np.ndarray, starts: np.ndarray
+    ) -> None:
+        """Appends what was checked; `lanes` may hold one several times."""
         for part in rounds(lanes):
             self._storage.write(
                 {name: values[part] for name, values in block.items()},
@@ -221,11 +240,12 @@ class Buffer:
     def _write_one_after_another(
         self, rows: Mapping[str, Any], lengths: np.ndarray, done: np.ndarray, starts: np.ndarray
     ) -> None:
-        starts[:, 0] = True  # what lies before it in the lane is of another environment
         valid = np.arange(done.shape[1]) < lengths[:, None]
         inside = {name: values[torch.from_numpy(valid) if isinstance(values, torch.Tensor) else valid][None]
                   for name, values in rows.items()}  # fmt: skip
-        self._write(inside, done=done[valid][None], starts=starts[valid][None])
+        self._write(
+            inside, done=done[valid][None], starts=starts[valid][None], unknown=self._unknown, missing=self._missing
+        )
 
     def _lanes_of(self, trajectories: Trajectories) -> np.ndarray:
         if "env_index" not in trajectories.info:
@@ -236,6 +256,9 @@ class Buffer:
             wrong = lanes[(lanes < 0) | (lanes >= n_lanes)][0]
             raise SpecError(f"add_trajectories: env_index {wrong} is not in [0, {n_lanes}), the lanes of this buffer")
         return lanes
+
+    def _check_episodes(self, lanes: np.ndarray, lengths: np.ndarray, done: np.ndarray, starts: np.ndarray) -> None:
+        """Raises SpecError if an episode would become what this buffer refuses; see `Storage.write`."""
 
     def _trajectory_names(self, steps: Any) -> dict[str, str]:
         """Name here -> key of trajectories."""
@@ -333,6 +356,10 @@ class Buffer:
 
     def _state(self) -> dict[str, Any]:
         """What a file says of this buffer beside its arrays, as JSON has it."""
+        return {}
+
+    def _inner(self) -> dict[str, Buffer]:
+        """Buffers that are in this one, and in its files."""
         return {}
 
     def _more_arrays(self) -> dict[str, np.ndarray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from rlstructs.errors import SpecError
@@ -15,6 +16,7 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.interop import fitting_jax
 
 FRAMEWORKS = ("torch", "numpy", "jax", "warp")
+UNSIGNED = {"uint16": torch.uint16, "uint32": torch.uint32, "uint64": torch.uint64}
 
 
 class Exporter:
@@ -50,11 +52,13 @@ class Exporter:
         tensor: torch.Tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
         if spec is not None and spec.is_bfloat16:
             tensor = tensor.view(torch.bfloat16)
+        elif spec is not None and spec.dtype.name in UNSIGNED:  # on a device they lie as signed ones
+            tensor = tensor.view(UNSIGNED[spec.dtype.name])
         return tensor if self.device is None else tensor.to(self.device)
 
     def _converted(self, arrays: Mapping[str, Any], specs: Mapping[str, Spec]) -> list[Any]:
         bits = {name for name in arrays if name in specs and specs[name].is_bfloat16}
-        host = {name: a.cpu().numpy() if isinstance(a, torch.Tensor) else a for name, a in arrays.items()}
+        host = {name: _host(a, specs.get(name)) if isinstance(a, torch.Tensor) else a for name, a in arrays.items()}
         if self.framework == "numpy":
             return [from_bits(array) if name in bits else array for name, array in host.items()]
         library = self._of_library()
@@ -77,3 +81,9 @@ class Exporter:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_library": None}
+
+
+def _host(tensor: torch.Tensor, spec: Spec | None) -> np.ndarray:
+    """A tensor of a column as numpy has it."""
+    array: np.ndarray = tensor.cpu().numpy()
+    return array if spec is None else array.view(spec.dtype)

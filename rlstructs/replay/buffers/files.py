@@ -20,12 +20,21 @@ from rlstructs.structures.containers import Reader
 if TYPE_CHECKING:
     from rlstructs.replay.buffers.base import Buffer
 
+# Of numpy.
+BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 # Names that no column has: those of columns begin with ROWS.
 ROWS, RING, EPISODES, LINKS, MORE = "rows/", "ring", "episodes", "links/", "more/"
+# Before the names of a buffer that is in another one.
+INNER = "inner/"
 
 
 def save(buffer: Buffer, path: Path, suffix: str | None = None, compression: str | None = None) -> None:
     """Writes a buffer; `suffix` says which kind of file, if the name does not."""
+    files.write(path, type(buffer).__name__, *contents(buffer), suffix, compression)
+
+
+def contents(buffer: Buffer) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+    """What a file of a buffer holds: arrays, some of which are views; what numpy has no name for; the rest as JSON."""
     storage = buffer._storage
     columns, n_slots = storage.columns, _used_slots(buffer)
     arrays: dict[str, Any] = {RING: storage.ring.counters.copy()}
@@ -46,20 +55,53 @@ def save(buffer: Buffer, path: Path, suffix: str | None = None, compression: str
         "n_slots": n_slots,
         "columns": {name: [spec.dtype.name, spec.shape, spec.is_bfloat16] for name, spec in columns.specs.items()},
         "linked": {name: link.source for name, link in storage.links.items()},
-        "rng": buffer._rng.bit_generator.state,
+        "rng": _plain(buffer._rng.bit_generator.state),
         "own": buffer._state(),
+        "inner": {},
     }
-    files.write(path, type(buffer).__name__, arrays, dtypes, state, suffix, compression)
+    for key, inner in buffer._inner().items():
+        its_arrays, its_dtypes, its_state = contents(inner)
+        arrays |= {f"{INNER}{key}/{name}": array for name, array in its_arrays.items()}
+        dtypes |= {f"{INNER}{key}/{name}": dtype for name, dtype in its_dtypes.items()}
+        state["inner"][key] = {"class": type(inner).__name__, "state": its_state}
+    return arrays, dtypes, state
+
+
+def own_state(path: Path, kind: str, suffix: str | None = None) -> dict[str, Any]:
+    """What a buffer of this class said of itself when it was saved.
+
+    Raises:
+        FileNotFoundError, FileError: there is no such file, or it is none of that class.
+    """
+    with files.reading(path, suffix, compressed=True) as (_, header):
+        if header["class"] != kind:
+            raise FileError(f"{path}: holds a {header['class']}, not a {kind}")
+        return dict(header["state"]["own"])
 
 
 def load(buffer: Buffer, path: Path, suffix: str | None = None) -> None:
     """Restores a buffer; changes nothing if the file does not fit."""
     with files.reading(path, suffix, compressed=True) as (reader, header):
-        if header["class"] != type(buffer).__name__:
-            raise FileError(f"{path}: holds a {header['class']}, not a {type(buffer).__name__}")
-        restore = _checked(buffer, path, reader, header)
+        restore = restorer(buffer, path, reader, header)
         reader.verify()
         restore()
+
+
+def restorer(buffer: Buffer, source: Any, reader: Reader, header: Mapping[str, Any]) -> Callable[[], None]:
+    """What restores a buffer from what `contents` gave.
+
+    Args:
+        buffer: which changes only when that is called.
+        source: where it comes from, for messages.
+        reader: of its arrays.
+        header: `class`, `state`, and the names of the arrays in `arrays`.
+
+    Raises:
+        FileError, ValueError, KeyError, TypeError: it does not fit.
+    """
+    if header["class"] != type(buffer).__name__:
+        raise FileError(f"{source}: holds a {header['class']}, not a {type(buffer).__name__}")
+    return _checked(buffer, source, reader, header)
 
 
 def _used_slots(buffer: Buffer) -> int:
@@ -71,7 +113,7 @@ def _used_slots(buffer: Buffer) -> int:
     return int((ring.reserved - ring.base).max()) if in_front.all() else ring.capacity
 
 
-def _checked(buffer: Buffer, path: Path, reader: Reader, header: Mapping[str, Any]) -> Callable[[], None]:
+def _checked(buffer: Buffer, path: Any, reader: Reader, header: Mapping[str, Any]) -> Callable[[], None]:
     storage, state = buffer._storage, header["state"]
     columns = storage.columns
     n_lanes, capacity, n_slots = (int(state[key]) for key in ("n_lanes", "capacity", "n_slots"))
@@ -102,11 +144,15 @@ def _checked(buffer: Buffer, path: Path, reader: Reader, header: Mapping[str, An
     episodes = _read(reader, EPISODES, np.int32, (n_lanes, n_slots, 2))
     links = {name: _parts(reader, f"{LINKS}{name}/", ("at", "values", "newest")) for name in linked}
     more = {name[len(MORE) :]: _any(reader, name) for name in header["arrays"] if name.startswith(MORE)}
-    generator = np.random.default_rng(0)
-    generator.bit_generator.state = state["rng"]
+    generator = _generator(state["rng"])
     restore_own = buffer._restorer(state["own"], more)
+    restores = [
+        restorer(inner, path, *_of_inner(key, reader, header)) for key, inner in buffer._inner().items()
+    ]
 
     def restore() -> None:
+        for restore_inner in restores:
+            restore_inner()
         storage.clear()
         storage.alignment = int(state["alignment"])
         if storage.columns.capacity != capacity:
@@ -131,12 +177,52 @@ def _checked(buffer: Buffer, path: Path, reader: Reader, header: Mapping[str, An
     return restore
 
 
+def _of_inner(key: str, reader: Reader, header: Mapping[str, Any]) -> tuple[Reader, dict[str, Any]]:
+    """What reads a buffer that is in another one, and its header."""
+    start = f"{INNER}{key}/"
+    names = [name[len(start) :] for name in header["arrays"] if name.startswith(start)]
+    return _Inside(reader, start), {**header["state"]["inner"][key], "arrays": names}
+
+
+class _Inside:
+    """Those arrays of a reader whose names begin with `start`."""
+
+    def __init__(self, reader: Reader, start: str) -> None:
+        self.text, self._reader, self._start = reader.text, reader, start
+
+    def found(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        return self._reader.found(self._start + name)
+
+    def verify(self) -> None:
+        self._reader.verify()
+
+    def read_into(self, name: str, array: np.ndarray) -> None:
+        self._reader.read_into(self._start + name, array)
+
+
 def _make_columns(buffer: Buffer, specs: Mapping[str, Spec], linked: Mapping[str, str]) -> None:
     for name, spec in specs.items():
         if name not in linked:
             buffer._storage.columns.add(name, spec)
     for name, source in linked.items():
         buffer._storage.link(name, source)
+
+
+def _plain(state: Any) -> Any:
+    """The state of a bit generator as JSON has it."""
+    if isinstance(state, Mapping):
+        return {name: _plain(value) for name, value in state.items()}
+    return state.tolist() if isinstance(state, np.ndarray) else state
+
+
+def _generator(state: Mapping[str, Any]) -> np.random.Generator:
+    """A generator in this state."""
+    name = state["bit_generator"]
+    if name not in BIT_GENERATORS:
+        raise ValueError(f"no bit generator {name!r}, there are {BIT_GENERATORS}")
+    generator = np.random.Generator(getattr(np.random, name)())
+    generator.bit_generator.state = state
+    return generator
 
 
 def _spec(dtype: str, shape: Any, is_bfloat16: bool) -> Spec:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from rlstructs.errors import SpecError
 from rlstructs.replay.columns import Spec
@@ -13,6 +14,8 @@ from rlstructs.replay.values import encoded, host_array
 from rlstructs.structures.base import TensorMap
 
 BFLOAT16 = np.dtype(np.int16)
+# numpy's kind -> what Python calls such numbers.
+PYTHON: dict[str, type] = {"b": bool, "i": int, "u": int, "f": float}
 
 
 def flat_items(batch: Any, owner: str) -> dict[str, Any]:
@@ -70,3 +73,88 @@ def as_rows(name: str, value: Any, spec: Spec | None) -> tuple[Any, Spec]:
         raise SpecError(f"{name!r} holds {array.dtype}; a buffer keeps numbers only")
     made = Spec(BFLOAT16, is_bfloat16=True) if is_bfloat16 else Spec(array.dtype.newbyteorder("="))
     return encoded(name, array, made if spec is None else spec), made
+
+
+def spec_of(name: str, dtype: Any) -> Spec:
+    """The spec of a column of single numbers.
+
+    Args:
+        name: of the column.
+        dtype: what numpy takes for one, or torch's.
+
+    Raises:
+        SpecError: it is none, or none of numbers.
+    """
+    named = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+    if named == "bfloat16" or getattr(dtype, "__name__", getattr(dtype, "name", "")) == "bfloat16":  # or jax's
+        return Spec(BFLOAT16, is_bfloat16=True)
+    try:
+        found = None if named is None else np.dtype(named)
+    except TypeError:
+        found = None
+    if found is None or found.kind not in "biufc" or found.itemsize > (16 if found.kind == "c" else 8):
+        raise SpecError(f"{name!r} must have a dtype of numbers, got {dtype!r}")
+    return Spec(found.newbyteorder("="))
+
+
+class OneRow:
+    """Makes arrays with one row of plain numbers and arrays, where a glance shows that they fit.
+
+    Args:
+        specs: of the columns.
+
+    Example:
+        >>> one_row = OneRow({"x": Spec(np.dtype(np.uint8))})
+        >>> one_row({"x": 255}), one_row({"x": 256})
+        ({'x': array([255], dtype=uint8)}, None)
+    """
+
+    def __init__(self, specs: Mapping[str, Spec]) -> None:
+        # Of numpy's own objects: a dtype that was pickled is equal to one, but not the same.
+        self._known = {name: (np.dtype(spec.dtype.str), _limits(spec)) for name, spec in specs.items()}
+
+    def __call__(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
+        """name -> `(1, ...)`; None if it takes more than a glance."""
+        rows = {}
+        for name, value in row.items():
+            if name not in self._known:
+                return None
+            array = _at_a_glance(value, *self._known[name])
+            if array is None:
+                return None
+            rows[name] = array
+        return rows
+
+
+def _at_a_glance(value: Any, dtype: np.dtype, limits: Mapping[type, tuple[Any, Any]]) -> Any:
+    # As nearly always; asking whether it is a tensor takes longer than all else.
+    kind: Any = type(value)
+    if issubclass(kind, (np.ndarray, np.generic)) and value.dtype is dtype:
+        return value[None]
+    if isinstance(value, torch.Tensor):
+        return value[None]
+    if isinstance(value, np.ndarray):
+        if value.dtype is dtype:
+            return value[None]
+        between = limits.get(PYTHON.get(value.dtype.kind, object))
+        fits = between and value.size and between[0] <= value.min().item() and value.max().item() <= between[1]
+        return value.astype(dtype)[None] if fits else None
+    if isinstance(value, np.generic):
+        value = value.item()
+    between = limits.get(type(value))
+    fits = between and between[0] <= value <= between[1]  # not true of NaN
+    return np.array([value], dtype) if fits else None
+
+
+def _limits(spec: Spec) -> dict[type, tuple[Any, Any]]:
+    """Python's type -> between what its numbers certainly keep their value, but for the precision of a float."""
+    kind, dtype = spec.dtype.kind, spec.dtype
+    if kind == "c" or spec.is_bfloat16:
+        return {}
+    bits = {bool: (0, 1)}
+    if kind == "b":
+        return bits | {int: (0, 1)}
+    if kind in "iu":
+        return bits | {int: (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))}
+    whole, largest = 2 ** (np.finfo(dtype).nmant + 1), float(np.finfo(dtype).max)
+    return bits | {int: (-whole, whole), float: (-largest, largest)}
