@@ -1,0 +1,228 @@
+"""Days of failures in minutes: workers are killed and stopped at random while they collect.
+
+    python tests/soak.py --minutes 15
+    python tests/soak.py --table
+
+CartPole and HalfCheetah run under `on_worker_failure="restart"`, each with a replay memory that fills and is drawn
+from. About every two seconds a worker is killed, or stopped so that it outruns its deadline. Every observation holds
+a checksum that its environment put in: every transition that is handed out, and every row that is drawn, is verified.
+`--table` measures how long it takes until each kind of failure is over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import time
+import zlib
+from dataclasses import dataclass, field
+
+import gymnasium
+import numpy as np
+import psutil
+import torch
+from processes import worker_pids
+
+from rlstructs import GymEnvInf, RandomAgent, RL_Batcher, WorkerCrashed, WorkerTimeout
+from rlstructs.memories.torch import RandomMemory
+
+N_FIELDS = 5  # environment, generation, episode, step, checksum
+TIMEOUT, EVERY = 2.0, 2.0  # seconds
+# Seconds that a rollout may take beyond its deadline: successors start meanwhile.
+PATIENCE = 3.0
+NAMES = ["observations", "next_observations"]
+
+
+class Checked(gymnasium.Wrapper):
+    """Adds to each observation whose it is, and a checksum of all that is in it."""
+
+    def __init__(self, env, env_index, generation):
+        super().__init__(env)
+        low, high = np.full(N_FIELDS, -np.inf, np.float32), np.full(N_FIELDS, np.inf, np.float32)
+        space = env.observation_space
+        self.observation_space = gymnasium.spaces.Box(
+            np.concatenate([space.low.astype(np.float32), low]), np.concatenate([space.high.astype(np.float32), high])
+        )
+        self.fields = [env_index, generation, -1, 0]
+
+    def reset(self, **arguments):
+        observation, info = self.env.reset(**arguments)
+        self.fields[2:] = self.fields[2] + 1, 0
+        return self._checked(observation), info
+
+    def step(self, action):
+        observation, *rest = self.env.step(action)
+        self.fields[3] += 1
+        return (self._checked(observation), *rest)
+
+    def _checked(self, observation):
+        found = np.concatenate([observation, self.fields, [0]]).astype(np.float32)
+        found[-1] = checksum(found)
+        return found
+
+
+def checksum(observation):
+    """Of all but the last number; float32 holds it exactly."""
+    return zlib.crc32(observation[:-1].tobytes()) % (1 << 24)
+
+
+def create_env(env_id, n_envs, seed):
+    first = seed.worker_index * n_envs
+    return GymEnvInf(
+        [Checked(gymnasium.make(env_id), first + k, seed.generation) for k in range(n_envs)], seed
+    )
+
+
+def create_agent(env_id):
+    return RandomAgent(gymnasium.make(env_id).action_space)
+
+
+@dataclass
+class Soak:
+    """One batcher, its memory, and what was seen of it."""
+
+    env_id: str
+    n_workers: int
+    n_envs: int
+    n_timesteps: int
+    transitions: int = 0
+    drawn: int = 0
+    lost: int = 0
+    slowest: float = 0.0
+    reached: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        arguments = {"env_id": self.env_id}
+        self.batcher = RL_Batcher(
+            self.n_timesteps, create_agent, arguments, create_env, {**arguments, "n_envs": self.n_envs},
+            self.n_workers, 0, timeout=TIMEOUT, on_worker_failure="restart",
+        )  # fmt: skip
+        self.batcher.reset()
+        self.memory = RandomMemory(memory_size=2000, num_envs=self.n_workers * self.n_envs, seed=0)
+
+    def turn(self, harm):
+        """One rollout, harmed or not, verified."""
+        self.batcher.execute()
+        harmed = harm(self.batcher.stats()["workers"]) if harm else None
+        started = time.monotonic()
+        trajectories, _ = self.batcher.get()
+        self.slowest = max(self.slowest, time.monotonic() - started)
+        assert self.slowest < TIMEOUT + PATIENCE, f"{self.env_id}: {self.slowest:.1f} s for a rollout"
+        self._verify(trajectories)
+        self.memory.add_trajectories(trajectories)
+        for rows in self.memory.sample(NAMES, batch_size=64)[0]:
+            self._check_rows(rows.numpy())
+            self.drawn += 64
+        return harmed
+
+    def _verify(self, trajectories):
+        lengths = trajectories.lengths.tolist()
+        self.lost += sum(length == 0 for length in lengths)
+        mask = trajectories.mask(torch.bool)
+        steps = trajectories.trajectories
+        before, after = (steps[f"{side}/frame"][mask].numpy() for side in ("observation", "_observation"))
+        self._check_rows(before)
+        self._check_rows(after)
+        follows = (before[:, -5:-2] == after[:, -5:-2]).all(axis=1) & (before[:, -2] + 1 == after[:, -2])
+        assert follows.all(), f"{self.env_id}: a transition leads elsewhere"
+        at = 0
+        for env_index, length in zip(trajectories.info["env_index"].tolist(), lengths, strict=True):
+            for row in range(at, at + length):
+                place = tuple(before[row, -5:-1].astype(int).tolist())
+                assert place[0] == env_index
+                assert place[1:] > self.reached.get(env_index, (-1,)), f"{self.env_id}: {place} was handed out twice"
+                self.reached[env_index] = place[1:]
+            at += length
+            self.transitions += length
+
+    def _check_rows(self, rows):
+        for row in rows:
+            assert row[-1] == checksum(row), f"{self.env_id}: {row} is not what an environment gave"
+
+    def close(self):
+        stats = self.batcher.stats()
+        assert stats["lost_rollouts"] * self.n_envs == self.lost, "the lost ones were not counted exactly"
+        self.batcher.close()
+        return stats
+
+
+def harm(rng, workers):
+    """Kills a worker, or stops it for ever."""
+    worker = rng.choice(workers)
+    how = rng.choice([signal.SIGKILL, signal.SIGSTOP])
+    try:
+        os.kill(worker["pid"], how)
+    except ProcessLookupError:
+        return None
+    return how.name
+
+
+def soak(minutes):
+    rng, before = random.Random(0), held()
+    soaks = [Soak("CartPole-v1", 2, 8, 64), Soak("HalfCheetah-v5", 2, 2, 32)]
+    end, next_harm, sizes, counts = time.monotonic() + 60 * minutes, 0.0, [], {}
+    while (now := time.monotonic()) < end:
+        victim = None
+        if now >= next_harm:
+            victim, next_harm = rng.choice(soaks), now + rng.uniform(0.5, 1.5) * EVERY
+        for each in soaks:
+            harmed = each.turn((lambda workers: harm(rng, workers)) if each is victim else None)
+            if harmed:
+                counts[harmed] = counts.get(harmed, 0) + 1
+        sizes.append(psutil.Process().memory_info().rss)
+    for each in soaks:
+        stats = each.close()
+        print(f"{each.env_id}: {each.transitions:,} transitions and {each.drawn:,} drawn rows verified, "
+              f"{stats['restarts']} restarts, {each.lost} rollouts of environments lost and counted, "
+              f"slowest rollout {each.slowest:.2f} s")  # fmt: skip
+    half = len(sizes) // 2
+    grown = max(sizes[half:]) - max(sizes[: max(half, 1)])
+    print(f"{counts} in {minutes} minutes; resident memory grew by {grown / 1e6:.1f} MB in the second half")
+    assert grown < 20e6, "resident memory grows"
+    assert held() == before, f"left behind: {before} before, {held()} after"
+    print("nothing is left: processes, descriptors and shared memory are as before")
+
+
+def held():
+    """Worker processes, shared memory with names; descriptors but for the fork server's."""
+    return worker_pids(), sorted(name for name in os.listdir("/dev/shm") if name.startswith("rlstructs"))
+
+
+def table():
+    """Seconds until each failure is over, the median of three."""
+    rows = []
+    for event, how in (("a worker is killed (SIGKILL)", signal.SIGKILL), ("a worker hangs", signal.SIGSTOP)):
+        for policy in ("raise", "restart"):
+            times = sorted(_over(how, policy) for _ in range(3))
+            sees = {("raise", signal.SIGKILL): "WorkerCrashed", ("raise", signal.SIGSTOP): "WorkerTimeout"}
+            rows.append((event, policy, sees.get((policy, how), "lengths 0, stats()"), times[1]))
+    print(f"timeout={TIMEOUT:g}\n\n| event | on_worker_failure | what you see | seconds |\n| --- | --- | --- | --- |")
+    for event, policy, sees, seconds in rows:
+        print(f"| {event} | {policy} | {sees} | {seconds:.2f} |")
+
+
+def _over(how, policy):
+    with RL_Batcher(
+        5_000, create_agent, {"env_id": "CartPole-v1"}, create_env, {"env_id": "CartPole-v1", "n_envs": 2}, 2, 0,
+        timeout=TIMEOUT, on_worker_failure=policy,
+    ) as batcher:  # fmt: skip
+        batcher.reset()
+        batcher.execute()
+        os.kill(batcher.stats()["workers"][1]["pid"], how)
+        started = time.monotonic()
+        try:
+            batcher.get()
+        except (WorkerCrashed, WorkerTimeout):
+            pass
+        return time.monotonic() - started
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=15)
+    parser.add_argument("--table", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    table() if arguments.table else soak(arguments.minutes)
