@@ -18,6 +18,7 @@ class RL_Agent:
 
     Row j of every argument and result belongs to the same environment. Workers call it without
     gradients. `agent_info` lies on the CPU, everything else on the batcher's device.
+    `rlstructs.testing.check_agent` checks one.
 
     Example:
         >>> class Alternating(RL_Agent):

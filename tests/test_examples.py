@@ -19,6 +19,9 @@ RUNS = {
     "collect_to_memory.py HalfCheetah-v5": (
         [*MEMORY, "--env-id", "HalfCheetah-v5"], r"HalfCheetah-v5: 160 rows of 4 environments, 0\.0 MB"
     ),
+    "offline_dataset.py": (
+        [*SMALL, "--n-epochs", "1", "--n-episodes", "2"], r"clone: 2 episodes, mean return [\d.]+"
+    ),
 }  # fmt: skip
 
 
@@ -54,3 +57,14 @@ def test_the_program_in_the_readme_prints_what_it_says(subprocess_env, tmp_path)
     readme = (ROOT / "README.md").read_text()
     program, printed = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", readme, re.DOTALL).groups()
     assert run(["-c", program], env=subprocess_env, cwd=tmp_path) == printed
+
+
+def test_a_dataset_is_written_by_one_program_and_read_by_another(subprocess_env, tmp_path):
+    file = str(ROOT / "examples/offline_dataset.py")
+    small = [*SMALL, "--n-timesteps", "200", "--path", "steps.h5"]
+    first = run([file, "--stage", "collect", *small], env=subprocess_env, cwd=tmp_path).splitlines()
+    assert len(first) == 1 and first[0].startswith("steps.h5: 1600 steps of 4 environments, ")
+    second = run([file, "--stage", "train", "--path", "steps.h5"], env=subprocess_env, cwd=tmp_path).splitlines()
+    *epochs, last = second
+    assert len(epochs) == 5 and float(epochs[-1].rpartition(" ")[2]) > 0.7  # it learns what the controller does
+    assert re.fullmatch(r"clone: 10 episodes, mean return [\d.]+", last)

@@ -42,6 +42,7 @@ ROWS = {
     "rlstructs.weights": 4,
     "rlstructs.settings": 4,
     "rlstructs.random_agent": 4,
+    "rlstructs.testing": 4,
     "rlstructs.rollout": 5,
     "rlstructs.crew": 5.5,
     "rlstructs.batcher": 6,
@@ -149,6 +150,8 @@ def loaded_by(statement):
         ("import rlstructs.cli", set()),
         ("import rlstructs.memories.torch", {"torch", "numpy"}),
         ("import rlstructs.replay.storage", {"numpy"}),
+        ("import rlstructs.testing", set()),
+        ("from rlstructs.testing import check_agent", {"torch", "numpy", "gymnasium"}),
         ("from rlstructs import GymEnv", {"torch", "numpy", "gymnasium"}),  # that the check can fail
     ],
 )
@@ -156,11 +159,24 @@ def test_only_what_is_needed_is_loaded(statement, loaded):
     assert loaded_by(statement) == loaded
 
 
-@pytest.mark.parametrize("name", ["workers", "rlstructs", "rlstructs.envs", "rlstructs.memories"])
+# What torchrl calls it, and what it is called here.
+ALIASES = {
+    "ImmutableDatasetWriter": "ImmutableWriter",
+    "LazyMemmapStorage": "MemmapStorage",
+    "LazyTensorStorage": "TensorStorage",
+    "TensorDictMaxValueWriter": "MaxValueWriter",
+    "TensorDictPrioritizedReplayBuffer": "DictTensorPrioritizedReplayBuffer",
+    "TensorDictReplayBuffer": "DictTensorReplayBuffer",
+    "TensorDictRoundRobinWriter": "RoundRobinWriter",
+}
+PACKAGES = ["workers", "rlstructs", "rlstructs.envs", "rlstructs.memories", "rlstructs.replay", "rlstructs.testing"]
+
+
+@pytest.mark.parametrize("name", PACKAGES)
 def test_every_public_name_resolves(name):
     module = importlib.import_module(name)
     assert sorted(module.__all__) == module.__all__ and set(module.__all__) == set(module._EXPORTS)
     for exported in module.__all__:
-        assert getattr(module, exported).__name__.rpartition(".")[2] == exported
+        assert getattr(module, exported).__name__.rpartition(".")[2] == ALIASES.get(exported, exported)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = module.nothing

@@ -18,7 +18,8 @@ class VecEnv(Protocol):
 
     `running` is int64 (B,), ascending: the environments that have not ended since `reset`. One that
     has stopped comes back only with the next `reset`. Keys, dtypes and row shapes of observations are
-    the same at every call.
+    the same at every call; tensors that were handed out are not written to again.
+    `rlstructs.testing.check_env` checks all of it.
 
     Example:
         >>> class Coin:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlstructs.errors import FileError
+from rlstructs.errors import FileError, OutOfMemoryError
 from rlstructs.memories.formats import FORMATS
 from rlstructs.memories.framework import spec_of
 from rlstructs.replay.columns import Spec
@@ -72,7 +72,7 @@ def load(memory: Memory, path: Path) -> None:
             if dtype != spec.dtype or shape != (memory.memory_size, memory.num_envs, *spec.shape):
                 raise ValueError(f"tensor {name!r} is {dtype} {shape}, its header says otherwise")
         reader.verify()
-        _make_missing(memory, state)
+        _make_missing(memory, path, state)
         columns = memory._store().columns
         for name in state["tensors"]:
             columns.read_into(name, partial(reader.read_into, name))
@@ -156,10 +156,16 @@ def _spec(memory: Memory, state: Mapping[str, Any], name: str) -> Spec:
     return spec_of(memory.framework, memory.framework.named(dtype), tuple(int(n) for n in shape))
 
 
-def _make_missing(memory: Memory, state: Mapping[str, Any]) -> None:
-    for name, (dtype, shape) in state["tensors"].items():
-        if name not in memory._dtypes:
-            memory._add(name, memory.framework.named(dtype), tuple(shape))
+def _make_missing(memory: Memory, path: Path, state: Mapping[str, Any]) -> None:
+    missing = [name for name in state["tensors"] if name not in memory._dtypes]
+    columns = memory._storage.columns
+    needed = sum(_spec(memory, state, name).nbytes for name in missing) * columns.n_rows
+    available = columns.available_bytes()
+    if available is not None and needed > available:  # of all together, before the first is made
+        raise OutOfMemoryError(f"{path}: {needed:,} bytes are needed, {available:,} are available")
+    for name in missing:
+        dtype, shape = state["tensors"][name]
+        memory._add(name, memory.framework.named(dtype), tuple(shape))
 
 
 def _save_csv(memory: Memory, path: Path) -> None:
@@ -169,7 +175,7 @@ def _save_csv(memory: Memory, path: Path) -> None:
     more = {name: array.tolist() for name, array in _bookkeeping(memory).items()}
     format_of = {"format": files.FORMAT, "version": files.VERSION, "class": KIND}
     with files.replacing(path) as temporary, files.replacing(path.with_suffix(".json")) as beside:
-        with open(temporary, "w", newline="", encoding="utf-8") as file:
+        with open(temporary, "x", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(header)
             for start in range(0, rows.size, 4096):
@@ -182,7 +188,8 @@ def _save_csv(memory: Memory, path: Path) -> None:
                 ]
                 writer.writerows(itertools.chain.from_iterable(row) for row in zip(*lists, strict=True))
         state = {**format_of, **memory._state(), "more": more, ROWS_CHECKSUM: _checksum_of_lines(temporary)}
-        beside.write_text(json.dumps(state | {CHECKSUM: _checksum_of(state)}))
+        with open(beside, "x", encoding="utf-8") as file:
+            file.write(json.dumps(state | {CHECKSUM: _checksum_of(state)}))
 
 
 def _checksum_of_lines(path: Path) -> int:
@@ -232,7 +239,7 @@ def _load_csv(memory: Memory, path: Path) -> None:
         raise
     except Exception as error:  # whatever text
         raise FileError(f"{path}: not a file of {files.FORMAT}, or a damaged one: {error}") from error
-    _make_missing(memory, state)
+    _make_missing(memory, path, state)
     columns = memory._store().columns
     for name, values in tensors.items():
         spec = columns.specs[name]

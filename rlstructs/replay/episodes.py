@@ -237,10 +237,11 @@ class Episodes:
         pairs = self.columns.flat[EPISODE].view(np.int64)[:, 0]
         return np.asarray(pairs.take(rows, mode="clip").view(np.int32)[..., TIME::2] == 0)
 
-    def end(self) -> np.ndarray:
-        """Which of all rows, (n_rows,) by row id, are the last of an episode that has ended, bool."""
+    def end(self, rows: np.ndarray | None = None) -> np.ndarray:
+        """Which rows are the last of an episode that has ended, bool; None for all, in the order of row ids."""
         pairs = self.columns.flat[EPISODE]
-        return np.asarray(pairs[:, TIME] + 1 == pairs[:, LENGTH])
+        pairs = pairs if rows is None else pairs.take(rows, axis=0)
+        return np.asarray(pairs[..., TIME] + 1 == pairs[..., LENGTH])
 
     def remaining(self, rows: np.ndarray) -> np.ndarray:
         """Steps from each row to the end of its episode, itself included; `NEVER` while it goes on."""

@@ -122,17 +122,29 @@ class Link:
         Raises:
             ValueError: it does not fit.
         """
+        check_arrays(self.name, arrays, self._columns.specs[self.name], self.is_beside.shape)
         at, values, newest = arrays["at"], arrays["values"], arrays["newest"]
-        spec = self._columns.specs[self.name]
-        shapes = at.shape[1:] == (2,) and values.shape == (len(at), *spec.shape) and newest.shape == self.newest.shape
-        if not (shapes and at.dtype.kind == "i" and values.dtype == newest.dtype == spec.dtype):
-            raise ValueError(f"{self.name!r} does not fit {self.source!r}")
-        if at.size and not ((at >= 0) & (at < self.is_beside.shape)).all():
-            raise ValueError(f"{self.name!r} has rows that there are not")
         self.is_beside[...] = False
         self.is_beside[at[:, 0], at[:, 1]] = True
         self._columns.cells[self.name][at[:, 0], at[:, 1]] = values
         self.newest[...] = newest
+
+
+def check_arrays(name: str, arrays: Mapping[str, np.ndarray], spec: Spec, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless these are what a link gives.
+
+    Args:
+        name: of the linked column.
+        arrays: as of `Link.arrays`.
+        spec: of the column.
+        shape: lanes, and rows of each.
+    """
+    at, values, newest = arrays["at"], arrays["values"], arrays["newest"]
+    fit = at.shape[1:] == (2,) and values.shape == (len(at), *spec.shape) and newest.shape == (shape[0], *spec.shape)
+    if not (fit and at.dtype.kind == "i" and values.dtype == newest.dtype == spec.dtype):
+        raise ValueError(f"what belongs to {name!r} has other shapes or dtypes")
+    if at.size and not ((at >= 0) & (at < shape)).all():
+        raise ValueError(f"{name!r} has rows that there are not")
 
 
 def _differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:

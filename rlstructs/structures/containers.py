@@ -1,8 +1,8 @@
-"""The three kinds of file that named arrays are kept in: `.npz`, `.pt` and `.h5`.
+"""Files that are archives: `.npz` and `.pt`; `hdf5.py` has the third kind.
 
 Each is written from arrays and one text, the header, and read without executing anything: a reader finds
-where the bytes of each array lie, and copies them into memory that is there already. Compressed files,
-which can hold more than they are, are refused; but HDF5's, where they are asked for and claim what they can hold.
+where the bytes of each array lie, and copies them into memory that is there already. Compressed archives,
+which can hold more than they are, are refused. Each member has a checksum.
 """
 
 from __future__ import annotations
@@ -13,21 +13,17 @@ import pickle
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from rlstructs.errors import SpecError
-
 HEADER = "__header__"
 # numpy has no bfloat16: its bits are stored as integers.
 BITS = {"bfloat16": "int16"}
-# What HDF5 compresses with, and how many times smaller that can make anything: zlib's own limit.
-COMPRESSIONS, MOST_COMPRESSED = ("gzip", "lzf"), 1032
 # Bytes read at a time.
 CHUNK = 1 << 20
 
@@ -86,17 +82,12 @@ class _Archive:
         return member.dtype, member.shape
 
     def verify(self) -> None:
-        buffer = bytearray(CHUNK)
         for member in self._members.values():
-            checksum, left = 0, member.info.file_size
-            self._file.seek(_data_offset(self._file, member.info))
-            while left:
-                n = self._file.readinto(memoryview(buffer)[: min(left, CHUNK)])  # type: ignore[attr-defined]
-                if not n:
-                    raise ValueError(f"{member.info.filename}: it ends too early")
-                checksum, left = zlib.crc32(memoryview(buffer)[:n], checksum), left - n
-            if checksum != member.info.CRC:
-                raise ValueError(f"{member.info.filename}: its checksum is wrong")
+            self._verify(member.info)
+
+    def _verify(self, info: zipfile.ZipInfo) -> None:
+        if checksum(self._file, _data_offset(self._file, info), info.file_size) != info.CRC:
+            raise ValueError(f"{info.filename}: its checksum is wrong")
 
     def read_into(self, name: str, array: np.ndarray) -> None:
         member = self._members[name]
@@ -108,6 +99,22 @@ class _Archive:
             if not n:
                 raise ValueError(f"{member.info.filename}: it ends too early")
             done += n
+
+
+def checksum(file: BinaryIO, offset: int, nbytes: int) -> int:
+    """The CRC-32 of bytes in a file.
+
+    Raises:
+        ValueError: it has not so many.
+    """
+    buffer, found = memoryview(bytearray(CHUNK)), 0
+    file.seek(offset)
+    while nbytes:
+        n = file.readinto(buffer[: min(nbytes, CHUNK)])  # type: ignore[attr-defined]
+        if not n:
+            raise ValueError("it ends too early")
+        found, nbytes = zlib.crc32(buffer[:n], found), nbytes - n
+    return found
 
 
 def _data_offset(file: BinaryIO, info: zipfile.ZipInfo) -> int:
@@ -124,6 +131,7 @@ class _Npz(_Archive):
         super().__init__(path, file, zipped)
         for name, info in self._infos.items():
             self._members[name.removesuffix(".npy")] = self._member(info)
+        self._verify(self._members[HEADER].info)
         text = np.empty(self.found(HEADER)[1], np.uint8)
         self.read_into(HEADER, text)
         self.text = text.tobytes().decode()
@@ -150,28 +158,27 @@ class _Pt(_Archive):
         if not isinstance(content, dict) or not isinstance(content.get(HEADER), str):
             raise ValueError("its header is not ours")
         self.text = content[HEADER]
-        folder = pickled[0].removesuffix("data.pkl")
+        folder, unused = pickled[0].removesuffix("data.pkl"), dict(self._infos)
         for name, value in content.items():
             if isinstance(value, _Stored):
-                info = self._infos[f"{folder}data/{value.key}"]
+                info = unused.pop(f"{folder}data/{value.key}")  # shared bytes would take memory several times
                 member = _Member(value.dtype, value.shape, _data_offset(file, info), info)
-                if member.nbytes != info.file_size:
+                if value.dtype.kind not in "biufc" or member.nbytes != info.file_size:
                     raise ValueError(f"{name!r}: {value.dtype}{value.shape} is not what the file holds")
                 self._members[name] = member
             elif name != HEADER:
                 raise ValueError(f"{name!r} is no plain tensor")
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor as a .pt file names it."""
+class _Stored(NamedTuple):
+    """A tensor as a .pt file names it. A tuple: a pickle can change no attribute of it."""
 
     key: str
     dtype: np.dtype
     shape: tuple[int, ...]
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):  # in Python: the one in C takes memory for any number of objects that it is told
     """Reads what `torch.save` makes of a dictionary of tensors, and nothing else: no class of it is ever called."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -184,7 +191,7 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) == ("collections", "OrderedDict"):
             return dict
         if (module, name) in (("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3")):
-            return _stored
+            return _REBUILD
         raise ValueError(f"it holds more than tensors: {module}.{name}")
 
     def persistent_load(self, pid: Any) -> Any:
@@ -192,6 +199,18 @@ class _Unpickler(pickle.Unpickler):
         if kind != "storage" or not isinstance(storage_type, str):
             raise ValueError("it holds more than tensors")
         return storage_type, key
+
+
+class _Rebuild:
+    """What a pickle may call. An object without attributes: a pickle could set those of a function."""
+
+    __slots__ = ()
+
+    def __call__(self, *arguments: Any) -> _Stored:
+        return _stored(*arguments)
+
+
+_REBUILD = _Rebuild()
 
 
 def _stored(storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, *more: Any) -> _Stored:
@@ -213,44 +232,6 @@ _DTYPES_OF_STORAGES = {
 }  # fmt: skip
 
 
-class _Hdf5:
-    def __init__(self, file: Any, compressed: bool) -> None:
-        self._file, self._compressed = file, compressed
-        text = np.empty(self.found(HEADER)[1], np.uint8)
-        self.read_into(HEADER, text)
-        self.text = text.tobytes().decode()
-
-    def found(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
-        dataset = self._file[name]
-        if dataset.external or dataset.is_virtual or dataset.file.filename != self._file.filename:
-            raise ValueError(f"{name!r} lies in another file")
-        packed = self._compressed and dataset.compression in COMPRESSIONS
-        held = dataset.id.get_storage_size() * (MOST_COMPRESSED if packed else 1)
-        if dataset.dtype.kind not in "biufc" or dataset.nbytes > held:
-            raise ValueError(f"{name!r}: {dataset.dtype}{dataset.shape} is not what the file holds")
-        return dataset.dtype, dataset.shape
-
-    def verify(self) -> None:
-        pass  # plain datasets have no checksums
-
-    def read_into(self, name: str, array: np.ndarray) -> None:
-        if array.size:
-            self._file[name].read_direct(array.reshape(self._file[name].shape))
-
-
-def h5py() -> Any:
-    """The module h5py.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-    try:
-        import h5py
-    except ImportError as error:
-        raise ImportError("h5py is needed for .h5 files: pip install 'rlstructs[hdf5]'") from error
-    return h5py
-
-
 @contextmanager
 def _open_npz(path: Path) -> Iterator[Reader]:
     with open(path, "rb") as file, zipfile.ZipFile(file) as zipped:
@@ -263,14 +244,63 @@ def _open_pt(path: Path) -> Iterator[Reader]:
         yield _Pt(path, file, zipped)
 
 
-@contextmanager
-def _open_h5(path: Path, compressed: bool = False) -> Iterator[Reader]:
-    with h5py().File(path, "r") as file:
-        yield _Hdf5(file, compressed)
+class NewFile:
+    """A file that a library writes, which does not learn that a write failed: `close` raises the error.
+
+    After a write that failed libhdf5 2.0 ends the whole process when it exits (a segmentation fault: the file
+    stays among those to be closed), and torch says "unexpected pos 960 vs 854" of a full disk.
+
+    Attributes:
+        error: why the first write failed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = io.FileIO(path, "x+")  # never through a link that lies there
+        self.error: OSError | None = None
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def read(self, n: int = -1) -> bytes:  # by which h5py knows a file
+        return self._file.read(n)
+
+    def write(self, data: memoryview) -> int:
+        done = 0
+        while done < len(data) and self.error is None:
+            try:
+                done += self._file.write(data[done:])
+            except OSError as error:
+                self.error = error
+        return len(data)
+
+    def readinto(self, data: memoryview) -> int:
+        done = 0
+        while n := self._file.readinto(data[done:]):
+            done += n
+        data[done:] = bytes(len(data) - done)  # what could not be written
+        return len(data)
+
+    def truncate(self, nbytes: int) -> int:
+        try:
+            return self._file.truncate(nbytes)
+        except OSError as error:
+            self.error = self.error or error
+            return nbytes
+
+    def flush(self) -> None:
+        """Nothing: there is no buffer."""
+
+    def close(self) -> None:
+        self._file.close()
+        if self.error is not None:
+            raise self.error
 
 
 def _write_npz(path: Path, header: str, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, str]) -> None:
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+    with zipfile.ZipFile(path, "x", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for name, array in [*arrays.items(), (HEADER, np.frombuffer(header.encode(), np.uint8))]:
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, np.asarray(array), allow_pickle=False)
@@ -278,7 +308,23 @@ def _write_npz(path: Path, header: str, arrays: Mapping[str, np.ndarray], dtypes
 
 def _write_pt(path: Path, header: str, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, str]) -> None:
     # numpy's own copies would be needed if torch wrote what a view is a view of, or shared memory only once.
-    torch.save({HEADER: header, **{name: _own(array, dtypes[name]) for name, array in arrays.items()}}, path)
+    tensors = {name: _own(array, dtypes[name]) for name, array in arrays.items()}
+    with closing(NewFile(path)) as new, _checksums():
+        torch.save({HEADER: header, **tensors}, new)  # type: ignore[arg-type]  # it calls no more than write
+
+
+@contextmanager
+def _checksums() -> Iterator[None]:
+    """Has torch compute checksums, also where the program has switched that off (it can since torch 2.6)."""
+    settings = torch.serialization
+    if getattr(settings, "get_crc32_options", lambda: True)():
+        yield
+        return
+    settings.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        settings.set_crc32_options(False)
 
 
 def _own(array: np.ndarray, dtype: str) -> torch.Tensor:
@@ -286,21 +332,5 @@ def _own(array: np.ndarray, dtype: str) -> torch.Tensor:
     return tensor.view(getattr(torch, dtype)) if dtype in BITS else tensor
 
 
-def _write_h5(
-    path: Path,
-    header: str,
-    arrays: Mapping[str, np.ndarray],
-    dtypes: Mapping[str, str],
-    compression: str | None = None,
-) -> None:
-    if compression not in (None, *COMPRESSIONS):
-        raise SpecError(f"compression must be None or one of {COMPRESSIONS}, got {compression!r}")
-    with h5py().File(path, "w") as file:
-        for name, array in arrays.items():
-            values = np.asarray(array)
-            file.create_dataset(name, data=values, compression=compression if values.size else None)
-        file.create_dataset(HEADER, data=np.frombuffer(header.encode(), np.uint8))
-
-
-WRITERS = {".npz": _write_npz, ".pt": _write_pt, ".h5": _write_h5}
-READERS = {".npz": _open_npz, ".pt": _open_pt, ".h5": _open_h5}
+WRITERS = {".npz": _write_npz, ".pt": _write_pt}
+READERS = {".npz": _open_npz, ".pt": _open_pt}

@@ -3,7 +3,7 @@
 The header, stored under `__header__`, holds the format's name and version, the class, and each array's
 dtype and shape. `.npz` and `.h5` carry the same names; `.pt` loads with `weights_only=True`. Reading
 executes nothing, and sizes are compared with the file's own before memory is taken: compressed files,
-which can hold more than they are, are refused.
+which can hold more than they are, are refused. Checksums tell what was damaged. SECURITY.md says what holds.
 """
 
 from __future__ import annotations
@@ -21,10 +21,14 @@ import numpy as np
 import torch
 
 from rlstructs.errors import FileError
-from rlstructs.structures.containers import BITS, HEADER, READERS, WRITERS, Reader
+from rlstructs.structures import containers
+from rlstructs.structures.containers import BITS, HEADER, Reader
+from rlstructs.structures.hdf5 import open_h5, write_h5
 from rlstructs.structures.interop import host_array
 
 FORMAT, VERSION = "rlstructs", 1
+WRITERS: Mapping[str, Callable[..., None]] = {**containers.WRITERS, ".h5": write_h5}
+READERS: Mapping[str, Callable[..., Any]] = {**containers.READERS, ".h5": open_h5}
 
 
 def save(path: str | Path, kind: str, tree: Mapping[str, Any]) -> None:
@@ -122,20 +126,29 @@ def reading(
         open_file = partial(open_file, compressed=True)
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
+    is_open = False
     try:
         with open_file(path) as reader:
-            header = _checked(json.loads(reader.text))
-            for name, spec in header["arrays"].items():
-                dtype, shape = reader.found(name)
-                found = {"dtype": spec["dtype"] if BITS.get(spec["dtype"]) == dtype.name else dtype.name,
-                         "shape": list(shape)}  # fmt: skip
-                if found != spec:
-                    raise ValueError(f"array {name!r} is {found}, the header says {spec}")
+            header = _checked_header(reader)
+            is_open = True
             yield reader, header
-    except (ImportError, MemoryError, FileError):
+    except (ImportError, FileError):
         raise
     except Exception as error:  # three parsers, and whatever bytes
+        if is_open and isinstance(error, MemoryError):  # before, it is the file that asks for so much
+            raise
         raise FileError(f"{path}: not a file of {FORMAT}, or a damaged one: {error}") from error
+
+
+def _checked_header(reader: Reader) -> dict[str, Any]:
+    header = _checked(json.loads(reader.text))
+    for name, spec in header["arrays"].items():
+        dtype, shape = reader.found(name)
+        bits = BITS.get(spec["dtype"]) == dtype.name
+        found = {"dtype": spec["dtype"] if bits else dtype.name, "shape": list(shape)}
+        if found != spec:
+            raise ValueError(f"array {name!r} is {found}, the header says {spec}")
+    return header
 
 
 def _tensor(reader: Reader, name: str, spec: Mapping[str, Any]) -> torch.Tensor:
@@ -202,12 +215,13 @@ def replacing(path: Path) -> Iterator[Path]:
         raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.{threading.get_ident()}{path.suffix}")
     try:
+        temporary.unlink(missing_ok=True)  # of a process that was killed, and had the same number
         yield temporary
         os.replace(temporary, path)
     except RuntimeError as error:  # what torch and HDF5 make of a full disk
         raise OSError(f"{path}: cannot be written: {error}") from error
     except OSError as error:
-        error.filename = error.filename or str(path)
+        error.filename, error.filename2 = str(path), None  # not the temporary name
         raise
     finally:
         temporary.unlink(missing_ok=True)

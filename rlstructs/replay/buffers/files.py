@@ -13,6 +13,7 @@ from rlstructs.errors import FileError, OutOfMemoryError
 from rlstructs.replay.backing import available_bytes
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.episodes import EPISODE
+from rlstructs.replay.links import check_arrays
 from rlstructs.replay.ring import N_COUNTERS
 from rlstructs.structures import files
 from rlstructs.structures.containers import Reader
@@ -143,6 +144,8 @@ def _checked(buffer: Buffer, path: Any, reader: Reader, header: Mapping[str, Any
         raise ValueError("its counters make no sense")
     episodes = _read(reader, EPISODES, np.int32, (n_lanes, n_slots, 2))
     links = {name: _parts(reader, f"{LINKS}{name}/", ("at", "values", "newest")) for name in linked}
+    for name, parts in links.items():
+        check_arrays(name, parts, specs[name], (n_lanes, capacity))
     more = {name[len(MORE) :]: _any(reader, name) for name in header["arrays"] if name.startswith(MORE)}
     generator = _generator(state["rng"])
     restore_own = buffer._restorer(state["own"], more)

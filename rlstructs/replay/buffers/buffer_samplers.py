@@ -1,0 +1,244 @@
+"""Which rows a `DictTensorReplayBuffer` draws: what every sampler does, any row, or each once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from rlstructs.errors import SpecError
+from rlstructs.replay.buffers.parts import Part
+from rlstructs.replay.samplers import Span, Uniform
+from rlstructs.replay.storage import Selection, Storage
+
+INDEX, WEIGHT, MASK = "index", "priority_weight", "mask"
+UNIFORM = Uniform()
+
+
+class Sampler(Part):
+    """What every sampler does.
+
+    Attributes:
+        fields: what it adds to a sample beside the index.
+        needs_episodes: whether it must know where episodes end.
+        end_key, traj_key: columns that say so beside others; None for none.
+        drop_last: whether what is smaller than a batch is not drawn.
+        version: raised by whatever changes what would be drawn, but for rows and `position`.
+        ran_out: whether a pass over the rows is over.
+    """
+
+    fields: tuple[str, ...] = ()
+    needs_episodes = False
+    end_key: str | None = None
+    traj_key: str | None = None
+    drop_last = False
+    ran_out = False
+    version = 0
+
+    def start(self, storage: Storage, max_size: int) -> None:
+        """Takes a store as it is now.
+
+        Raises:
+            SpecError: it cannot.
+        """
+
+    def plan(self, batch_size: int) -> tuple[int, int]:
+        """How many draws make such a batch, and how many rows are read for each."""
+        return batch_size, 1
+
+    def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
+        """`n` draws of `length` rows each; in `fields` of the result what belongs to them."""
+        raise NotImplementedError
+
+    def drawn(self, picked: Selection) -> None:
+        """Notes what was handed out."""
+
+    def flat(self, picked: Selection, values: Any) -> Any:
+        """Values (n, length, ...) of a draw, of numpy or torch, as rows."""
+        return values[:, 0]
+
+    def info(self, picked: Selection) -> dict[str, np.ndarray]:
+        """What is known of each row that was drawn, the index first."""
+        return {INDEX: self.flat(picked, picked.rows).copy()} | {name: picked.fields[name] for name in self.fields}
+
+    def position(self) -> Any:
+        """Where in a pass it is; equal to another only if that is the same."""
+        return None
+
+    def go_to(self, position: Any) -> None:
+        """Goes to where it was."""
+
+    def begin_pass(self) -> None:
+        """Begins a pass over the rows."""
+
+    def remains(self, storage: Storage, n: int) -> bool:
+        """Whether a batch of `n` is left in this pass."""
+        return True
+
+    def cleared(self) -> None:
+        """The store has been cleared."""
+
+    def grown(self, n_rows: int) -> None:
+        """The store has room for so many rows now."""
+
+    def replaced(self, storage: Storage, rows: np.ndarray) -> None:
+        """Others have come in the place of these rows."""
+
+    def reordered(self) -> None:
+        """Episodes have been worked out anew."""
+
+    def state(self) -> dict[str, Any]:
+        """What a file says of it, as JSON has it."""
+        return {}
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What a file holds of it."""
+        return {}
+
+    def restorer(
+        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], n_rows: int
+    ) -> Callable[[], None]:
+        """What restores both, once there is room for `n_rows`; raises ValueError, KeyError or TypeError."""
+        return self.cleared
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes beside the rows."""
+        return 0
+
+
+class RandomSampler(Sampler):
+    """Every row as likely as any other; one batch may hold a row twice."""
+
+    def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
+        """See `Sampler`."""
+        span = storage.span()
+        return Selection(UNIFORM.draw(span, n, rng)[:, None], span)
+
+
+class _Order:
+    """Steps in the order in which a pass serves them. Two are never equal."""
+
+    def __init__(self, steps: np.ndarray, low: int) -> None:
+        self.steps, self.low = steps, low  # what was the oldest one then
+        self.replaced: np.ndarray | None = None  # bool, by slot
+
+
+class SamplerWithoutReplacement(Sampler):
+    """Every row once, in random order, and then again.
+
+    A pass is over the rows that are there when it begins: one that is overwritten before its turn is left out,
+    and one that comes later waits for the next pass.
+
+    Args:
+        drop_last: whether a pass ends before a batch that would be smaller.
+        shuffle: whether the order is random; otherwise it is that in which the rows came.
+    """
+
+    _order: _Order | None = None
+    _at = 0
+
+    def __init__(self, drop_last: bool = False, shuffle: bool = True) -> None:
+        self.drop_last, self.shuffle = drop_last, shuffle
+
+    def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
+        """See `Sampler`."""
+        span = storage.span()
+        steps, at = self._next(span, n)
+        if not steps.size or (self.drop_last and steps.size < n):
+            self._order, self._at = self._shuffled(span, rng), 0
+            steps, at = self._next(span, n)
+            if self.drop_last and steps.size < n:
+                raise SpecError(f"batch_size is {n}, there are {steps.size} rows, and drop_last drops what is smaller")
+        self._at = at
+        self.ran_out = not self._is_left(span, n)
+        return Selection((steps % span.columns.capacity)[:, None], span)
+
+    def _shuffled(self, span: Span, rng: np.random.Generator) -> _Order:
+        low = int(span.low[0])
+        return _Order(low + (rng.permutation(span.total) if self.shuffle else np.arange(span.total)), low)
+
+    def _next(self, span: Span, n: int) -> tuple[np.ndarray, int]:
+        """The next steps that are still there, `n` or as many as are left, and where the others begin."""
+        order, at = self._order, self._at
+        if order is None:
+            return np.zeros(0, np.int64), at
+        low = int(span.low[0])
+        if low == order.low and order.replaced is None:
+            return order.steps[at : at + n], at + n
+        found = np.zeros(0, np.int64)
+        while found.size < n and at < order.steps.size:
+            steps = order.steps[at : at + n - found.size]
+            at += steps.size
+            found = np.concatenate([found, steps[self._held(order, steps, low, span.columns.capacity)]])
+        return found, at
+
+    def _held(self, order: _Order, steps: np.ndarray, low: int, capacity: int) -> np.ndarray:
+        held = steps >= low
+        if order.replaced is not None:
+            held &= ~order.replaced[steps % capacity]
+        return np.asarray(held)
+
+    def _is_left(self, span: Span, n: int) -> bool:
+        wanted = n if self.drop_last else 1
+        return self._next(span, wanted)[0].size == wanted
+
+    def position(self) -> Any:
+        """See `Sampler`."""
+        return self._order, self._at, self.ran_out
+
+    def go_to(self, position: Any) -> None:
+        """See `Sampler`."""
+        self._order, self._at, self.ran_out = position
+
+    def begin_pass(self) -> None:
+        """See `Sampler`."""
+        self._order, self._at, self.ran_out = None, 0, False
+
+    def remains(self, storage: Storage, n: int) -> bool:
+        """See `Sampler`."""
+        return self._order is None or self._is_left(storage.span(), n)
+
+    def cleared(self) -> None:
+        """See `Sampler`."""
+        self.begin_pass()
+
+    def replaced(self, storage: Storage, rows: np.ndarray) -> None:
+        """See `Sampler`."""
+        if self._order is not None:
+            if self._order.replaced is None:
+                self._order.replaced = np.zeros(storage.columns.capacity, bool)
+            self._order.replaced[rows] = True
+
+    def state(self) -> dict[str, Any]:
+        """See `Sampler`."""
+        order = self._order
+        return {"pass": None if order is None else order.low, "ran_out": self.ran_out}
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """See `Sampler`."""
+        order = self._order
+        if order is None:
+            return {}
+        return {"order": order.steps[self._at :].copy()} | (
+            {} if order.replaced is None else {"replaced": order.replaced.copy()}
+        )
+
+    def restorer(
+        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], n_rows: int
+    ) -> Callable[[], None]:
+        """See `Sampler`."""
+        order, ran_out = None, bool(state["ran_out"])
+        if state["pass"] is not None:
+            order = _Order(arrays["order"], int(state["pass"]))
+            order.replaced = arrays.get("replaced")
+            marks = order.replaced
+            if order.steps.dtype != np.int64 or order.steps.ndim != 1:
+                raise ValueError("its order has another shape")
+            if marks is not None and (marks.dtype != bool or marks.shape != (n_rows,)):
+                raise ValueError("its order has another shape")
+        return lambda: self.go_to((order, 0, ran_out))
+
+    def _shown(self) -> dict[str, Any]:
+        return {"drop_last": self.drop_last, "shuffle": self.shuffle}

@@ -1,0 +1,107 @@
+"""How a `DictTensorReplayBuffer` is kept: in files, folders, dicts, and pickled."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlstructs.replay.buffers import state_dicts
+from rlstructs.replay.buffers.dict_tensor_index import DictTensorIndex
+from rlstructs.replay.buffers.prefetch import Prefetch
+
+
+class DictTensorFiles(DictTensorIndex):
+    """What is kept elsewhere; see `DictTensorReplayBuffer`."""
+
+    _ahead: Prefetch
+    _version: int  # raised by what changes batches beside rows and the sampler
+
+    def save(self, path: str | Path) -> None:
+        with self._lock:
+            super().save(path)
+
+    def load(self, path: str | Path) -> None:
+        if Path(path).is_dir():
+            path = state_dicts.file_in(path)
+        with self._lock:
+            super().load(path)
+
+    save.__doc__, load.__doc__ = DictTensorIndex.save.__doc__, DictTensorIndex.load.__doc__
+
+    def dumps(self, path: str | Path) -> None:
+        """Writes a folder with what `save` writes; a file that is there stays whole until the new one is."""
+        with self._lock:
+            state_dicts.dump(self, Path(path))
+
+    def loads(self, path: str | Path) -> None:
+        """Restores what `dumps` wrote.
+
+        Raises:
+            FileNotFoundError, FileError: as of `load`.
+        """
+        self.load(state_dicts.file_in(path))
+
+    dump = dumps
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `save` writes as tensors and plain values, copies; `torch.load` takes it with `weights_only=True`."""
+        with self._lock:
+            return state_dicts.state_dict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` gave: the next samples are those that would have come then.
+
+        Raises:
+            FileError: it is damaged, or of a buffer of another size or class, or with another sampler; this one is
+                as it was.
+        """
+        with self._lock:
+            state_dicts.load_state_dict(self, state)
+
+    def _takes_capacity(self, capacity: int) -> bool:
+        return self._settings.capacity_for(capacity) == capacity
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "max_size": self._settings.max_size,
+            "n_rows": self._storage.columns.n_rows,
+            "n_written": self._n_written,
+            "knows_episodes": self._knows_episodes,
+            "sampler": {"class": type(self._sampler).__name__, **self._sampler.state()},
+        }
+
+    def _more_arrays(self) -> dict[str, np.ndarray]:
+        return self._sampler.arrays()
+
+    def _restorer(self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Callable[[], None]:
+        own, found = (self._settings.max_size, type(self._sampler).__name__), state["sampler"]
+        if own != (state["max_size"], found["class"]):
+            raise ValueError(f"it has room for {state['max_size']} rows and a {found['class']}, needed are {own}")
+        n_written, knows = int(state["n_written"]), bool(state["knows_episodes"])
+        restore_sampler = self._sampler.restorer(found, arrays, int(state["n_rows"]))
+
+        def restore() -> None:
+            self._storage.alignment = self._settings.alignment
+            restore_sampler()
+            self._writer.changed()
+            self._n_written, self._knows_episodes, self._quick, self._written = n_written, knows, None, None
+            self._version += 1
+
+        return restore
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            state = {**vars(self), "_ahead": self._ahead.depth, "_quick": None, "_written": None}
+            del state["_lock"]
+            return state
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self._lock = threading.RLock()
+        self._ahead = Prefetch(self._lock, state["_ahead"])
+        for each in (self._settings, self._sampler, self._writer):
+            each.belong(self)

@@ -1,0 +1,125 @@
+"""How rows of a `DictTensorReplayBuffer` are read and changed by index."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rlstructs.errors import MissingKeyError
+from rlstructs.replay.buffers.batches_in import rows_of, with_axis
+from rlstructs.replay.buffers.dict_tensor_rows import DictTensorRows
+from rlstructs.replay.buffers.parts import joined
+from rlstructs.replay.buffers.rows_in import as_rows, flat_items
+from rlstructs.replay.values import host_array
+from rlstructs.structures.dict_tensor import DictTensor
+
+
+class DictTensorIndex(DictTensorRows):
+    """What is read and changed by index; see `DictTensorReplayBuffer`."""
+
+    def __getitem__(self, index: Any) -> Any:
+        """Rows, or columns, as private copies, through the transforms.
+
+        Args:
+            index: an int, a row id; below 0 it counts from the newest row back. A list or array of row ids. A slice
+                or a bool mask over all rows, the oldest first. A name, or a tuple of the names it is made of, for
+                all rows of that column, the oldest first; the name of several that are nested gives them all.
+
+        Raises:
+            IndexError, MissingKeyError: there is no such row or column.
+        """
+        if isinstance(index, (str, tuple)):
+            return self._column(joined(index))
+        with self._lock:
+            rows = self._rows_at(index)
+            arrays = dict(zip(self._specs, self._storage.gather(list(self._specs), np.atleast_1d(rows)), strict=True))
+        batch = self._transform(self._hand_over(arrays))
+        return batch if rows.ndim else _first(batch)
+
+    def _column(self, key: str) -> Any:
+        nested = [name for name in self._specs if name.startswith(f"{key}/")]
+        if not len(self._transform) and key not in self._specs and not nested:
+            raise MissingKeyError(f"no {key!r} in this buffer, there are {sorted(self._specs)}")
+        names = list(self._specs) if len(self._transform) else [key] if key in self._specs else nested
+        with self._lock:
+            rows = self._chronological(np.arange(len(self)))
+            arrays = dict(zip(names, self._storage.gather(names, rows), strict=True))
+        batch = self._transform(self._hand_over(arrays))
+        if isinstance(batch, DictTensor) and key not in batch:
+            inside = batch.truncate_key(f"{key}/")
+            return batch[key] if inside.empty() else inside  # the one or the other raises
+        return batch[key]
+
+    def __setitem__(self, index: Any, values: Any) -> None:
+        """Changes rows in place; priorities, and which rows there are, stay.
+
+        Args:
+            index: as of `[]`.
+            values: a mapping of some columns to values for these rows; of a single column only its values.
+
+        Raises:
+            IndexError, SpecError, MissingKeyError, StateError: something does not fit; nothing has changed.
+        """
+        with self._lock:
+            self._writer.refuse()
+            if isinstance(index, (str, tuple)):
+                index, values = slice(None), {joined(index): values}
+            rows = self._rows_at(index)
+            flat = flat_items(values, "[]")
+            if not rows.ndim:
+                rows, flat = rows[None], {name: with_axis(name, value) for name, value in flat.items()}
+            if rows.ndim > 1:
+                raise IndexError(f"an index to write to must have one axis, got shape {rows.shape}")
+            inverted = self._inverted(rows_of(flat, "[]"), "[]")
+            if inverted is not None and rows.size:
+                self._put(rows, inverted.values)
+
+    def _put(self, rows: np.ndarray, values: Mapping[str, Any]) -> None:
+        storage = self._storage
+        block = {}
+        for name, value in values.items():
+            given = as_rows(name, value, self._specs.get(name))[0]
+            block[name] = storage.columns.check(name, given, rows.shape)
+        _, last = np.unique(rows[::-1], return_index=True)  # of equal ones the last counts
+        last = rows.size - 1 - last
+        marks = self._ends_and_changes()
+        for name, checked in block.items():
+            storage.put(name, rows[last], checked[last])
+        if set(block) & {*self._end_keys(block), *self._id_keys(block)}:
+            self._rework_episodes(*marks)
+        self._writer.changed()
+
+    def _rows_at(self, index: Any) -> np.ndarray:
+        """Row ids, int64; without an axis for a single one."""
+        n = len(self)
+        if isinstance(index, slice):
+            return self._chronological(np.arange(n)[index])
+        at = host_array("index", index) if not isinstance(index, list) or index else np.zeros(0, np.int64)
+        if at.dtype.kind == "b" and at.ndim:
+            if at.shape != (n,):
+                raise IndexError(f"a mask must have a value for each of the {n} rows, got shape {at.shape}")
+            return self._chronological(np.flatnonzero(at))
+        if at.dtype.kind not in "iu":
+            raise IndexError(f"an index must be row ids, a slice, a bool mask or a name, got {index!r}")
+        if at.ndim == 0 and at < 0:
+            if at < -n:
+                raise IndexError(f"index {int(at)} is out of range for {n} rows")
+            return self._chronological(n + at.astype(np.int64))
+        return self._checked_rows(at)
+
+
+def _first(batch: Any) -> Any:
+    """The row of a batch of one; of warp, which has no single numbers, those stay arrays of one."""
+    if isinstance(batch, DictTensor):
+        return batch.index(0)
+    if not isinstance(batch, dict):
+        return batch[0]
+    return type(batch)({name: _without_axis(value) for name, value in batch.items()})
+
+
+def _without_axis(value: Any) -> Any:
+    if type(value).__module__.partition(".")[0] == "warp":
+        return value.reshape(value.shape[1:]) if value.ndim > 1 else value
+    return value[0]

@@ -1,0 +1,108 @@
+"""From a request to a batch: draw, read, hand over, transform."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rlstructs.replay.array_dict import ArrayDict
+from rlstructs.replay.buffers.prefetch import Place
+from rlstructs.replay.buffers.rows_in import is_mapping
+from rlstructs.replay.buffers.slice_samplers import AUTO, SliceSampler
+from rlstructs.replay.roles import ends_among
+from rlstructs.replay.storage import Selection
+from rlstructs.structures.dict_tensor import DictTensor
+
+if TYPE_CHECKING:
+    from rlstructs.replay.buffers.dict_tensor_buffer import DictTensorReplayBuffer
+
+# How many draws, of how many rows each, and whether the batch holds what is known of them.
+Request = tuple[int, int, bool]
+TRUNCATED, DONE = "truncated", ("done", "dones")
+
+
+class Draws:
+    """The draws of a buffer; everything but `finish` needs its lock.
+
+    Args:
+        buffer: whose.
+    """
+
+    def __init__(self, buffer: DictTensorReplayBuffer) -> None:
+        self._buffer = buffer
+
+    def place(self) -> Place:
+        """Where the stream of draws stands."""
+        buffer = self._buffer
+        return Place(buffer._rng.bit_generator.state, buffer._sampler.position())
+
+    def go_to(self, place: Place) -> None:
+        """Has the stream of draws go on from such a place."""
+        self._buffer._rng.bit_generator.state = place.generator
+        self._buffer._sampler.go_to(place.position)
+
+    def draw(self, request: Request, rng: np.random.Generator | None) -> Selection:
+        """Which rows make such a batch; from the buffer's own generator if None is given."""
+        buffer = self._buffer
+        return buffer._sampler.draw(buffer._storage, *request[:2], buffer._rng if rng is None else rng)
+
+    def drawn(self, picked: Selection) -> None:
+        """Notes that these are handed out."""
+        self._buffer._sampler.drawn(picked)
+
+    def read(self, picked: Selection) -> dict[str, Any]:
+        """What the columns hold for them, name -> `(n, length, ...)`, private memory."""
+        buffer = self._buffer
+        return buffer._reading.read(buffer._storage, picked.span, list(buffer._specs), picked.rows)
+
+    def finish(self, request: Request, picked: Selection, arrays: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The batch, and what is known of its rows."""
+        buffer, (*_, with_info) = self._buffer, request
+        sampler = buffer._sampler
+        values = {name: sampler.flat(picked, array) for name, array in arrays.items()}
+        known: dict[str, Any] = dict(sampler.info(picked))
+        if isinstance(sampler, SliceSampler) and sampler.truncated_key is not None:
+            known |= _marked(values, sampler.lasts(picked), sampler.truncated_key)
+        if with_info and buffer._collate_fn is None:
+            batch = buffer._hand_over(values | known)
+            info = {name: batch[name] for name in known}
+        else:
+            info = dict(buffer._hand_over(known).items())
+            batch = buffer._hand_over(values)
+            if buffer._collate_fn is not None:
+                batch = _with(_collated(buffer._collate_fn(batch)), info if with_info else {})
+        if len(buffer._transform):
+            batch = buffer._transform(batch)
+        return (batch.pin_memory() if buffer._pin_memory else batch), info
+
+
+def _marked(values: dict[str, Any], lasts: np.ndarray, key: str) -> dict[str, np.ndarray]:
+    """Marks the rows that end slices as truncated, and as done; what there was no column for, name -> `(n, ...)`."""
+    ends = ends_among(values)
+    found = [name for name in ends if name.rpartition("/")[2] == TRUNCATED]
+    parent = (found or ends or ["next/"])[0].rpartition("/")[0]
+    prefix = f"{parent}/" if parent else ""
+    if key == AUTO:
+        key = f"{prefix}{TRUNCATED}"
+    for name in (key, *(f"{prefix}{each}" for each in DONE)):
+        if name in values:
+            values[name][torch.from_numpy(lasts) if isinstance(values[name], torch.Tensor) else lasts] = True
+    if key in values:
+        return {}
+    beside = np.shape(values[ends[0]])[1:] if ends else ()
+    return {key: np.array(np.broadcast_to(lasts.reshape(-1, *(1,) * len(beside)), (len(lasts), *beside)))}
+
+
+def _collated(batch: Any) -> Any:
+    if not is_mapping(batch):
+        raise TypeError(f"collate_fn must give a batch with keys, got {type(batch).__name__}")
+    return batch
+
+
+def _with(batch: Any, info: dict[str, Any]) -> Any:
+    """A batch with more columns."""
+    if isinstance(batch, DictTensor):
+        return DictTensor({**dict(batch.items()), **info}) if info else batch
+    return ArrayDict({**{key: batch[key] for key in batch.keys()}, **info})  # noqa: SIM118

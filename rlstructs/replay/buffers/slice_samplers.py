@@ -1,0 +1,196 @@
+"""Samplers whose batches are slices: consecutive steps of one episode, one slice behind the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlstructs.errors import SpecError
+from rlstructs.replay.buffers.buffer_samplers import INDEX, MASK, WEIGHT, Sampler
+from rlstructs.replay.buffers.parts import joined
+from rlstructs.replay.buffers.prioritized_sampler import PrioritizedSampler
+from rlstructs.replay.samplers import Span, draw_fitting
+from rlstructs.replay.slices import WINDOW, Slices, window
+from rlstructs.replay.storage import Selection, Storage, check_size
+
+AUTO = "auto"
+INSIDE = "inside"  # of a selection: which of the steps of each slice are its own
+
+
+class SliceSampler(Sampler):
+    """Slices of episodes, uniformly; they never mix episodes, nor cross from the newest row to the oldest.
+
+    A batch of `batch_size` steps is `(batch_size, ...)`, one slice behind the other. The last step of each is
+    marked truncated, and done with it: there the slice ends, if not the episode.
+
+    Args:
+        num_slices: how many slices are in a batch; or
+        slice_len: how many steps a slice has.
+        end_key: a column more whose truth ends an episode, beside `terminated`, `truncated` and `done`.
+        traj_key: a column where another number than in the row before begins an episode; None for
+            `collector/traj_ids` or `episode`, if there is one.
+        strict_length: whether episodes that are shorter are left out; otherwise they are slices of their
+            own, and the batch is shorter.
+        pad_output: whether these are as long as others, their last step repeated, and `mask` says which steps count.
+        per: every "window" of so many steps is as likely as any other, or every "trajectory" is.
+        truncated_key: the column where the last step is marked; "auto" for that beside the other ends; None for none.
+
+    Raises:
+        TypeError: not one of `num_slices` and `slice_len` is given.
+        SpecError: an argument is not what is needed.
+    """
+
+    needs_episodes = True
+
+    def __init__(
+        self,
+        *,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        end_key: Any = None,
+        traj_key: Any = None,
+        strict_length: bool = True,
+        pad_output: bool = False,
+        per: str = WINDOW,
+        truncated_key: Any = AUTO,
+    ) -> None:
+        if (num_slices is None) == (slice_len is None):
+            raise TypeError("a SliceSampler needs num_slices or slice_len, and not both")
+        if pad_output and strict_length:
+            raise SpecError("pad_output needs strict_length=False: slices of full length have no padding")
+        self.num_slices = None if num_slices is None else check_size("num_slices", num_slices)
+        self.slice_len = None if slice_len is None else check_size("slice_len", slice_len)
+        self.end_key, self.traj_key, self.truncated_key = (
+            None if key is None else joined(key) for key in (end_key, traj_key, truncated_key)
+        )
+        self.strict_length, self.pad_output, self.per = strict_length, pad_output, per
+        self.fields = (*type(self).fields, MASK) if pad_output else type(self).fields
+        self._slices = Slices(per, strict_length)
+
+    def plan(self, batch_size: int) -> tuple[int, int]:
+        """See `Sampler`.
+
+        Raises:
+            SpecError: the batch is not made of whole slices.
+        """
+        name, size = ("num_slices", self.num_slices) if self.slice_len is None else ("slice_len", self.slice_len)
+        assert size is not None
+        if batch_size % size:
+            raise SpecError(f"batch_size counts steps: {batch_size} cannot be divided by {name}, {size}")
+        parts = batch_size // size
+        return (size, parts) if self.slice_len is None else (parts, size)
+
+    def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
+        """See `Sampler`."""
+        span = storage.span()
+        rows, inside = self._slices.draw(span, storage.track_episodes(), n, length, rng)
+        return Selection(rows, span, {INSIDE: inside})
+
+    def flat(self, picked: Selection, values: Any) -> Any:
+        """See `Sampler`."""
+        values = values.reshape(-1, *values.shape[2:])
+        if self.pad_output or self.strict_length:
+            return values
+        at = picked.fields[INSIDE].reshape(-1)
+        return values[torch.from_numpy(at) if isinstance(values, torch.Tensor) else at]
+
+    def info(self, picked: Selection) -> dict[str, np.ndarray]:
+        """See `Sampler`."""
+        inside = picked.fields[INSIDE]
+        known = {INDEX: self.flat(picked, picked.rows).copy()}
+        if MASK in self.fields:
+            known[MASK] = inside.reshape(-1).copy()
+        if WEIGHT in self.fields:
+            weights = np.broadcast_to(picked.fields[WEIGHT][:, None], inside.shape)
+            known[WEIGHT] = np.array(self.flat(picked, weights))
+        return known
+
+    def lasts(self, picked: Selection) -> np.ndarray:
+        """Which rows of a batch end a slice, bool."""
+        inside = picked.fields[INSIDE]
+        last = np.zeros_like(inside)
+        last[:, -1] = inside[:, -1]
+        last[:, :-1] = inside[:, :-1] & ~inside[:, 1:]
+        return np.asarray(self.flat(picked, last))
+
+    def cleared(self) -> None:
+        """See `Sampler`."""
+        super().cleared()
+        self._slices.forget()
+
+    def reordered(self) -> None:
+        """See `Sampler`."""
+        self._slices.forget()
+        self.version += 1
+
+    def restorer(
+        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], n_rows: int
+    ) -> Callable[[], None]:
+        """See `Sampler`."""
+        restore = super().restorer(state, arrays, n_rows)
+
+        def restore_all() -> None:
+            restore()
+            self._slices.forget()
+
+        return restore_all
+
+    def _shown(self) -> dict[str, Any]:
+        size = {"num_slices": self.num_slices} if self.slice_len is None else {"slice_len": self.slice_len}
+        kept = {"strict_length": self.strict_length, "pad_output": self.pad_output, "per": self.per}
+        return size | kept | super()._shown()
+
+
+class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
+    """Slices of episodes that begin with rows drawn in proportion to their priorities.
+
+    A slice begins with a row after which there are enough of the same episode; if `strict_length` is not asked
+    for, with any. Every step of a slice has the `priority_weight` of the first.
+
+    Args:
+        max_capacity, alpha, beta, eps, reduction: as of `PrioritizedSampler`.
+        num_slices, slice_len, end_key, traj_key, strict_length, pad_output, truncated_key: as of `SliceSampler`.
+    """
+
+    def __init__(
+        self,
+        max_capacity: int | None = None,
+        alpha: float = 0.7,
+        beta: float = 0.5,
+        eps: float = 1e-8,
+        reduction: str = "max",
+        **slices: Any,
+    ) -> None:
+        PrioritizedSampler.__init__(self, max_capacity, alpha, beta, eps, reduction)
+        if "per" in slices:
+            raise TypeError("per: priorities say where slices begin")
+        SliceSampler.__init__(self, **slices)
+
+    def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
+        """See `Sampler`."""
+        priorities, span, episodes = self._of(), storage.span(), storage.track_episodes()
+        priorities.follow(span)
+
+        def fits(rows: np.ndarray) -> np.ndarray:
+            return self._n_steps(storage, span, rows) >= (length if self.strict_length else 1)
+
+        rows = draw_fitting(
+            lambda k: priorities.draw(k, rng),
+            fits,
+            n,
+            lambda every, k: priorities.choose(every, k, rng),
+            span,
+            f"episode of {length} steps",
+        )
+        steps = span.steps(rows)
+        counts = np.minimum(np.minimum(episodes.remaining(rows), span.head[0] - steps), length)
+        around, inside = window(span, steps, counts, length)
+        return Selection(around, span, {INSIDE: inside, WEIGHT: self._weights(rows)})
+
+    def _n_steps(self, storage: Storage, span: Span, rows: np.ndarray) -> np.ndarray:
+        """How many rows of the same episode each of these begins, itself included; 0 if it is not there."""
+        left = np.minimum(storage.track_episodes().remaining(rows), span.head[0] - span.steps(rows))
+        return np.asarray(np.where(span.has(rows), left, 0))

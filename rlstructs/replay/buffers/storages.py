@@ -1,0 +1,228 @@
+"""Where the rows of a `DictTensorReplayBuffer` lie: settings of its one store."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import tempfile
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlstructs.errors import SpecError
+from rlstructs.replay.backing import Block, FileBlock
+from rlstructs.replay.buffers.batches_in import rows_of
+from rlstructs.replay.buffers.parts import Part
+from rlstructs.replay.columns import LANE, Columns
+from rlstructs.replay.storage import check_size
+from rlstructs.replay.tensor_columns import TensorColumns
+
+# Rows that a store which grows begins with.
+FEW_ROWS = 1024
+
+
+class ReplayStorage(Part):
+    """What every storage says of itself.
+
+    Attributes:
+        max_size: rows there is room for.
+        capacity: rows there is room for at first.
+        data: rows that are there from the start; None for none.
+        device: on which the rows lie; None for the host.
+    """
+
+    data: Any = None
+    device: torch.device | None = None
+
+    def __init__(self, max_size: int) -> None:
+        self.max_size = self.capacity = check_size("max_size", max_size)
+
+    @property
+    def alignment(self) -> int:
+        """What every number of rows divides that there will be room for."""
+        return self.max_size
+
+    def columns(self) -> Columns | None:
+        """What will hold the rows; None for ordinary memory."""
+        return None
+
+    def capacity_for(self, n_rows: int) -> int:
+        """Rows there must be room for if so many are to be held."""
+        return self.capacity
+
+    def _shown(self) -> dict[str, Any]:
+        return {"max_size": self.max_size}
+
+
+class ListStorage(ReplayStorage):
+    """Memory that doubles as it fills. Rows are columns of one schema, copies of what was given.
+
+    Args:
+        max_size: rows there will be room for.
+
+    Example:
+        >>> ListStorage(100)
+        ListStorage(max_size=100)
+    """
+
+    def __init__(self, max_size: int = 1_000_000) -> None:
+        super().__init__(max_size)
+        self.capacity = min(self.max_size, FEW_ROWS)
+
+    @property
+    def alignment(self) -> int:
+        """See `ReplayStorage`."""
+        largest = self.capacity
+        while 2 * largest < self.max_size:
+            largest *= 2
+        return math.lcm(largest, self.max_size)
+
+    def capacity_for(self, n_rows: int) -> int:
+        """See `ReplayStorage`."""
+        capacity = self.capacity
+        while capacity < min(n_rows, self.max_size):
+            capacity = min(2 * capacity, self.max_size)
+        return capacity
+
+
+class TensorStorage(ReplayStorage):
+    """Memory for every row from the first on; also called `LazyTensorStorage`.
+
+    Args:
+        storage: how many rows, or rows that are there from the start, a copy of which is kept: whatever `extend` takes.
+        max_size: rows there is room for; None for as many as are there.
+        device: where they lie; None for the host.
+
+    Raises:
+        TypeError, SpecError: neither says how many, or both do and there are more.
+
+    Example:
+        >>> TensorStorage(100), TensorStorage({"x": torch.zeros(3, 2)}).max_size
+        (TensorStorage(max_size=100), 3)
+    """
+
+    def __init__(self, storage: Any = None, max_size: int | None = None, *, device: Any = None) -> None:
+        if isinstance(storage, (int, np.integer)) and max_size is None:
+            storage, max_size = None, storage
+        n_rows = 0
+        if storage is not None:
+            self.data, n_rows = storage, rows_of(storage, "TensorStorage").n
+            max_size = n_rows if max_size is None else max_size
+        super().__init__(check_size("max_size", max_size))
+        if n_rows > self.max_size:
+            raise SpecError(f"max_size is {self.max_size}, but there are {n_rows} rows")
+        named = torch.device("cpu" if device is None else device)
+        self.device = None if named.type == "cpu" else named
+
+    def columns(self) -> Columns | None:
+        """See `ReplayStorage`."""
+        return None if self.device is None else TensorColumns(1, self.max_size, LANE, self.device)
+
+
+class MemmapStorage(ReplayStorage):
+    """A file for each column; also called `LazyMemmapStorage`.
+
+    A folder that was not named is removed with the buffer, by the process that made it. A copy of the buffer
+    has one of its own.
+
+    Args:
+        max_size: rows there is room for.
+        scratch_dir: the folder, new or empty, which stays; None for a temporary one.
+        existsok: whether it may hold the files of an earlier buffer, which are then overwritten.
+
+    Raises:
+        SpecError: there is something else in the folder.
+    """
+
+    def __init__(self, max_size: int, scratch_dir: str | Path | None = None, *, existsok: bool = False) -> None:
+        super().__init__(max_size)
+        self.scratch_dir, self.existsok = scratch_dir, existsok
+
+    def columns(self) -> Columns:
+        """See `ReplayStorage`."""
+        folder = Folder(None if self.scratch_dir is None else Path(self.scratch_dir), self.existsok)
+        return FolderColumns(self.max_size, folder)
+
+    def _shown(self) -> dict[str, Any]:
+        return {**super()._shown(), "scratch_dir": None if self.scratch_dir is None else str(self.scratch_dir)}
+
+
+class FolderColumns(Columns):
+    """Columns that lie in the files of a folder."""
+
+    def __init__(self, capacity: int, folder: Folder) -> None:
+        self.folder = folder
+        super().__init__(1, capacity, LANE, folder)
+
+    def available_bytes(self) -> int | None:
+        """Bytes that the folder's disk has free."""
+        return shutil.disk_usage(self.folder.path).free
+
+
+class Folder:
+    """Gives out the bytes of files in a folder; pickled, it is a temporary one with copies of them.
+
+    Args:
+        path: None for a temporary one, which goes with this object.
+        overwrite: whether files of another such folder may be there.
+
+    Raises:
+        SpecError: there is something in it.
+    """
+
+    def __init__(self, path: Path | None = None, overwrite: bool = False) -> None:
+        self._n = 0
+        if path is None:
+            self.path = Path(tempfile.mkdtemp(prefix="rlstructs-"))
+            weakref.finalize(self, _remove, self.path, os.getpid())
+            return
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        found = sorted(path.iterdir())
+        ours = [file for file in found if overwrite and re.fullmatch(r"\d{4}\.bin", file.name)]
+        if others := [file.name for file in found if file not in ours]:
+            raise SpecError(f"{path}: this folder is not empty, it holds {others[:3]}")
+        for file in ours:
+            file.unlink()
+
+    def allocate(self, name: str, nbytes: int) -> Block:
+        """A file of `nbytes` zeros, of which only the touched pages are taken."""
+        self._n += 1  # names may hold anything, file names not
+        return FolderBlock(self, self.path / f"{self._n:04d}.bin", nbytes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_n": self._n}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc] # a new one
+        vars(self).update(state)
+
+
+class FolderBlock(FileBlock):
+    """A file mapped into memory, which keeps its folder; pickled by value."""
+
+    def __init__(self, folder: Folder, path: Path, nbytes: int) -> None:
+        super().__init__(path, nbytes)
+        self._folder = folder
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"folder": self._folder, "name": self._path.name, "bytes": np.array(self.bytes())}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__init__(state["folder"], state["folder"].path / state["name"], state["bytes"].size)  # type: ignore[misc]
+        self.bytes()[...] = state["bytes"]
+
+
+def _remove(path: Path, made_by: int) -> None:
+    if os.getpid() == made_by:  # a forked process ends, too
+        shutil.rmtree(path, ignore_errors=True)
+
+
+LazyTensorStorage = TensorStorage
+LazyMemmapStorage = MemmapStorage

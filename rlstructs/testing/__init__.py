@@ -1,0 +1,37 @@
+"""For tests: of environments and agents of one's own, and of what happens when they fail.
+
+    from rlstructs.testing import check_agent, check_env
+
+    check_env(create_env, {"n_envs": 4})
+    check_agent(create_agent, create_env(n_envs=4, seed=0))
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlstructs.testing.agents import check_agent
+    from rlstructs.testing.environments import check_env
+    from rlstructs.testing.faults import Fault
+    from rlstructs.testing.faulty_env import FaultyEnv, create_faulty_envs
+    from rlstructs.testing.ledger import Ledger, verify
+
+_EXPORTS = {
+    "Fault": "faults",
+    "FaultyEnv": "faulty_env",
+    "Ledger": "ledger",
+    "check_agent": "agents",
+    "check_env": "environments",
+    "create_faulty_envs": "faulty_env",
+    "verify": "ledger",
+}
+
+__all__ = ["Fault", "FaultyEnv", "Ledger", "check_agent", "check_env", "create_faulty_envs", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)

@@ -1,0 +1,219 @@
+"""`check_agent`: whether an agent does what rollouts and replays rely on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+import torch
+
+from rlstructs.agent import RL_Agent, replay_agent
+from rlstructs.envs.vec_env import VecEnv
+from rlstructs.errors import SpecError
+from rlstructs.seeding import PrivateStreams, seed_global_streams
+from rlstructs.structures.base import equal
+from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.testing.recording import Moment, Recording, observed, recorded
+from rlstructs.testing.sources import check_pickles
+from rlstructs.testing.watched_agent import WatchedAgent
+from rlstructs.testing.watched_env import repeated
+
+METHODS = ("initial_state", "__call__", "call_replay", "require_history", "update", "seed", "close")
+# Of floats that are computed again, with a graph for gradients.
+RELATIVE, ABSOLUTE = 1e-3, 1e-5
+# In place of an argument that may be None.
+NOTHING: Any = object()
+
+
+def check_agent(
+    agent: RL_Agent | Callable[..., RL_Agent],
+    observation: DictTensor | VecEnv,
+    agent_args: Mapping[str, Any] | None = None,
+    *,
+    agent_info: DictTensor | None = None,
+    update: Any = NOTHING,
+    n_steps: int = 20,
+    seed: int = 0,
+    replay: bool = True,
+    replayed: Sequence[str] = (),
+) -> None:
+    """Runs an agent and checks all that `RL_Batcher` and `replay_agent` rely on; raises on the first thing wrong.
+
+    Checked are: the methods; keys, dtypes, rows and devices of states and outputs, for several batch sizes; that
+    observations are left as they are, and none is kept; that the same seeds give the same outputs; that a replay
+    gives what the agent did; `update` and `close`; that the factory can be pickled.
+
+    Args:
+        agent: the `create_agent` of a batcher, which is checked best; or an agent, of which copies are used.
+        observation: B rows of an example; or an environment, which is run, and not closed.
+        agent_args: arguments for a factory.
+        agent_info: one row, as for `RL_Batcher`.
+        update: what `RL_Batcher.update` would be given; `update` is not called without.
+        n_steps: of a rollout.
+        seed: for the global random streams, and for `agent.seed`.
+        replay: whether `replay_agent` is checked; False for an agent that is not replayed.
+        replayed: outputs that a replay has to give whatever the agent did before it, such as logits: no random draws.
+
+    Raises:
+        TypeError, SpecError: something is not as it has to be; says which method or key, and what to change.
+
+    Example:
+        >>> class Squeezing(RL_Agent):
+        ...     def initial_state(self, agent_info, B):
+        ...         return DictTensor()
+        ...     def __call__(self, state, observation, agent_info, history=None):
+        ...         return DictTensor({"action": observation["frame"].sum(1).squeeze()}), state
+        >>> check_agent(Squeezing, DictTensor({"frame": torch.rand(3, 4)}))
+        Traceback (most recent call last):
+        rlstructs.errors.SpecError: Squeezing.__call__ of 1 row: the output 'action' has shape (), expected (1, ...)
+    """
+    with PrivateStreams()(), contextlib.closing(_AgentCheck(agent, dict(agent_args or {}), agent_info, seed)) as check:
+        script = check.calls(observation, n_steps)
+        rollout = check.repeats(script)
+        if replay:
+            check.replays(rollout, replayed)
+        if update is not NOTHING:
+            check.updates(update, script)
+        check.closes()
+
+
+class _AgentCheck:
+    """Makes agents that are alike, as workers do, and compares what they do."""
+
+    def __init__(self, agent: Any, agent_args: dict[str, Any], agent_info: DictTensor | None, seed: int) -> None:
+        self._make, self._info, self._seed = _factory(agent, agent_args), agent_info, seed
+        self._made: list[Any] = []
+        seed_global_streams(seed, seed)
+        first = self._make()
+        self._made.append(first)
+        self._name = type(first).__name__
+        for method in METHODS:
+            if not callable(getattr(first, method, None)):
+                raise TypeError(f"{self._name} has no method {method}(): subclass rlstructs.RL_Agent")
+
+    def calls(self, source: DictTensor | VecEnv, n_steps: int) -> list[Moment]:
+        """Runs an agent on what the source gives, and on other numbers of rows of it; gives what it saw."""
+        agent = self._watched()
+        script = observed(agent, source, self._info, n_steps)
+        first = script[0].observation
+        for n in sorted({1, 2, first.n_elems()}):
+            rows = torch.arange(n)
+            moment = first.index(rows % first.n_elems())
+            recorded(agent, [Moment(rows, moment, moment)], self._info)
+        return script
+
+    def repeats(self, script: list[Moment]) -> Recording:
+        """Checks that agents that are alike act alike, in two rollouts; gives the first of them."""
+        rollouts = self._rollouts(script)
+        if (found := _first_difference(rollouts, self._rollouts(script))) is not None:
+            raise SpecError(
+                f"{self._name}: two agents made alike, in random streams seeded alike, put out different {found}; draw "
+                "from torch's global generator, or from one of your own that `seed(seed)` seeds"
+            )
+        if (found := _first_difference(rollouts, self._rollouts(script, overwrite=True))) is not None:
+            raise SpecError(
+                f"{self._name}: its output {found} depends on an observation of the rollout before, which has been "
+                "overwritten by then; clone what is to be kept"
+            )
+        return rollouts[0]
+
+    def replays(self, rollout: Recording, replayed: Sequence[str]) -> None:
+        """Checks that a replay gives what the agent did; also with an agent that has done something before."""
+        keys = list(rollout.outputs[0].keys())
+        if lacking := sorted(set(replayed) - set(keys)):
+            raise SpecError(f"check_agent: replayed={lacking} are no outputs, there are {keys}")
+        alike = self._new()
+        WatchedAgent(alike, self._name).begin(repeated(self._info, rollout.n_rows), rollout.n_rows)
+        why = "call_replay has to begin with the recorded state, and to see what the agent saw"
+        self._compare(alike, rollout, keys, why)
+        other = self._new()
+        recorded(WatchedAgent(other, self._name), rollout.script, self._info)
+        self._compare(other, rollout, replayed, "it depends on what the agent did before, beside its state")
+
+    def updates(self, info: Any, script: list[Moment]) -> None:
+        """Checks that an agent takes an update, and acts after it."""
+        agent = self._new()
+        agent.update(cloudpickle.loads(cloudpickle.dumps(info)))
+        recorded(WatchedAgent(agent, self._name), script[:1], self._info)
+
+    def closes(self) -> None:
+        """Checks that agents can be closed."""
+        while self._made:
+            try:
+                self._made.pop().close()
+            except Exception as error:
+                raise SpecError(f"{self._name}.close raised {error!r}") from error
+
+    def close(self) -> None:
+        """Closes what is still open, after an error."""
+        while self._made:
+            with contextlib.suppress(Exception):
+                self._made.pop().close()
+
+    def _new(self) -> Any:
+        seed_global_streams(self._seed, self._seed)
+        agent = self._make()
+        self._made.append(agent)
+        agent.seed(self._seed)
+        return agent
+
+    def _watched(self) -> WatchedAgent:
+        return WatchedAgent(self._new(), self._name)
+
+    def _rollouts(self, script: list[Moment], overwrite: bool = False) -> list[Recording]:
+        agent = self._watched()
+        return [recorded(agent, script, self._info, overwrite) for _ in range(2)]
+
+    def _compare(self, agent: Any, rollout: Recording, keys: Sequence[str], why: str) -> None:
+        outputs = replay_agent(agent, rollout.trajectories())
+        for key in keys:
+            if key not in outputs:
+                raise SpecError(f"{self._name}: replay_agent gives no {key!r}, which the agent put out")
+            for t in range(outputs.n_timesteps()):
+                if not _is_close(rollout.outputs[t][key], outputs[key][:, t]):
+                    told = f"replay_agent gives another {key!r} at t={t} than the agent did"
+                    raise SpecError(f"{self._name}: {told}; {why}")
+
+
+def _factory(agent: Any, agent_args: dict[str, Any]) -> Callable[[], Any]:
+    """Makes agents as a worker does: of a pickled factory, or of a pickled agent."""
+    if isinstance(agent, type) or not hasattr(agent, "initial_state"):
+        if not callable(agent):
+            raise TypeError(f"check_agent: needs an agent, or what makes one, got {type(agent).__name__}")
+        check_pickles("create_agent", agent)
+        for key, value in agent_args.items():
+            check_pickles(f"agent_args[{key!r}]", value)
+        pickled = cloudpickle.dumps((agent, agent_args))
+
+        def make() -> Any:
+            create, arguments = cloudpickle.loads(pickled)
+            return create(**arguments)
+
+        return make
+    if agent_args:
+        raise SpecError(f"check_agent: agent_args are for what makes an agent, got one ({type(agent).__name__})")
+    try:
+        copied = cloudpickle.dumps(agent)
+    except Exception as error:
+        name = type(agent).__name__
+        raise TypeError(f"{name} cannot be copied ({error!r}): give what makes it, and agent_args") from error
+    return lambda: cloudpickle.loads(copied)
+
+
+def _is_close(did: torch.Tensor, replay: torch.Tensor) -> bool:
+    if did.shape != replay.shape or did.dtype != replay.dtype:
+        return False
+    if did.dtype.is_floating_point or did.dtype.is_complex:
+        return torch.allclose(did, replay.detach(), RELATIVE, ABSOLUTE, equal_nan=True)
+    return equal(did, replay)
+
+
+def _first_difference(rollouts: list[Recording], others: list[Recording]) -> str | None:
+    for number, (mine, theirs) in enumerate(zip(rollouts, others, strict=True)):
+        for t, (one, other) in enumerate(zip(mine.outputs, theirs.outputs, strict=True)):
+            for key in one:
+                if not equal(one[key], other[key]):
+                    return f"{key!r} at t={t} of rollout {number}"
+    return None

@@ -1,0 +1,177 @@
+"""`check_env`: whether an environment does what rollouts rely on."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+
+from rlstructs.envs.spaces import ActionReader, leaves
+from rlstructs.envs.vec_env import VecEnv, gives_rows
+from rlstructs.errors import SpecError
+from rlstructs.seeding import PrivateStreams, seed_global_streams
+from rlstructs.structures.base import equal, show
+from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.testing.sources import EnvSource, close, env_source
+from rlstructs.testing.watched_env import WatchedEnv
+
+Act = Callable[[DictTensor], DictTensor]
+Stream = list[tuple[str, DictTensor]]
+
+
+def check_env(
+    env: VecEnv | gymnasium.Env[Any, Any] | Callable[..., Any],
+    env_args: Mapping[str, Any] | None = None,
+    *,
+    act: Act | None = None,
+    env_info: DictTensor | None = None,
+    n_steps: int = 100,
+    seed: int = 0,
+    uses_seed: bool = True,
+) -> None:
+    """Runs an environment and checks all that `RL_Batcher` relies on; raises on the first thing that is wrong.
+
+    Checked are: the methods; the observations' keys, dtypes and shapes; which environments run; the flags of
+    episodes; that what was handed out does not change later; `reset` at any time; that the seed decides what
+    happens, and nothing else; `close`, twice; that the factory can be pickled.
+
+    Args:
+        env: the `create_env` of a batcher, which is checked best; a `VecEnv`; or, to be used in a `GymEnv`, a
+            gymnasium environment, its class, or a function that makes one. Its environments are closed.
+        env_args: arguments for a factory.
+        act: gives an action for an observation, B rows each; None for random ones of the `action_space`.
+        env_info: one row, as for `RL_Batcher`; every reset gets it.
+        n_steps: how many steps each run takes; some episodes should end meanwhile.
+        seed: for the factory.
+        uses_seed: whether another seed gives something else; False where there is no chance in the environment.
+
+    Raises:
+        TypeError, SpecError: something is not as it has to be; says which method or key, and what to change.
+
+    Example:
+        >>> check_env(gymnasium.make("CartPole-v1"))
+        >>> class Forgetful(gymnasium.Env):
+        ...     observation_space, action_space = gymnasium.spaces.Discrete(3), gymnasium.spaces.Discrete(2)
+        ...     def reset(self, seed=None):
+        ...         return 0, {}
+        >>> check_env(Forgetful)
+        Traceback (most recent call last):
+        rlstructs.errors.SpecError: Forgetful.reset must take seed= and options=, as gymnasium.Env.reset does
+    """
+    source = env_source(env, dict(env_args or {}))
+    with PrivateStreams()():
+        _check_streams(source, _Run(act, env_info, n_steps), seed, uses_seed)
+    if not source.is_new:
+        close_twice(env, source.name)
+
+
+def _check_streams(source: EnvSource, run: _Run, seed: int, uses_seed: bool) -> None:
+    """Runs environments with the same seed, and with another, and compares what they give."""
+    first = run.stream(source, seed)
+    if source.can_repeat:
+        again = run.stream(source, seed)
+        if (label := _first_difference(first, again)) is not None:
+            raise SpecError(
+                f"{source.name}: two environments made with seed={seed} differ, first in {label}; "
+                f"draw from generators only that are seeded with {source.seeded_by}"
+            )
+        if uses_seed and _first_difference(first, run.stream(source, seed + 1)) is None:
+            raise SpecError(
+                f"{source.name}: seed={seed} and seed={seed + 1} give the same {run.n_steps} steps; if there is no "
+                f"chance in it, check with uses_seed=False, or else draw from what is seeded with {source.seeded_by}"
+            )
+
+
+class _Run:
+    """Runs environments, each with the same actions."""
+
+    def __init__(self, act: Act | None, env_info: DictTensor | None, n_steps: int) -> None:
+        self._act, self._env_info, self.n_steps = act, env_info, n_steps
+
+    def stream(self, source: EnvSource, seed: int) -> Stream:
+        """Everything that an environment with this seed gives, and where it gave it."""
+        seed_global_streams(seed, None)  # as in a worker: environments may draw from them
+        env = source.make(seed)
+        try:
+            found = self._checked(env, source.name)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                env.close()
+            raise
+        if source.is_new:
+            close_twice(env, source.name)
+        return found
+
+    def _checked(self, env: VecEnv, name: str) -> Stream:
+        watched = WatchedEnv(env, name, self._env_info)
+        act = self._act or RandomActions(env, name)
+        observation = watched.reset()
+        _check_example(env, observation, name)
+        found: Stream = [("the first observation", observation.clone())]
+        for t in range(self.n_steps):
+            if not watched.running.numel():
+                observation = watched.reset()
+                found.append((f"the reset before step {t}", observation.clone()))
+            after, observation = watched.step(act(observation))
+            found += [(f"step {t}", after.clone()), (f"what follows step {t}", observation.clone())]
+        watched.reset()  # in the middle of episodes
+        return found
+
+
+class RandomActions:
+    """Random actions of an environment's action space, the same ones each time.
+
+    Args:
+        env: has an `action_space`.
+        name: of the environment, for messages.
+    """
+
+    def __init__(self, env: Any, name: str) -> None:
+        if not isinstance(getattr(env, "action_space", None), gymnasium.Space):
+            raise SpecError(
+                f"{name} has no action_space to draw actions from: check with act=, a function of the observation"
+            )
+        self._space = copy.deepcopy(env.action_space)
+        self._space.seed(0)
+        self._leaves = leaves(self._space, "action")
+
+    def __call__(self, observation: DictTensor) -> DictTensor:
+        samples = [self._space.sample() for _ in range(observation.n_elems())]
+        values = {
+            ActionReader.key(leaf): np.array([leaf.pick(sample) for sample in samples], leaf.dtype)
+            for leaf in self._leaves
+        }
+        return DictTensor({key: torch.from_numpy(value) for key, value in values.items()})
+
+
+def close_twice(env: Any, name: str) -> None:
+    """Closes an environment, and once more.
+
+    Raises:
+        SpecError: it does not let itself be closed.
+    """
+    for _ in range(2):
+        close(env, name)
+
+
+def _check_example(env: VecEnv, observation: DictTensor, name: str) -> None:
+    """Raises unless what an environment that gives rows says of its observations is true: memory is made by it."""
+    if gives_rows(env) and hasattr(env, "example"):
+        example = env.example().tensors()
+        if example.specs() != observation.specs():
+            raise SpecError(f"{name}.example gives {example!r}, reset gives {observation!r}")
+
+
+def _first_difference(stream: Stream, other: Stream) -> str | None:
+    """Where two streams differ; None if they do not."""
+    for (label, mine), (_, theirs) in zip(stream, other, strict=False):
+        for key in mine:
+            if key not in theirs or not equal(mine[key], theirs[key]):
+                came = show(theirs[key]) if key in theirs and theirs[key].shape != mine[key].shape else "other values"
+                return f"{key!r} of {label} ({show(mine[key])}, then {came})"
+    return None

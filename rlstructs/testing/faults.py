@@ -1,0 +1,189 @@
+"""What goes wrong in a `FaultyEnv`, and where."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+import warnings
+from collections.abc import Callable, Collection
+from dataclasses import KW_ONLY, dataclass
+
+from rlstructs.errors import SpecError
+
+INIT, RESET, STEP, CLOSE = "init", "reset", "step", "close"
+PLACES = (INIT, RESET, STEP, CLOSE)
+# The last two change what a reset or a step gives back.
+KINDS = ("raise", "hang", "exit", "kill", "allocate", "child", "shape", "nan")
+SPOILING = ("shape", "nan")
+
+# Bytes taken at a time.
+BLOCK = 16 << 20
+
+
+def asked_for() -> RuntimeError:
+    """What a "raise" without an error raises."""
+    return RuntimeError("a fault that was asked for")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong.
+
+    Args:
+        kind: what:
+            "raise" raises `error`;
+            "hang" does not come back for `seconds`;
+            "exit" ends the process by `os._exit(code)`;
+            "kill" ends it by SIGKILL;
+            "allocate" takes memory until it has `limit` bytes, and keeps them;
+            "child" starts a process that lives for `seconds`, or until the environment is closed;
+            "shape" gives an observation with one number more than the space says;
+            "nan" gives NaN as observation and reward.
+        at: "init", "reset", "step" or "close".
+        count: in which of these calls, the first is 1, counted for each environment over all of its episodes;
+            None for every one.
+        worker: index of the worker; None for each.
+        env_index: index of the environment among all; None for each.
+        generations: in which workers of this index, 0 is the first and 1 the one that took its place; None for each.
+        error: what "raise" raises, or a function that makes it there: for one that cannot be pickled.
+        code: exit code of "exit".
+        seconds: how long "hang" and "child" last, at most.
+        in_c: "hang" never returns to Python, so that no handler of a signal and no other thread runs. On Linux only.
+        ignore_sigterm: "hang" is ended by SIGKILL only.
+        limit: bytes that "allocate" takes; None for all there are, which can bring a machine down.
+        fork: "child" is a fork of the worker that holds all its descriptors, not a new program.
+
+    Raises:
+        SpecError: an argument is not one of these.
+
+    Example:
+        >>> faults = [Fault("kill", at="step", count=3, worker=1, generations=[0]), Fault("raise", at="close")]
+        >>> [fault.concerns(worker=1, env_index=5, generation=1) for fault in faults]
+        [False, True]
+    """
+
+    kind: str
+    _: KW_ONLY
+    at: str = STEP
+    count: int | None = 1
+    worker: int | None = None
+    env_index: int | None = None
+    generations: Collection[int] | None = None
+    error: BaseException | Callable[[], BaseException] = asked_for
+    code: int = 3
+    seconds: float = 600.0
+    in_c: bool = False
+    ignore_sigterm: bool = False
+    limit: int | None = 1 << 30
+    fork: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise SpecError(f"Fault: kind must be one of {KINDS}, got {self.kind!r}")
+        if self.at not in PLACES:
+            raise SpecError(f"Fault: at must be one of {PLACES}, got {self.at!r}")
+        if self.kind in SPOILING and self.at not in (RESET, STEP):
+            raise SpecError(f"Fault: {self.kind!r} is of a reset or a step, got at={self.at!r}")
+        if self.count is not None and self.count < 1:
+            raise SpecError(f"Fault: count must be at least 1, got {self.count}")
+
+    def concerns(self, *, worker: int, env_index: int, generation: int) -> bool:
+        """Whether it can strike in this environment."""
+        return (
+            self.worker in (None, worker)
+            and self.env_index in (None, env_index)
+            and (self.generations is None or generation in self.generations)
+        )
+
+    def strikes(self, at: str, count: int) -> bool:
+        """Whether it strikes in this call of an environment that it concerns."""
+        return at == self.at and self.count in (None, count)
+
+
+class Damage:
+    """What faults leave behind in a process: children, and memory that nobody uses.
+
+    Attributes:
+        children: pids of processes that were started, and not ended by `end`.
+    """
+
+    def __init__(self) -> None:
+        self.children: list[int] = []
+        self._held: list[bytearray] = []
+
+    def do(self, fault: Fault) -> None:
+        """Has a fault strike, if it is one that strikes at once."""
+        if fault.kind == "raise":
+            raise fault.error if isinstance(fault.error, BaseException) else fault.error()
+        if fault.kind == "hang":
+            _hang(fault)
+        elif fault.kind == "exit":
+            os._exit(fault.code)
+        elif fault.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.kind == "allocate":
+            self._allocate(fault.limit)
+        elif fault.kind == "child":
+            self.children.append(_forked(fault.seconds) if fault.fork else _started(fault.seconds))
+
+    def end(self) -> None:
+        """Ends the children and lets go of the memory."""
+        while self.children:
+            pid = self.children.pop()
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        self._held.clear()
+
+    def _allocate(self, limit: int | None) -> None:
+        taken = 0
+        while limit is None or taken < limit:
+            n = BLOCK if limit is None else min(BLOCK, limit - taken)
+            self._held.append(bytearray(b"\1") * n)  # written to: what is only reserved costs nothing
+            taken += n
+
+
+def _hang(fault: Fault) -> None:
+    if fault.ignore_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if fault.in_c:
+        _hang_in_c(fault.seconds)
+    else:
+        end = time.monotonic() + fault.seconds
+        while (left := end - time.monotonic()) > 0:
+            time.sleep(left)
+
+
+class _Time(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def _hang_in_c(seconds: float) -> None:
+    # A lock that this thread holds already: signals do not interrupt the wait for it, as they do a sleep.
+    # PyDLL, unlike CDLL, keeps the interpreter's own lock.
+    libc = ctypes.PyDLL(None)
+    mutex = (ctypes.c_long * 16)()  # zeros are PTHREAD_MUTEX_INITIALIZER
+    libc.pthread_mutex_lock(mutex)
+    whole, nanoseconds = divmod(time.time_ns() + int(seconds * 1e9), 1_000_000_000)
+    libc.pthread_mutex_timedlock(mutex, ctypes.byref(_Time(whole, nanoseconds)))
+
+
+def _started(seconds: float) -> int:
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(["sleep", str(seconds)], stdin=quiet, stdout=quiet, stderr=quiet)
+    process.returncode = 0  # `Damage` waits for it; subprocess would warn that it still runs
+    return process.pid
+
+
+def _forked(seconds: float) -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child does nothing but sleep
+        pid = os.fork()
+    if pid == 0:
+        try:
+            time.sleep(seconds)
+        finally:
+            os._exit(0)
+    return pid

@@ -1,0 +1,176 @@
+"""`FaultyEnv`: an environment that counts, and fails where it is told to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypeVar
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from rlstructs.envs.gym_env import GymEnv, GymEnvInf
+from rlstructs.testing.faults import CLOSE, INIT, RESET, STEP, Damage, Fault
+
+# What an observation holds.
+ENV_INDEX, GENERATION, EPISODE, AT, CHECKSUM = range(5)
+N_FIELDS = 5
+N_ACTIONS = 5
+
+Numbers = TypeVar("Numbers", int, np.ndarray)
+
+
+def checksum_of(env_index: Numbers, generation: Numbers, episode: Numbers, step: Numbers, action: Numbers) -> Numbers:
+    """What the last number of an observation is: below 2**24, so that float32 has it exactly.
+
+    Args:
+        env_index, generation, episode, step: of the observation.
+        action: that led to it, plus 1; 0 at a reset.
+    """
+    total = env_index * 0  # of the same kind: int, or int64
+    for part in (env_index, generation, episode, step, action):
+        total = (total * 1_103_515_245 + part + 12_345) % 2_147_483_647
+    return total % (1 << 24)
+
+
+class FaultyEnv(gymnasium.Env):  # type: ignore[misc]
+    """Counts its steps, and does what its faults say.
+
+    An observation is float32 (5,): `[index of the environment, generation of the worker, episode, step, checksum]`,
+    the checksum being `checksum_of` these and of the action. Step s of an episode gives reward s; the last one
+    is step `length`. `verify` and `Ledger` know from this that a transition is one that happened.
+
+    Args:
+        faults: what is to go wrong.
+        worker: index of the worker it runs in.
+        generation: how many workers with that index there were before.
+        env_index: its index among all environments.
+        length: of each episode, in steps.
+        truncates: whether episodes are truncated at their end, not terminated.
+
+    Example:
+        >>> env = FaultyEnv([Fault("raise", at="step", count=2, error=KeyError("lost"))], env_index=7)
+        >>> env.reset()[0][:4].tolist()
+        [7.0, 0.0, 0.0, 0.0]
+        >>> env.step(0)[1]
+        1.0
+        >>> env.step(0)
+        Traceback (most recent call last):
+        KeyError: 'lost'
+    """
+
+    action_space = spaces.Discrete(N_ACTIONS)
+    observation_space = spaces.Box(0, 1 << 24, (N_FIELDS,), np.float32)
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
+
+    def __init__(
+        self,
+        faults: Sequence[Fault] = (),
+        *,
+        worker: int = 0,
+        generation: int = 0,
+        env_index: int = 0,
+        length: int = 10,
+        truncates: bool = False,
+    ) -> None:
+        where = {"worker": worker, "env_index": env_index, "generation": generation}
+        self.faults = [fault for fault in faults if fault.concerns(**where)]
+        self.generation, self.env_index = generation, env_index
+        self.length, self.truncates = length, truncates
+        self.episode, self.steps = -1, 0
+        self.damage = Damage()
+        self._counts = {INIT: 0, RESET: 0, STEP: 0, CLOSE: 0}
+        try:
+            self._strike(INIT)
+        except BaseException:
+            self.damage.end()  # nobody else will
+            raise
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+        """Starts the next episode. There is no chance in it: the seed is not used."""
+        self.episode, self.steps = self.episode + 1, 0
+        return self._spoiled(self._observation(0), self._strike(RESET)), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        """Counts on."""
+        self.steps += 1
+        faults = self._strike(STEP)
+        ended = self.steps >= self.length
+        observation = self._spoiled(self._observation(int(action) + 1), faults)
+        reward = float("nan") if "nan" in faults else float(self.steps)
+        return observation, reward, ended and not self.truncates, ended and self.truncates, {}
+
+    def close(self) -> None:
+        """Ends the processes that it has started."""
+        try:
+            self._strike(CLOSE)
+        finally:
+            self.damage.end()
+
+    def _strike(self, at: str) -> list[str]:
+        """Has the faults of this call strike; the kinds of those that struck."""
+        self._counts[at] += 1
+        struck = [fault for fault in self.faults if fault.strikes(at, self._counts[at])]
+        for fault in struck:
+            self.damage.do(fault)
+        return [fault.kind for fault in struck]
+
+    def _observation(self, action: int) -> np.ndarray:
+        fields = self.env_index, self.generation, self.episode, self.steps
+        return np.array([*fields, checksum_of(*fields, action)], np.float32)
+
+    @staticmethod
+    def _spoiled(observation: np.ndarray, faults: list[str]) -> np.ndarray:
+        if "nan" in faults:
+            observation = np.full_like(observation, np.nan)
+        return np.append(observation, np.float32(0)) if "shape" in faults else observation
+
+
+def create_faulty_envs(
+    n_envs: int,
+    seed: int,
+    faults: Sequence[Fault] = (),
+    *,
+    length: int = 10,
+    truncates: bool = False,
+    autoreset: bool = True,
+) -> GymEnv:
+    """The environments of one worker, a `create_env` for `RL_Batcher`.
+
+    Args:
+        n_envs: how many.
+        seed: says which worker it is, and which environments are its own, if the batcher got `seeds=int`;
+            another int is that of worker 0.
+        faults: as for `FaultyEnv`.
+        length: of each episode, in steps.
+        truncates: whether episodes are truncated at their end.
+        autoreset: a `GymEnvInf` if so, a `GymEnv` if not.
+
+    Example:
+        >>> from rlstructs import RandomAgent, RL_Batcher
+        >>> arguments = {"n_envs": 2, "faults": [Fault("raise", at="step", count=3, worker=1, error=OSError("gone"))]}
+        >>> with RL_Batcher(
+        ...     n_timesteps=4, create_agent=lambda: RandomAgent(FaultyEnv.action_space), agent_args={},
+        ...     create_env=create_faulty_envs, env_args=arguments, n_processes=2, seeds=0,
+        ... ) as batcher:
+        ...     batcher.reset()
+        ...     batcher.execute()
+        ...     batcher.get()
+        Traceback (most recent call last):
+        OSError: gone
+        raised in worker 1 during 'rollout'
+    """
+    worker, generation = getattr(seed, "worker_index", 0), getattr(seed, "generation", 0)
+    envs: list[gymnasium.Env] = []
+    try:
+        for k in range(n_envs):
+            env_index = worker * n_envs + k
+            envs.append(
+                FaultyEnv(faults, worker=worker, generation=generation, env_index=env_index, length=length,
+                          truncates=truncates)
+            )  # fmt: skip
+    except BaseException:
+        for env in envs:  # they may have children
+            env.close()
+        raise
+    return (GymEnvInf if autoreset else GymEnv)(envs, seed)

@@ -1,0 +1,184 @@
+"""What an agent sees and does in a few steps, without workers and slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rlstructs.envs.vec_env import VecEnv
+from rlstructs.structures.base import put_rows
+from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
+from rlstructs.structures.trajectories import Trajectories
+from rlstructs.testing.watched_agent import WatchedAgent
+from rlstructs.testing.watched_env import repeated
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What an agent sees in one step.
+
+    Attributes:
+        rows: int64 (B',), the environments that run.
+        observation: B' rows.
+        after: B' rows, what followed.
+    """
+
+    rows: torch.Tensor
+    observation: DictTensor
+    after: DictTensor
+
+
+@dataclass
+class Recording:
+    """What an agent did.
+
+    Attributes:
+        script: what it saw.
+        info: B rows, or empty.
+        state: the first one, B rows.
+        outputs: of each step, copies.
+    """
+
+    script: list[Moment]
+    info: DictTensor
+    state: DictTensor
+    outputs: list[DictTensor]
+
+    @property
+    def n_rows(self) -> int:
+        """How many environments began, B."""
+        return self.script[0].rows.numel()
+
+    @property
+    def device(self) -> torch.device:
+        """Where observations are."""
+        return self.script[0].observation.device() or torch.device("cpu")
+
+    def trajectories(self) -> Trajectories:
+        """The steps in which every environment ran, as a batcher gives them."""
+        n = self.n_rows
+        n_timesteps = sum(moment.rows.numel() == n for moment in self.script)
+        info = self.info.to(self.device).prepend_key("agent_info/") + self.state.prepend_key("agent_state/")
+        return Trajectories(info, self._temporal(self.script[0].rows, n_timesteps))
+
+    def history(self, rows: torch.Tensor) -> TemporalDictTensor:
+        """The steps so far of environments that run."""
+        n_timesteps = len(self.outputs)
+        if not n_timesteps:
+            return _NoSteps.of(self.script[0].observation, rows.numel())
+        return self._temporal(rows, n_timesteps)
+
+    def _temporal(self, rows: torch.Tensor, n_timesteps: int) -> TemporalDictTensor:
+        """The first steps of these environments, all of them full."""
+        found: dict[str, torch.Tensor] = {}
+        for t in range(n_timesteps):
+            moment = self.script[t]
+            at = torch.searchsorted(moment.rows, rows)
+            seen, after = moment.observation.prepend_key("observation/"), moment.after.prepend_key("_observation/")
+            for key, tensor in (seen + self.outputs[t].prepend_key("action/") + after).index(at).items():
+                if key not in found:
+                    found[key] = tensor.new_zeros(rows.numel(), n_timesteps, *tensor.shape[1:])
+                put_rows(found[key], (slice(None), t), tensor)
+        lengths = torch.full((rows.numel(),), n_timesteps, dtype=torch.int64, device=self.device)
+        return TemporalDictTensor(found, lengths)
+
+
+class _NoSteps(TemporalDictTensor):
+    """The history before an agent's very first output: no steps, of whatever key it may ask for."""
+
+    @classmethod
+    def of(cls, observation: DictTensor, n: int) -> _NoSteps:
+        steps = {key: tensor[:n, None][:, :0] for key, tensor in observation.items()}
+        following = {f"_observation/{key}": tensor for key, tensor in steps.items()}
+        return cls({f"observation/{key}": tensor for key, tensor in steps.items()} | following)
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return super().__getitem__(key) if key in self else torch.zeros(self.n_elems(), 0, device=self.device())
+
+
+class _Example:
+    """An observation as an environment that gives its rows in turn."""
+
+    def __init__(self, observation: DictTensor) -> None:
+        self._observation = observation
+
+    def reset(self, env_info: DictTensor) -> tuple[DictTensor, torch.Tensor]:
+        return self._observation.clone(), torch.arange(self._observation.n_elems())
+
+    def step(self, action: DictTensor) -> tuple[tuple[DictTensor, torch.Tensor], tuple[DictTensor, torch.Tensor]]:
+        n = self._observation.n_elems()
+        self._observation = self._observation.index((torch.arange(n) + 1) % n)
+        pair = self.reset(DictTensor())
+        if "initial_state" in pair[0]:
+            pair[0]["initial_state"].zero_()
+        return pair, pair
+
+
+def observed(
+    agent: WatchedAgent, source: DictTensor | VecEnv, agent_info: DictTensor | None, n_steps: int
+) -> list[Moment]:
+    """Lets an agent act, and gives what it saw.
+
+    Args:
+        agent: the agent.
+        source: B rows, or an environment.
+        agent_info: one row.
+        n_steps: at most so many; fewer if every environment ends.
+    """
+    env = _Example(source) if isinstance(source, DictTensor) else source
+    observation, rows = env.reset(DictTensor())
+    info = repeated(agent_info, rows.numel())
+    found = Recording([], info, agent.begin(info, rows.numel()), [])
+    state = found.state
+    for _ in range(n_steps):
+        seen = observation.clone()
+        found.script.append(Moment(rows, seen, seen))
+        output, state = _step(agent, found, len(found.outputs), seen.clone(), state)
+        (after, _), (observation, left) = env.step(output)
+        found.script[-1] = Moment(rows, seen, after.clone())
+        found.outputs.append(output.clone())
+        kept = torch.searchsorted(rows, left.long())
+        state, rows = state if state.empty() else state.index(kept), left.long()
+        if not rows.numel():
+            break
+    return found.script
+
+
+def recorded(
+    agent: WatchedAgent, script: list[Moment], agent_info: DictTensor | None, overwrite: bool = False
+) -> Recording:
+    """Lets an agent act on what is given, and gives what it did.
+
+    Args:
+        agent: the agent.
+        script: what it is to see.
+        agent_info: one row.
+        overwrite: whether what it saw holds something else afterwards, as in a worker.
+    """
+    n = script[0].rows.numel()
+    info = repeated(agent_info, n)
+    state = agent.begin(info, n)
+    found, given = Recording(script, info, state.clone(), []), []
+    for t, moment in enumerate(script):
+        if t:
+            kept = torch.searchsorted(script[t - 1].rows, moment.rows)
+            state = state if state.empty() else state.index(kept)
+        given.append(moment.observation.clone())
+        output, state = _step(agent, found, t, given[-1], state)
+        found.outputs.append(output.clone())
+    for tensor in (tensor for observation in given if overwrite for tensor in observation.values()):
+        if tensor.dtype == torch.bool:
+            tensor.logical_not_()
+        else:
+            tensor.fill_(float("nan") if tensor.dtype.is_floating_point or tensor.dtype.is_complex else 85)
+    return found
+
+
+def _step(
+    agent: WatchedAgent, found: Recording, t: int, observation: DictTensor, state: DictTensor
+) -> tuple[DictTensor, DictTensor]:
+    rows = found.script[t].rows
+    info = found.info if found.info.empty() else found.info.index(rows)
+    return agent.step(state, observation, info, found.history(rows) if agent.needs_history else None)

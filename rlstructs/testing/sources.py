@@ -1,0 +1,162 @@
+"""What `check_env` may be given: a factory, an environment, or one of gymnasium's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import gymnasium
+import numpy as np
+
+from rlstructs.envs.gym_env import GymEnvInf
+from rlstructs.envs.vec_env import VecEnv
+from rlstructs.errors import SpecError
+
+BY_SEED = "the seed that create_env gets"
+BY_RESET = "the seed that reset gets: super().reset(seed=seed), then self.np_random"
+
+
+@dataclass(frozen=True)
+class EnvSource:
+    """Where environments come from.
+
+    Attributes:
+        name: for messages.
+        make: gives a `VecEnv` with this seed.
+        seeded_by: where an environment finds the seed.
+        is_new: whether what it gives is new each time, and can be closed.
+        can_repeat: whether it can be called again, with another seed.
+    """
+
+    name: str
+    make: Callable[[int], VecEnv]
+    seeded_by: str = BY_SEED
+    is_new: bool = True
+    can_repeat: bool = True
+
+
+def env_source(env: Any, env_args: dict[str, Any]) -> EnvSource:
+    """The source that `env` is.
+
+    Raises:
+        TypeError, SpecError: it is none, or its factory cannot be used in another process.
+    """
+    is_object = isinstance(env, gymnasium.Env) or (not isinstance(env, type) and hasattr(env, "step"))
+    if is_object and env_args:
+        raise SpecError(f"check_env: env_args are for what makes an environment, got one ({type(env).__name__})")
+    if isinstance(env, gymnasium.Env):
+        name = type(env.unwrapped).__name__
+        return EnvSource(name, lambda seed: GymEnvInf([_WatchedGym(env, name)], seed), BY_RESET, is_new=False)
+    if is_object:
+        name = type(env).__name__
+        return EnvSource(name, lambda seed: _checked_methods(env, name), is_new=False, can_repeat=False)
+    if not callable(env):
+        raise TypeError(f"check_env: needs an environment, or what makes one, got {type(env).__name__}")
+    return _factory(env, env_args)
+
+
+def _factory(create_env: Callable[..., Any], env_args: dict[str, Any]) -> EnvSource:
+    check_pickles("create_env", create_env)
+    for key, value in env_args.items():
+        check_pickles(f"env_args[{key!r}]", value)
+    takes_seed = _takes(create_env, "seed")
+
+    def make(seed: int) -> Any:
+        # As a worker gets it.
+        create, arguments = cloudpickle.loads(cloudpickle.dumps((create_env, env_args)))
+        return create(**arguments, seed=seed) if takes_seed else create(**arguments)
+
+    made = make(0)
+    if isinstance(made, gymnasium.Env):
+        name = type(made.unwrapped).__name__
+        close(made, name)
+
+        def make_two(seed: int) -> VecEnv:
+            return GymEnvInf([_WatchedGym(make(seed + k), name) for k in range(2)], seed)
+
+        return EnvSource(name, make_two, seeded_by=BY_RESET)
+    name = type(made).__name__
+    close(_checked_methods(made, name), name)
+    if not takes_seed:
+        raise SpecError("create_env must take seed=: RL_Batcher calls create_env(**env_args, seed=...)")
+    return EnvSource(name, lambda seed: _checked_methods(make(seed), name))
+
+
+def check_pickles(what: str, value: Any) -> None:
+    """Raises TypeError unless a value can travel to a worker."""
+    try:
+        cloudpickle.loads(cloudpickle.dumps(value))
+    except Exception as error:
+        raise TypeError(
+            f"{what} cannot be pickled, so that no worker can get it: {error!r}; create in it what cannot travel "
+            "(files, locks, windows), in place of taking it from outside"
+        ) from error
+
+
+def close(env: Any, name: str) -> None:
+    """Closes an environment.
+
+    Raises:
+        SpecError: it does not let itself be closed.
+    """
+    try:
+        env.close()
+    except Exception as error:
+        raise SpecError(f"{name}.close raised {error!r}; it has to work at any time, also a second time") from error
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function takes an argument of this name."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # written in C
+        return True
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return any(p.kind is p.VAR_KEYWORD or (p.name == name and p.kind in named) for p in parameters)
+
+
+def _checked_methods(env: Any, name: str) -> VecEnv:
+    for method in ("n_envs", "reset", "step", "close"):
+        if not callable(getattr(env, method, None)):
+            raise TypeError(f"{name} is no VecEnv: it has no method {method}()")
+    try:
+        inspect.signature(env.reset).bind(None)
+    except TypeError:
+        raise SpecError(f"{name}.reset must take env_info, a DictTensor, as its one argument") from None
+    return env  # type: ignore[no-any-return]
+
+
+class _WatchedGym(gymnasium.Wrapper):  # type: ignore[misc]
+    """A gymnasium environment whose answers are looked at before `GymEnv` takes them apart."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any], name: str) -> None:
+        super().__init__(env)
+        self._name = name
+        reset = env.unwrapped.reset
+        if not (_takes(reset, "seed") and _takes(reset, "options")):
+            raise SpecError(f"{name}.reset must take seed= and options=, as gymnasium.Env.reset does")
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict]:
+        result = self.env.reset(seed=seed, options=options)
+        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
+            raise SpecError(f"{self._name}.reset must return (observation, info dict), got {_short(result)}")
+        return result
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict]:
+        result = self.env.step(action)
+        if not isinstance(result, tuple) or len(result) != 5:
+            wanted = "(observation, reward, terminated, truncated, info)"
+            raise SpecError(f"{self._name}.step must return {wanted}, got {_short(result)}")
+        for flag, value in (("terminated", result[2]), ("truncated", result[3])):
+            if not isinstance(value, (bool, np.bool_)):
+                raise TypeError(f"{self._name}.step: {flag} must be a bool, got {_short(value)}")
+        return result
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(type(part).__name__ for part in value)})"
+    return f"{value!r:.60} ({type(value).__name__})"

@@ -1,0 +1,79 @@
+"""An agent of which every answer is checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rlstructs.errors import SpecError
+from rlstructs.rows import TensorSpec, check_dtype, specs_of
+from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
+from rlstructs.testing.watched_env import check_unchanged, difference, kind_of
+
+STATE, OUTPUT, NEXT_STATE = "the initial state", "the output", "the next state"
+
+
+class WatchedAgent:
+    """Passes calls on, without gradients, and raises where an answer is not what a rollout needs.
+
+    Args:
+        agent: the agent.
+        name: for messages.
+    """
+
+    def __init__(self, agent: Any, name: str) -> None:
+        self._agent, self._name = agent, name
+        self._specs: dict[str, dict[str, TensorSpec]] = {}
+        self.needs_history = agent.require_history()
+        if self.needs_history not in (True, False):
+            raise TypeError(f"{name}.require_history must return a bool, got {self.needs_history!r}")
+
+    @torch.no_grad()
+    def begin(self, info: DictTensor, n: int) -> DictTensor:
+        """The state that n environments begin with."""
+        given = info.clone()
+        state = self._agent.initial_state(info, n)
+        where = f"{self._name}.initial_state of {_rows(n)}"
+        check_unchanged(f"{where} wrote into the agent_info that it was given: ", info, given)
+        return self._checked(where, STATE, state, n)
+
+    @torch.no_grad()
+    def step(
+        self, state: DictTensor, observation: DictTensor, info: DictTensor, history: TemporalDictTensor | None = None
+    ) -> tuple[DictTensor, DictTensor]:
+        """One step: the output, and the next state; a history only for an agent that needs one."""
+        n = observation.n_elems()
+        where = f"{self._name}.__call__ of {_rows(n)}"
+        seen, known = observation.clone(), info.clone()
+        arguments = (state, DictTensor(observation), info)  # the agent may set keys in what it gets
+        result = self._agent(*arguments, history=history) if self.needs_history else self._agent(*arguments)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(f"{where} must return its output and the next state, got {kind_of(result)}")
+        output = self._checked(where, OUTPUT, result[0], n, observation.device())
+        following = self._checked(where, NEXT_STATE, result[1], n, observation.device())
+        told = f"{where} wrote into the observation that it was given, and that is recorded; clone it first: "
+        check_unchanged(told, observation, seen)
+        check_unchanged(f"{where} wrote into the agent_info that it was given: ", info, known)
+        return output, following
+
+    def _checked(self, where: str, what: str, value: Any, n: int, device: torch.device | None = None) -> DictTensor:
+        if not isinstance(value, DictTensor):
+            raise TypeError(f"{where}: {what} must be a DictTensor, got {kind_of(value)}")
+        for key, tensor in value.items():
+            if tensor.ndim == 0 or tensor.shape[0] != n:
+                raise SpecError(f"{where}: {what} {key!r} has shape {tuple(tensor.shape)}, expected ({n}, ...)")
+            check_dtype(f"{where}: {what}", key, tensor.dtype)
+            if device is not None and tensor.device != device:
+                raise SpecError(f"{where}: {what} {key!r} is on {tensor.device}, the observation on {device}")
+        # A next state is what an initial one is.
+        before = self._specs.setdefault(OUTPUT if what == OUTPUT else STATE, specs_of(value))
+        if specs_of(value) != before:
+            when = "the initial state" if what == NEXT_STATE else "the first call"
+            raise SpecError(f"{where}: {what}: {difference(before, specs_of(value))}; it has to be as in {when}")
+        return value
+
+
+def _rows(n: int) -> str:
+    return "1 row" if n == 1 else f"{n} rows"

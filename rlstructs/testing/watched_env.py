@@ -1,0 +1,246 @@
+"""A `VecEnv` of which every answer is checked."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlstructs.envs.vec_env import VecEnv
+from rlstructs.errors import SpecError
+from rlstructs.rows import TensorSpec, numpy_specs, specs_of
+from rlstructs.structures.base import equal, show
+from rlstructs.structures.dict_tensor import DictTensor
+
+ENDS = ("terminated", "truncated")
+DONE, START = "done", "initial_state"
+FLAGS = (DONE, *ENDS, START)
+# How many of the last observations are looked at again: a ring of buffers is seldom longer.
+REMEMBERED = 8
+
+
+class WatchedEnv:
+    """Passes calls on, and raises where an answer is not what a rollout needs.
+
+    Args:
+        env: the environment.
+        name: for messages.
+        env_info: one row, for every environment at each reset; None for none.
+
+    Attributes:
+        running: int64, the environments that run.
+    """
+
+    def __init__(self, env: VecEnv, name: str, env_info: DictTensor | None = None) -> None:
+        self._env, self._name = env, name
+        self._n = self._n_envs()
+        self._info = repeated(env_info, self._n)
+        self._specs: dict[str, TensorSpec] | None = None
+        self._handed_out: deque[tuple[str, DictTensor, DictTensor]] = deque(maxlen=REMEMBERED)
+        self.running = torch.zeros(0, dtype=torch.int64)
+
+    def reset(self) -> DictTensor:
+        """The first observation of every environment."""
+        where = f"{self._name}.reset"
+        observation, running = self._pair(where, self._env.reset(self._info))
+        self._check_observation(where, observation, self._n)
+        if not torch.equal(running, torch.arange(self._n)):
+            raise SpecError(f"{where}: all environments have to run after it: running is {running.tolist()}, "
+                            f"expected {list(range(self._n))}")  # fmt: skip
+        for key, wanted in ((START, True), (DONE, False), *((end, False) for end in ENDS)):
+            if key in observation and not (observation[key] == wanted).all():
+                raise SpecError(f"{where}: {key!r} has to be {wanted} in a first observation, got {observation[key]}")
+        self._remember(where, observation)
+        if self._n_envs() != self._n:
+            raise SpecError(f"{self._name}.n_envs was {self._n}, and is {self._n_envs()} after reset")
+        self.running = running
+        return observation
+
+    def step(self, action: DictTensor) -> tuple[DictTensor, DictTensor]:
+        """What a step led to, and what the agent sees next."""
+        where, given = f"{self._name}.step", action.clone()
+        result = self._env.step(action)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(f"{where} must return two pairs of observation and running, got {kind_of(result)}")
+        after, before = self._pair(f"{where}, first pair", result[0])
+        following, left = self._pair(f"{where}, second pair", result[1])
+        check_unchanged(f"{where} wrote into the action that it was given: ", action, given)
+        self._check_observation(f"{where}, first pair", after, self.running.numel())
+        if not torch.equal(before, self.running):
+            raise SpecError(
+                f"{where}, first pair: running has to be those that were stepped, {self.running.tolist()}, "
+                f"got {before.tolist()}"
+            )
+        kept = self._kept(left)
+        self._check_observation(f"{where}, second pair", following, left.numel())
+        _check_flags(f"{where}, first pair", after)
+        _check_ends(where, before, kept, after, following)
+        self._remember(where, after, following)
+        self.running = left
+        return after, following
+
+    def _n_envs(self) -> int:
+        n = self._env.n_envs()
+        if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1:
+            raise SpecError(f"{self._name}.n_envs must be an int of at least 1, got {n!r}")
+        return int(n)
+
+    def _pair(self, where: str, pair: Any) -> tuple[DictTensor, torch.Tensor]:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise TypeError(f"{where} must be a pair of observation and running, got {kind_of(pair)}")
+        observation, running = pair
+        if not isinstance(observation, DictTensor):
+            raise TypeError(f"{where}: an observation must be a DictTensor, got {kind_of(observation)}")
+        if not isinstance(running, torch.Tensor):
+            raise TypeError(f"{where}: running must be a tensor of int64, got {kind_of(running)}")
+        if running.ndim != 1 or (running.numel() and running.dtype != torch.int64):
+            raise SpecError(f"{where}: running must be int64 with one axis, got {show(running)}")
+        return observation, running.to(torch.int64)
+
+    def _kept(self, left: torch.Tensor) -> torch.Tensor:
+        """Which rows of those that were stepped still run."""
+        kept = torch.searchsorted(self.running, left)
+        known = bool((kept < self.running.numel()).all()) and torch.equal(self.running[kept], left)
+        if not known or not (left.diff() > 0).all():
+            raise SpecError(
+                f"{self._name}.step, second pair: those that still run have to be some of {self.running.tolist()}, "
+                f"in that order, got {left.tolist()}; one that has stopped comes back only with the next reset"
+            )
+        return kept
+
+    def _check_observation(self, where: str, observation: DictTensor, n: int) -> None:
+        if observation.empty():
+            raise SpecError(f"{where}: an observation needs at least one key")
+        for key, tensor in observation.items():
+            if tensor.ndim == 0 or tensor.shape[0] != n:
+                whose = "is stepped" if "first" in where else "runs"
+                raise SpecError(f"{where}: {key!r} has shape {tuple(tensor.shape)}, expected ({n}, ...), "
+                                f"a row for each environment that {whose}")  # fmt: skip
+            if key in FLAGS and (tensor.dtype != torch.bool or tensor.ndim != 1):
+                raise SpecError(f"{where}: {key!r} must be bool, one for each environment, got {show(tensor)}")
+            if key == "reward" and tensor.ndim != 1:
+                raise SpecError(f"{where}: 'reward' must be one number for each environment, got {show(tensor)}")
+        specs = specs_of(observation)
+        if self._specs is None:
+            _check_recordable(where, specs)
+            self._specs = specs
+        if specs != self._specs:
+            raise SpecError(f"{where}: {difference(self._specs, specs)}; keys, dtypes and shapes have to be the same "
+                            "at every call")  # fmt: skip
+
+    def _remember(self, where: str, *observations: DictTensor) -> None:
+        """Checks what was handed out before, and keeps this."""
+        for old, tensors, copy in self._handed_out:
+            message = f"{where} wrote into what {old} handed out before (hand out a new tensor each time, or a clone): "
+            check_unchanged(message, tensors, copy)
+        # The tensors themselves: whoever gets a DictTensor may set keys in it.
+        self._handed_out += [(where, DictTensor(one), one.clone()) for one in observations]
+
+
+def repeated(example: DictTensor | None, n: int) -> DictTensor:
+    """Row 0 of an example, n times; empty if there is none."""
+    if example is None or example.empty():
+        return DictTensor()
+    return example.index(torch.zeros(n, dtype=torch.int64))
+
+
+def check_unchanged(message: str, tensors: DictTensor, copy: DictTensor) -> None:
+    """Raises SpecError unless tensors hold what a copy of them does."""
+    for key, tensor in tensors.items():
+        if not equal(tensor, copy[key]):
+            raise SpecError(f"{message}{key!r} was {_values(copy[key])} and is {_values(tensor)}")
+
+
+def _check_recordable(where: str, specs: dict[str, TensorSpec]) -> None:
+    for key, (shape, dtype) in specs.items():
+        try:
+            numpy_specs({key: (shape, dtype)})
+        except SpecError as error:
+            raise SpecError(f"{where}: {key!r} is {_short(dtype)}, which cannot be recorded; convert it") from error
+
+
+def _check_flags(where: str, after: DictTensor) -> None:
+    """Raises unless the flags after a step agree."""
+    if START in after and after[START].any():
+        raise SpecError(f"{where}: 'initial_state' is True; this is what followed a step, also where an episode ended. "
+                        "What a reset gave belongs into the second pair")  # fmt: skip
+    ends = [after[key] for key in ENDS if key in after]
+    if DONE in after and len(ends) == len(ENDS) and not torch.equal(after[DONE], ends[0] | ends[1]):
+        raise SpecError(f"{where}: 'done' is {after[DONE].tolist()}, expected 'terminated' or 'truncated', "
+                        f"{(ends[0] | ends[1]).tolist()}")  # fmt: skip
+
+
+def _check_ends(
+    where: str, before: torch.Tensor, kept: torch.Tensor, after: DictTensor, following: DictTensor
+) -> None:
+    """Raises unless what the agent sees next is what the step led to, but where an episode ended."""
+    done = _done(after)
+    stopped = torch.ones(before.numel(), dtype=torch.bool)
+    stopped[kept] = False
+    if stopped.any() and done is None:
+        raise SpecError(f"{where}: environment {int(before[stopped][0])} stopped, and no key says that its episode "
+                        "ended; give bool keys 'done', 'terminated' and 'truncated'")  # fmt: skip
+    if done is None:
+        return
+    if (wrong := stopped & ~done).any():
+        environment = int(before[wrong][0])
+        raise SpecError(f"{where}: environment {environment} stopped, but its 'done' is False in the first pair")
+    ended = done[kept]
+    for row, (environment, old) in enumerate(zip(before[kept].tolist(), kept.tolist(), strict=True)):
+        _check_row(where, environment, after.slice(old, old + 1), following.slice(row, row + 1), bool(ended[row]))
+
+
+def _check_row(where: str, environment: int, after: DictTensor, following: DictTensor, ended: bool) -> None:
+    """One environment that still runs: what its step led to, and what the agent sees of it next, a row each."""
+    starts = bool(following[START]) if START in following else ended
+    if ended and not starts:
+        raise SpecError(f"{where}: environment {environment} ended its episode and goes on, but its 'initial_state' is "
+                        "False in the second pair: the agent would not learn that another episode begins")  # fmt: skip
+    if ended:
+        if set_flags := [key for key in (DONE, *ENDS) if key in following and bool(following[key])]:
+            raise SpecError(f"{where}, second pair: {set_flags[0]!r} of environment {environment} has to be False in a "
+                            "first observation; what ended belongs into the first pair")  # fmt: skip
+        return
+    if starts:
+        raise SpecError(f"{where}, second pair: 'initial_state' of environment {environment} is True, but its episode "
+                        "did not end: 'done' is False in the first pair")  # fmt: skip
+    for key, tensor in after.items():
+        if not equal(tensor, following[key]):
+            raise SpecError(
+                f"{where}: {key!r} of environment {environment}, whose episode goes on, is {_values(tensor[0])} in the "
+                f"first pair and {_values(following[key][0])} in the second; they have to be the same"
+            )
+
+
+def _done(after: DictTensor) -> torch.Tensor | None:
+    if DONE in after:
+        return after[DONE]
+    ends = [after[key] for key in ENDS if key in after]
+    return torch.stack(ends).any(dim=0) if ends else None
+
+
+def difference(wanted: dict[str, TensorSpec], got: dict[str, TensorSpec]) -> str:
+    """In which key two specs differ."""
+    for key, (shape, dtype) in wanted.items():
+        if key not in got:
+            return f"no {key!r} any more, there are {sorted(got)}"
+        if got[key] != (shape, dtype):
+            return f"{key!r} has rows of {got[key][0]} {_short(got[key][1])}, before {shape} {_short(dtype)}"
+    return f"{sorted(set(got) - set(wanted))} was not there at first"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _values(tensor: torch.Tensor) -> str:
+    return f"{tensor.tolist()!s:.60}"
+
+
+def kind_of(value: Any) -> str:
+    """The type of a value; of a tuple's parts."""
+    if isinstance(value, tuple):
+        return f"({', '.join(type(part).__name__ for part in value)})"
+    return type(value).__name__

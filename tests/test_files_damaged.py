@@ -1,0 +1,266 @@
+"""Damaged files of every kind are refused or read as they were written; a full disk leaves old files whole."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tracemalloc
+import zipfile
+from pathlib import Path
+from unittest import mock
+
+import damage
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from rlstructs import DictTensor, FileError
+from rlstructs.errors import OutOfMemoryError
+from rlstructs.memories.torch import RandomMemory
+from rlstructs.structures import containers, files
+
+HERE = Path(__file__).parent
+SUBJECTS = damage.subjects()
+
+
+def run(*arguments):
+    """What `damage.py` printed, in a process of its own: libhdf5 and torch are written in C."""
+    done = subprocess.run(
+        [sys.executable, HERE / "damage.py", *arguments], capture_output=True, text=True, cwd=HERE.parent, timeout=300
+    )
+    last = "\n".join(done.stdout.splitlines()[-2:])
+    assert done.returncode == 0, f"ended with {done.returncode} after\n{last}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", [name for name in SUBJECTS if not name.endswith(".h5")])
+def test_a_cut_or_changed_file_is_refused_or_read_as_it_was_written(name, tmp_path, capsys):
+    n_refused = damage.damage(SUBJECTS[name], tmp_path)
+    n_cases = sum(line.count(": ") for line in capsys.readouterr().out.splitlines())
+    # What is not refused had its change where nothing is read: dates, padding.
+    assert n_cases > damage.N_FLIPS and n_refused > n_cases / 2
+
+
+def test_a_cut_or_changed_hdf5_file_crashes_nothing_and_is_read_as_it_was_written():
+    names = [name for name in SUBJECTS if name.endswith(".h5")]
+    printed = run("damage", *names).splitlines()
+    refused = [int(line) for line in printed if line.isdigit()]
+    assert len(refused) == len(names) == 4
+    assert sum(refused) > 0.98 * sum(": " in line for line in printed)  # nearly every byte matters
+
+
+def test_damage_that_is_read_as_data_would_be_seen(tmp_path):
+    path = tmp_path / "x"
+    careless = damage.Subject(
+        lambda folder: [path] if path.write_bytes(bytes(range(200))) else [], lambda: None,
+        lambda _, path: path.read_bytes(), bytes,
+    )  # fmt: skip
+    with pytest.raises(AssertionError, match="wrong content was loaded"):
+        damage.damage(careless, tmp_path)
+    crashing = damage.Subject(careless.save, careless.target, lambda _, path: path.read_bytes()[150:][0], str)
+    with pytest.raises(AssertionError, match="IndexError"):
+        damage.damage(crashing, tmp_path)
+
+
+def test_a_number_that_was_changed_is_told_from_a_table_that_was(tmp_path):
+    path = tmp_path / "x.h5"
+    DictTensor({"x": torch.arange(1000)}).save(path)
+    with h5py.File(path, "r+") as file:
+        file["x"][7] = 8
+    with pytest.raises(FileError, match="'x': its checksum is wrong"):
+        DictTensor.load(path)
+
+
+def test_compressed_hdf5_files_have_checksums_too(tmp_path):
+    path = tmp_path / "x.h5"
+    x = np.random.default_rng(0).integers(0, 4, 20_000)
+    for compression in ("gzip", "lzf"):
+        files.write(path, "Anything", {"x": x}, compression=compression)
+        with h5py.File(path) as file:
+            [chunk, *_] = file["x"].iter_chunks()
+            place = file["x"].id.get_chunk_info_by_coord((chunk[0].start,))
+        content = bytearray(path.read_bytes())
+        with files.reading(path, compressed=True) as (reader, _):
+            reader.verify()
+        content[place.byte_offset + place.size // 2] ^= 4
+        path.write_bytes(content)
+        with pytest.raises(FileError, match="damaged"), files.reading(path, compressed=True) as (reader, _):
+            reader.verify()
+
+
+def test_hdf5_filters_of_others_are_refused_before_libhdf5_looks_for_a_plugin(tmp_path):
+    path = tmp_path / "x.h5"
+    x = np.random.default_rng(0).integers(0, 255, 4096, np.uint8)
+    files.write(path, "Anything", {"x": x})
+    with h5py.File(path, "r+") as file:
+        del file["x"]
+        made = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        made.set_chunk((4096,))
+        made.set_filter(31999, h5py.h5z.FLAG_OPTIONAL, ())
+        space = h5py.h5s.create_simple(x.shape)
+        h5py.h5d.create(file.id, b"x", h5py.h5t.NATIVE_UINT8, space, made).write(h5py.h5s.ALL, h5py.h5s.ALL, x)
+    for compressed in (False, True):
+        with pytest.raises(FileError, match="'x' is compressed"), files.reading(path, compressed=compressed):
+            pass
+
+
+def test_pt_files_have_checksums_whatever_the_program_has_set(tmp_path):
+    options = pytest.importorskip("torch.serialization")
+    if not hasattr(options, "set_crc32_options"):
+        pytest.skip("this torch always computes them")
+    options.set_crc32_options(False)
+    try:
+        DictTensor({"x": torch.arange(3)}).save(tmp_path / "x.pt")
+        assert not options.get_crc32_options()
+    finally:
+        options.set_crc32_options(True)
+    assert DictTensor.load(tmp_path / "x.pt")["x"].tolist() == [0, 1, 2]
+
+
+def test_a_csv_file_with_a_huge_cell_takes_no_memory_for_it(tmp_path):
+    subject = SUBJECTS["RandomMemory.csv"]
+    path, _ = subject.save(tmp_path)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:2], "1" * 100_000 + lines[2], *lines[3:]]))
+    memory = subject.target()
+    before = subject.content(memory)
+    with pytest.raises(FileError, match="checksum is wrong"):
+        memory.load(path)
+    assert subject.content(memory) == before
+
+
+# --- files that were made to do harm -------------------------------------------------------------------
+
+HEAD = {"format": "rlstructs", "version": 1, "class": "DictTensor", "arrays": {}}
+
+
+def pt_of(path, pickled, **data):
+    """A .pt file of this pickle."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x/data.pkl", pickled)
+        for key, values in data.items():
+            archive.writestr(f"x/data/{key}", values)
+
+
+def refused_for_little(path):
+    """The file is refused, and took no memory to speak of."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(FileError) as caught:
+            DictTensor.load(path)
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [b"\x80\x02}r\xff\xff\xff\x07.", b"\x80\x05\x96" + (1 << 45).to_bytes(8, "little") + b".",
+     b"\x80\x02\x8a" + b"\xff" * 3],
+    ids=["an object of number 2**27", "32 terabytes", "a number that is cut"],
+)  # fmt: skip
+def test_a_pickle_that_asks_for_memory_gets_none(tmp_path, pickled):
+    pt_of(tmp_path / "x.pt", pickled)
+    refused_for_little(tmp_path / "x.pt")
+
+
+def test_a_pickle_changes_nothing_of_ours(tmp_path):
+    before = dict(vars(containers)), vars(containers._Stored).keys(), containers._stored.__defaults__
+    for name in ("torch._utils\n_rebuild_tensor_v2", "collections\nOrderedDict", "torch\nfloat32"):
+        state = b"}X\x03\0\0\0keyK\1s"
+        for build in (state + b"b", b"N" + state + b"\x86b"):  # its dictionary; its attributes
+            pt_of(tmp_path / "x.pt", b"\x80\x02c" + name.encode() + b"\n" + build + b".")
+            refused_for_little(tmp_path / "x.pt")
+    assert (dict(vars(containers)), vars(containers._Stored).keys(), containers._stored.__defaults__) == before
+
+
+def test_tensors_that_share_their_bytes_or_hold_objects_are_refused(tmp_path):
+    x = torch.zeros(1 << 16)
+    specs = {f"x{n}": {"dtype": "float32", "shape": [1 << 16]} for n in range(99)}
+    torch.save({files.HEADER: json.dumps(HEAD | {"arrays": specs}), **dict.fromkeys(specs, x)}, tmp_path / "x.pt")
+    refused_for_little(tmp_path / "x.pt")
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["x0"] = x.numpy()
+        for name in specs:
+            if name != "x0":
+                file[name] = file["x0"]
+        file[files.HEADER] = np.frombuffer(json.dumps(HEAD | {"arrays": specs}).encode(), np.uint8)
+    assert "is not what the file holds" in refused_for_little(tmp_path / "x.h5")
+    with pytest.raises(ValueError, match="is not what the file holds"):
+        spec = containers._Stored("0", np.dtype(object), (1,))
+        pt_of(tmp_path / "y.pt", b"", **{"0": bytes(8)})
+        with mock.patch.object(containers._Unpickler, "load", lambda self: {files.HEADER: "", "x": spec}):
+            with containers.READERS[".pt"](tmp_path / "y.pt"):
+                pass
+
+
+def test_hdf5_arrays_that_say_that_they_are_larger_than_the_file_are_refused(tmp_path):
+    path, n = tmp_path / "x.h5", 1 << 30
+    header = HEAD | {"arrays": {"x": {"dtype": "uint8", "shape": [n]}}}
+    with h5py.File(path, "w", libver="earliest") as file:
+        file[files.HEADER] = np.frombuffer(json.dumps(header).encode(), np.uint8)
+        made = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        made.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        made.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        dataset = h5py.h5d.create(file.id, b"x", h5py.h5t.NATIVE_UINT8, h5py.h5s.create_simple((n,)), made)
+        offset = dataset.get_offset()
+        del dataset
+    with open(path, "r+b") as file:
+        file.truncate(offset + 10)
+        file.seek(40)  # where it says how long it is
+        file.write((offset + 10).to_bytes(8, "little"))
+    refused_for_little(path)
+
+
+def test_a_file_is_not_written_through_a_link_that_lies_in_wait(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("untouched")
+    for ending in (".npz", ".pt", ".h5"):
+        with files.replacing(tmp_path / f"x{ending}") as temporary:
+            temporary.symlink_to(victim)
+            with pytest.raises(FileExistsError):
+                files.WRITERS[ending](temporary, "{}", {"x": np.ones(3)}, {"x": "float64"})
+            temporary.unlink()
+            temporary.write_text("")
+        temporary.symlink_to(victim)  # from before
+        DictTensor({"x": torch.ones(3)}).save(tmp_path / f"x{ending}")
+        assert DictTensor.load(tmp_path / f"x{ending}").n_elems() == 3
+    assert victim.read_text() == "untouched"
+
+
+def test_a_csv_file_of_more_columns_than_there_is_memory_changes_nothing(tmp_path):
+    path, _ = SUBJECTS["RandomMemory.csv"].save(tmp_path)
+    memory = RandomMemory(memory_size=4, num_envs=2)
+    with mock.patch.object(type(memory._storage.columns), "available_bytes", lambda self: 64):
+        with pytest.raises(OutOfMemoryError, match=r"csv: 120 bytes are needed, 64 are available$"):
+            memory.load(path)
+    assert list(memory.get_tensor_names()) == []
+
+
+# --- a full disk --------------------------------------------------------------------------------------
+
+
+def test_where_there_is_no_room_the_old_file_stays_and_the_error_names_it():
+    printed = run("fill", *SUBJECTS).splitlines()
+    assert [int(line) > 1 for line in printed if line.isdigit()] == [True] * len(SUBJECTS)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 100 KiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", folder], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"no file system can be mounted: {made.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_leaves_old_files_whole(small_disk):
+    printed = run("fill_disk", str(small_disk), *SUBJECTS)
+    assert re.findall(r"^[A-Z]\w+\.\w+$", printed, re.M) == list(SUBJECTS)
