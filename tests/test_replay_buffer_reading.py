@@ -425,3 +425,6 @@ def test_bfloat16_stays_what_it_is():
     assert batch["obs"][:, -1, 0].tolist() == [0.5, 1.5, 2.5]
     assert batch["obs_next"][:, -1, 0].tolist() == [1.5, 1.5, 2.5]
     assert buffer.obs[:, 0].tolist() == [0.5, 1.5, 2.5, 0]
+    assert not buffer.hasnull() and buffer.isnull()["obs"].dtype is torch.bool
+    buffer.set_array_at_key(torch.tensor([[float("nan")]], dtype=torch.bfloat16), "obs", index=[1])
+    assert buffer.isnull()["obs"].tolist() == [[False], [True], [False]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -303,6 +304,12 @@ def test_an_arena_that_is_large_enough_takes_nothing(monkeypatch):
     monkeypatch.setattr(arena, "available_bytes", lambda: 0)
     block.resize(4096)
     assert block.nbytes == 4096
+
+
+def test_an_arena_is_its_owners_alone():
+    arena = SharedArena()
+    assert stat.S_IMODE(os.fstat(arena._descriptor.fileno()).st_mode) == 0o600
+    arena.close()
 
 
 def test_an_arena_survives_a_stranger_that_maps_it_and_goes():  # R38

@@ -125,7 +125,9 @@ def _reclaimable(statistics: Path) -> int:
 
 def _anonymous_file() -> int:
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("rlstructs", os.MFD_CLOEXEC)
+        fd = os.memfd_create("rlstructs", os.MFD_CLOEXEC)
+        os.fchmod(fd, 0o600)  # it is made with 0777: whoever may look into /proc/<pid>/fd could open it
+        return fd
     return _unlinked_shm()
 
 

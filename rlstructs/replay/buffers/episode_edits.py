@@ -174,7 +174,7 @@ class EpisodeEdits(EpisodeReads):
 
     def isnull(self) -> Any:
         """Where rows are NaN: a batch of bools, of all rows in order."""
-        return self._hand_over(dict(self._nulls(self._rows())))
+        return self._export(dict(self._nulls(self._rows())), {})
 
     def hasnull(self) -> bool:
         """Whether a row holds NaN."""
