@@ -6,12 +6,12 @@ import numpy as np
 import torch
 
 
-def row(obs, done=False, **more):
+def row(obs, done=False, /, **more):
     """A transition of which all numbers are `obs`; `done` ends the episode."""
-    return {"obs": obs, "act": obs, "rew": float(obs), "terminated": done, "truncated": False, **more}
+    return {"obs": obs, "act": obs, "rew": float(obs), "terminated": done, "truncated": False} | more
 
 
-def rows(obs, done=None, **more):
+def rows(obs, done=None, /, **more):
     """Transitions, one per lane."""
     obs = np.asarray(obs)
     done = np.zeros(obs.shape, bool) if done is None else np.asarray(done, bool)

@@ -15,6 +15,10 @@ import argparse
 import os
 import random
 import signal
+import statistics
+import subprocess
+import sys
+import textwrap
 import time
 import zlib
 from dataclasses import dataclass, field
@@ -25,8 +29,9 @@ import psutil
 import torch
 from processes import worker_pids
 
-from rlstructs import GymEnvInf, RandomAgent, RL_Batcher, WorkerCrashed, WorkerTimeout
+from rlstructs import GymEnvInf, RandomAgent, RL_Batcher
 from rlstructs.memories.torch import RandomMemory
+from rlstructs.testing import Fault, create_faulty_envs
 
 N_FIELDS = 5  # environment, generation, episode, step, checksum
 TIMEOUT, EVERY = 2.0, 2.0  # seconds
@@ -190,33 +195,60 @@ def held():
     return worker_pids(), sorted(name for name in os.listdir("/dev/shm") if name.startswith("rlstructs"))
 
 
+EVENTS = {
+    "an environment raises": Fault("raise", count=3, worker=1, generations=[0], error=RuntimeError("lost")),
+    "a worker exits": Fault("exit", count=3, worker=1, generations=[0]),
+    "a worker is killed (SIGKILL)": Fault("kill", count=3, worker=1, generations=[0]),
+    "a worker hangs": Fault("hang", count=3, worker=1, generations=[0], ignore_sigterm=True),
+}
+
+
 def table():
-    """Seconds until each failure is over, the median of three."""
-    rows = []
-    for event, how in (("a worker is killed (SIGKILL)", signal.SIGKILL), ("a worker hangs", signal.SIGSTOP)):
+    """Seconds until each failure is over, and until `close` is: medians of three."""
+    print(f"timeout={TIMEOUT:g}\n\n| event | on_worker_failure | what you see | seconds | close |")
+    print("| --- | --- | --- | --- | --- |")
+    for event, fault in EVENTS.items():
         for policy in ("raise", "restart"):
-            times = sorted(_over(how, policy) for _ in range(3))
-            sees = {("raise", signal.SIGKILL): "WorkerCrashed", ("raise", signal.SIGSTOP): "WorkerTimeout"}
-            rows.append((event, policy, sees.get((policy, how), "lengths 0, stats()"), times[1]))
-    print(f"timeout={TIMEOUT:g}\n\n| event | on_worker_failure | what you see | seconds |\n| --- | --- | --- | --- |")
-    for event, policy, sees, seconds in rows:
-        print(f"| {event} | {policy} | {sees} | {seconds:.2f} |")
+            runs = [_over(fault, policy) for _ in range(3)]
+            over, closed = (statistics.median(column) for column in zip(*[run[1:] for run in runs], strict=True))
+            print(f"| {event} | {policy} | {runs[0][0]} | {over:.2f} | {closed:.2f} |", flush=True)
+    orphaned = statistics.median(map(_orphaned, range(3)))
+    print(f"| the trainer is killed (SIGKILL) | | no worker is left | {orphaned:.2f} | |")
 
 
-def _over(how, policy):
-    with RL_Batcher(
-        5_000, create_agent, {"env_id": "CartPole-v1"}, create_env, {"env_id": "CartPole-v1", "n_envs": 2}, 2, 0,
+def _over(fault, policy):
+    batcher = RL_Batcher(
+        100, create_agent, {"env_id": "CartPole-v1"}, create_faulty_envs, {"n_envs": 2, "faults": [fault]}, 2, 0,
         timeout=TIMEOUT, on_worker_failure=policy,
-    ) as batcher:  # fmt: skip
-        batcher.reset()
-        batcher.execute()
-        os.kill(batcher.stats()["workers"][1]["pid"], how)
-        started = time.monotonic()
-        try:
-            batcher.get()
-        except (WorkerCrashed, WorkerTimeout):
-            pass
-        return time.monotonic() - started
+    )  # fmt: skip
+    batcher.reset()
+    seen = "its lengths are 0, the others' rollouts are kept; `stats()` counts it"
+    started = time.monotonic()
+    batcher.execute()
+    try:
+        batcher.get()
+    except RuntimeError as error:
+        seen = f"`{type(error).__name__}`"
+    over = time.monotonic()
+    batcher.close()
+    return seen, over - started, time.monotonic() - over
+
+
+def _orphaned(_):
+    program = textwrap.dedent("""
+        import signal
+        from soak import Soak
+        kept = Soak("CartPole-v1", 2, 8, 64)
+        print(*[worker["pid"] for worker in kept.batcher.stats()["workers"]], flush=True)
+        signal.pause()
+    """)
+    trainer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=os.path.dirname(__file__))
+    workers = [psutil.Process(int(pid)) for pid in trainer.stdout.readline().split()]
+    started = time.monotonic()
+    trainer.kill()
+    psutil.wait_procs(workers, timeout=30)
+    trainer.wait()
+    return time.monotonic() - started
 
 
 if __name__ == "__main__":

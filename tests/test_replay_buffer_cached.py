@@ -24,6 +24,8 @@ from rlstructs.replay import (
     ReplayBuffer,
     VectorReplayBuffer,
 )
+from rlstructs.replay.columns import Spec
+from rlstructs.replay.storage import Storage
 
 
 def cached(size=10, n=4, length=5, **arguments):
@@ -133,6 +135,21 @@ def test_the_main_buffer_keeps_what_it_holds_and_wraps():
     index = main.sample_indices(0)
     assert main.prev(index).tolist() == [3, 4, 4, 0, 0, 1]  # what was open does not go on
     assert listed(main.add(row(1, True, info=0))) == [[3], [1], [1], [3]]
+
+
+def test_frames_are_stored_once_and_move_with_what_followed_them():
+    video = np.arange(40 * 300, dtype=np.float32).reshape(40, 300)
+    buffer = cached(30, 2, 9)
+    for t in range(20):
+        done = t % 7 == 6
+        after = video[[t + 1, t + 1]] + done
+        buffer.add({**rows([t, t], [done] * 2), "obs": video[[t, t]], "obs_next": after})
+    assert buffer._storage.links and buffer.main._storage.links
+    batch = buffer[:]
+    assert batch.act.tolist() == [*range(7), *range(7), *range(7, 14), *range(7, 14), *range(14, 20), *range(14, 20)]
+    np.testing.assert_array_equal(batch.obs, video[batch.act])
+    np.testing.assert_array_equal(batch.obs_next, video[batch.act + 1] + (batch.act % 7 == 6)[:, None])
+    assert buffer.nbytes < 1200 * (30 + 18 + 6) + 5000
 
 
 def test_an_episode_longer_than_the_main_buffer_leaves_its_end():
@@ -337,3 +354,17 @@ def test_it_does_what_plain_lists_do(data, size, n, length, stack_num):
         assert buffer.unfinished_index().tolist() == unfinished
         assert not len(index) or set(buffer.sample(20)[1]) <= set(index)
         assert (buffer.act[index] == in_order).all() and (buffer.get(index, "act", stack_num=1) == in_order).all()
+
+
+def test_one_lane_of_a_store_is_cleared_and_the_others_stay():
+    storage = Storage(3, 4)
+    episodes = storage.track_episodes()
+    storage.columns.add("x", Spec(np.dtype(np.int64)))
+    storage.write({"x": np.arange(18).reshape(3, 6)}, done=np.arange(18).reshape(3, 6) % 6 == 4)
+    assert episodes.end().tolist() == [True, False, False, False] * 3
+    assert episodes.end(np.array([4, 5])).tolist() == [True, False]
+    storage.clear(np.array([1]))
+    assert storage.span().every_row().tolist() == [2, 3, 0, 1, 10, 11, 8, 9]
+    storage.write({"x": np.array([[7]])}, np.array([1]), done=np.zeros((1, 1), bool))
+    assert storage.span().has(np.arange(12)).tolist() == [True] * 5 + [False] * 3 + [True] * 4
+    assert episodes.times(np.array([4])).tolist() == [0] and episodes.open_lengths(slice(None)).tolist() == [1, 1, 1]

@@ -298,6 +298,7 @@ def test_an_ignored_next_observation_is_that_of_the_next_row():  # A22 test_igno
     assert buffer.get(index, "obs_next").mask.tolist() == batch.obs_next.mask.tolist()
     buffer.stack_num = 4
     batch = buffer[index]
+    assert buffer.sample(0)[0].obs_next.mask.tolist() == batch.obs_next.mask.tolist()
     assert batch.obs_next.mask.tolist() == [
         [0, 0, 0, 0], [1, 1, 1, 2], [1, 1, 2, 3], [1, 1, 2, 3], [4, 4, 4, 5], [4, 4, 5, 6], [4, 4, 5, 6],
         [7, 7, 7, 8], [7, 7, 8, 9], [7, 7, 8, 9],

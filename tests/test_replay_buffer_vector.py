@@ -112,6 +112,25 @@ def test_rows_of_each_environment_are_taken_in_any_form():
         expected = state
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_naming_every_environment_is_naming_none(n):
+    def added(ids):
+        buffer = VectorReplayBuffer(4 * n, n)
+        found = [listed(buffer.add(rows(np.arange(n) + t, np.arange(n) == t % 3), ids)) for t in range(9)]
+        return found, state_of(buffer)
+
+    expected = added(None)
+    for ids in (list(range(n)), np.arange(n), np.arange(n, dtype=np.uint8), tuple(range(n)), torch.arange(n)):
+        assert added(ids) == expected
+    one = VectorReplayBuffer(4, 1)
+    one.add(rows([0], obs=[[1, 2]]))
+    with pytest.raises(SpecError, match=r"^'act' has shape \(\), needed is a first axis of rows$"):
+        one.add(row(0, obs=np.array([1, 2])))
+    with pytest.raises(SpecError, match=r"^buffer_ids must be a list of ints, got \[0\.0\]$"):
+        one.add(rows([0], obs=[[1, 2]]), [0.0])
+    assert len(one) == 1
+
+
 def test_extra_keys_are_kept():  # A21.16: dropped there
     buffer = VectorReplayBuffer(4, 2)
     buffer.add(rows([1, 2], returns=[5.0, 6.0]))

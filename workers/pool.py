@@ -68,6 +68,7 @@ class WorkerPool:
         self._workers: list[WorkerProcess] = []
         self._replies: dict[int, Any] = {}
         self._failures: dict[int, BaseException] = {}
+        self._late: set[int] = set()  # those that have outrun a deadline, and may yet reply
         self._poll = select.poll()
         self._index_of: dict[int, int] = {}
         # A thread that closes the pool wakes one that waits for replies; replies are read under the lock.
@@ -163,6 +164,7 @@ class WorkerPool:
         """
         timeout = self.timeout if timeout is None else timeout
         if not self.ready(timeout):
+            self._late |= {worker.index for worker in self._busy()}
             raise _late(self._busy(), timeout)
         replies, self._replies = self._replies, {}
         return [replies[index] for index in sorted(replies)]
@@ -211,13 +213,17 @@ class WorkerPool:
             self._forget(worker)
         _kill(old)
         for index, factory in factories.items():
+            self._late.discard(index)
             self._replies.pop(index, None)
             self._failures.pop(index, None)
             self._workers[index] = self._started(index)
             self._send(self._workers[index], self._build(factory))
 
-    def close(self, timeout: float = CLOSE_DELAY) -> None:
+    def close(self, timeout: float | None = None) -> None:
         """Closes every job and ends every worker, by force after `timeout` seconds. Idempotent.
+
+        Args:
+            timeout: seconds; None for 3, or the pool's own if that is less. A worker that is late already gets none.
 
         Raises:
             Exception: what the first job raised while it closed; everything is gone all the same.
@@ -225,16 +231,17 @@ class WorkerPool:
         if not self._finalizer.still_active():
             return
         self._wake()
+        if timeout is None:
+            timeout = CLOSE_DELAY if self.timeout is None else min(CLOSE_DELAY, self.timeout)
         deadline = time.monotonic() + timeout
         # A busy one reads it when it is through. One that reads no more, or is late already, is left to `kill`.
-        open_workers = [
-            worker for worker in self._workers if worker.can_close() and worker.index not in self._failures
-        ]
+        lost = self._failures.keys() | self._late
+        open_workers = [worker for worker in self._workers if worker.can_close() and worker.index not in lost]
         for worker in open_workers:
             with contextlib.suppress(WorkerError):  # gone: reported where it mattered
                 worker.send(Close())
         errors = [error for worker in open_workers for error in self._await_close(worker, deadline)]
-        self.kill(max(0.0, deadline - time.monotonic()))
+        self.kill(0.0 if lost else max(0.0, deadline - time.monotonic()))
         if errors:
             raise errors[0]
 
@@ -307,6 +314,7 @@ class WorkerPool:
             self._forget(worker)  # it ended, with nothing more to say
             self._failures[worker.index] = worker.crashed()
             return
+        self._late.discard(worker.index)
         try:
             reply = worker.receive()
         except WorkerError as error:

@@ -104,7 +104,10 @@ class CachedReplayBuffer(VectorReplayBuffer):
         super()._make(made)
 
     def _check_room(self, lanes: np.ndarray, done: np.ndarray) -> None:
-        self._check_episodes(lanes, np.ones(len(lanes), np.int64), done[:, None], np.zeros((len(lanes), 1), bool))
+        steps = self._storage.ring.head[lanes] - self._begins[lanes]
+        if (steps + len(lanes) > self._size).any():  # it may be that one has no room; it costs more to know
+            every = np.ones(len(lanes), np.int64)
+            self._check_episodes(lanes, every, done[:, None], np.zeros((len(lanes), 1), bool))
 
     def _check_episodes(self, lanes: np.ndarray, lengths: np.ndarray, done: np.ndarray, starts: np.ndarray) -> None:
         assert self._storage.episodes is not None
@@ -116,14 +119,14 @@ class CachedReplayBuffer(VectorReplayBuffer):
                 f"{self._size}"
             )
 
-    def _added_quickly(self, batch: Any) -> Added | None:
+    def _added_quickly(self, batch: Any, buffer_ids: Any) -> Added | None:
         return None
 
     def _added(self, block: Mapping[str, Any], lanes: np.ndarray, rewards: np.ndarray, done: np.ndarray) -> Added:
         counts = np.empty((3, len(lanes)), np.int64)
         added = counts[0], np.empty(rewards.shape), counts[1], counts[2]
         # If one comes several times then row by row, so that episodes move in the order in which they end.
-        several = np.unique(lanes).size < lanes.size
+        several = len(set(lanes.tolist())) < lanes.size
         parts: list[Any] = [[at] for at in range(lanes.size)] if several else [slice(None)]
         for part in parts:
             rows = {name: values[part] for name, values in block.items()}

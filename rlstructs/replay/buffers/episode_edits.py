@@ -174,22 +174,25 @@ class EpisodeEdits(EpisodeReads):
 
     def isnull(self) -> Any:
         """Where rows are NaN: a batch of bools, of all rows in order."""
-        return self._export(dict(self._nulls(self._rows())), {})
+        rows, found = self._rows(), dict(self._nulls(self._rows()))
+        others = {name: np.zeros((rows.total, *spec.shape), bool) for name, spec in self._specs.items()}
+        return self._export({**others, **found}, {})
 
     def hasnull(self) -> bool:
         """Whether a row holds NaN."""
         return any(null.any() for _, null in self._nulls(self._rows()))
 
     def _nulls(self, rows: Rows) -> Iterator[tuple[str, np.ndarray]]:
-        """Name of each column, and where its rows, in order, are NaN: bool (n, *shape)."""
+        """Name of each column of floats, and where its rows, in order, are NaN: bool (n, *shape)."""
         at = rows.every_row()
         for name, spec in self._specs.items():
+            if spec.dtype.kind not in "fc" and not spec.is_bfloat16:
+                continue
             null = np.zeros((at.size, *spec.shape), bool)
-            if spec.dtype.kind in "fc" or spec.is_bfloat16:
-                for start in range(0, at.size, NULLS_AT_ONCE):
-                    part = slice(start, start + NULLS_AT_ONCE)
-                    [values] = rows.gather([name], at[part])
-                    null[part] = np.isnan(from_bits(values) if spec.is_bfloat16 else values)
+            for start in range(0, at.size, NULLS_AT_ONCE):
+                part = slice(start, start + NULLS_AT_ONCE)
+                [values] = rows.gather([name], at[part])
+                null[part] = np.isnan(from_bits(values) if spec.is_bfloat16 else values)
             yield name, null
 
     def dropnull(self) -> None:

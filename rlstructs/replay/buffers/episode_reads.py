@@ -101,7 +101,8 @@ class EpisodeReads(EpisodeRows):
     def __getattr__(self, name: str) -> Any:
         """A whole column, `(maxsize, ...)`, as a read-only array of numpy; what is nested as a dict of them.
 
-        Rows that were never written are zero. It may or may not follow what is written later: copy what is kept.
+        Rows that are not there hold zeros, or what they once held. It may or may not follow what is written later:
+        copy what is kept.
         """
         if "_storage" in vars(self) and not name.startswith("_"):
             if name == DONE and self._specs:

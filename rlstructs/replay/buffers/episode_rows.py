@@ -35,6 +35,8 @@ class EpisodeRows(Buffer):
 
     # How many lanes there are; those who have several say so before this constructor.
     _n_lanes = 1
+    # Whether a batch always has an axis for them.
+    _is_stacked = False
 
     def __init__(
         self,
@@ -74,6 +76,7 @@ class EpisodeRows(Buffer):
         self._unknown, self._missing = new_keys, missing_keys
         self._ignored = frozenset([DONE, OBS_NEXT] if ignore_obs_next else [DONE])
         self._running = Running(self._n_lanes)
+        self._every_lane = list(range(self._n_lanes))
         self._first_rows = np.arange(self._n_lanes) * self._storage.columns.capacity
         self._find_begins()
         self._forget()
@@ -144,7 +147,7 @@ class EpisodeRows(Buffer):
             SpecError, MissingKeyError, IndexError: something does not fit; the buffer is as it was.
             StateError: the size is 0.
         """
-        if buffer_ids is None and (added := self._added_quickly(batch)) is not None:
+        if self._is_every_lane(buffer_ids) and (added := self._added_quickly(batch, buffer_ids)) is not None:
             return added
         self._require_room()
         lanes, n_axes = self._lanes_given(buffer_ids)
@@ -163,7 +166,15 @@ class EpisodeRows(Buffer):
     def _check_room(self, lanes: np.ndarray, done: np.ndarray) -> None:
         """Raises MalformedBufferError if one more row of each of these lanes cannot be taken."""
 
-    def _added_quickly(self, batch: Any) -> Added | None:
+    def _is_every_lane(self, buffer_ids: Any) -> bool:
+        """Whether these are all lanes, each once and in order."""
+        if buffer_ids is None:
+            return True
+        if isinstance(buffer_ids, np.ndarray) and buffer_ids.dtype.kind in "iu":
+            buffer_ids = buffer_ids.tolist()
+        return bool(buffer_ids == self._every_lane) and all(type(lane) is int for lane in buffer_ids)
+
+    def _added_quickly(self, batch: Any, buffer_ids: Any) -> Added | None:
         """As `add`, for a row of each lane just as columns hold it; None, and nothing has changed, if it is none."""
         if type(batch) is not dict or self.save_only_last_obs or not self._names() or not self._size:
             return None
@@ -171,7 +182,7 @@ class EpisodeRows(Buffer):
         if not self._ignored.isdisjoint(flat):
             flat = {name: values for name, values in flat.items() if name not in self._ignored}
         rows: dict[str, Any] | None = flat
-        if self._n_lanes == 1:
+        if buffer_ids is None and not self._is_stacked:
             assert self._one_row is not None
             try:
                 rows = self._one_row(flat)

@@ -24,8 +24,9 @@ LEAVES, WEIGHT = "leaves", "weight"
 class PrioritizedReplayBuffer(ReplayBuffer):
     """A `ReplayBuffer` that draws in proportion to priorities: Schaul et al., Prioritized Experience Replay (2016).
 
-    P(i) = p_i^alpha / sum of p_k^alpha. A new row has the largest priority that was ever given, at first 1. What is
-    read has a key `weight`, float32: (N P(i))^-beta over the largest of them.
+    P(i) = p_i^alpha / sum of p_k^alpha; a draw of n takes one row from each n-th of the sum, in the order of row ids. A
+    new row has the largest priority that was ever given, at first 1. What is read has a key `weight`, float32:
+    (N P(i))^-beta over the largest of them.
 
     Args:
         size: how many rows.

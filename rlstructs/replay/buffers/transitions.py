@@ -132,6 +132,8 @@ def as_flags(name: str, value: Any) -> np.ndarray:
 
 def as_rewards(name: str, value: Any) -> Any:
     """Numbers as floats: float64, unless they are floats already."""
+    if type(value) is np.ndarray and value.dtype.kind == "f":
+        return value
     if (isinstance(value, torch.Tensor) and value.is_floating_point()) or "bfloat16" in str(value.dtype):
         return value
     rewards = host_array(name, value)

@@ -37,6 +37,8 @@ class VectorReplayBuffer(ReplayBuffer):
         (array([0, 5, 6]), array([0]), array([ 0,  5, 10]))
     """
 
+    _is_stacked = True
+
     def __init__(self, total_size: int, buffer_num: int, *args: Any, **settings: Any) -> None:
         self._n_lanes = check_size("buffer_num", buffer_num)
         super().__init__(-(-check_size("total_size", total_size) // self._n_lanes), *args, **settings)
