@@ -354,13 +354,14 @@ def test_a_hang_ends_by_itself_and_in_c_lets_nothing_else_run(in_c):
 
 
 def test_memory_is_taken_up_to_a_limit():
+    # Not resident memory: a system that reclaims pages meanwhile makes that smaller.
     env = FaultyEnv([Fault("allocate", limit=100 << 20)])
     env.reset()
-    before = psutil.Process().memory_info().rss
+    before = psutil.Process().memory_info().vms
     env.step(0)
-    assert 90 << 20 < psutil.Process().memory_info().rss - before < 150 << 20
+    assert 90 << 20 < psutil.Process().memory_info().vms - before < 150 << 20
     env.close()
-    assert psutil.Process().memory_info().rss - before < 50 << 20
+    assert psutil.Process().memory_info().vms - before < 50 << 20
 
 
 def limited(n_envs, seed, faults):

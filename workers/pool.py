@@ -72,10 +72,10 @@ class WorkerPool:
         self._poll = select.poll()
         self._index_of: dict[int, int] = {}
         # A thread that closes the pool wakes one that waits for replies; replies are read under the lock.
-        self._lock, self._is_closed = threading.Lock(), False
-        self._woken, self._wakes = os.pipe()
-        self._poll.register(self._woken, select.POLLIN)
-        util.Finalize(self, _close_all, args=((self._woken, self._wakes),))
+        self._lock, self._is_closed, self._n_waiting = threading.Lock(), False, 0
+        woken, self._wakes = os.pipe()
+        self._poll.register(woken, select.POLLIN)
+        self._close_pipe = util.Finalize(self, _close_all, args=((woken, self._wakes),))
         # Not weakref.finalize: this one runs before multiprocessing joins what is left at exit,
         # and never in a forked copy of this process.
         self._finalizer = util.Finalize(self, _kill, args=(self._workers,), exitpriority=100)
@@ -276,10 +276,18 @@ class WorkerPool:
 
     def _wait(self, deadline: float | None) -> bool:
         """Reads what comes first; False when nothing came before the deadline."""
-        events = self._poll.poll(milliseconds(deadline))
         with self._lock:
-            if self._is_closed:
-                raise WorkerError("the workers were closed while a reply was waited for")
+            self._check_open()
+            self._n_waiting += 1
+        try:
+            events = self._poll.poll(milliseconds(deadline))
+        finally:
+            with self._lock:
+                self._n_waiting -= 1
+                if self._is_closed and not self._n_waiting:
+                    self._close_pipe()
+        with self._lock:
+            self._check_open()
             for fd, _ in events:
                 if fd in self._index_of:  # or the same worker's other descriptor has told of its end
                     self._read(self._workers[self._index_of[fd]])
@@ -329,10 +337,19 @@ class WorkerPool:
                 assert isinstance(reply, Result)
                 self._replies[worker.index] = reply.value
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise WorkerError("the workers were closed while a reply was waited for")
+
     def _wake(self) -> None:
         with self._lock:
+            if self._is_closed:
+                return
             self._is_closed = True
-            os.write(self._wakes, b"\0")
+            if self._n_waiting:
+                os.write(self._wakes, b"\0")
+            else:
+                self._close_pipe()
 
     def _forget(self, worker: WorkerProcess) -> None:
         for fd in [fd for fd, index in self._index_of.items() if index == worker.index]:
