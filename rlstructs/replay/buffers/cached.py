@@ -194,7 +194,8 @@ class CachedReplayBuffer(VectorReplayBuffer):
 
     def _drawn(self, n: int, pick: Callable[[int], Pick]) -> tuple[np.ndarray, Fields, dict[str, Any]]:
         picked = pick(n)
-        return picked.frames, picked.fields, self._read(picked.rows, picked.frames)
+        frames = self._frames(picked.rows, picked.at)
+        return frames, picked.fields, self._read(picked.rows, frames)
 
     def set_batch(self, batch: Any) -> None:
         """As of `ReplayBuffer`; there must be rows: caches cannot be filled so."""

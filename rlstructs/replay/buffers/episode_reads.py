@@ -24,10 +24,10 @@ WANTED = "row with so many others before it in its episode"
 
 
 class Pick(NamedTuple):
-    """What was drawn: among which rows, the rows of each stack (n, stack_num), and what else is known of each."""
+    """What was drawn: among which rows, which of them, int64 (n,), and what else is known of each."""
 
     rows: Rows
-    frames: np.ndarray
+    at: np.ndarray
     fields: Fields
 
 
@@ -239,7 +239,7 @@ class EpisodeReads(EpisodeRows):
         if size == 0:  # a look, and no draw
             return self._candidates(self._rows())
         n, pick = self._selector(size)
-        return pick(n).frames[:, -1].copy()
+        return pick(n).at.copy()
 
     def _selector(self, size: int | None) -> tuple[int, Callable[[int], Pick]]:
         """How many rows are to be drawn, and what draws so many."""
@@ -268,7 +268,11 @@ class EpisodeReads(EpisodeRows):
 
     def _picked(self, rows: Rows, at: np.ndarray, fields: Fields) -> Pick:
         """What was drawn from these rows."""
-        return Pick(rows, at[:, None] if self._stack_num == 1 else rows.frames(at, self._stack_num), fields)
+        return Pick(rows, at, fields)
+
+    def _frames(self, rows: Rows, at: np.ndarray) -> np.ndarray:
+        """Of which rows the stacks of some are, (n, stack_num)."""
+        return at[:, None] if self._stack_num == 1 else rows.frames(at, self._stack_num)
 
     def _anchors(self, rows: Rows, n: int) -> tuple[np.ndarray, Fields]:
         """`n` rows, and what else is known of each."""
@@ -293,9 +297,10 @@ class EpisodeReads(EpisodeRows):
         names: list[str] = []
 
         def select(count: int) -> Selection:
-            rows, frames, fields = pick(count)
+            rows, at, fields = pick(count)
             assert isinstance(rows, Snapshot)
-            return Selection(frames, rows.span, fields)
+            # From the earliest row on that is read: it tells whether a sample was overwritten meanwhile.
+            return Selection(self._frames(rows, at), rows.span, fields)
 
         def look(picked: Selection) -> list[Any]:
             arrays = self._read(Snapshot(self._storage, picked.span), picked.rows)
