@@ -84,8 +84,14 @@ def main() -> None:
     rows = itertools.cycle([rng.integers(n - STACK, size=BATCH)[:, None] + np.arange(STACK) for _ in range(300)])
     limit = timed(lambda: np.take(frames, next(rows), axis=0))
     stacks = timed(lambda: buffer.get(buffer.sample_indices(BATCH), "obs"))
-    print(f"{BATCH} stacks of {STACK}: {stacks:.0f} us, numpy.take of as many bytes {limit:.0f} us, "
-          f"{stacks / limit:.2f} times, must 2: {'ok' if stacks <= 2 * limit else 'TOO SLOW'}")  # fmt: skip
+    both = timed(lambda: [np.take(frames, next(rows), axis=0) for _ in range(2)])
+    samples = timed(lambda: buffer.sample(BATCH))
+    for what, micros, bare in (
+        (f"{BATCH} stacks of {STACK}", stacks, limit),
+        (f"a sample of {BATCH}, stacks of observations and next ones", samples, both),
+    ):
+        print(f"{what}: {micros:.0f} us, numpy.take of as many bytes {bare:.0f} us, "
+              f"{micros / bare:.2f} times, must 2: {'ok' if micros <= 2 * bare else 'TOO SLOW'}")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -281,3 +284,24 @@ def test_columns_that_come_later_are_zero_in_the_rows_before():
     buffer._write({"a": np.ones((1, 1))})
     buffer._write({"b": np.ones((1, 1))}, unknown="grow", missing="fill")
     assert [a.tolist() for a in buffer._storage.gather(["a", "b"], np.arange(2))] == [[1, 0], [0, 1]]
+
+
+def test_what_lies_beside_takes_small_pages_only_and_is_pickled_as_those():
+    n, size = 4000, 84 * 84
+    buffer = Buffer(1, n, seed=0)
+    rng = np.random.default_rng(0)
+    done = (np.arange(n) % 50 == 49)[None]
+    frames = rng.integers(0, 256, (1, n + 1, size), np.uint8)
+    following = frames[:, 1:].copy()
+    following[done] += 1
+    before = psutil.Process().memory_info().rss
+    buffer._write({"obs": frames[:, :-1], "obs_next": following, "terminated": done})
+    taken = psutil.Process().memory_info().rss - before
+    assert taken < 1.15 * n * size  # huge pages would take 2 MB for each of the 80 that lie beside
+    data = pickle.dumps(buffer)
+    assert len(data) < 1.1 * n * size
+    copy = pickle.loads(data)
+    rows = np.arange(n)
+    np.testing.assert_array_equal(copy._storage.gather(["obs_next"], rows)[0], following[0])
+    copy._write({"obs": frames[:, :1], "obs_next": frames[:, 1:2], "terminated": done[:, :1]})
+    assert len(copy) == n

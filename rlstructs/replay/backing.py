@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,8 +18,8 @@ __all__ = ["Backing", "Block", "Heap", "OnDisk", "Shared", "available_bytes"]
 class Backing(Protocol):
     """Gives out zeroed bytes."""
 
-    def allocate(self, name: str, nbytes: int) -> Block:
-        """A block of `nbytes` zeros."""
+    def allocate(self, name: str, nbytes: int, sparse: bool = False) -> Block:
+        """A block of `nbytes` zeros; of a sparse one most will never be touched, and take no memory."""
 
 
 class Block(Protocol):
@@ -35,6 +37,36 @@ class HeapBlock:
 
     def bytes(self) -> np.ndarray:
         return self._bytes
+
+
+class SparseBlock:
+    """Ordinary memory of which only the small pages are taken that are touched; pickled as those."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._bytes = _small_pages(nbytes)
+
+    def bytes(self) -> np.ndarray:
+        return self._bytes
+
+    def __getstate__(self) -> dict[str, Any]:
+        whole = self._bytes.size // mmap.PAGESIZE
+        pages = self._bytes[: whole * mmap.PAGESIZE].reshape(whole, mmap.PAGESIZE)
+        at = np.flatnonzero(pages.any(axis=1))
+        return {"nbytes": self._bytes.size, "at": at, "pages": pages[at], "rest": self._bytes[pages.size :].copy()}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self._bytes = _small_pages(state["nbytes"])
+        whole = self._bytes.size // mmap.PAGESIZE * mmap.PAGESIZE
+        self._bytes[:whole].reshape(-1, mmap.PAGESIZE)[state["at"]] = state["pages"]
+        if state["rest"].any():
+            self._bytes[whole:] = state["rest"]
+
+
+def _small_pages(nbytes: int) -> np.ndarray:
+    memory = mmap.mmap(-1, max(nbytes, 1))
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # a huge page would take 2 MB for each row that is written
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.uint8, nbytes)
 
 
 class SharedBlock:
@@ -64,14 +96,14 @@ class FileBlock:
 class Heap:
     """Ordinary memory."""
 
-    def allocate(self, name: str, nbytes: int) -> Block:
-        return HeapBlock(nbytes)
+    def allocate(self, name: str, nbytes: int, sparse: bool = False) -> Block:
+        return SparseBlock(nbytes) if sparse else HeapBlock(nbytes)
 
 
 class Shared:
     """Memory shared between the processes that a store is given to as they start."""
 
-    def allocate(self, name: str, nbytes: int) -> Block:
+    def allocate(self, name: str, nbytes: int, sparse: bool = False) -> Block:
         return SharedBlock(nbytes)
 
 
@@ -89,6 +121,6 @@ class OnDisk:
             raise SpecError(f"{folder}: this folder is not empty")
         self._n = 0
 
-    def allocate(self, name: str, nbytes: int) -> Block:
+    def allocate(self, name: str, nbytes: int, sparse: bool = False) -> Block:
         self._n += 1  # names may hold anything, file names not
         return FileBlock(self._folder / f"{self._n:04d}.bin", nbytes)

@@ -82,6 +82,7 @@ class Columns:
         self.specs: dict[str, Spec] = {}
         self._backing = Heap() if backing is None else backing
         self._blocks: dict[str, Block] = {}
+        self._sparse: set[str] = set()
         self._map()
 
     def _map(self) -> None:
@@ -104,7 +105,7 @@ class Columns:
         return self._blocks[name].bytes().view(spec.dtype).reshape(self.n_rows, *spec.shape)
 
     def _allocate(self, name: str, spec: Spec) -> None:
-        self._blocks[name] = self._backing.allocate(name, spec.nbytes * self.n_rows)
+        self._blocks[name] = self._backing.allocate(name, spec.nbytes * self.n_rows, name in self._sparse)
 
     @property
     def n_rows(self) -> int:
@@ -124,8 +125,10 @@ class Columns:
         """Bytes there is room for where columns lie; None if that cannot be told."""
         return available_bytes()
 
-    def add(self, name: str, spec: Spec) -> None:
-        """Adds a column, every row of it unwritten; the others are as they were."""
+    def add(self, name: str, spec: Spec, sparse: bool = False) -> None:
+        """Adds a column, every row of it unwritten; the others are as they were. Of a sparse one few will be written."""
+        if sparse:
+            self._sparse.add(name)
         self._allocate(name, spec)
         self.specs[name] = spec
         self._map_one(name)

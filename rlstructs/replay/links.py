@@ -35,7 +35,7 @@ class Link:
         self._columns = columns
         spec = columns.specs[source]
         # Of what is never read nothing is written: not even what marks it as unwritten.
-        columns.add(name, Spec(spec.dtype, spec.shape, 0, spec.is_bfloat16))
+        columns.add(name, Spec(spec.dtype, spec.shape, 0, spec.is_bfloat16), sparse=True)
         self.is_beside = np.zeros((columns.n_lanes, columns.capacity), bool)
         self.newest = np.zeros((columns.n_lanes, *spec.shape), spec.dtype)
 

@@ -191,7 +191,7 @@ class Folder:
         for file in ours:
             file.unlink()
 
-    def allocate(self, name: str, nbytes: int) -> Block:
+    def allocate(self, name: str, nbytes: int, sparse: bool = False) -> Block:
         """A file of `nbytes` zeros, of which only the touched pages are taken."""
         self._n += 1  # names may hold anything, file names not
         return FolderBlock(self, self.path / f"{self._n:04d}.bin", nbytes)
