@@ -126,7 +126,7 @@ class Columns:
         return available_bytes()
 
     def add(self, name: str, spec: Spec, sparse: bool = False) -> None:
-        """Adds a column, every row of it unwritten; the others are as they were. Of a sparse one few will be written."""
+        """Adds a column, every row of it unwritten; the others are as they were. Of a sparse one few are ever set."""
         if sparse:
             self._sparse.add(name)
         self._allocate(name, spec)
