@@ -262,7 +262,7 @@ class RL_Batcher:
         self._begin_anew(self._crew.forget())
         n_running = sum(self._n_envs if slots is None else len(slots) for slots in self._running)
         self._state = _State.READY if n_running else _State.ENDED
-        return trajectories.to(self._device), n_running
+        return trajectories if self._device.type == "cpu" else trajectories.to(self._device), n_running
 
     def update(self, info: Any) -> None:
         """Calls `update(info)` of every agent, and waits for it.
@@ -376,10 +376,12 @@ class RL_Batcher:
                 Slots(self._slots.layout, self._arena.map(), worker * self._n_envs, self._n_envs).empty()
         rows = np.concatenate([self._rows_of(worker, slots) for worker, slots in enumerate(self._running)])
         some = None if rows.size == self.n_elems() else rows
-        lengths = torch.from_numpy(self._slots.lengths[rows])
+        lengths = self._slots.lengths[rows]
         steps = self._slots.read(some, int(lengths.max()))
         info = {**self._slots.info_of(rows), "env_index": torch.from_numpy(rows)}
-        return Trajectories(DictTensor(info), TemporalDictTensor(steps, lengths))
+        return Trajectories(
+            DictTensor.trusted(info), TemporalDictTensor.trusted(steps, torch.from_numpy(lengths))
+        )
 
     def _write_info(self, name: str, info: DictTensor) -> None:
         for key, tensor in info.items():

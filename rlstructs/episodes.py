@@ -47,48 +47,58 @@ class EpisodeTracker:
         """Takes the next steps of each environment; `env_index` in `info` says whose they are."""
         steps, env_index = trajectories.trajectories, as_array(trajectories.info["env_index"])
         self._missing = next((key for key in NEEDED if key not in steps), None)
-        if self._missing is None and steps["_observation/reward"].ndim != 2:
-            self._missing = "_observation/reward of shape (B, T)"
+        if self._missing is None:
+            self._missing = next((f"{key} of shape (B, T)" for key in NEEDED if steps[key].ndim != 2), None)
         if self._missing is not None or not env_index.size:
             return
-        if np.unique(env_index).size < env_index.size:  # an environment's rows follow each other in time
+        ascending = bool((env_index[1:] > env_index[:-1]).all())
+        if not ascending and np.unique(env_index).size < env_index.size:  # rows of one follow each other in time
             for row in range(env_index.size):
                 self.add(trajectories.slice(row))
             return
         self._grow(int(env_index.max()) + 1)
-        lengths = as_array(steps.lengths)
-        valid = np.arange(steps.n_timesteps()) < lengths[:, None]
-        rewards = as_array(steps["_observation/reward"])[valid].astype(np.float64)
-        done = as_array(steps["_observation/done"])[valid]
-        flags = _flags(done, *(
-            as_array(steps[key])[valid] if key in steps else None
+        rewards, done = (as_array(steps[key]) for key in NEEDED)
+        lengths, n_timesteps = as_array(steps.lengths), done.shape[1]
+        padding = None if (lengths == n_timesteps).all() else np.arange(n_timesteps) >= lengths[:, None]
+        rows, times = np.nonzero(done if padding is None else np.where(padding, False, done))
+        terminated, truncated = (
+            as_array(steps[key])[rows, times].astype(bool) if key in steps else None
             for key in ("_observation/terminated", "_observation/truncated")
-        ))  # fmt: skip
-        self._add(env_index, lengths, rewards, done, flags)
+        )
+        flags = _flags(terminated, truncated, rows.size)
+        # One column more, of zeros: after its last end every row has a segment that has not ended.
+        padded = np.zeros((env_index.size, n_timesteps + 1))
+        padded[:, :-1] = rewards if padding is None else np.where(padding, 0, rewards)
+        self._add(env_index, lengths, padded, rows, times, flags)
 
     def _add(
-        self, env_index: np.ndarray, lengths: np.ndarray, rewards: np.ndarray, done: np.ndarray, flags: list[np.ndarray]
+        self,
+        env_index: np.ndarray,
+        lengths: np.ndarray,
+        rewards: np.ndarray,
+        rows: np.ndarray,
+        times: np.ndarray,
+        flags: tuple[np.ndarray, np.ndarray],
     ) -> None:
-        firsts = np.cumsum(lengths) - lengths
-        # A segment is what one row holds of one episode: it starts with the row, or after an end.
-        starts = np.union1d(firsts[lengths > 0], np.flatnonzero(done) + 1)
-        starts = starts[starts < rewards.size]
-        if not starts.size:
-            return
-        returns, stops = np.add.reduceat(rewards, starts), np.append(starts[1:], rewards.size)
-        sizes, last_steps = stops - starts, stops - 1
-        owners = env_index[np.searchsorted(firsts, starts, side="right") - 1]
-        changes = owners[1:] != owners[:-1]
-        is_first, is_last = np.append(True, changes), np.append(changes, True)
-        returns[is_first] += self._returns[owners[is_first]]
-        sizes[is_first] += self._lengths[owners[is_first]]
-        ends = done[last_steps]
-        self._ended.append(
-            (returns[ends], sizes[ends], owners[ends], *(flag[last_steps][ends] for flag in flags))
-        )
-        left = is_last & ~ends
-        self._returns[owners[is_last]], self._lengths[owners[is_last]] = 0.0, 0
-        self._returns[owners[left]], self._lengths[owners[left]] = returns[left], sizes[left]
+        """Takes rewards (B, T+1), zeros in the padding, and the K steps, by row and time, that ended an episode."""
+        n_ends = np.bincount(rows, minlength=env_index.size)
+        # B + K segments: of each row those that ended, then the one that has not.
+        last = np.arange(env_index.size) + n_ends.cumsum()
+        ended = np.ones(env_index.size + rows.size, bool)
+        ended[last] = False
+        stops, starts = np.empty(ended.size, np.int64), np.zeros(ended.size, np.int64)
+        stops[ended], stops[last] = times + 1, lengths
+        starts[1:] = stops[:-1]
+        first = last - n_ends
+        starts[first] = 0
+        of_row = np.repeat(np.arange(env_index.size), n_ends + 1)
+        returns = np.add.reduceat(rewards.reshape(-1), of_row * rewards.shape[1] + starts)
+        sizes = stops - starts
+        returns[first] += self._returns[env_index]
+        sizes[first] += self._lengths[env_index]
+        self._returns[env_index], self._lengths[env_index] = returns[last], sizes[last]
+        if rows.size:
+            self._ended.append((returns[ended], sizes[ended], env_index[rows], *flags))
 
     def _grow(self, n_envs: int) -> None:
         missing = n_envs - self._returns.size
@@ -116,8 +126,10 @@ class EpisodeTracker:
 _NONE = tuple(np.zeros(0, dtype) for dtype in (np.float64, np.int64, np.int64, bool, bool))
 
 
-def _flags(done: np.ndarray, terminated: np.ndarray | None, truncated: np.ndarray | None) -> list[np.ndarray]:
-    """Both flags of each step; what the environment does not tell is taken from the rest."""
+def _flags(
+    terminated: np.ndarray | None, truncated: np.ndarray | None, n: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Both flags of n steps that ended an episode; what the environment does not tell is taken from the rest."""
     if terminated is None:
-        terminated = done if truncated is None else done & ~truncated
-    return [terminated, done & ~terminated if truncated is None else truncated]
+        terminated = np.ones(n, bool) if truncated is None else ~truncated
+    return terminated, ~terminated if truncated is None else truncated

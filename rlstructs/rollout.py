@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -40,6 +40,10 @@ class Clock:
     environment: float = 0.0
     agent: float = 0.0
     busy: float = 0.0
+
+    def fields(self) -> tuple[int, float, float, float]:
+        """What makes an equal one, cheaper to send than the object."""
+        return self.steps, self.environment, self.agent, self.busy
 
 
 @dataclass
@@ -214,14 +218,14 @@ class RolloutJob:
         slots, progress = self._slots, self._progress
         assert slots is not None and progress is not None
         if not progress.running.size:
-            return [], astuple(self._clock)
+            return [], self._clock.fields()
         began = perf_counter()
         info = slots.info("agent_info/").clone()
         clock = None if BARE in os.environ else self._clock
         progress = acquire(self._env, self._agent, slots, progress, info, self.settings.device, clock)
         self._progress = progress
         self._clock.busy += perf_counter() - began
-        return None if progress.running.size == slots.n else progress.running.tolist(), astuple(self._clock)
+        return None if progress.running.size == slots.n else progress.running.tolist(), self._clock.fields()
 
     def update(self, packed: bytes) -> None:
         """Hands the agent what `weights.pack` packed."""

@@ -105,7 +105,9 @@ class Rows:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Each key's values, views, in the order of the specs."""
-        return {key: self[key] for key in self.packing.specs}
+        blocks = self.blocks
+        record = blocks[RECORD].view(self.packing.record) if RECORD in blocks else None
+        return {key: blocks[key] if key in blocks else record[key] for key in self.packing.specs}  # type: ignore[index]
 
     def tensors(self) -> DictTensor:
         """Each key's values as tensors, private memory."""

@@ -142,9 +142,10 @@ class Slots:
         self._reset: np.ndarray = self._columns["reset"].numpy()
         self._packing = layout.packing()
         self._observation, self._final = self._blocks("observation/"), self._blocks("_observation/")
-        views = {key: self._packing.view(self._observation, key) for key in layout.observation}
-        self._seen = {key: torch.from_numpy(view) for key, view in views.items()}
+        self._arrays = {key: self._packing.view(self._observation, key) for key in layout.observation}
+        self._seen = {key: torch.from_numpy(view) for key, view in self._arrays.items()}
         self._action = {key: self._columns[f"action/{key}"] for key in layout.action}
+        self._action_arrays = {key: _raw(column) for key, column in self._action.items()}
         self._states = {key.removeprefix(STATE): spec for key, spec in layout.info.items() if key.startswith(STATE)}
         self._n_actions = len(self._action)
         # Views of one timestep, made when first needed and kept: making them costs more than a write.
@@ -198,10 +199,12 @@ class Slots:
 
     def write_reset(self, t: int, rows: np.ndarray, finals: Rows, fresh: Rows) -> None:
         """Replaces rows that `write_observation` wrote for t + 1: there was a reset in step t."""
-        self._reset[rows, t] = True
+        # Mostly there is one; a slice is then the faster index by far.
+        at = slice(rows[0], rows[0] + 1) if rows.size == 1 else rows
+        self._reset[at, t] = True
         for name, block in self._observation.items():
-            self._final[name][rows, t] = finals.blocks[name]
-            block[rows, t + 1] = fresh.blocks[name]
+            self._final[name][at, t] = finals.blocks[name]
+            block[at, t + 1] = fresh.blocks[name]
 
     def write_action(self, t: int, rows: np.ndarray | None, output: DictTensor) -> None:
         """Writes the agent's output at t, for these rows (None: all).
@@ -216,7 +219,8 @@ class Slots:
             self._write_action_slowly(t, rows, tensors)
             return
         for key, row in self._action_row(t):
-            array = _raw(tensors[key]) if key in tensors else None
+            tensor = tensors.get(key)
+            array = None if tensor is None else _raw(tensor)
             if array is None or array.shape != row.shape or array.dtype != row.dtype:
                 self._write_action_slowly(t, rows, tensors)
                 return
@@ -240,7 +244,7 @@ class Slots:
         """Nobody reads these slots any more until they are written again: poisons them, if it is to."""
         if not self._poisons:
             return
-        for block in (*self._observation.values(), *map(_raw, self._action.values())):
+        for block in (*self._observation.values(), *self._action_arrays.values()):
             _poison(block)
 
     def read(self, rows: np.ndarray | None, n_timesteps: int) -> dict[str, torch.Tensor]:
@@ -253,30 +257,35 @@ class Slots:
         padding = np.arange(n_timesteps) >= lengths[:, None]
         padded = bool(padding.any())
 
-        def take(column: torch.Tensor, start: int) -> torch.Tensor:
-            steps = _raw(column)[:, start : start + n_timesteps]
+        def take(array: np.ndarray, start: int = 0, nothing: Any = None) -> np.ndarray:
+            steps = array[:, start : start + n_timesteps]
             # numpy, not torch: the threads of a parallel copy would spin on the workers' cores for
             # milliseconds after it, just when the next rollout begins.
             taken = np.array(steps, order="C") if rows is None else steps[rows]
             if padded:
-                taken[padding] = _poison_of(column) if self._poisons else 0
-            return torch.from_numpy(taken).view(column.dtype)
+                taken[padding] = 0 if not self._poisons else poison(array.dtype) if nothing is None else nothing
+            return taken
 
-        batch = {f"observation/{key}": take(column, 0) for key, column in self._seen.items()}
-        batch |= {f"action/{key}": take(column, 0) for key, column in self._action.items()}
-        batch |= {f"_observation/{key}": take(column, 1) for key, column in self._seen.items()}
-        self._put_finals(batch, rows, n_timesteps)
-        return batch
+        seen = {f"observation/{key}": take(array) for key, array in self._arrays.items()}
+        following = {key: take(array, 1) for key, array in self._arrays.items()}
+        self._put_finals(following, rows, n_timesteps)
+        batch = {key: torch.from_numpy(array) for key, array in seen.items()}
+        for key, array in self._action_arrays.items():
+            dtype = self._action[key].dtype
+            is_bfloat16 = dtype is torch.bfloat16  # which is written as its bits
+            action = torch.from_numpy(take(array, nothing=BFLOAT16_NAN if is_bfloat16 else None))
+            batch[f"action/{key}"] = action.view(dtype) if is_bfloat16 else action
+        return batch | {f"_observation/{key}": torch.from_numpy(array) for key, array in following.items()}
 
-    def _put_finals(self, batch: dict[str, torch.Tensor], rows: np.ndarray | None, n_timesteps: int) -> None:
+    def _put_finals(self, following: dict[str, np.ndarray], rows: np.ndarray | None, n_timesteps: int) -> None:
         reset = self._reset if rows is None else self._reset[rows]
         at, times = np.nonzero(reset[:, :n_timesteps])
         if not at.size:
             return
         slots = at if rows is None else rows[at]
         finals = Rows(self._packing, {name: block[slots, times] for name, block in self._final.items()})
-        for key in self._seen:
-            batch[f"_observation/{key}"].numpy()[at, times] = finals[key]
+        for key, final in finals.arrays().items():
+            following[key][at, times] = final
 
     def _blocks(self, prefix: str) -> dict[str, np.ndarray]:
         found = {}
@@ -295,7 +304,7 @@ class Slots:
     def _action_row(self, t: int) -> list[tuple[str, np.ndarray]]:
         found = self._action_rows.get(t)
         if found is None:
-            found = self._action_rows[t] = [(key, _raw(column)[:, t]) for key, column in self._action.items()]
+            found = self._action_rows[t] = [(key, array[:, t]) for key, array in self._action_arrays.items()]
         return found
 
 
@@ -318,11 +327,6 @@ def _poison(block: np.ndarray) -> None:
         block[...] = poison(block.dtype)
         return
     block.view(np.uint8)[...] = 0xFF  # a record: NaN in its floats, -1 in its integers
-
-
-def _poison_of(column: torch.Tensor) -> Any:
-    # bfloat16 is written as its bits.
-    return BFLOAT16_NAN if column.dtype is torch.bfloat16 else poison(_raw(column).dtype)
 
 
 def _short(dtype: torch.dtype) -> str:

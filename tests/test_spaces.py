@@ -132,7 +132,7 @@ def test_columns_hold_observations_as_they_are(space):
     for leaf in leaves(space, "observation", keep_float64=True):
         column = Column(leaf, 5)
         filled = column.fill(samples)
-        expected = wanted[leaf.key].reshape(3, *column.shape)
+        expected = wanted[leaf.key].reshape(3, *leaf.row_shape)
         assert filled.dtype == expected.dtype and np.array_equal(filled, expected)
         assert np.array_equal(column.fill(samples[1:]), expected[1:])
 
@@ -162,7 +162,8 @@ def test_scalars_of_discrete_spaces_have_a_feature_axis():
 )
 def test_other_dtypes_are_taken_where_no_value_changes(space, values):
     column = column_of(space)
-    assert column.fill(values).tolist() == [np.asarray(value).reshape(column.shape).tolist() for value in values]
+    shape = column.leaf.row_shape
+    assert column.fill(values).tolist() == [np.asarray(value).reshape(shape).tolist() for value in values]
     assert column.array.dtype == space.dtype
 
 

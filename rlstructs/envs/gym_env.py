@@ -10,7 +10,7 @@ import gymnasium
 import numpy as np
 import torch
 
-from rlstructs.envs.spaces import ActionReader, Column, example, leaves
+from rlstructs.envs.spaces import ActionReader, Sheet, example, leaves
 from rlstructs.envs.vec_env import NO_ROWS, Step
 from rlstructs.errors import SpecError, StateError
 from rlstructs.rows import Packing, Rows
@@ -70,20 +70,17 @@ class GymEnv:
         for env, value in zip(self._envs, self._seeds, strict=True):
             env.action_space.seed(value)
         n = len(self._envs)
-        self._columns = {
-            leaf.key or "frame": Column(leaf, n)
-            for leaf in leaves(self.observation_space, "observation", keep_float64)
+        self._leaves = {
+            leaf.key or "frame": leaf for leaf in leaves(self.observation_space, "observation", keep_float64)
         }
         self._actions = ActionReader(self.action_space, keep_float64)
-        _refuse_reserved(self._columns)
+        _refuse_reserved(self._leaves)
         self._last_actions = {f"last_{ActionReader.key(leaf)}": leaf for leaf in self._actions.leaves}
-        self._after, self._fresh = Rows.zeros(self._packing(), n), Rows.zeros(self._packing(), n)
-        self._fresh["initial_state"][:] = True
-        self._view = self._after.arrays()
-        for key, column in self._columns.items():
-            if key in self._after.blocks:  # filled in place; the others are copied into the record
-                self._columns[key] = Column(column.leaf, n, self._view[key])
+        self._after, self._fresh = (Sheet(self._leaves, self._packing(), n) for _ in range(2))
+        self._fresh.view["initial_state"][:] = True
+        # None before the first reset.
         self._running: np.ndarray | None = None
+        self._stepped: list[gymnasium.Env[Any, Any]] = []
         self._options: list[dict[str, Any] | None] = [None] * n
         self._flagged: list[int] = []
 
@@ -93,7 +90,10 @@ class GymEnv:
 
     def example(self) -> Rows:
         """A first observation such as `reset` gives, made of the spaces alone."""
-        return self._at_reset({key: example(column.leaf) for key, column in self._columns.items()}, len(self._envs))
+        rows = self._fresh.rows.take(np.arange(len(self._envs)))
+        for key, leaf in self._leaves.items():
+            rows[key][...] = example(leaf)
+        return rows
 
     def reset(self, env_info: DictTensor = NO_INFO) -> tuple[DictTensor, torch.Tensor]:
         """Starts an episode in every environment.
@@ -137,30 +137,31 @@ class GymEnv:
         frames = [
             _copied(self._reset_one(k, None if seeds is None else seeds[k])) for k in range(len(self._envs))
         ]
-        self._running = np.arange(len(self._envs))
-        return self._at_reset({key: column.fill(frames) for key, column in self._columns.items()}, len(frames))
+        self._run(np.arange(len(self._envs)))
+        return self._fresh.fill(frames).take(np.arange(len(self._envs)))
 
     def step_rows(self, action: DictTensor) -> Step:
         """As `step`, in rows that stay valid until the next one."""
         running = self._check_running()
         actions, action_columns = self._actions.read(action, running.size)
         frames, rewards, ended, fresh = [], [], [], []
-        for row, (k, action_of_k) in enumerate(zip(running.tolist(), actions, strict=True)):
-            frame, reward, terminated, truncated, _ = self._envs[k].step(action_of_k)
-            rewards.append(reward)
+        for row, (env, action_of_it) in enumerate(zip(self._stepped, actions, strict=True)):
+            frame, reward, terminated, truncated, _ = env.step(action_of_it)
             if terminated or truncated:
                 ended.append((row, bool(terminated), bool(truncated)))
-                frame, rewards[-1] = _copied(frame), _copied(reward)  # before a reset writes into the same arrays
+                frame, reward = _copied(frame), _copied(reward)  # before a reset writes into the same arrays
                 if self._autoreset:
-                    fresh.append(self._reset_one(k, None))
+                    fresh.append(self._reset_one(int(running[row]), None))
             frames.append(frame)
+            rewards.append(reward)
         after = self._write(frames, running, rewards, ended, action_columns)
-        rows = np.array([row for row, _, _ in ended], np.int64) if ended else NO_ROWS
+        if not ended:
+            return Step(after, NO_ROWS, None, None)
+        rows = np.array([row for row, _, _ in ended], np.int64)
         if self._autoreset:
-            return Step(after, rows, self._write_fresh(fresh, running[rows]) if fresh else None, None)
-        kept = np.delete(np.arange(running.size), rows) if ended else None
-        if kept is not None:
-            self._running = running[kept]
+            return Step(after, rows, self._fresh.fill(fresh, rows), None)
+        kept = np.delete(np.arange(running.size), rows)
+        self._run(running[kept])
         return Step(after, NO_ROWS, None, kept)
 
     def close(self) -> None:
@@ -181,6 +182,9 @@ class GymEnv:
             raise StateError("step: every environment has ended, call reset")
         return self._running
 
+    def _run(self, running: np.ndarray) -> None:
+        self._running, self._stepped = running, [self._envs[k] for k in running.tolist()]
+
     def _reset_one(self, k: int, seed: int | None) -> Any:
         options = self._options[k]
         arguments: dict[str, Any] = {} if seed is None else {"seed": seed}
@@ -196,11 +200,7 @@ class GymEnv:
         ended: list[tuple[int, bool, bool]],
         actions: dict[str, np.ndarray],
     ) -> Rows:
-        n, view = len(frames), self._view
-        for key, column in self._columns.items():
-            rows = column.fill(frames, running)
-            if column.array is not view[key]:
-                view[key][:n] = rows
+        after, view, n = self._after.fill(frames, running), self._after.view, len(frames)
         view["reward"][:n] = _numbers(rewards, running)
         for row in self._flagged:
             for flag in FLAGS:
@@ -211,24 +211,10 @@ class GymEnv:
             view["terminated"][row], view["truncated"][row] = terminated, truncated
         for key, leaf in self._last_actions.items():
             view[key][:n] = actions[leaf.key]
-        return self._after if n == len(self._envs) else self._after.take(slice(n))
-
-    def _write_fresh(self, frames: list[Any], environments: np.ndarray) -> Rows:
-        fresh = self._fresh.take(slice(len(frames)))
-        for key, column in self._columns.items():
-            fresh[key][...] = Column(column.leaf, len(frames)).fill(frames, environments)
-        return fresh
-
-    def _at_reset(self, frames: dict[str, np.ndarray], n: int) -> Rows:
-        """The observation of n environments that have just been reset."""
-        rows = Rows.zeros(self._packing(), n)
-        rows["initial_state"][:] = True
-        for key, frame in frames.items():
-            rows[key][...] = frame
-        return rows
+        return after
 
     def _packing(self) -> Packing:
-        specs = {key: (column.shape, column.leaf.dtype) for key, column in self._columns.items()}
+        specs = {key: (leaf.row_shape, leaf.dtype) for key, leaf in self._leaves.items()}
         specs["reward"] = (), np.dtype(np.float32)
         specs |= {flag: ((), np.dtype(bool)) for flag in FLAGS}
         return Packing(specs | {key: (leaf.shape, leaf.dtype) for key, leaf in self._last_actions.items()})

@@ -5,7 +5,7 @@ Nested Dict and Tuple spaces give keys joined with `/`; a Tuple's parts are call
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from gymnasium import spaces
 
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.rows import as_array
+from rlstructs.rows import Packing, Rows, as_array
 from rlstructs.structures.base import show
 from rlstructs.structures.dict_tensor import DictTensor
 
@@ -30,7 +30,7 @@ class Leaf:
         key: its name, "" when the space itself is the leaf.
         path: how to get from a sample of the space to this leaf's value.
         space: the leaf's space.
-        shape: row shape of the column.
+        shape: of a value.
         dtype: dtype of the column.
     """
 
@@ -39,6 +39,11 @@ class Leaf:
     space: gymnasium.Space[Any]
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of a row of observations: a Discrete one has a feature axis."""
+        return (1,) if isinstance(self.space, spaces.Discrete) else self.shape
 
     def pick(self, sample: Any) -> Any:
         for part in self.path:
@@ -92,8 +97,6 @@ def example(leaf: Leaf) -> np.ndarray:
 class Column:
     """Gathers one leaf of E observations into the rows of an array.
 
-    A Discrete leaf gives rows of shape (1,): scalars of observations have a feature axis.
-
     Args:
         leaf: which.
         n_envs: the most observations, E.
@@ -102,12 +105,11 @@ class Column:
 
     def __init__(self, leaf: Leaf, n_envs: int, array: np.ndarray | None = None) -> None:
         self.leaf = leaf
-        self.shape = leaf.shape or ((1,) if isinstance(leaf.space, spaces.Discrete) else ())
-        self.array = np.zeros((n_envs, *self.shape), leaf.dtype) if array is None else array
+        self.array = np.zeros((n_envs, *leaf.row_shape), leaf.dtype) if array is None else array
         # Observations laid one behind another along their first axis: a single concatenation.
         n_rows, rest = (n_envs * leaf.shape[0], leaf.shape[1:]) if leaf.shape else (n_envs, ())
         self._chain = self.array.reshape(n_rows, *rest)
-        self._sizes = [leaf.shape[0]] * n_envs if leaf.shape else []
+        self._n_envs, self._sizes = n_envs, [leaf.shape[0]] * n_envs if leaf.shape else []
         # Rounding a float is all right. Whole numbers of a wider dtype are looked at one by one.
         self._casting: Any = "same_kind" if leaf.dtype.kind == "f" else "safe"
 
@@ -126,15 +128,16 @@ class Column:
             self._fill_at_once(observations, n)
         except (TypeError, ValueError, LookupError):
             self._fill_one_by_one(observations, range(n) if environments is None else environments)
-        return self.array[:n]
+        return self.array if n == self._n_envs else self.array[:n]
 
     def _fill_at_once(self, observations: Sequence[Any], n: int) -> None:
         leaf = self.leaf
         values = [leaf.pick(sample) for sample in observations] if leaf.path else observations
         if not leaf.shape:
             np.copyto(self._chain[:n], np.asarray(values).reshape(n), casting=self._casting)
-        elif list(map(len, values)) == self._sizes[:n]:
-            np.concatenate(values, out=self._chain[: n * leaf.shape[0]], casting=self._casting)
+        elif list(map(len, values)) == (self._sizes if n == self._n_envs else self._sizes[:n]):
+            chain = self._chain if n == self._n_envs else self._chain[: n * leaf.shape[0]]
+            np.concatenate(values, out=chain, casting=self._casting)
         else:  # too long and too short ones may add up
             raise ValueError("an observation of another size")
 
@@ -151,7 +154,42 @@ class Column:
                 raise SpecError(f"{name} has shape {got.shape}, the space says {leaf.shape}")
             if got.dtype.kind not in "biuf" or not _holds(leaf.dtype, got):
                 raise SpecError(f"{name} has dtype {got.dtype}, and values that the space's {leaf.dtype} cannot hold")
-            self.array[row] = got.astype(leaf.dtype).reshape(self.shape)
+            self.array[row] = got.astype(leaf.dtype).reshape(leaf.row_shape)
+
+
+class Sheet:
+    """E rows of observations that are written over again and again.
+
+    Args:
+        found: key -> the leaf that it comes from; other keys are the owner's to write.
+        packing: of all keys.
+        n_envs: E.
+
+    Attributes:
+        rows: all E.
+        view: each key's values, views.
+    """
+
+    def __init__(self, found: Mapping[str, Leaf], packing: Packing, n_envs: int) -> None:
+        self._n_envs = n_envs
+        self.rows = Rows.zeros(packing, n_envs)
+        self.view = self.rows.arrays()
+        # Filled in place, or, what lies in a record, copied into it.
+        self._columns = [
+            (Column(leaf, n_envs, self.view[key]), None)
+            if key in self.rows.blocks
+            else (Column(leaf, n_envs), self.view[key])
+            for key, leaf in found.items()
+        ]
+
+    def fill(self, observations: Sequence[Any], environments: Iterable[int] | None = None) -> Rows:
+        """Writes every leaf, as `Column.fill` does; the rows, valid until the next call."""
+        n = len(observations)
+        for column, record in self._columns:
+            rows = column.fill(observations, environments)
+            if record is not None:
+                record[:n] = rows
+        return self.rows if n == self._n_envs else self.rows.take(slice(n))
 
 
 def _holds(dtype: np.dtype[Any], values: np.ndarray) -> bool:
@@ -171,6 +209,7 @@ class ActionReader:
     def __init__(self, space: gymnasium.Space[Any], keep_float64: bool = False) -> None:
         self.space = space
         self.leaves = leaves(space, "action", keep_float64)
+        self._wanted = [(leaf, self.key(leaf), isinstance(leaf.space, spaces.Discrete)) for leaf in self.leaves]
         self._approved: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
 
     @staticmethod
@@ -185,16 +224,15 @@ class ActionReader:
         """
         columns: dict[str, np.ndarray] = {}
         values: list[list[Any]] = []
-        for leaf in self.leaves:
-            key = self.key(leaf)
-            if key not in action:
+        for leaf, key, is_discrete in self._wanted:
+            tensor = action._tensors.get(key)
+            if tensor is None:
                 raise MissingKeyError(f"agent: no {key!r} in its output, there are {sorted(action.keys())}")
-            tensor = action[key]
             if self._approved.get(key) != (n, tensor.shape, tensor.dtype):
                 self._check(key, leaf, tensor, n)
             array = as_array(tensor.float() if tensor.dtype is torch.bfloat16 else tensor)
             columns[leaf.key] = array
-            values.append(array.tolist() if isinstance(leaf.space, spaces.Discrete) else _array(array, leaf))
+            values.append(array.tolist() if is_discrete else _array(array, leaf))
         if self.leaves[0].path == ():
             return values[0], columns
         paths = [leaf.path for leaf in self.leaves]

@@ -48,6 +48,13 @@ class TemporalDictTensor(TensorMap):
         self.lengths = _full_lengths(self._tensors) if lengths is None else lengths
         self._check()
 
+    @classmethod
+    def trusted(cls, tensors: dict[str, torch.Tensor], lengths: torch.Tensor) -> TemporalDictTensor:
+        """Wraps a flat dict and lengths that are known to be right, as they are."""
+        made = cls.__new__(cls)
+        made._tensors, made.lengths = tensors, lengths
+        return made
+
     def _check(self) -> None:
         lengths, first = self.lengths, next(iter(self._tensors), None)
         if not isinstance(lengths, torch.Tensor) or lengths.dtype != torch.int64 or lengths.ndim != 1:
@@ -85,19 +92,11 @@ class TemporalDictTensor(TensorMap):
 
     @classmethod
     def _trusted(cls, tree: dict[str, torch.Tensor]) -> TemporalDictTensor:
-        made = cls.__new__(cls)
-        made._tensors = {key: leaf for key, leaf in tree.items() if key != LENGTHS}
-        made.lengths = tree[LENGTHS]
-        return made
+        return cls.trusted({key: leaf for key, leaf in tree.items() if key != LENGTHS}, tree[LENGTHS])
 
     def _content(self) -> dict[str, torch.Tensor]:
         """With the padding, which is undefined, as zeros."""
         return self.zero_padding()._tree()
-
-    def _like(self, tensors: dict[str, torch.Tensor], lengths: torch.Tensor) -> TemporalDictTensor:
-        made = TemporalDictTensor.__new__(TemporalDictTensor)
-        made._tensors, made.lengths = tensors, lengths
-        return made
 
     def n_elems(self) -> int:
         """Number of rows, B."""
@@ -135,11 +134,11 @@ class TemporalDictTensor(TensorMap):
             key: torch.where(mask.view(*mask.shape, *[1] * (t.ndim - 2)), t, torch.zeros_like(t))
             for key, t in self._tensors.items()
         }
-        return self._like(zeroed, self.lengths)
+        return self.trusted(zeroed, self.lengths)
 
     def get(self, keys: Iterable[str], clone: bool = False) -> TemporalDictTensor:
         """Only these tensors, shared with this object unless `clone`."""
-        picked = self._like(self._picked(keys), self.lengths)
+        picked = self.trusted(self._picked(keys), self.lengths)
         return picked.clone() if clone else picked
 
     def set(self, key: str, value: torch.Tensor) -> None:
@@ -158,7 +157,7 @@ class TemporalDictTensor(TensorMap):
         if isinstance(index, int):
             index = slice(self._row(index), self._row(index) + 1)
         rows = DictTensor.trusted(self._tree()).index(index)
-        return self._like({key: rows[key] for key in self._tensors}, rows[LENGTHS])
+        return self.trusted({key: rows[key] for key in self._tensors}, rows[LENGTHS])
 
     def slice(self, index_from: int, index_to: int | None = None) -> TemporalDictTensor:
         """Rows `index_from` to `index_to - 1`, views; with one argument that row, as 1 x T."""
@@ -176,7 +175,7 @@ class TemporalDictTensor(TensorMap):
     def shorten(self) -> TemporalDictTensor:
         """Without the timesteps that are padding in every row; views."""
         longest = int(self.lengths.max()) if self.lengths.numel() else 0
-        return self._like({key: t[:, :longest] for key, t in self._tensors.items()}, self.lengths)
+        return self.trusted({key: t[:, :longest] for key, t in self._tensors.items()}, self.lengths)
 
     def temporal_slice(self, time_from: int, time_to: int) -> TemporalDictTensor:
         """Timesteps `time_from` to `time_to - 1` of every row, views, with the lengths that remain.
@@ -188,7 +187,7 @@ class TemporalDictTensor(TensorMap):
             raise SpecError(f"temporal_slice: needs 0 <= from <= to, got {time_from} and {time_to}")
         time_to = min(time_to, max(time_from, self.n_timesteps()))
         lengths = (self.lengths - time_from).clamp(0, time_to - time_from)
-        return self._like({key: t[:, time_from:time_to] for key, t in self._tensors.items()}, lengths)
+        return self.trusted({key: t[:, time_from:time_to] for key, t in self._tensors.items()}, lengths)
 
     def temporal_index(self, t: int) -> DictTensor:
         """All B rows at time t, padding included, views. Negative counts from the end of the axis."""
@@ -231,7 +230,7 @@ class TemporalDictTensor(TensorMap):
         grown = {
             key: torch.cat([t, t.new_zeros(missing, *t.shape[1:])]) for key, t in self._tensors.items()
         }
-        return self._like(grown, torch.cat([self.lengths, self.lengths.new_zeros(missing)]))
+        return self.trusted(grown, torch.cat([self.lengths, self.lengths.new_zeros(missing)]))
 
     @staticmethod
     def cat(items: Iterable[TemporalDictTensor]) -> TemporalDictTensor:
@@ -250,7 +249,7 @@ class TemporalDictTensor(TensorMap):
         for key, tensors in columns.items():
             check_alike("TemporalDictTensor.cat", key, tensors, axes=2)
         cat = {key: _cat_padded(tensors) for key, tensors in columns.items()}
-        return parts[0]._like(cat, torch.cat([part.lengths for part in parts]))
+        return TemporalDictTensor.trusted(cat, torch.cat([part.lengths for part in parts]))
 
     def copy_(self, source: TemporalDictTensor, source_index: Index, destination_index: Index) -> None:
         """Writes rows of `source`, and their lengths, into own rows, in place.
