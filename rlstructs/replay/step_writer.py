@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy import ndarray
 from torch import Tensor
 
 from rlstructs.replay.episodes import EPISODE, LENGTH, TIME
@@ -18,6 +19,7 @@ from rlstructs.replay.links import Link
 from rlstructs.replay.storage import Storage
 
 END = np.dtype(bool)
+add = np.add  # looking up names is part of what a write costs
 
 
 class StepWriter:
@@ -58,7 +60,7 @@ class StepWriter:
         values, ended = [], False
         for name, shape, dtype, is_end in self._wanted:
             value = tensors.get(name)
-            if type(value) is not np.ndarray:
+            if type(value) is not ndarray:
                 if type(value) is not Tensor:
                     return False
                 try:
@@ -76,19 +78,20 @@ class StepWriter:
                 return False
             self._version = -1  # until all is done: Ctrl-C may come between
             head = self._head
-            slot = head % self._capacity
-            self._reserved.fill(head + 1)
+            slot, following = head % self._capacity, head + 1
+            self._reserved.fill(following)
             for rows, value in zip(self._rows, values):  # noqa: B905 - linked ones, the last, have none
                 rows[slot] = value
             for link, own, source in self._links:
                 link.write(storage.ring, self._lanes, values[own][:, None], values[source][:, None])
             if self._has_episodes:
-                self._pairs[slot] = self._open_pairs
-                np.add(self._open_pairs, self._one_step, self._open_pairs)
+                open_pairs = self._open_pairs
+                self._pairs[slot] = open_pairs
+                add(open_pairs, self._one_step, open_pairs)
                 if ended:
                     self._end(slot, tensors)
-            self._heads.fill(head + 1)
-            self._head = head + 1
+            self._heads.fill(following)
+            self._head = following
             self._version = storage.version
         return True
 
