@@ -30,6 +30,7 @@ Node = wp.types.vector(length=FAN_OUT, dtype=wp.float64)
 @wp.kernel(enable_backward=False)
 def _draw(
     sums: wp.array(dtype=wp.float64),
+    nodes: wp.array(dtype=Node),
     offsets: wp.array(dtype=wp.int32),
     masses: wp.array(dtype=wp.float64),
     leaves: wp.array(dtype=wp.int64),
@@ -76,13 +77,22 @@ def _draw(
             at = level + first
             # Without a branch: a wrong guess costs more than the step, and holds up the loads of the next draws.
             mass = masses[i]
-            end = zero
-            before = zero
-            child = wp.int32(0)
-            for c in range(7):
-                end = end + sums[at + c]
-                child = child + wp.where(mass >= end, 1, 0)
-                before = wp.where(mass >= end, end, before)
+            s = nodes[at / 8]
+            # Into the upper half of the node or not, then of that half, then of that quarter.
+            end = (s[0] + s[1]) + (s[2] + s[3])
+            upper = mass >= end
+            before = wp.where(upper, end, zero)
+            child = wp.where(upper, 4, 0)
+            left = wp.where(upper, s[4], s[0])
+            right = wp.where(upper, s[6], s[2])
+            end = before + (left + wp.where(upper, s[5], s[1]))
+            upper = mass >= end
+            before = wp.where(upper, end, before)
+            child = child + wp.where(upper, 2, 0)
+            end = before + wp.where(upper, right, left)
+            upper = mass >= end
+            before = wp.where(upper, end, before)
+            child = child + wp.where(upper, 1, 0)
             # A sum that is zero is never entered, wherever a mass was rounded to; this branch is all but never taken.
             if not sums[at + child] > zero:
                 end = zero
@@ -237,9 +247,9 @@ class SumTree:
 
     def _record(self, kind: str, *buffers: np.ndarray) -> Any:
         start_warp()
-        trees = [_view(self.sums)]
+        trees = [_view(self.sums), _nodes(self.sums)]
         if kind == "update":
-            trees += [_nodes(self.sums), _view(self.minima), _nodes(self.minima)]
+            trees += [_view(self.minima), _nodes(self.minima)]
         arrays = [*trees, *map(_view, (self._offsets, *buffers))]
         kernel = _draw if kind == "draw" else _update
         with quiet_warp():
