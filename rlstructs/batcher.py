@@ -16,10 +16,8 @@ gone with the last of them, however they end.
 
 from __future__ import annotations
 
-import contextlib
-import enum
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +30,8 @@ from rlstructs.crew import RAISE, Crew, check_policy, started
 from rlstructs.debug import is_on
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.episodes import EpisodeTracker
-from rlstructs.errors import ClosedError, SpecError, StateError
+from rlstructs.errors import SpecError
+from rlstructs.lifecycle import Lifecycle, Phase
 from rlstructs.rollout import Specs
 from rlstructs.rows import specs_of
 from rlstructs.settings import (
@@ -55,15 +54,6 @@ from workers import SharedArena
 logger = logging.getLogger("rlstructs")
 
 NO_INFO = DictTensor()
-
-
-class _State(enum.Enum):
-    NEW = "needs a reset"
-    READY = "ready"
-    RUNNING = "a rollout is under way"
-    ENDED = "every environment has ended"
-    FAILED = "a worker failed"
-    CLOSED = "closed"
 
 
 class RL_Batcher:
@@ -136,7 +126,7 @@ class RL_Batcher:
         max_restarts: int | None = None,
         debug: bool | None = None,
     ) -> None:
-        self._state = _State.CLOSED  # until there is something to close
+        self._life = Lifecycle()
         check_count("n_timesteps", n_timesteps, 1)
         check_count("n_processes", n_processes, 0)
         check_timeout(timeout)
@@ -167,8 +157,7 @@ class RL_Batcher:
         self._episodes = EpisodeTracker()
         # Which environments run, by worker; None for all of its.
         self._running: list[list[int] | None] = [None] * n_workers
-        self._failure: BaseException | None = None
-        self._state = _State.NEW
+        self._life.phase = Phase.NEW
 
     def n_elems(self) -> int:
         """Number of environments over all workers, N = W * E."""
@@ -192,18 +181,18 @@ class RL_Batcher:
             StateError: a rollout is under way: `get` it first.
             Exception: what an environment raised.
         """
-        self._check("reset", _State.NEW, _State.READY, _State.ENDED)
+        self._life.check("reset", Phase.NEW, Phase.READY, Phase.ENDED)
         infos = {"agent_info": agent_info, "env_info": env_info}
         for name, info in infos.items():
             check_info(name, info, self._examples[name], self.n_elems())
         for name, info in infos.items():
             self._write_info(name, info)
-        with self._failing("reset"):
+        with self._life.failing("reset"):
             self._crew.reset()
         self._crew.forget()
         self._running = [None] * self._pool.n_workers
         self._episodes.reset()
-        self._state = _State.READY
+        self._life.phase = Phase.READY
 
     def execute(self, agent_info: DictTensor | None = None) -> None:
         """Starts a rollout and returns at once; `get` gives it.
@@ -216,15 +205,15 @@ class RL_Batcher:
             SpecError: the info is not as its example; the batcher is as it was.
             StateError: there was no `reset`, a rollout is under way, or every environment has ended.
         """
-        self._check("execute", _State.READY)
+        self._life.check("execute", Phase.READY)
         if agent_info is not None and agent_info != NO_INFO:
             check_info("agent_info", agent_info, self._examples["agent_info"], self.n_elems())
             self._write_info("agent_info", agent_info)
         self._slots.release()
-        with self._failing("execute"):
+        with self._life.failing("execute"):
             self._crew.begin()
             self._begin_anew(self._crew.forget())
-        self._state = _State.RUNNING
+        self._life.phase = Phase.RUNNING
 
     def get(self, blocking: bool = True) -> tuple[Trajectories, int] | tuple[None, None]:
         """The rollout that `execute` started, in memory of its own.
@@ -251,8 +240,8 @@ class RL_Batcher:
             WorkerError: a worker died, or did not answer in time.
             Exception: what an environment or agent raised, with the worker's traceback as its cause.
         """
-        self._check("get", _State.RUNNING)
-        with self._failing():
+        self._life.check("get", Phase.RUNNING)
+        with self._life.failing():
             if not blocking and not self._crew.is_ready():
                 return None, None
             outcomes = self._crew.collect()
@@ -261,7 +250,7 @@ class RL_Batcher:
         self._running = [None if outcome is None else outcome[0] for outcome in outcomes]
         self._begin_anew(self._crew.forget())
         n_running = sum(self._n_envs if slots is None else len(slots) for slots in self._running)
-        self._state = _State.READY if n_running else _State.ENDED
+        self._life.phase = Phase.READY if n_running else Phase.ENDED
         return trajectories if self._device.type == "cpu" else trajectories.to(self._device), n_running
 
     def update(self, info: Any) -> None:
@@ -275,9 +264,9 @@ class RL_Batcher:
             StateError: a rollout is under way: `get` it first.
             Exception: what an agent raised.
         """
-        self._check("update", _State.NEW, _State.READY, _State.ENDED)
+        self._life.check("update", Phase.NEW, Phase.READY, Phase.ENDED)
         packed = weights.pack(info, self._weights)
-        with self._failing("update"):
+        with self._life.failing("update"):
             self._crew.update(packed)
         self._begin_anew(self._crew.forget())
 
@@ -290,8 +279,7 @@ class RL_Batcher:
         Raises:
             SpecError: the environment gives no `reward` or `done`.
         """
-        if self._state is _State.CLOSED:
-            raise ClosedError("episodes: the batcher is closed")
+        self._life.check_open("episodes")
         return self._episodes.take()
 
     def stats(self) -> dict[str, Any]:
@@ -304,8 +292,7 @@ class RL_Batcher:
             `environment_seconds`, `agent_seconds` and `waiting_seconds`. `restarts` and
             `lost_rollouts` in all. `arena_bytes`: the shared memory that rollouts take.
         """
-        if self._state is _State.CLOSED:
-            raise ClosedError("stats: the batcher is closed")
+        self._life.check_open("stats")
         workers = self._crew.stats()
         return {
             "workers": workers,
@@ -320,9 +307,9 @@ class RL_Batcher:
         Raises:
             Exception: what an environment or agent raised as it was closed; all is gone all the same.
         """
-        if self._state is _State.CLOSED:
+        if self._life.is_closed:
             return
-        failed, self._state = self._state is _State.FAILED, _State.CLOSED
+        failed, self._life.phase = self._life.phase is Phase.FAILED, Phase.CLOSED
         try:
             self._pool.close()
         except Exception:
@@ -337,8 +324,8 @@ class RL_Batcher:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if error is not None and self._state is not _State.CLOSED:
-            self._fail(error, "the program failed before")
+        if error is not None and not self._life.is_closed:
+            self._life.fail(error, "the program failed before")
         self.close()
 
     def _attach(self, settings: JobSettings, n_timesteps: int) -> None:
@@ -386,42 +373,3 @@ class RL_Batcher:
     def _write_info(self, name: str, info: DictTensor) -> None:
         for key, tensor in info.items():
             self._slots.column(f"{name}/{key}").copy_(tensor.detach())
-
-    def _check(self, call: str, *allowed: _State) -> None:
-        state = self._state
-        if state in allowed:
-            return
-        if state is _State.CLOSED:
-            raise ClosedError(f"{call}: the batcher is closed")
-        if state is _State.FAILED:
-            raise StateError(f"{call}: {self._failed_in}, close the batcher") from self._failure
-        needed = {
-            _State.NEW: "call reset first",
-            _State.READY: "call execute first",
-            _State.RUNNING: "call get first",
-            _State.ENDED: "call reset first",
-        }
-        raise StateError(f"{call}: {state.value}, {needed[state]}")
-
-    @contextlib.contextmanager
-    def _failing(self, call: str = "") -> Iterator[None]:
-        """Marks the batcher as failed when a worker fails, and when `call` is interrupted halfway.
-
-        Without a call an interrupt changes nothing: the workers do not know of it, and it can be waited
-        for them again.
-        """
-        try:
-            yield
-        except Exception as error:
-            if self._state is _State.CLOSED:  # by another thread
-                raise ClosedError("the batcher was closed meanwhile") from error
-            self._fail(error, "a worker failed before")
-            raise
-        except BaseException as error:
-            if call:
-                self._fail(error, f"{call} was interrupted before")
-            raise
-
-    def _fail(self, error: BaseException, why: str) -> None:
-        self._state, self._failure, self._failed_in = _State.FAILED, error, why
-        logger.info("%s: %r", why, error)

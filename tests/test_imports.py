@@ -39,6 +39,7 @@ ROWS = {
     "rlstructs.envs": 3,
     "rlstructs.episodes": 3,
     "rlstructs.slots": 4,
+    "rlstructs.lifecycle": 4,
     "rlstructs.weights": 4,
     "rlstructs.settings": 4,
     "rlstructs.random_agent": 4,
