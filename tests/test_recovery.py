@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import os
@@ -299,6 +300,7 @@ def test_policies_that_there_are_not_are_refused(arguments, kind, message):
 
 
 def test_many_failures_leave_nothing_behind():
+    gc.collect()  # what earlier tests left to be collected would go meanwhile
     before = worker_pids(), len(os.listdir("/proc/self/fd"))
     with fours() as made:
         made.reset()
@@ -310,6 +312,29 @@ def test_many_failures_leave_nothing_behind():
         assert len(os.listdir("/proc/self/fd")) == held
         assert made.stats()["restarts"] == 20
     assert worker_pids() == before[0]
+
+
+def arenas():
+    """Descriptors of shared memory that this process has."""
+    open_fds = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return [fd for fd in open_fds if os.path.exists(fd) and "rlstructs" in os.readlink(fd)]
+
+
+@pytest.mark.parametrize("how", ["kill", "exit", "raise", "hang"])
+def test_a_batcher_that_mended_failures_frees_its_memory_without_the_garbage_collector(how):
+    gc.collect()
+    before = arenas()
+    gc.disable()
+    try:
+        with batcher(how, n_workers=2, timeout=4.0 if how == "hang" else None) as made:
+            made.reset()
+            rollout(made)
+            kill(made.stats()["workers"][0]["pid"])  # and one that ends while nothing is asked of it
+            rollout(made)
+        del made
+        assert arenas() == before
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("n_processes", [0, 2])

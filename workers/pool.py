@@ -127,7 +127,7 @@ class WorkerPool:
                 self._send(worker, request, data)
             except WorkerError as error:
                 self._forget(worker)
-                self._failures[worker.index] = error
+                self._failures[worker.index] = _bare(error)
 
     def send(self, index: int, method: str, *args: Any) -> None:
         """Asks one worker to call `job.method(*args)`, and returns at once."""
@@ -327,7 +327,7 @@ class WorkerPool:
             reply = worker.receive()
         except WorkerError as error:
             self._forget(worker)
-            self._failures[worker.index] = error
+            self._failures[worker.index] = _bare(error)
         except Exception as error:
             self._failures[worker.index] = error
         else:
@@ -375,6 +375,15 @@ class WorkerPool:
 def _close_all(fds: tuple[int, ...]) -> None:
     for fd in fds:
         os.close(fd)
+
+
+def _bare(error: WorkerError) -> WorkerError:
+    """`error` without tracebacks: they hold every caller, and those hold what the error is kept in.
+
+    Nothing of such a ring, shared memory least of all, would go before the next full garbage collection.
+    """
+    error.__context__ = None  # the end of the pipe
+    return error.with_traceback(None)
 
 
 def _late(workers: list[WorkerProcess], timeout: float | None) -> WorkerTimeout:
