@@ -497,8 +497,6 @@ buffer = DictTensorReplayBuffer(storage=ListStorage(10), batch_size=2, prefetch=
 buffer.extend({"x": torch.arange(5)})
 for _ in range(3):
     buffer.sample()
-for batch in list(buffer._ahead._queue):
-    batch.future.result()
 pid = os.fork()
 stream = [buffer.sample()["x"].tolist() for _ in range(4)]
 if pid == 0:
@@ -506,6 +504,27 @@ if pid == 0:
     os._exit(0)
 os.waitpid(pid, 0)
 print(stream)
+"""
+
+FORK_WHILE_WRITTEN = """
+import os, signal, threading, torch
+from rlstructs.replay import *
+inside, go_on = threading.Event(), threading.Event()
+class Slow(Transform):
+    def inv(self, batch):
+        inside.set()
+        go_on.wait()
+        return batch
+buffer = DictTensorReplayBuffer(storage=ListStorage(20), batch_size=2, transform=Slow())
+threading.Thread(target=buffer.extend, args=({"x": torch.arange(5)},)).start()
+inside.wait()
+go_on.set()
+pid = os.fork()
+if pid == 0:
+    signal.alarm(20)  # ends it if it hangs
+    print(len(buffer), buffer.sample().n_elems(), flush=True)
+    os._exit(0)
+print(os.waitpid(pid, 0)[1])
 """
 
 
@@ -522,3 +541,7 @@ def test_a_program_ends_while_batches_are_made():
 def test_a_process_that_was_forked_samples_on():
     [child, parent] = run(FORK)
     assert child == parent
+
+
+def test_a_process_that_was_forked_while_a_thread_wrote_samples_on():
+    assert run(FORK_WHILE_WRITTEN) == ["5 2", "0"]

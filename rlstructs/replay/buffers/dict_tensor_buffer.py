@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from rlstructs.replay.buffers.batches_in import rows_of
 from rlstructs.replay.buffers.buffer_samplers import INDEX, MASK, RandomSampler, Sampler
 from rlstructs.replay.buffers.dict_tensor_parts import DictTensorParts, seed_of
 from rlstructs.replay.buffers.draws import Draws, Request
+from rlstructs.replay.buffers.locks import lock_that_forks
 from rlstructs.replay.buffers.parts import joined, part
 from rlstructs.replay.buffers.prefetch import Prefetch
 from rlstructs.replay.buffers.prioritized_sampler import PrioritizedSampler
@@ -99,7 +99,7 @@ class DictTensorReplayBuffer(DictTensorParts):
         self._priority_key = joined(priority_key)
         self._collate_fn, self._pin_memory = collate_fn, pin_memory
         self._transform = Compose() if transform is None else Compose(transform)
-        self._lock, self._version, self._has_warned = threading.RLock(), 0, False
+        self._lock, self._version, self._has_warned = lock_that_forks(), 0, False
         self._ahead = Prefetch(self._lock, 0 if not prefetch else check_size("prefetch", prefetch))
         if prefetch and batch_size is None:
             raise SpecError("prefetch needs a batch_size: it says how large the batches are that are made ahead")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 
 from rlstructs.replay.buffers import state_dicts
 from rlstructs.replay.buffers.dict_tensor_index import DictTensorIndex
+from rlstructs.replay.buffers.locks import lock_that_forks
 from rlstructs.replay.buffers.prefetch import Prefetch
 
 
@@ -101,7 +101,7 @@ class DictTensorFiles(DictTensorIndex):
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
-        self._lock = threading.RLock()
+        self._lock = lock_that_forks()
         self._ahead = Prefetch(self._lock, state["_ahead"])
         for each in (self._settings, self._sampler, self._writer):
             each.belong(self)

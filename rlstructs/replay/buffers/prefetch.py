@@ -140,9 +140,7 @@ class Prefetch:
             content: what the source holds, equal to what it was only if nothing has changed.
         """
         place = source.place()
-        if os.getpid() != self._made_by:  # threads stay behind in the process that was forked
-            self._queue.clear()
-            self._pool, self._made_by = None, os.getpid()
+        self._leave_behind()
         if self._drawn_from == (request, content) and (not self._queue or self._before == place):
             self._is_calm = True
         else:
@@ -191,6 +189,12 @@ class Prefetch:
             self._pool = ThreadPoolExecutor(min(self.depth, MAX_THREADS), "rlstructs-prefetch")
         return self._pool
 
+    def _leave_behind(self) -> None:
+        """Forgets what threads were making that are not in this process, as it was forked."""
+        if os.getpid() != self._made_by:
+            self._queue.clear()
+            self._pool, self._made_by = None, os.getpid()
+
     def drop(self) -> None:
         """Drops what was drawn ahead."""
         for batch in self._queue:
@@ -199,10 +203,10 @@ class Prefetch:
 
     def close(self) -> Callable[[], None]:
         """Drops it, and ends the threads; what it gives waits for them, and is called without the lock."""
+        self._leave_behind()
         self.drop()
         pool, self._pool, self.depth = self._pool, None, 0
         return (lambda: None) if pool is None else (lambda: pool.shutdown(cancel_futures=True))
-
 
 
 def _plain(value: Any) -> Any:
