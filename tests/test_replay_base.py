@@ -204,6 +204,38 @@ def test_a_file_restores_everything(suffix, n, tmp_path):
     assert (first._storage.episodes.times(rows) == second._storage.episodes.times(rows)).all()
 
 
+@pytest.mark.parametrize("n", [0, 3, 5, 11])
+def test_a_file_may_have_stored_next_observations_in_another_way(n, tmp_path):
+    def filled(link, start, n):
+        buffer = Buffer(2, 5, seed=1)
+        first = {"obs": frames([[start]] * 2), "terminated": np.zeros((2, 1), bool)}
+        buffer._write({**first, "obs_next": frames([[start]] * 2)} if link else first)
+        if not link:  # there are rows when it comes: it is a column of its own
+            buffer._write({**first, "obs_next": frames([[start]] * 2)}, unknown="grow")
+        buffer._storage.clear()
+        for t in range(start, start + n):  # of the second lane fewer, and what lies beside in the first
+            rows = {"obs": frames([[t]]), "obs_next": frames([[t + 1]]), "terminated": np.array([[t % 4 == 3]])}
+            buffer._write({**rows, "obs_next": frames([[-t]])} if t % 4 == 3 else rows, np.array([0]))
+            if t % 2:
+                buffer._write(rows, np.array([1]))
+        assert bool(buffer._storage.links) == link
+        return buffer
+
+    def read(buffer):
+        return [array.tolist() for array in buffer._storage.gather(list(buffer._specs), buffer._span().every_row())]
+
+    for link in (True, False):
+        saved, other = filled(link, 0, n), filled(not link, 50, 4)
+        saved.save(tmp_path / "x.npz")
+        other.load(tmp_path / "x.npz")
+        assert read(other) == read(saved)
+        for buffer in (saved, other):
+            for t in (90, 91):
+                rows = {"obs": frames([[t], [t]]), "obs_next": frames([[t + 1], [7]])}
+                buffer._write({**rows, "terminated": np.zeros((2, 1), bool)})
+        assert read(other) == read(saved)
+
+
 def test_a_file_of_another_size_changes_nothing(tmp_path):
     episodes_buffer().save(tmp_path / "x.npz")
     other = Buffer(1, 17, seed=0)

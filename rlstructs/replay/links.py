@@ -147,6 +147,29 @@ def check_arrays(name: str, arrays: Mapping[str, np.ndarray], spec: Spec, shape:
         raise ValueError(f"{name!r} has rows that there are not")
 
 
+def unlinked(source: np.ndarray, arrays: Mapping[str, np.ndarray], counters: np.ndarray, capacity: int) -> np.ndarray:
+    """What a column that was linked holds, for a store in which it is not.
+
+    Args:
+        source: the first slots of the column that it was stored through, (n_lanes, n_slots, *shape).
+        arrays: as of `Link.arrays`.
+        counters: of the ring, int64 (3, n_lanes).
+        capacity: rows per lane.
+
+    Returns:
+        Of the shape and dtype of `source`.
+    """
+    values, n_slots = np.roll(source, -1, axis=1), source.shape[1]
+    lanes, slots = arrays["at"].T
+    used = slots < n_slots
+    values[lanes[used], slots[used]] = arrays["values"][used]
+    base, _, head = counters
+    slots = (head - 1) % capacity
+    lanes = np.flatnonzero((head > base) & (slots < n_slots))
+    values[lanes, slots[lanes]] = arrays["newest"][lanes]
+    return values
+
+
 def _differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Which rows differ in any bit, bool (n,): NaN is equal to itself, and 0.0 not to -0.0."""
     if not a.size:

@@ -13,13 +13,14 @@ from rlstructs.errors import FileError, OutOfMemoryError
 from rlstructs.replay.backing import available_bytes
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.episodes import EPISODE
-from rlstructs.replay.links import check_arrays
+from rlstructs.replay.links import check_arrays, unlinked
 from rlstructs.replay.ring import N_COUNTERS
 from rlstructs.structures import files
 from rlstructs.structures.containers import Reader
 
 if TYPE_CHECKING:
     from rlstructs.replay.buffers.base import Buffer
+    from rlstructs.replay.storage import Storage
 
 # Of numpy.
 BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
@@ -122,20 +123,11 @@ def _checked(buffer: Buffer, path: Any, reader: Reader, header: Mapping[str, Any
         raise FileError(
             f"{path}: holds {n_lanes} lanes of {capacity} rows, this buffer has {columns.n_lanes} of {columns.capacity}"
         )
-    specs = {name: _spec(*spec) for name, spec in state["columns"].items()}
-    linked = dict(state["linked"])
-    if columns.specs and specs != dict(columns.specs):
-        raise FileError(f"{path}: has columns {_shown(specs)}, this buffer {_shown(columns.specs)}")
-    for name, spec in specs.items():
-        if name not in linked:
-            wanted = spec.dtype, (n_lanes, n_slots, *spec.shape)
-            if reader.found(ROWS + name) != wanted:
-                raise ValueError(f"column {name!r} is {reader.found(ROWS + name)}, its header says {wanted}")
-    if any(source not in specs or source in linked or name not in specs for name, source in linked.items()):
-        raise ValueError("its columns make no sense")
+    specs, linked = _columns_of(buffer, path, reader, state)
     needed = sum(_nbytes(*reader.found(name)) for name in header["arrays"])
     if not columns.specs:
-        needed += sum(spec.nbytes for name, spec in specs.items() if name not in linked) * n_lanes * capacity
+        links_here = {name for name in linked if buffer._is_linked(name, specs)}
+        needed += sum(spec.nbytes for name, spec in specs.items() if name not in links_here) * n_lanes * capacity
     if (available := available_bytes()) is not None and needed > available:
         raise OutOfMemoryError(f"{path}: {needed:,} bytes are needed, {available:,} are available")
     ring = _read(reader, RING, np.int64, (N_COUNTERS, n_lanes))
@@ -162,14 +154,7 @@ def _checked(buffer: Buffer, path: Any, reader: Reader, header: Mapping[str, Any
             storage.grow(capacity)
         if not columns.specs:
             _make_columns(buffer, specs, linked)
-        for name, link in storage.links.items():
-            if name in links:
-                link.restore(links[name])
-        for name, spec in specs.items():
-            if name not in linked:
-                array = np.empty((n_lanes, n_slots, *spec.shape), spec.dtype)
-                reader.read_into(ROWS + name, array)
-                columns.put_cells(name, slice(None), slice(0, n_slots), columns.converted(name, array, spec))
+        _restore_columns(storage, specs, linked, links, ring, reader)
         assert storage.episodes is not None
         storage.episodes.columns.cells[EPISODE][:, :n_slots] = episodes
         storage.ring.counters[...] = ring
@@ -178,6 +163,47 @@ def _checked(buffer: Buffer, path: Any, reader: Reader, header: Mapping[str, Any
         restore_own()
 
     return restore
+
+
+def _columns_of(
+    buffer: Buffer, path: Any, reader: Reader, state: Mapping[str, Any]
+) -> tuple[dict[str, Spec], dict[str, str]]:
+    """The columns of a file, which are those of the buffer if it has any, and which are stored through which."""
+    columns, lead = buffer._storage.columns, (int(state["n_lanes"]), int(state["n_slots"]))
+    specs = {name: _spec(*spec) for name, spec in state["columns"].items()}
+    linked = dict(state["linked"])
+    if columns.specs and specs != dict(columns.specs):
+        raise FileError(f"{path}: has columns {_shown(specs)}, this buffer {_shown(columns.specs)}")
+    for name, spec in specs.items():
+        if name not in linked:
+            wanted = spec.dtype, (*lead, *spec.shape)
+            if reader.found(ROWS + name) != wanted:
+                raise ValueError(f"column {name!r} is {reader.found(ROWS + name)}, its header says {wanted}")
+    if any(source not in specs or source in linked or name not in specs for name, source in linked.items()):
+        raise ValueError("its columns make no sense")
+    return specs, linked
+
+
+def _restore_columns(
+    storage: Storage,
+    specs: Mapping[str, Spec],
+    linked: Mapping[str, str],
+    links: Mapping[str, Mapping[str, np.ndarray]],
+    counters: np.ndarray,
+    reader: Reader,
+) -> None:
+    """Reads the columns of a file into those of a store, which may have others linked than the file has."""
+    columns = storage.columns
+    for name in storage.links.keys() - links.keys():
+        del storage.links[name]  # from now on its rows lie in it as those of any other column
+    for name, spec in specs.items():
+        if name in storage.links:
+            storage.links[name].restore(links[name])
+            continue
+        array = _any(reader, ROWS + linked.get(name, name))
+        if name in links:
+            array = unlinked(array, links[name], counters, columns.capacity)
+        columns.put_cells(name, slice(None), slice(0, array.shape[1]), columns.converted(name, array, spec))
 
 
 def _of_inner(key: str, reader: Reader, header: Mapping[str, Any]) -> tuple[Reader, dict[str, Any]]:
@@ -204,10 +230,12 @@ class _Inside:
 
 
 def _make_columns(buffer: Buffer, specs: Mapping[str, Spec], linked: Mapping[str, str]) -> None:
+    """Makes the columns of a file, linked those that are so in the file and can be here."""
+    links = {name: source for name, source in linked.items() if buffer._is_linked(name, specs)}
     for name, spec in specs.items():
-        if name not in linked:
+        if name not in links:
             buffer._storage.columns.add(name, spec)
-    for name, source in linked.items():
+    for name, source in links.items():
         buffer._storage.link(name, source)
 
 
