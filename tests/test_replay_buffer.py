@@ -13,7 +13,7 @@ import torch
 from replay_rows import fill, listed, row, rows, state_of
 
 from rlstructs import DictTensor, MissingKeyError, SpecError, StateError
-from rlstructs.replay import CachedReplayBuffer, ReplayBuffer, VectorReplayBuffer
+from rlstructs.replay import CachedReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer, VectorReplayBuffer
 
 nan = float("nan")
 
@@ -95,6 +95,19 @@ def test_columns_have_the_dtypes_and_shapes_of_the_first_row():  # R31, A22
     assert batch.obs.image.tolist() == frame.tolist() and batch.act == 2**62 + 1 and batch.info.n == 3
     assert buffer.obs.image.shape == (3, 3, 4) and buffer.obs.image[1:].sum() == 0
     assert buffer.nbytes <= 3 * (12 + 4 + 8 + 8 + 1 + 1 + 2 + 8) + 100  # 8 for the bookkeeping of episodes
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
+def test_numbers_of_another_byte_order_are_taken(first):  # as HDF5, or network packets, may hold them
+    buffer = ReplayBuffer(4, framework="torch", n_step=2, gamma=0.5)
+    swapped = {**row(0), "obs": np.array([1, 2], ">f4"), "act": np.array(3, ">i2"), "rew": np.array(5.0, ">f8")}
+    native = {**row(0), "obs": np.float32([1, 2]), "act": np.int16(3), "rew": np.float64(5.0)}
+    for batch in (swapped, native) if first else (native, swapped):
+        buffer.add(batch)
+    batch, _ = buffer.sample(0)
+    assert batch["obs"].tolist() == [[1, 2], [1, 2]] and batch["obs"].dtype == torch.float32
+    assert batch["act"].tolist() == [3, 3] and batch["act"].dtype == torch.int16
+    assert batch["rew"].tolist() == [7.5, 5.0] and buffer.obs.dtype.isnative
 
 
 def test_float_rewards_keep_their_dtype():
@@ -190,6 +203,20 @@ def test_missing_keys_are_zero_and_not_what_was_there_before():  # A3.8
     assert buffer[:].info.a.tolist() == [5, 0] and buffer[:].obs_next.tolist() == [7, 0]
 
 
+def test_a_key_cannot_have_the_name_of_what_a_sample_holds_besides():
+    buffer = ReplayBuffer(2, n_step=3)
+    for batch in (row(1, discount=0.5), row(1, discount={"x": 1})):
+        with pytest.raises(SpecError, match="^'discount' is what a batch of this buffer holds beside its keys; give"):
+            buffer.add(batch)
+    buffer.add(row(1, weight=0.5))
+    with pytest.raises(SpecError, match="^'discount' is what a batch"):
+        buffer.set_array_at_key([0.5], "discount", index=[0])
+    assert "discount" not in buffer._specs and buffer.get([0], "weight").tolist() == [0.5]
+    fill(ReplayBuffer(2), 1, discount=0.5)
+    with pytest.raises(SpecError, match="^'weight' is what a batch of this buffer holds beside its keys"):
+        PrioritizedReplayBuffer(2, 0.5, 0.5).add(row(1, weight=0.5))
+
+
 def test_unknown_and_missing_keys_may_be_errors():
     buffer = fill(ReplayBuffer(2, new_keys="error", missing_keys="error"), 1, info=1)
     with pytest.raises(SpecError, match=r"^unknown key\(s\) \['x'\], this buffer has"):
@@ -215,6 +242,7 @@ BAD = {
     "too large": ({**row(1), "small": 300}, SpecError, "^'small' holds int64 values that do not fit uint8"),
     "negative": ({**row(1), "small": -1}, SpecError, "^'small' holds int64 values that do not fit uint8"),
     "shape": ({**row(1), "obs": [1, 2]}, SpecError, r"^'obs' has shape \(1, 1, 2\), needed is \(1, 1\)$"),
+    "long": ({**row(1), "new": np.ones(2, np.longdouble)}, SpecError, "^'new' holds float128, which only numpy has"),
     "text": ({**row(1), "act": "left"}, SpecError, "^'act' holds <U4; a buffer keeps numbers only$"),
     "object": ({**row(1), "info": {"x": object()}}, SpecError, "^'info/x' holds object; a buffer keeps numbers only$"),
     "new and bad": ({**row(1), "new": 1, "newer": "text"}, SpecError, "^'newer' holds <U4"),
@@ -254,6 +282,13 @@ def test_a_failed_first_add_leaves_an_empty_buffer(what):
 
 
 # prev, next, and what goes on
+
+
+def test_what_goes_on_is_what_went_on_when_it_was_looked_at():
+    buffer = fill(ReplayBuffer(4), 1, ends=[0])
+    rows_then = buffer._rows()
+    buffer.add(row(1))  # by another thread
+    assert rows_then.unfinished().tolist() == [] and buffer.unfinished_index().tolist() == [1]
 
 
 def test_the_worked_example():  # A4

@@ -69,6 +69,14 @@ def test_an_episode_that_was_cut_stays_cut():
     assert listed(first.add(row(3, True, x=0.0))) == [[3], [3], [1], [3]]
 
 
+def test_only_the_flags_of_a_transition_end_an_episode():
+    first, second = ReplayBuffer(4), fill(ReplayBuffer(4), 3, dones=np.ones(2, bool))
+    assert second.next([0, 1, 2]).tolist() == [1, 2, 2]
+    first.update(second)
+    assert first.next([0, 1, 2]).tolist() == [1, 2, 2] and first.unfinished_index().tolist() == [2]
+    assert listed(first.add(row(3, True, dones=[0, 0]))) == [[3], [6], [4], [0]]
+
+
 def test_an_update_that_does_not_fit_changes_nothing():  # A9: doubled rows there
     buffer = fill(ReplayBuffer(4), 3)
     before = state_of(buffer)

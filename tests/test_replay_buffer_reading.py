@@ -46,6 +46,7 @@ def test_rows_are_found_by_any_kind_of_index_and_slices_are_in_order(index, obs)
         (3, IndexError, "^index 3 holds no row; 3 of 5 are there$"),
         (-4, IndexError, "^index -4 holds no row; 3 of 5 are there$"),
         ([0, 7], IndexError, "^index 7 holds no row"),
+        (np.array([2**64 - 1], np.uint64), IndexError, "^index 18446744073709551615 holds no row"),  # not -1
         (22, IndexError, "^index 22 holds no row"),  # A22 test_replaybuffer
         (np.zeros(4, bool), IndexError, r"^a mask must have a bool for each of 5 rows, got shape \(4,\)$"),
         ([True] * 5, IndexError, "^index 3 holds no row"),
@@ -127,6 +128,9 @@ def test_columns_are_read_only_and_have_all_rows():  # A2
     for name in ("obs", "x", "done"):
         with pytest.raises(ValueError, match="read-only"):
             getattr(buffer, name)[0] = 1
+    for name in ("obs", "done", "info"):  # A2: it would hide the column
+        with pytest.raises(AttributeError, match=f"^'{name}' is a column of this buffer; use set_array_at_key or"):
+            setattr(buffer, name, np.zeros(4))
     for name in ("info", "nothing", "_nothing"):
         with pytest.raises(AttributeError, match=f"^'ReplayBuffer' object has no attribute '{name}'$"):
             getattr(buffer, name)

@@ -126,6 +126,11 @@ def test_naming_every_environment_is_naming_none(n):
     one.add(rows([0], obs=[[1, 2]]))
     with pytest.raises(SpecError, match=r"^'act' has shape \(\), needed is a first axis of rows$"):
         one.add(row(0, obs=np.array([1, 2])))
+    jax = pytest.importorskip("jax")
+    assert added(jax.numpy.arange(n)) == expected  # which compares itself with no list
+    for wrong in (np.arange(n) * 1.0, np.ones(n, bool), [np.arange(n)] * n):
+        with pytest.raises(SpecError, match=r"^buffer_ids must be a list of ints, got"):
+            VectorReplayBuffer(n * 3, n).add(rows(np.arange(n)), wrong)
     with pytest.raises(SpecError, match=r"^buffer_ids must be a list of ints, got \[0\.0\]$"):
         one.add(rows([0], obs=[[1, 2]]), [0.0])
     assert len(one) == 1

@@ -14,7 +14,7 @@ from rlstructs.replay import expand
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.roles import is_after, is_observation, is_reward, source_of
 from rlstructs.replay.samplers import Span
-from rlstructs.replay.storage import Storage
+from rlstructs.replay.storage import Storage, check_size
 
 DISCOUNT = "discount"
 
@@ -30,12 +30,21 @@ class Reading:
         stack_num: observations become the last so many of their episode, its first one repeated before that,
             on a new axis in front of their own.
         stack_keys: which observations; None for all.
+
+    Raises:
+        TypeError, SpecError: a number is not what is needed.
     """
 
     n_step: int = 1
     gamma: float = 0.99
     stack_num: int = 1
     stack_keys: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_size("n_step", self.n_step)
+        check_size("stack_num", self.stack_num)
+        if not 0 <= self.gamma <= 1:
+            raise SpecError(f"gamma must be in [0, 1], got {self.gamma}")
 
     @property
     def is_plain(self) -> bool:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError, StateError
+from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError
 from rlstructs.replay.backing import Backing
 from rlstructs.replay.buffers import files
 from rlstructs.replay.buffers.export import Exporter
@@ -20,8 +20,8 @@ from rlstructs.replay.links import SMALLEST
 from rlstructs.replay.reading import Reading
 from rlstructs.replay.roles import ends_among, source_of
 from rlstructs.replay.samplers import Span
-from rlstructs.replay.storage import ALL, Selection, Storage, check_size
-from rlstructs.replay.trajectories import STEP_ENDS, STEP_START, as_slice, rounds
+from rlstructs.replay.storage import ALL, Selection, Storage
+from rlstructs.replay.trajectories import STEP_ENDS, STEP_START, as_slice, require_keys, rounds, steps_of
 from rlstructs.replay.values import host_array
 from rlstructs.structures.trajectories import Trajectories
 
@@ -60,7 +60,7 @@ class Buffer:
     ) -> None:
         self._export = Exporter(framework, device)
         self._rng = generator_of(seed)
-        self._reading = Reading() if reading is None else checked_reading(reading)
+        self._reading = Reading() if reading is None else reading
         self._storage = Storage(n_lanes, capacity, backing=backing, columns=columns)
         self._storage.track_episodes()
 
@@ -172,11 +172,15 @@ class Buffer:
         return bool(storage.columns.on_host and storage.is_private and not len(storage))
 
     def _done(self, block: Mapping[str, Any]) -> np.ndarray | None:
-        ends = [host_array(name, block[name]) != 0 for name in ends_among(block)]
+        ends = [host_array(name, block[name]) != 0 for name in self._ends_among(block)]
         if not ends:
             return None
         lead = ends[0].shape[:2]
         return np.asarray(np.logical_or.reduce([end.reshape(*lead, -1).any(axis=2) for end in ends]))
+
+    def _ends_among(self, names: Iterable[str]) -> list[str]:
+        """The columns whose truth ends an episode."""
+        return ends_among(names)
 
     def add_trajectories(self, trajectories: Trajectories, names: Mapping[str, str] | None = None) -> None:
         """Appends the valid steps of what `RL_Batcher.get` gives.
@@ -190,13 +194,9 @@ class Buffer:
         Raises:
             MissingKeyError, SpecError: something does not fit; the buffer is as it was.
         """
-        if not isinstance(trajectories, Trajectories):
-            raise TypeError(f"add_trajectories: needs Trajectories, got {type(trajectories).__name__}")
-        steps = trajectories.trajectories
+        steps = steps_of(trajectories)
         names = self._trajectory_names(steps) if names is None else names
-        if absent := sorted(set(names.values()) - set(steps.keys())):
-            found = sorted(steps.keys())
-            raise MissingKeyError(f"add_trajectories: no {absent} in the trajectories, there are {found}")
+        require_keys(steps, names.values())
         lead = (steps.n_elems(), steps.n_timesteps())
         rows = {name: self._prepared(name, steps[key]) for name, key in names.items()}
         ends = [host_array(key, steps[key]).astype(bool) for key in STEP_ENDS if key in steps]
@@ -380,22 +380,3 @@ def generator_of(seed: np.random.Generator | int | None) -> np.random.Generator:
     if isinstance(seed, (bool, np.bool_)) or not isinstance(seed, (int, np.integer)) or seed < 0:
         raise SpecError(f"a seed must be a Generator or an int of at least 0, got {seed!r}")
     return np.random.default_rng(int(seed))
-
-
-def checked_reading(reading: Reading) -> Reading:
-    """`reading`, if its numbers can be.
-
-    Raises:
-        TypeError, SpecError: one cannot.
-    """
-    check_size("n_step", reading.n_step)
-    check_size("stack_num", reading.stack_num)
-    if not 0 <= reading.gamma <= 1:
-        raise SpecError(f"gamma must be in [0, 1], got {reading.gamma}")
-    return reading
-
-
-def require_rows(buffer: Buffer, message: str = "Cannot sample from an empty storage.") -> None:
-    """Raises StateError unless something is stored."""
-    if not len(buffer):
-        raise StateError(message)

@@ -206,7 +206,7 @@ class ChunkReplayBuffer(TaggedBuffer):
 
     def clear(self) -> None:
         """Drops every row, their priorities and the largest of them; tags and the generator stay."""
-        self._storage.clear()
+        super().clear()
         if self._priorities is not None:
             self._priorities.max_priority = 1.0
 

@@ -120,7 +120,7 @@ class EpisodeEdits(EpisodeReads):
 
     def _replace(self, rows: Mapping[str, Any], at: np.ndarray, default: Any = None, some: bool = False) -> None:
         """Puts values into columns, new ones too; `some` says that there are other rows."""
-        transitions.check_names([*self._specs, *rows])
+        self._check_names(rows)
         placed, made, fills = {}, {}, {}
         for name, values in rows.items():
             placed[name], spec = as_rows(name, values, self._specs.get(name))
@@ -174,7 +174,8 @@ class EpisodeEdits(EpisodeReads):
 
     def isnull(self) -> Any:
         """Where rows are NaN: a batch of bools, of all rows in order."""
-        rows, found = self._rows(), dict(self._nulls(self._rows()))
+        rows = self._rows()
+        found = dict(self._nulls(rows))
         others = {name: np.zeros((rows.total, *spec.shape), bool) for name, spec in self._specs.items()}
         return self._export({**others, **found}, {})
 

@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlstructs.errors import MissingKeyError, SpecError
+from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay.array_dict import ArrayDict
-from rlstructs.replay.buffers.base import require_rows
 from rlstructs.replay.buffers.episode_rows import EpisodeRows
 from rlstructs.replay.buffers.snapshot import Rows, Snapshot
 from rlstructs.replay.buffers.transition_reading import How, read
-from rlstructs.replay.buffers.transitions import DONE, FLAGS, OBS_NEXT
+from rlstructs.replay.buffers.transitions import DONE, FLAGS, OBS_NEXT, RESERVED
 from rlstructs.replay.samplers import draw_fitting
 from rlstructs.replay.storage import Selection, check_size
 from rlstructs.replay.values import from_bits, host_array
@@ -113,6 +112,11 @@ class EpisodeReads(EpisodeRows):
                 return ArrayDict({key[len(name) + 1 :]: _read_only(self._whole(key)) for key in inside})
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in RESERVED:  # it would hide the column
+            raise AttributeError(f"{name!r} is a column of this buffer; use set_array_at_key or set_batch")
+        super().__setattr__(name, value)
+
     def _whole(self, name: str) -> np.ndarray:
         """A column, `(maxsize, ...)`; where it is stored as it is a view."""
         whole = self._storage.columns.flat[name]
@@ -141,7 +145,8 @@ class EpisodeReads(EpisodeRows):
         if not at.size or np.maximum.reduce(at.view(np.uint64), axis=None) < end:
             outside = None if rows.total == self.maxsize else ~rows.has(at)
         else:
-            at = np.where(at < 0, at + end, at)
+            if given.dtype.kind == "i":  # of unsigned numbers those below 0 are too large
+                at = np.where(at < 0, at + end, at)
             outside = (at < 0) | (at >= end)
             if not outside.any():
                 outside = ~rows.has(at)
@@ -245,8 +250,8 @@ class EpisodeReads(EpisodeRows):
         """How many rows are to be drawn, and what draws so many."""
         rows = self._rows()
         if size is not None and size > 0:
-            if not rows.total:  # which costs less to ask
-                require_rows(self)
+            if not rows.total:
+                raise StateError("Cannot sample from an empty storage.")
             return size, self._pick
         at = self._candidates(rows) if size in (0, None) else np.zeros(0, np.int64)
         waiting = [self._rng.permutation(at) if size is None else at]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,9 @@ from rlstructs.replay.buffers.base import ERROR, FILL, GROW, Buffer, generator_o
 from rlstructs.replay.buffers.rows_in import OneRow, flat_items
 from rlstructs.replay.buffers.running import Running
 from rlstructs.replay.buffers.snapshot import Rows, Snapshot
-from rlstructs.replay.buffers.transitions import DONE, FLAGS, OBS_NEXT, REW
+from rlstructs.replay.buffers.transitions import DONE, FLAGS, OBS_NEXT, REW, top
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.reading import Reading
+from rlstructs.replay.reading import DISCOUNT, Reading
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.storage import check_size
 from rlstructs.replay.trajectories import STEP_START, as_slice, rounds
@@ -132,8 +132,8 @@ class EpisodeRows(Buffer):
         """Appends one transition to each of some lanes.
 
         Args:
-            batch: a mapping with `obs`, `act`, `rew`, `terminated`, `truncated`, and whatever else; arrays of any
-                library, possibly nested. `done` is ignored: it is terminated or truncated.
+            batch: a mapping with `obs`, `act`, `rew`, `terminated`, `truncated`, and whatever else; arrays of numbers
+                of any library, possibly nested. `done` is ignored: it is terminated or truncated.
             buffer_ids: for a buffer of several lanes those of the rows of `batch`, which have a first axis for them;
                 None for each lane once. The same one several times gets its rows in order. For a buffer of one lane
                 None, and the arrays have no such axis; or `[0]`, and they have.
@@ -172,7 +172,9 @@ class EpisodeRows(Buffer):
             return True
         if isinstance(buffer_ids, np.ndarray) and buffer_ids.dtype.kind in "iu":
             buffer_ids = buffer_ids.tolist()
-        return bool(buffer_ids == self._every_lane) and all(type(lane) is int for lane in buffer_ids)
+        # Types first: what else may be in a list, or be one of ids, is compared in ways of its own, or refuses to be.
+        is_plain = type(buffer_ids) is list and all(type(lane) is int for lane in buffer_ids)
+        return is_plain and bool(buffer_ids == self._every_lane)
 
     def _added_quickly(self, batch: Any, buffer_ids: Any) -> Added | None:
         """As `add`, for a row of each lane just as columns hold it; None, and nothing has changed, if it is none."""
@@ -252,10 +254,24 @@ class EpisodeRows(Buffer):
         return np.zeros(1, np.int64), 1
 
     def _checked(self, rows: Mapping[str, Any], unknown: str, missing: str) -> dict[str, Any]:
-        if not rows.keys() <= self._specs.keys():
-            transitions.check_names([*self._specs, *rows])
+        self._check_names(rows)
         transitions.check_required(rows)
         return super()._checked(rows, unknown, missing)
+
+    def _check_names(self, rows: Mapping[str, Any]) -> None:
+        """Raises SpecError if there cannot be columns of these names beside those that there are."""
+        if rows.keys() <= self._specs.keys():
+            return
+        transitions.check_names([*self._specs, *rows])
+        if taken := sorted(self._beside_names() & {top(name) for name in rows}):
+            raise SpecError(f"{taken[0]!r} is what a batch of this buffer holds beside its keys; give it another name")
+
+    def _beside_names(self) -> set[str]:
+        """What a batch holds that no column does."""
+        return {DISCOUNT} if self._reading.n_step > 1 else set()
+
+    def _ends_among(self, names: Iterable[str]) -> list[str]:
+        return [name for name in FLAGS if name in names]
 
     def add_trajectories(self, trajectories: Trajectories, names: Mapping[str, str] | None = None) -> None:
         self._require_room()

@@ -152,6 +152,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         smallest = leaves.min() if self.weight_norm else self._prioritised.tree.minimum
         return {WEIGHT: np.asarray((smallest / leaves) ** self._beta, np.float32)}
 
+    def _beside_names(self) -> set[str]:
+        return super()._beside_names() | {WEIGHT}
+
     def _were_kept(self, rows: np.ndarray) -> None:
         leaves = self._prioritised.tree.values[rows]  # those of rows whose ids have changed
         now = self._own_rows()

@@ -14,6 +14,8 @@ from rlstructs.replay.values import encoded, host_array
 from rlstructs.structures.base import TensorMap
 
 BFLOAT16 = np.dtype(np.int16)
+# Dtypes of columns, as numpy writes them: of this machine's byte order, and no longer than other libraries have them.
+PLAIN = frozenset(np.dtype(code).str for code in "?bhilqBHILQefdFD")
 # numpy's kind -> what Python calls such numbers.
 PYTHON: dict[str, type] = {"b": bool, "i": int, "u": int, "f": float}
 
@@ -65,12 +67,14 @@ def as_rows(name: str, value: Any, spec: Spec | None) -> tuple[Any, Spec]:
     Raises:
         SpecError: it is not made of numbers.
     """
-    if type(value) is np.ndarray and value.dtype.kind in "biufc" and not (spec and spec.is_bfloat16):
+    if type(value) is np.ndarray and value.dtype.str in PLAIN and not (spec and spec.is_bfloat16):
         return value, Spec(value.dtype)
     is_bfloat16 = "bfloat16" in str(getattr(value, "dtype", ""))
     array = host_array(name, value)
     if array.dtype.kind not in "biufc":
         raise SpecError(f"{name!r} holds {array.dtype}; a buffer keeps numbers only")
+    if spec is None and _is_too_wide(array.dtype):
+        raise SpecError(f"{name!r} holds {array.dtype}, which only numpy has; convert it first")
     made = Spec(BFLOAT16, is_bfloat16=True) if is_bfloat16 else Spec(array.dtype.newbyteorder("="))
     return encoded(name, array, made if spec is None else spec), made
 
@@ -92,9 +96,14 @@ def spec_of(name: str, dtype: Any) -> Spec:
         found = None if named is None else np.dtype(named)
     except TypeError:
         found = None
-    if found is None or found.kind not in "biufc" or found.itemsize > (16 if found.kind == "c" else 8):
+    if found is None or found.kind not in "biufc" or _is_too_wide(found):
         raise SpecError(f"{name!r} must have a dtype of numbers, got {dtype!r}")
     return Spec(found.newbyteorder("="))
+
+
+def _is_too_wide(dtype: np.dtype) -> bool:
+    """Whether numbers are longer than other libraries have them."""
+    return dtype.itemsize > (16 if dtype.kind == "c" else 8)
 
 
 class OneRow:

@@ -49,7 +49,8 @@ class Snapshot:
 
     def unfinished(self) -> np.ndarray:
         """The newest rows of those lanes whose episodes go on, int64."""
-        return self.newest()[self.episodes.open_lengths(slice(None)) > 0]
+        newest = self.newest()[self.span.counts() > 0]
+        return np.asarray(newest[~self.episodes.end(newest)])
 
     def _rows_of(self, steps: np.ndarray) -> np.ndarray:
         columns = self.span.columns
