@@ -89,6 +89,18 @@ def test_a_part_belongs_to_one_buffer():
     made(writer=used).extend(numbers(0, 2))
 
 
+def test_a_writer_that_comes_from_another_buffer_knows_nothing_of_it():
+    used = MaxValueWriter("x")
+    first = made(storage=ListStorage(5), writer=used)
+    first.extend(numbers(-5, 5))
+    del first
+    gc.collect()
+    buffer = made(storage=ListStorage(3), writer=used)
+    buffer.extend(numbers(0, 3))
+    assert buffer.extend(numbers(3, 3)).tolist() == [0, 1, 2]
+    assert sorted(buffer["x"].tolist()) == [3, 4, 5]
+
+
 def test_rows_that_are_there_from_the_start():
     for data in (numbers(0, 4), DictTensor(numbers(0, 4)), [{"x": t, "reward": 1.0 * t} for t in range(4)]):
         buffer = made(TensorStorage(data), writer=ImmutableWriter)
@@ -441,6 +453,16 @@ def test_transforms_are_appended_and_inserted():  # B6
     with pytest.raises(TypeError, match="^a transform must take a batch, got str$"):
         buffer.append_transform("double")
     assert buffer["reward"].tolist() == [2, 4, 6]
+
+
+def test_a_batch_that_is_being_made_keeps_its_transforms():
+    def collate(batch):  # as another thread may, meanwhile
+        buffer.append_transform(doubled)
+        return batch
+
+    buffer = made(collate_fn=collate)
+    buffer.extend(numbers(1, 1))
+    assert [buffer.sample(1)["reward"].item() for _ in range(3)] == [1, 2, 4]
 
 
 def test_a_transform_can_be_for_rows_that_are_written_only():  # B4 invert=True

@@ -6,6 +6,7 @@ each time.
 
 from __future__ import annotations
 
+import gc
 import itertools
 
 import numpy as np
@@ -404,6 +405,45 @@ def test_a_sampler_can_be_exchanged():  # B5.5
         stored.set_sampler(PrioritizedSampler)
 
 
+@pytest.mark.parametrize(
+    "make", [lambda: SliceSampler(slice_len=3), SamplerWithoutReplacement, PrioritizedSampler],
+    ids=["slices", "without replacement", "prioritised"],
+)
+def test_a_sampler_that_another_buffer_had_knows_nothing_of_its_rows(make):
+    used = make()
+    first = made(used, 20, batch_size=6)
+    first.extend(episodes([10, 10]))
+    first.sample()
+    del first
+    gc.collect()
+    buffer, twin = made(used, 40, batch_size=6), made(make(), 40, batch_size=6)
+    for each in (buffer, twin):
+        each.extend(episodes([5] * 6))
+    for _ in range(20):
+        assert buffer.sample() == twin.sample()
+
+
+def test_what_was_drawn_keeps_the_sampler_that_drew_it():
+    class Exchanged(RandomSampler):
+        def drawn(self, picked):  # as another thread may, before the rows are handed out
+            buffer.set_sampler(SliceSampler(slice_len=2))
+
+    buffer = made(Exchanged(), 20, batch_size=4)
+    buffer.extend(episodes([5, 5]))
+    batch, info = buffer.sample(return_info=True)
+    assert list(info) == ["index"] and not batch["next/truncated"].any()
+    assert buffer.sample()["next/truncated"].tolist() == [False, True] * 2
+
+
+def test_a_loop_goes_on_with_a_sampler_that_is_exchanged():
+    buffer = made(RandomSampler(), 20, batch_size=4)
+    buffer.extend(episodes([5, 5]))
+    loop = iter(buffer)
+    next(loop)
+    buffer.set_sampler(SliceSampler(slice_len=2))
+    assert next(loop)["next/truncated"].tolist() == [False, True] * 2
+
+
 # Slices
 
 
@@ -457,6 +497,9 @@ def test_marks_go_where_the_data_has_its_ends():
     batch, info = flat.sample(4, return_info=True)
     assert batch["truncated"].tolist() == info["truncated"].tolist() == [[False], [True]] * 2
     assert batch["done"].tolist() == [[0], [1]] * 2 and batch["done"].dtype == torch.float32
+    half = made(SliceSampler(slice_len=2), 20)
+    half.extend({"x": torch.arange(6), "done": torch.zeros(6).bfloat16()})
+    assert half.sample(4)["done"].tolist() == [0, 1] * 2
     own = made(SliceSampler(slice_len=2, truncated_key=("a", "cut")), 20)
     own.extend({"x": torch.arange(6), "done": torch.zeros(6)})
     assert own.sample(4)["a/cut"].tolist() == [False, True] * 2

@@ -37,11 +37,12 @@ class Sampler(Part):
     version = 0
 
     def start(self, storage: Storage, max_size: int) -> None:
-        """Takes a store as it is now.
+        """Takes a store as it is now, and forgets the one that it had.
 
         Raises:
             SpecError: it cannot.
         """
+        self.cleared()
 
     def plan(self, batch_size: int) -> tuple[int, int]:
         """How many draws make such a batch, and how many rows are read for each."""

@@ -120,6 +120,7 @@ class DictTensorReplayBuffer(DictTensorParts):
             raise SpecError(f"pin_memory is of tensors on the host, not of {framework} on {self._export.device}")
         self._storage.alignment = self._settings.alignment
         self._sampler.start(self._storage, self._settings.max_size)
+        self._writer.changed()
         for each in (self._settings, self._sampler, self._writer):
             each.belong(self)
         if (data := self._settings.data) is not None:
@@ -143,8 +144,7 @@ class DictTensorReplayBuffer(DictTensorParts):
             StateError: nothing is stored, or no size is given here or there.
             SpecError: there is nothing to draw.
         """
-        request = (*self._sampler.plan(self._size(batch_size)), include_info is None or bool(include_info))
-        made = self._next(request, False)
+        made = self._next(self._size(batch_size), include_info is None or bool(include_info))
         assert made is not None
         return made if return_info else made[0]
 
@@ -152,10 +152,9 @@ class DictTensorReplayBuffer(DictTensorParts):
         """Batches of the constructor's size, for ever; without replacement, of one pass over the rows."""
         if self._batch_size is None:
             raise StateError("batch_size not specified: give one to the constructor to iterate over the buffer")
-        request = (*self._sampler.plan(self._batch_size), True)
         with self._lock:
             self._sampler.begin_pass()
-        while (made := self._next(request, True)) is not None:
+        while (made := self._next(self._batch_size, True, in_pass=True)) is not None:
             yield made[0]
 
     def _size(self, given: int | None) -> int:
@@ -168,9 +167,10 @@ class DictTensorReplayBuffer(DictTensorParts):
             )
         return check_size("batch_size", self._batch_size if given is None else given)
 
-    def _next(self, request: Request, in_pass: bool) -> tuple[Any, dict[str, Any]] | None:
-        """A batch and what is known of it; None if the pass is over and there should be none."""
+    def _next(self, n: int, with_info: bool, in_pass: bool = False) -> tuple[Any, dict[str, Any]] | None:
+        """A batch of n rows and what is known of it; None if the pass is over and there should be none."""
         with self._lock:
+            request: Request = (*self._sampler.plan(n), with_info)
             if not self._span().total:
                 raise StateError("Cannot sample from an empty storage.")
             if not self._knows_episodes and (self._sampler.needs_episodes or not self._reading.is_plain):

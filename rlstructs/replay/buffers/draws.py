@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,8 +12,10 @@ from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.buffers.prefetch import Place
 from rlstructs.replay.buffers.rows_in import is_mapping
 from rlstructs.replay.buffers.slice_samplers import AUTO, SliceSampler
+from rlstructs.replay.columns import Spec
 from rlstructs.replay.roles import ends_among
 from rlstructs.replay.storage import Selection
+from rlstructs.replay.values import encoded
 from rlstructs.structures.dict_tensor import DictTensor
 
 if TYPE_CHECKING:
@@ -27,30 +30,32 @@ class Draws:
     """The draws of a buffer; everything but `finish` needs its lock.
 
     Args:
-        buffer: whose.
+        buffer: whose. What is drawn goes through the sampler and the transforms that it has now, whatever
+            another thread exchanges before it is handed out.
     """
 
     def __init__(self, buffer: DictTensorReplayBuffer) -> None:
         self._buffer = buffer
+        self._sampler, self._transform = buffer._sampler, buffer._transform
 
     def place(self) -> Place:
         """Where the stream of draws stands."""
         buffer = self._buffer
-        return Place(buffer._rng.bit_generator.state, buffer._sampler.position())
+        return Place(buffer._rng.bit_generator.state, self._sampler.position())
 
     def go_to(self, place: Place) -> None:
         """Has the stream of draws go on from such a place."""
         self._buffer._rng.bit_generator.state = place.generator
-        self._buffer._sampler.go_to(place.position)
+        self._sampler.go_to(place.position)
 
     def draw(self, request: Request, rng: np.random.Generator | None) -> Selection:
         """Which rows make such a batch; from the buffer's own generator if None is given."""
         buffer = self._buffer
-        return buffer._sampler.draw(buffer._storage, *request[:2], buffer._rng if rng is None else rng)
+        return self._sampler.draw(buffer._storage, *request[:2], buffer._rng if rng is None else rng)
 
     def drawn(self, picked: Selection) -> None:
         """Notes that these are handed out."""
-        self._buffer._sampler.drawn(picked)
+        self._sampler.drawn(picked)
 
     def read(self, picked: Selection) -> dict[str, Any]:
         """What the columns hold for them, name -> `(n, length, ...)`, private memory."""
@@ -60,11 +65,11 @@ class Draws:
     def finish(self, request: Request, picked: Selection, arrays: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The batch, and what is known of its rows."""
         buffer, (*_, with_info) = self._buffer, request
-        sampler = buffer._sampler
+        sampler = self._sampler
         values = {name: sampler.flat(picked, array) for name, array in arrays.items()}
         known: dict[str, Any] = dict(sampler.info(picked))
         if isinstance(sampler, SliceSampler) and sampler.truncated_key is not None:
-            known |= _marked(values, sampler.lasts(picked), sampler.truncated_key)
+            known |= _marked(values, sampler.lasts(picked), sampler.truncated_key, buffer._specs)
         if with_info and buffer._collate_fn is None:
             batch = buffer._hand_over(values | known)
             info = {name: batch[name] for name in known}
@@ -73,12 +78,14 @@ class Draws:
             batch = buffer._hand_over(values)
             if buffer._collate_fn is not None:
                 batch = _with(_collated(buffer._collate_fn(batch)), info if with_info else {})
-        if len(buffer._transform):
-            batch = buffer._transform(batch)
+        if len(self._transform):
+            batch = self._transform(batch)
         return (batch.pin_memory() if buffer._pin_memory else batch), info
 
 
-def _marked(values: dict[str, Any], lasts: np.ndarray, key: str) -> dict[str, np.ndarray]:
+def _marked(
+    values: dict[str, Any], lasts: np.ndarray, key: str, specs: Mapping[str, Spec]
+) -> dict[str, np.ndarray]:
     """Marks the rows that end slices as truncated, and as done; what there was no column for, name -> `(n, ...)`."""
     ends = ends_among(values)
     found = [name for name in ends if name.rpartition("/")[2] == TRUNCATED]
@@ -88,7 +95,8 @@ def _marked(values: dict[str, Any], lasts: np.ndarray, key: str) -> dict[str, np
         key = f"{prefix}{TRUNCATED}"
     for name in (key, *(f"{prefix}{each}" for each in DONE)):
         if name in values:
-            values[name][torch.from_numpy(lasts) if isinstance(values[name], torch.Tensor) else lasts] = True
+            at = torch.from_numpy(lasts) if isinstance(values[name], torch.Tensor) else lasts
+            values[name][at] = encoded(name, np.ones(()), specs[name]).item()
     if key in values:
         return {}
     beside = np.shape(values[ends[0]])[1:] if ends else ()

@@ -85,12 +85,8 @@ class PrioritizedSampler(Sampler):
         """See `Sampler`."""
         if self.max_capacity is not None and self.max_capacity < max_size:
             raise SpecError(f"max_capacity is {self.max_capacity}, the storage has room for {max_size} rows")
-        self._priorities = self._made(storage.columns.n_rows)
-
-    def _made(self, n_rows: int) -> Prioritised:
-        made = Prioritised(n_rows, 1, self._alpha)
-        made.max_priority = 1.0 + self.eps
-        return made
+        self._priorities = Prioritised(storage.columns.n_rows, 1, self._alpha)
+        super().start(storage, max_size)
 
     def _of(self) -> Prioritised:
         assert self._priorities is not None, "a sampler is started before it draws"

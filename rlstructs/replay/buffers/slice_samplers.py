@@ -171,7 +171,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
 
     def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
         """See `Sampler`."""
-        priorities, span, episodes = self._of(), storage.span(), storage.track_episodes()
+        priorities, span = self._of(), storage.span()
         priorities.follow(span)
 
         def fits(rows: np.ndarray) -> np.ndarray:
@@ -185,9 +185,8 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
             span,
             f"episode of {length} steps",
         )
-        steps = span.steps(rows)
-        counts = np.minimum(np.minimum(episodes.remaining(rows), span.head[0] - steps), length)
-        around, inside = window(span, steps, counts, length)
+        counts = np.minimum(self._n_steps(storage, span, rows), length)
+        around, inside = window(span, span.steps(rows), counts, length)
         return Selection(around, span, {INSIDE: inside, WEIGHT: self._weights(rows)})
 
     def _n_steps(self, storage: Storage, span: Span, rows: np.ndarray) -> np.ndarray:
