@@ -333,6 +333,11 @@ def test_a_row_with_a_batch_axis_is_no_row():  # B4: torchrl writes it, or break
     assert len(buffer) == 1
 
 
+def test_a_row_of_nothing_is_refused():
+    with pytest.raises(SpecError, match="^a row needs a column, there is none$"):
+        made().add({})
+
+
 def test_an_index_of_the_users_own_is_refused():  # B5.14
     buffer = made()
     with pytest.raises(SpecError, match=r"^key\(s\) \['index'\] cannot be stored: samples have \['index'\] of their"):
@@ -621,6 +626,16 @@ def test_rows_are_changed_in_place(storage):  # B6 set_at_
     with pytest.raises(IndexError, match="holds no row|is not in"):
         buffer[[0, 7]] = {"next/reward": [1.0, 2.0]}
     assert buffer[:] == before
+
+
+def test_a_row_that_is_changed_is_the_only_one_that_is_looked_at(storage, monkeypatch):
+    buffer = made(storage, 500)
+    buffer.extend(numbered(0, 500))
+    looked_at = []
+    gather = buffer._storage.gather
+    monkeypatch.setattr(buffer._storage, "gather", lambda *args: looked_at.append(args[1].size) or gather(*args))
+    buffer[3] = {"next/reward": 50.0}
+    assert sum(looked_at) <= 1
 
 
 def test_episodes_follow_ends_that_are_changed(storage):

@@ -84,10 +84,11 @@ class DictTensorIndex(DictTensorRows):
             block[name] = storage.columns.check(name, given, rows.shape)
         _, last = np.unique(rows[::-1], return_index=True)  # of equal ones the last counts
         last = rows.size - 1 - last
-        marks = self._ends_and_changes()
+        # Looking at every row takes long where there are many.
+        marks = self._ends_and_changes() if self._end_keys(block) or self._id_keys(block) else None
         for name, checked in block.items():
             storage.put(name, rows[last], checked[last])
-        if set(block) & {*self._end_keys(block), *self._id_keys(block)}:
+        if marks is not None:
             self._rework_episodes(*marks)
         self._writer.changed()
 

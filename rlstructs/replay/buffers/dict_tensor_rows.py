@@ -169,6 +169,8 @@ class DictTensorRows(Buffer):
         """Raises unless these can be the columns; once there are some, only they can."""
         if self._specs:
             return
+        if not values:
+            raise SpecError("a row needs a column, there is none")
         more = () if self._reading.n_step == 1 else (DISCOUNT,)
         if taken := sorted({INDEX, *self._sampler.fields, *more} & set(values)):
             raise SpecError(f"key(s) {taken} cannot be stored: samples have {taken} of their own")
