@@ -209,6 +209,18 @@ def test_wrong_sizes_and_environments():
             _ = some()[index]
 
 
+def test_columns_that_the_main_buffer_got_by_itself_must_be_those_of_the_caches():
+    main = ReplayBuffer(6)
+    buffer = CachedReplayBuffer(main, 2, 4)
+    main.add({**row(1), "obs": np.zeros(3)})
+    with pytest.raises(SpecError, match=r"^'obs' is int64\[\], in the main buffer float64\[3\]$"):
+        buffer.add(rows([1, 2]))
+    assert len(buffer) == 1
+    frames = np.ones((2, 3))
+    buffer.add({**rows([1, 2], [1, 0]), "obs": frames})
+    assert buffer[:].obs.tolist() == [[0] * 3, [1] * 3, [1] * 3]
+
+
 def some(**arguments):
     """Rows 0 to 2 in the main buffer, one row in each of two caches."""
     buffer = cached(6, 2, 4, **arguments)

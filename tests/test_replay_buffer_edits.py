@@ -196,6 +196,7 @@ def test_a_changed_next_observation_is_read_as_it_is_and_so_is_the_one_before_a_
         (([1], "act/x", [0], 0), SpecError, "^'act' cannot be an array and have 'act/x' in it$"),
         (([True], "done", [0]), SpecError, "^'done' is not stored: set terminated or truncated$"),
         (([3], "truncated", [0]), SpecError, "^'truncated' must hold bools"),
+        (([3], 7, [0]), TypeError, "^key must be a string, got 7$"),
         ((["a"], "x", [0], 0), SpecError, "^'x' holds <U1; a buffer keeps numbers only$"),
     ],
 )
@@ -308,6 +309,9 @@ def test_given_data_may_lie_in_a_file_be_nested_or_of_torch(tmp_path):
         ({"obs": 3}, r"^'obs' has shape \(\), needed is a first axis of rows$"),
         ({"obs_next": np.zeros(2)}, "^'obs_next' has 2 rows, 'terminated' has 6$"),
         ({"obs": None}, r"^key\(s\) \['obs'\] are missing"),
+        ({"terminated": None}, r"^key\(s\) \['terminated'\] are missing"),
+        ({"terminated": {"x": [0] * 6}}, "^'terminated' must be an array, got one that is nested$"),
+        ({"terminated": 0}, r"^'terminated' has shape \(\), needed is a first axis of rows$"),
     ],
 )
 def test_given_data_that_does_not_fit_is_an_error(changes, message):

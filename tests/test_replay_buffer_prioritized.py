@@ -230,6 +230,21 @@ def test_rows_keep_their_priorities_when_others_are_dropped():
     np.testing.assert_allclose(buffer.weight, [2, 4, 5, 7, 0, 0], rtol=1e-6)
 
 
+def test_rows_that_came_since_the_last_draw_keep_their_priorities_too():
+    buffer = fill(PrioritizedReplayBuffer(4, 1.0, 0.4), 1, x=nan)
+    buffer.add(row(1, x=1.0))
+    buffer.dropnull()
+    assert buffer.weight.tolist() == [1, 0, 0, 0] and buffer.sample(3)[0].obs.tolist() == [1, 1, 1]
+    for t in range(2, 5):
+        buffer.add(row(t, x=1.0))
+    buffer.update_weight(np.arange(4), [5, 6, 7, 8])
+    buffer.add(row(5, x=1.0))  # where one had 5, and gets the largest there was
+    buffer.add(row(6, x=nan))
+    buffer.dropnull()
+    assert buffer[:].obs.tolist() == [3, 4, 5]
+    np.testing.assert_allclose(buffer.weight, [7, 8, 8, 0], rtol=1e-6)
+
+
 def test_the_bytes_of_the_priorities_count():
     assert made(2).nbytes > fill(PrioritizedReplayBuffer.__mro__[1](8), 2).nbytes + 8 * 8
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlstructs.errors import StateError
+from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.buffers.base import Buffer
 from rlstructs.replay.buffers.episode_reads import Fields, Pick
 from rlstructs.replay.buffers.episode_rows import Added, MalformedBufferError
@@ -99,6 +99,12 @@ class CachedReplayBuffer(VectorReplayBuffer):
     # Writing
 
     def _make(self, made: dict[str, Spec]) -> None:
+        theirs = self.main._specs
+        if other := [name for name, spec in made.items() if theirs.get(name, spec) != spec]:
+            one, its = made[other[0]], theirs[other[0]]
+            raise SpecError(
+                f"{other[0]!r} is {one.dtype}{list(one.shape)}, in the main buffer {its.dtype}{list(its.shape)}"
+            )
         if lacking := {name: spec for name, spec in made.items() if name not in self.main._specs}:
             self.main._make(lacking)
         super()._make(made)

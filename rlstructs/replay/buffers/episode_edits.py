@@ -105,8 +105,10 @@ class EpisodeEdits(EpisodeReads):
             default_value: what the other rows of a new column hold; None for NaN, which only floats have.
 
         Raises:
-            SpecError, IndexError: something does not fit; nothing has changed.
+            TypeError, SpecError, IndexError: something does not fit; nothing has changed.
         """
+        if not isinstance(key, str):
+            raise TypeError(f"key must be a string, got {key!r}")
         if key == DONE or top(key) in self._ignored:
             why = "set terminated or truncated" if key == DONE else "this buffer ignores it"
             raise SpecError(f"{key!r} is not stored: {why}")

@@ -155,6 +155,12 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     def _beside_names(self) -> set[str]:
         return super()._beside_names() | {WEIGHT}
 
+    def dropnull(self) -> None:
+        self._prioritised.follow(self._own_rows().span)  # or the newest rows would have no priority to keep
+        super().dropnull()
+
+    dropnull.__doc__ = ReplayBuffer.dropnull.__doc__
+
     def _were_kept(self, rows: np.ndarray) -> None:
         leaves = self._prioritised.tree.values[rows]  # those of rows whose ids have changed
         now = self._own_rows()

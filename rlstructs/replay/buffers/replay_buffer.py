@@ -14,7 +14,7 @@ from rlstructs.replay.buffers import files, transitions
 from rlstructs.replay.buffers.base import FILL, GROW
 from rlstructs.replay.buffers.episode_edits import EpisodeEdits
 from rlstructs.replay.buffers.rows_in import flat_items
-from rlstructs.replay.buffers.transitions import DONE, OBS_NEXT
+from rlstructs.replay.buffers.transitions import DONE, FLAGS, OBS_NEXT
 from rlstructs.replay.values import host_array
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class ReplayBuffer(EpisodeEdits):
             settings: of the constructor, but `size`.
 
         Raises:
-            SpecError: they have not all n rows, or `done` is something else.
+            MissingKeyError, SpecError: one is missing, they have not all n rows, or `done` is something else.
         """
         given = {"obs": obs, "act": act, "rew": rew, "terminated": terminated, "truncated": truncated,
                  OBS_NEXT: obs_next}  # fmt: skip
@@ -88,7 +88,8 @@ class ReplayBuffer(EpisodeEdits):
             name: value if isinstance(value, torch.Tensor) else host_array(name, value)
             for name, value in flat_items({key: value for key, value in given.items() if value is not None}, "").items()
         }
-        n = len(arrays["terminated"])
+        transitions.check_required(arrays)
+        n = len(transitions.as_column(FLAGS[0], arrays[FLAGS[0]], 1))
         buffer = cls(n, **settings)
         rows = transitions.as_transitions(arrays, "from_data", buffer._ignored, 1, buffer.save_only_last_obs)
         if wrong := [name for name, values in rows.items() if len(values) != n]:
