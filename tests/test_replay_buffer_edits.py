@@ -251,6 +251,15 @@ def test_rows_with_nan_are_dropped_and_the_buffer_goes_on():  # A21.10, A22 test
     assert state_of(buffer) == before
 
 
+def test_an_empty_buffer_has_no_rows_to_drop():
+    buffer = VectorReplayBuffer(4, 1)
+    buffer.add(rows([1], x=[[nan, 1.0]]))
+    for _ in range(2):
+        buffer.dropnull()
+        assert not len(buffer) and not buffer.hasnull()
+    assert listed(buffer.add(rows([2], [1], x=[[0.0, 1.0]]))) == [[0], [3], [1], [0]]
+
+
 def test_rows_with_nan_are_dropped_of_each_environment():
     buffer = VectorReplayBuffer(8, 2)
     for t in range(3):

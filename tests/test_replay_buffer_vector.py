@@ -204,6 +204,13 @@ def test_trajectories_go_to_the_rings_of_their_environments():
     assert added == [[0, 6, 8], [100, 117, 105], [1, 3, 3], [0, 4, 10]]
 
 
+@pytest.mark.parametrize("shape", [(0, 0), (0, 4), (2, 0)])
+def test_trajectories_without_a_step_change_nothing(shape):
+    for buffer in (ReplayBuffer(5), VectorReplayBuffer(6, 2)):
+        buffer.add_trajectories(trajectories(np.zeros(shape), np.zeros(shape)))
+        assert not len(buffer) and not buffer._specs
+
+
 @pytest.mark.parametrize("n_steps", [2, 5, 9])
 def test_returns_count_on_over_several_batches_and_more_rows_than_there_is_room_for(n_steps):
     quick, slow = VectorReplayBuffer(8, 2), VectorReplayBuffer(8, 2)

@@ -175,8 +175,7 @@ class Buffer:
         ends = [host_array(name, block[name]) != 0 for name in self._ends_among(block)]
         if not ends:
             return None
-        lead = ends[0].shape[:2]
-        return np.asarray(np.logical_or.reduce([end.reshape(*lead, -1).any(axis=2) for end in ends]))
+        return np.asarray(np.logical_or.reduce([end.any(axis=tuple(range(2, end.ndim))) for end in ends]))
 
     def _ends_among(self, names: Iterable[str]) -> list[str]:
         """The columns whose truth ends an episode."""

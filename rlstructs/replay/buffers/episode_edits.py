@@ -204,7 +204,7 @@ class EpisodeEdits(EpisodeReads):
         at = rows.every_row()
         keep = np.ones(at.size, bool)
         for _, null in self._nulls(rows):
-            keep &= ~null.reshape(at.size, -1).any(axis=1)
+            keep &= ~null.any(axis=tuple(range(1, null.ndim)))
         if keep.all():
             return
         kept, capacity, n_lanes = at[keep], storage.columns.capacity, self._n_lanes
