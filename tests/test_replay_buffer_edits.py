@@ -257,7 +257,7 @@ def test_an_empty_buffer_has_no_rows_to_drop():
     for _ in range(2):
         buffer.dropnull()
         assert not len(buffer) and not buffer.hasnull()
-    assert listed(buffer.add(rows([2], [1], x=[[0.0, 1.0]]))) == [[0], [3], [1], [0]]
+    assert listed(buffer.add(rows([2], [1], x=[[0.0, 1.0]]))) == [[0], [2], [1], [0]]
 
 
 def test_rows_with_nan_are_dropped_of_each_environment():
