@@ -243,7 +243,7 @@ def _load_csv(memory: Memory, path: Path) -> None:
     columns = memory._store().columns
     for name, values in tensors.items():
         spec = columns.specs[name]
-        columns.put_rows(name, slice(None), spec.unwritten)
+        columns.put_rows(name, slice(None), columns.value(name, spec.unwritten))
         columns.put_rows(name, lane_rows, columns.converted(name, values, spec))
     restore()
 

@@ -10,6 +10,7 @@ import numpy as np
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.memories.framework import spec_of
 from rlstructs.memories.names import check_name, ends_of
+from rlstructs.replay.columns import Spec
 from rlstructs.replay.trajectories import STEP_ENDS, STEP_START, as_slice, rounds
 from rlstructs.replay.values import encoded, host_array
 from rlstructs.structures.trajectories import Trajectories
@@ -48,7 +49,7 @@ def add(memory: Memory, batch: Trajectories, names: Mapping[str, str] | None) ->
             missing[name] = memory.framework.named(str(steps[key].dtype).removeprefix("torch."))
             spec = spec_of(memory.framework, missing[name], shapes[name])
         own = columns.own(steps[key], spec)
-        rows = encoded(name, host_array(name, steps[key]) if own is None else own, spec)
+        rows = encoded(name, _padded(host_array(name, steps[key]), spec, lengths) if own is None else own, spec)
         block[name] = columns.converted(name, rows.reshape(*lead, *shapes[name]), spec)
     for name, dtype in missing.items():
         memory._add(name, dtype, shapes[name])
@@ -75,6 +76,14 @@ def _lanes(memory: Memory, batch: Trajectories) -> np.ndarray:
         wrong = lanes.max() if lanes.min() >= 0 else lanes.min()
         raise SpecError(f"add_trajectories: env_index {wrong} is not in [0, {memory.num_envs}), the memory's num_envs")
     return lanes
+
+
+def _padded(values: np.ndarray, spec: Spec, lengths: np.ndarray) -> np.ndarray:
+    """Integers (B, T, ...) that another dtype is to take, with zeros as padding: poison may not fit there."""
+    if values.dtype == spec.dtype or values.dtype.kind not in "iu":
+        return values
+    inside = np.arange(values.shape[1]) < lengths.reshape(-1, 1)
+    return np.where(inside.reshape(*inside.shape, *[1] * (values.ndim - 2)), values, values.dtype.type(0))
 
 
 def _row_shape(memory: Memory, name: str, given: tuple[int, ...]) -> tuple[int, ...]:

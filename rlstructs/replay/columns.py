@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rlstructs.debug import is_on, poison
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.replay.backing import Backing, Block, Heap, available_bytes
 
@@ -28,7 +29,7 @@ class Spec:
     Attributes:
         dtype: of numpy.
         shape: of one row.
-        fill: what a row holds that was never written; None for NaN in floats, zero in others.
+        fill: what a row holds of a column that it was written without; None for `unwritten`.
         is_bfloat16: whether what the dtype, int16, holds are the bits of bfloat16.
     """
 
@@ -44,12 +45,15 @@ class Spec:
 
     @property
     def unwritten(self) -> Any:
-        """The value of what was never written."""
+        """The value of what was never written: `fill`, or NaN in floats and zero in others; in debug mode poison."""
         if self.fill is not None:
             return self.fill
-        if self.is_bfloat16:
-            return BFLOAT16_NAN
-        return np.nan if self.dtype.kind in "fc" else 0
+        return self.poison if is_on() or self.is_bfloat16 or self.dtype.kind in "fc" else 0
+
+    @property
+    def poison(self) -> Any:
+        """The value of what is not to be read."""
+        return BFLOAT16_NAN if self.is_bfloat16 else poison(self.dtype)
 
 
 class Columns:
@@ -133,7 +137,7 @@ class Columns:
         self.specs[name] = spec
         self._map_one(name)
         if spec.unwritten != 0:  # NaN is not equal to it either
-            self.flat[name][...] = spec.unwritten
+            self.put_rows(name, slice(None), self.value(name, spec.unwritten))
 
     def move(self, backing: Backing) -> None:
         """Copies every column to bytes of another kind; views of the old ones no longer follow."""
@@ -191,6 +195,13 @@ class Columns:
     def read_into(self, name: str, read: Callable[[np.ndarray], None]) -> None:
         """Has `read` fill an array of the size of a column, which becomes the column."""
         read(self.flat[name])
+
+    def value(self, name: str, number: Any) -> Any:
+        """One number of a column's dtype as `put_rows` takes it."""
+        spec = self.specs[name]
+        if spec.dtype.kind != "u" or number == 0:
+            return number
+        return self.converted(name, np.asarray(number, spec.dtype), spec)  # torch may hold its bits in a signed dtype
 
     def put_rows(self, name: str, rows: Any, values: Any) -> None:
         """Writes to rows by their ids.

@@ -10,12 +10,13 @@ process take turns at writing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from rlstructs.debug import is_on
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.backing import Backing, Block, Heap, Shared
 from rlstructs.replay.columns import LANE, Columns
@@ -263,8 +264,9 @@ class Storage:
             if name in self.links:
                 continue
             values = block.get(name)
+            nothing = self.columns.value(name, spec.unwritten) if values is None else None
             for slots, times in parts:
-                self.columns.put_cells(name, lanes, slots, spec.unwritten if values is None else values[:, times])
+                self.columns.put_cells(name, lanes, slots, nothing if values is None else values[:, times])
 
     def _put_rows(self, block: Mapping[str, Any], rows: np.ndarray, valid: np.ndarray | None) -> None:
         rows = rows if valid is None else rows[valid]
@@ -272,7 +274,7 @@ class Storage:
             if name in self.links:
                 continue
             if name not in block:
-                self.columns.put_rows(name, rows, spec.unwritten)
+                self.columns.put_rows(name, rows, self.columns.value(name, spec.unwritten))
             else:
                 self.columns.put_rows(name, rows, block[name] if valid is None else block[name][valid])
 
@@ -343,12 +345,27 @@ class Storage:
             for link in self.links.values():
                 link.resize(capacity)
             self._map()
+            self.poison(self.columns.specs)
 
     def clear(self, lanes: slice | np.ndarray = ALL) -> None:
         """Drops every row of some lanes."""
         with self.lock:
             self.version += 1
             self.ring.clear(self.alignment, lanes)
+            self.poison(self.columns.specs, lanes)
+
+    def poison(self, names: Iterable[str], lanes: slice | np.ndarray = ALL) -> None:
+        """In debug mode, marks what these columns hold in rows that are not there."""
+        if not is_on():
+            return
+        ring, columns = self.ring, self.columns
+        every = np.arange(columns.n_lanes)[lanes][:, None]
+        steps = ring.steps_of(every, np.arange(columns.capacity), ring.head)
+        at = steps < ring.oldest()[every]
+        rows = columns.rows(every, np.arange(columns.capacity))[at]
+        for name in names:
+            if name not in self.links:  # of those only what is read is ever touched
+                columns.put_rows(name, rows, columns.value(name, columns.specs[name].poison))
 
     def span(self, length: int = 1) -> Span:
         """What can be drawn now: every valid row that has `length - 1` others after it."""

@@ -162,6 +162,7 @@ class Buffer:
             source = source_of(name)
             assert source is not None
             self._storage.link(name, source)
+        self._storage.poison(made)
         self._storage.version += 1
 
     def _is_linked(self, name: str, made: Mapping[str, Spec]) -> bool:
