@@ -22,6 +22,7 @@ from rlstructs.replay.buffers.writers import Writer
 from rlstructs.replay.reading import DISCOUNT
 from rlstructs.replay.roles import ends_among
 from rlstructs.replay.step_writer import StepWriter
+from rlstructs.replay.trajectories import require_keys, steps_of
 from rlstructs.replay.values import host_array
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
@@ -106,12 +107,8 @@ class DictTensorRows(Buffer):
         Raises:
             MissingKeyError, SpecError: something does not fit; the buffer is as it was.
         """
-        if not isinstance(trajectories, Trajectories):
-            raise TypeError(f"add_trajectories: needs Trajectories, got {type(trajectories).__name__}")
-        steps = trajectories.trajectories
-        if absent := sorted(set((names or {}).values()) - set(steps.keys())):
-            found = sorted(steps.keys())
-            raise MissingKeyError(f"add_trajectories: no {absent} in the trajectories, there are {found}")
+        steps = steps_of(trajectories)
+        require_keys(steps, (names or {}).values())
         self._store(rows_of(steps, "add_trajectories", names), "add_trajectories")
 
     def empty(self) -> None:
