@@ -39,9 +39,7 @@ def state_of(buffer):
     state["episodes"] = storage.episodes.columns.flat["episode"].tolist()
     state["running"] = {name: array.tolist() for name, array in buffer._running.arrays().items()}
     state["rng"] = str(buffer._rng.bit_generator.state)
-    more = buffer._more_arrays()
-    more.pop("__drawn__", None)  # a row that was drawn twice is there once after a restart
-    state["more"] = {name: np.copy(array).tolist() for name, array in more.items()}
+    state["more"] = {name: np.copy(array).tolist() for name, array in buffer._more_arrays().items()}
     if inner := buffer._inner():
         state["inner"] = {name: state_of(one) for name, one in inner.items()}
     return state

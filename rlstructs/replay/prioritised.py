@@ -258,9 +258,11 @@ class Prioritised:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What a file needs beside `max_priority`."""
-        none = np.zeros(0, np.int64)
-        draws = [np.stack([draw.rows, draw.steps()]) for draw in self._draws if draw.rows.size]
-        drawn = np.concatenate(draws, axis=1) if draws else np.stack([none, none])
+        draws = [
+            np.stack([draw.rows, draw.steps(), np.full(draw.rows.size, number)])
+            for number, draw in enumerate(self._draws)
+        ]
+        drawn = np.concatenate(draws, axis=1) if draws else np.zeros((3, 0), np.int64)
         return {LEAVES: self.tree.values, SYNCED: self.synced, DRAWN: drawn}
 
     def restored(self, arrays: Mapping[str, np.ndarray], max_priority: float) -> Prioritised:
@@ -276,13 +278,13 @@ class Prioritised:
         wanted = (new.tree.values, new.synced)
         if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip((leaves, synced), wanted, strict=True)):
             raise ValueError("its priorities have other shapes")
-        if drawn.dtype != np.int64 or drawn.ndim != 2 or len(drawn) != 2:
+        if drawn.dtype != np.int64 or drawn.ndim != 2 or len(drawn) != 3:
             raise ValueError("its draws have other shapes")
         if not (np.isfinite(leaves).all() and (leaves >= 0).all() and 0 <= max_priority < np.inf):
             raise ValueError("its priorities are not finite and at least 0")
         new.max_priority, new.synced = float(max_priority), synced
         new.tree.fill(leaves)
-        _, first = np.unique(drawn[0], return_index=True)  # of the draws of a row the latest, which comes first
-        if first.size:
-            new._draws.append(Draw(drawn[0, first], None, drawn[1, first]))
+        for rows, steps, _ in np.split(drawn, np.flatnonzero(np.diff(drawn[2])) + 1, axis=1):
+            if rows.size and len(new._draws) < N_DRAWS:
+                new._draws.append(Draw(rows, None, steps))
         return new
