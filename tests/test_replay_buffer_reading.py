@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 
 import numpy as np
@@ -89,6 +91,15 @@ def test_what_is_read_is_copied():  # A6: a view there, for an int
     buffer.get(1, "x")[...] = 5
     buffer.sample(3)[0].x[...] = 5
     assert buffer.x.sum() == 0 and buffer[:].obs.tolist() == [0, 1, 2]
+
+
+def test_attributes_of_a_batch_are_its_items():  # as tianshou's algorithms set returns and weights
+    batch = wrapped()[[2, 3]]
+    batch.rew = batch.rew * 2
+    batch.returns = np.ones(2)
+    assert batch["rew"].tolist() == [4, 6] and "returns" in batch
+    again = pickle.loads(pickle.dumps(copy.deepcopy(batch)))
+    assert type(again) is type(batch) and again.returns.tolist() == [1, 1] and list(again) == list(batch)
 
 
 def test_an_index_is_left_alone():  # R12, A6

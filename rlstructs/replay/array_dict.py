@@ -8,6 +8,9 @@ from typing import Any
 class ArrayDict(dict[str, Any]):
     """A dict, name -> array. What is nested has names joined with `/`, and is reached as such too.
 
+    Attributes are items. What is nested comes as a dict of its own: `batch["obs/speed"] = 0` changes this one,
+    `batch.obs.speed = 0` does not.
+
     Example:
         >>> batch = ArrayDict({"obs/image": 1, "obs/speed": 2, "act": 3})
         >>> batch["obs/speed"], batch["obs"]["speed"], batch.obs.speed, batch.act
@@ -38,6 +41,9 @@ class ArrayDict(dict[str, Any]):
             return self[name]
         except KeyError as error:
             raise AttributeError(str(error.args[0])) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={_show(value)}" for name, value in self.items())

@@ -192,7 +192,7 @@ class Buffer:
             names: name here -> key of the trajectories; None for what this buffer calls things.
 
         Raises:
-            MissingKeyError, SpecError: something does not fit; the buffer is as it was.
+            TypeError, MissingKeyError, SpecError: something does not fit; the buffer is as it was.
         """
         steps = steps_of(trajectories)
         names = self._trajectory_names(steps) if names is None else names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -155,16 +155,10 @@ class Joined:
         return self._joined([part.unfinished() for part in self.parts])
 
     def prev(self, rows: np.ndarray) -> np.ndarray:
-        moved = np.zeros_like(rows)
-        for part, at, own, offset in self._parts_of(rows):
-            moved[at] = part.prev(own) + offset
-        return moved
+        return self._moved(rows, Snapshot.prev)
 
     def next(self, rows: np.ndarray) -> np.ndarray:
-        moved = np.zeros_like(rows)
-        for part, at, own, offset in self._parts_of(rows):
-            moved[at] = part.next(own) + offset
-        return moved
+        return self._moved(rows, Snapshot.next)
 
     def depths(self, rows: np.ndarray) -> np.ndarray:
         depths = np.zeros_like(rows)
@@ -192,6 +186,12 @@ class Joined:
             for array, values in zip(arrays, part.gather(names, own), strict=True):
                 array[at] = values
         return arrays
+
+    def _moved(self, rows: np.ndarray, move: Callable[[Snapshot, np.ndarray], np.ndarray]) -> np.ndarray:
+        moved = np.zeros_like(rows)
+        for part, at, own, offset in self._parts_of(rows):
+            moved[at] = move(part, own) + offset
+        return moved
 
     def _joined(self, rows: Sequence[np.ndarray]) -> np.ndarray:
         return np.concatenate([own + offset for own, offset in zip(rows, self.offsets, strict=False)])

@@ -138,7 +138,7 @@ class TaggedBuffer(Buffer):
                 that are set up are taken.
 
         Raises:
-            MissingKeyError, SpecError: something does not fit; the buffer is as it was.
+            TypeError, MissingKeyError, SpecError: something does not fit; the buffer is as it was.
         """
         super().add_trajectories(trajectories, names)
         if not self._tags:
