@@ -6,6 +6,8 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -153,3 +155,34 @@ def test_killing_a_writer_changes_nothing_for_the_others(storage, started):
         assert reader.read_until(reader.has_advanced(0))
     assert (reader.n_rows > 0).all()
     assert [writer.stop(), other.stop()] == [0, 0]
+
+
+FORKED_WHILE_WRITTEN = """
+import os, signal, threading, numpy as np
+from rlstructs.replay.columns import Spec
+from rlstructs.replay.storage import Storage
+storage = Storage(n_lanes=1, capacity=4)
+storage.columns.add("t", Spec(np.dtype("f4")))
+storage.write({"t": np.ones((1, 2), "f4")})
+inside, go_on = threading.Event(), threading.Event()
+def write():
+    with storage.lock:
+        inside.set()
+        go_on.wait()
+threading.Thread(target=write).start()
+inside.wait()
+pid = os.fork()
+if pid == 0:
+    signal.alarm(20)  # ends it if it hangs
+    storage.write({"t": np.ones((1, 1), "f4")})
+    print(len(storage), flush=True)
+    os._exit(0)
+print(os.waitpid(pid, 0)[1])
+go_on.set()
+"""
+
+
+def test_a_process_that_was_forked_while_a_thread_wrote_writes_on():
+    command = [sys.executable, "-W", "ignore", "-c", FORKED_WHILE_WRITTEN]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["3", "0"]

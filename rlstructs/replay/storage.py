@@ -9,7 +9,9 @@ process take turns at writing.
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,6 +97,7 @@ class Storage:
         self.version = 0
         self.is_private = not isinstance(backing, Shared)
         self._map()
+        _stores.add(self)
 
     def _map(self) -> None:
         counters = self._counters.bytes().view(np.int64).reshape(N_COUNTERS, self.columns.n_lanes)
@@ -437,6 +440,19 @@ class Storage:
         vars(self).update(state)
         self.lock, self._span = threading.Lock(), None
         self._map()
+        _stores.add(self)
+
+
+_stores: weakref.WeakSet[Storage] = weakref.WeakSet()
+
+
+def _free_locks() -> None:
+    """In a forked process there are no other threads to give a lock back; what one was writing does not count yet."""
+    for storage in _stores:
+        storage.lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_free_locks)
 
 
 def check_size(name: str, value: Any) -> int:
