@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -24,6 +25,7 @@ from rlstructs import (
     WorkerCrashed,
     WorkerTimeout,
 )
+from rlstructs.testing import Fault, create_faulty_envs
 
 # Seconds in which a failure has to arrive, and `close` to return: the contract's own numbers.
 LIMIT = 5.0
@@ -181,6 +183,94 @@ def test_a_killed_worker_is_an_error_that_says_so(phase, start_method):  # CV78
 def test_a_worker_that_kills_itself_in_a_step_is_an_error():
     with Deadline(), pytest.raises(WorkerCrashed, match="last request: rollout"):
         run_through("kill")
+
+
+class EndingAgent(Counting):
+    """Ends the process that it is in."""
+
+    def __init__(self, where, how):
+        super().__init__()
+        self.where, self.how = where, how
+
+    def _end(self, where):
+        if self.where == where:
+            os.kill(os.getpid(), signal.SIGKILL) if self.how == "kill" else os._exit(3)
+
+    def __call__(self, *arguments, **named):
+        self._end("call")
+        return super().__call__(*arguments, **named)
+
+    def update(self, info):
+        self._end("update")
+
+
+WORDS = {"kill": "exit code -9, killed by SIGKILL", "exit": "exit code 3"}
+# Worker 0 tries the agent as it starts.
+REQUESTS = {"init": "build", "reset": "reset", "step": "rollout", "call": "build", "update": "update"}
+
+
+@pytest.mark.parametrize(
+    ("how", "where", "start_method"),
+    [*itertools.product(WORDS, [*REQUESTS, "close"], ["forkserver"]),
+     *itertools.product(["kill"], ["init", "update", "close"], ["spawn"])],
+)  # fmt: skip
+def test_a_worker_may_end_in_any_phase(how, where, start_method):
+    """Also in its constructor, in `update` and in `close`; of what it had to say no more is expected."""
+    before = worker_pids()
+    in_env = where in ("init", "reset", "step", "close")
+    env_args = {"n_envs": 2, "faults": [Fault(how, at=where, worker=1)] if in_env else []}
+
+    def run():
+        with RL_Batcher(
+            4, EndingAgent, {"where": where, "how": how}, create_faulty_envs, env_args, 2, 0, start_method=start_method
+        ) as batcher, Deadline():  # a start may take longer
+            batcher.reset()
+            batcher.update(None)
+            rollout(batcher)
+
+    if where == "close":
+        run()
+    else:
+        gone = rf"^worker \d \(pid \d+\) is gone: {WORDS[how]}; last request: {REQUESTS[where]}"
+        with pytest.raises(WorkerCrashed, match=gone):
+            run()
+    assert worker_pids() == before
+
+
+@pytest.mark.parametrize("policy", ["raise", "restart"])
+@pytest.mark.parametrize("phase", ["idle", "rollout"])
+def test_the_fork_server_may_be_killed(policy, phase, subprocess_env):
+    """Its workers end with it: they are an error, or replaced by those of another server."""
+    text = textwrap.dedent(f"""
+        import psutil
+        from helpers import Counting, rollout
+        from processes import exists
+        from rlstructs import RL_Batcher, WorkerCrashed
+        from rlstructs.testing import create_faulty_envs
+
+        with RL_Batcher(
+            4, Counting, {{}}, create_faulty_envs, {{"n_envs": 1}}, 2, 0, on_worker_failure={policy!r}
+        ) as batcher:
+            batcher.reset()
+            rollout(batcher)
+            pids = batcher._pool.pids
+            server = psutil.Process(psutil.Process(pids[0]).ppid())
+            if {phase!r} == "rollout":
+                batcher.execute()
+            server.kill()
+            psutil.wait_procs([psutil.Process(pid) for pid in pids if exists(pid)], 5)
+            try:
+                if {phase!r} == "idle":
+                    batcher.execute()
+                batcher.get()
+                print(rollout(batcher)[0].lengths.tolist(), batcher.stats()["restarts"])
+            except WorkerCrashed:
+                print("WorkerCrashed")
+        print(any(map(exists, pids)))
+    """)
+    done = subprocess.run([sys.executable, "-c", text], env=subprocess_env, timeout=60, capture_output=True, text=True)
+    said = "WorkerCrashed" if policy == "raise" else "[4, 4] 2"
+    assert done.stdout.splitlines() == [said, "False"], done.stderr
 
 
 def test_a_hanging_environment_is_an_error_after_the_timeout_and_close_ends_it():

@@ -97,8 +97,33 @@ def test_a_small_dev_shm_matters_to_nobody(subprocess_env):
     assert set(os.listdir("/dev/shm")) >= before
 
 
+def test_4_megabytes_of_dev_shm_hold_an_arena_of_20(subprocess_env):
+    """Needs root: the program gets a /dev/shm of its own."""
+    text = """
+        class Big(Counting):
+            def __call__(self, *arguments, **named):
+                output, state = super().__call__(*arguments, **named)
+                output.set("big", torch.ones(output.n_elems(), 10_000))
+                return output, state
+        with RL_Batcher(300, Big, {}, lambda seed: GymEnvInf([Count(500)], seed), {}, 2, 0) as made:
+            made.reset()
+            made.execute()
+            print(made.nbytes > 20 * 2**20, made.get()[0].trajectories["action/big"].sum().item(),
+                  os.statvfs("/dev/shm").f_blocks * 4096)
+    """
+    program = [sys.executable, "-W", "ignore", "-c", WIDE + textwrap.dedent(text)]
+    mount = 'mount -t tmpfs -o size=4m tmpfs /dev/shm && exec "$@"'
+    if subprocess.run(["unshare", "-m", "sh", "-c", mount, "sh", "true"], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted")
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", mount, "sh", *program],
+        capture_output=True, text=True, env=subprocess_env, timeout=100,
+    )  # fmt: skip
+    assert done.stdout.split("\n")[0] == f"True 6000000.0 {4 * 2**20}", done.stderr
+
+
 def test_slots_beyond_the_memory_limit_are_refused_before_the_first_write(subprocess_env):
-    """RLIMIT_AS stands for a small machine: no arena is mapped that does not fit."""
+    """What is asked for is far more than any machine has."""
     done = run(
         """
         try:
@@ -125,7 +150,8 @@ def test_64_workers_on_two_cores():
 @pytest.mark.parametrize(
     ("how", "phase"),
     # Within a call of ours nothing of the program's own can raise.
-    [*itertools.product(["SIGTERM", "SIGINT", "SIGKILL"], ["reset", "execute", "get", "update"]), ("raise", "execute")],
+    [*itertools.product(["SIGTERM", "SIGINT", "SIGKILL"], ["start", "reset", "execute", "get", "update", "close"]),
+     ("raise", "execute")],
 )
 def test_a_program_that_ends_in_any_phase_leaves_no_worker(how, phase, subprocess_env):
     """Ctrl-C goes to the whole group, as a terminal sends it."""
@@ -141,15 +167,26 @@ def test_a_program_that_ends_in_any_phase_leaves_no_worker(how, phase, subproces
                 told()
                 signal.pause()
             return super().reset(**arguments)
+        def close(self):
+            if {phase!r} == "close":
+                told()
+                signal.pause()
     class Agent(Counting):
         def update(self, info):
             told()
             signal.pause()
     def told():
         os.write(1, b"ready\\n")
-    made = RL_Batcher(5, Agent, {{}}, lambda seed: GymEnvInf([Slow(9)], seed), {{}}, 2, 0)
+    def create_env(seed):
+        if {phase!r} == "start":
+            told()
+            signal.pause()
+        return GymEnvInf([Slow(9)], seed)
+    made = RL_Batcher(5, Agent, {{}}, create_env, {{}}, 2, 0)
     os.write(1, " ".join(map(str, made._pool.pids)).encode() + b"\\n")
     made.reset()
+    if {phase!r} == "close":
+        made.close()
     made.execute() if {phase!r} != "update" else made.update(1)
     if {how!r} == "raise":
         raise KeyError("of the trainer")
@@ -164,9 +201,13 @@ def test_a_program_that_ends_in_any_phase_leaves_no_worker(how, phase, subproces
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=subprocess_env, start_new_session=True,
     )  # fmt: skip
     assert program.stdout is not None and program.stderr is not None
-    workers = [psutil.Process(int(pid)) for pid in program.stdout.readline().split()]
+    workers = [] if phase == "start" else [psutil.Process(int(pid)) for pid in program.stdout.readline().split()]
     if how != "raise":
         assert program.stdout.readline() == b"ready\n"
+        if phase == "start":  # the fork server's children
+            workers = [child for child in psutil.Process(program.pid).children(recursive=True)
+                       if child.ppid() != program.pid]  # fmt: skip
+            assert workers
         if how == "SIGINT":
             os.killpg(program.pid, 2)
         else:

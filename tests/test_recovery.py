@@ -132,6 +132,22 @@ def test_the_others_are_kept_and_the_lost_one_is_counted(how, index, start_metho
     assert worker_pids() == before
 
 
+def test_a_hang_under_spawn_is_mended_too(monkeypatch):
+    """The deadline comes after the start, and goes before the successor's: spawned workers import torch for seconds."""
+    with batcher("hang", n_workers=2, start_method="spawn") as made:
+        made.reset()
+        made._pool.timeout, restart = 1.0, made._pool.restart
+
+        def patient(factories):
+            made._pool.timeout = None
+            restart(factories)
+
+        monkeypatch.setattr(made._pool, "restart", patient)
+        trajectories, n_running = rollout(made)
+        assert n_running == 4 and trajectories.lengths.tolist() == [5, 5, 0, 0]
+        assert rollout(made)[0].lengths.tolist() == [5] * 4
+
+
 def test_a_successor_has_the_next_seed_of_its_stream_and_the_last_update():
     with batcher("kill") as made:
         made.update(3.5)

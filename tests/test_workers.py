@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import signal
 import stat
 import subprocess
@@ -244,6 +245,21 @@ def test_a_message_that_cannot_be_unpickled_is_an_error_and_the_worker_lives(met
                 with pytest.raises(pickle.UnpicklingError, match="a message cannot be unpickled: EOFError"):
                     pool.gather(LIMIT)
         assert [index for index, _ in pool.call("identify")] == [0, 1]
+
+
+def test_a_reply_from_before_a_restart_is_nobodys(method):
+    with WorkerPool(2, Job, start_method=method) as pool:
+        old = pool.pids
+        pool.broadcast("identify")
+        poll = select.poll()
+        poll.register(pool._workers[1].channel.fileno(), select.POLLIN)
+        assert poll.poll(LIMIT * 1000)  # it has replied, and nobody has read it
+        pool.restart({1: Job})
+        replies, failures = pool.settle()
+        assert (replies, failures) == ({0: (0, old[0]), 1: None}, {})  # what building the new one replied
+        pool.forget_outcomes()
+        answers = pool.call("identify")
+        assert answers == [(0, old[0]), (1, pool.pids[1])] and pool.pids[1] != old[1]
 
 
 def test_a_busy_worker_takes_no_second_request():
