@@ -66,6 +66,9 @@ def test_an_episode_that_was_cut_stays_cut():
     assert second.unfinished_index().tolist() == []
     first.update(second)
     assert first.unfinished_index().tolist() == [] and first.next(np.arange(3)).tolist() == [0, 2, 2]
+    for flag in (True, False):  # a flag takes the place of the cut, and is taken back
+        second.set_array_at_key([flag], "terminated", index=[2])
+        assert second.unfinished_index().tolist() == [[2], []][flag]
     assert listed(first.add(row(3, True, x=0.0))) == [[3], [3], [1], [3]]
 
 

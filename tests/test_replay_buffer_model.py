@@ -246,11 +246,12 @@ class BufferMachine(RuleBasedStateMachine):
         flags = data.draw(st.lists(st.booleans(), min_size=len(chosen), max_size=len(chosen)))
         self.buffer.set_array_at_key(flags, "terminated", index=[self.id(*place) for place in chosen])
         truncated = self.buffer.truncated.copy()
-        for lane in self.lanes:  # what was cut by something else than its flags stays so
+        for lane in self.lanes:  # what was cut by something else than its flags stays so, unless they take its place
             for step in lane.held():
                 row = lane.rows[step]
                 last = step == len(lane.rows) - 1
                 row.was_cut = not row.done and (lane.cut if last else lane.rows[step + 1].begins)
+                lane.cut = row.was_cut if last else lane.cut
         for place, flag in zip(chosen, flags, strict=True):
             self.lanes[place[0]].rows[place[1]].done = flag or bool(truncated[self.id(*place)])
         for lane in self.lanes:
