@@ -30,6 +30,7 @@ ROWS = {
     "rlstructs.replay.expand": 3,
     "rlstructs.replay.reading": 3,
     "rlstructs.replay.slices": 3.5,
+    "rlstructs.replay.selection": 3,
     "rlstructs.replay.storage": 3,
     "rlstructs.replay.prioritised": 3,
     "rlstructs.replay.step_writer": 3,

@@ -230,14 +230,14 @@ def test_updates_of_rows_that_were_overwritten_since_are_dropped(kind):
     assert draw(memory, 40)[1].tolist() == [1] * 40
 
 
-@pytest.mark.parametrize("format", ["npz", "pt", "csv"])
-def test_updates_of_overwritten_rows_are_dropped_after_a_load_too(kind, format, tmp_path):
+@pytest.mark.parametrize("ending", ["npz", "pt", "csv"])
+def test_updates_of_overwritten_rows_are_dropped_after_a_load_too(kind, ending, tmp_path):
     memory = prioritized(kind, 4, n_rows=4, alpha=1.0, beta=1.0)
     memory.sample(["t"], batch_size=2)
     indexes = memory.get_sampling_indexes()
     memory.sample(["t"], batch_size=4)  # the same rows again: it is not these that the priorities are for
     restored = prioritized(kind, 4, n_rows=0, alpha=1.0, beta=1.0)
-    restored.load(memory.save(tmp_path, format=format))
+    restored.load(memory.save(tmp_path, format=ending))
     for t in range(4, 8):
         add_row(restored, kind, t)
     restored.sample(["t"], batch_size=8)  # and those that are there now, too

@@ -16,7 +16,8 @@ from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.buffers.base import Buffer
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.reading import Reading
-from rlstructs.replay.storage import Selection, Storage
+from rlstructs.replay.selection import Selection
+from rlstructs.replay.storage import Storage
 
 WIDE = 80  # float32: more bytes than from which on a next observation is stored once
 

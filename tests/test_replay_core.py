@@ -17,7 +17,8 @@ from rlstructs.replay.columns import Columns, Spec
 from rlstructs.replay.episodes import LENGTH, NEVER, TIME, Episodes
 from rlstructs.replay.ring import N_COUNTERS, Ring
 from rlstructs.replay.samplers import Epoch, Span, Uniform, draw_fitting
-from rlstructs.replay.storage import ALL, Selection, Storage, check_size
+from rlstructs.replay.selection import Selection, check_size
+from rlstructs.replay.storage import ALL, Storage
 
 ORDERS = ["lane", "slot"]
 BACKINGS = ["heap", "shared", "disk"]

@@ -17,7 +17,7 @@ from replay_writers import CAPACITY, EPISODE, make_storage
 
 from rlstructs.replay.expand import padded
 from rlstructs.replay.samplers import Uniform
-from rlstructs.replay.storage import Selection
+from rlstructs.replay.selection import Selection
 
 # Seconds that each test reads for.
 SOAK = float(os.environ.get("RLSTRUCTS_SOAK_SECONDS", "1.5"))

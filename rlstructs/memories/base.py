@@ -15,7 +15,7 @@ from rlstructs.memories.formats import checked_format
 from rlstructs.memories.names import ends_of
 from rlstructs.memories.tensors import NamedTensors
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.storage import check_size
+from rlstructs.replay.selection import check_size
 from rlstructs.replay.values import encoded, host_array
 
 

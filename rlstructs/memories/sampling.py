@@ -16,7 +16,7 @@ from rlstructs.replay.prioritised import Prioritised, exponent
 from rlstructs.replay.reading import discounted
 from rlstructs.replay.roles import is_after, is_reward
 from rlstructs.replay.samplers import Span, Uniform, draw_fitting
-from rlstructs.replay.storage import Selection, check_size
+from rlstructs.replay.selection import Selection, check_size
 from rlstructs.replay.values import host_array
 
 Fits = Callable[[np.ndarray], np.ndarray]

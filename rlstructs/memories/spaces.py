@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import SpecError
-from rlstructs.replay.storage import check_size
+from rlstructs.replay.selection import check_size
 
 
 def n_elements(size: Any) -> int:

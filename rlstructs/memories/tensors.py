@@ -21,8 +21,9 @@ from rlstructs.memories.spaces import n_elements
 from rlstructs.replay.columns import SLOT, Columns, Spec
 from rlstructs.replay.episodes import BYTES_PER_ROW
 from rlstructs.replay.roles import ENDS
+from rlstructs.replay.selection import check_size
 from rlstructs.replay.step_writer import StepWriter
-from rlstructs.replay.storage import Storage, check_size
+from rlstructs.replay.storage import Storage
 from rlstructs.replay.tensor_columns import TensorColumns
 from rlstructs.replay.values import encoded, host_array
 

@@ -18,7 +18,8 @@ from rlstructs.replay.ring import Ring
 
 # Bytes of a row from which on it is worth asking where it lies each time that it is read.
 SMALLEST = 256
-BESIDE = Spec(np.dtype(bool))
+# No step.
+NONE = -2
 
 
 class Link:
@@ -37,13 +38,16 @@ class Link:
         # Of what is never read nothing is written: not even what marks it as unwritten.
         columns.add(name, Spec(spec.dtype, spec.shape, 0, spec.is_bfloat16), sparse=True)
         self.is_beside = np.zeros((columns.n_lanes, columns.capacity), bool)
-        self.newest = np.zeros((columns.n_lanes, *spec.shape), spec.dtype)
+        # The values of two rows of each lane, and which steps these are: the newest one's stays where it is until
+        # the head has passed the next, so that a write which is broken off changes nothing.
+        self._waiting = np.zeros((2, columns.n_lanes, *spec.shape), spec.dtype)
+        self._steps = np.full((2, columns.n_lanes), NONE)
 
     @property
     def nbytes(self) -> int:
         """Bytes that are taken, beside those of the source."""
         row = self._columns.specs[self.name].nbytes
-        return self.is_beside.nbytes + self.newest.nbytes + int(self.is_beside.sum()) * row
+        return self.is_beside.nbytes + self._waiting.nbytes + int(self.is_beside.sum()) * row
 
     def write(self, ring: Ring, lanes: np.ndarray, values: np.ndarray, following: np.ndarray) -> None:
         """Takes T values of the rows from each head on, before it is raised.
@@ -57,14 +61,24 @@ class Link:
         head, capacity = ring.head[lanes], ring.capacity
         n_following = values.shape[1] - 1
         # The newest rows have a next one now.
-        old = head > ring.base[lanes]
-        self._settle(lanes[old], (head[old] - 1) % capacity, self.newest[lanes[old]], following[old, 0])
+        old, at = head > ring.base[lanes], self._at(ring, lanes)
+        self._settle(lanes[old], (head[old] - 1) % capacity, self._waiting[at[old], lanes[old]], following[old, 0])
         if n_following:
             slots = (head[:, None] + np.arange(n_following)) % capacity
             rows = np.broadcast_to(lanes[:, None], slots.shape)
             before, after = (x.reshape(-1, *x.shape[2:]) for x in (values[:, :-1], following[:, 1:]))
             self._settle(rows.ravel(), slots.ravel(), before, after)
-        self.newest[lanes] = values[:, -1]
+        self._waiting[1 - at, lanes] = values[:, -1]
+        self._steps[1 - at, lanes] = head + n_following
+
+    def _at(self, ring: Ring, lanes: np.ndarray) -> np.ndarray:
+        """Where the values of the newest rows of these lanes wait, 0 or 1."""
+        return np.asarray(self._steps[1, lanes] == ring.head[lanes] - 1, np.intp)
+
+    def zeros(self, n: int, n_timesteps: int) -> np.ndarray:
+        """Values that nobody gave, (n, T, *shape)."""
+        spec = self._columns.specs[self.name]
+        return np.broadcast_to(np.zeros((), spec.dtype), (n, n_timesteps, *spec.shape))
 
     def _settle(self, lanes: np.ndarray, slots: np.ndarray, values: np.ndarray, following: np.ndarray) -> None:
         different = _differ(values, following)
@@ -84,7 +98,8 @@ class Link:
             values[beside] = columns.flat[self.name][flat_rows[beside]]
         newest = (ring.head[lanes] > ring.base[lanes]) & (slots == (ring.head[lanes] - 1) % columns.capacity)
         if newest.any():
-            values[newest] = self.newest[lanes[newest]]
+            lanes = lanes[newest]
+            values[newest] = self._waiting[self._at(ring, lanes), lanes]
         return np.asarray(values.reshape(*rows.shape, *values.shape[1:]))
 
     def put(self, ring: Ring, rows: np.ndarray, values: Any) -> None:
@@ -93,7 +108,8 @@ class Link:
         newest = slots == (ring.head[lanes] - 1) % ring.capacity
         self.is_beside[lanes, slots] = ~newest
         self._columns.flat[self.name][rows[~newest]] = values[~newest]
-        self.newest[lanes[newest]] = values[newest]
+        lanes = lanes[newest]
+        self._waiting[self._at(ring, lanes), lanes] = values[newest]
 
     def keep(self, ring: Ring, rows: np.ndarray) -> None:
         """Keeps what the rows before these hold, whose sources in these rows are about to be changed."""
@@ -111,13 +127,15 @@ class Link:
         resized[:, :n] = self.is_beside[:, :n]
         self.is_beside = resized
 
-    def arrays(self) -> dict[str, np.ndarray]:
+    def arrays(self, ring: Ring) -> dict[str, np.ndarray]:
         """What a file needs: which rows lie beside, their values, and the newest ones."""
         at = np.ascontiguousarray(np.argwhere(self.is_beside))  # files take nothing else
-        return {"at": at, "values": self._columns.cells[self.name][at[:, 0], at[:, 1]], "newest": self.newest}
+        every = np.arange(ring.n_lanes)
+        newest = self._waiting[self._at(ring, every), every]
+        return {"at": at, "values": self._columns.cells[self.name][at[:, 0], at[:, 1]], "newest": newest}
 
-    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Takes back what `arrays` gave.
+    def restore(self, arrays: Mapping[str, np.ndarray], head: np.ndarray) -> None:
+        """Takes back what `arrays` gave, when the heads were these.
 
         Raises:
             ValueError: it does not fit.
@@ -127,7 +145,38 @@ class Link:
         self.is_beside[...] = False
         self.is_beside[at[:, 0], at[:, 1]] = True
         self._columns.cells[self.name][at[:, 0], at[:, 1]] = values
-        self.newest[...] = newest
+        self._waiting[0], self._steps[0], self._steps[1] = newest, head - 1, NONE
+
+
+def put_linked(
+    links: Mapping[str, Link],
+    ring: Ring,
+    block: Mapping[str, Any],
+    lanes: np.ndarray,
+    n_timesteps: int,
+    lengths: np.ndarray | None,
+) -> None:
+    """Takes what a block, as of `Storage.write`, holds of linked columns; zeros where it holds nothing.
+
+    Args:
+        links: by name.
+        ring: the counters, before the heads are raised.
+        block: name -> (n, T, ...).
+        lanes: int (n,).
+        n_timesteps: T.
+        lengths: int64 (n,), how many of the T rows are valid; None for all.
+    """
+    for link in links.values():
+        values, following = (
+            block[name] if name in block else link.zeros(len(lanes), n_timesteps) for name in (link.name, link.source)
+        )
+        if lengths is None:
+            if n_timesteps:
+                link.write(ring, lanes, values, following)
+            continue
+        for at in np.flatnonzero(lengths):
+            one, n = slice(at, at + 1), int(lengths[at])
+            link.write(ring, lanes[one], values[one, :n], following[one, :n])
 
 
 def check_arrays(name: str, arrays: Mapping[str, np.ndarray], spec: Spec, shape: tuple[int, ...]) -> None:

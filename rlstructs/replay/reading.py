@@ -14,7 +14,8 @@ from rlstructs.replay import expand
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.roles import is_after, is_observation, is_reward, source_of
 from rlstructs.replay.samplers import Span
-from rlstructs.replay.storage import Storage, check_size
+from rlstructs.replay.selection import check_size
+from rlstructs.replay.storage import Storage
 
 DISCOUNT = "discount"
 

@@ -13,46 +13,24 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from rlstructs.debug import is_on
-from rlstructs.errors import SpecError, StateError
+from rlstructs.errors import StateError
 from rlstructs.replay.backing import Backing, Block, Heap, Shared
+from rlstructs.replay.blocks import lead_of
 from rlstructs.replay.columns import LANE, Columns
 from rlstructs.replay.episodes import Episodes
-from rlstructs.replay.links import Link
+from rlstructs.replay.links import Link, put_linked
 from rlstructs.replay.ring import N_COUNTERS, Ring
 from rlstructs.replay.samplers import Span
+from rlstructs.replay.selection import Selection
 
 ALL = slice(None)
 # A reader that loses this often against the writers reads from a ring too small to be read at all.
 MAX_REDRAWS = 100
-
-
-@dataclass
-class Selection:
-    """What was drawn.
-
-    Attributes:
-        rows: int64 (B, L) row ids, the earliest of each sample in column 0.
-        span: the counters as they were.
-        fields: what else belongs to each sample (mask, weights, ...), first axis B.
-        earliest: int64 (B,), the first row that is read for each; None for column 0.
-    """
-
-    rows: np.ndarray
-    span: Span
-    fields: dict[str, np.ndarray] = field(default_factory=dict)
-    earliest: np.ndarray | None = None
-
-    def put(self, at: np.ndarray, other: Selection) -> None:
-        """Replaces some samples, in place."""
-        self.rows[at] = other.rows
-        for name, values in self.fields.items():
-            values[at] = other.fields[name]
 
 
 class Storage:
@@ -171,7 +149,7 @@ class Storage:
         Raises:
             SpecError: something does not fit; nothing has changed.
         """
-        lead = self._lead(block, lanes, lengths, done, starts)
+        lead = lead_of(block, self.columns.n_lanes, lanes, lengths, done, starts)
         block = {name: self.columns.check(name, values, lead) for name, values in block.items()}
         if self.episodes is not None and done is None:
             done = np.zeros(lead, bool)
@@ -191,38 +169,6 @@ class Storage:
                     None if done is None else done[:, part],
                     None if starts is None else starts[:, part],
                 )
-
-    def _lead(
-        self,
-        block: Mapping[str, Any],
-        lanes: slice | np.ndarray,
-        lengths: np.ndarray | None,
-        done: np.ndarray | None,
-        starts: np.ndarray | None,
-    ) -> tuple[int, int]:
-        """The axes (n, T) of a block that fits its lanes."""
-        n_lanes = self.columns.n_lanes
-        if isinstance(lanes, slice):
-            n = len(range(n_lanes)[lanes])
-        else:
-            try:
-                every = np.arange(n_lanes)[lanes].tolist()
-            except IndexError as error:
-                raise SpecError(f"lanes {lanes} are not those of a store with {n_lanes}") from error
-            n = len(every)
-            if len(set(every)) < n:
-                raise SpecError(f"lanes {every} hold one twice")
-        values: Any
-        name, values = next(iter(block.items()), ("block", np.zeros(0)))
-        if values.ndim < 2 or len(values) != n:
-            raise SpecError(f"{name!r} has shape {tuple(values.shape)}, needed is ({n}, T, ...), a row for each lane")
-        lead = (len(values), values.shape[1])
-        for name, marks in (("done", done), ("starts", starts)):
-            if marks is not None and marks.shape != lead:
-                raise SpecError(f"{name} has shape {marks.shape}, needed is {lead}")
-        if lengths is not None and (lengths.shape != lead[:1] or ((lengths < 0) | (lengths > lead[1])).any()):
-            raise SpecError(f"lengths are {lengths.tolist()}, needed are {lead[0]} in [0, {lead[1]}]")
-        return lead
 
     def _write(
         self,
@@ -250,7 +196,7 @@ class Storage:
             rows = columns.rows(np.arange(columns.n_lanes)[lanes][:, None], steps % columns.capacity)
             self._put_rows(block, rows, None if lengths is None else np.arange(n_timesteps) < lengths[:, None])
         if self.links:
-            self._put_linked(block, np.arange(columns.n_lanes)[lanes], n_timesteps, lengths)
+            put_linked(self.links, ring, block, np.arange(columns.n_lanes)[lanes], n_timesteps, lengths)
         if self.episodes is not None:
             assert done is not None
             self.episodes.write(lanes, done, starts, lengths, first if in_step and head.size else None)
@@ -280,21 +226,6 @@ class Storage:
                 self.columns.put_rows(name, rows, self.columns.value(name, spec.unwritten))
             else:
                 self.columns.put_rows(name, rows, block[name] if valid is None else block[name][valid])
-
-    def _put_linked(
-        self, block: Mapping[str, Any], lanes: np.ndarray, n_timesteps: int, lengths: np.ndarray | None
-    ) -> None:
-        for name, link in self.links.items():
-            shape = (len(lanes), n_timesteps, *self.columns.specs[name].shape)
-            zeros = np.broadcast_to(np.zeros((), self.columns.specs[name].dtype), shape)
-            values, following = block.get(name, zeros), block.get(link.source, zeros)
-            if lengths is None:
-                if n_timesteps:
-                    link.write(self.ring, lanes, values, following)
-                continue
-            for at in np.flatnonzero(lengths):
-                one, n = slice(at, at + 1), int(lengths[at])
-                link.write(self.ring, lanes[one], values[one, :n], following[one, :n])
 
     def gather(self, names: Sequence[str], rows: np.ndarray) -> list[Any]:
         """These rows of these columns, private memory, `(*rows.shape, *shape)` each."""
@@ -453,16 +384,3 @@ def _free_locks() -> None:
 
 
 os.register_at_fork(after_in_child=_free_locks)
-
-
-def check_size(name: str, value: Any) -> int:
-    """`value` as an int.
-
-    Raises:
-        TypeError, SpecError: it is no int, or below 1.
-    """
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < 1:
-        raise SpecError(f"{name} must be at least 1, got {value}")
-    return int(value)

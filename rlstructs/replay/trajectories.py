@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from rlstructs.errors import MissingKeyError
-from rlstructs.structures.trajectories import Trajectories
-
 # Keys of trajectories that say where episodes end and begin.
 STEP_ENDS = ("_observation/terminated", "_observation/truncated", "_observation/done")
 STEP_START = "observation/initial_state"
-
-
-def steps_of(trajectories: Any) -> Any:
-    """The steps (B, T, ...) of a batch.
-
-    Raises:
-        TypeError: these are no `Trajectories`.
-    """
-    if not isinstance(trajectories, Trajectories):
-        raise TypeError(f"add_trajectories: needs Trajectories, got {type(trajectories).__name__}")
-    return trajectories.trajectories
-
-
-def require_keys(steps: Any, keys: Iterable[str]) -> None:
-    """Raises MissingKeyError unless the steps of a batch have all of these."""
-    if absent := sorted(set(keys) - set(steps.keys())):
-        found = sorted(steps.keys())
-        raise MissingKeyError(f"add_trajectories: no {absent} in the trajectories, there are {found}")
 
 
 def rounds(lanes: np.ndarray) -> Iterator[Any]:

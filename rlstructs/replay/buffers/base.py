@@ -13,6 +13,7 @@ import torch
 from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError
 from rlstructs.replay.backing import Backing
 from rlstructs.replay.buffers import files
+from rlstructs.replay.buffers.batches_in import require_keys, steps_of
 from rlstructs.replay.buffers.export import Exporter
 from rlstructs.replay.buffers.rows_in import as_rows
 from rlstructs.replay.columns import Columns, Spec
@@ -20,8 +21,9 @@ from rlstructs.replay.links import SMALLEST
 from rlstructs.replay.reading import Reading
 from rlstructs.replay.roles import ends_among, source_of
 from rlstructs.replay.samplers import Span
-from rlstructs.replay.storage import ALL, Selection, Storage
-from rlstructs.replay.trajectories import STEP_ENDS, STEP_START, as_slice, require_keys, rounds, steps_of
+from rlstructs.replay.selection import Selection
+from rlstructs.replay.storage import ALL, Storage
+from rlstructs.replay.trajectories import STEP_ENDS, STEP_START, as_slice, rounds
 from rlstructs.replay.values import host_array
 from rlstructs.structures.trajectories import Trajectories
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from rlstructs.errors import SpecError
+from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.replay.buffers.rows_in import flat_items
 from rlstructs.replay.trajectories import STEP_ENDS, STEP_START
 from rlstructs.replay.values import host_array
@@ -117,3 +117,21 @@ def _truth(steps: TemporalDictTensor, key: str) -> np.ndarray:
 def with_axis(name: str, value: Any) -> Any:
     """A value of a row as that of one row, `(1, ...)`."""
     return _with_axes(name, value)[None]
+
+
+def steps_of(trajectories: Any) -> Any:
+    """The steps (B, T, ...) of a batch.
+
+    Raises:
+        TypeError: these are no `Trajectories`.
+    """
+    if not isinstance(trajectories, Trajectories):
+        raise TypeError(f"add_trajectories: needs Trajectories, got {type(trajectories).__name__}")
+    return trajectories.trajectories
+
+
+def require_keys(steps: Any, keys: Iterable[str]) -> None:
+    """Raises MissingKeyError unless the steps of a batch have all of these."""
+    if absent := sorted(set(keys) - set(steps.keys())):
+        found = sorted(steps.keys())
+        raise MissingKeyError(f"add_trajectories: no {absent} in the trajectories, there are {found}")

@@ -10,7 +10,8 @@ import numpy as np
 from rlstructs.errors import SpecError
 from rlstructs.replay.buffers.parts import Part
 from rlstructs.replay.samplers import Span, Uniform
-from rlstructs.replay.storage import Selection, Storage
+from rlstructs.replay.selection import Selection
+from rlstructs.replay.storage import Storage
 
 INDEX, WEIGHT, MASK = "index", "priority_weight", "mask"
 UNIFORM = Uniform()

@@ -16,7 +16,7 @@ from rlstructs.replay.buffers.snapshot import Joined, Rows
 from rlstructs.replay.buffers.transitions import REW, raw_numbers
 from rlstructs.replay.buffers.vector import VectorReplayBuffer
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.storage import check_size
+from rlstructs.replay.selection import check_size
 from rlstructs.replay.trajectories import rounds
 from rlstructs.structures.trajectories import Trajectories
 

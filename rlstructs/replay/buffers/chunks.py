@@ -15,7 +15,8 @@ from rlstructs.replay.expand import CROSS, EPISODE_ENDS, MASK, NEVER, Window
 from rlstructs.replay.prioritised import LEAVES, Prioritised, exponent
 from rlstructs.replay.reading import Reading
 from rlstructs.replay.samplers import Span, Uniform, draw_fitting
-from rlstructs.replay.storage import Selection, Storage, check_size
+from rlstructs.replay.selection import Selection, check_size
+from rlstructs.replay.storage import Storage
 from rlstructs.replay.values import host_array
 
 UNIFORM, PRIORITIZED = MODES = ("uniform", "prioritized")

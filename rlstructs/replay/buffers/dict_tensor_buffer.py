@@ -24,7 +24,7 @@ from rlstructs.replay.buffers.transforms import Compose
 from rlstructs.replay.buffers.writers import ImmutableWriter, RoundRobinWriter, Writer
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.reading import Reading
-from rlstructs.replay.storage import check_size
+from rlstructs.replay.selection import check_size
 from rlstructs.replay.values import host_array
 
 

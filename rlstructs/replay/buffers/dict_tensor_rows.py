@@ -12,7 +12,7 @@ import torch
 from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError
 from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.buffers.base import ERROR, Buffer
-from rlstructs.replay.buffers.batches_in import Rows, rows_of, with_axis
+from rlstructs.replay.buffers.batches_in import Rows, require_keys, rows_of, steps_of, with_axis
 from rlstructs.replay.buffers.buffer_samplers import INDEX, Sampler
 from rlstructs.replay.buffers.prioritized_sampler import PrioritizedSampler
 from rlstructs.replay.buffers.rows_in import OneRow, flat_items
@@ -22,7 +22,6 @@ from rlstructs.replay.buffers.writers import Writer
 from rlstructs.replay.reading import DISCOUNT
 from rlstructs.replay.roles import ends_among
 from rlstructs.replay.step_writer import StepWriter
-from rlstructs.replay.trajectories import require_keys, steps_of
 from rlstructs.replay.values import host_array
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories

@@ -14,7 +14,7 @@ from rlstructs.replay.buffers.rows_in import is_mapping
 from rlstructs.replay.buffers.slice_samplers import AUTO, SliceSampler
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.roles import ends_among
-from rlstructs.replay.storage import Selection
+from rlstructs.replay.selection import Selection
 from rlstructs.replay.values import encoded
 from rlstructs.structures.dict_tensor import DictTensor
 

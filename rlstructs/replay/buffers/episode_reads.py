@@ -15,7 +15,7 @@ from rlstructs.replay.buffers.snapshot import Rows, Snapshot
 from rlstructs.replay.buffers.transition_reading import How, read
 from rlstructs.replay.buffers.transitions import DONE, FLAGS, OBS_NEXT, RESERVED
 from rlstructs.replay.samplers import draw_fitting
-from rlstructs.replay.storage import Selection, check_size
+from rlstructs.replay.selection import Selection, check_size
 from rlstructs.replay.values import from_bits, host_array
 
 Fields = dict[str, np.ndarray]

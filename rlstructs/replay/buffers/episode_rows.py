@@ -17,8 +17,8 @@ from rlstructs.replay.buffers.snapshot import Rows, Snapshot
 from rlstructs.replay.buffers.transitions import DONE, FLAGS, OBS_NEXT, REW, top
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.reading import DISCOUNT, Reading
+from rlstructs.replay.selection import check_size
 from rlstructs.replay.step_writer import StepWriter
-from rlstructs.replay.storage import check_size
 from rlstructs.replay.trajectories import STEP_START, as_slice, rounds
 from rlstructs.replay.values import host_array
 from rlstructs.structures.trajectories import Trajectories

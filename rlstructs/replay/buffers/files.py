@@ -14,7 +14,7 @@ from rlstructs.replay.backing import available_bytes
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.episodes import EPISODE
 from rlstructs.replay.links import check_arrays, unlinked
-from rlstructs.replay.ring import N_COUNTERS
+from rlstructs.replay.ring import HEAD, N_COUNTERS
 from rlstructs.structures import files
 from rlstructs.structures.containers import Reader
 
@@ -42,7 +42,8 @@ def contents(buffer: Buffer) -> tuple[dict[str, Any], dict[str, str], dict[str, 
     arrays: dict[str, Any] = {RING: storage.ring.counters.copy()}
     for name in columns.specs:
         if name in storage.links:
-            arrays |= {f"{LINKS}{name}/{part}": array for part, array in storage.links[name].arrays().items()}
+            parts = storage.links[name].arrays(storage.ring)
+            arrays |= {f"{LINKS}{name}/{part}": array for part, array in parts.items()}
         else:
             arrays[ROWS + name] = columns.slots_to_file(name, n_slots)
     assert storage.episodes is not None
@@ -198,7 +199,7 @@ def _restore_columns(
         del storage.links[name]  # from now on its rows lie in it as those of any other column
     for name, spec in specs.items():
         if name in storage.links:
-            storage.links[name].restore(links[name])
+            storage.links[name].restore(links[name], counters[HEAD])
             continue
         array = _any(reader, ROWS + linked.get(name, name))
         if name in links:

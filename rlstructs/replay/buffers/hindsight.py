@@ -16,7 +16,7 @@ from rlstructs.replay.buffers.transition_reading import How, read
 from rlstructs.replay.buffers.transitions import OBS, OBS_NEXT, REW, top
 from rlstructs.replay.buffers.vector import VectorReplayBuffer
 from rlstructs.replay.reading import discounted
-from rlstructs.replay.storage import check_size
+from rlstructs.replay.selection import check_size
 from rlstructs.replay.values import from_bits, host_array
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlstructs.replay.storage import Selection
+from rlstructs.replay.selection import Selection
 
 # More threads than this would only wait for each other.
 MAX_THREADS = 8

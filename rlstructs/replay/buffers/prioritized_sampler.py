@@ -11,7 +11,8 @@ import numpy as np
 from rlstructs.errors import SpecError
 from rlstructs.replay.buffers.buffer_samplers import WEIGHT, Sampler
 from rlstructs.replay.prioritised import LEAVES, Prioritised, exponent
-from rlstructs.replay.storage import Selection, Storage, check_size
+from rlstructs.replay.selection import Selection, check_size
+from rlstructs.replay.storage import Storage
 from rlstructs.replay.values import host_array
 
 REDUCTIONS: dict[str, Callable[..., Any]] = {

@@ -13,8 +13,9 @@ from rlstructs.replay.buffers.buffer_samplers import INDEX, MASK, WEIGHT, Sample
 from rlstructs.replay.buffers.parts import joined
 from rlstructs.replay.buffers.prioritized_sampler import PrioritizedSampler
 from rlstructs.replay.samplers import Span, draw_fitting
+from rlstructs.replay.selection import Selection, check_size
 from rlstructs.replay.slices import WINDOW, Slices, window
-from rlstructs.replay.storage import Selection, Storage, check_size
+from rlstructs.replay.storage import Storage
 
 AUTO = "auto"
 INSIDE = "inside"  # of a selection: which of the steps of each slice are its own

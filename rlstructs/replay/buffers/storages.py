@@ -20,7 +20,7 @@ from rlstructs.replay.backing import Block, FileBlock
 from rlstructs.replay.buffers.batches_in import rows_of
 from rlstructs.replay.buffers.parts import Part
 from rlstructs.replay.columns import LANE, Columns
-from rlstructs.replay.storage import check_size
+from rlstructs.replay.selection import check_size
 from rlstructs.replay.tensor_columns import TensorColumns
 
 # Rows that a store which grows begins with.

@@ -15,8 +15,9 @@ from rlstructs.replay.buffers.rows_in import OneRow, as_rows, is_mapping, spec_o
 from rlstructs.replay.columns import Spec, cast
 from rlstructs.replay.reading import DISCOUNT
 from rlstructs.replay.roles import ends_among
+from rlstructs.replay.selection import check_size
 from rlstructs.replay.step_writer import StepWriter
-from rlstructs.replay.storage import ALL, Storage, check_size
+from rlstructs.replay.storage import ALL, Storage
 from rlstructs.replay.values import host_array
 from rlstructs.structures.trajectories import Trajectories
 

@@ -10,7 +10,7 @@ from rlstructs.errors import SpecError
 from rlstructs.replay.buffers.episode_reads import EpisodeReads
 from rlstructs.replay.buffers.replay_buffer import ReplayBuffer
 from rlstructs.replay.buffers.snapshot import Rows
-from rlstructs.replay.storage import check_size
+from rlstructs.replay.selection import check_size
 from rlstructs.replay.values import host_array
 
 

@@ -1,0 +1,46 @@
+"""Blocks of rows that are given to a store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rlstructs.errors import SpecError
+
+
+def lead_of(
+    block: Mapping[str, Any],
+    n_lanes: int,
+    lanes: slice | np.ndarray,
+    lengths: np.ndarray | None,
+    done: np.ndarray | None,
+    starts: np.ndarray | None,
+) -> tuple[int, int]:
+    """The axes (n, T) of a block; arguments as of `Storage.write`.
+
+    Raises:
+        SpecError: it does not fit the lanes, or the rest does not fit it.
+    """
+    if isinstance(lanes, slice):
+        n = len(range(n_lanes)[lanes])
+    else:
+        try:
+            every = np.arange(n_lanes)[lanes].tolist()
+        except IndexError as error:
+            raise SpecError(f"lanes {lanes} are not those of a store with {n_lanes}") from error
+        n = len(every)
+        if len(set(every)) < n:
+            raise SpecError(f"lanes {every} hold one twice")
+    values: Any
+    name, values = next(iter(block.items()), ("block", np.zeros(0)))
+    if values.ndim < 2 or len(values) != n:
+        raise SpecError(f"{name!r} has shape {tuple(values.shape)}, needed is ({n}, T, ...), a row for each lane")
+    lead = (len(values), values.shape[1])
+    for name, marks in (("done", done), ("starts", starts)):
+        if marks is not None and marks.shape != lead:
+            raise SpecError(f"{name} has shape {marks.shape}, needed is {lead}")
+    if lengths is not None and (lengths.shape != lead[:1] or ((lengths < 0) | (lengths > lead[1])).any()):
+        raise SpecError(f"lengths are {lengths.tolist()}, needed are {lead[0]} in [0, {lead[1]}]")
+    return lead

@@ -1,0 +1,95 @@
+"""Ctrl-C anywhere in a write: whatever was there is as it was, and the next write goes on from there."""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import sys
+
+import numpy as np
+import pytest
+
+import rlstructs.replay
+from rlstructs.replay.columns import Spec
+from rlstructs.replay.step_writer import StepWriter
+from rlstructs.replay.storage import Storage
+
+N_LANES, CAPACITY, WIDTH = 2, 4, 64
+FOLDER = rlstructs.replay.__path__[0]
+
+
+class Store:
+    """A store whose `next` is stored through `obs`, and what it should hold."""
+
+    def __init__(self, is_quick):
+        self.storage = Storage(N_LANES, CAPACITY)
+        self.storage.columns.add("obs", Spec(np.dtype(np.float32), (WIDTH,)))
+        self.storage.columns.add("done", Spec(np.dtype(bool)))
+        self.storage.link("next", "obs")
+        self.storage.track_episodes()
+        self.writer = StepWriter(self.storage, ("done",)) if is_quick else None
+        self.rows = []
+
+    def write(self, number):
+        """Writes a row for each lane, what each led to only sometimes being what comes next."""
+        obs = np.full((N_LANES, WIDTH), number, np.float32) + np.arange(N_LANES, dtype=np.float32)[:, None] / 4
+        following, done = (obs + 1 if number % 3 else -obs), np.full(N_LANES, number % 3 == 0)
+        row = {"obs": obs, "done": done, "next": following}
+        try:
+            if self.writer is None or not self.writer.write(row):
+                block = {name: values[:, None] for name, values in row.items()}
+                self.storage.write(block, done=done[:, None])
+        finally:
+            if int(self.storage.ring.head[0]) > len(self.rows):
+                self.rows.append((obs[:, 0], following[:, 0]))
+
+    def check(self):
+        storage = self.storage
+        assert storage.ring.head.tolist() == [len(self.rows)] * N_LANES
+        for lane in range(N_LANES):
+            for step in range(int(storage.ring.oldest()[lane]), len(self.rows)):
+                row = storage.columns.rows(np.array([lane]), np.array([step % CAPACITY]))
+                obs, following = storage.gather(["obs", "next"], row)
+                wanted = [part[lane] for part in self.rows[step]]
+                assert [np.unique(obs).tolist(), np.unique(following).tolist()] == [[value] for value in wanted]
+
+
+def interrupted(call, at):
+    """Whether `call` was interrupted: as the `at`-th line of the replay core that it reaches begins."""
+    lines = itertools.count(1)
+
+    def trace(frame, event, _):
+        if not frame.f_code.co_filename.startswith(FOLDER):
+            return None
+        # As a `with` ends, the interpreter looks for signals only when what it held is free.
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and not line.startswith("with ") and next(lines) == at:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("is_quick", [True, False])
+@pytest.mark.parametrize("n_before", [1, 3, 6])
+def test_a_write_that_is_interrupted_anywhere_changes_no_row_that_was_there(is_quick, n_before):
+    for at in itertools.count(1):
+        store = Store(is_quick)
+        for number in range(n_before):
+            store.write(number)
+        was_interrupted = interrupted(lambda store=store: store.write(n_before), at)
+        store.check()
+        for number in range(n_before + 2, n_before + 5):
+            store.write(number)
+            store.check()
+        if not was_interrupted:
+            break
+    assert at > 20
