@@ -166,7 +166,7 @@ class RL_Batcher:
     @property
     def nbytes(self) -> int:
         """Bytes of shared memory that rollouts take; known before the first of them takes it."""
-        return self._slots.layout.nbytes
+        return self._layout.nbytes
 
     def reset(self, agent_info: DictTensor = NO_INFO, env_info: DictTensor = NO_INFO) -> None:
         """Starts an episode in every environment; drops agents' states, and episodes that had not ended.
@@ -309,7 +309,7 @@ class RL_Batcher:
         """
         if self._life.is_closed:
             return
-        failed, self._life.phase = self._life.phase is Phase.FAILED, Phase.CLOSED
+        failed = self._life.close()
         try:
             self._pool.close()
         except Exception:
@@ -317,6 +317,7 @@ class RL_Batcher:
                 raise
             logger.debug("a worker raised while it was closed", exc_info=True)
         finally:
+            del self._slots  # views of the arena
             self._arena.close()
             self._weights.close()
 
@@ -340,7 +341,7 @@ class RL_Batcher:
         info = {f"agent_state/{key}": spec for key, spec in specs.state.items()}
         for name, example in self._examples.items():
             info.update({f"{name}/{key}": spec for key, spec in specs_of(example).items()})
-        layout = Layout(self.n_elems(), n_timesteps, specs.observation, specs.action, info)
+        layout = self._layout = Layout(self.n_elems(), n_timesteps, specs.observation, specs.action, info)
         self._arena.resize(layout.reserved_nbytes, expected=layout.nbytes)
         self._slots = Slots(layout, self._arena.map(), poisons=self._debug)
         self._crew.attach(layout)
@@ -360,7 +361,7 @@ class RL_Batcher:
         """What the environments did that ran when the rollout began."""
         for worker, outcome in enumerate(outcomes):
             if outcome is None:
-                Slots(self._slots.layout, self._arena.map(), worker * self._n_envs, self._n_envs).empty()
+                Slots(self._layout, self._arena.map(), worker * self._n_envs, self._n_envs).empty()
         rows = np.concatenate([self._rows_of(worker, slots) for worker, slots in enumerate(self._running)])
         some = None if rows.size == self.n_elems() else rows
         lengths = self._slots.lengths[rows]

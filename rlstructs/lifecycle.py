@@ -81,6 +81,12 @@ class Lifecycle:
                 self.fail(error, f"{call} was interrupted before")
             raise
 
+    def close(self) -> bool:
+        """Ends it; whether it had failed. What failed is forgotten: its traceback holds whatever was in use."""
+        failed = self.phase is Phase.FAILED
+        self.phase, self._failure = Phase.CLOSED, None
+        return failed
+
     def fail(self, error: BaseException, why: str) -> None:
         """From now on the batcher can only be closed."""
         self.phase, self._failure, self._why = Phase.FAILED, error, why

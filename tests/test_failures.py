@@ -273,6 +273,36 @@ def test_the_fork_server_may_be_killed(policy, phase, subprocess_env):
     assert done.stdout.splitlines() == [said, "False"], done.stderr
 
 
+def test_a_fork_server_that_hangs_is_an_error_after_the_timeout_and_another_takes_its_place(subprocess_env):
+    text = textwrap.dedent("""
+        import os, signal, time
+        import psutil
+        from helpers import Counting, rollout
+        from rlstructs import RL_Batcher, WorkerTimeout
+        from rlstructs.testing import create_faulty_envs
+
+        def batcher(timeout=None):
+            return RL_Batcher(4, Counting, {}, create_faulty_envs, {"n_envs": 1}, 1, 0, timeout=timeout)
+
+        with batcher() as first:
+            server = psutil.Process(psutil.Process(first._pool.pids[0]).ppid())
+            server.suspend()
+            start = time.monotonic()
+            try:
+                batcher(timeout=1.0)
+            except WorkerTimeout as error:
+                print(error, time.monotonic() - start < 5)
+            with batcher(timeout=30.0) as second:
+                for made in (first, second):
+                    made.reset()
+                    print(rollout(made)[0].lengths.tolist())
+            server.resume()
+    """)
+    done = subprocess.run([sys.executable, "-c", text], env=subprocess_env, timeout=60, capture_output=True, text=True)
+    said = "worker 0 was not started within 1.0 s: the fork server does not answer True"
+    assert done.stdout.splitlines() == [said, "[4]", "[4]"], done.stderr
+
+
 def test_a_hanging_environment_is_an_error_after_the_timeout_and_close_ends_it():
     batcher = failing("hang", timeout=1.0)
     pids = batcher._pool.pids

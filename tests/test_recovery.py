@@ -353,6 +353,26 @@ def test_a_batcher_that_mended_failures_frees_its_memory_without_the_garbage_col
         gc.enable()
 
 
+@pytest.mark.parametrize(("n_processes", "dies"), [(0, False), (2, False), (2, True)])
+def test_a_batcher_that_is_closed_holds_no_shared_memory(n_processes, dies):
+    gc.collect()
+    before = arenas()
+    gc.disable()
+    try:
+        made = count_batcher([[3], [3]][: n_processes or 1], 10, autoreset=True, n_processes=n_processes)
+        made.reset()
+        rollout(made)
+        if dies:
+            kill(made.stats()["workers"][0]["pid"])
+            with pytest.raises(WorkerCrashed):
+                rollout(made)
+        assert arenas() != before
+        made.close()
+        assert arenas() == before and made.nbytes > 0
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("n_processes", [0, 2])
 def test_stats_say_what_the_workers_did(n_processes):
     with count_batcher([[3], [3]][: n_processes or 1], 10, autoreset=True, n_processes=n_processes) as made:

@@ -30,7 +30,7 @@ class InlinePool:
         self._reply: list[Any] = []
         self._error: Exception | None = None
         with around():
-            self._job = factory(0, *shared)
+            self._job: Any = factory(0, *shared)
         self.n_workers, self.pids, self.states, self._open = 1, [os.getpid()], ["idle"], True
 
     def call(self, method: str, *args: Any) -> list[Any]:
@@ -67,8 +67,9 @@ class InlinePool:
         """Closes the job. Idempotent."""
         if self._open:
             self._open = False
+            job, self._job = self._job, None
             with self._around():
-                close_job(self._job)
+                close_job(job)
 
     def kill(self, patience: float = 0.0) -> None:
         """Closes the job and says nothing of how that went."""

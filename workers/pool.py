@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -17,11 +16,11 @@ from workers.channel import milliseconds
 from workers.descriptors import check_enough
 from workers.errors import WorkerError, WorkerTimeout
 from workers.messages import Build, Call, Close, Failure, Result, State
-from workers.process import WorkerProcess
+from workers.process import WorkerProcess, end_all
 from workers.start import default_start_method
 
-# Seconds that workers get to close their jobs, then from SIGTERM to SIGKILL, then to be reaped.
-CLOSE_DELAY, TERM_DELAY, KILL_DELAY = 3.0, 0.5, 1.0
+# Seconds that workers get to close their jobs.
+CLOSE_DELAY = 3.0
 
 
 def _nothing() -> None:
@@ -78,7 +77,7 @@ class WorkerPool:
         self._close_pipe = util.Finalize(self, _close_all, args=((woken, self._wakes),))
         # Not weakref.finalize: this one runs before multiprocessing joins what is left at exit,
         # and never in a forked copy of this process.
-        self._finalizer = util.Finalize(self, _kill, args=(self._workers,), exitpriority=100)
+        self._finalizer = util.Finalize(self, end_all, args=(self._workers,), exitpriority=100)
         try:
             check_enough(n_workers)
             for index in range(n_workers):
@@ -211,7 +210,7 @@ class WorkerPool:
         old = [self._workers[index] for index in factories]
         for worker in old:
             self._forget(worker)
-        _kill(old)
+        end_all(old)
         for index, factory in factories.items():
             self._late.discard(index)
             self._replies.pop(index, None)
@@ -252,7 +251,7 @@ class WorkerPool:
             for worker in self._workers:
                 self._forget(worker)
             self._finalizer.cancel()
-            _kill(self._workers, patience)
+            end_all(self._workers, patience)
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -268,7 +267,7 @@ class WorkerPool:
         return Build(self._setup, messages.dumps(factory), dict(os.environ), _directory())
 
     def _started(self, index: int) -> WorkerProcess:
-        worker = WorkerProcess(index, *self._arguments)
+        worker = WorkerProcess(index, *self._arguments, self.timeout)
         for fd in (worker.channel.fileno(), worker.sentinel()):
             self._poll.register(fd, select.POLLIN)
             self._index_of[fd] = index
@@ -399,15 +398,3 @@ def _directory() -> str | None:
         return os.getcwd()
     except FileNotFoundError:  # deleted under this process
         return None
-
-
-def _kill(workers: list[WorkerProcess], patience: float = 0.0) -> None:
-    deadline = time.monotonic() + patience
-    left = [worker for worker in workers if not worker.join(max(0.0, deadline - time.monotonic()))]
-    for signum, delay in ((signal.SIGTERM, TERM_DELAY), (signal.SIGKILL, KILL_DELAY)):
-        for worker in left:
-            worker.kill(signum)
-        deadline = time.monotonic() + delay
-        left = [worker for worker in left if not worker.join(max(0.0, deadline - time.monotonic()))]
-    for worker in workers:
-        worker.release()

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import select
 import signal
+import time
 from typing import Any
 
 from workers import loop, messages, start
 from workers.channel import Channel
 from workers.descriptors import Descriptor
-from workers.errors import WorkerCrashed, describe_exit
+from workers.errors import WorkerCrashed, WorkerTimeout, describe_exit
 from workers.messages import State
 
 # Seconds. Under forkserver the exit code comes a little later than the end of the pipe.
 EXIT_CODE_DELAY = 1.0
+# Seconds from SIGTERM to SIGKILL, then to be reaped.
+TERM_DELAY, KILL_DELAY = 0.5, 1.0
 # Set by `benchmarks/rollouts.py --contract`, to measure what watching and counting cost by leaving them out.
 BARE = "RLSTRUCTS_BARE"
 
@@ -23,7 +26,13 @@ class WorkerProcess:
     """One worker process and the pipe to it."""
 
     def __init__(
-        self, index: int, shared: tuple[Any, ...], start_method: str, preload: tuple[str, ...], name: str
+        self,
+        index: int,
+        shared: tuple[Any, ...],
+        start_method: str,
+        preload: tuple[str, ...],
+        name: str,
+        timeout: float | None = None,
     ) -> None:
         self.index = index
         self.state = State.GONE
@@ -35,6 +44,7 @@ class WorkerProcess:
                 self._process = start.new_process(
                     start_method,
                     preload,
+                    timeout,
                     target=loop.run,
                     args=(index, theirs, shared, _main_process(), start.dies_with_parent(start_method)),
                     name=f"{name}-{index}",
@@ -43,6 +53,8 @@ class WorkerProcess:
                 self._process.start()
         except BaseException as error:
             self.channel.close()
+            if isinstance(error, TimeoutError):
+                raise WorkerTimeout(f"worker {index} was not started within {timeout} s: {error}", index) from error
             if isinstance(error, (EOFError, OSError)):
                 raise WorkerCrashed(f"worker {index} could not be started: {error!r}", index) from error
             raise
@@ -148,6 +160,19 @@ class WorkerProcess:
             self._pidfd.close()
         if self._process.exitcode is not None:
             self._process.close()
+
+
+def end_all(workers: list[WorkerProcess], patience: float = 0.0) -> None:
+    """Ends those that have not ended within `patience` seconds, SIGTERM first, and lets go of all."""
+    deadline = time.monotonic() + patience
+    left = [worker for worker in workers if not worker.join(max(0.0, deadline - time.monotonic()))]
+    for signum, delay in ((signal.SIGTERM, TERM_DELAY), (signal.SIGKILL, KILL_DELAY)):
+        for worker in left:
+            worker.kill(signum)
+        deadline = time.monotonic() + delay
+        left = [worker for worker in left if not worker.join(max(0.0, deadline - time.monotonic()))]
+    for worker in workers:
+        worker.release()
 
 
 def _main_process() -> Descriptor | None:

@@ -11,6 +11,7 @@ import contextlib
 import io
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import threading
@@ -39,8 +40,10 @@ def default_start_method() -> str:
     return "forkserver" if sys.platform == "linux" else "spawn"
 
 
-def new_process(start_method: str, preload: tuple[str, ...], **arguments: Any) -> process.BaseProcess:
-    """A process object of the given start method, not started yet."""
+def new_process(
+    start_method: str, preload: tuple[str, ...], timeout: float | None, **arguments: Any
+) -> process.BaseProcess:
+    """A process object of the given start method, not started yet; `timeout` is in seconds, for the fork server."""
     if start_method not in START_METHODS:
         raise ValueError(f"start_method must be one of {START_METHODS}, got {start_method!r}")
     if start_method == "fork":
@@ -48,7 +51,7 @@ def new_process(start_method: str, preload: tuple[str, ...], **arguments: Any) -
     if start_method == "spawn":
         return _SpawnProcess(**arguments)
     made = _ForkServerProcess(**arguments)
-    made.server = _server(preload)
+    made.server, made.timeout = _server(preload), timeout
     return made
 
 
@@ -87,6 +90,12 @@ def _server(preload: tuple[str, ...]) -> forkserver.ForkServer:
         server.set_forkserver_preload(["workers.server", *preload])
         _servers[preload] = server
     return _servers[preload]
+
+
+def _forget(server: forkserver.ForkServer) -> None:
+    """Has the next process started by another server; what this one has started goes on."""
+    for preload in [preload for preload, known in _servers.items() if known is server]:
+        del _servers[preload]
 
 
 # A forked copy of this process is not the servers' parent: it starts its own.
@@ -133,8 +142,8 @@ class _ForkServerPopen(popen_forkserver.Popen):
     _fds: list[int]
 
     def __init__(self, process_obj: Any) -> None:
-        self._server = process_obj.server
-        del process_obj.server
+        self._server, self._timeout = process_obj.server, process_obj.timeout
+        del process_obj.server, process_obj.timeout
         super().__init__(process_obj)
 
     def _launch(self, process_obj: Any) -> None:
@@ -142,6 +151,11 @@ class _ForkServerPopen(popen_forkserver.Popen):
         self.sentinel, parent_writes = self._server.connect_to_new_process(self._fds)
         self.finalizer = util.Finalize(self, _close, (self.sentinel, parent_writes))
         _write(parent_writes, data)
+        poll = select.poll()
+        poll.register(self.sentinel, select.POLLIN)
+        if not poll.poll(None if self._timeout is None else self._timeout * 1000):
+            _forget(self._server)
+            raise TimeoutError("the fork server does not answer")
         self.pid = forkserver.read_signed(self.sentinel)
 
 
@@ -154,6 +168,7 @@ class _ForkServerProcess(process.BaseProcess):
     _start_method = "forkserver"
     _Popen = staticmethod(_ForkServerPopen)
     server: forkserver.ForkServer
+    timeout: float | None
 
 
 def _write(fd: int, data: bytes) -> None:
