@@ -205,3 +205,17 @@ def replay_agent_stateless(
 ) -> Any:
     """Calls `agent.<replay_method_name>(trajectories)`, once for all steps, and returns what it returns."""
     return getattr(agent, replay_method_name)(trajectories)
+
+
+class EmptyHistory(TemporalDictTensor):
+    """Before the agent's very first output: no steps, of whatever key it may ask for."""
+
+    @classmethod
+    def of(cls, observation: DictTensor) -> EmptyHistory:
+        """Of as many environments as the observation has rows."""
+        steps = {key: tensor[:, None][:, :0] for key, tensor in observation.items()}
+        following = {f"_observation/{key}": tensor for key, tensor in steps.items()}
+        return cls({f"observation/{key}": tensor for key, tensor in steps.items()} | following)
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return super().__getitem__(key) if key in self else torch.zeros(self.n_elems(), 0, device=self.device())

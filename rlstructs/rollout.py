@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rlstructs import weights
-from rlstructs.agent import RL_Agent
+from rlstructs.agent import EmptyHistory, RL_Agent
 from rlstructs.envs.vec_env import RowEnv, VecEnv, gives_rows, row_env
 from rlstructs.errors import SpecError
 from rlstructs.rows import Rows, TensorSpec, check_dtype, specs_of
@@ -134,19 +134,6 @@ def _history(slots: Slots, rows: np.ndarray | None, t: int, device: torch.device
     slots.lengths[... if rows is None else rows] = t
     history = TemporalDictTensor(slots.read(rows, t), torch.full((n,), t, dtype=torch.int64))
     return history if device is None else history.to(device)
-
-
-class _EmptyHistory(TemporalDictTensor):
-    """Before the agent's very first output: no steps, of whatever key it may ask for."""
-
-    @classmethod
-    def of(cls, observation: DictTensor) -> _EmptyHistory:
-        steps = {key: tensor[:, None][:, :0] for key, tensor in observation.items()}
-        following = {f"_observation/{key}": tensor for key, tensor in steps.items()}
-        return cls({f"observation/{key}": tensor for key, tensor in steps.items()} | following)
-
-    def __getitem__(self, key: str) -> torch.Tensor:
-        return super().__getitem__(key) if key in self else torch.zeros(self.n_elems(), 0, device=self.device())
 
 
 @dataclass(frozen=True)
@@ -272,7 +259,7 @@ def first_step(agent: RL_Agent, observation: DictTensor, info: DictTensor, n: in
     """What an agent puts out in its very first step, and its initial state; checks both."""
     state = checked("agent: initial_state", agent.initial_state(info, n), n)
     if agent.require_history():
-        output, following = agent(state, observation, info, history=_EmptyHistory.of(observation))
+        output, following = agent(state, observation, info, history=EmptyHistory.of(observation))
     else:
         output, following = agent(state, observation, info)
     checked("agent: its output", output, n)

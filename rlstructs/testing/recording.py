@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rlstructs.agent import EmptyHistory
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.structures.base import put_rows
 from rlstructs.structures.dict_tensor import DictTensor
@@ -67,7 +68,7 @@ class Recording:
         """The steps so far of environments that run."""
         n_timesteps = len(self.outputs)
         if not n_timesteps:
-            return _NoSteps.of(self.script[0].observation, rows.numel())
+            return EmptyHistory.of(self.script[0].observation.slice(0, rows.numel()))
         return self._temporal(rows, n_timesteps)
 
     def _temporal(self, rows: torch.Tensor, n_timesteps: int) -> TemporalDictTensor:
@@ -83,19 +84,6 @@ class Recording:
                 put_rows(found[key], (slice(None), t), tensor)
         lengths = torch.full((rows.numel(),), n_timesteps, dtype=torch.int64, device=self.device)
         return TemporalDictTensor(found, lengths)
-
-
-class _NoSteps(TemporalDictTensor):
-    """The history before an agent's very first output: no steps, of whatever key it may ask for."""
-
-    @classmethod
-    def of(cls, observation: DictTensor, n: int) -> _NoSteps:
-        steps = {key: tensor[:n, None][:, :0] for key, tensor in observation.items()}
-        following = {f"_observation/{key}": tensor for key, tensor in steps.items()}
-        return cls({f"observation/{key}": tensor for key, tensor in steps.items()} | following)
-
-    def __getitem__(self, key: str) -> torch.Tensor:
-        return super().__getitem__(key) if key in self else torch.zeros(self.n_elems(), 0, device=self.device())
 
 
 class _Example:
