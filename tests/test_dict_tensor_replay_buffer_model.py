@@ -181,12 +181,6 @@ class BufferMachine(RuleBasedStateMachine):
             self.buffer.loads(f"{self.folder.name}/y")
         elif way == "state_dict":
             self.buffer.load_state_dict(saved.state_dict())
-        # A file knows of a row only what it was drawn as last.
-        known = {}
-        for ids, numbers in self.draws if way != "deepcopy" else []:
-            known |= {row_id: number for row_id, number in zip(ids, numbers, strict=True) if row_id not in known}
-        if way != "deepcopy":
-            self.draws = [(sorted(known), [known[row_id] for row_id in sorted(known)])] if known else []
         saved.close()
 
     # Reading

@@ -15,6 +15,7 @@ import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing import (
     context,
@@ -28,6 +29,8 @@ from multiprocessing import (
     util,
 )
 from typing import Any
+
+from workers.channel import milliseconds
 
 START_METHODS = ("forkserver", "spawn", "fork")
 
@@ -153,7 +156,7 @@ class _ForkServerPopen(popen_forkserver.Popen):
         _write(parent_writes, data)
         poll = select.poll()
         poll.register(self.sentinel, select.POLLIN)
-        if not poll.poll(None if self._timeout is None else self._timeout * 1000):
+        if not poll.poll(milliseconds(None if self._timeout is None else time.monotonic() + self._timeout)):
             _forget(self._server)
             raise TimeoutError("the fork server does not answer")
         self.pid = forkserver.read_signed(self.sentinel)

@@ -174,8 +174,8 @@ class Prioritised:
         largest = float(np.maximum.reduce(priorities))
         if not (np.minimum.reduce(priorities) >= 0 and largest <= self._limit):  # not true of NaN
             wrong = priorities[~((priorities >= 0) & (priorities <= self._limit))][0]
-            wanted = f"at most {self._limit:.3g} here" if self._limit < wrong < np.inf else "finite and at least 0"
-            raise SpecError(f"priorities must be {wanted}, got {wrong}")
+            most = f", and here at most {self._limit:.3g}" if self._limit < wrong < np.inf else ""
+            raise SpecError(f"priorities must be finite and at least 0{most}, got {wrong}")
         powers = priorities**self.alpha
         self.follow(span)
         if not (span.is_settled and is_last):

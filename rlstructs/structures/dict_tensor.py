@@ -11,6 +11,8 @@ import torch
 from rlstructs.errors import SpecError
 from rlstructs.structures.base import TensorMap, check_alike, check_same_keys, flatten, parts_of, put_rows, show
 
+# More rows than there are: torch refuses the largest steps.
+LARGEST_STEP = 1 << 40
 Index = Any  # int, list of ints, long tensor, bool mask, numpy array or slice
 
 
@@ -196,6 +198,8 @@ def as_index(index: Index) -> Any:
     """
     if isinstance(index, slice) and index.step is not None and index.step < 1:
         raise IndexError(f"a slice must go forward, got {index}")
+    if isinstance(index, slice) and index.step is not None:
+        return slice(index.start, index.stop, min(index.step, LARGEST_STEP))
     if type(index) is int or isinstance(index, slice):
         return index
     if not isinstance(index, torch.Tensor):
