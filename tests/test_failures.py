@@ -120,16 +120,20 @@ def test_what_an_environment_raises_arrives_as_it_is(where, start_method):  # CV
 
 
 @pytest.mark.parametrize("where", ["call", "update", "close"])
-def test_what_an_agent_raises_arrives_as_it_is(where):
-    with Deadline(), pytest.raises(SimulatorError, match=f"lost in {where}"), RL_Batcher(
-        10, FailingAgent, {"where": where}, create_gym, {"env_id": "CartPole-v1", "n_envs": 1}, 2, 0
-    ) as batcher:
+def test_what_an_agent_raises_arrives_as_it_is(where, start_method):
+    with Deadline(), pytest.raises(SimulatorError, match=f"lost in {where}") as caught, RL_Batcher(
+        10, FailingAgent, {"where": where}, create_gym, {"env_id": "CartPole-v1", "n_envs": 1}, 2, 0,
+        start_method=start_method,
+    ) as batcher:  # fmt: skip
         batcher.reset()
         if where == "update":
             batcher.update(None)
         batcher.execute()
         if where == "call":
             batcher.get()
+    cause = caught.value.__cause__
+    assert isinstance(cause, RemoteTraceback) and cause.worker_index in (0, 1)
+    assert "SimulatorError" in str(cause) and f"worker {cause.worker_index}" in str(cause)
 
 
 def test_after_a_failure_every_call_says_so_and_close_is_quick():

@@ -147,13 +147,16 @@ def test_64_workers_on_two_cores():
     assert worker_pids() == before
 
 
+PHASES = ("start", "reset", "execute", "get", "update", "close")
+
+
 @pytest.mark.parametrize(
-    ("how", "phase"),
+    ("how", "phase", "method"),
     # Within a call of ours nothing of the program's own can raise.
-    [*itertools.product(["SIGTERM", "SIGINT", "SIGKILL"], ["start", "reset", "execute", "get", "update", "close"]),
-     ("raise", "execute")],
+    [*itertools.product(["SIGTERM", "SIGINT", "SIGKILL"], PHASES, ["forkserver"]), ("raise", "execute", "forkserver"),
+     *itertools.product(["SIGINT"], PHASES, ["spawn"]), *itertools.product(["SIGKILL"], PHASES, ["fork"])],
 )
-def test_a_program_that_ends_in_any_phase_leaves_no_worker(how, phase, subprocess_env):
+def test_a_program_that_ends_in_any_phase_leaves_no_worker(how, phase, method, subprocess_env):
     """Ctrl-C goes to the whole group, as a terminal sends it."""
     text = f"""
     import signal, threading
@@ -182,7 +185,7 @@ def test_a_program_that_ends_in_any_phase_leaves_no_worker(how, phase, subproces
             told()
             signal.pause()
         return GymEnvInf([Slow(9)], seed)
-    made = RL_Batcher(5, Agent, {{}}, create_env, {{}}, 2, 0)
+    made = RL_Batcher(5, Agent, {{}}, create_env, {{}}, 2, 0, start_method={method!r})
     os.write(1, " ".join(map(str, made._pool.pids)).encode() + b"\\n")
     made.reset()
     if {phase!r} == "close":
@@ -204,9 +207,8 @@ def test_a_program_that_ends_in_any_phase_leaves_no_worker(how, phase, subproces
     workers = [] if phase == "start" else [psutil.Process(int(pid)) for pid in program.stdout.readline().split()]
     if how != "raise":
         assert program.stdout.readline() == b"ready\n"
-        if phase == "start":  # the fork server's children
-            workers = [child for child in psutil.Process(program.pid).children(recursive=True)
-                       if child.ppid() != program.pid]  # fmt: skip
+        if phase == "start":  # and what started them
+            workers = psutil.Process(program.pid).children(recursive=True)
             assert workers
         if how == "SIGINT":
             os.killpg(program.pid, 2)
