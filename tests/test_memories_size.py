@@ -29,8 +29,8 @@ def touch_all(kind, memory):
 
 
 def held(kind):
-    """Bytes that this process has where the rows lie."""
-    return torch.cuda.memory_allocated() if kind in CUDA else psutil.Process().memory_info().rss
+    """Bytes that this process has where the rows lie (on the host what no other shares: the kernel counts it exactly)."""
+    return torch.cuda.memory_allocated() if kind in CUDA else psutil.Process().memory_full_info().uss
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
@@ -38,15 +38,18 @@ def held(kind):
 @pytest.mark.parametrize(("memory_size", "num_envs"), [(1, 1), (100_000, 1), (70_000, 3)], ids=str)
 def test_a_memory_is_as_large_as_its_rows_and_little_more(kind, cls, more, memory_size, num_envs):
     touch_all(kind, make(kind, cls, 1, 1))  # what libraries take at first is theirs
-    memory = make(kind, cls, memory_size, num_envs)
+    # Whatever else this process takes meanwhile (a library's threads, a collector) counts too: the least of three
+    # is the memory's. They are kept until the end, so that none lives in what another gave back.
+    memories, taken = [make(kind, cls, memory_size, num_envs) for _ in range(3)], []
     n_rows = memory_size * num_envs
-    said = memory.nbytes  # before anything is taken
-    assert ROW * n_rows <= said <= (ROW + more) * n_rows + MIB
-    before = held(kind)
-    touch_all(kind, memory)
-    taken = held(kind) - before
-    assert taken <= said + MIB
-    assert memory.nbytes == said
+    for memory in memories:
+        said = memory.nbytes  # before anything is taken
+        assert ROW * n_rows <= said <= (ROW + more) * n_rows + MIB
+        before = held(kind)
+        touch_all(kind, memory)
+        taken.append(held(kind) - before)
+        assert memory.nbytes == said
+    assert min(taken) <= said + MIB
 
 
 def test_tensors_beyond_what_the_machine_has_are_refused_before_they_are_taken():
