@@ -273,6 +273,9 @@ class RL_Batcher:
     def episodes(self) -> DictTensor:
         """The episodes that ended in the rollouts handed out since the last call, in one row each.
 
+        When this is not called for long, at least the latest 100,000 are kept, and all of the last
+        rollout; `stats()["dropped_episodes"]` counts the others.
+
         Returns:
             `return` float64, `length` int64, `env_index` int64, `terminated` bool, `truncated` bool.
 
@@ -290,7 +293,8 @@ class RL_Batcher:
             `restarts` (how many were before it), `lost_rollouts` (with them), and, of the present one as
             of its last rollout, `steps`, `steps_per_second` (of all the time since it began), and
             `environment_seconds`, `agent_seconds` and `waiting_seconds`. `restarts` and
-            `lost_rollouts` in all. `arena_bytes`: the shared memory that rollouts take.
+            `lost_rollouts` in all. `dropped_episodes`: how many `episodes` will never give.
+            `arena_bytes`: the shared memory that rollouts take.
         """
         self._life.check_open("stats")
         workers = self._crew.stats()
@@ -298,6 +302,7 @@ class RL_Batcher:
             "workers": workers,
             "restarts": self._crew.n_restarts,
             "lost_rollouts": sum(worker["lost_rollouts"] for worker in workers),
+            "dropped_episodes": self._episodes.n_dropped,
             "arena_bytes": self.nbytes,
         }
 

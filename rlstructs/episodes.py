@@ -11,6 +11,10 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 
 NEEDED = ("_observation/reward", "_observation/done")
+# How many episodes that nobody asks for are kept, at least: they must not add up to all memory.
+N_KEPT = 100_000
+# What one rollout adds is small arrays; that many of them become large ones, which take a tenth.
+N_BLOCKS = 256
 
 
 class EpisodeTracker:
@@ -32,6 +36,8 @@ class EpisodeTracker:
         # By env_index: of the episode that has not ended yet.
         self._returns, self._lengths = np.zeros(0), np.zeros(0, np.int64)
         self._ended: list[tuple[np.ndarray, ...]] = []
+        self._n_ended = 0
+        self.n_dropped = 0  # in all, because nobody took them
         self._missing: str | None = None
 
     def reset(self) -> None:
@@ -98,7 +104,16 @@ class EpisodeTracker:
         sizes[first] += self._lengths[env_index]
         self._returns[env_index], self._lengths[env_index] = returns[last], sizes[last]
         if rows.size:
-            self._ended.append((returns[ended], sizes[ended], env_index[rows], *flags))
+            self._keep((returns[ended], sizes[ended], env_index[rows], *flags))
+
+    def _keep(self, block: tuple[np.ndarray, ...]) -> None:
+        self._ended.append(block)
+        self._n_ended += block[0].size
+        if len(self._ended) >= N_BLOCKS or self._n_ended > 2 * N_KEPT:
+            n = min(self._n_ended, max(N_KEPT, block[0].size))
+            self._ended = [tuple(np.concatenate(column)[-n:].copy() for column in zip(*self._ended, strict=True))]
+            self.n_dropped += self._n_ended - n
+            self._n_ended = n
 
     def _grow(self, n_envs: int) -> None:
         missing = n_envs - self._returns.size
@@ -109,6 +124,8 @@ class EpisodeTracker:
     def take(self) -> DictTensor:
         """The episodes that ended since the last call, one row each, and forgets them.
 
+        Of those that are not taken at least the latest `N_KEPT` are kept, and all of the last `add`.
+
         Returns:
             `return` float64, `length` int64, `env_index` int64, `terminated` and `truncated` bool, (K,).
 
@@ -117,7 +134,7 @@ class EpisodeTracker:
         """
         if self._missing is not None:
             raise SpecError(f"episodes: the trajectories have no {self._missing}")
-        ended, self._ended = [_NONE, *self._ended], []
+        ended, self._ended, self._n_ended = [_NONE, *self._ended], [], 0
         names = ("return", "length", "env_index", "terminated", "truncated")
         columns = (np.concatenate(column) for column in zip(*ended, strict=True))
         return DictTensor({name: torch.from_numpy(column) for name, column in zip(names, columns, strict=True)})

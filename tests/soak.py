@@ -12,6 +12,7 @@ a checksum that its environment put in: every transition that is handed out, and
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import random
 import signal
@@ -165,6 +166,7 @@ def harm(rng, workers):
 
 
 def soak(minutes):
+    Soak("CartPole-v1", 1, 1, 1).close()  # what the fork server takes is taken once
     rng, before = random.Random(0), held()
     soaks = [Soak("CartPole-v1", 2, 8, 64), Soak("HalfCheetah-v5", 2, 2, 32)]
     end, next_harm, sizes, counts = time.monotonic() + 60 * minutes, 0.0, [], {}
@@ -191,8 +193,11 @@ def soak(minutes):
 
 
 def held():
-    """Worker processes, shared memory with names; descriptors but for the fork server's."""
-    return worker_pids(), sorted(name for name in os.listdir("/dev/shm") if name.startswith("rlstructs"))
+    """What this process has: workers, descriptors, mappings of shared memory, and such memory with a name."""
+    gc.collect()  # nothing of ours waits for it, but of libraries something may
+    shared = [entry.path for entry in psutil.Process().memory_maps(grouped=False) if "memfd:" in entry.path]
+    named = sorted(name for name in os.listdir("/dev/shm") if name.startswith("rlstructs"))
+    return worker_pids(), len(os.listdir("/proc/self/fd")), shared, named
 
 
 EVENTS = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -107,6 +109,47 @@ def test_taking_forgets_and_gives_columns_also_of_nothing():
             "return": (torch.float64, 1), "length": (torch.int64, 1), "env_index": (torch.int64, 1),
             "terminated": (torch.bool, 1), "truncated": (torch.bool, 1),
         }  # fmt: skip
+
+
+def every_step_ends(n_envs, n_timesteps, first):
+    """Trajectories whose every step is an episode; the rewards count on from `first`."""
+    rewards = first + torch.arange(n_envs * n_timesteps, dtype=torch.float64).reshape(n_timesteps, n_envs).T
+    tensors = {"_observation/reward": rewards, "_observation/done": torch.ones(n_envs, n_timesteps, dtype=torch.bool)}
+    return Trajectories(DictTensor({"env_index": torch.arange(n_envs)}), TemporalDictTensor(tensors))
+
+
+@pytest.mark.parametrize(("n_envs", "n_timesteps", "n_rollouts"), [(50, 20, 900), (1, 1000, 700), (100, 1000, 6)])
+def test_episodes_that_nobody_takes_do_not_add_up(n_envs, n_timesteps, n_rollouts):
+    tracker, n = EpisodeTracker(), n_envs * n_timesteps
+    sizes = []
+    for rollout in range(n_rollouts):
+        tracker.add(every_step_ends(n_envs, n_timesteps, rollout * n))
+        sizes.append(n * (rollout + 1) - tracker.n_dropped)
+    assert max(sizes) <= 3 * 100_000
+    kept = tracker.take()
+    assert kept.n_elems() + tracker.n_dropped == n * n_rollouts
+    assert kept.n_elems() >= 100_000
+    assert sorted(kept["return"].tolist()) == list(range(tracker.n_dropped, n * n_rollouts))  # the latest
+    tracker.add(every_step_ends(n_envs, n_timesteps, 0))
+    assert tracker.take().n_elems() == n
+
+
+def test_all_of_the_last_rollout_is_kept_however_many_ended_in_it():
+    tracker = EpisodeTracker()
+    tracker.add(every_step_ends(1, 10, 0))
+    tracker.add(every_step_ends(500, 500, 0))
+    assert (tracker.take().n_elems(), tracker.n_dropped) == (250_000, 10)
+
+
+def test_what_few_episodes_take_in_memory_is_as_small_as_they_are():
+    tracker, one = EpisodeTracker(), every_step_ends(1, 1, 0)
+    tracker.add(one)
+    tracemalloc.start()
+    for _ in range(5_000):
+        tracker.add(one)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 5_000 * 40 + 200_000
 
 
 @pytest.mark.parametrize(

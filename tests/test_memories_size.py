@@ -29,7 +29,7 @@ def touch_all(kind, memory):
 
 
 def held(kind):
-    """Bytes that this process has where the rows lie (on the host what no other shares: the kernel counts it exactly)."""
+    """Bytes that this process has where the rows lie; on the host what no other shares, which is counted exactly."""
     return torch.cuda.memory_allocated() if kind in CUDA else psutil.Process().memory_full_info().uss
 
 

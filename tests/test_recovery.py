@@ -381,6 +381,7 @@ def test_stats_say_what_the_workers_did(n_processes):
             rollout(made)
         stats = made.stats()
         assert stats["arena_bytes"] == made.nbytes and stats["restarts"] == stats["lost_rollouts"] == 0
+        assert stats["dropped_episodes"] == 0
         for index, worker in enumerate(stats["workers"]):
             assert (worker["worker"], worker["state"], worker["steps"]) == (index, "idle", 40)
             assert Path(f"/proc/{worker['pid']}").exists() and worker["steps_per_second"] > 0
