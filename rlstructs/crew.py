@@ -125,7 +125,7 @@ class Crew:
             return dict(enumerate(self.pool.gather()))
         replies, failures = self.pool.settle()
         self._lost = dict(failures)
-        for index in failures:
+        for index in failures.keys() - replies.keys():  # one that had replied before it died has lost nothing
             self.members[index].n_lost += 1
         return dict(replies)
 

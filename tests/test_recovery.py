@@ -6,11 +6,13 @@ import gc
 import itertools
 import logging
 import os
+import random
 import select
 import signal
 import time
 from pathlib import Path
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -197,6 +199,49 @@ def test_a_worker_may_die_at_any_time(when):
             assert trajectories.lengths.tolist() == [5] * 4
             assert trajectories.trajectories["observation/initial_state"][2:, 0].all()
         assert made.stats()["restarts"] == 1
+
+
+class Vast(gymnasium.Env):
+    """Spends most of a step on its observation: a million bytes, all of them the number of the step."""
+
+    observation_space = gymnasium.spaces.Box(0, 255, (1 << 20,), np.uint8)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, **arguments):
+        super().reset(**arguments)
+        self.steps = 0
+        return np.zeros(1 << 20, np.uint8), {}
+
+    def step(self, action):
+        self.steps += 1
+        return np.full(1 << 20, self.steps, np.uint8), 0.0, False, False, {}
+
+
+def test_a_worker_killed_while_it_writes_loses_its_rollout_alone_and_no_row_is_torn():
+    n_timesteps, n_lost, rng = 16, 0, random.Random(0)
+    with RL_Batcher(
+        n_timesteps, Counting, {}, lambda seed: GymEnvInf([Vast()], seed), {}, 2, 0, on_worker_failure="restart"
+    ) as made:
+        longest = 0.05  # seconds; shorter when that was too long
+        for _ in range(16):
+            made.reset()
+            made.execute()
+            moment = time.monotonic() + rng.uniform(0, longest)
+            while time.monotonic() < moment:
+                pass
+            kill(made.stats()["workers"][0]["pid"])
+            trajectories, _ = made.get()
+            lengths = trajectories.lengths.tolist()
+            assert lengths in ([0, n_timesteps], [n_timesteps, n_timesteps])
+            if lengths[0]:
+                longest *= 0.8
+            n_lost += lengths[0] == 0
+            assert made.stats()["lost_rollouts"] == n_lost  # one that had replied before it died is none
+            steps = torch.arange(n_timesteps, dtype=torch.uint8)[:, None]
+            for key, wanted in (("observation/frame", steps), ("_observation/frame", steps + 1)):
+                rows = trajectories.trajectories[key][torch.tensor(lengths) > 0]
+                assert (rows == wanted).all()
+        assert n_lost > 5
 
 
 def test_a_reset_that_failed_is_done_by_the_successor():
