@@ -26,6 +26,7 @@ import torch
 import rlstructs.errors  # noqa: F401 - first of ours: it sees whether `workers` is ours too
 from rlstructs import weights
 from rlstructs.agent import RL_Agent
+from rlstructs.checks import check_count
 from rlstructs.crew import RAISE, Crew, check_policy, started
 from rlstructs.debug import is_on
 from rlstructs.envs.vec_env import VecEnv
@@ -37,7 +38,6 @@ from rlstructs.rows import specs_of
 from rlstructs.settings import (
     JobSettings,
     agent_seeds_of,
-    check_count,
     check_info,
     check_timeout,
     info_example,

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from rlstructs.checks import check_count
 from rlstructs.envs import registry
 from rlstructs.errors import SpecError
 from rlstructs.rollout import Clock, JobFactory
 from rlstructs.seeding import PrivateStreams
-from rlstructs.settings import JobSettings, check_count
+from rlstructs.settings import JobSettings
 from rlstructs.slots import Layout
 from workers import InlinePool, SharedArena, WorkerPool
 

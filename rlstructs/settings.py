@@ -63,14 +63,6 @@ class JobSettings:
         return None
 
 
-def check_count(name: str, value: int, least: int) -> None:
-    """Raises unless `value` is an int of at least `least`."""
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < least:
-        raise SpecError(f"{name} must be at least {least}, got {value}")
-
-
 def info_example(name: str, info: DictTensor | None) -> DictTensor:
     """One row of an example that the user gave, a copy on the CPU."""
     if info is None:

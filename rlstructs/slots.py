@@ -257,13 +257,13 @@ class Slots:
         padding = np.arange(n_timesteps) >= lengths[:, None]
         padded = bool(padding.any())
 
-        def take(array: np.ndarray, start: int = 0, nothing: Any = None) -> np.ndarray:
+        def take(array: np.ndarray, start: int = 0, is_bfloat16: bool = False) -> np.ndarray:
             steps = array[:, start : start + n_timesteps]
             # numpy, not torch: the threads of a parallel copy would spin on the workers' cores for
             # milliseconds after it, just when the next rollout begins.
             taken = np.array(steps, order="C") if rows is None else steps[rows]
             if padded:
-                taken[padding] = 0 if not self._poisons else poison(array.dtype) if nothing is None else nothing
+                taken[padding] = self._nothing(array.dtype, is_bfloat16)
             return taken
 
         seen = {f"observation/{key}": take(array) for key, array in self._arrays.items()}
@@ -273,9 +273,15 @@ class Slots:
         for key, array in self._action_arrays.items():
             dtype = self._action[key].dtype
             is_bfloat16 = dtype is torch.bfloat16  # which is written as its bits
-            action = torch.from_numpy(take(array, nothing=BFLOAT16_NAN if is_bfloat16 else None))
+            action = torch.from_numpy(take(array, is_bfloat16=is_bfloat16))
             batch[f"action/{key}"] = action.view(dtype) if is_bfloat16 else action
         return batch | {f"_observation/{key}": torch.from_numpy(array) for key, array in following.items()}
+
+    def _nothing(self, dtype: np.dtype[Any], is_bfloat16: bool) -> Any:
+        """What stands where there was no step."""
+        if not self._poisons:
+            return 0
+        return BFLOAT16_NAN if is_bfloat16 else poison(dtype)
 
     def _put_finals(self, following: dict[str, np.ndarray], rows: np.ndarray | None, n_timesteps: int) -> None:
         reset = self._reset if rows is None else self._reset[rows]

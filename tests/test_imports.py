@@ -18,6 +18,7 @@ ROWS = {
     "workers": 0,
     "rlstructs.errors": 1,
     "rlstructs.structures": 2,
+    "rlstructs.checks": 1.2,
     "rlstructs.debug": 1.2,
     "rlstructs.seeding": 2,
     "rlstructs.rows": 2.5,

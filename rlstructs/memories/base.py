@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.memories import files, trajectories
 from rlstructs.memories.formats import checked_format
 from rlstructs.memories.names import ends_of
 from rlstructs.memories.tensors import NamedTensors
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.selection import check_size
 from rlstructs.replay.values import encoded, host_array
 
 
@@ -168,7 +168,7 @@ class Memory(NamedTensors, ABC):
             sequence_length: parts hold whole sequences of so many rows; an environment's last may be shorter.
         """
         names = self._checked_names(names)
-        check_size("sequence_length", max(sequence_length, 1) if isinstance(sequence_length, int) else sequence_length)
+        check_count("sequence_length", max(sequence_length, 1) if isinstance(sequence_length, int) else sequence_length)
         storage = self._store()
         span = storage.span()
         rows, starts = (span.by_step(), None) if sequence_length <= 1 else span.by_lane(sequence_length)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rlstructs.checks import check_count
 from rlstructs.errors import SpecError, StateError
 from rlstructs.memories import base
 from rlstructs.replay import expand
@@ -16,7 +17,7 @@ from rlstructs.replay.prioritised import Prioritised, exponent
 from rlstructs.replay.reading import discounted
 from rlstructs.replay.roles import is_after, is_reward
 from rlstructs.replay.samplers import Span, Uniform, draw_fitting
-from rlstructs.replay.selection import Selection, check_size
+from rlstructs.replay.selection import Selection
 from rlstructs.replay.values import host_array
 
 Fits = Callable[[np.ndarray], np.ndarray]
@@ -71,7 +72,7 @@ class RandomMemory(base.Memory):
             SpecError: an argument is not what is needed, or there is nothing to draw.
         """
         names = self._checked_names(names)
-        n = check_size("batch_size", batch_size)
+        n = check_count("batch_size", batch_size)
         length = _check(sequence_length, n_step, gamma, episode_ends)
         known, storage = self._known(names), self._store()
         if (episode_ends != CROSS or n_step > 1) and storage.episodes is None:
@@ -289,8 +290,8 @@ class PrioritizedMemory(RandomMemory):
 
 def _check(sequence_length: Any, n_step: Any, gamma: float, episode_ends: str) -> int:
     # skrl takes 0 for 1.
-    length = 1 if sequence_length in (0, 1) else check_size("sequence_length", sequence_length)
-    if n_step != 1 and check_size("n_step", n_step) > 1 and length > 1:
+    length = 1 if sequence_length in (0, 1) else check_count("sequence_length", sequence_length)
+    if n_step != 1 and check_count("n_step", n_step) > 1 and length > 1:
         raise SpecError("n_step and sequence_length cannot both be above 1")
     if not 0 <= gamma <= 1:
         raise SpecError(f"gamma must be in [0, 1], got {gamma}")

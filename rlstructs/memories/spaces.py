@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
-from rlstructs.replay.selection import check_size
 
 
 def n_elements(size: Any) -> int:
@@ -20,10 +20,10 @@ def n_elements(size: Any) -> int:
         TypeError, SpecError: it is something else.
     """
     if isinstance(size, (tuple, list)):
-        return math.prod(check_size("size", n) for n in size)
+        return math.prod(check_count("size", n) for n in size)
     if isinstance(size, (bool, int, np.integer, float, str)):
-        return check_size("size", size)
-    return check_size("size", _of_space(size))
+        return check_count("size", size)
+    return check_count("size", _of_space(size))
 
 
 def _of_space(space: Any) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError
 from rlstructs.memories.formats import checked_format
 from rlstructs.memories.framework import Framework, spec_of
@@ -21,7 +22,6 @@ from rlstructs.memories.spaces import n_elements
 from rlstructs.replay.columns import SLOT, Columns, Spec
 from rlstructs.replay.episodes import BYTES_PER_ROW
 from rlstructs.replay.roles import ENDS
-from rlstructs.replay.selection import check_size
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.storage import Storage
 from rlstructs.replay.tensor_columns import TensorColumns
@@ -45,8 +45,8 @@ class NamedTensors:
         seed: int | None = None,
         strict: bool = False,
     ) -> None:
-        self.memory_size = check_size("memory_size", memory_size)
-        self.num_envs = check_size("num_envs", num_envs)
+        self.memory_size = check_count("memory_size", memory_size)
+        self.num_envs = check_count("num_envs", num_envs)
         self.device = self.framework.device(device)
         self.export = export
         self.export_format = checked_format(export_format)
@@ -266,4 +266,4 @@ def _never(tensors: Mapping[str, Any]) -> bool:
 def _kept(size: Any) -> tuple[int, ...]:
     if not isinstance(size, (tuple, list)):
         raise SpecError(f"size must be a tuple or a list to keep its dimensions, got {size!r}")
-    return tuple(check_size("size", n) for n in size)
+    return tuple(check_count("size", n) for n in size)

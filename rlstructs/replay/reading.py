@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlstructs.checks import check_count
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay import expand
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.roles import is_after, is_observation, is_reward, source_of
 from rlstructs.replay.samplers import Span
-from rlstructs.replay.selection import check_size
 from rlstructs.replay.storage import Storage
 
 DISCOUNT = "discount"
@@ -42,8 +42,8 @@ class Reading:
     stack_keys: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        check_size("n_step", self.n_step)
-        check_size("stack_num", self.stack_num)
+        check_count("n_step", self.n_step)
+        check_count("stack_num", self.stack_num)
         if not 0 <= self.gamma <= 1:
             raise SpecError(f"gamma must be in [0, 1], got {self.gamma}")
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from rlstructs.errors import SpecError
 from rlstructs.replay.samplers import Span
 
 
@@ -32,16 +30,3 @@ class Selection:
         self.rows[at] = other.rows
         for name, values in self.fields.items():
             values[at] = other.fields[name]
-
-
-def check_size(name: str, value: Any) -> int:
-    """`value` as an int.
-
-    Raises:
-        TypeError, SpecError: it is no int, or below 1.
-    """
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < 1:
-        raise SpecError(f"{name} must be at least 1, got {value}")
-    return int(value)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlstructs.checks import check_count
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.buffers.base import Buffer
 from rlstructs.replay.buffers.episode_reads import Fields, Pick
@@ -16,7 +17,6 @@ from rlstructs.replay.buffers.snapshot import Joined, Rows
 from rlstructs.replay.buffers.transitions import REW, raw_numbers
 from rlstructs.replay.buffers.vector import VectorReplayBuffer
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.selection import check_size
 from rlstructs.replay.trajectories import rounds
 from rlstructs.structures.trajectories import Trajectories
 
@@ -54,8 +54,8 @@ class CachedReplayBuffer(VectorReplayBuffer):
     def __init__(self, main: ReplayBuffer, cached_buffer_num: int, max_episode_length: int) -> None:
         if type(main) is not ReplayBuffer:
             raise TypeError(f"main must be a plain ReplayBuffer, got {type(main).__name__}")
-        n = check_size("cached_buffer_num", cached_buffer_num)
-        length = check_size("max_episode_length", max_episode_length)
+        n = check_count("cached_buffer_num", cached_buffer_num)
+        length = check_count("max_episode_length", max_episode_length)
         settings = main._settings()
         del settings["size"]
         self.main = main

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay import expand
 from rlstructs.replay.buffers.tagged import TaggedBuffer
@@ -15,7 +16,7 @@ from rlstructs.replay.expand import CROSS, EPISODE_ENDS, MASK, NEVER, Window
 from rlstructs.replay.prioritised import LEAVES, Prioritised, exponent
 from rlstructs.replay.reading import Reading
 from rlstructs.replay.samplers import Span, Uniform, draw_fitting
-from rlstructs.replay.selection import Selection, check_size
+from rlstructs.replay.selection import Selection
 from rlstructs.replay.storage import Storage
 from rlstructs.replay.values import host_array
 
@@ -99,8 +100,8 @@ class ChunkReplayBuffer(TaggedBuffer):
         stack_num: int = 1,
         stack_keys: Sequence[str] | None = None,
     ) -> None:
-        self.max_replay_size = check_size("max_replay_size", max_replay_size)
-        self.n_lanes = check_size("n_lanes", n_lanes)
+        self.max_replay_size = check_count("max_replay_size", max_replay_size)
+        self.n_lanes = check_count("n_lanes", n_lanes)
         if rng is None:
             raise SpecError("rng must be a Generator or an int, got None")
         if episode_ends not in EPISODE_ENDS:
@@ -159,12 +160,12 @@ class ChunkReplayBuffer(TaggedBuffer):
             SpecError: an argument is not what is needed, or no chunk is there that could be drawn.
             StateError: there are no priorities.
         """
-        length = check_size("chunk_size", chunk_size)
+        length = check_count("chunk_size", chunk_size)
         if sampling_mode not in MODES:
             raise SpecError(f"sampling_mode must be one of {MODES}, got {sampling_mode!r}")
         if sampling_mode == PRIORITIZED and self._priorities is None:
             raise StateError("sample: there are no priorities; construct the buffer with enable_prioritized=True")
-        n = check_size("batch_size", batch_size)
+        n = check_count("batch_size", batch_size)
         if unknown := set(self._reading.stack_keys or ()) - set(self._tags):
             raise MissingKeyError(f"stack_keys: no {sorted(unknown)} among the tags {self.tags}")
         if not self._span(length).total:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay.buffers.batches_in import rows_of
 from rlstructs.replay.buffers.buffer_samplers import INDEX, MASK, RandomSampler, Sampler
@@ -24,7 +25,6 @@ from rlstructs.replay.buffers.transforms import Compose
 from rlstructs.replay.buffers.writers import ImmutableWriter, RoundRobinWriter, Writer
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.reading import Reading
-from rlstructs.replay.selection import check_size
 from rlstructs.replay.values import host_array
 
 
@@ -95,12 +95,12 @@ class DictTensorReplayBuffer(DictTensorParts):
         self._settings = part("storage", storage, ReplayStorage, ListStorage)
         self._sampler = part("sampler", sampler, Sampler, RandomSampler)
         self._writer = part("writer", writer, Writer, RoundRobinWriter)
-        self._batch_size = None if batch_size is None else check_size("batch_size", batch_size)
+        self._batch_size = None if batch_size is None else check_count("batch_size", batch_size)
         self._priority_key = joined(priority_key)
         self._collate_fn, self._pin_memory = collate_fn, pin_memory
         self._transform = Compose() if transform is None else Compose(transform)
         self._lock, self._version, self._has_warned = lock_that_forks(), 0, False
-        self._ahead = Prefetch(self._lock, 0 if not prefetch else check_size("prefetch", prefetch))
+        self._ahead = Prefetch(self._lock, 0 if not prefetch else check_count("prefetch", prefetch))
         if prefetch and batch_size is None:
             raise SpecError("prefetch needs a batch_size: it says how large the batches are that are made ahead")
         if pin_memory and not torch.accelerator.is_available():
@@ -165,7 +165,7 @@ class DictTensorReplayBuffer(DictTensorParts):
                 f"sample: batch_size {given} is another than that of the constructor, {self._batch_size}; it counts",
                 stacklevel=3,
             )
-        return check_size("batch_size", self._batch_size if given is None else given)
+        return check_count("batch_size", self._batch_size if given is None else given)
 
     def _next(self, n: int, with_info: bool, in_pass: bool = False) -> tuple[Any, dict[str, Any]] | None:
         """A batch of n rows and what is known of it; None if the pass is over and there should be none."""

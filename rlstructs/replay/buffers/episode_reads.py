@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.buffers.episode_rows import EpisodeRows
@@ -15,7 +16,7 @@ from rlstructs.replay.buffers.snapshot import Rows, Snapshot
 from rlstructs.replay.buffers.transition_reading import How, read
 from rlstructs.replay.buffers.transitions import DONE, FLAGS, OBS_NEXT, RESERVED
 from rlstructs.replay.samplers import draw_fitting
-from rlstructs.replay.selection import Selection, check_size
+from rlstructs.replay.selection import Selection
 from rlstructs.replay.values import from_bits, host_array
 
 Fields = dict[str, np.ndarray]
@@ -84,7 +85,7 @@ class EpisodeReads(EpisodeRows):
             MissingKeyError: there is no such key.
             SpecError, IndexError: no such row is there.
         """
-        how = How(self.stack_num if stack_num is None else check_size("stack_num", stack_num), stacked=None)
+        how = How(self.stack_num if stack_num is None else check_count("stack_num", stack_num), stacked=None)
         names = [name for name in self._names() if name == key or name.startswith(f"{key}/")]
         if not names:
             if default_value is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlstructs.checks import check_count
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.buffers import transitions
 from rlstructs.replay.buffers.base import ERROR, FILL, GROW, Buffer, generator_of
@@ -17,7 +18,6 @@ from rlstructs.replay.buffers.snapshot import Rows, Snapshot
 from rlstructs.replay.buffers.transitions import DONE, FLAGS, OBS_NEXT, REW, top
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.reading import DISCOUNT, Reading
-from rlstructs.replay.selection import check_size
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.trajectories import STEP_START, as_slice, rounds
 from rlstructs.replay.values import host_array
@@ -56,7 +56,7 @@ class EpisodeRows(Buffer):
     ) -> None:
         # One of size 0 is a placeholder; no store is that small.
         is_zero = isinstance(size, (int, np.integer)) and not isinstance(size, bool) and size == 0
-        self._size = 0 if is_zero else check_size("size", size)
+        self._size = 0 if is_zero else check_count("size", size)
         if new_keys not in (ERROR, GROW) or missing_keys not in (ERROR, FILL):
             raise SpecError(
                 f"new_keys must be {ERROR!r} or {GROW!r} and missing_keys {ERROR!r} or {FILL!r}, "
@@ -94,7 +94,7 @@ class EpisodeRows(Buffer):
 
     @stack_num.setter
     def stack_num(self, stack_num: int) -> None:
-        self._stack_num = check_size("stack_num", stack_num)
+        self._stack_num = check_count("stack_num", stack_num)
 
     @property
     def maxsize(self) -> int:

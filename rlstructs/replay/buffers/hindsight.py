@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.replay.buffers.replay_buffer import ReplayBuffer
 from rlstructs.replay.buffers.rows_in import as_rows
@@ -16,7 +17,6 @@ from rlstructs.replay.buffers.transition_reading import How, read
 from rlstructs.replay.buffers.transitions import OBS, OBS_NEXT, REW, top
 from rlstructs.replay.buffers.vector import VectorReplayBuffer
 from rlstructs.replay.reading import discounted
-from rlstructs.replay.selection import check_size
 from rlstructs.replay.values import from_bits, host_array
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class HERReplayBuffer(ReplayBuffer):
         if isinstance(future_k, bool) or not isinstance(future_k, (int, float, np.number)) or not future_k >= 1:
             raise SpecError(f"future_k must be a number of at least 1, got {future_k!r}")
         self.compute_reward_fn = compute_reward_fn
-        self.horizon, self.future_k = check_size("horizon", horizon), float(future_k)
+        self.horizon, self.future_k = check_count("horizon", horizon), float(future_k)
 
     @property
     def future_p(self) -> float:

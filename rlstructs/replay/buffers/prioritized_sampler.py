@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
 from rlstructs.replay.buffers.buffer_samplers import WEIGHT, Sampler
 from rlstructs.replay.prioritised import LEAVES, Prioritised, exponent
-from rlstructs.replay.selection import Selection, check_size
+from rlstructs.replay.selection import Selection
 from rlstructs.replay.storage import Storage
 from rlstructs.replay.values import host_array
 
@@ -47,7 +48,7 @@ class PrioritizedSampler(Sampler):
         eps: float = 1e-8,
         reduction: str = "max",
     ) -> None:
-        self.max_capacity = None if max_capacity is None else check_size("max_capacity", max_capacity)
+        self.max_capacity = None if max_capacity is None else check_count("max_capacity", max_capacity)
         self._alpha, self._beta = exponent("alpha", alpha), exponent("beta", beta)
         self.eps, self.reduction = exponent("eps", eps), checked_reduction(reduction)
         self._priorities: Prioritised | None = None

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
 from rlstructs.replay.buffers.buffer_samplers import INDEX, MASK, WEIGHT, Sampler
 from rlstructs.replay.buffers.parts import joined
 from rlstructs.replay.buffers.prioritized_sampler import PrioritizedSampler
 from rlstructs.replay.samplers import Span, draw_fitting
-from rlstructs.replay.selection import Selection, check_size
+from rlstructs.replay.selection import Selection
 from rlstructs.replay.slices import WINDOW, Slices, window
 from rlstructs.replay.storage import Storage
 
@@ -62,8 +63,8 @@ class SliceSampler(Sampler):
             raise TypeError("a SliceSampler needs num_slices or slice_len, and not both")
         if pad_output and strict_length:
             raise SpecError("pad_output needs strict_length=False: slices of full length have no padding")
-        self.num_slices = None if num_slices is None else check_size("num_slices", num_slices)
-        self.slice_len = None if slice_len is None else check_size("slice_len", slice_len)
+        self.num_slices = None if num_slices is None else check_count("num_slices", num_slices)
+        self.slice_len = None if slice_len is None else check_count("slice_len", slice_len)
         self.end_key, self.traj_key, self.truncated_key = (
             None if key is None else joined(key) for key in (end_key, traj_key, truncated_key)
         )

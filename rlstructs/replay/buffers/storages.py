@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
 from rlstructs.replay.backing import Block, FileBlock
 from rlstructs.replay.buffers.batches_in import rows_of
 from rlstructs.replay.buffers.parts import Part
 from rlstructs.replay.columns import LANE, Columns
-from rlstructs.replay.selection import check_size
 from rlstructs.replay.tensor_columns import TensorColumns
 
 # Rows that a store which grows begins with.
@@ -41,7 +41,7 @@ class ReplayStorage(Part):
     device: torch.device | None = None
 
     def __init__(self, max_size: int) -> None:
-        self.max_size = self.capacity = check_size("max_size", max_size)
+        self.max_size = self.capacity = check_count("max_size", max_size)
 
     @property
     def alignment(self) -> int:
@@ -114,7 +114,7 @@ class TensorStorage(ReplayStorage):
         if storage is not None:
             self.data, n_rows = storage, rows_of(storage, "TensorStorage").n
             max_size = n_rows if max_size is None else max_size
-        super().__init__(check_size("max_size", max_size))
+        super().__init__(check_count("max_size", max_size))
         if n_rows > self.max_size:
             raise SpecError(f"max_size is {self.max_size}, but there are {n_rows} rows")
         named = torch.device("cpu" if device is None else device)

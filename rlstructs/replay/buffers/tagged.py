@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay.buffers.base import GROW, Buffer
 from rlstructs.replay.buffers.export import Exporter
@@ -15,7 +16,6 @@ from rlstructs.replay.buffers.rows_in import OneRow, as_rows, is_mapping, spec_o
 from rlstructs.replay.columns import Spec, cast
 from rlstructs.replay.reading import DISCOUNT
 from rlstructs.replay.roles import ends_among
-from rlstructs.replay.selection import check_size
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.storage import ALL, Storage
 from rlstructs.replay.values import host_array
@@ -44,7 +44,7 @@ class TaggedBuffer(Buffer):
 
     def __init__(self, n_lanes: int, capacity: int, max_episode_steps: int | None, **settings: Any) -> None:
         super().__init__(n_lanes, capacity, **settings)
-        limit = None if max_episode_steps is None else check_size("max_episode_steps", max_episode_steps)
+        limit = None if max_episode_steps is None else check_count("max_episode_steps", max_episode_steps)
         self._max_episode_steps = limit
         self._tags: dict[str, Spec] = {}
         self._quick: _Quick | None = None
