@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from rlstructs.debug import is_on
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.episodes import EpisodeTracker
 from rlstructs.errors import SpecError
+from rlstructs.lease import Lease
 from rlstructs.lifecycle import Lifecycle, Phase
 from rlstructs.rollout import Specs
 from rlstructs.rows import specs_of
@@ -82,7 +84,8 @@ class RL_Batcher:
         max_restarts: how many workers may be replaced in all, None for any number. One whose successors
             fail three times in a row before they have begun ends the batcher with the first error.
         debug: padding, and slots between rollouts, hold poison in place of zeros: NaN, or the extreme of
-            an integer (`rlstructs.debug`). None for what the variable RLSTRUCTS_DEBUG says.
+            an integer (`rlstructs.debug`); a leased tensor raises when it is used after its release. None
+            for what the variable RLSTRUCTS_DEBUG says.
 
     Raises:
         SpecError, TypeError: an argument is not what is needed.
@@ -245,13 +248,36 @@ class RL_Batcher:
             if not blocking and not self._crew.is_ready():
                 return None, None
             outcomes = self._crew.collect()
-            trajectories = self._read(outcomes)
-        self._episodes.add(trajectories)
-        self._running = [None if outcome is None else outcome[0] for outcome in outcomes]
-        self._begin_anew(self._crew.forget())
-        n_running = sum(self._n_envs if slots is None else len(slots) for slots in self._running)
+            rows, lengths = self._ran(outcomes)
+            trajectories = self._of(rows, self._slots.read(rows, int(lengths.max())), lengths)
+        n_running = self._end(outcomes, trajectories)
         self._life.phase = Phase.READY if n_running else Phase.ENDED
         return trajectories if self._device.type == "cpu" else trajectories.to(self._device), n_running
+
+    def lease(self) -> Lease:
+        """The rollout that `execute` started, where the workers wrote it: `get` without a copy.
+
+        Returns:
+            A `Lease`, for a `with` block: it unpacks into what `get` returns, on the CPU. The next `execute`
+            or `reset` comes after its release.
+
+        Raises:
+            StateError, WorkerError, Exception: as `get`.
+        """
+        self._life.check("lease", Phase.RUNNING)
+        with self._life.failing():
+            outcomes = self._crew.collect()
+            rows, lengths = self._ran(outcomes)
+            trajectories = self._of(rows, self._slots.lend(rows, int(lengths.max())), lengths)
+        n_running = self._end(outcomes, trajectories)
+        self._life.phase = Phase.LEASED
+        return Lease(trajectories, n_running, partial(self._take_back, n_running), is_guarded=self._debug)
+
+    def _take_back(self, n_running: int) -> None:
+        """What a lease calls at its end."""
+        if self._life.phase is Phase.LEASED:  # and not closed, or failed, meanwhile
+            self._slots.release()
+            self._life.phase = Phase.READY if n_running else Phase.ENDED
 
     def update(self, info: Any) -> None:
         """Calls `update(info)` of every agent, and waits for it.
@@ -264,7 +290,7 @@ class RL_Batcher:
             StateError: a rollout is under way: `get` it first.
             Exception: what an agent raised.
         """
-        self._life.check("update", Phase.NEW, Phase.READY, Phase.ENDED)
+        self._life.check("update", Phase.NEW, Phase.READY, Phase.LEASED, Phase.ENDED)
         packed = weights.pack(info, self._weights)
         with self._life.failing("update"):
             self._crew.update(packed)
@@ -362,19 +388,29 @@ class RL_Batcher:
             self._running[worker] = None
             self._episodes.forget(self._rows_of(worker))
 
-    def _read(self, outcomes: list[Any]) -> Trajectories:
-        """What the environments did that ran when the rollout began."""
+    def _ran(self, outcomes: list[Any]) -> tuple[np.ndarray | None, torch.Tensor]:
+        """Which environments ran when the rollout began (None: all), and for how long."""
         for worker, outcome in enumerate(outcomes):
             if outcome is None:
                 Slots(self._layout, self._arena.map(), worker * self._n_envs, self._n_envs).empty()
         rows = np.concatenate([self._rows_of(worker, slots) for worker, slots in enumerate(self._running)])
         some = None if rows.size == self.n_elems() else rows
-        lengths = self._slots.lengths[rows]
-        steps = self._slots.read(some, int(lengths.max()))
+        return some, torch.from_numpy(self._slots.lengths[rows])
+
+    def _of(
+        self, rows: np.ndarray | None, steps: Mapping[str, torch.Tensor], lengths: torch.Tensor
+    ) -> Trajectories:
+        """These steps, with what is known of the environments that took them."""
+        rows = np.arange(self.n_elems()) if rows is None else rows
         info = {**self._slots.info_of(rows), "env_index": torch.from_numpy(rows)}
-        return Trajectories(
-            DictTensor.trusted(info), TemporalDictTensor.trusted(steps, torch.from_numpy(lengths))
-        )
+        return Trajectories(DictTensor.trusted(info), TemporalDictTensor.trusted(steps, lengths))
+
+    def _end(self, outcomes: list[Any], trajectories: Trajectories) -> int:
+        """Goes on to the next rollout; how many environments will run in it."""
+        self._episodes.add(trajectories)
+        self._running = [None if outcome is None else outcome[0] for outcome in outcomes]
+        self._begin_anew(self._crew.forget())
+        return sum(self._n_envs if slots is None else len(slots) for slots in self._running)
 
     def _write_info(self, name: str, info: DictTensor) -> None:
         for key, tensor in info.items():

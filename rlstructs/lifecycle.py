@@ -18,6 +18,7 @@ class Phase(enum.Enum):
     NEW = "needs a reset"
     READY = "ready"
     RUNNING = "a rollout is under way"
+    LEASED = "a rollout is leased"
     ENDED = "every environment has ended"
     FAILED = "a worker failed"
     CLOSED = "closed"
@@ -27,6 +28,7 @@ NEEDED = {
     Phase.NEW: "call reset first",
     Phase.READY: "call execute first",
     Phase.RUNNING: "call get first",
+    Phase.LEASED: "release it first",
     Phase.ENDED: "call reset first",
 }
 

@@ -13,7 +13,9 @@ cost memory only where an episode ended.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from mmap import mmap
 from typing import Any
@@ -121,6 +123,36 @@ class Layout:
     def nbytes(self) -> int:
         """Memory that a rollout takes, in bytes, without the sparse columns."""
         return sum(field.nbytes for field in self.fields() if not field.sparse)
+
+
+class Lent(Mapping[str, torch.Tensor]):
+    """Tensors by name.
+
+    Args:
+        views: those that lie where they were written.
+        copies: those that cannot, or what makes them when they are first asked for.
+    """
+
+    def __init__(
+        self,
+        views: Mapping[str, torch.Tensor],
+        copies: Mapping[str, torch.Tensor | Callable[[], torch.Tensor]],
+    ) -> None:
+        self.views, self.copies = views, dict(copies)
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key in self.views:
+            return self.views[key]
+        found = self.copies[key]
+        if not isinstance(found, torch.Tensor):
+            found = self.copies[key] = found()
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return itertools.chain(self.views, self.copies)
+
+    def __len__(self) -> int:
+        return len(self.views) + len(self.copies)
 
 
 class Slots:
@@ -276,6 +308,26 @@ class Slots:
             action = torch.from_numpy(take(array, is_bfloat16=is_bfloat16))
             batch[f"action/{key}"] = action.view(dtype) if is_bfloat16 else action
         return batch | {f"_observation/{key}": torch.from_numpy(array) for key, array in following.items()}
+
+    def lend(self, rows: np.ndarray | None, n_timesteps: int) -> Lent:
+        """As `read`, but views wherever they can be; what lies in the padding is of no meaning."""
+        if rows is not None:
+            return Lent({}, self.read(rows, n_timesteps))
+        views = {f"observation/{key}": column[:, :n_timesteps] for key, column in self._seen.items()}
+        views |= {f"action/{key}": column[:, :n_timesteps] for key, column in self._action.items()}
+        if not self._reset[:, :n_timesteps].any():
+            following = {f"_observation/{key}": column[:, 1 : n_timesteps + 1] for key, column in self._seen.items()}
+            return Lent(views | following, {})
+        return Lent(
+            views, {f"_observation/{key}": functools.partial(self._patched, key, n_timesteps) for key in self._seen}
+        )
+
+    def _patched(self, key: str, n_timesteps: int) -> torch.Tensor:
+        """`_observation/key` of every row, private memory."""
+        following = np.array(self._arrays[key][:, 1 : n_timesteps + 1], order="C")
+        at = np.nonzero(self._reset[:, :n_timesteps])
+        following[at] = self._packing.view(self._final, key)[at]
+        return torch.from_numpy(following)
 
     def _nothing(self, dtype: np.dtype[Any], is_bfloat16: bool) -> Any:
         """What stands where there was no step."""

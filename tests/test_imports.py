@@ -42,6 +42,7 @@ ROWS = {
     "rlstructs.episodes": 3,
     "rlstructs.slots": 4,
     "rlstructs.lifecycle": 4,
+    "rlstructs.lease": 4.5,
     "rlstructs.weights": 4,
     "rlstructs.settings": 4,
     "rlstructs.random_agent": 4,

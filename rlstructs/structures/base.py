@@ -175,7 +175,7 @@ class Structure:
 class TensorMap(Structure):
     """A structure that is a mapping, name -> tensor."""
 
-    _tensors: dict[str, torch.Tensor]
+    _tensors: Mapping[str, torch.Tensor]
 
     def keys(self) -> Any:
         """The names, in the order in which they were given."""

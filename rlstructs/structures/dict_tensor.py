@@ -39,6 +39,8 @@ class DictTensor(TensorMap):
         2
     """
 
+    _tensors: dict[str, torch.Tensor]
+
     def __init__(self, tensors: Mapping[str, Any] | TensorMap | None = None) -> None:
         self._tensors = {} if tensors is None else flatten(tensors, "DictTensor")
         self._check()

@@ -49,8 +49,8 @@ class TemporalDictTensor(TensorMap):
         self._check()
 
     @classmethod
-    def trusted(cls, tensors: dict[str, torch.Tensor], lengths: torch.Tensor) -> TemporalDictTensor:
-        """Wraps a flat dict and lengths that are known to be right, as they are."""
+    def trusted(cls, tensors: Mapping[str, torch.Tensor], lengths: torch.Tensor) -> TemporalDictTensor:
+        """Wraps a flat mapping and lengths that are known to be right, as they are."""
         made = cls.__new__(cls)
         made._tensors, made.lengths = tensors, lengths
         return made
