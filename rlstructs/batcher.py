@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 import rlstructs.errors  # noqa: F401 - first of ours: it sees whether `workers` is ours too
-from rlstructs import weights
+from rlstructs import outputs, weights
 from rlstructs.agent import RL_Agent
 from rlstructs.checks import check_count
 from rlstructs.crew import RAISE, Crew, check_policy, started
@@ -218,7 +218,9 @@ class RL_Batcher:
             self._begin_anew(self._crew.forget())
         self._life.phase = Phase.RUNNING
 
-    def get(self, blocking: bool = True) -> tuple[Trajectories, int] | tuple[None, None]:
+    def get(
+        self, blocking: bool = True, out: Trajectories | None = None
+    ) -> tuple[Trajectories, int] | tuple[None, None]:
         """The rollout that `execute` started, in memory of its own.
 
         A row for each environment that ran when the rollout began, in the order of their global
@@ -234,22 +236,29 @@ class RL_Batcher:
 
         Args:
             blocking: wait for it. Otherwise return `(None, None)` until all of it is there.
+            out: what it is written to in place of new memory, such as an earlier rollout, perhaps in pinned
+                memory: with the same keys, dtypes and shapes, at least as many rows as environments run, and
+                `n_timesteps`. The trajectories that are returned are the first of its rows and timesteps.
 
         Returns:
             The trajectories and the number of environments that still run.
 
         Raises:
             StateError: there was no `execute`.
+            SpecError: `out` does not fit; the rollout can still be had.
             WorkerError: a worker died, or did not answer in time.
             Exception: what an environment or agent raised, with the worker's traceback as its cause.
         """
         self._life.check("get", Phase.RUNNING)
+        if out is not None:
+            info = {**self._layout.info, "env_index": ((), torch.int64)}
+            outputs.check(out, info, self._slots.specs, (self._n_running(), self._layout.n_timesteps))
         with self._life.failing():
             if not blocking and not self._crew.is_ready():
                 return None, None
             outcomes = self._crew.collect()
             rows, lengths = self._ran(outcomes)
-            trajectories = self._of(rows, self._slots.read(rows, int(lengths.max())), lengths)
+            trajectories = self._read(rows, lengths, out)
         n_running = self._end(outcomes, trajectories)
         self._life.phase = Phase.READY if n_running else Phase.ENDED
         return trajectories if self._device.type == "cpu" else trajectories.to(self._device), n_running
@@ -268,7 +277,8 @@ class RL_Batcher:
         with self._life.failing():
             outcomes = self._crew.collect()
             rows, lengths = self._ran(outcomes)
-            trajectories = self._of(rows, self._slots.lend(rows, int(lengths.max())), lengths)
+            steps = TemporalDictTensor.trusted(self._slots.lend(rows, int(lengths.max())), lengths)
+            trajectories = Trajectories(DictTensor.trusted(self._info_of(rows)), steps)
         n_running = self._end(outcomes, trajectories)
         self._life.phase = Phase.LEASED
         return Lease(trajectories, n_running, partial(self._take_back, n_running), is_guarded=self._debug)
@@ -397,19 +407,31 @@ class RL_Batcher:
         some = None if rows.size == self.n_elems() else rows
         return some, torch.from_numpy(self._slots.lengths[rows])
 
-    def _of(
-        self, rows: np.ndarray | None, steps: Mapping[str, torch.Tensor], lengths: torch.Tensor
-    ) -> Trajectories:
-        """These steps, with what is known of the environments that took them."""
+    def _read(self, rows: np.ndarray | None, lengths: torch.Tensor, out: Trajectories | None) -> Trajectories:
+        n_timesteps, info = int(lengths.max()), self._info_of(rows)
+        if out is None:
+            steps = self._slots.read(rows, n_timesteps)
+            return Trajectories(DictTensor.trusted(info), TemporalDictTensor.trusted(steps, lengths))
+        kept = outputs.cut(out, len(lengths), n_timesteps)
+        for key, tensor in info.items():
+            kept.info[key].copy_(tensor)
+        kept.lengths.copy_(lengths)
+        steps = self._slots.read(rows, n_timesteps, dict(kept.trajectories.items()))
+        return Trajectories(kept.info, TemporalDictTensor.trusted(steps, kept.lengths))
+
+    def _info_of(self, rows: np.ndarray | None) -> dict[str, torch.Tensor]:
+        """What is known of these environments (None: all), private memory."""
         rows = np.arange(self.n_elems()) if rows is None else rows
-        info = {**self._slots.info_of(rows), "env_index": torch.from_numpy(rows)}
-        return Trajectories(DictTensor.trusted(info), TemporalDictTensor.trusted(steps, lengths))
+        return {**self._slots.info_of(rows), "env_index": torch.from_numpy(rows)}
 
     def _end(self, outcomes: list[Any], trajectories: Trajectories) -> int:
         """Goes on to the next rollout; how many environments will run in it."""
         self._episodes.add(trajectories)
         self._running = [None if outcome is None else outcome[0] for outcome in outcomes]
         self._begin_anew(self._crew.forget())
+        return self._n_running()
+
+    def _n_running(self) -> int:
         return sum(self._n_envs if slots is None else len(slots) for slots in self._running)
 
     def _write_info(self, name: str, info: DictTensor) -> None:

@@ -178,6 +178,13 @@ class Slots:
         self._seen = {key: torch.from_numpy(view) for key, view in self._arrays.items()}
         self._action = {key: self._columns[f"action/{key}"] for key in layout.action}
         self._action_arrays = {key: _raw(column) for key, column in self._action.items()}
+        # What is handed out: where it lies, and at which timestep it begins.
+        self._sources = {f"observation/{key}": (array, 0) for key, array in self._arrays.items()}
+        self._sources |= {f"action/{key}": (array, 0) for key, array in self._action_arrays.items()}
+        self._sources |= {f"_observation/{key}": (array, 1) for key, array in self._arrays.items()}
+        specs = {"observation": layout.observation, "action": layout.action, "_observation": layout.observation}
+        #: Of what is handed out: shapes without the first two axes, and dtypes.
+        self.specs = {name: specs[name.partition("/")[0]][name.partition("/")[2]] for name in self._sources}
         self._states = {key.removeprefix(STATE): spec for key, spec in layout.info.items() if key.startswith(STATE)}
         self._n_actions = len(self._action)
         # Views of one timestep, made when first needed and kept: making them costs more than a write.
@@ -279,8 +286,15 @@ class Slots:
         for block in (*self._observation.values(), *self._action_arrays.values()):
             _poison(block)
 
-    def read(self, rows: np.ndarray | None, n_timesteps: int) -> dict[str, torch.Tensor]:
+    def read(
+        self, rows: np.ndarray | None, n_timesteps: int, out: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
         """Steps 0 to `n_timesteps - 1` of these rows (None: all), private memory, zeros or poison in the padding.
+
+        Args:
+            rows: of which slots.
+            n_timesteps: how many steps.
+            out: tensors to be filled, of the names, shapes and dtypes of what is returned; None for new ones.
 
         Returns:
             `observation/k`, `action/k`, `_observation/k` -> (B, n_timesteps, ...).
@@ -289,25 +303,22 @@ class Slots:
         padding = np.arange(n_timesteps) >= lengths[:, None]
         padded = bool(padding.any())
 
-        def take(array: np.ndarray, start: int = 0, is_bfloat16: bool = False) -> np.ndarray:
+        def take(name: str, array: np.ndarray, start: int) -> np.ndarray:
             steps = array[:, start : start + n_timesteps]
             # numpy, not torch: the threads of a parallel copy would spin on the workers' cores for
             # milliseconds after it, just when the next rollout begins.
-            taken = np.array(steps, order="C") if rows is None else steps[rows]
+            if out is not None:
+                taken = _raw(out[name])
+                taken[...] = steps if rows is None else steps[rows]
+            else:
+                taken = np.array(steps, order="C") if rows is None else steps[rows]
             if padded:
-                taken[padding] = self._nothing(array.dtype, is_bfloat16)
+                taken[padding] = self._nothing(name)
             return taken
 
-        seen = {f"observation/{key}": take(array) for key, array in self._arrays.items()}
-        following = {key: take(array, 1) for key, array in self._arrays.items()}
-        self._put_finals(following, rows, n_timesteps)
-        batch = {key: torch.from_numpy(array) for key, array in seen.items()}
-        for key, array in self._action_arrays.items():
-            dtype = self._action[key].dtype
-            is_bfloat16 = dtype is torch.bfloat16  # which is written as its bits
-            action = torch.from_numpy(take(array, is_bfloat16=is_bfloat16))
-            batch[f"action/{key}"] = action.view(dtype) if is_bfloat16 else action
-        return batch | {f"_observation/{key}": torch.from_numpy(array) for key, array in following.items()}
+        taken = {name: take(name, *source) for name, source in self._sources.items()}
+        self._put_finals(taken, rows, n_timesteps)
+        return {name: _tensor(array, self.specs[name][1]) for name, array in taken.items()}
 
     def lend(self, rows: np.ndarray | None, n_timesteps: int) -> Lent:
         """As `read`, but views wherever they can be; what lies in the padding is of no meaning."""
@@ -329,13 +340,13 @@ class Slots:
         following[at] = self._packing.view(self._final, key)[at]
         return torch.from_numpy(following)
 
-    def _nothing(self, dtype: np.dtype[Any], is_bfloat16: bool) -> Any:
+    def _nothing(self, name: str) -> Any:
         """What stands where there was no step."""
         if not self._poisons:
             return 0
-        return BFLOAT16_NAN if is_bfloat16 else poison(dtype)
+        return BFLOAT16_NAN if self.specs[name][1] is torch.bfloat16 else poison(self._sources[name][0].dtype)
 
-    def _put_finals(self, following: dict[str, np.ndarray], rows: np.ndarray | None, n_timesteps: int) -> None:
+    def _put_finals(self, taken: dict[str, np.ndarray], rows: np.ndarray | None, n_timesteps: int) -> None:
         reset = self._reset if rows is None else self._reset[rows]
         at, times = np.nonzero(reset[:, :n_timesteps])
         if not at.size:
@@ -343,7 +354,7 @@ class Slots:
         slots = at if rows is None else rows[at]
         finals = Rows(self._packing, {name: block[slots, times] for name, block in self._final.items()})
         for key, final in finals.arrays().items():
-            following[key][at, times] = final
+            taken[f"_observation/{key}"][at, times] = final
 
     def _blocks(self, prefix: str) -> dict[str, np.ndarray]:
         found = {}
@@ -399,7 +410,13 @@ def _raw(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _rows(column: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(_raw(column)[rows]).view(column.dtype)
+    return _tensor(_raw(column)[rows], column.dtype)
+
+
+def _tensor(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """The same memory as a tensor of the dtype of which `_raw` gave the array."""
+    tensor = torch.from_numpy(array)
+    return tensor if tensor.dtype is dtype else tensor.view(dtype)
 
 
 def _put(column: torch.Tensor, index: Any, values: torch.Tensor) -> None:

@@ -43,6 +43,7 @@ ROWS = {
     "rlstructs.slots": 4,
     "rlstructs.lifecycle": 4,
     "rlstructs.lease": 4.5,
+    "rlstructs.outputs": 4,
     "rlstructs.weights": 4,
     "rlstructs.settings": 4,
     "rlstructs.random_agent": 4,

@@ -1,0 +1,85 @@
+"""`RL_Batcher.get(out=)`: rollouts in memory that the caller keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import count_batcher, rollout
+from test_lease import KINDS, pendulum
+
+from rlstructs import MissingKeyError, SpecError, TemporalDictTensor, Trajectories
+
+
+def room_for(batcher):
+    """A rollout of every environment with all timesteps, to be overwritten."""
+    batcher.reset()
+    first, _ = rollout(batcher)
+    n, missing = first.n_elems(), batcher._layout.n_timesteps - first.trajectories.n_timesteps()
+    steps = {key: torch.cat([t, t.new_zeros(n, missing, *t.shape[2:])], 1) for key, t in first.trajectories.items()}
+    return Trajectories(first.info, TemporalDictTensor(steps, first.lengths))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("debug", [False, True])
+def test_what_is_written_to_out_is_what_get_gives(kind, debug):
+    create, arguments = KINDS[kind]
+    with create(**arguments, debug=debug) as plain, create(**arguments, debug=debug) as kept:
+        out = room_for(kept)
+        room_for(plain)
+        plain.reset()
+        kept.reset()
+        n_running = 1
+        while n_running:
+            trajectories, n_running = rollout(plain)
+            kept.execute()
+            written, number = kept.get(out=out)
+            assert written == trajectories and number == n_running
+            n_rows, n_timesteps = trajectories.n_elems(), trajectories.trajectories.n_timesteps()
+            for key, tensor in written.trajectories.items():
+                target = out.trajectories[key]
+                assert tensor.data_ptr() == target.data_ptr() and tensor.dtype == target.dtype
+                assert tuple(tensor.shape[:2]) == (n_rows, n_timesteps)
+                same = torch.equal(tensor.nan_to_num(7), trajectories.trajectories[key].nan_to_num(7))
+                assert same, key  # in the padding too
+            for key, tensor in written.info.items():
+                assert tensor.data_ptr() == out.info[key].data_ptr()
+            assert written.lengths.data_ptr() == out.lengths.data_ptr()
+            if arguments.get("autoreset") or create is pendulum:
+                break
+
+
+def changed(out, key, tensor):
+    """`out` with another tensor."""
+    steps = {**dict(out.trajectories.items()), key: tensor}
+    return Trajectories(out.info, TemporalDictTensor({k: t for k, t in steps.items() if t is not None}, out.lengths))
+
+
+def test_what_does_not_fit_is_refused_and_the_rollout_can_still_be_had():
+    with count_batcher([[9, 9], [9, 9]], 3, autoreset=True) as batcher:
+        out = room_for(batcher)
+        frames = "observation/frame"
+        batcher.execute()
+        for wrong, error, message in (
+            (out.trajectories, TypeError, "^get: out must be a Trajectories, got TemporalDictTensor$"),
+            (changed(out, frames, None), MissingKeyError, r"^get: out: key\(s\) \['observation/frame'\] are missing"),
+            (changed(out, "more", torch.zeros(4, 3)), SpecError, r"^get: out: unknown key\(s\) \['more'\]"),
+            (changed(out, frames, torch.zeros(4, 3, 2, dtype=torch.float64)), SpecError,
+             r"^get: out 'observation/frame' is \(4, 3, 2\) float64 on cpu, needed is \(4, 3, 2\) float32 or more "),
+            (changed(out, frames, torch.zeros(4, 3, 1)), SpecError, r"'observation/frame' is \(4, 3, 1\) float32"),
+            (changed(out, frames, torch.zeros(4, 3)), SpecError, r"'observation/frame' is \(4, 3\) float32"),
+            (out.slice(0, 3), SpecError, r"is \(3,\) .*, needed is \(4,\) \w+ or more"),
+            (Trajectories(out.info, out.trajectories.temporal_slice(0, 2)), SpecError, r"is \(4, 2"),
+        ):  # fmt: skip
+            with pytest.raises(error, match=message):
+                batcher.get(out=wrong)
+        trajectories, _ = batcher.get(out=out)
+        assert trajectories.lengths.tolist() == [3] * 4
+
+
+def test_without_waiting_nothing_is_written_until_all_of_it_is_there():
+    with count_batcher([[9], [9]], 3, autoreset=True) as batcher:
+        out = room_for(batcher)
+        batcher.execute()
+        while (got := batcher.get(blocking=False, out=out)) == (None, None):
+            pass
+        assert got[0].trajectories["action/n"].data_ptr() == out.trajectories["action/n"].data_ptr()
