@@ -29,6 +29,7 @@ class Channel:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._readable: select.poll | None = None
 
     @classmethod
     def pair(cls) -> tuple[Channel, Channel]:
@@ -89,7 +90,7 @@ class Channel:
         return bool(poll.poll(0))
 
     def receive(self) -> Any:
-        """Waits for one message.
+        """Waits for one message; bytes where they are the job's own.
 
         Raises:
             EOFError: the other side is gone.
@@ -98,6 +99,8 @@ class Channel:
             data = self._connection.recv_bytes()
         except OSError as error:  # a reset, or a message cut off in its middle
             raise EOFError("the other side of the channel is gone") from error
+        if data.startswith(messages.RAW):
+            return data[1:]
         try:
             return messages.loads(data)
         except EOFError as error:  # what a message raises must not look like its end
@@ -105,9 +108,10 @@ class Channel:
 
     def has_message(self) -> bool:
         """Whether `receive` would return (or raise) at once."""
-        poll = select.poll()  # the connection's own takes five times as long
-        poll.register(self.fileno(), select.POLLIN)
-        return bool(poll.poll(0))
+        if self._readable is None:  # the connection's own makes another each time
+            self._readable = select.poll()
+            self._readable.register(self.fileno(), select.POLLIN)
+        return bool(self._readable.poll(0))
 
     def close(self) -> None:
         self._connection.close()

@@ -6,6 +6,8 @@
            <──────────────────────  Result | Failure
     Call(method, args)  ─────────>  job.method(*args)
            <──────────────────────  Result | Failure
+    Post(data)  ─────────────────>  job.answer(data)
+           <──────────────────────  its bytes | Failure
     Close  ──────────────────────>  job.close()
            <──────────────────────  Result | Failure, then the process ends
 
@@ -68,14 +70,17 @@ def serve(index: int, channel: Channel, shared: tuple[Any, ...]) -> None:
             continue
         reply: Any
         try:
-            value = None
-            if isinstance(request, messages.Build):
-                job = _build(request, index, shared)
-            elif isinstance(request, messages.Close):
-                close_job(job)
+            if isinstance(request, bytes):
+                reply = messages.RAW + job.answer(request)
             else:
-                value = getattr(job, request.method)(*request.args)
-            reply = messages.Result(value)
+                value = None
+                if isinstance(request, messages.Build):
+                    job = _build(request, index, shared)
+                elif isinstance(request, messages.Close):
+                    close_job(job)
+                else:
+                    value = getattr(job, request.method)(*request.args)
+                reply = messages.Result(value)
         except BaseException as error:
             reply = messages.Failure.of(error)
         _reply(channel, reply)
@@ -133,7 +138,10 @@ def _build(request: messages.Build, index: int, shared: tuple[Any, ...]) -> Any:
 
 def _reply(channel: Channel, reply: Any) -> None:
     try:
-        channel.send(reply)
+        if isinstance(reply, bytes):
+            channel.send_bytes(reply)
+        else:
+            channel.send(reply)
     except EOFError:
         raise
     except Exception as error:  # the value cannot be pickled: its place is taken by why

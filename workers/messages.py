@@ -1,7 +1,8 @@
 """What crosses a pipe: requests one way, replies the other. The only place where their names exist.
 
 Everything is pickled by cloudpickle: lambdas, closures, and classes of a script arrive by value,
-so a worker never has to import the program's main module.
+so a worker never has to import the program's main module. The exception are bytes that a job reads and
+writes itself, for what is asked so often that pickling would be most of the work.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from typing import Any, ClassVar, NamedTuple
 import cloudpickle
 
 from workers.errors import RemoteTraceback, WorkerError
+
+# Begins a message that is bytes of the job's own; a pickled one begins with b"\x80".
+RAW = b"\0"
 
 
 class State(enum.Enum):
@@ -47,6 +51,13 @@ class Call:
     @property
     def label(self) -> str:
         return self.method
+
+
+class Post(NamedTuple):
+    """Hand bytes to the job's `answer`; what that returns is the reply, bytes too."""
+
+    data: bytes
+    label: str
 
 
 @dataclass(frozen=True)
@@ -82,9 +93,18 @@ class Failure(NamedTuple):
         if error is None:
             error = WorkerError(f"{self.summary} ({where})", worker_index)
         else:
-            _add_note(error, where)
+            add_note(error, where)
         error.__cause__ = RemoteTraceback(self.text, worker_index)
         return error
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Adds a line to what is shown of an exception."""
+    # The exceptions' own add_note is CPython 3.11; the attribute is all there is to it.
+    try:
+        error.__notes__ = [*getattr(error, "__notes__", ()), note]
+    except Exception:  # slots, or a __setattr__ that refuses: the cause still names the worker
+        return
 
 
 def dumps(obj: Any) -> bytes:
@@ -132,10 +152,3 @@ def _unpickled(data: bytes | None) -> BaseException | None:
         return None
     return error if isinstance(error, Exception) else None
 
-
-def _add_note(error: BaseException, note: str) -> None:
-    # add_note itself is CPython 3.11; the attribute is all there is to it.
-    try:
-        error.__notes__ = [*getattr(error, "__notes__", ()), note]
-    except Exception:  # slots, or a __setattr__ that refuses: the cause still names the worker
-        return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from multiprocessing import util
@@ -15,9 +14,10 @@ from workers import messages
 from workers.channel import milliseconds
 from workers.descriptors import check_enough
 from workers.errors import WorkerError, WorkerTimeout
-from workers.messages import Build, Call, Close, Failure, Result, State
+from workers.messages import RAW, Build, Call, Close, Failure, Post, Result, State
 from workers.process import WorkerProcess, end_all
 from workers.start import default_start_method
+from workers.watch import Watch
 
 # Seconds that workers get to close their jobs.
 CLOSE_DELAY = 3.0
@@ -66,15 +66,10 @@ class WorkerPool:
         self._arguments = (shared, start_method or default_start_method(), tuple(preload), name)
         self._workers: list[WorkerProcess] = []
         self._replies: dict[int, Any] = {}
+        self._answers: list[tuple[int, bytes]] = []
         self._failures: dict[int, BaseException] = {}
         self._late: set[int] = set()  # those that have outrun a deadline, and may yet reply
-        self._poll = select.poll()
-        self._index_of: dict[int, int] = {}
-        # A thread that closes the pool wakes one that waits for replies; replies are read under the lock.
-        self._lock, self._is_closed, self._n_waiting = threading.Lock(), False, 0
-        woken, self._wakes = os.pipe()
-        self._poll.register(woken, select.POLLIN)
-        self._close_pipe = util.Finalize(self, _close_all, args=((woken, self._wakes),))
+        self._watch = Watch()
         # Not weakref.finalize: this one runs before multiprocessing joins what is left at exit,
         # and never in a forked copy of this process.
         self._finalizer = util.Finalize(self, end_all, args=(self._workers,), exitpriority=100)
@@ -125,13 +120,45 @@ class WorkerPool:
             try:
                 self._send(worker, request, data)
             except WorkerError as error:
-                self._forget(worker)
+                self._watch.forget(worker)
                 self._failures[worker.index] = _bare(error)
 
     def send(self, index: int, method: str, *args: Any) -> None:
         """Asks one worker to call `job.method(*args)`, and returns at once."""
-        self._check_idle()
+        self._check_idle([index])
         self._send(self._workers[index], Call(method, args))
+
+    def post(self, index: int, data: bytes, label: str) -> None:
+        """Hands bytes to one worker's `job.answer`, and returns at once; what that returns is among `answers`.
+
+        Far quicker than a call, as nothing is pickled. A worker takes several, one behind another: they wait in
+        its pipe, so they must be small, or the worker idle.
+
+        Args:
+            index: which worker.
+            data: for the job to read.
+            label: what errors call the request.
+        """
+        self._send(self._workers[index], Post(data, label), RAW + data)
+
+    def answers(self) -> list[tuple[int, bytes]]:
+        """What posts were answered with since the last call: worker index and bytes, the oldest first."""
+        answers, self._answers = self._answers, []
+        return answers
+
+    def has_answer(self, timeout: float | None = None) -> bool:
+        """Waits for an answer; False when none came within `timeout` seconds (None for no limit).
+
+        Raises:
+            WorkerCrashed: a worker is gone.
+            Exception: what a job raised, with the worker's traceback as the cause.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self._failures and not self._answers and self._busy():
+            if not self._wait(deadline):
+                break
+        self._raise_failure()
+        return bool(self._answers)
 
     def ready(self, timeout: float | None = 0.0) -> bool:
         """Waits up to `timeout` seconds; whether every asked worker has replied.
@@ -146,8 +173,7 @@ class WorkerPool:
         while not self._failures and self._busy():
             if not self._wait(deadline):
                 return False
-        if self._failures:
-            raise self._failures.pop(min(self._failures))
+        self._raise_failure()
         return True
 
     def gather(self, timeout: float | None = None) -> list[Any]:
@@ -209,7 +235,7 @@ class WorkerPool:
         """
         old = [self._workers[index] for index in factories]
         for worker in old:
-            self._forget(worker)
+            self._watch.forget(worker)
         end_all(old)
         for index, factory in factories.items():
             self._late.discard(index)
@@ -229,7 +255,7 @@ class WorkerPool:
         """
         if not self._finalizer.still_active():
             return
-        self._wake()
+        self._watch.end()
         if timeout is None:
             timeout = CLOSE_DELAY if self.timeout is None else min(CLOSE_DELAY, self.timeout)
         deadline = time.monotonic() + timeout
@@ -247,9 +273,9 @@ class WorkerPool:
     def kill(self, patience: float = 0.0) -> None:
         """Ends every worker that has not ended within `patience` seconds: SIGTERM, then SIGKILL."""
         if self._finalizer.still_active():
-            self._wake()
+            self._watch.end()
             for worker in self._workers:
-                self._forget(worker)
+                self._watch.forget(worker)
             self._finalizer.cancel()
             end_all(self._workers, patience)
 
@@ -268,36 +294,23 @@ class WorkerPool:
 
     def _started(self, index: int) -> WorkerProcess:
         worker = WorkerProcess(index, *self._arguments, self.timeout)
-        for fd in (worker.channel.fileno(), worker.sentinel()):
-            self._poll.register(fd, select.POLLIN)
-            self._index_of[fd] = index
+        self._watch.add(worker)
         return worker
 
     def _wait(self, deadline: float | None) -> bool:
         """Reads what comes first; False when nothing came before the deadline."""
-        with self._lock:
-            self._check_open()
-            self._n_waiting += 1
-        try:
-            events = self._poll.poll(milliseconds(deadline))
-        finally:
-            with self._lock:
-                self._n_waiting -= 1
-                if self._is_closed and not self._n_waiting:
-                    self._close_pipe()
-        with self._lock:
-            self._check_open()
-            for fd, _ in events:
-                if fd in self._index_of:  # or the same worker's other descriptor has told of its end
-                    self._read(self._workers[self._index_of[fd]])
-        return bool(events) or deadline is None or time.monotonic() < deadline
+        return self._watch.wait(deadline, self._read)
+
+    def _raise_failure(self) -> None:
+        if self._failures:
+            raise self._failures.pop(min(self._failures))
 
     def _send_all(self, request: Build | Call) -> None:
         data = messages.dumps(request)  # once for all
         for worker in self._workers:
             self._send(worker, request, data)
 
-    def _send(self, worker: WorkerProcess, request: Build | Call, data: bytes | None = None) -> None:
+    def _send(self, worker: WorkerProcess, request: Build | Call | Post, data: bytes | None = None) -> None:
         deadline = None if self.timeout is None else time.monotonic() + self.timeout
         try:
             worker.send(request, data, deadline)
@@ -310,50 +323,35 @@ class WorkerPool:
     def _busy(self) -> list[WorkerProcess]:
         return [worker for worker in self._workers if worker.state is State.BUSY]
 
-    def _check_idle(self) -> None:
-        if busy := self._busy():
+    def _check_idle(self, asked: Iterable[int] | None = None) -> None:
+        indexes = range(self.n_workers) if asked is None else set(asked)
+        if busy := [worker for worker in self._busy() if worker.index in indexes]:
             raise RuntimeError(
                 f"worker {busy[0].index} is still busy with {busy[0].last_request!r}: gather its reply first"
             )
 
-    def _read(self, worker: WorkerProcess) -> None:
+    def _read(self, index: int) -> None:
+        worker = self._workers[index]
         if worker.state is not State.BUSY or not worker.channel.has_message():
-            self._forget(worker)  # it ended, with nothing more to say
+            self._watch.forget(worker)  # it ended, with nothing more to say
             self._failures[worker.index] = worker.crashed()
             return
         self._late.discard(worker.index)
         try:
             reply = worker.receive()
         except WorkerError as error:
-            self._forget(worker)
+            self._watch.forget(worker)
             self._failures[worker.index] = _bare(error)
         except Exception as error:
             self._failures[worker.index] = error
         else:
-            if isinstance(reply, Failure):
+            if isinstance(reply, bytes):
+                self._answers.append((worker.index, reply))
+            elif isinstance(reply, Failure):
                 self._failures[worker.index] = reply.to_exception(worker.index, worker.last_request)
             else:
                 assert isinstance(reply, Result)
                 self._replies[worker.index] = reply.value
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise WorkerError("the workers were closed while a reply was waited for")
-
-    def _wake(self) -> None:
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            if self._n_waiting:
-                os.write(self._wakes, b"\0")
-            else:
-                self._close_pipe()
-
-    def _forget(self, worker: WorkerProcess) -> None:
-        for fd in [fd for fd, index in self._index_of.items() if index == worker.index]:
-            self._poll.unregister(fd)
-            del self._index_of[fd]
 
     def _await_close(self, worker: WorkerProcess, deadline: float) -> list[BaseException]:
         errors: list[BaseException] = []
@@ -369,11 +367,6 @@ class WorkerPool:
             if isinstance(reply, Failure):
                 errors.append(reply.to_exception(worker.index, Close.label))
         return errors
-
-
-def _close_all(fds: tuple[int, ...]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 def _bare(error: WorkerError) -> WorkerError:

@@ -37,6 +37,7 @@ class WorkerProcess:
         self.index = index
         self.state = State.GONE
         self.last_request = "start"
+        self._n_asked = 0  # what it has not replied to; more than one only of `post`s
         self._is_whole = True
         self.channel, theirs = Channel.pair()
         try:
@@ -74,11 +75,11 @@ class WorkerProcess:
         return self._process.sentinel if self._pidfd is None else self._pidfd.fileno()
 
     def send(self, request: Any, data: bytes | None = None, deadline: float | None = None) -> None:
-        """Sends a request to an idle worker.
+        """Sends a request; to a busy worker only one whose replies are told apart by their order.
 
         Args:
             request: what to do.
-            data: the request, if it is pickled already.
+            data: the message, if it is made already.
             deadline: when to give up on a worker that does not read, in the time of `time.monotonic`.
 
         Raises:
@@ -95,14 +96,14 @@ class WorkerProcess:
         except EOFError:
             self.last_request = f"{previous}, before {request.label}"
             raise self.crashed() from None
-        self.state, self._is_whole = State.BUSY, True
+        self.state, self._is_whole, self._n_asked = State.BUSY, True, self._n_asked + 1
 
     def can_close(self) -> bool:
         """Whether a request to close would be read: the pipe is not full, and no half message lies in it."""
         return self.state is not State.GONE and self._is_whole and self.channel.can_send()
 
     def receive(self) -> Any:
-        """The reply to the last request.
+        """The reply to the oldest request that has none.
 
         Raises:
             WorkerCrashed: the worker is gone.
@@ -112,10 +113,14 @@ class WorkerProcess:
         except EOFError:
             raise self.crashed() from None
         except Exception:  # a reply that cannot be unpickled is a reply all the same
-            self.state = State.IDLE
+            self._has_replied()
             raise
-        self.state = State.IDLE
+        self._has_replied()
         return reply
+
+    def _has_replied(self) -> None:
+        self._n_asked -= 1
+        self.state = State.BUSY if self._n_asked else State.IDLE
 
     def crashed(self) -> WorkerCrashed:
         """The error that says how this worker ended."""

@@ -1,0 +1,88 @@
+"""Waiting for whichever worker replies or ends first, until another thread says that it is over."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import util
+
+from workers.channel import milliseconds
+from workers.errors import WorkerError
+from workers.process import WorkerProcess
+
+
+class Watch:
+    """One poll over the pipes and sentinels of workers.
+
+    Replies are read under its lock: a thread that ends the watch lets whoever reads one be through with it.
+    """
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._index_of: dict[int, int] = {}
+        self._lock, self._is_over, self._n_waiting = threading.Lock(), False, 0
+        woken, self._wakes = os.pipe()
+        self._poll.register(woken, select.POLLIN)
+        self._close_pipe = util.Finalize(self, _close_all, args=((woken, self._wakes),))
+
+    def add(self, worker: WorkerProcess) -> None:
+        """Watches a worker too."""
+        for fd in (worker.channel.fileno(), worker.sentinel()):
+            self._poll.register(fd, select.POLLIN)
+            self._index_of[fd] = worker.index
+
+    def forget(self, worker: WorkerProcess) -> None:
+        """Watches a worker no more."""
+        for fd in [fd for fd, index in self._index_of.items() if index == worker.index]:
+            self._poll.unregister(fd)
+            del self._index_of[fd]
+
+    def wait(self, deadline: float | None, read: Callable[[int], None]) -> bool:
+        """Reads what comes first; False when nothing came before the deadline.
+
+        Args:
+            deadline: in the time of `time.monotonic`; None for none.
+            read: called with the index of each worker that has replied or ended.
+
+        Raises:
+            WorkerError: the watch is over.
+        """
+        with self._lock:
+            self._check()
+            self._n_waiting += 1
+        try:
+            events = self._poll.poll(milliseconds(deadline))
+        finally:
+            with self._lock:
+                self._n_waiting -= 1
+                if self._is_over and not self._n_waiting:
+                    self._close_pipe()
+        with self._lock:
+            self._check()
+            for fd, _ in events:
+                if fd in self._index_of:  # or the same worker's other descriptor has told of its end
+                    read(self._index_of[fd])
+        return bool(events) or deadline is None or time.monotonic() < deadline
+
+    def end(self) -> None:
+        """Ends the waiting of other threads, and all to come."""
+        with self._lock:
+            if self._is_over:
+                return
+            self._is_over = True
+            if self._n_waiting:
+                os.write(self._wakes, b"\0")
+            else:
+                self._close_pipe()
+
+    def _check(self) -> None:
+        if self._is_over:
+            raise WorkerError("the workers were closed while a reply was waited for")
+
+
+def _close_all(fds: tuple[int, ...]) -> None:
+    for fd in fds:
+        os.close(fd)
