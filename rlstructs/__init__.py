@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rlstructs.batcher import RL_Batcher
     from rlstructs.envs.device_env import DeviceEnv
     from rlstructs.envs.gym_env import GymEnv, GymEnvInf
+    from rlstructs.envs.shared_vector_env import SharedVectorEnv
     from rlstructs.envs.vec_env import VecEnv
     from rlstructs.errors import (
         ClosedError,
@@ -68,6 +69,7 @@ _EXPORTS = {
     "RL_Batcher": "batcher",
     "RandomAgent": "random_agent",
     "RemoteTraceback": "errors",
+    "SharedVectorEnv": "envs.shared_vector_env",
     "SpecError": "errors",
     "StateError": "errors",
     "TemporalDictTensor": "structures.temporal_dict_tensor",
@@ -97,6 +99,7 @@ __all__ = [
     "RL_Batcher",
     "RandomAgent",
     "RemoteTraceback",
+    "SharedVectorEnv",
     "SpecError",
     "StateError",
     "TemporalDictTensor",

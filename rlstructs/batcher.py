@@ -27,7 +27,7 @@ import torch
 import rlstructs.errors  # noqa: F401 - first of ours: it sees whether `workers` is ours too
 from rlstructs import outputs, weights
 from rlstructs.agent import RL_Agent
-from rlstructs.checks import check_count
+from rlstructs.checks import check_count, check_timeout
 from rlstructs.crew import RAISE, Crew, check_policy, started
 from rlstructs.debug import is_on
 from rlstructs.envs.vec_env import VecEnv
@@ -41,7 +41,6 @@ from rlstructs.settings import (
     JobSettings,
     agent_seeds_of,
     check_info,
-    check_timeout,
     info_example,
     seeds_of,
     warn_of_overlap,

@@ -20,3 +20,13 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
     if value < least:
         raise SpecError(f"{name} must be at least {least}, got {value}")
     return int(value)
+
+
+def check_timeout(timeout: Any) -> None:
+    """Raises TypeError or SpecError unless `timeout` is None or a number of seconds above 0."""
+    if timeout is None:
+        return
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float, np.number)):
+        raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
+    if not timeout > 0:
+        raise SpecError(f"timeout must be above 0 seconds, got {timeout}")

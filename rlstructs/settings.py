@@ -122,16 +122,6 @@ def warn_of_overlap(seeds: Sequence[int], n_envs: int) -> None:
                 return
 
 
-def check_timeout(timeout: Any) -> None:
-    """Raises TypeError or SpecError unless `timeout` is None or a number of seconds above 0."""
-    if timeout is None:
-        return
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float, np.number)):
-        raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
-    if not timeout > 0:
-        raise SpecError(f"timeout must be above 0 seconds, got {timeout}")
-
-
 def check_info(name: str, info: DictTensor, example: DictTensor, n_elems: int) -> None:
     """Raises unless `info` has `n_elems` rows, on the CPU, with the keys, dtypes and shapes of its example."""
     if not isinstance(info, DictTensor):

@@ -39,6 +39,7 @@ ROWS = {
     "rlstructs.replay.buffers": 4.5,
     "rlstructs.agent": 3,
     "rlstructs.envs": 3,
+    "rlstructs.envs.shared_vector_env": 6,
     "rlstructs.episodes": 3,
     "rlstructs.slots": 4,
     "rlstructs.lifecycle": 4,
@@ -157,6 +158,7 @@ def loaded_by(statement):
         ("import rlstructs.replay.storage", {"numpy"}),
         ("import rlstructs.testing", set()),
         ("from rlstructs.testing import check_agent", {"torch", "numpy", "gymnasium"}),
+        ("from rlstructs import SharedVectorEnv", {"numpy", "gymnasium"}),
         ("from rlstructs import GymEnv", {"torch", "numpy", "gymnasium"}),  # that the check can fail
     ],
 )

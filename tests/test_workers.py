@@ -105,6 +105,8 @@ class Job:
     def answer(self, data):
         if data == b"fail":
             raise OwnError(7, detail="odd")
+        if data == b"hang":
+            self.hang(self.index)
         return b"%d:%s" % (self.index, data) if data != b"text" else "no bytes"
 
 
@@ -277,40 +279,51 @@ def test_a_busy_worker_takes_no_second_request():
 
 def test_posts_are_answered_one_behind_another(method):
     with WorkerPool(2, Job, start_method=method) as pool:
-        for index, data in ((1, b"a"), (1, b""), (0, b"b"), (1, b"\x80")):
-            pool.post(index, data, "answer")
-        assert not pool.ready(0.0) or pool.states == ["idle", "idle"]
+        pool.post(1, b"a", label="answer")
+        pool.post(1, b"", b"c" * 5000, label="answer")
+        pool.post(0, b"b", label="answer")
+        pool.post(1, b"\x80", label="answer")
         assert pool.ready(LIMIT)
         answers = pool.answers()
-        assert [data for index, data in answers if index == 1] == [b"1:a", b"1:", b"1:\x80"]
-        assert [data for index, data in answers if index == 0] == [b"0:b"] and len(answers) == 4
-        assert not pool.has_answer() and pool.answers() == []
-        assert [index for index, _ in pool.call("identify")] == [0, 1]
+        assert [data for index, data in answers if index == 1] == [b"1:a", b"1:", b"1:" + b"c" * 5000, b"1:\x80"]
+        assert [data for index, data in answers if index == 0] == [b"0:b"] and len(answers) == 5
+        pool.await_answer()  # nothing is asked
+        assert pool.answers() == [] and [index for index, _ in pool.call("identify")] == [0, 1]
 
 
 def test_the_first_answer_can_be_had_while_another_worker_is_busy():
     with WorkerPool(2, Job) as pool:
         pool.send(0, "hang", 0)
-        pool.post(1, b"a", "answer")
-        assert pool.has_answer(LIMIT) and pool.answers() == [(1, b"1:a")]
-        assert not pool.has_answer(0.01) and pool.states == ["busy", "idle"]
+        pool.post(1, b"a", label="answer")
+        pool.await_answer(LIMIT)
+        assert pool.answers() == [(1, b"1:a")] and pool.states == ["busy", "idle"]
+        with pytest.raises(WorkerTimeout, match=r"no reply within 0.01 s to 'hang' from worker\(s\) 0 \(pid \d+\)$"):
+            pool.await_answer(0.01)
         with pytest.raises(RuntimeError, match="worker 0 is still busy with 'hang'"):
             pool.send(0, "identify")
         os.kill(pool.pids[0], signal.SIGKILL)
         with pytest.raises(WorkerCrashed, match="worker 0"):
-            pool.has_answer(LIMIT)
+            pool.await_answer(LIMIT)
 
 
 def test_what_answering_raises_arrives_and_the_worker_lives():
     with WorkerPool(1, Job) as pool:
-        pool.post(0, b"fail", "the label")
+        pool.post(0, b"a", b"fail", b"b", label="the label")
         with pytest.raises(WorkerError, match=r"OwnError: code 7: odd \(raised in worker 0 during 'the label'\)"):
-            pool.has_answer()
-        pool.post(0, b"text", "answer")
+            pool.gather()
+        assert pool.ready(LIMIT) and pool.answers() == [(0, b"0:a"), (0, b"0:b")]
+        pool.post(0, b"text", label="answer")
         with pytest.raises(TypeError, match="bytes"):
-            pool.has_answer()
-        pool.post(0, b"a", "answer")
-        assert pool.has_answer() and pool.answers() == [(0, b"0:a")]
+            pool.await_answer()
+        assert pool.call("identify") == [(0, pool.pids[0])]
+
+
+def test_closing_does_not_wait_for_posts_that_hang():
+    pool = WorkerPool(2, Job)
+    pids = pool.pids
+    pool.post(1, b"hang", b"a", label="answer")
+    pool.close(0.05)
+    assert_gone(pids)
 
 
 def test_environment_variables_and_directory_are_those_of_the_start(method, monkeypatch, tmp_path):

@@ -6,8 +6,8 @@
            <──────────────────────  Result | Failure
     Call(method, args)  ─────────>  job.method(*args)
            <──────────────────────  Result | Failure
-    Post(data)  ─────────────────>  job.answer(data)
-           <──────────────────────  its bytes | Failure
+    Post: bytes, bytes, ...  ────>  job.answer(bytes), for each
+           <──────────────────────  bytes | Failure, for each
     Close  ──────────────────────>  job.close()
            <──────────────────────  Result | Failure, then the process ends
 
@@ -68,19 +68,20 @@ def serve(index: int, channel: Channel, shared: tuple[Any, ...]) -> None:
         except Exception as error:  # arguments that cannot be unpickled here
             channel.send(messages.Failure.of(error))
             continue
+        if isinstance(request, bytes):
+            for data in messages.apart(request):
+                _reply(channel, _answer(job, data))
+            continue
         reply: Any
         try:
-            if isinstance(request, bytes):
-                reply = messages.RAW + job.answer(request)
+            value = None
+            if isinstance(request, messages.Build):
+                job = _build(request, index, shared)
+            elif isinstance(request, messages.Close):
+                close_job(job)
             else:
-                value = None
-                if isinstance(request, messages.Build):
-                    job = _build(request, index, shared)
-                elif isinstance(request, messages.Close):
-                    close_job(job)
-                else:
-                    value = getattr(job, request.method)(*request.args)
-                reply = messages.Result(value)
+                value = getattr(job, request.method)(*request.args)
+            reply = messages.Result(value)
         except BaseException as error:
             reply = messages.Failure.of(error)
         _reply(channel, reply)
@@ -134,6 +135,13 @@ def _build(request: messages.Build, index: int, shared: tuple[Any, ...]) -> Any:
         pass  # no usable stderr
     messages.loads(request.setup)()
     return messages.loads(request.factory)(index, *shared)
+
+
+def _answer(job: Any, data: bytes) -> Any:
+    try:
+        return messages.RAW + job.answer(data)
+    except BaseException as error:
+        return messages.Failure.of(error)
 
 
 def _reply(channel: Channel, reply: Any) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import enum
 import io
 import pickle
+import struct
 import traceback
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,6 +22,7 @@ from workers.errors import RemoteTraceback, WorkerError
 
 # Begins a message that is bytes of the job's own; a pickled one begins with b"\x80".
 RAW = b"\0"
+LENGTH = struct.Struct("!I")
 
 
 class State(enum.Enum):
@@ -39,6 +42,7 @@ class Build:
     environ: dict[str, str]
     directory: str | None
     label: ClassVar[str] = "build"
+    n_replies: ClassVar[int] = 1
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class Call:
 
     method: str
     args: tuple[Any, ...]
+    n_replies: ClassVar[int] = 1
 
     @property
     def label(self) -> str:
@@ -54,10 +59,13 @@ class Call:
 
 
 class Post(NamedTuple):
-    """Hand bytes to the job's `answer`; what that returns is the reply, bytes too."""
+    """Call the job's `answer` with each of some bytes; what that returns is a reply, bytes too.
 
-    data: bytes
+    Not sent itself: what is, is `joined`.
+    """
+
     label: str
+    n_replies: int
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,7 @@ class Close:
     """Close the job, reply, and end."""
 
     label: ClassVar[str] = "close"
+    n_replies: ClassVar[int] = 1
 
 
 class Result(NamedTuple):
@@ -105,6 +114,20 @@ def add_note(error: BaseException, note: str) -> None:
         error.__notes__ = [*getattr(error, "__notes__", ()), note]
     except Exception:  # slots, or a __setattr__ that refuses: the cause still names the worker
         return
+
+
+def joined(data: Iterable[bytes]) -> bytes:
+    """The message of a `Post`."""
+    return RAW + b"".join([LENGTH.pack(len(part)) + part for part in data])
+
+
+def apart(message: bytes) -> Iterator[bytes]:
+    """What was `joined` in a message, which comes without its first byte."""
+    at = 0
+    while at < len(message):
+        [length] = LENGTH.unpack_from(message, at)
+        at += LENGTH.size + length
+        yield message[at - length : at]
 
 
 def dumps(obj: Any) -> bytes:

@@ -14,7 +14,7 @@ from workers import messages
 from workers.channel import milliseconds
 from workers.descriptors import check_enough
 from workers.errors import WorkerError, WorkerTimeout
-from workers.messages import RAW, Build, Call, Close, Failure, Post, Result, State
+from workers.messages import Build, Call, Close, Failure, Post, Result, State
 from workers.process import WorkerProcess, end_all
 from workers.start import default_start_method
 from workers.watch import Watch
@@ -125,40 +125,38 @@ class WorkerPool:
 
     def send(self, index: int, method: str, *args: Any) -> None:
         """Asks one worker to call `job.method(*args)`, and returns at once."""
-        self._check_idle([index])
+        self._check_idle()
         self._send(self._workers[index], Call(method, args))
 
-    def post(self, index: int, data: bytes, label: str) -> None:
-        """Hands bytes to one worker's `job.answer`, and returns at once; what that returns is among `answers`.
+    def post(self, index: int, *data: bytes, label: str) -> None:
+        """Has one worker call `job.answer` with bytes, and returns at once; the bytes it gives are among `answers`.
 
         Far quicker than a call, as nothing is pickled. A worker takes several, one behind another: they wait in
-        its pipe, so they must be small, or the worker idle.
+        its pipe, so they must be small (`channel.AT_ONCE` bytes in all), or the worker idle.
 
         Args:
             index: which worker.
-            data: for the job to read.
+            data: for the job to read, one answer for each.
             label: what errors call the request.
         """
-        self._send(self._workers[index], Post(data, label), RAW + data)
+        self._send(self._workers[index], Post(label, len(data)), messages.joined(data))
 
     def answers(self) -> list[tuple[int, bytes]]:
         """What posts were answered with since the last call: worker index and bytes, the oldest first."""
         answers, self._answers = self._answers, []
         return answers
 
-    def has_answer(self, timeout: float | None = None) -> bool:
-        """Waits for an answer; False when none came within `timeout` seconds (None for no limit).
+    def await_answer(self, timeout: float | None = None) -> None:
+        """Waits until there is an answer that was not taken, or nothing is asked.
 
-        Raises:
-            WorkerCrashed: a worker is gone.
-            Exception: what a job raised, with the worker's traceback as the cause.
+        Args, Raises: as `gather`.
         """
+        timeout = self.timeout if timeout is None else timeout
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._failures and not self._answers and self._busy():
             if not self._wait(deadline):
-                break
+                self._raise_late(timeout)
         self._raise_failure()
-        return bool(self._answers)
 
     def ready(self, timeout: float | None = 0.0) -> bool:
         """Waits up to `timeout` seconds; whether every asked worker has replied.
@@ -189,8 +187,7 @@ class WorkerPool:
         """
         timeout = self.timeout if timeout is None else timeout
         if not self.ready(timeout):
-            self._late |= {worker.index for worker in self._busy()}
-            raise _late(self._busy(), timeout)
+            self._raise_late(timeout)
         replies, self._replies = self._replies, {}
         return [replies[index] for index in sorted(replies)]
 
@@ -301,6 +298,10 @@ class WorkerPool:
         """Reads what comes first; False when nothing came before the deadline."""
         return self._watch.wait(deadline, self._read)
 
+    def _raise_late(self, timeout: float | None) -> None:
+        self._late |= {worker.index for worker in self._busy()}
+        raise _late(self._busy(), timeout)
+
     def _raise_failure(self) -> None:
         if self._failures:
             raise self._failures.pop(min(self._failures))
@@ -323,9 +324,8 @@ class WorkerPool:
     def _busy(self) -> list[WorkerProcess]:
         return [worker for worker in self._workers if worker.state is State.BUSY]
 
-    def _check_idle(self, asked: Iterable[int] | None = None) -> None:
-        indexes = range(self.n_workers) if asked is None else set(asked)
-        if busy := [worker for worker in self._busy() if worker.index in indexes]:
+    def _check_idle(self) -> None:
+        if busy := self._busy():
             raise RuntimeError(
                 f"worker {busy[0].index} is still busy with {busy[0].last_request!r}: gather its reply first"
             )
@@ -346,7 +346,7 @@ class WorkerPool:
             self._failures[worker.index] = error
         else:
             if isinstance(reply, bytes):
-                self._answers.append((worker.index, reply))
+                self._answers.append((index, reply))
             elif isinstance(reply, Failure):
                 self._failures[worker.index] = reply.to_exception(worker.index, worker.last_request)
             else:

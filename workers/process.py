@@ -96,7 +96,8 @@ class WorkerProcess:
         except EOFError:
             self.last_request = f"{previous}, before {request.label}"
             raise self.crashed() from None
-        self.state, self._is_whole, self._n_asked = State.BUSY, True, self._n_asked + 1
+        self.state, self._is_whole = State.BUSY, True
+        self._n_asked += request.n_replies
 
     def can_close(self) -> bool:
         """Whether a request to close would be read: the pipe is not full, and no half message lies in it."""

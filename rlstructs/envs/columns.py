@@ -1,0 +1,185 @@
+"""What environments and the trainer hand each other at every step, as arrays over one block of bytes.
+
+    observations    (N, ...)   an array for each part of the space that is no text, graph or the like
+    rewards         (N,)       float64
+    terminations, truncations  (N,) bool
+    actions         (N, ...)   an array for each part of the space
+
+Shapes and dtypes are those of `gymnasium.vector.SyncVectorEnv`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.vector.utils import concatenate, create_empty_array
+
+from rlstructs.envs.actions import WIDEST, Actions
+from rlstructs.envs.parts import Part, nest, parts_of
+
+# Bytes: what a cache line wants.
+ALIGNMENT = 64
+
+Spec = tuple[tuple[int, ...], np.dtype[Any]]
+
+
+class ObservationColumn:
+    """One part of the observations of N environments.
+
+    Args:
+        part: which.
+        array: (N, ...), without gaps.
+    """
+
+    def __init__(self, part: Part, array: np.ndarray) -> None:
+        self.part, self.array = part, array
+        # Laid one behind another along their first axis: a single concatenation.
+        self._chain = array.reshape(-1, *part.shape[1:]) if part.shape else array
+        self._lengths = [part.shape[0]] * len(array) if part.shape else []
+
+    def rows(self, rows: slice) -> ObservationColumn:
+        """Of some of the environments."""
+        return ObservationColumn(self.part, self.array[rows])
+
+    def fill(self, observations: Sequence[Any]) -> None:
+        """Writes the observations of all N; what does not fit is what numpy's `stack` says it is."""
+        values = [self.part.pick(each) for each in observations] if self.part.path else observations
+        if not self._fill_at_once(values):
+            np.stack(values, axis=0, out=self.array)
+
+    def _fill_at_once(self, values: Sequence[Any]) -> bool:
+        # Takes half as long as `stack`, which gives every array one more axis first.
+        try:
+            if self._lengths:
+                if list(map(len, values)) != self._lengths:
+                    return False
+                np.concatenate(values, out=self._chain, casting="same_kind")
+            else:
+                numbers = np.asarray(values)
+                if numbers.shape != self.array.shape:
+                    return False
+                np.copyto(self.array, numbers, casting="same_kind")
+        except (TypeError, ValueError):
+            return False
+        return True
+
+
+class Objects:
+    """The parts of N observations that are no arrays."""
+
+    def __init__(self, space: gymnasium.Space[Any], n_envs: int) -> None:
+        self._parts = [part for part in parts_of(space) if not part.is_array]
+        self._values: list[list[Any]] = [[None] * n_envs for _ in self._parts]
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def pick(self, observation: Any) -> list[Any]:
+        """These parts of one observation."""
+        return [part.pick(observation) for part in self._parts]
+
+    def put(self, env: int, picked: list[Any]) -> None:
+        """Keeps what `pick` gave as an environment's newest."""
+        for values, value in zip(self._values, picked, strict=True):
+            values[env] = value
+
+    def batches(self, envs: Sequence[int]) -> Iterator[Any]:
+        """Each part of some environments, as gymnasium batches it."""
+        for part, values in zip(self._parts, self._values, strict=True):
+            empty = create_empty_array(part.space, n=len(envs))
+            yield concatenate(part.space, [values[env] for env in envs], empty)
+
+
+class Columns:
+    """All that is handed over at a step.
+
+    Args:
+        observation_space, action_space: of one environment.
+        n_envs: N.
+        buffer: at least `nbytes` bytes; None for memory of its own.
+
+    Attributes:
+        observations: the parts of observations that are arrays.
+        objects: those that are not.
+        rewards: float64 (N,).
+        terminations, truncations: bool (N,).
+        actions: what environments are to do.
+    """
+
+    def __init__(
+        self,
+        observation_space: gymnasium.Space[Any],
+        action_space: gymnasium.Space[Any],
+        n_envs: int,
+        buffer: Any = None,
+    ) -> None:
+        size = nbytes(observation_space, action_space, n_envs)
+        whole = np.zeros(size, np.uint8) if buffer is None else np.frombuffer(buffer, np.uint8, size)
+        arrays = _carved(whole, _specs(observation_space, action_space, n_envs))
+        self._space, self._everyone = observation_space, range(n_envs)
+        self._parts = list(parts_of(observation_space))
+        self.observations = [ObservationColumn(part, next(arrays)) for part in self._parts if part.is_array]
+        self.objects = Objects(observation_space, n_envs)
+        self.rewards, self.terminations, self.truncations = next(arrays), next(arrays), next(arrays)
+        self.actions = Actions(action_space, n_envs, list(arrays))
+
+    def batch(self, is_copied: bool) -> Any:
+        """The newest observation of every environment, in memory of its own if it is copied."""
+        if is_copied:
+            return self._nested(np.array, copy.deepcopy, self._everyone)
+        return self._nested(_same, _same, self._everyone)
+
+    def batch_of(self, envs: np.ndarray) -> Any:
+        """The newest observations of some environments, in memory of its own."""
+        return self._nested(lambda array: array[envs], copy.deepcopy, envs.tolist())
+
+    def _nested(
+        self, array_of: Callable[[np.ndarray], np.ndarray], object_of: Callable[[Any], Any], envs: Sequence[int]
+    ) -> Any:
+        arrays = (array_of(column.array) for column in self.observations)
+        if not self.objects:
+            return nest(self._space, arrays)
+        objects = map(object_of, self.objects.batches(envs))
+        return nest(self._space, (next(arrays) if part.is_array else next(objects) for part in self._parts))
+
+
+def nbytes(observation_space: gymnasium.Space[Any], action_space: gymnasium.Space[Any], n_envs: int) -> int:
+    """How many bytes the columns of so many environments take."""
+    return sum(_aligned(_size(spec)) for spec in _specs(observation_space, action_space, n_envs))
+
+
+def _specs(
+    observation_space: gymnasium.Space[Any], action_space: gymnasium.Space[Any], n_envs: int
+) -> Iterator[Spec]:
+    for part in parts_of(observation_space):
+        if part.is_array:
+            yield (n_envs, *part.shape), np.dtype(part.space.dtype)
+    for dtype in (np.float64, np.bool_, np.bool_):  # rewards, terminations, truncations
+        yield (n_envs,), np.dtype(dtype)
+    for part in parts_of(action_space):
+        yield (n_envs * int(np.prod(part.shape)) * WIDEST,), np.dtype(np.uint8)
+
+
+def _carved(whole: np.ndarray, specs: Iterator[Spec]) -> Iterator[np.ndarray]:
+    start = 0
+    for spec in specs:
+        shape, dtype = spec
+        yield whole[start : start + _size(spec)].view(dtype).reshape(shape)
+        start += _aligned(_size(spec))
+
+
+def _size(spec: Spec) -> int:
+    shape, dtype = spec
+    return int(np.prod(shape)) * dtype.itemsize
+
+
+def _aligned(n: int) -> int:
+    return -(-n // ALIGNMENT) * ALIGNMENT
+
+
+def _same(value: Any) -> Any:
+    return value

@@ -1,0 +1,295 @@
+"""Where the environments of a `SharedVectorEnv` live: in worker processes, or in this one.
+
+A host is asked for one thing at a time, which `answers` then gives; or for any number of steps of single
+environments, which come out of `arrived` as they are made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import cloudpickle
+import gymnasium
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+import rlstructs.errors  # noqa: F401 - first of ours: it sees whether `workers` is ours too
+from rlstructs.envs import registry
+from rlstructs.envs.columns import Columns, nbytes
+from rlstructs.envs.env_group import CALL, EVERY, ONE, ROW, Description, EnvGroup, Outcome, WorkerGroup, unpacked
+from workers import SharedArena, WorkerPool, messages
+from workers.channel import AT_ONCE
+
+EnvFns = Sequence[Callable[[], gymnasium.Env[Any, Any]]]
+Arguments = Callable[[slice], tuple[Any, ...]]
+Request = Callable[[], None]
+
+PRELOAD = ("numpy", "gymnasium.vector", "rlstructs.envs.env_group")
+# Steps under way in a worker from which on its replies are read before it is asked for more: a pipe holds some
+# two hundred small messages, and a worker that cannot write its own reads no others.
+MANY = 64
+
+
+class Host(Protocol):
+    """What a `SharedVectorEnv` knows of where its environments are."""
+
+    def describe(self) -> Description:
+        """What the first environment says of itself."""
+
+    def attach(self, described: Description, n_envs: int, mode: AutoresetMode) -> Columns:
+        """Gives every environment its rows of the columns."""
+
+    def call(self, method: str, arguments: Arguments) -> Request:
+        """To call a method of every group; `arguments` gives those for the environments of a group."""
+
+    def step(self, actions: Any) -> Request:
+        """To step every environment."""
+
+    def step_some(self, envs: np.ndarray, actions: Any) -> Request:
+        """To step some environments, as soon as what they were asked for before is done."""
+
+    def ask(self, request: Request) -> None:
+        """Sends a request; whatever is wrong with it was found when it was made."""
+
+    def answers(self, timeout: float | None) -> list[Any]:
+        """What each group gave: values of the method, outcomes of steps. May be asked for again after a timeout."""
+
+    def arrived(self, timeout: float | None) -> list[tuple[int, Outcome]]:
+        """Environments of `step_some` that have stepped since, and what it gave; waits for the first."""
+
+    def close(self, timeout: float | None) -> None:
+        """Closes every environment."""
+
+    def kill(self) -> None:
+        """Ends them without waiting for any."""
+
+
+class LocalHost:
+    """All environments in this process; what they are asked for is done at once.
+
+    Args:
+        env_fns: make them.
+    """
+
+    def __init__(self, env_fns: EnvFns) -> None:
+        self._group, self._n_envs = EnvGroup(env_fns, 0), len(env_fns)
+        self._answers: list[Any] = []
+        self._arrived: list[tuple[int, Outcome]] = []
+        self._error: Exception | None = None
+
+    def describe(self) -> Description:
+        """As `Host.describe`."""
+        return self._group.describe()
+
+    def attach(self, described: Description, n_envs: int, mode: AutoresetMode) -> Columns:
+        """As `Host.attach`."""
+        columns = self._group.attach(described, n_envs, mode)
+        self._actions = columns.actions
+        return columns
+
+    def call(self, method: str, arguments: Arguments) -> Request:
+        """As `Host.call`."""
+        values = arguments(slice(None))
+        return lambda: self._answers.append(getattr(self._group, method)(*values))
+
+    def step(self, actions: Any) -> Request:
+        """As `Host.step`."""
+        rows = self._actions.apart(actions, self._n_envs)
+        return lambda: self._answers.append(self._group.step(rows))
+
+    def step_some(self, envs: np.ndarray, actions: Any) -> Request:
+        """As `Host.step_some`."""
+        rows = list(zip(envs.tolist(), self._actions.apart(actions, len(envs)), strict=True))
+        return lambda: self._arrived.extend((env, self._group.step_one(env, action)) for env, action in rows)
+
+    def ask(self, request: Request) -> None:
+        """As `Host.ask`."""
+        try:
+            request()
+        except Exception as error:  # is raised where it is waited for, as a worker's
+            self._error = error
+
+    def answers(self, timeout: float | None) -> list[Any]:
+        """As `Host.answers`."""
+        self._raise_error()
+        answers, self._answers = self._answers, []
+        return answers
+
+    def arrived(self, timeout: float | None) -> list[tuple[int, Outcome]]:
+        """As `Host.arrived`."""
+        self._raise_error()
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def close(self, timeout: float | None) -> None:
+        """As `Host.close`."""
+        self._group.close()
+
+    def kill(self) -> None:
+        """As `Host.kill`."""
+        with contextlib.suppress(Exception):
+            self._group.close()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+
+class WorkerHost:
+    """Environments in worker processes, some in each.
+
+    Args:
+        env_fns: make the environments; worker 0 gets the first of them.
+        n_workers: how many workers share them.
+        start_method, timeout: as `WorkerPool`'s.
+
+    Raises:
+        TypeError: what the user gave cannot be sent to a worker.
+    """
+
+    def __init__(self, env_fns: EnvFns, n_workers: int, start_method: str | None, timeout: float | None) -> None:
+        self._rows = _shares(len(env_fns), n_workers)
+        self._worker_of = [index for index, rows in enumerate(self._rows) for _ in range(rows.start, rows.stop)]
+        # The environments that each worker was asked to step by themselves, in the order in which it replies.
+        self._asked: list[deque[int]] = [deque() for _ in self._rows]
+        self._arrived: list[tuple[int, Outcome]] = []
+        self._arena = SharedArena()
+        try:
+            self._pool = WorkerPool(
+                n_workers,
+                partial(WorkerGroup, env_fns=env_fns, rows=self._rows),
+                shared=(self._arena,),
+                start_method=start_method,
+                timeout=timeout,
+                preload=PRELOAD,
+                setup=partial(registry.register, registry.registered()),
+                name="rlstructs-environments",
+            )
+        except Exception as error:
+            if culprit := _unpicklable(env_fns):
+                raise TypeError(f"env_fns[{culprit[0]}] cannot be sent to a worker: {culprit[1]}") from error
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids, by worker index."""
+        return self._pool.pids
+
+    def describe(self) -> Description:
+        """As `Host.describe`."""
+        self._pool.send(0, "describe")
+        [described] = self._pool.gather()
+        assert isinstance(described, Description)
+        return described
+
+    def attach(self, described: Description, n_envs: int, mode: AutoresetMode) -> Columns:
+        """As `Host.attach`.
+
+        Raises:
+            OutOfMemoryError: the columns do not fit into memory.
+        """
+        spaces = described.observation_space, described.action_space
+        self._arena.resize(nbytes(*spaces, n_envs))
+        columns = Columns(*spaces, n_envs, self._arena.map())
+        self._actions = columns.actions
+        self._pool.call("attach_here", described, n_envs, mode)
+        return columns
+
+    def call(self, method: str, arguments: Arguments) -> Request:
+        """As `Host.call`."""
+        data = [CALL + messages.dumps((method, arguments(rows))) for rows in self._rows]
+        return lambda: self._post(data, method)
+
+    def step(self, actions: Any) -> Request:
+        """As `Host.step`."""
+        types = EVERY + self._actions.write(actions).encode("ascii")
+        data = [types] * len(self._rows)
+        if types == EVERY:
+            each = self._actions.apart(actions, len(self._worker_of))
+            data = [EVERY + messages.dumps(each[rows]) for rows in self._rows]
+        return lambda: self._post(data, "step")
+
+    def step_some(self, envs: np.ndarray, actions: Any) -> Request:
+        """As `Host.step_some`."""
+        each = [self._actions.write(actions, envs, len(envs)).encode("ascii")] * len(envs)
+        if not each[0]:
+            each = [messages.dumps([action]) for action in self._actions.apart(actions, len(envs))]
+        orders: dict[int, list[tuple[int, bytes]]] = {}
+        for env, action in zip(envs.tolist(), each, strict=True):
+            index = self._worker_of[env]
+            orders.setdefault(index, []).append((env, ONE + ROW.pack(env - self._rows[index].start) + action))
+        return lambda: self._post_some(orders)
+
+    def ask(self, request: Request) -> None:
+        """As `Host.ask`."""
+        request()
+
+    def answers(self, timeout: float | None) -> list[Any]:
+        """As `Host.answers`."""
+        self._pool.gather(timeout)
+        return [unpacked(data) for _, data in sorted(self._pool.answers())]
+
+    def arrived(self, timeout: float | None) -> list[tuple[int, Outcome]]:
+        """As `Host.arrived`."""
+        if not self._arrived:
+            self._pool.await_answer(timeout)
+        self._read_answers()
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def close(self, timeout: float | None) -> None:
+        """As `Host.close`."""
+        try:
+            self._pool.close(timeout)
+        finally:
+            self._arena.close()
+
+    def kill(self) -> None:
+        """As `Host.kill`."""
+        self._pool.kill()
+        self._arena.close()
+
+    def _post(self, data: list[bytes], label: str) -> None:
+        for index, each in enumerate(data):
+            self._pool.post(index, each, label=label)
+
+    def _post_some(self, orders: dict[int, list[tuple[int, bytes]]]) -> None:
+        for index, order in orders.items():
+            self._make_room(index, sum(len(data) for _, data in order))
+            self._asked[index].extend(env for env, _ in order)
+            self._pool.post(index, *(data for _, data in order), label="step")
+
+    def _make_room(self, index: int, n_bytes: int) -> None:
+        """Sees to it that a worker will read so many bytes more."""
+        if len(self._asked[index]) > MANY:
+            self._pool.ready(0.0)
+            self._read_answers()
+        while n_bytes > AT_ONCE and self._asked[index]:
+            self._pool.await_answer()
+            self._read_answers()
+
+    def _read_answers(self) -> None:
+        for index, data in self._pool.answers():
+            self._arrived.append((self._asked[index].popleft(), unpacked(data)))
+
+
+def _shares(n_envs: int, n_workers: int) -> list[slice]:
+    """Which environments each worker has: as equal shares as can be, the larger ones first."""
+    size, n_larger = divmod(n_envs, n_workers)
+    starts = [index * size + min(index, n_larger) for index in range(n_workers + 1)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(starts)]
+
+
+def _unpicklable(env_fns: EnvFns) -> tuple[int, Exception] | None:
+    for index, env_fn in enumerate(env_fns):
+        try:
+            cloudpickle.dumps(env_fn)
+        except Exception as error:
+            return index, error
+    return None

@@ -1,0 +1,410 @@
+"""`SharedVectorEnv`: gymnasium environments in worker processes, stepped together from the trainer.
+
+    trainer                                        worker w of W
+    -------                                        -------------
+    SharedVectorEnv()  ── env_fns, by value ────>  makes its share of the environments
+                       <── spaces, metadata ─────  (worker 0)
+    sizes one shared arena  ── spaces ──────────>  maps it, and finds its rows
+    step_async()   writes the actions  ── a few bytes ──>  steps its environments one after another,
+                                                   writes observations, rewards and flags
+    step_wait()    <── infos, if there are any ──
+    copies observations, rewards and flags
+
+One message each way and worker, however many environments it has.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.error import ResetNeeded
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+from rlstructs.checks import check_count, check_timeout
+from rlstructs.envs.call_order import CallOrder, Pending
+from rlstructs.envs.env_group import OWN, Outcome
+from rlstructs.envs.hosts import Arguments, Host, LocalHost, WorkerHost
+from rlstructs.envs.vector_arguments import (
+    RESET_MASK,
+    env_fns_of,
+    env_ids_of,
+    options_of,
+    seeds_of,
+    value_for_each,
+    worker_count,
+)
+from rlstructs.errors import SpecError, StateError, WorkerCrashed, WorkerTimeout
+
+Stepped = tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
+
+
+class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
+    """Takes the place of gymnasium's `AsyncVectorEnv`, with several environments in each process.
+
+    What it returns is what `SyncVectorEnv` returns for the same seeds, in every autoreset mode. It differs in
+    what it refuses: a step of an environment that has ended in mode DISABLED, or was never reset; and in that
+    it leaves the `options` of `reset` as they are. `send` and `recv` step environments without waiting for the
+    slowest of them.
+
+    Args:
+        env_fns: make the environments, which have equal spaces. May be lambdas.
+        n_workers: processes among which they are shared, in order; 0 steps them in this process, one after
+            another; None for as many as there are cores, or environments if those are fewer.
+        autoreset_mode: what becomes of an environment whose episode ends.
+        copy: whether observations are copies. Otherwise they are views of what the next step overwrites.
+        start_method: "forkserver" (the default on Linux), "spawn" (elsewhere) or "fork".
+        timeout: seconds within which workers must answer, None for no limit. A worker that dies or raises is
+            noticed at once either way.
+
+    Raises:
+        SpecError, TypeError: an argument is not what is needed, or spaces differ.
+        OutOfMemoryError: the observations do not fit into memory.
+        WorkerError: a worker did not come up.
+        Exception: what an environment raised, with a note that names it, and the worker's traceback as its
+            cause. After that, and after a worker died or was late, it can only be closed; what `call`,
+            `get_attr`, `set_attr` and `render` raise changes nothing.
+
+    Example:
+        >>> import gymnasium
+        >>> with SharedVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 4, n_workers=2) as envs:
+        ...     observations, infos = envs.reset(seed=42)
+        ...     observations, rewards, terminations, truncations, infos = envs.step(np.array([0, 1, 0, 1]))
+        >>> observations.shape, rewards
+        ((4, 4), array([1., 1., 1., 1.]))
+    """
+
+    def __init__(
+        self,
+        env_fns: Iterable[Callable[[], gymnasium.Env[Any, Any]]],
+        n_workers: int | None = None,
+        *,
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+        copy: bool = True,
+        start_method: str | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        self._order = CallOrder()
+        self.closed = True  # until there is something to close
+        makers = env_fns_of(env_fns)
+        check_timeout(timeout)
+        self.num_envs, self.copy = len(makers), bool(copy)
+        self.autoreset_mode = AutoresetMode(autoreset_mode)
+        n_workers = worker_count(n_workers, self.num_envs)
+        self._host: Host = WorkerHost(makers, n_workers, start_method, timeout) if n_workers else LocalHost(makers)
+        try:
+            described = self._host.describe()
+            self._columns = self._host.attach(described, self.num_envs, self.autoreset_mode)
+        except BaseException:
+            self._host.kill()
+            raise
+        self.metadata = {**described.metadata, "autoreset_mode": self.autoreset_mode}
+        self.render_mode = described.render_mode
+        self.single_observation_space = described.observation_space
+        self.single_action_space = described.action_space
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        # Which environments have an observation, will have one when a reset is over, were sent and not received.
+        self._was_reset, self._will_be, self._is_out = (np.zeros(self.num_envs, bool) for _ in range(3))
+        self._arrived: list[tuple[int, Outcome]] = []
+        self._call_errors: list[Exception] = []
+        self.closed = False
+
+    @property
+    def np_random(self) -> tuple[np.random.Generator, ...]:
+        """The generator of each environment."""
+        return self.get_attr("np_random")
+
+    @property
+    def np_random_seed(self) -> tuple[int, ...]:
+        """The seed of each environment."""
+        return self.get_attr("np_random_seed")
+
+    def reset(
+        self,
+        *,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> tuple[Any, dict[str, Any]]:
+        """Starts an episode in every environment, or in those of a mask.
+
+        Args:
+            seed: environment k gets `seed + k`; or a sequence with a seed or None for each.
+            options: each environment gets a copy of them. With `reset_mask`, bool (N,), which is not handed on,
+                only the environments that it names are reset, the others' observations stay as they are.
+
+        Returns:
+            Observations of all environments, (N, ...), and infos.
+
+        Raises:
+            SpecError, TypeError: `seed` or `reset_mask` is not what is needed; nothing was reset.
+            StateError: the mask leaves out an environment that was never reset, or something is under way.
+            Exception: what an environment raised.
+        """
+        self.reset_async(seed=seed, options=options)
+        return self.reset_wait()
+
+    def reset_async(
+        self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> None:
+        """As `reset`, but does not wait; `reset_wait` does."""
+        self._order.check_free("reset")
+        seeds = seeds_of(seed, self.num_envs)
+        handed_on, mask = options_of(options, self.num_envs)
+        if mask is not None and not (mask | self._was_reset).all():
+            never = np.flatnonzero(~(mask | self._was_reset)).tolist()
+            raise StateError(f"reset: environments {never} were never reset, {RESET_MASK} must name them too")
+        self._ask("reset", Pending.RESET, lambda rows: (seeds[rows], handed_on, None if mask is None else mask[rows]))
+        self._will_be = self._was_reset | (True if mask is None else mask)
+
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
+        """What `reset_async` asked for.
+
+        Args:
+            timeout: seconds; None for what the constructor was given. After a timeout of this call's own the
+                reset is still under way, and can be waited for again.
+        """
+        outcomes = self._answers(Pending.RESET, timeout)
+        self._was_reset = self._will_be
+        infos = self._told(outcomes)
+        return self._columns.batch(self.copy), infos
+
+    def step(self, actions: Any) -> Stepped:
+        """Steps every environment.
+
+        Args:
+            actions: a batch of what `action_space` has; row k is for environment k.
+
+        Returns:
+            Observations (N, ...), rewards float64 (N,), terminations and truncations bool (N,), and infos, with
+            `final_obs` and `final_info` in mode SAME_STEP.
+
+        Raises:
+            ResetNeeded: an environment was never reset.
+            StateError: in mode DISABLED, one has ended and was not reset; none has been stepped. Or something
+                is under way.
+            SpecError: there is not an action for each.
+            Exception: what an environment raised.
+        """
+        self.step_async(actions)
+        return self.step_wait()
+
+    def step_async(self, actions: Any) -> None:
+        """As `step`, but does not wait; `step_wait` does."""
+        self._order.check_free("step")
+        self._check_running("step")
+        request = self._host.step(actions)
+        with self._order.asking(Pending.STEP):
+            self._host.ask(request)
+
+    def step_wait(self, timeout: float | None = None) -> Stepped:
+        """What `step_async` asked for; `timeout` as in `reset_wait`."""
+        infos, columns = self._told(self._answers(Pending.STEP, timeout)), self._columns
+        return (
+            columns.batch(self.copy),
+            columns.rewards.copy(),
+            columns.terminations.copy(),
+            columns.truncations.copy(),
+            infos,
+        )
+
+    def send(self, actions: Any, env_ids: Sequence[int] | np.ndarray | None = None) -> None:
+        """Steps some environments, without waiting: `recv` gives those that are through first.
+
+        Args:
+            actions: n rows of what `action_space` has; row k is for environment `env_ids[k]`.
+            env_ids: int (n,), which environments; None for all. Each once, and none that was sent and not received.
+
+        Raises:
+            SpecError: ids or actions are not what is needed; none has been stepped.
+            ResetNeeded, StateError: as `step`.
+        """
+        self._order.check_free("send", Pending.SEND)
+        envs = env_ids_of(env_ids, self.num_envs)
+        if self._is_out[envs].any():
+            raise StateError(f"send: environments {envs[self._is_out[envs]].tolist()} were sent and not received")
+        self._check_running("send", envs)
+        request = self._host.step_some(envs, actions)
+        with self._order.asking(Pending.SEND):
+            self._is_out[envs] = True
+            self._host.ask(request)
+
+    def recv(self, n: int | None = None, timeout: float | None = None) -> Stepped:
+        """The first n environments that are ready, of those that were sent; they can be sent again then.
+
+        A worker steps its environments in the order in which they were sent: a slow one delays those sent to the
+        same worker after it, and no others.
+
+        Args:
+            n: how many; None for all that were sent.
+            timeout: as in `reset_wait`.
+
+        Returns:
+            As `step`, with a row for each of the n environments, by ascending index; `infos["env_id"]`, int64
+            (n,), says which they are. Copies, whatever `copy` says.
+
+        Raises:
+            StateError: nothing was sent.
+            SpecError: fewer than n were sent.
+            Exception: what an environment raised.
+        """
+        self._order.check_pending(Pending.SEND)
+        n_out = int(self._is_out.sum())
+        n = n_out if n is None else check_count("n", n)
+        if n > n_out:
+            raise SpecError(f"recv: {n} environments are wanted, {n_out} were sent and not received")
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._order.awaiting(timeout):
+            while len(self._arrived) < n:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                self._arrived.extend(self._host.arrived(left))
+        first, self._arrived = sorted(self._arrived[:n], key=lambda pair: pair[0]), self._arrived[n:]
+        envs = np.array([env for env, _ in first], np.int64)
+        self._is_out[envs] = False
+        self._order.pending = Pending.SEND if n < n_out else None
+        infos, columns = self._told([outcome for _, outcome in first], envs), self._columns
+        infos["env_id"] = envs
+        return (
+            columns.batch_of(envs), columns.rewards[envs], columns.terminations[envs], columns.truncations[envs], infos
+        )  # fmt: skip
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """What a method of each environment gives, or the attribute of this name where it is no method.
+
+        Raises:
+            Exception: what an environment raised, once all have been called.
+        """
+        self.call_async(name, *args, **kwargs)
+        return self.call_wait()
+
+    def call_async(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """As `call`, but does not wait; `call_wait` does."""
+        if name in OWN:
+            raise ValueError(f"call: {name!r} is a method of the vectorised environment itself, call that")
+        self._order.check_free("call")
+        self._ask("call", Pending.CALL, lambda rows: (name, args, kwargs))
+
+    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        """What `call_async` asked for; `timeout` as in `reset_wait`."""
+        return tuple(value for values in self._values(timeout) for value in values)
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """The attribute of this name of each environment, or what it gives where it is a method."""
+        return self.call(name)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Sets an attribute of each environment.
+
+        Args:
+            name: of the attribute.
+            values: a list or tuple with one for each; anything else is for all.
+
+        Raises:
+            SpecError: not as many values as environments; none was set.
+        """
+        self._order.check_free("set_attr")
+        each = value_for_each(values, self.num_envs)
+        self._ask("set_attr", Pending.CALL, lambda rows: (name, each[rows]))
+        self._values(None)
+
+    def render(self) -> tuple[Any, ...]:
+        """What `render` of each environment gives."""
+        self._order.check_free("render")
+        self._ask("render", Pending.CALL, lambda rows: ())
+        return self.call_wait()
+
+    def close(self, *, timeout: float | None = None, terminate: bool = False) -> None:
+        """Closes every environment and ends every worker, within seconds whatever they are doing. Idempotent.
+
+        Args:
+            timeout: seconds that workers get; None for 3, or the constructor's if that is less.
+            terminate: ends them without waiting.
+
+        Raises:
+            Exception: what an environment raised as it was closed; all is gone all the same.
+        """
+        if self.closed:
+            return
+        self.closed = self._order.is_closed = True
+        failure, self._order.failure = self._order.failure, None  # its traceback holds whatever was in use
+        if terminate:
+            self._host.kill()
+            return
+        try:
+            self._host.close(timeout)
+        except Exception:
+            if failure is None:  # otherwise that has been reported
+                raise
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """As `close`."""
+        self.close(**kwargs)
+
+    def __enter__(self) -> SharedVectorEnv:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if error is not None and self._order.failure is None:
+            self._order.failure = error  # what is on its way out matters more than what closing raises
+        self.close()
+
+    def _check_running(self, call: str, envs: Any = slice(None)) -> None:
+        """Raises unless these environments can be stepped."""
+        if not self._was_reset[envs].all():
+            raise ResetNeeded(f"{call}: call reset first, an environment was never reset")
+        if self.autoreset_mode is AutoresetMode.DISABLED:
+            ended = self._columns.terminations | self._columns.truncations
+            if ended[envs].any():
+                which = np.arange(self.num_envs)[envs][ended[envs]].tolist()
+                raise StateError(f"{call}: environments {which} have ended, reset them by {RESET_MASK} first")
+
+    def _ask(self, method: str, pending: Pending, arguments: Arguments) -> None:
+        request = self._host.call(method, arguments)
+        with self._order.asking(pending):
+            self._host.ask(request)
+
+    def _answers(self, pending: Pending, timeout: float | None) -> list[Outcome]:
+        self._order.check_pending(pending)
+        with self._order.awaiting(timeout):
+            outcomes = self._host.answers(timeout)
+        self._order.pending = None
+        return outcomes
+
+    def _values(self, timeout: float | None) -> list[Any]:
+        """What a call gave; what one of them raised, once all are through."""
+        self._order.check_pending(Pending.CALL)
+        answers = None
+        with self._order.awaiting(timeout):
+            while answers is None:
+                try:
+                    answers = self._host.answers(timeout)
+                except (WorkerCrashed, WorkerTimeout):
+                    raise
+                except Exception as error:
+                    if self.closed:
+                        raise
+                    self._call_errors.append(error)
+        self._order.pending = None
+        errors, self._call_errors = self._call_errors, []
+        if errors:
+            raise errors[0]
+        return answers
+
+    def _told(self, outcomes: Iterable[Outcome], envs: np.ndarray | None = None) -> dict[str, Any]:
+        """Infos as gymnasium puts them together, in rows for these environments, or for all."""
+        batch: VectorEnv = self
+        rows: Sequence[int] | dict[int, int] = range(self.num_envs)
+        if envs is not None:
+            batch = VectorEnv()
+            batch.num_envs, rows = envs.size, {env: row for row, env in enumerate(envs.tolist())}
+        infos: dict[str, Any] = {}
+        for outcome in outcomes:
+            for env, info in outcome.infos:
+                infos = batch._add_info(infos, info, rows[env])
+            for env, picked in outcome.objects:
+                self._columns.objects.put(env, picked)
+        return infos

@@ -1,0 +1,100 @@
+"""What the methods of `SharedVectorEnv` are given, checked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from rlstructs.checks import check_count
+from rlstructs.errors import SpecError
+
+RESET_MASK = "reset_mask"
+
+
+def env_fns_of(env_fns: Iterable[Callable[[], gymnasium.Env[Any, Any]]]) -> list[Callable[[], Any]]:
+    """The functions that make environments, as a list.
+
+    Raises:
+        SpecError, TypeError: none are given, or something that cannot be called.
+    """
+    found = list(env_fns)
+    if not found:
+        raise SpecError("env_fns: needs at least one function that makes an environment, got none")
+    for k, env_fn in enumerate(found):
+        if not callable(env_fn):
+            raise TypeError(f"env_fns[{k}] must be a function that makes an environment, got {env_fn!r}")
+    return found
+
+
+def worker_count(n_workers: int | None, n_envs: int) -> int:
+    """How many workers there will be; by itself one for each core, or for each environment if those are fewer.
+
+    Raises:
+        SpecError, TypeError: not an int from 0 to `n_envs`.
+    """
+    if n_workers is None:
+        n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return min(n_cores, n_envs)
+    if check_count("n_workers", n_workers, 0) > n_envs:
+        raise SpecError(f"n_workers must be at most {n_envs}, the number of environments, got {n_workers}")
+    return int(n_workers)
+
+
+def seeds_of(seed: int | Sequence[int | None] | None, n_envs: int) -> list[int | None]:
+    """A seed for each environment: `seed + k`, those of a sequence, or None."""
+    if seed is None:
+        return [None] * n_envs
+    if isinstance(seed, (int, np.integer)):
+        return [int(seed) + k for k in range(n_envs)]
+    if len(seed) != n_envs:
+        raise SpecError(f"reset: needs a seed for each of {n_envs} environments, got {len(seed)}")
+    return list(seed)
+
+
+def options_of(
+    options: dict[str, Any] | None, n_envs: int
+) -> tuple[dict[str, Any] | None, np.ndarray | None]:
+    """The options that environments get, and the mask that was among them.
+
+    Raises:
+        SpecError, TypeError: the mask is no array, of another shape or dtype, or names no environment.
+    """
+    if options is None or RESET_MASK not in options:
+        return options, None
+    mask = options[RESET_MASK]
+    if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
+        raise TypeError(f"reset: {RESET_MASK} must be an array of bool, got {mask!r}")
+    if mask.shape != (n_envs,):
+        raise SpecError(f"reset: {RESET_MASK} must have shape {(n_envs,)}, got {mask.shape}")
+    if not mask.any():
+        raise SpecError(f"reset: {RESET_MASK} must name an environment, got {mask}")
+    return {key: value for key, value in options.items() if key != RESET_MASK}, mask.copy()
+
+
+def env_ids_of(env_ids: Sequence[int] | np.ndarray | None, n_envs: int) -> np.ndarray:
+    """Indexes of environments, int64.
+
+    Raises:
+        SpecError: none, one that is no index, or one twice.
+    """
+    if env_ids is None:
+        return np.arange(n_envs)
+    envs = np.asarray(env_ids)
+    if envs.ndim != 1 or envs.dtype.kind not in "iu" or not envs.size:
+        raise SpecError(f"send: env_ids must be indexes of environments, got {env_ids!r}")
+    if envs.min() < 0 or envs.max() >= n_envs or len(set(envs.tolist())) < envs.size:
+        raise SpecError(f"send: env_ids must lie in 0..{n_envs - 1}, each once, got {envs.tolist()}")
+    return envs.astype(np.int64)
+
+
+def value_for_each(values: Any, n_envs: int) -> list[Any]:
+    """A value for each environment: those of a list or tuple, or the same for all."""
+    if not isinstance(values, (list, tuple)):
+        return [values] * n_envs
+    if len(values) != n_envs:
+        raise SpecError(f"set_attr: needs a value for each of {n_envs} environments, got {len(values)}")
+    return list(values)
