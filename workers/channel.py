@@ -15,6 +15,10 @@ from workers import messages
 
 # Bytes that go into the pipe of a side that has read all so far without waiting for it.
 AT_ONCE = 16384
+# Bytes to read at once: as many are allocated each time, and few come.
+MOST = 1 << 20
+# Before every message, how long it is.
+LENGTH = struct.Struct("!Q")
 # Milliseconds: the longest wait that poll takes.
 LONGEST = 2**31 - 1
 
@@ -58,23 +62,32 @@ class Channel:
             EOFError: the other side is gone.
             TimeoutError: it does not read; half of the message may be on its way.
         """
+        header = LENGTH.pack(len(data))
         try:
-            if deadline is None or len(data) <= AT_ONCE:
-                self._connection.send_bytes(data)
+            if len(data) <= AT_ONCE:
+                self._write(header + data)
+            elif deadline is None:
+                self._write(header)
+                self._write(data)
             else:
-                self._send_until(deadline, data)
+                self._write_until(deadline, header, data)
         except (BrokenPipeError, ConnectionResetError) as error:
             raise EOFError("the other side of the channel is gone") from error
 
-    def _send_until(self, deadline: float, data: bytes) -> None:
-        # As multiprocessing frames messages: a length, and a longer one where that is too small.
-        header = struct.pack("!i", len(data)) if len(data) <= 0x7FFFFFFF else struct.pack("!iQ", -1, len(data))
+    def _write(self, data: bytes) -> None:
+        fd = self._connection.fileno()
+        written = os.write(fd, data)
+        while written < len(data):
+            written += os.write(fd, memoryview(data)[written:])
+
+    def _write_until(self, deadline: float, *parts: bytes) -> None:
         fd = self.fileno()
         poll = select.poll()
         poll.register(fd, select.POLLOUT)
         os.set_blocking(fd, False)
         try:
-            for part in (memoryview(header), memoryview(data)):
+            for data in parts:
+                part = memoryview(data)
                 while part:
                     if not poll.poll(milliseconds(deadline)):
                         raise TimeoutError("the other side of the channel does not read")
@@ -96,8 +109,9 @@ class Channel:
             EOFError: the other side is gone.
         """
         try:
-            data = self._connection.recv_bytes()
-        except OSError as error:  # a reset, or a message cut off in its middle
+            [length] = LENGTH.unpack(self._read(LENGTH.size))
+            data = self._read(length)
+        except OSError as error:  # a reset
             raise EOFError("the other side of the channel is gone") from error
         if data.startswith(messages.RAW):
             return data[1:]
@@ -105,6 +119,18 @@ class Channel:
             return messages.loads(data)
         except EOFError as error:  # what a message raises must not look like its end
             raise pickle.UnpicklingError(f"a message cannot be unpickled: {error!r}") from error
+
+    def _read(self, n: int) -> bytes:
+        fd = self._connection.fileno()
+        data = os.read(fd, min(n, MOST))
+        if len(data) == n:
+            return data
+        parts = [data]
+        while data and (n := n - len(data)):
+            parts.append(data := os.read(fd, min(n, MOST)))
+        if n:  # between two messages, or in the middle of one
+            raise EOFError("the other side of the channel is gone")
+        return b"".join(parts)
 
     def has_message(self) -> bool:
         """Whether `receive` would return (or raise) at once."""

@@ -62,6 +62,8 @@ class Actions:
     def read(self, types: str, envs: slice) -> list[Any]:
         """The actions of some environments, one for each, in memory of their own."""
         arrays = [self._view(at, letter)[envs].copy() for at, letter in enumerate(types)]
+        if self._parts[0].path == ():
+            return list(arrays[0])
         return list(iterate(self._batched, nest(self._space, iter(arrays))))
 
     def apart(self, actions: Any, n: int) -> list[Any]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import TypeVar
 
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
 from rlstructs.errors import ClosedError, StateError, WorkerTimeout
+
+T = TypeVar("T")
 
 
 class EnvClosedError(ClosedEnvironmentError, ClosedError):  # type: ignore[misc]
@@ -61,25 +63,27 @@ class CallOrder:
 
     def check_pending(self, wanted: Pending) -> None:
         """Raises unless this is what is waited for."""
-        self._check_alive(wanted.wait)
+        if self.is_closed or self.failure is not None:
+            self._check_alive(wanted.wait)
         if self.pending is not wanted:
             raise NoCallError(f"{wanted.wait}: nothing was asked for", wanted.value)
 
-    @contextlib.contextmanager
-    def asking(self, pending: Pending) -> Iterator[None]:
-        """Around what asks: whatever goes wrong halfway, some environments have been asked and others not."""
+    def ask(self, pending: Pending, request: Callable[[], None]) -> None:
+        """Asks for something.
+
+        When that goes wrong halfway, some environments have been asked and others not: it cannot go on.
+        """
         try:
-            yield
+            request()
         except BaseException as error:
             self.failure = error
             raise
         self.pending = pending
 
-    @contextlib.contextmanager
-    def awaiting(self, timeout: float | None) -> Iterator[None]:
-        """Around what waits: after an interrupt, or a timeout of the caller's own, it can be waited for again."""
+    def answered(self, answer: Callable[[float | None], T], timeout: float | None) -> T:
+        """Waits. After an interrupt, or a timeout of the caller's own, it can be waited for again."""
         try:
-            yield
+            return answer(timeout)
         except Exception as error:
             if self.is_closed:  # by another thread
                 raise EnvClosedError("the environment was closed meanwhile") from error

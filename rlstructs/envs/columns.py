@@ -20,6 +20,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 
 from rlstructs.envs.actions import WIDEST, Actions
 from rlstructs.envs.parts import Part, nest, parts_of
+from rlstructs.errors import SpecError
 
 # Bytes: what a cache line wants.
 ALIGNMENT = 64
@@ -37,6 +38,7 @@ class ObservationColumn:
 
     def __init__(self, part: Part, array: np.ndarray) -> None:
         self.part, self.array = part, array
+        self._name = f" {'/'.join(map(str, part.path))!r}" if part.path else ""
         # Laid one behind another along their first axis: a single concatenation.
         self._chain = array.reshape(-1, *part.shape[1:]) if part.shape else array
         self._lengths = [part.shape[0]] * len(array) if part.shape else []
@@ -46,10 +48,18 @@ class ObservationColumn:
         return ObservationColumn(self.part, self.array[rows])
 
     def fill(self, observations: Sequence[Any]) -> None:
-        """Writes the observations of all N; what does not fit is what numpy's `stack` says it is."""
+        """Writes the observations of all N.
+
+        Raises:
+            SpecError: one has another shape than the space.
+            TypeError: one has a dtype that cannot be had in that of the space, as gymnasium casts them.
+        """
         values = [self.part.pick(each) for each in observations] if self.part.path else observations
         if not self._fill_at_once(values):
-            np.stack(values, axis=0, out=self.array)
+            for k, value in enumerate(map(np.asarray, values)):
+                if value.shape != self.part.shape:
+                    raise SpecError(f"observation{self._name} has shape {value.shape}, its space {self.part.shape}")
+                np.copyto(self.array[k : k + 1], value[None], casting="same_kind")
 
     def _fill_at_once(self, values: Sequence[Any]) -> bool:
         # Takes half as long as `stack`, which gives every array one more axis first.
@@ -124,11 +134,15 @@ class Columns:
         self._parts = list(parts_of(observation_space))
         self.observations = [ObservationColumn(part, next(arrays)) for part in self._parts if part.is_array]
         self.objects = Objects(observation_space, n_envs)
+        # A space that is one array needs no nesting.
+        self._single = self.observations[0].array if self.observations and not self._parts[0].path else None
         self.rewards, self.terminations, self.truncations = next(arrays), next(arrays), next(arrays)
         self.actions = Actions(action_space, n_envs, list(arrays))
 
     def batch(self, is_copied: bool) -> Any:
         """The newest observation of every environment, in memory of its own if it is copied."""
+        if self._single is not None:
+            return self._single.copy() if is_copied else self._single
         if is_copied:
             return self._nested(np.array, copy.deepcopy, self._everyone)
         return self._nested(_same, _same, self._everyone)

@@ -136,7 +136,11 @@ class EnvGroup:
         except Exception as error:
             self._name(error, k)
             raise
-        self._write(observations, None, outcome)
+        try:
+            self._write(observations, None, outcome)
+        except Exception:
+            self._name_misfit(observations)
+            raise
         return outcome
 
     def step_one(self, k: int, action: Any) -> Outcome:
@@ -221,6 +225,15 @@ class EnvGroup:
             start = self._first + (0 if rows is None else rows.start)
             outcome.objects.extend((start + k, self._objects.pick(each)) for k, each in enumerate(observations))
 
+    def _name_misfit(self, observations: list[Any]) -> None:
+        """Raises what one of these observations cannot be written for, with the name of its environment."""
+        for k, observation in enumerate(observations):
+            try:
+                self._write([observation], slice(k, k + 1), Outcome([], []))
+            except Exception as error:
+                self._name(error, k)
+                raise
+
     def _name(self, error: Exception, k: int) -> None:
         messages.add_note(error, f"raised by environment {self._first + k}")
 
@@ -297,4 +310,7 @@ def packed(value: Any) -> bytes:
 
 def unpacked(data: bytes) -> Any:
     """What `packed` packed; nothing stands for an empty outcome."""
-    return messages.loads(data) if data else Outcome([], [])
+    return messages.loads(data) if data else NOTHING
+
+
+NOTHING = Outcome([], [])

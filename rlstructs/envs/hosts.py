@@ -36,7 +36,10 @@ MANY = 64
 
 
 class Host(Protocol):
-    """What a `SharedVectorEnv` knows of where its environments are."""
+    """What a `SharedVectorEnv` knows of where its environments are.
+
+    What is wrong with a request is found when it is made; calling it sends it.
+    """
 
     def describe(self) -> Description:
         """What the first environment says of itself."""
@@ -52,9 +55,6 @@ class Host(Protocol):
 
     def step_some(self, envs: np.ndarray, actions: Any) -> Request:
         """To step some environments, as soon as what they were asked for before is done."""
-
-    def ask(self, request: Request) -> None:
-        """Sends a request; whatever is wrong with it was found when it was made."""
 
     def answers(self, timeout: float | None) -> list[Any]:
         """What each group gave: values of the method, outcomes of steps. May be asked for again after a timeout."""
@@ -95,24 +95,18 @@ class LocalHost:
     def call(self, method: str, arguments: Arguments) -> Request:
         """As `Host.call`."""
         values = arguments(slice(None))
-        return lambda: self._answers.append(getattr(self._group, method)(*values))
+        return lambda: self._keep(lambda: self._answers.append(getattr(self._group, method)(*values)))
 
     def step(self, actions: Any) -> Request:
         """As `Host.step`."""
         rows = self._actions.apart(actions, self._n_envs)
-        return lambda: self._answers.append(self._group.step(rows))
+        return lambda: self._keep(lambda: self._answers.append(self._group.step(rows)))
 
     def step_some(self, envs: np.ndarray, actions: Any) -> Request:
         """As `Host.step_some`."""
         rows = list(zip(envs.tolist(), self._actions.apart(actions, len(envs)), strict=True))
-        return lambda: self._arrived.extend((env, self._group.step_one(env, action)) for env, action in rows)
-
-    def ask(self, request: Request) -> None:
-        """As `Host.ask`."""
-        try:
-            request()
-        except Exception as error:  # is raised where it is waited for, as a worker's
-            self._error = error
+        steps = ((env, self._group.step_one(env, action)) for env, action in rows)
+        return lambda: self._keep(lambda: self._arrived.extend(steps))
 
     def answers(self, timeout: float | None) -> list[Any]:
         """As `Host.answers`."""
@@ -134,6 +128,12 @@ class LocalHost:
         """As `Host.kill`."""
         with contextlib.suppress(Exception):
             self._group.close()
+
+    def _keep(self, do: Callable[[], None]) -> None:
+        try:
+            do()
+        except Exception as error:  # is raised where it is waited for, as a worker's
+            self._error = error
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -225,10 +225,6 @@ class WorkerHost:
             index = self._worker_of[env]
             orders.setdefault(index, []).append((env, ONE + ROW.pack(env - self._rows[index].start) + action))
         return lambda: self._post_some(orders)
-
-    def ask(self, request: Request) -> None:
-        """As `Host.ask`."""
-        request()
 
     def answers(self, timeout: float | None) -> list[Any]:
         """As `Host.answers`."""

@@ -110,6 +110,7 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         # Which environments have an observation, will have one when a reset is over, were sent and not received.
         self._was_reset, self._will_be, self._is_out = (np.zeros(self.num_envs, bool) for _ in range(3))
+        self._are_all_reset = False
         self._arrived: list[tuple[int, Outcome]] = []
         self._call_errors: list[Exception] = []
         self.closed = False
@@ -170,6 +171,7 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         """
         outcomes = self._answers(Pending.RESET, timeout)
         self._was_reset = self._will_be
+        self._are_all_reset = bool(self._was_reset.all())
         infos = self._told(outcomes)
         return self._columns.batch(self.copy), infos
 
@@ -197,9 +199,7 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         """As `step`, but does not wait; `step_wait` does."""
         self._order.check_free("step")
         self._check_running("step")
-        request = self._host.step(actions)
-        with self._order.asking(Pending.STEP):
-            self._host.ask(request)
+        self._order.ask(Pending.STEP, self._host.step(actions))
 
     def step_wait(self, timeout: float | None = None) -> Stepped:
         """What `step_async` asked for; `timeout` as in `reset_wait`."""
@@ -229,9 +229,8 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
             raise StateError(f"send: environments {envs[self._is_out[envs]].tolist()} were sent and not received")
         self._check_running("send", envs)
         request = self._host.step_some(envs, actions)
-        with self._order.asking(Pending.SEND):
-            self._is_out[envs] = True
-            self._host.ask(request)
+        self._is_out[envs] = True
+        self._order.ask(Pending.SEND, request)
 
     def recv(self, n: int | None = None, timeout: float | None = None) -> Stepped:
         """The first n environments that are ready, of those that were sent; they can be sent again then.
@@ -258,10 +257,9 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         if n > n_out:
             raise SpecError(f"recv: {n} environments are wanted, {n_out} were sent and not received")
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._order.awaiting(timeout):
-            while len(self._arrived) < n:
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                self._arrived.extend(self._host.arrived(left))
+        while len(self._arrived) < n:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            self._arrived += self._order.answered(self._host.arrived, left)
         first, self._arrived = sorted(self._arrived[:n], key=lambda pair: pair[0]), self._arrived[n:]
         envs = np.array([env for env, _ in first], np.int64)
         self._is_out[envs] = False
@@ -354,7 +352,7 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
 
     def _check_running(self, call: str, envs: Any = slice(None)) -> None:
         """Raises unless these environments can be stepped."""
-        if not self._was_reset[envs].all():
+        if not (self._are_all_reset or self._was_reset[envs].all()):
             raise ResetNeeded(f"{call}: call reset first, an environment was never reset")
         if self.autoreset_mode is AutoresetMode.DISABLED:
             ended = self._columns.terminations | self._columns.truncations
@@ -363,36 +361,34 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
                 raise StateError(f"{call}: environments {which} have ended, reset them by {RESET_MASK} first")
 
     def _ask(self, method: str, pending: Pending, arguments: Arguments) -> None:
-        request = self._host.call(method, arguments)
-        with self._order.asking(pending):
-            self._host.ask(request)
+        self._order.ask(pending, self._host.call(method, arguments))
 
     def _answers(self, pending: Pending, timeout: float | None) -> list[Outcome]:
         self._order.check_pending(pending)
-        with self._order.awaiting(timeout):
-            outcomes = self._host.answers(timeout)
+        outcomes = self._order.answered(self._host.answers, timeout)
         self._order.pending = None
         return outcomes
 
     def _values(self, timeout: float | None) -> list[Any]:
         """What a call gave; what one of them raised, once all are through."""
         self._order.check_pending(Pending.CALL)
-        answers = None
-        with self._order.awaiting(timeout):
-            while answers is None:
-                try:
-                    answers = self._host.answers(timeout)
-                except (WorkerCrashed, WorkerTimeout):
-                    raise
-                except Exception as error:
-                    if self.closed:
-                        raise
-                    self._call_errors.append(error)
+        values = self._order.answered(self._all_values, timeout)
         self._order.pending = None
         errors, self._call_errors = self._call_errors, []
-        if errors:
-            raise errors[0]
-        return answers
+        if errors:  # of the first environments, not of the quickest worker
+            raise min(errors, key=lambda error: getattr(error.__cause__, "worker_index", 0))
+        return values
+
+    def _all_values(self, timeout: float | None) -> list[Any]:
+        while True:
+            try:
+                return self._host.answers(timeout)
+            except (WorkerCrashed, WorkerTimeout):
+                raise
+            except Exception as error:
+                if self.closed:
+                    raise
+                self._call_errors.append(error)
 
     def _told(self, outcomes: Iterable[Outcome], envs: np.ndarray | None = None) -> dict[str, Any]:
         """Infos as gymnasium puts them together, in rows for these environments, or for all."""
