@@ -165,7 +165,7 @@ class Gate(gymnasium.Env):
             with open(self.path, "rb") as pipe:
                 pipe.read()
         self.steps += 1
-        return np.full(1, self.steps, np.float32), 1.0, False, False, {}
+        return np.full(1, self.steps, np.float32), 1.0, False, False, {"action": repr(action)}
 
 
 class Process(gymnasium.Env):

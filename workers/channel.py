@@ -15,8 +15,8 @@ from workers import messages
 
 # Bytes that go into the pipe of a side that has read all so far without waiting for it.
 AT_ONCE = 16384
-# Bytes to read at once: as many are allocated each time, and few come.
-MOST = 1 << 20
+# Bytes that are read at once: as many are allocated each time, and mostly few come; and of what is known to be long.
+SMALL, LARGE = 1 << 16, 1 << 20
 # Before every message, how long it is.
 LENGTH = struct.Struct("!Q")
 # Milliseconds: the longest wait that poll takes.
@@ -33,6 +33,7 @@ class Channel:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._rest = b""  # has been read and not used yet
         self._readable: select.poll | None = None
 
     @classmethod
@@ -109,8 +110,7 @@ class Channel:
             EOFError: the other side is gone.
         """
         try:
-            [length] = LENGTH.unpack(self._read(LENGTH.size))
-            data = self._read(length)
+            data = self._next()
         except OSError as error:  # a reset
             raise EOFError("the other side of the channel is gone") from error
         if data.startswith(messages.RAW):
@@ -120,20 +120,36 @@ class Channel:
         except EOFError as error:  # what a message raises must not look like its end
             raise pickle.UnpicklingError(f"a message cannot be unpickled: {error!r}") from error
 
-    def _read(self, n: int) -> bytes:
-        fd = self._connection.fileno()
-        data = os.read(fd, min(n, MOST))
-        if len(data) == n:
-            return data
-        parts = [data]
-        while data and (n := n - len(data)):
-            parts.append(data := os.read(fd, min(n, MOST)))
-        if n:  # between two messages, or in the middle of one
+    def _next(self) -> bytes:
+        # Whatever has come is read at once: a small message costs one call, and so do several.
+        data = self._rest
+        while len(data) < LENGTH.size:
+            data += self._some(SMALL)
+        end = LENGTH.size + LENGTH.unpack_from(data)[0]
+        if len(data) < end:
+            parts, n = [data], len(data)
+            while n < end:
+                parts.append(self._some(min(end - n, LARGE)))
+                n += len(parts[-1])
+            data = b"".join(parts)
+        self._rest = data[end:]
+        return data[LENGTH.size : end]
+
+    def _some(self, most: int) -> bytes:
+        data = os.read(self._connection.fileno(), most)
+        if not data:  # between two messages, or in the middle of one
             raise EOFError("the other side of the channel is gone")
-        return b"".join(parts)
+        return data
+
+    def has_read(self) -> bool:
+        """Whether a message has been read that `receive` did not give yet: polling does not tell of it."""
+        rest = self._rest
+        return len(rest) >= LENGTH.size and len(rest) >= LENGTH.size + LENGTH.unpack_from(rest)[0]
 
     def has_message(self) -> bool:
         """Whether `receive` would return (or raise) at once."""
+        if self.has_read():
+            return True
         if self._readable is None:  # the connection's own makes another each time
             self._readable = select.poll()
             self._readable.register(self.fileno(), select.POLLIN)

@@ -141,6 +141,12 @@ class WorkerPool:
         """
         self._send(self._workers[index], Post(label, len(data)), messages.joined(data))
 
+    def post_all(self, data: bytes, *, label: str) -> None:
+        """As `post`, the same bytes for every worker."""
+        request, message = Post(label, 1), messages.joined((data,))
+        for worker in self._workers:
+            self._send(worker, request, message)
+
     def answers(self) -> list[tuple[int, bytes]]:
         """What posts were answered with since the last call: worker index and bytes, the oldest first."""
         answers, self._answers = self._answers, []
@@ -330,12 +336,17 @@ class WorkerPool:
                 f"worker {busy[0].index} is still busy with {busy[0].last_request!r}: gather its reply first"
             )
 
-    def _read(self, index: int) -> None:
+    def _read(self, index: int, is_pipe: bool) -> None:
         worker = self._workers[index]
-        if worker.state is not State.BUSY or not worker.channel.has_message():
+        if worker.state is not State.BUSY or not (is_pipe or worker.channel.has_message()):
             self._watch.forget(worker)  # it ended, with nothing more to say
             self._failures[worker.index] = worker.crashed()
             return
+        self._read_one(worker)
+        while worker.state is State.BUSY and worker.channel.has_read():
+            self._read_one(worker)
+
+    def _read_one(self, worker: WorkerProcess) -> None:
         self._late.discard(worker.index)
         try:
             reply = worker.receive()
@@ -346,7 +357,7 @@ class WorkerPool:
             self._failures[worker.index] = error
         else:
             if isinstance(reply, bytes):
-                self._answers.append((index, reply))
+                self._answers.append((worker.index, reply))
             elif isinstance(reply, Failure):
                 self._failures[worker.index] = reply.to_exception(worker.index, worker.last_request)
             else:
@@ -359,7 +370,7 @@ class WorkerPool:
             return errors
         poll = select.poll()
         poll.register(worker.channel.fileno(), select.POLLIN)
-        while poll.poll(milliseconds(deadline)):
+        while worker.channel.has_read() or poll.poll(milliseconds(deadline)):
             try:
                 reply = worker.channel.receive()
             except EOFError:

@@ -22,7 +22,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._poll = select.poll()
-        self._index_of: dict[int, int] = {}
+        self._index_of: dict[int, tuple[int, bool]] = {}
         self._lock, self._is_over, self._n_waiting = threading.Lock(), False, 0
         woken, self._wakes = os.pipe()
         self._poll.register(woken, select.POLLIN)
@@ -30,22 +30,23 @@ class Watch:
 
     def add(self, worker: WorkerProcess) -> None:
         """Watches a worker too."""
-        for fd in (worker.channel.fileno(), worker.sentinel()):
+        # In this order, which is that of events: what a worker has written is read before its end is told.
+        for fd, is_pipe in ((worker.channel.fileno(), True), (worker.sentinel(), False)):
             self._poll.register(fd, select.POLLIN)
-            self._index_of[fd] = worker.index
+            self._index_of[fd] = worker.index, is_pipe
 
     def forget(self, worker: WorkerProcess) -> None:
         """Watches a worker no more."""
-        for fd in [fd for fd, index in self._index_of.items() if index == worker.index]:
+        for fd in [fd for fd, (index, _) in self._index_of.items() if index == worker.index]:
             self._poll.unregister(fd)
             del self._index_of[fd]
 
-    def wait(self, deadline: float | None, read: Callable[[int], None]) -> bool:
+    def wait(self, deadline: float | None, read: Callable[[int, bool], None]) -> bool:
         """Reads what comes first; False when nothing came before the deadline.
 
         Args:
             deadline: in the time of `time.monotonic`; None for none.
-            read: called with the index of each worker that has replied or ended.
+            read: called with the index of each worker that has replied or ended, and whether its pipe says so.
 
         Raises:
             WorkerError: the watch is over.
@@ -64,7 +65,7 @@ class Watch:
             self._check()
             for fd, _ in events:
                 if fd in self._index_of:  # or the same worker's other descriptor has told of its end
-                    read(self._index_of[fd])
+                    read(*self._index_of[fd])
         return bool(events) or deadline is None or time.monotonic() < deadline
 
     def end(self) -> None:

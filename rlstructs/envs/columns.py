@@ -118,6 +118,7 @@ class Columns:
         rewards: float64 (N,).
         terminations, truncations: bool (N,).
         actions: what environments are to do.
+        at: int64 (N,), in the row of the first environment of a group the one that it is busy with, -1 for none.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class Columns:
         self.objects = Objects(observation_space, n_envs)
         # A space that is one array needs no nesting.
         self._single = self.observations[0].array if self.observations and not self._parts[0].path else None
-        self.rewards, self.terminations, self.truncations = next(arrays), next(arrays), next(arrays)
+        self.rewards, self.terminations, self.truncations, self.at = (next(arrays) for _ in range(4))
         self.actions = Actions(action_space, n_envs, list(arrays))
 
     def batch(self, is_copied: bool) -> Any:
@@ -172,7 +173,7 @@ def _specs(
     for part in parts_of(observation_space):
         if part.is_array:
             yield (n_envs, *part.shape), np.dtype(part.space.dtype)
-    for dtype in (np.float64, np.bool_, np.bool_):  # rewards, terminations, truncations
+    for dtype in (np.float64, np.bool_, np.bool_, np.int64):  # rewards, terminations, truncations, at
         yield (n_envs,), np.dtype(dtype)
     for part in parts_of(action_space):
         yield (n_envs * int(np.prod(part.shape)) * WIDEST,), np.dtype(np.uint8)

@@ -99,7 +99,8 @@ class EnvGroup:
         self._observations = [column.rows(mine) for column in columns.observations]
         self._rewards = columns.rewards[mine]
         self._terminations, self._truncations = columns.terminations[mine], columns.truncations[mine]
-        self._mode, self._mine = mode, mine
+        self._mode, self._mine, self._at = mode, mine, columns.at[mine.start : mine.start + 1]
+        self._at[0] = -1
         self._needs_reset = [False] * len(self._envs)
         return columns
 
@@ -117,6 +118,7 @@ class EnvGroup:
         for k, env in enumerate(self._envs):
             if mask is not None and not mask[k]:
                 continue
+            self._at[0] = self._first + k
             try:
                 observation, info = env.reset(seed=seeds[k], options=copy.deepcopy(options))
                 self._terminations[k] = self._truncations[k] = self._needs_reset[k] = False
@@ -159,6 +161,7 @@ class EnvGroup:
             raise ValueError(f"call: {name!r} is a method of the vectorised environment, call that")
         values = []
         for k, env in enumerate(self._envs):
+            self._at[0] = self._first + k
             try:
                 found = env.get_wrapper_attr(name)
                 values.append(found(*args, **kwargs) if callable(found) else found)
@@ -195,6 +198,7 @@ class EnvGroup:
     def _stepped(self, k: int, action: Any, outcome: Outcome) -> Any:
         """Steps environment k, or resets it where that is due; what it observes."""
         env = self._envs[k]
+        self._at[0] = self._first + k
         if self._needs_reset[k]:
             observation, info = env.reset()
             self._rewards[k] = 0.0
@@ -275,16 +279,19 @@ class WorkerGroup(EnvGroup):
         Returns:
             What it gave, pickled; nothing for an empty outcome.
         """
-        if data.startswith(EVERY):
-            outcome = self.step(self._read(data[1:], self._mine))
-        elif data.startswith(ONE):
-            [k] = ROW.unpack_from(data, 1)
-            [action] = self._read(data[1 + ROW.size :], slice(self._first + k, self._first + k + 1))
-            outcome = self.step_one(k, action)
-        else:
-            method, arguments = messages.loads(data[1:])
-            return packed(getattr(self, method)(*arguments))
-        return packed(outcome) if outcome.infos or outcome.objects else b""
+        try:
+            if data.startswith(EVERY):
+                outcome = self.step(self._read(data[1:], self._mine))
+            elif data.startswith(ONE):
+                [k] = ROW.unpack_from(data, 1)
+                [action] = self._read(data[1 + ROW.size :], slice(self._first + k, self._first + k + 1))
+                outcome = self.step_one(k, action)
+            else:
+                method, arguments = messages.loads(data[1:])
+                return packed(getattr(self, method)(*arguments))
+            return packed(outcome) if outcome.infos or outcome.objects else b""
+        finally:
+            self._at[0] = -1
 
     def _read(self, data: bytes, rows: slice) -> list[Any]:
         if data.startswith(PICKLED):

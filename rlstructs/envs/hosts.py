@@ -18,10 +18,10 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-import rlstructs.errors  # noqa: F401 - first of ours: it sees whether `workers` is ours too
 from rlstructs.envs import registry
 from rlstructs.envs.columns import Columns, nbytes
 from rlstructs.envs.env_group import CALL, EVERY, ONE, ROW, Description, EnvGroup, Outcome, WorkerGroup, unpacked
+from rlstructs.errors import WorkerCrashed, WorkerTimeout
 from workers import SharedArena, WorkerPool, messages
 from workers.channel import AT_ONCE
 
@@ -197,7 +197,7 @@ class WorkerHost:
         spaces = described.observation_space, described.action_space
         self._arena.resize(nbytes(*spaces, n_envs))
         columns = Columns(*spaces, n_envs, self._arena.map())
-        self._actions = columns.actions
+        self._actions, self._at = columns.actions, columns.at
         self._pool.call("attach_here", described, n_envs, mode)
         return columns
 
@@ -208,11 +208,10 @@ class WorkerHost:
 
     def step(self, actions: Any) -> Request:
         """As `Host.step`."""
-        types = EVERY + self._actions.write(actions).encode("ascii")
-        data = [types] * len(self._rows)
-        if types == EVERY:
-            each = self._actions.apart(actions, len(self._worker_of))
-            data = [EVERY + messages.dumps(each[rows]) for rows in self._rows]
+        if types := self._actions.write(actions):
+            return lambda: self._pool.post_all(EVERY + types.encode("ascii"), label="step")
+        each = self._actions.apart(actions, len(self._worker_of))
+        data = [EVERY + messages.dumps(each[rows]) for rows in self._rows]
         return lambda: self._post(data, "step")
 
     def step_some(self, envs: np.ndarray, actions: Any) -> Request:
@@ -228,13 +227,21 @@ class WorkerHost:
 
     def answers(self, timeout: float | None) -> list[Any]:
         """As `Host.answers`."""
-        self._pool.gather(timeout)
+        try:
+            self._pool.gather(timeout)
+        except (WorkerCrashed, WorkerTimeout) as error:
+            self._locate(error)
+            raise
         return [unpacked(data) for _, data in sorted(self._pool.answers())]
 
     def arrived(self, timeout: float | None) -> list[tuple[int, Outcome]]:
         """As `Host.arrived`."""
-        if not self._arrived:
-            self._pool.await_answer(timeout)
+        try:
+            if not self._arrived:
+                self._pool.await_answer(timeout)
+        except (WorkerCrashed, WorkerTimeout) as error:
+            self._locate(error)
+            raise
         self._read_answers()
         arrived, self._arrived = self._arrived, []
         return arrived
@@ -250,6 +257,13 @@ class WorkerHost:
         """As `Host.kill`."""
         self._pool.kill()
         self._arena.close()
+
+    def _locate(self, error: WorkerCrashed | WorkerTimeout) -> None:
+        """Says in what is raised of a worker that died, or of those that are late, at which environment it was."""
+        for index, (rows, state) in enumerate(zip(self._rows, self._pool.states, strict=True)):
+            at, is_late = int(self._at[rows.start]), isinstance(error, WorkerTimeout) and state == "busy"
+            if at >= 0 and (is_late or index == error.worker_index):
+                messages.add_note(error, f"worker {index} was at environment {at}")
 
     def _post(self, data: list[bytes], label: str) -> None:
         for index, each in enumerate(data):
