@@ -122,7 +122,7 @@ class Channel:
 
     def _next(self) -> bytes:
         # Whatever has come is read at once: a small message costs one call, and so do several.
-        data = self._rest
+        data = self._rest or self._some(SMALL)
         while len(data) < LENGTH.size:
             data += self._some(SMALL)
         end = LENGTH.size + LENGTH.unpack_from(data)[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import io
+import os
 import pickle
 import struct
 import traceback
@@ -43,6 +44,15 @@ class Build:
     directory: str | None
     label: ClassVar[str] = "build"
     n_replies: ClassVar[int] = 1
+
+    @classmethod
+    def here(cls, setup: bytes, factory: bytes) -> Build:
+        """With the environment variables and the working directory as they are now."""
+        try:
+            directory = os.getcwd()
+        except FileNotFoundError:  # deleted under this process
+            directory = None
+        return cls(setup, factory, dict(os.environ), directory)
 
 
 @dataclass(frozen=True)

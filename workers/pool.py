@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -293,7 +292,7 @@ class WorkerPool:
                 self.close()
 
     def _build(self, factory: Callable[..., Any]) -> Build:
-        return Build(self._setup, messages.dumps(factory), dict(os.environ), _directory())
+        return Build.here(self._setup, messages.dumps(factory))
 
     def _started(self, index: int) -> WorkerProcess:
         worker = WorkerProcess(index, *self._arguments, self.timeout)
@@ -395,10 +394,3 @@ def _late(workers: list[WorkerProcess], timeout: float | None) -> WorkerTimeout:
         + ", ".join(f"{worker.index} (pid {worker.pid})" for worker in workers),
         workers[0].index,
     )
-
-
-def _directory() -> str | None:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:  # deleted under this process
-        return None

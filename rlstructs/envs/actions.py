@@ -31,6 +31,7 @@ class Actions:
         self._parts = list(parts_of(space))
         self._batched = batch_space(space, 1)  # how a batch is taken apart depends on its kind alone
         self._has_arrays = all(part.is_array for part in self._parts)
+        self._shapes = [part.shape for part in self._parts]
         self._arrays = arrays
         self._views: dict[tuple[int, str], np.ndarray] = {}
 
@@ -51,12 +52,13 @@ class Actions:
                 values = part.pick(actions)
             except (LookupError, TypeError):
                 return ""
-            if type(values) is not np.ndarray or values.shape != (n_rows, *part.shape):
+            if type(values) is not np.ndarray or values.shape != (n_rows, *self._shapes[at]):
                 return ""
-            if values.dtype.char not in TYPES:
+            letter = values.dtype.char
+            if letter not in TYPES:
                 return ""
-            self._view(at, values.dtype.char)[envs] = values
-            types += values.dtype.char
+            self._view(at, letter)[envs] = values
+            types += letter
         return types
 
     def read(self, types: str, envs: slice) -> list[Any]:
@@ -81,7 +83,7 @@ class Actions:
     def _view(self, at: int, letter: str) -> np.ndarray:
         found = self._views.get((at, letter))
         if found is None:
-            dtype, shape, whole = np.dtype(letter), self._parts[at].shape, self._arrays[at]
+            dtype, shape, whole = np.dtype(letter), self._shapes[at], self._arrays[at]
             # A row lies at the same place in every type: rows that are under way may differ in it.
             strides = whole.size // self._n_envs, *np.empty(shape, dtype).strides
             found = np.ndarray((self._n_envs, *shape), dtype, whole.data, strides=strides)

@@ -11,8 +11,8 @@ Shapes and dtypes are those of `gymnasium.vector.SyncVectorEnv`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -26,6 +26,18 @@ from rlstructs.errors import SpecError
 ALIGNMENT = 64
 
 Spec = tuple[tuple[int, ...], np.dtype[Any]]
+
+
+class Outcome(NamedTuple):
+    """What a step or reset gave beside what the columns hold.
+
+    Attributes:
+        infos: index of an environment and an info of it that is not empty, in the order of gymnasium's.
+        objects: index of an environment and the parts of its observation that are no arrays.
+    """
+
+    infos: list[tuple[int, Mapping[str, Any]]]
+    objects: list[tuple[int, list[Any]]]
 
 
 class ObservationColumn:
@@ -139,6 +151,12 @@ class Columns:
         self._single = self.observations[0].array if self.observations and not self._parts[0].path else None
         self.rewards, self.terminations, self.truncations, self.at = (next(arrays) for _ in range(4))
         self.actions = Actions(action_space, n_envs, list(arrays))
+
+    def keep(self, outcomes: Iterable[Outcome]) -> None:
+        """Keeps what observations hold beside arrays."""
+        for outcome in outcomes:
+            for env, picked in outcome.objects:
+                self.objects.put(env, picked)
 
     def batch(self, is_copied: bool) -> Any:
         """The newest observation of every environment, in memory of its own if it is copied."""

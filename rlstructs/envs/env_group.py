@@ -15,7 +15,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from rlstructs.envs.columns import Columns
+from rlstructs.envs.columns import Columns, Outcome
 from rlstructs.errors import SpecError
 from workers import SharedArena, messages
 
@@ -26,18 +26,6 @@ ROW = struct.Struct("<I")
 PICKLED = b"\x80"
 # Names that are methods of the vectorised environment.
 OWN = ("reset", "step", "close")
-
-
-class Outcome(NamedTuple):
-    """What a step or reset gave beside numbers.
-
-    Attributes:
-        infos: index of an environment and an info of it that is not empty, in the order of gymnasium's.
-        objects: index of an environment and the parts of its observation that are no arrays.
-    """
-
-    infos: list[tuple[int, Mapping[str, Any]]]
-    objects: list[tuple[int, list[Any]]]
 
 
 class Description(NamedTuple):

@@ -27,8 +27,10 @@ from gymnasium.vector.utils import batch_space
 
 from rlstructs.checks import check_count, check_timeout
 from rlstructs.envs.call_order import CallOrder, Pending
-from rlstructs.envs.env_group import OWN, Outcome
-from rlstructs.envs.hosts import Arguments, Host, LocalHost, WorkerHost
+from rlstructs.envs.columns import Outcome
+from rlstructs.envs.env_group import OWN
+from rlstructs.envs.hosts import Arguments, Host, LocalHost
+from rlstructs.envs.infos import infos_of_all, infos_of_some
 from rlstructs.envs.vector_arguments import (
     RESET_MASK,
     env_fns_of,
@@ -38,6 +40,7 @@ from rlstructs.envs.vector_arguments import (
     value_for_each,
     worker_count,
 )
+from rlstructs.envs.worker_host import WorkerHost
 from rlstructs.errors import SpecError, StateError, WorkerCrashed, WorkerTimeout
 
 Stepped = tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
@@ -172,8 +175,8 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         outcomes = self._answers(Pending.RESET, timeout)
         self._was_reset = self._will_be
         self._are_all_reset = bool(self._was_reset.all())
-        infos = self._told(outcomes)
-        return self._columns.batch(self.copy), infos
+        self._columns.keep(outcomes)
+        return self._columns.batch(self.copy), infos_of_all(self, outcomes)
 
     def step(self, actions: Any) -> Stepped:
         """Steps every environment.
@@ -203,13 +206,14 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
 
     def step_wait(self, timeout: float | None = None) -> Stepped:
         """What `step_async` asked for; `timeout` as in `reset_wait`."""
-        infos, columns = self._told(self._answers(Pending.STEP, timeout)), self._columns
+        outcomes, columns = self._answers(Pending.STEP, timeout), self._columns
+        columns.keep(outcomes)
         return (
             columns.batch(self.copy),
             columns.rewards.copy(),
             columns.terminations.copy(),
             columns.truncations.copy(),
-            infos,
+            infos_of_all(self, outcomes),
         )
 
     def send(self, actions: Any, env_ids: Sequence[int] | np.ndarray | None = None) -> None:
@@ -264,11 +268,15 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         envs = np.array([env for env, _ in first], np.int64)
         self._is_out[envs] = False
         self._order.pending = Pending.SEND if n < n_out else None
-        infos, columns = self._told([outcome for _, outcome in first], envs), self._columns
-        infos["env_id"] = envs
+        outcomes, columns = [outcome for _, outcome in first], self._columns
+        columns.keep(outcomes)
         return (
-            columns.batch_of(envs), columns.rewards[envs], columns.terminations[envs], columns.truncations[envs], infos
-        )  # fmt: skip
+            columns.batch_of(envs),
+            columns.rewards[envs],
+            columns.terminations[envs],
+            columns.truncations[envs],
+            infos_of_some(envs, outcomes),
+        )
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """What a method of each environment gives, or the attribute of this name where it is no method.
@@ -389,18 +397,3 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
                 if self.closed:
                     raise
                 self._call_errors.append(error)
-
-    def _told(self, outcomes: Iterable[Outcome], envs: np.ndarray | None = None) -> dict[str, Any]:
-        """Infos as gymnasium puts them together, in rows for these environments, or for all."""
-        batch: VectorEnv = self
-        rows: Sequence[int] | dict[int, int] = range(self.num_envs)
-        if envs is not None:
-            batch = VectorEnv()
-            batch.num_envs, rows = envs.size, {env: row for row, env in enumerate(envs.tolist())}
-        infos: dict[str, Any] = {}
-        for outcome in outcomes:
-            for env, info in outcome.infos:
-                infos = batch._add_info(infos, info, rows[env])
-            for env, picked in outcome.objects:
-                self._columns.objects.put(env, picked)
-        return infos
