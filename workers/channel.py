@@ -16,7 +16,7 @@ from workers import messages
 # Bytes that go into the pipe of a side that has read all so far without waiting for it.
 AT_ONCE = 16384
 # Bytes that are read at once: as many are allocated each time, and mostly few come; and of what is known to be long.
-SMALL, LARGE = 1 << 16, 1 << 20
+SMALL, LARGE = 1 << 13, 1 << 20
 # Before every message, how long it is.
 LENGTH = struct.Struct("!Q")
 # Milliseconds: the longest wait that poll takes.
@@ -32,7 +32,7 @@ class Channel:
     """One end of a pair. Picklable while a process starts."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+        self._connection, self._fd = connection, connection.fileno()
         self._rest = b""  # has been read and not used yet
         self._readable: select.poll | None = None
 
@@ -40,6 +40,12 @@ class Channel:
     def pair(cls) -> tuple[Channel, Channel]:
         ours, theirs = Pipe(duplex=True)
         return cls(ours), cls(theirs)
+
+    def __getstate__(self) -> Connection:
+        return self._connection
+
+    def __setstate__(self, connection: Connection) -> None:
+        Channel.__init__(self, connection)
 
     def fileno(self) -> int:
         return self._connection.fileno()
@@ -76,10 +82,9 @@ class Channel:
             raise EOFError("the other side of the channel is gone") from error
 
     def _write(self, data: bytes) -> None:
-        fd = self._connection.fileno()
-        written = os.write(fd, data)
+        written = os.write(self._fd, data)
         while written < len(data):
-            written += os.write(fd, memoryview(data)[written:])
+            written += os.write(self._fd, memoryview(data)[written:])
 
     def _write_until(self, deadline: float, *parts: bytes) -> None:
         fd = self.fileno()
@@ -109,37 +114,36 @@ class Channel:
         Raises:
             EOFError: the other side is gone.
         """
+        # Whatever has come is read at once: a small message costs one call, and so do several.
+        data = self._rest or self._read(SMALL)
+        while len(data) < LENGTH.size:
+            data += self._read(SMALL)
+        end = LENGTH.size + LENGTH.unpack_from(data)[0]
+        if len(data) < end:
+            data = self._read_up_to(end, data)
+        self._rest = data[end:]
+        if data.startswith(messages.RAW, LENGTH.size):
+            return data[LENGTH.size + len(messages.RAW) : end]
         try:
-            data = self._next()
-        except OSError as error:  # a reset
-            raise EOFError("the other side of the channel is gone") from error
-        if data.startswith(messages.RAW):
-            return data[1:]
-        try:
-            return messages.loads(data)
+            return messages.loads(data[LENGTH.size : end])
         except EOFError as error:  # what a message raises must not look like its end
             raise pickle.UnpicklingError(f"a message cannot be unpickled: {error!r}") from error
 
-    def _next(self) -> bytes:
-        # Whatever has come is read at once: a small message costs one call, and so do several.
-        data = self._rest or self._some(SMALL)
-        while len(data) < LENGTH.size:
-            data += self._some(SMALL)
-        end = LENGTH.size + LENGTH.unpack_from(data)[0]
-        if len(data) < end:
-            parts, n = [data], len(data)
-            while n < end:
-                parts.append(self._some(min(end - n, LARGE)))
-                n += len(parts[-1])
-            data = b"".join(parts)
-        self._rest = data[end:]
-        return data[LENGTH.size : end]
-
-    def _some(self, most: int) -> bytes:
-        data = os.read(self._connection.fileno(), most)
+    def _read(self, most: int) -> bytes:
+        try:
+            data = os.read(self._fd, most)
+        except OSError as error:  # a reset
+            raise EOFError("the other side of the channel is gone") from error
         if not data:  # between two messages, or in the middle of one
             raise EOFError("the other side of the channel is gone")
         return data
+
+    def _read_up_to(self, end: int, data: bytes) -> bytes:
+        parts, n = [data], len(data)
+        while n < end:
+            parts.append(self._read(min(end - n, LARGE)))
+            n += len(parts[-1])
+        return b"".join(parts)
 
     def has_read(self) -> bool:
         """Whether a message has been read that `receive` did not give yet: polling does not tell of it."""
@@ -157,3 +161,4 @@ class Channel:
 
     def close(self) -> None:
         self._connection.close()
+        self._fd = -1  # the number may be another's by now

@@ -154,5 +154,7 @@ def _reply(channel: Channel, reply: Any) -> None:
         raise
     except Exception as error:  # the value cannot be pickled: its place is taken by why
         channel.send(messages.Failure.of(error))
-    with contextlib.suppress(AttributeError, ValueError, OSError):  # closed, or none at all
+    try:
         sys.stdout.flush()
+    except (AttributeError, ValueError, OSError):
+        pass  # closed, or none at all

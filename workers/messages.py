@@ -13,7 +13,7 @@ import os
 import pickle
 import struct
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -131,13 +131,14 @@ def joined(data: Iterable[bytes]) -> bytes:
     return RAW + b"".join([LENGTH.pack(len(part)) + part for part in data])
 
 
-def apart(message: bytes) -> Iterator[bytes]:
+def apart(message: bytes) -> list[bytes]:
     """What was `joined` in a message, which comes without its first byte."""
-    at = 0
+    data, at = [], 0
     while at < len(message):
         [length] = LENGTH.unpack_from(message, at)
         at += LENGTH.size + length
-        yield message[at - length : at]
+        data.append(message[at - length : at])
+    return data
 
 
 def dumps(obj: Any) -> bytes:

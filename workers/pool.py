@@ -341,27 +341,26 @@ class WorkerPool:
             self._watch.forget(worker)  # it ended, with nothing more to say
             self._failures[worker.index] = worker.crashed()
             return
-        self._read_one(worker)
-        while worker.state is State.BUSY and worker.channel.has_read():
-            self._read_one(worker)
+        self._late.discard(index)
+        while True:
+            try:
+                self._take(index, worker.receive())
+            except WorkerError as error:
+                self._watch.forget(worker)
+                self._failures[index] = _bare(error)
+            except Exception as error:
+                self._failures[index] = error
+            if worker.state is not State.BUSY or not worker.channel.has_read():
+                return
 
-    def _read_one(self, worker: WorkerProcess) -> None:
-        self._late.discard(worker.index)
-        try:
-            reply = worker.receive()
-        except WorkerError as error:
-            self._watch.forget(worker)
-            self._failures[worker.index] = _bare(error)
-        except Exception as error:
-            self._failures[worker.index] = error
+    def _take(self, index: int, reply: Any) -> None:
+        if isinstance(reply, bytes):
+            self._answers.append((index, reply))
+        elif isinstance(reply, Failure):
+            self._failures[index] = reply.to_exception(index, self._workers[index].last_request)
         else:
-            if isinstance(reply, bytes):
-                self._answers.append((worker.index, reply))
-            elif isinstance(reply, Failure):
-                self._failures[worker.index] = reply.to_exception(worker.index, worker.last_request)
-            else:
-                assert isinstance(reply, Result)
-                self._replies[worker.index] = reply.value
+            assert isinstance(reply, Result)
+            self._replies[index] = reply.value
 
     def _await_close(self, worker: WorkerProcess, deadline: float) -> list[BaseException]:
         errors: list[BaseException] = []

@@ -113,15 +113,14 @@ class WorkerProcess:
             reply = self.channel.receive()
         except EOFError:
             raise self.crashed() from None
-        except Exception:  # a reply that cannot be unpickled is a reply all the same
-            self._has_replied()
-            raise
-        self._has_replied()
-        return reply
-
-    def _has_replied(self) -> None:
+        except Exception as error:  # a reply that cannot be unpickled is a reply all the same
+            reply = error
         self._n_asked -= 1
-        self.state = State.BUSY if self._n_asked else State.IDLE
+        if not self._n_asked:
+            self.state = State.IDLE
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
 
     def crashed(self) -> WorkerCrashed:
         """The error that says how this worker ended."""

@@ -30,8 +30,9 @@ class Actions:
         self._space, self._n_envs = space, n_envs
         self._parts = list(parts_of(space))
         self._batched = batch_space(space, 1)  # how a batch is taken apart depends on its kind alone
-        self._has_arrays = all(part.is_array for part in self._parts)
+        self._has_arrays = bool(self._parts) and all(part.is_array for part in self._parts)
         self._shapes = [part.shape for part in self._parts]
+        self._is_plain = self._has_arrays and self._parts[0].path == ()
         self._arrays = arrays
         self._views: dict[tuple[int, str], np.ndarray] = {}
 
@@ -63,9 +64,9 @@ class Actions:
 
     def read(self, types: str, envs: slice) -> list[Any]:
         """The actions of some environments, one for each, in memory of their own."""
+        if self._is_plain:
+            return list(self._view(0, types)[envs].copy())
         arrays = [self._view(at, letter)[envs].copy() for at, letter in enumerate(types)]
-        if self._parts[0].path == ():
-            return list(arrays[0])
         return list(iterate(self._batched, nest(self._space, iter(arrays))))
 
     def apart(self, actions: Any, n: int) -> list[Any]:
