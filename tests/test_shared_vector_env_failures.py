@@ -70,6 +70,16 @@ def test_in_this_process_it_is_the_same(where):
     assert caught.value.__notes__ == ["raised by environment 3"]
 
 
+def test_environments_in_this_process_are_closed_when_a_later_one_cannot_be_made(tmp_path):
+    class Closing(Failing):
+        def close(self):
+            (tmp_path / "closed").touch()
+
+    with pytest.raises(KeyError, match="lost in constructor"):
+        SharedVectorEnv([Closing, functools.partial(Failing, "constructor")], 0)
+    assert (tmp_path / "closed").exists()
+
+
 @pytest.mark.parametrize("where", ["reset", "step", "act"])
 def test_what_cannot_be_made_again_arrives_as_text(where):
     words = f"OddError: code 7: {where}\nraised by environment 3 \\(raised in worker 1 during "

@@ -5,6 +5,7 @@ What they observe is written to the columns, what else there is comes back: an `
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import struct
@@ -24,8 +25,6 @@ EVERY, ONE, CALL = b"E", b"O", b"C"
 ROW = struct.Struct("<I")
 # What a request or reply holds where numbers in shared memory do not say it all.
 PICKLED = b"\x80"
-# Names that are methods of the vectorised environment.
-OWN = ("reset", "step", "close")
 
 
 class Description(NamedTuple):
@@ -55,6 +54,8 @@ class EnvGroup:
                 self._envs.append(env_fn())
             except Exception as error:
                 self._name(error, len(self._envs))
+                with contextlib.suppress(Exception):
+                    self.close()
                 raise
 
     def describe(self) -> Description:
@@ -145,8 +146,6 @@ class EnvGroup:
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """What a method of each gives, or the attribute where it is no method."""
-        if name in OWN:
-            raise ValueError(f"call: {name!r} is a method of the vectorised environment, call that")
         values = []
         for k, env in enumerate(self._envs):
             self._at[0] = self._first + k

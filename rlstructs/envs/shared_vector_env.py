@@ -28,7 +28,6 @@ from gymnasium.vector.utils import batch_space
 from rlstructs.checks import check_count, check_timeout
 from rlstructs.envs.call_order import CallOrder, Pending
 from rlstructs.envs.columns import Outcome
-from rlstructs.envs.env_group import OWN
 from rlstructs.envs.hosts import Arguments, Host, LocalHost
 from rlstructs.envs.infos import infos_of_all, infos_of_some
 from rlstructs.envs.vector_arguments import (
@@ -42,6 +41,9 @@ from rlstructs.envs.vector_arguments import (
 )
 from rlstructs.envs.worker_host import WorkerHost
 from rlstructs.errors import SpecError, StateError, WorkerCrashed, WorkerTimeout
+
+# Names that `call` leaves to methods of the vectorised environment itself.
+OWN = ("reset", "step", "close")
 
 Stepped = tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
 
