@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import iterate
 from gymnasium.wrappers import vector as wrappers
 from processes import worker_pids
-from vector_envs import Basket, Echo, Gate, Process, Same
+from vector_envs import Basket, Echo, Gate, Process, Same, Telling
 
 from rlstructs import ClosedError, SharedVectorEnv, SpecError, StateError, WorkerTimeout
 
@@ -52,7 +52,7 @@ def assert_same(ours, theirs):
         assert ours.dtype == theirs.dtype
         np.testing.assert_array_equal(ours, theirs, strict=True)
     else:
-        assert ours == theirs
+        assert ours == theirs or ours != ours
 
 
 def twins(env_fns, n_workers, mode=AutoresetMode.NEXT_STEP, **arguments):
@@ -419,6 +419,13 @@ def test_statistics_of_environments_that_a_mask_leaves_out_go_on():
                 n_ended, lengths = n_ended + ended.sum(), np.where(ended, 0, lengths)
                 wrapped.reset(options={"reset_mask": ended})
         assert n_ended > 20
+
+
+def test_infos_of_every_number_type_come_as_they_are():
+    with SharedVectorEnv([Telling] * 2, 1) as env:
+        told = env.reset()[1]["told"]
+    assert_same(told[1], Telling.told)
+    assert np.isnan(told[1].pop()) and len(told[1]) > 15
 
 
 # The order of calls
