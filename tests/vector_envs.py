@@ -182,9 +182,11 @@ class Process(gymnasium.Env):
 class Telling(Process):
     """Tells in infos values of every type."""
 
-    told = [np.bool_(True), np.float64(0.1), np.float32(0.1), np.float16(0.1), np.longdouble(0.1), np.int8(-3),  # noqa: RUF012
-            np.uint64(2**64 - 1), np.longlong(-1), np.complex64(1j), np.datetime64("2020"), True, 2**70, 0.5, None, "text",
-            b"bytes", [np.float32(1)], {"deep": np.int16(4)}, np.float64("nan")]  # fmt: skip
+    told = (
+        np.bool_(True), np.float64(0.1), np.float32(0.1), np.float16(0.1), np.longdouble(0.1), np.int8(-3),
+        np.uint64(2**64 - 1), np.longlong(-1), np.complex64(1j), np.datetime64("2020"), True, 2**70, 0.5, None, "text",
+        b"bytes", [np.float32(1)], {"deep": np.int16(4)}, np.float64("nan"),
+    )  # fmt: skip
 
     def reset(self, *, seed=None, options=None):
         return np.zeros(1, np.float32), {"told": list(self.told)}
