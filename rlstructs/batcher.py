@@ -33,9 +33,10 @@ from rlstructs.debug import is_on
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.episodes import EpisodeTracker
 from rlstructs.errors import SpecError
+from rlstructs.evaluation import quotas
+from rlstructs.job import Specs
 from rlstructs.lease import Lease
 from rlstructs.lifecycle import Lifecycle, Phase
-from rlstructs.rollout import Specs
 from rlstructs.rows import specs_of
 from rlstructs.settings import (
     JobSettings,
@@ -305,6 +306,42 @@ class RL_Batcher:
         with self._life.failing("update"):
             self._crew.update(packed)
         self._begin_anew(self._crew.forget())
+
+    def evaluate(
+        self, n_episodes: int, seed: int | Sequence[int], agent_info: DictTensor | None = None
+    ) -> DictTensor:
+        """Plays episodes with copies of the agents as they are now, in environments made for it.
+
+        Environments, agents and random streams of the training are left as they are. Every environment gives
+        the same number of episodes, one more or less, so that short ones do not count more often than long ones.
+        It takes until the last of them has ended.
+
+        Args:
+            n_episodes: how many in all, at least 1.
+            seed: of environments and agents, as the constructor's `seeds`.
+            agent_info: N rows for the agents; None for those in force.
+
+        Returns:
+            `n_episodes` rows, by `env_index`, as `episodes` gives them.
+
+        Raises:
+            SpecError: an argument is not what is needed, or the environment gives no `reward` or `done`.
+            StateError: there was no `reset`, or a rollout is under way: `get` it first.
+            WorkerError, Exception: as `get`; a worker that is replaced plays its episodes anew.
+        """
+        check_count("n_episodes", n_episodes, 1)
+        self._life.check("evaluate", Phase.READY, Phase.LEASED, Phase.ENDED)
+        if agent_info is not None:
+            check_info("agent_info", agent_info, self._examples["agent_info"], self.n_elems())
+        if missing := [key for key in ("reward", "done") if key not in self._layout.observation]:
+            raise SpecError(f"evaluate: the environment gives no {missing[0]!r}")
+        wanted, seeds = quotas(n_episodes, self.n_elems()), seeds_of(seed, self._pool.n_workers)
+        with self._life.failing("evaluate"):
+            parts = self._crew.evaluate(wanted, seeds, agent_info)
+        self._begin_anew(self._crew.forget())
+        for worker, part in enumerate(parts):
+            part["env_index"] += worker * self._n_envs
+        return DictTensor.cat([DictTensor.from_numpy(part) for part in parts])
 
     def episodes(self) -> DictTensor:
         """The episodes that ended in the rollouts handed out since the last call, in one row each.

@@ -16,7 +16,8 @@ from typing import Any
 from rlstructs.checks import check_count
 from rlstructs.envs import registry
 from rlstructs.errors import SpecError
-from rlstructs.rollout import Clock, JobFactory
+from rlstructs.job import JobFactory
+from rlstructs.rollout import Clock
 from rlstructs.seeding import PrivateStreams
 from rlstructs.settings import JobSettings
 from rlstructs.slots import Layout
@@ -24,7 +25,7 @@ from workers import InlinePool, SharedArena, WorkerPool
 
 logger = logging.getLogger("rlstructs")
 
-PRELOAD = ("torch", "gymnasium", "rlstructs.rollout", "rlstructs.envs.gym_env")
+PRELOAD = ("torch", "gymnasium", "rlstructs.job", "rlstructs.envs.gym_env")
 RAISE, RESTART = POLICIES = ("raise", "restart")
 # A successor that does not come up so often in a row never will.
 MAX_ATTEMPTS = 3
@@ -89,6 +90,29 @@ class Crew:
         self._orders["update"] = (packed,)
         self._call("update")
 
+    def evaluate(self, *arguments: Any) -> list[dict[str, Any]]:
+        """What `RolloutJob.end_evaluation` gives, by worker index, after an evaluation that these arguments begin.
+
+        A successor begins its worker's part anew.
+        """
+        found: dict[int, dict[str, Any]] = {}
+        first: dict[int, BaseException] = {}
+        everyone = range(self.pool.n_workers)
+        new, n_attempts = list(everyone), 0
+        while left := [index for index in everyone if index not in found]:
+            failures = self._asked("begin_evaluation", arguments, new)[1]
+            if not failures:
+                ended, failures = self._asked("evaluate", (), left)
+                if not failures and all(ended.values()):
+                    episodes, failures = self._asked("end_evaluation", (), left)
+                    found |= episodes
+            first, n_attempts = first or failures, n_attempts + bool(failures)
+            if failures and n_attempts == MAX_ATTEMPTS:
+                raise first[min(first)]
+            self._mend(failures)
+            new = sorted(failures)
+        return [found[index] for index in everyone]
+
     def reset(self) -> None:
         """Resets every environment."""
         self._orders.pop("reset", None)
@@ -151,6 +175,19 @@ class Crew:
                 zip(self.pool.pids, self.pool.states, self.members, strict=True)
             )
         ]
+
+    def _asked(
+        self, method: str, arguments: tuple[Any, ...], only: list[int]
+    ) -> tuple[dict[int, Any], dict[int, BaseException]]:
+        """What some workers reply, and failures that are to be mended; others are raised."""
+        if not only:
+            return {}, {}
+        if not (isinstance(self.pool, WorkerPool) and self._mends):
+            return dict(enumerate(self.pool.call(method, *arguments))), {}
+        self.pool.ask(method, *arguments, only=only)
+        replies, failures = self.pool.settle()
+        self.pool.forget_outcomes()
+        return replies, failures
 
     def _call(self, method: str) -> None:
         if not (isinstance(self.pool, WorkerPool) and self._mends):
