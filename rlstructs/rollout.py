@@ -82,6 +82,7 @@ def acquire(
     slots.write_observation(0, rows, progress.observation)
     with_history = agent.require_history()
     began = acted = 0.0
+    idle: list[tuple[int, np.ndarray]] = []
     for t in range(slots.layout.n_timesteps):
         if clock is not None:
             began = perf_counter()
@@ -101,6 +102,8 @@ def acquire(
             clock.environment += perf_counter() - acted
             clock.steps += slots.n if rows is None else rows.size
         slots.write_observation(t + 1, rows, step.after)
+        if step.idle.size:
+            idle.append((t, step.idle if rows is None else rows[step.idle]))
         if step.fresh is not None:
             ended = step.reset if rows is None else rows[step.reset]
             slots.write_reset(t, ended, step.after.take(step.reset), step.fresh)
@@ -116,7 +119,10 @@ def acquire(
     left = np.arange(slots.n) if rows is None else rows
     slots.check_state(state, left.size)
     # The agent may have given back views of what the next rollout overwrites.
-    return Progress(slots.rows(t + 1, left), left, state.clone())
+    progress = Progress(slots.rows(t + 1, left), left, state.clone())
+    if idle:
+        slots.drop(idle)
+    return progress
 
 
 def _history(slots: Slots, rows: np.ndarray | None, t: int, device: torch.device | None) -> TemporalDictTensor:

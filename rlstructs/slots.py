@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from mmap import mmap
 from typing import Any
@@ -245,6 +245,41 @@ class Slots:
             self._final[name][at, t] = finals.blocks[name]
             block[at, t + 1] = fresh.blocks[name]
 
+    def drop(self, idle: list[tuple[int, np.ndarray]]) -> None:
+        """Leaves out steps that were none, when the rollout is over; what came after them moves up.
+
+        Args:
+            idle: timesteps, and for each the rows (k,) in which an environment only started an episode. What was
+                seen before such a step is the final observation of the episode before.
+        """
+        n_timesteps = self.layout.n_timesteps
+        kept = np.zeros((self.n, n_timesteps + 1), bool)
+        kept[:, :-1] = np.arange(n_timesteps) < self.lengths[:, None]
+        for t, rows in idle:
+            kept[rows, t] = False
+            if t:
+                self._reset[rows, t - 1] = True
+                for name, block in self._observation.items():
+                    self._final[name][rows, t - 1] = block[rows, t]
+        self._move_finals(kept.cumsum(axis=1) - 1)
+        _move(self._action_arrays.values(), kept[:, :-1])
+        self.lengths[:] = kept.sum(axis=1)
+        # What followed the last step goes with it.
+        some = np.flatnonzero(self.lengths)
+        last = n_timesteps - 1 - kept[some, -2::-1].argmax(axis=1)
+        kept[some, last + 1] = True
+        _move(self._observation.values(), kept)
+
+    def _move_finals(self, place: np.ndarray) -> None:
+        """Has final observations follow their steps, from t to `place[row, t]`."""
+        at, times = np.nonzero(self._reset)
+        finals = {name: block[at, times] for name, block in self._final.items()}
+        self._reset[...] = False
+        times = place[at, times]
+        self._reset[at, times] = True
+        for name, block in self._final.items():
+            block[at, times] = finals[name]
+
     def write_action(self, t: int, rows: np.ndarray | None, output: DictTensor) -> None:
         """Writes the agent's output at t, for these rows (None: all).
 
@@ -400,6 +435,19 @@ def _poison(block: np.ndarray) -> None:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _move(arrays: Iterable[np.ndarray], kept: np.ndarray) -> None:
+    """Moves the kept entries (n, T) of arrays (n, T, ...) to the beginning of their rows."""
+    width = kept.shape[1]
+    source = np.flatnonzero(kept)
+    target = (np.arange(len(kept))[:, None] * width + kept.cumsum(axis=1) - 1)[kept]
+    moved = source != target
+    source, target = source[moved], target[moved]
+    for array in arrays:
+        flat = array.view()
+        flat.shape = (kept.size, *array.shape[2:])  # and not reshape, which may copy
+        flat[target] = flat.take(source, axis=0)
 
 
 def _raw(tensor: torch.Tensor) -> np.ndarray:

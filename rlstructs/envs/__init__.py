@@ -1,4 +1,4 @@
-"""Vectorised environments: the `VecEnv` protocol, `GymEnv`, `GymEnvInf`, `DeviceEnv`."""
+"""Vectorised environments: the `VecEnv` protocol, `GymEnv`, `GymEnvInf`, `GymVectorEnv`, `DeviceEnv`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlstructs.envs.device_env import DeviceEnv
     from rlstructs.envs.gym_env import GymEnv, GymEnvInf
+    from rlstructs.envs.gym_vector import GymVectorEnv
     from rlstructs.envs.vec_env import VecEnv
 
 _EXPORTS = {
     "DeviceEnv": "device_env",
     "GymEnv": "gym_env",
     "GymEnvInf": "gym_env",
+    "GymVectorEnv": "gym_vector",
     "VecEnv": "vec_env",
 }
 
-__all__ = ["DeviceEnv", "GymEnv", "GymEnvInf", "VecEnv"]
+__all__ = ["DeviceEnv", "GymEnv", "GymEnvInf", "GymVectorEnv", "VecEnv"]
 
 
 def __getattr__(name: str) -> Any:

@@ -71,6 +71,9 @@ class VecEnv(Protocol):
         ...
 
 
+NO_ROWS = np.zeros(0, np.int64)
+
+
 class Step(NamedTuple):
     """One step of E' running environments; its rows stay valid until the next step.
 
@@ -80,15 +83,14 @@ class Step(NamedTuple):
             that were reset in the same step.
         fresh: R rows, what it sees of them; None when R is 0.
         kept: int64, which of the E' rows still run; None for all.
+        idle: int64, of which of the E' rows this was no step: the environment did nothing but start an episode.
     """
 
     after: Rows
     reset: np.ndarray
     fresh: Rows | None
     kept: np.ndarray | None
-
-
-NO_ROWS = np.zeros(0, np.int64)
+    idle: np.ndarray = NO_ROWS
 
 
 class RowEnv:
