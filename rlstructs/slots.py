@@ -253,15 +253,16 @@ class Slots:
                 seen before such a step is the final observation of the episode before.
         """
         n_timesteps = self.layout.n_timesteps
+        times = np.repeat([t for t, _ in idle], [rows.size for _, rows in idle])
+        rows = np.concatenate([rows for _, rows in idle])
         kept = np.zeros((self.n, n_timesteps + 1), bool)
         kept[:, :-1] = np.arange(n_timesteps) < self.lengths[:, None]
-        for t, rows in idle:
-            kept[rows, t] = False
-            if t:
-                self._reset[rows, t - 1] = True
-                for name, block in self._observation.items():
-                    self._final[name][rows, t - 1] = block[rows, t]
-        self._move_finals(kept.cumsum(axis=1) - 1)
+        kept[rows, times] = False
+        rows, times = rows[times > 0], times[times > 0]
+        self._reset[rows, times - 1] = True
+        for name, block in self._observation.items():
+            self._final[name][rows, times - 1] = block[rows, times]
+        self._move_finals(kept)
         _move(self._action_arrays.values(), kept[:, :-1])
         self.lengths[:] = kept.sum(axis=1)
         # What followed the last step goes with it.
@@ -270,12 +271,12 @@ class Slots:
         kept[some, last + 1] = True
         _move(self._observation.values(), kept)
 
-    def _move_finals(self, place: np.ndarray) -> None:
-        """Has final observations follow their steps, from t to `place[row, t]`."""
+    def _move_finals(self, kept: np.ndarray) -> None:
+        """Has final observations follow their steps, which move as `_move` has them."""
         at, times = np.nonzero(self._reset)
         finals = {name: block[at, times] for name, block in self._final.items()}
         self._reset[...] = False
-        times = place[at, times]
+        times = times - (~kept).cumsum(axis=1, dtype=np.int32)[at, times]
         self._reset[at, times] = True
         for name, block in self._final.items():
             block[at, times] = finals[name]
@@ -439,15 +440,15 @@ def _short(dtype: torch.dtype) -> str:
 
 def _move(arrays: Iterable[np.ndarray], kept: np.ndarray) -> None:
     """Moves the kept entries (n, T) of arrays (n, T, ...) to the beginning of their rows."""
-    width = kept.shape[1]
-    source = np.flatnonzero(kept)
-    target = (np.arange(len(kept))[:, None] * width + kept.cumsum(axis=1) - 1)[kept]
-    moved = source != target
-    source, target = source[moved], target[moved]
+    front = np.arange(kept.shape[1]) < kept.sum(axis=1)[:, None]
     for array in arrays:
-        flat = array.view()
-        flat.shape = (kept.size, *array.shape[2:])  # and not reshape, which may copy
-        flat[target] = flat.take(source, axis=0)
+        # As opaque bytes, one for each entry: then numpy copies whole runs of them.
+        entries = array.view()
+        entries.shape = (*kept.shape, -1)
+        n_bytes = entries.shape[2] * entries.itemsize
+        if n_bytes:
+            entries = entries.view(f"V{n_bytes}")[..., 0]
+            entries[front] = entries[kept]
 
 
 def _raw(tensor: torch.Tensor) -> np.ndarray:

@@ -163,9 +163,10 @@ class GymVectorEnv:
 
     def _begin(self, rows: Rows, at: Any) -> None:
         """Makes these rows what they are after a reset, all but what the environment shows."""
+        view = self._after.view if rows is self._after.rows else rows.arrays()
         for key in ("reward", "done", "terminated", "truncated", *self._last_actions):
-            rows[key][at] = 0
-        rows["initial_state"][at] = True
+            view[key][at] = 0
+        view["initial_state"][at] = True
 
     def _first_of(self, ended: np.ndarray, observations: Any, infos: Mapping[str, Any]) -> Rows:
         """The first observations of environments that have been reset; `after` gets their final ones."""
