@@ -28,7 +28,7 @@ import gymnasium
 import numpy as np
 import psutil
 import torch
-from processes import worker_pids
+from processes import named_memory, worker_pids
 
 from rlstructs import GymEnvInf, RandomAgent, RL_Batcher
 from rlstructs.memories.torch import RandomMemory
@@ -196,8 +196,7 @@ def held():
     """What this process has: workers, descriptors, mappings of shared memory, and such memory with a name."""
     gc.collect()  # nothing of ours waits for it, but of libraries something may
     shared = [entry.path for entry in psutil.Process().memory_maps(grouped=False) if "memfd:" in entry.path]
-    named = sorted(name for name in os.listdir("/dev/shm") if name.startswith("rlstructs"))
-    return worker_pids(), len(os.listdir("/proc/self/fd")), shared, named
+    return worker_pids(), len(os.listdir("/proc/self/fd")), shared, named_memory(os.getpid())
 
 
 EVENTS = {

@@ -14,7 +14,7 @@ import time
 import psutil
 import pytest
 from helpers import Count, Counting, count_batcher, create_gym, rollout
-from processes import exists, worker_pids
+from processes import exists, named_memory, worker_pids
 
 from rlstructs import (
     GymEnvInf,
@@ -512,7 +512,6 @@ while True:
 @pytest.mark.parametrize("forked", [False, True])
 @pytest.mark.parametrize("long_step", [False, True, "in C"])
 def test_when_the_main_process_is_killed_no_worker_stays(method, long_step, forked, subprocess_env):  # CV79
-    shared = set(os.listdir("/dev/shm"))
     text = f"LONG_STEP, FORKED, METHOD = {long_step!r}, {forked}, {method!r}\n{PROGRAM}"
     program = subprocess.Popen([sys.executable, "-W", "ignore", "-c", text], stdout=subprocess.PIPE, env=subprocess_env)
     assert program.stdout is not None
@@ -522,13 +521,14 @@ def test_when_the_main_process_is_killed_no_worker_stays(method, long_step, fork
     fork = [process for process in family if process.pid not in workers and f"{process.pid}\n".encode() in lines]
     others = [process for process in family if process not in fork]
     assert {process.pid for process in others} >= set(workers)
+    assert not named_memory(program.pid, *workers)
     program.kill()
     program.wait()
     try:
         deadline = time.monotonic() + 1.0
         while left := [process for process in others if runs(process)]:
             assert time.monotonic() < deadline, left
-        assert set(os.listdir("/dev/shm")) <= shared
+        assert not named_memory()
     finally:
         for process in fork:
             process.kill()
@@ -625,9 +625,9 @@ def runs(process):
 
 
 def held():
-    """Processes, file descriptors, maps and shared memory of this program now."""
+    """Processes, file descriptors and shared memory of this program now."""
     me = psutil.Process()
-    return len(me.children(recursive=True)), me.num_fds(), len(os.listdir("/dev/shm"))
+    return len(me.children(recursive=True)), me.num_fds(), named_memory(me.pid)
 
 
 def test_creating_and_closing_leaves_nothing_behind():
