@@ -237,9 +237,10 @@ class RL_Batcher:
 
         Args:
             blocking: wait for it. Otherwise return `(None, None)` until all of it is there.
-            out: what it is written to in place of new memory, such as an earlier rollout, perhaps in pinned
-                memory: with the same keys, dtypes and shapes, at least as many rows as environments run, and
-                `n_timesteps`. The trajectories that are returned are the first of its rows and timesteps.
+            out: what it is written to in place of new memory, pinned perhaps: with the same keys, dtypes and
+                shapes, at least as many rows as environments run, and `n_timesteps` or more, such as an earlier
+                rollout of that size. The trajectories that are returned are the first of its rows and
+                timesteps, or a copy of them on the batcher's device.
 
         Returns:
             The trajectories and the number of environments that still run.
@@ -312,9 +313,12 @@ class RL_Batcher:
     ) -> DictTensor:
         """Plays episodes with copies of the agents as they are now, in environments made for it.
 
-        Environments, agents and random streams of the training are left as they are. Every environment gives
-        the same number of episodes, one more or less, so that short ones do not count more often than long ones.
-        It takes until the last of them has ended.
+        Environments, agents and random streams of the training are left as they are, also when it fails. Every
+        environment gives the same number of episodes, one more or less, so that short ones do not count more
+        often than long ones. It takes until the last of them has ended.
+
+        Agents are copied by `copy.deepcopy`, and the copies are seeded; environments come from `create_env`, which
+        has to make new ones at each call.
 
         Args:
             n_episodes: how many in all, at least 1.
@@ -327,18 +331,23 @@ class RL_Batcher:
         Raises:
             SpecError: an argument is not what is needed, or the environment gives no `reward` or `done`.
             StateError: there was no `reset`, or a rollout is under way: `get` it first.
-            WorkerError, Exception: as `get`; a worker that is replaced plays its episodes anew.
+            WorkerError: as `get`; a worker that is replaced plays its episodes anew.
+            Exception: what an agent or environment raised; the training can go on.
         """
-        check_count("n_episodes", n_episodes, 1)
         self._life.check("evaluate", Phase.READY, Phase.LEASED, Phase.ENDED)
+        check_count("n_episodes", n_episodes, 1)
         if agent_info is not None:
             check_info("agent_info", agent_info, self._examples["agent_info"], self.n_elems())
-        if missing := [key for key in ("reward", "done") if key not in self._layout.observation]:
-            raise SpecError(f"evaluate: the environment gives no {missing[0]!r}")
-        wanted, seeds = quotas(n_episodes, self.n_elems()), seeds_of(seed, self._pool.n_workers)
+        for key in ("reward", "done"):
+            if self._layout.observation.get(key, ((1,), torch.bool))[0] != ():
+                raise SpecError(f"evaluate: the environment gives no {key!r} of shape (B, T)")
+        seeds = seeds_of(seed, self._pool.n_workers, "seed")
+        warn_of_overlap(seeds, self._n_envs)
         with self._life.failing("evaluate"):
-            parts = self._crew.evaluate(wanted, seeds, agent_info)
+            parts = self._crew.evaluate(quotas(n_episodes, self.n_elems()), seeds, agent_info)
         self._begin_anew(self._crew.forget())
+        if isinstance(parts, Exception):
+            raise parts
         for worker, part in enumerate(parts):
             part["env_index"] += worker * self._n_envs
         return DictTensor.cat([DictTensor.from_numpy(part) for part in parts])

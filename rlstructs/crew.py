@@ -21,7 +21,7 @@ from rlstructs.rollout import Clock
 from rlstructs.seeding import PrivateStreams
 from rlstructs.settings import JobSettings
 from rlstructs.slots import Layout
-from workers import InlinePool, SharedArena, WorkerPool
+from workers import InlinePool, SharedArena, WorkerError, WorkerPool
 
 logger = logging.getLogger("rlstructs")
 
@@ -90,15 +90,20 @@ class Crew:
         self._orders["update"] = (packed,)
         self._call("update")
 
-    def evaluate(self, *arguments: Any) -> list[dict[str, Any]]:
+    def evaluate(self, *arguments: Any) -> list[dict[str, Any]] | Exception:
         """What `RolloutJob.end_evaluation` gives, by worker index, after an evaluation that these arguments begin.
 
-        A successor begins its worker's part anew.
+        A successor begins its worker's part anew, unless its worker has failed so often that it always would.
+
+        Returns:
+            What the first one raised, if one did; nothing has happened to the workers then.
+
+        Raises:
+            WorkerError: a worker is gone or late.
         """
         found: dict[int, dict[str, Any]] = {}
-        first: dict[int, BaseException] = {}
         everyone = range(self.pool.n_workers)
-        new, n_attempts = list(everyone), 0
+        n_deaths, first, new = dict.fromkeys(everyone, 0), dict[int, BaseException](), list(everyone)
         while left := [index for index in everyone if index not in found]:
             failures = self._asked("begin_evaluation", arguments, new)[1]
             if not failures:
@@ -106,9 +111,16 @@ class Crew:
                 if not failures and all(ended.values()):
                     episodes, failures = self._asked("end_evaluation", (), left)
                     found |= episodes
-            first, n_attempts = first or failures, n_attempts + bool(failures)
-            if failures and n_attempts == MAX_ATTEMPTS:
-                raise first[min(first)]
+            raised = [error for _, error in sorted(failures.items()) if not isinstance(error, WorkerError)]
+            if raised and len(raised) == len(failures):
+                assert isinstance(raised[0], Exception)
+                self._asked("end_evaluation", (), left)
+                return raised[0]
+            for index, error in failures.items():
+                first.setdefault(index, error)
+                n_deaths[index] += 1
+                if not self._mends or n_deaths[index] == MAX_ATTEMPTS:
+                    raise first[index]
             self._mend(failures)
             new = sorted(failures)
         return [found[index] for index in everyone]
@@ -140,9 +152,9 @@ class Crew:
         """
         if self._outcomes is None:
             self._outcomes = self._settled()
+            for index, outcome in self._outcomes.items():  # before some of them are replaced
+                self.members[index].clock = Clock(*outcome[1])
         self._mend(self._lost)
-        for index, outcome in self._outcomes.items():
-            self.members[index].clock = Clock(*outcome[1])
         return [self._outcomes.get(index) for index in range(self.pool.n_workers)]
 
     def _settled(self) -> dict[int, Any]:
@@ -179,14 +191,18 @@ class Crew:
     def _asked(
         self, method: str, arguments: tuple[Any, ...], only: list[int]
     ) -> tuple[dict[int, Any], dict[int, BaseException]]:
-        """What some workers reply, and failures that are to be mended; others are raised."""
+        """What some workers reply, and what became of those that did not."""
+        pool = self.pool
         if not only:
             return {}, {}
-        if not (isinstance(self.pool, WorkerPool) and self._mends):
-            return dict(enumerate(self.pool.call(method, *arguments))), {}
-        self.pool.ask(method, *arguments, only=only)
-        replies, failures = self.pool.settle()
-        self.pool.forget_outcomes()
+        if not isinstance(pool, WorkerPool):
+            try:
+                return dict(enumerate(pool.call(method, *arguments))), {}
+            except Exception as error:
+                return {}, {0: error}
+        pool.ask(method, *arguments, only=only)
+        replies, failures = pool.settle()
+        pool.forget_outcomes()
         return replies, failures
 
     def _call(self, method: str) -> None:

@@ -61,12 +61,13 @@ class Evaluation:
         self._tracker, self._episodes = EpisodeTracker(), [EpisodeTracker().take()]
         self._streams = PrivateStreams()
         self._progress: Progress | None = None
+        own = replace(layout, n_slots=wanted.size)
+        self._slots = Slots(own, mmap.mmap(-1, own.reserved_nbytes))
         with self._streams():
             seed_global_streams(seed, None)
-            self._env, self._agent = create_env(), copy.deepcopy(agent)
+            self._agent = copy.deepcopy(agent)
             self._agent.seed(seed)
-        own = replace(layout, n_slots=self._env.n_envs())
-        self._slots = Slots(own, mmap.mmap(-1, own.reserved_nbytes))
+            self._env = create_env()
 
     def advance(self) -> bool:
         """Up to T more steps of each environment; whether there are as many episodes as are wanted."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import torch
 
 from rlstructs import weights
 from rlstructs.agent import EmptyHistory, RL_Agent
-from rlstructs.envs.vec_env import VecEnv, gives_rows, row_env
+from rlstructs.envs.vec_env import RowEnv, VecEnv, gives_rows, row_env
 from rlstructs.errors import SpecError
 from rlstructs.evaluation import Evaluation
 from rlstructs.rollout import Clock, Progress, acquire
@@ -125,16 +126,28 @@ class RolloutJob:
         mine = slice(self.index * n, (self.index + 1) * n)
         infos = {name: self._slots.info(f"{name}/").clone() for name in ("agent_info", "env_info")}
         if agent_info is not None:
-            infos["agent_info"] = agent_info.slice(mine.start, mine.stop)
+            infos["agent_info"] = agent_info.slice(mine.start, mine.stop).clone()
+
+        def create_env() -> RowEnv:
+            env = self._make_env(seed, copy.deepcopy(self.settings.env_args))
+            if (n_own := env.n_envs()) != n:
+                env.close()
+                raise SpecError(f"create_env: made {n_own} environments for an evaluation, and {n} before")
+            return row_env(env)
+
         self._evaluation = Evaluation(
-            lambda: row_env(self._make_env(seed)), self._agent, self._slots.layout, seed, wanted[mine], infos,
-            self.settings.device,
-        )  # fmt: skip
+            create_env, self._agent, self._slots.layout, seed, wanted[mine], infos, self.settings.device
+        )
 
     def evaluate(self) -> bool:
         """Goes on with it; whether all episodes have ended."""
         assert self._evaluation is not None
-        return self._evaluation.advance()
+        try:
+            return self._evaluation.advance()
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self.end_evaluation()
+            raise
 
     def end_evaluation(self) -> dict[str, Any] | None:
         """Its episodes, `env_index` counted from this worker's first; None if there is no evaluation."""
@@ -151,9 +164,9 @@ class RolloutJob:
             finally:
                 self._env.close()
 
-    def _make_env(self, seed: int) -> VecEnv:
+    def _make_env(self, seed: int, env_args: dict[str, Any] | None = None) -> VecEnv:
         settings = self.settings
-        env = settings.create_env(**settings.env_args, seed=seed)
+        env = settings.create_env(**(settings.env_args if env_args is None else env_args), seed=seed)
         for method in ("n_envs", "reset", "step", "close"):
             if not callable(getattr(env, method, None)):
                 raise TypeError(f"create_env must return a VecEnv, got {type(env).__name__} without {method}()")

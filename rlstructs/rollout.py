@@ -10,8 +10,10 @@ import torch
 
 from rlstructs.agent import RL_Agent
 from rlstructs.envs.vec_env import RowEnv
+from rlstructs.errors import SpecError
 from rlstructs.rows import Rows
 from rlstructs.slots import Slots
+from rlstructs.structures.base import put_rows
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 
@@ -89,6 +91,7 @@ def acquire(
         observation = slots.observation(t) if rows is None else slots.rows(t, rows).tensors()
         if device is not None:
             observation, state = observation.to(device), state.to(device)
+        before = state
         if with_history:
             output, state = agent(state, observation, info, history=_history(slots, rows, t, device))
         else:
@@ -100,10 +103,16 @@ def acquire(
         step = env.step_rows(output)
         if clock is not None:
             clock.environment += perf_counter() - acted
-            clock.steps += slots.n if rows is None else rows.size
+            clock.steps += (slots.n if rows is None else rows.size) - step.idle.size
         slots.write_observation(t + 1, rows, step.after)
         if step.idle.size:
+            if with_history:
+                raise SpecError(
+                    "agent: its history would hold steps that were none; an environment that resets in a step of its "
+                    "own (autoreset NEXT_STEP) is for agents that do not require it"
+                )
             idle.append((t, step.idle if rows is None else rows[step.idle]))
+            state = _with_rows(state, before, step.idle)
         if step.fresh is not None:
             ended = step.reset if rows is None else rows[step.reset]
             slots.write_reset(t, ended, step.after.take(step.reset), step.fresh)
@@ -123,6 +132,16 @@ def acquire(
     if idle:
         slots.drop(idle)
     return progress
+
+
+def _with_rows(state: DictTensor, other: DictTensor, rows: np.ndarray) -> DictTensor:
+    """A state with some rows of another."""
+    if state.empty():
+        return state
+    index, made = torch.from_numpy(rows), state.clone()
+    for key, tensor in made.items():
+        put_rows(tensor, index.to(tensor.device), other[key].to(tensor.device)[index.to(tensor.device)])
+    return made
 
 
 def _history(slots: Slots, rows: np.ndarray | None, t: int, device: torch.device | None) -> TemporalDictTensor:

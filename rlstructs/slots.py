@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from rlstructs.debug import poison
-from rlstructs.errors import MissingKeyError, SpecError
+from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.rows import Packing, Rows, TensorSpec, as_array, numpy_specs
 from rlstructs.structures.base import show
 from rlstructs.structures.dict_tensor import DictTensor
@@ -148,11 +148,32 @@ class Lent(Mapping[str, torch.Tensor]):
             found = self.copies[key] = found()
         return found
 
+    def __contains__(self, key: object) -> bool:
+        return key in self.views or key in self.copies
+
     def __iter__(self) -> Iterator[str]:
         return itertools.chain(self.views, self.copies)
 
     def __len__(self) -> int:
         return len(self.views) + len(self.copies)
+
+    def with_views(self, views: Mapping[str, torch.Tensor]) -> Lent:
+        """The same with others in the place of its views, and the same copies."""
+        other = Lent(views, {})
+        other.copies = self.copies
+        return other
+
+    def close(self, why: str) -> None:
+        """The slots will be written again: what was not copied can no longer be, and autograd hears of it."""
+        for view in self.views.values():
+            torch.autograd.graph.increment_version(view)
+        for key, copy in self.copies.items():
+            if not isinstance(copy, torch.Tensor):
+                self.copies[key] = functools.partial(_refuse, why)
+
+
+def _refuse(why: str) -> torch.Tensor:
+    raise StateError(why)
 
 
 class Slots:
@@ -257,7 +278,7 @@ class Slots:
         rows = np.concatenate([rows for _, rows in idle])
         kept = np.zeros((self.n, n_timesteps + 1), bool)
         kept[:, :-1] = np.arange(n_timesteps) < self.lengths[:, None]
-        kept[rows, times] = False
+        kept[rows, times] = self._reset[rows, times] = False
         rows, times = rows[times > 0], times[times > 0]
         self._reset[rows, times - 1] = True
         for name, block in self._observation.items():
@@ -344,6 +365,7 @@ class Slots:
             # numpy, not torch: the threads of a parallel copy would spin on the workers' cores for
             # milliseconds after it, just when the next rollout begins.
             if out is not None:
+                torch.autograd.graph.increment_version(out[name])
                 taken = _raw(out[name])
                 taken[...] = steps if rows is None else steps[rows]
             else:
@@ -443,11 +465,10 @@ def _move(arrays: Iterable[np.ndarray], kept: np.ndarray) -> None:
     front = np.arange(kept.shape[1]) < kept.sum(axis=1)[:, None]
     for array in arrays:
         # As opaque bytes, one for each entry: then numpy copies whole runs of them.
-        entries = array.view()
-        entries.shape = (*kept.shape, -1)
-        n_bytes = entries.shape[2] * entries.itemsize
-        if n_bytes:
-            entries = entries.view(f"V{n_bytes}")[..., 0]
+        if array.size:
+            entries = array.view()
+            entries.shape = (*kept.shape, -1)
+            entries = entries.view(f"V{int(entries.shape[2]) * entries.itemsize}")[..., 0]
             entries[front] = entries[kept]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 
 import gymnasium
 import numpy as np
@@ -154,8 +155,9 @@ def test_a_copy_of_the_agent_as_it_is_now_acts():
     [
         ((0, 0), SpecError, "^n_episodes must be at least 1, got 0$"),
         ((2.5, 0), TypeError, "^n_episodes must be an int, got 2.5$"),
-        ((1, -1), SpecError, "^seeds: must not be negative, got -1$"),
-        ((1, [1]), SpecError, "^seeds: needs 2 seeds"),
+        ((1, -1), SpecError, "^seed: must not be negative, got -1$"),
+        ((1, [1]), SpecError, "^seed: needs 2 seeds"),
+        ((1, 0.5), TypeError, "^seed: needs an int, or one for each of 2 processes, got 0.5$"),
         ((1, 0, DictTensor({"x": torch.zeros(4)})), SpecError, "^agent_info: unknown key"),
     ],
 )
@@ -198,8 +200,120 @@ class Dumb:
 def test_an_environment_without_rewards_cannot_be_evaluated():
     with RL_Batcher(2, Counting, {"resets": False}, lambda seed: Dumb(), {}, 1, 0) as batcher:
         batcher.reset()
-        with pytest.raises(SpecError, match="^evaluate: the environment gives no 'reward'$"):
+        with pytest.raises(SpecError, match="^evaluate: the environment gives no 'reward' of shape "):
             batcher.evaluate(1, 0)
+
+
+class Locked(Balance):
+    """Cannot be copied."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+
+class Picky(Count):
+    """Refuses to be evaluated: in its constructor, or in a step."""
+
+    def __init__(self, seed, where):
+        super().__init__(9)
+        self.refuses = where if seed.root == 99 and seed.worker_index == 1 else None
+        if self.refuses == "constructor":
+            raise OSError("no licence for another one")
+
+    def step(self, action):
+        if self.refuses == "step" and self.steps == 5:
+            raise OSError("no licence for another step")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("policy", ["raise", "restart"])
+@pytest.mark.parametrize("where", ["constructor", "step"])
+def test_what_an_environment_raises_in_an_evaluation_leaves_the_training_as_it_is(policy, where):
+    def create(**arguments):
+        return RL_Batcher(
+            4, Counting, {}, lambda seed: GymEnvInf([Picky(seed, where)], seed), {}, 2, 0, on_worker_failure=policy
+        )
+
+    with create() as undisturbed, create() as evaluated:
+        for batcher in (undisturbed, evaluated):
+            batcher.reset()
+        for _ in range(2):
+            assert rollout(evaluated)[0] == rollout(undisturbed)[0]
+            with pytest.raises(OSError, match="^no licence for another"):
+                evaluated.evaluate(4, 99)
+        assert evaluated.evaluate(2, 98)["length"].tolist() == [9, 9]
+        assert evaluated.stats()["restarts"] == 0
+
+
+@pytest.mark.parametrize(("policy", "n_processes"), [("raise", 2), ("restart", 2), ("raise", 0)])
+def test_an_agent_that_cannot_be_copied_cannot_be_evaluated_and_goes_on_training(policy, n_processes):
+    arguments = {"env_id": "CartPole-v1", "n_envs": 1}
+    with RL_Batcher(3, Locked, {}, create_gym, arguments, n_processes, 0, on_worker_failure=policy) as batcher:
+        batcher.reset()
+        with pytest.raises(TypeError, match="cannot pickle"):
+            batcher.evaluate(2, 0)
+        assert rollout(batcher)[1] == max(1, n_processes) and batcher.stats()["restarts"] == 0
+
+
+class Drawing(Count):
+    """Draws from a generator that it was given."""
+
+    def __init__(self, rng):
+        super().__init__(3)
+        self.rng = rng
+
+    def _observation(self):
+        return np.array([self.rng.random(), self.steps], np.float32)
+
+
+def test_an_evaluation_has_arguments_of_its_own():
+    def create():
+        return RL_Batcher(
+            5, Counting, {}, lambda rng, seed: GymEnvInf([Drawing(rng)], seed), {"rng": np.random.default_rng(0)}, 1, 0
+        )
+
+    with create() as undisturbed, create() as evaluated:
+        for batcher in (undisturbed, evaluated):
+            batcher.reset()
+        evaluated.evaluate(3, 1)
+        assert rollout(evaluated)[0] == rollout(undisturbed)[0]
+
+
+@pytest.mark.parametrize("n_processes", [0, 1])
+def test_what_an_agent_does_to_its_info_is_not_seen_outside(n_processes):
+    class Greedy(Told):
+        def __call__(self, state, observation, agent_info, history=None):
+            output, state = super().__call__(state, observation, agent_info)
+            agent_info["more"].add_(1)
+            return output, state
+
+    info = DictTensor({"more": torch.zeros(1, dtype=torch.int64)})
+    with RL_Batcher(
+        2, Greedy, {}, lambda seed: GymEnvInf([Pays()], seed), {}, n_processes, 0, agent_info=info
+    ) as batcher:
+        batcher.reset(agent_info=info)
+        batcher.evaluate(1, 0, agent_info=info)
+        assert info["more"].tolist() == [0]
+
+
+def test_each_worker_may_die_once_in_an_evaluation(tmp_path):
+    class Each(Fragile):
+        def step(self, action):
+            self.dies = self.seed.root == 99 and not (self.mark).exists() and self.steps == 1 + self.seed.worker_index
+            if self.dies:
+                self.mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return Count.step(self, action)
+
+    def create_env(seed):
+        env = Each(tmp_path, seed, 0)
+        env.seed, env.mark = seed, tmp_path / str(seed.worker_index)
+        return GymEnvInf([env], seed)
+
+    with RL_Batcher(1, Counting, {}, create_env, {}, 4, 0, on_worker_failure="restart") as batcher:
+        batcher.reset()
+        assert batcher.evaluate(4, 99)["length"].tolist() == [5] * 4
+        assert batcher.stats()["restarts"] == 4
 
 
 class Fragile(Count):

@@ -11,6 +11,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers import Count
 
 from rlstructs import DictTensor, GymEnvInf, GymVectorEnv, RL_Agent, RL_Batcher, SpecError, StateError
+from rlstructs.seeding import EnvSeed
+from rlstructs.testing import check_env
 
 MODES = list(AutoresetMode)
 
@@ -210,7 +212,8 @@ class Own(gymnasium.vector.VectorEnv):
         self.calls.append(("step", actions))
         done = np.array([False, self.changes.get("ends", False)])
         frames = self.changes.get("frames", np.ones((2, 3), np.float32))
-        return frames, np.zeros(2), done, np.zeros(2, bool), self.changes.get("infos", {})
+        rewards = self.changes.get("rewards", np.zeros(2))
+        return frames, rewards, done, np.zeros(2, bool), self.changes.get("infos", {})
 
 
 ACTION = DictTensor({"action": torch.tensor([[1, 2], [2, 3]])})
@@ -227,7 +230,9 @@ def test_actions_come_as_one_and_are_the_environments_own():
     assert action["action"].tolist() == [[1, 2], [2, 3]]
 
 
-@pytest.mark.parametrize(("seeds", "taken"), [(object, [5, 6]), (int, 5), (type(None), None)])
+@pytest.mark.parametrize(
+    ("seeds", "taken"), [(object, [5, 6]), (np.ndarray, [5, 6]), (int, 5), (type(None), None)]
+)
 def test_it_gets_the_seeds_that_it_can_take_and_only_once(seeds, taken):
     envs = Own(seeds=(seeds, type(None)))
     env = GymVectorEnv(envs, 5)
@@ -236,15 +241,139 @@ def test_it_gets_the_seeds_that_it_can_take_and_only_once(seeds, taken):
             env.reset()
     else:
         env.reset()
-    assert envs.calls[-1] == ("reset", taken)
+    assert envs.calls[-1][0] == "reset" and np.array_equal(envs.calls[-1][1], taken)
     env.reset()
     assert envs.calls[-1] == ("reset", None)
+
+
+class Spoilt(Count):
+    """Its first reset fails, with something that might be about seeds; or all of them do."""
+
+    def __init__(self, how, left=1):
+        super().__init__(3)
+        self.how, self.left = how, left
+
+    def reset(self, **arguments):
+        self.left -= 1
+        if self.left >= 0:
+            raise self.how
+        return super().reset(**arguments)
+
+
+def test_what_the_first_reset_raises_is_not_taken_for_a_matter_of_seeds():
+    env = GymVectorEnv(SyncVectorEnv([lambda: Spoilt(ValueError("an asset is missing"))] * 2), 0)
+    with pytest.raises(ValueError, match="an asset is missing"):
+        env.reset()
+    env.close()
+
+
+class Always(Own):
+    def __init__(self, observation=None):
+        super().__init__()
+
+    def reset(self, *, seed=None, options=None):
+        raise ValueError(f"with seed {seed}")
+
+
+def test_when_no_reset_works_the_first_error_says_why():
+    with pytest.raises(ValueError, match=r"^with seed \[5, 6\]$"):
+        GymVectorEnv(Always(), 5).reset()
+
+
+def test_seeds_of_a_batcher_are_such_that_all_environments_take_them():
+    from ale_py.vector_env import AtariVectorEnv
+
+    for worker in range(20):
+        env = GymVectorEnv(AtariVectorEnv("pong", num_envs=1), EnvSeed(0, worker))
+        env.reset()  # a warning is an error
+        env.close()
+
+
+class Forwarding:
+    """A wrapper that knows nothing of rows."""
+
+    def __init__(self, env):
+        self.env = env
+
+    def __getattr__(self, name):
+        if name.endswith("_rows") or name == "example":
+            raise AttributeError(name)
+        return getattr(self.env, name)
+
+    def step(self, action):
+        return self.env.step(action)
+
+    def reset(self, env_info):
+        return self.env.reset(env_info)
+
+    def close(self):
+        self.env.close()
+
+    def n_envs(self):
+        return self.env.n_envs()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["cartpole", "nested", "one step"])
+def test_a_wrapper_around_it_gives_the_same_transitions(mode, name):
+    create_env = vector_of(name, mode)
+    assert transitions(name, lambda seed: Forwarding(create_env(seed)), 0) == transitions(name, create_env, 0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_it_is_a_vec_env_as_they_should_be(mode):
+    check_env(lambda seed: vector_of("cartpole", mode)(seed), {}, n_steps=60)
+
+
+class Carrying(Fixed):
+    """Its counter goes on from episode to episode."""
+
+    def __call__(self, state, observation, agent_info, history=None):
+        output, _ = super().__call__(state, observation, agent_info)
+        output.set("n", state["n"])
+        return output, DictTensor({"n": state["n"] + 1})
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("n_timesteps", [1, 4, 9])
+def test_an_agents_state_is_what_the_steps_made_it(mode, n_timesteps):
+    create_env = vector_of("three", mode)
+    with RL_Batcher(n_timesteps, Carrying, {"space": spaces.Discrete(5)}, create_env, {}, 0, 3) as batcher:
+        batcher.reset()
+        n = torch.zeros(3, dtype=torch.int64)
+        for _ in range(5):
+            batcher.execute()
+            trajectories, _ = batcher.get()
+            lengths = trajectories.lengths
+            assert torch.equal(trajectories.info["agent_state/n"], n)
+            for row in range(3):
+                counted = trajectories.trajectories["action/n"][row, : lengths[row]]
+                assert torch.equal(counted, n[row] + torch.arange(int(lengths[row])))
+            n = n + lengths
+
+
+def test_an_agent_with_history_needs_another_mode():
+    class Historic(Fixed):
+        def require_history(self):
+            return True
+
+    with RL_Batcher(
+        9, Historic, {"space": spaces.Discrete(5)}, vector_of("three", AutoresetMode.NEXT_STEP), {}, 0, 3
+    ) as batcher:
+        batcher.reset()
+        batcher.execute()
+        with pytest.raises(SpecError, match="^agent: its history would hold steps that were none"):
+            batcher.get()
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"ends": True}, r"^environment: Own ended an episode without infos\['final_obs'\]$"),
+        ({"ends": True, "infos": {"final_obs": np.ones((2, 3))[:, :2]}}, r"final observation 'frame' has shape"),
+        ({"ends": True, "infos": [{}, {}]}, "^environment: infos must be a dict, got list$"),
+        ({"rewards": np.ones(1)}, r"^environment: reward must be 2 numbers, got \(1,\) float64$"),
+        ({"rewards": [None, 1]}, r"^environment: reward must be 2 numbers, got \(2,\) object$"),
         ({"frames": np.zeros((2, 4), np.float32)}, r"observation 'frame' has shape \(2, 4\), the space says \(2, 3\)$"),
         ({"frames": np.zeros((2, 3), "U1")}, "observation 'frame' has dtype <U1, and values that"),
     ],
@@ -264,6 +393,15 @@ def test_what_cannot_be_is_refused():
         env.reset(DictTensor({"length": torch.zeros(2)}))
     with pytest.raises(SpecError, match="^autoreset_mode: must be one of .*, got 'never'$"):
         GymVectorEnv(Own(), 0, autoreset_mode="never")
+    with pytest.raises(SpecError, match="^autoreset_mode: Own says SameStep, got NextStep$"):
+        GymVectorEnv(Own(), 0, autoreset_mode="NextStep")
+    unsaid = Own(ends=True, infos={"final_obs": np.ones((2, 3))})
+    unsaid.metadata = {}
+    with pytest.warns(UserWarning, match="^Own does not say its autoreset mode: taken as NextStep, give"):
+        wrong = GymVectorEnv(unsaid, 0)
+    wrong.reset()
+    with pytest.raises(SpecError, match=r"^environment: Own gave infos\['final_obs'\], which is not NextStep$"):
+        wrong.step(ACTION)
     env.reset()
     with pytest.raises(SpecError, match=r"^agent: 'action' has shape \(1, 2\), expected \(2, 2\)"):
         env.step(DictTensor({"action": ACTION["action"][:1]}))

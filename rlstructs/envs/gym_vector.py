@@ -9,7 +9,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from rlstructs.envs.gym_env import NO_INFO, packing_of, refuse_reserved
 from rlstructs.envs.spaces import ActionReader, Sheet, example, leaves
@@ -21,6 +21,8 @@ from rlstructs.structures.dict_tensor import DictTensor
 
 # What a seed that is not to an environment's taste may raise.
 REFUSALS = (TypeError, ValueError, AssertionError, gymnasium.error.Error)
+# The seeds that all take which take any.
+SEEDS = 2**31
 
 
 class GymVectorEnv:
@@ -29,7 +31,8 @@ class GymVectorEnv:
     Observations are those of `GymEnvInf`, whatever the autoreset mode is: each transition leads to its
     true next observation, and an episode that ended is followed by the first observation of the next.
 
-    - SAME_STEP: the final observation comes from `infos["final_obs"]`.
+    - SAME_STEP: the final observation comes from `infos["final_obs"]`. (`SyncVectorEnv` keeps no copy of it: an
+      environment that writes all its observations into one array needs another mode.)
     - DISABLED: environments that end are reset at once, by `options["reset_mask"]`.
     - NEXT_STEP: the step after an end does nothing but reset, and ignores its action. It is no transition:
       a rollout leaves it out, and the slot's length is one less.
@@ -37,13 +40,14 @@ class GymVectorEnv:
     Args:
         envs: with `num_envs`, `single_observation_space` and `single_action_space`, or, as EnvPool has it,
             `observation_space` and `action_space` of a single environment.
-        seed: as of `GymEnv`. One that cannot take a seed for each environment gets a single one; one that
-            takes none at a reset warns.
+        seed: as of `GymEnv`. One that cannot take a list of them gets an array, or else a single one, below
+            2**31; one that takes none at a reset warns.
         keep_float64: do not turn float64 into float32, neither observations nor the last action.
-        autoreset_mode: None for `envs.metadata["autoreset_mode"]`, and NEXT_STEP where there is none.
+        autoreset_mode: what `envs.metadata["autoreset_mode"]` is where that says nothing; None for NEXT_STEP then,
+            with a warning.
 
     Raises:
-        SpecError: a space is not supported.
+        SpecError: a space is not supported, or the mode is another.
 
     Example:
         >>> import gymnasium
@@ -64,7 +68,7 @@ class GymVectorEnv:
         keep_float64: bool = False,
         autoreset_mode: AutoresetMode | str | None = None,
     ) -> None:
-        self._envs, self._n = envs, _n_envs(envs)
+        self._envs, self._n, self._name = envs, _n_envs(envs), type(envs).__name__
         self.observation_space = getattr(envs, "single_observation_space", None) or envs.observation_space
         self.action_space = getattr(envs, "single_action_space", None) or envs.action_space
         self._mode = _mode(envs, autoreset_mode)
@@ -128,7 +132,7 @@ class GymVectorEnv:
     def reset_rows(self, env_info: DictTensor) -> Rows:
         """As `reset`, the observation as rows of its own."""
         if not env_info.empty():
-            raise SpecError(f"env_info: {type(self._envs).__name__} takes no options for single environments")
+            raise SpecError(f"env_info: {self._name} takes no options for single environments")
         observations = self._seeded_reset()
         self._is_running, self._ended = True, NO_ROWS
         return self._fresh.fill_batch(observations).take(np.arange(self._n))
@@ -141,8 +145,8 @@ class GymVectorEnv:
         observations, rewards, terminated, truncated, infos = self._envs.step(actions)
         idle, view = self._ended, self._after.view
         after = self._after.fill_batch(observations)
-        view["reward"][:] = rewards
-        view["terminated"][:], view["truncated"][:] = terminated, truncated
+        for key, values in (("reward", rewards), ("terminated", terminated), ("truncated", truncated)):
+            view[key][:] = self._numbers(key, values)
         np.logical_or(view["terminated"], view["truncated"], out=view["done"])
         view["initial_state"][:] = False
         for key, name in self._last_actions.items():
@@ -150,12 +154,20 @@ class GymVectorEnv:
         if idle.size:
             self._begin(after, idle)
         ended = np.flatnonzero(view["done"])
+        finals = _finals(infos) if ended.size else None
         if self._mode is AutoresetMode.NEXT_STEP:
+            if finals is not None:
+                raise SpecError(f"environment: {self._name} gave infos['final_obs'], which is not {self._mode.value}")
             self._ended = ended
             return Step(after, NO_ROWS, None, None, idle)
         if not ended.size:
             return Step(after, NO_ROWS, None, None)
-        return Step(after, ended, self._first_of(ended, observations, infos), None)
+        first = self._restarted(ended) if self._mode is AutoresetMode.DISABLED else self._first_of(ended)
+        if self._mode is AutoresetMode.SAME_STEP:
+            if finals is None:
+                raise SpecError(f"environment: {self._name} ended an episode without infos['final_obs']")
+            self._after.put(ended, finals)
+        return Step(after, ended, first, None)
 
     def close(self) -> None:
         """Closes the environments."""
@@ -168,32 +180,51 @@ class GymVectorEnv:
             view[key][at] = 0
         view["initial_state"][at] = True
 
-    def _first_of(self, ended: np.ndarray, observations: Any, infos: Mapping[str, Any]) -> Rows:
-        """The first observations of environments that have been reset; `after` gets their final ones."""
-        if self._mode is AutoresetMode.DISABLED:
-            mask = np.zeros(self._n, bool)
-            mask[ended] = True
-            observations, _ = self._envs.reset(options={"reset_mask": mask})
-            return self._fresh.fill_batch(observations).take(ended)
-        finals = infos.get("final_obs", infos.get("final_observation"))
-        if finals is None:
-            raise SpecError(f"environment: {type(self._envs).__name__} ended an episode without infos['final_obs']")
+    def _numbers(self, key: str, values: Any) -> np.ndarray:
+        """Rewards or flags, one for each environment."""
+        found = np.asarray(values)
+        if found.shape != (self._n,) or found.dtype.kind not in "biuf":
+            raise SpecError(f"environment: {key} must be {self._n} numbers, got {found.shape} {found.dtype}")
+        return found
+
+    def _restarted(self, ended: np.ndarray) -> Rows:
+        """The first observations of environments that are reset now."""
+        mask = np.zeros(self._n, bool)
+        mask[ended] = True
+        observations, _ = self._envs.reset(options={"reset_mask": mask})
+        return self._fresh.fill_batch(observations).take(ended)
+
+    def _first_of(self, ended: np.ndarray) -> Rows:
+        """The first observations of environments that have been reset: what the step gave."""
         first = self._after.rows.take(ended)
         self._begin(first, slice(None))
-        self._after.put(ended, finals)
         return first
 
     def _seeded_reset(self) -> Any:
         seeds, self._seeds = self._seeds, None
         if seeds is None:
             return self._envs.reset()[0]
-        for seed in (seeds, self._single):
+        if isinstance(getattr(self._envs, "unwrapped", self._envs), (SyncVectorEnv, AsyncVectorEnv)):
+            return self._envs.reset(seed=seeds)[0]  # whatever this raises is not about the seeds
+        refused: Exception | None = None
+        for seed in (seeds, np.array(seeds) % SEEDS, self._single % SEEDS, None):
             try:
-                return self._envs.reset(seed=seed)[0]
-            except REFUSALS:
+                observation = self._envs.reset()[0] if seed is None else self._envs.reset(seed=seed)[0]
+            except REFUSALS as error:
+                refused = refused or error
                 continue
-        warnings.warn(f"{type(self._envs).__name__}.reset takes no seed: give it one when it is made", stacklevel=2)
-        return self._envs.reset()[0]
+            if seed is None:
+                warnings.warn(f"{self._name}.reset takes no seed: give it one when it is made", stacklevel=2)
+            return observation
+        assert refused is not None
+        raise refused
+
+
+def _finals(infos: Any) -> Any:
+    """The final observations, None if there are none."""
+    if not isinstance(infos, Mapping):
+        raise SpecError(f"environment: infos must be a dict, got {type(infos).__name__}")
+    return infos.get("final_obs", infos.get("final_observation"))
 
 
 def _n_envs(envs: Any) -> int:
@@ -201,8 +232,17 @@ def _n_envs(envs: Any) -> int:
 
 
 def _mode(envs: Any, asked: AutoresetMode | str | None) -> AutoresetMode:
-    told = asked or (getattr(envs, "metadata", None) or {}).get("autoreset_mode") or AutoresetMode.NEXT_STEP
+    told = (getattr(envs, "metadata", None) or {}).get("autoreset_mode")
     try:
-        return told if isinstance(told, AutoresetMode) else AutoresetMode(told)
+        modes = [AutoresetMode(getattr(mode, "value", mode)) for mode in (told, asked) if mode is not None]
     except ValueError as error:
-        raise SpecError(f"autoreset_mode: must be one of {[m.value for m in AutoresetMode]}, got {told!r}") from error
+        raise SpecError(f"autoreset_mode: must be one of {[m.value for m in AutoresetMode]}, got {asked!r}") from error
+    if len(set(modes)) > 1:
+        raise SpecError(f"autoreset_mode: {type(envs).__name__} says {modes[0].value}, got {modes[1].value}")
+    if not modes:
+        warnings.warn(
+            f"{type(envs).__name__} does not say its autoreset mode: taken as {AutoresetMode.NEXT_STEP.value}, "
+            "give autoreset_mode",
+            stacklevel=3,
+        )
+    return modes[0] if modes else AutoresetMode.NEXT_STEP

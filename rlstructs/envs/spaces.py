@@ -50,6 +50,22 @@ class Leaf:
             sample = sample[part]
         return sample
 
+    def read(self, name: str, observation: Any, shape: tuple[int, ...]) -> np.ndarray:
+        """This leaf of an observation, as numbers that a column can hold.
+
+        Raises:
+            SpecError: it is not in the space; begins with `name`.
+        """
+        try:
+            got = np.asarray(self.pick(observation))
+        except (TypeError, ValueError, LookupError) as error:
+            raise SpecError(f"{name} cannot be read: {error!r}") from error
+        if got.shape != shape and not (got.size == 1 and not shape):
+            raise SpecError(f"{name} has shape {got.shape}, the space says {shape}")
+        if got.dtype.kind not in "biuf" or not _holds(self.dtype, got):
+            raise SpecError(f"{name} has dtype {got.dtype}, and values that the space's {self.dtype} cannot hold")
+        return got
+
 
 def leaves(space: gymnasium.Space[Any], what: str, keep_float64: bool = False) -> list[Leaf]:
     """The flat columns of a space.
@@ -133,22 +149,9 @@ class Column:
     def fill_batch(self, batch: Any) -> np.ndarray:
         """The same of E observations that are one already, as those of a `gymnasium.vector.VectorEnv` are."""
         name = f"environment: observation {self.leaf.key or 'frame'!r}"
-        got = self._read(name, batch, (self._n_envs, *self.leaf.shape))
+        got = self.leaf.read(name, batch, (self._n_envs, *self.leaf.shape))
         np.copyto(self.array.reshape(got.shape), got, casting="unsafe")
         return self.array
-
-    def _read(self, name: str, observation: Any, shape: tuple[int, ...]) -> np.ndarray:
-        """The leaf of an observation, as numbers that the column can hold."""
-        leaf = self.leaf
-        try:
-            got = np.asarray(leaf.pick(observation))
-        except (TypeError, ValueError, LookupError) as error:
-            raise SpecError(f"{name} cannot be read: {error!r}") from error
-        if got.shape != shape and not (got.size == 1 and not shape):
-            raise SpecError(f"{name} has shape {got.shape}, the space says {shape}")
-        if got.dtype.kind not in "biuf" or not _holds(leaf.dtype, got):
-            raise SpecError(f"{name} has dtype {got.dtype}, and values that the space's {leaf.dtype} cannot hold")
-        return got
 
     def _fill_at_once(self, observations: Sequence[Any], n: int) -> None:
         leaf = self.leaf
@@ -165,7 +168,7 @@ class Column:
         """Finds what is wrong; takes values of another dtype where none is changed by it."""
         leaf = self.leaf
         for row, (environment, observation) in enumerate(zip(environments, observations, strict=True)):
-            got = self._read(f"environment {environment}: observation {leaf.key or 'frame'!r}", observation, leaf.shape)
+            got = leaf.read(f"environment {environment}: observation {leaf.key or 'frame'!r}", observation, leaf.shape)
             self.array[row] = got.astype(leaf.dtype).reshape(leaf.row_shape)
 
 
@@ -221,10 +224,11 @@ class Sheet:
         """
         are_objects = isinstance(observations, np.ndarray) and observations.dtype == object
         for key, leaf in self._leaves.items():
+            name = f"environment: final observation {key!r}"
             if are_objects:
-                found = np.stack([np.asarray(leaf.pick(observations[row])) for row in at])
+                found = np.stack([leaf.read(name, observations[row], leaf.shape) for row in at])
             else:
-                found = np.asarray(leaf.pick(observations))[at]
+                found = leaf.read(name, observations, (self._n_envs, *leaf.shape))[at]
             self.view[key][at] = found.reshape(len(at), *leaf.row_shape)
 
 
