@@ -28,7 +28,10 @@ class Loan:
 
 
 class LeasedTensor(torch.Tensor):
-    """In debug mode, a view of leased memory, and each view of it; raises StateError once the lease is released."""
+    """In debug mode, a view of leased memory, and each view of it; raises StateError once the lease is released.
+
+    `torch.compile` and `torch.func` do not take it: clone it for them.
+    """
 
     _loan: Loan
 
