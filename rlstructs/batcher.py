@@ -16,6 +16,7 @@ gone with the last of them, however they end.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -53,6 +54,7 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
 from workers import SharedArena
+from workers.start import uninterrupted
 
 logger = logging.getLogger("rlstructs")
 
@@ -156,7 +158,8 @@ class RL_Batcher:
         try:
             self._attach(settings, n_timesteps)
         except BaseException:
-            self._pool.kill()
+            with contextlib.suppress(Exception):
+                self._pool.close()
             raise
         self._episodes = EpisodeTracker()
         # Which environments run, by worker; None for all of its.
@@ -215,7 +218,7 @@ class RL_Batcher:
             self._write_info("agent_info", agent_info)
         self._slots.release()
         with self._life.failing("execute"):
-            self._crew.begin()
+            self._crew.begin({worker for worker, slots in enumerate(self._running) if slots != []})
             self._begin_anew(self._crew.forget())
         self._life.phase = Phase.RUNNING
 
@@ -261,8 +264,9 @@ class RL_Batcher:
             outcomes = self._crew.collect()
             rows, lengths = self._ran(outcomes)
             trajectories = self._read(rows, lengths, out)
-        n_running = self._end(outcomes, trajectories)
-        self._life.phase = Phase.READY if n_running else Phase.ENDED
+        with uninterrupted():  # or a second `get` would hand out what is over
+            n_running = self._end(outcomes, trajectories)
+            self._life.phase = Phase.READY if n_running else Phase.ENDED
         return trajectories if self._device.type == "cpu" else trajectories.to(self._device), n_running
 
     def lease(self) -> Lease:
@@ -281,8 +285,9 @@ class RL_Batcher:
             rows, lengths = self._ran(outcomes)
             steps = TemporalDictTensor.trusted(self._slots.lend(rows, int(lengths.max())), lengths)
             trajectories = Trajectories(DictTensor.trusted(self._info_of(rows)), steps)
-        n_running = self._end(outcomes, trajectories)
-        self._life.phase = Phase.LEASED
+        with uninterrupted():
+            n_running = self._end(outcomes, trajectories)
+            self._life.phase = Phase.LEASED
         return Lease(trajectories, n_running, partial(self._take_back, n_running), is_guarded=self._debug)
 
     def _take_back(self, n_running: int) -> None:
@@ -395,6 +400,8 @@ class RL_Batcher:
             Exception: what an environment or agent raised as it was closed; all is gone all the same.
         """
         if self._life.is_closed:
+            if hasattr(self, "_pool"):
+                self._pool.kill()  # those that an interrupted `close` has left
             return
         failed = self._life.close()
         try:

@@ -63,16 +63,21 @@ class Crew:
     ) -> None:
         self.pool = pool
         self.members = [Member() for _ in range(pool.n_workers)]
-        self.n_restarts = 0
         self._settings, self._max_restarts = settings, max_restarts
         # A job in this process cannot be replaced: what it raises is raised.
         self._mends = policy == RESTART and isinstance(pool, WorkerPool)
         self._replaced: set[int] = set()
+        self._running: set[int] = set()
         self._lost: dict[int, BaseException] = {}
         self._outcomes: dict[int, Any] | None = None
         # What a successor is told, in this order, before it is one of the crew.
         self._orders: dict[str, tuple[Any, ...]] = {"describe": ()}
         self._n_envs: int | None = None
+
+    @property
+    def n_restarts(self) -> int:
+        """How many workers were replaced."""
+        return sum(member.generation for member in self.members)
 
     def describe(self) -> list[Any]:
         """What the jobs say of themselves: how many environments they have, and, the first, the specs."""
@@ -87,8 +92,7 @@ class Crew:
 
     def update(self, packed: bytes) -> None:
         """Updates every agent."""
-        self._orders["update"] = (packed,)
-        self._call("update")
+        self._call("update", packed)
 
     def evaluate(self, *arguments: Any) -> list[dict[str, Any]] | Exception:
         """What `RolloutJob.end_evaluation` gives, by worker index, after an evaluation that these arguments begin.
@@ -127,12 +131,11 @@ class Crew:
 
     def reset(self) -> None:
         """Resets every environment."""
-        self._orders.pop("reset", None)
-        self._orders["reset"] = ()
         self._call("reset")
 
-    def begin(self) -> None:
-        """Starts a rollout in every worker."""
+    def begin(self, running: set[int]) -> None:
+        """Starts a rollout in every worker; the indexes of those in which something runs."""
+        self._running = running
         if isinstance(self.pool, WorkerPool) and self._mends:
             self._mend(self.pool.check())
             self.pool.ask("rollout")
@@ -162,7 +165,8 @@ class Crew:
             return dict(enumerate(self.pool.gather()))
         replies, failures = self.pool.settle()
         self._lost = dict(failures)
-        for index in failures.keys() - replies.keys():  # one that had replied before it died has lost nothing
+        # One that had replied before it died has lost nothing, nor one in which nothing ran.
+        for index in (failures.keys() - replies.keys()) & self._running:
             self.members[index].n_lost += 1
         return dict(replies)
 
@@ -205,13 +209,15 @@ class Crew:
         pool.forget_outcomes()
         return replies, failures
 
-    def _call(self, method: str) -> None:
+    def _call(self, method: str, *arguments: Any) -> None:
+        """Asks all workers, and has successors asked the same from now on."""
         if not (isinstance(self.pool, WorkerPool) and self._mends):
-            self.pool.call(method, *self._orders[method])
+            self.pool.call(method, *arguments)
             return
-        # A successor follows this order before it is one of the crew.
-        self._mend(self.pool.check())
-        self.pool.ask(method, *self._orders[method])
+        self._mend(self.pool.check())  # first: who takes the place of one of these is asked below
+        self._orders.pop(method, None)
+        self._orders[method] = arguments
+        self.pool.ask(method, *arguments)
         self._mend(dict(self.pool.settle()[1]))
 
     def _mend(self, failures: dict[int, BaseException]) -> None:
@@ -221,20 +227,21 @@ class Crew:
             Exception: the first failure, when there were too many, or that of a successor which never comes up.
         """
         pool = self.pool
-        first, n_attempts = failures, 0
+        first: dict[int, BaseException] = {}  # what became of the first successor
+        n_attempts = dict.fromkeys(range(pool.n_workers), 0)
         while failures and isinstance(pool, WorkerPool):
-            worker, error = min(failures.items())
-            self.n_restarts += len(failures)
-            if self._max_restarts is not None and self.n_restarts > self._max_restarts:
-                self.n_restarts -= len(failures)
+            _, error = min(failures.items())
+            if self._max_restarts is not None and self.n_restarts + len(failures) > self._max_restarts:
                 raise error
-            if n_attempts == MAX_ATTEMPTS:
-                raise first[worker]
+            for index, why in sorted(failures.items()):
+                if n_attempts[index]:
+                    first.setdefault(index, why)
+                if n_attempts[index] == MAX_ATTEMPTS:
+                    raise first[index]
+                n_attempts[index] += 1
             for index, why in failures.items():
                 logger.warning("worker %d is replaced: %r", index, why)
             failures = self._replace(pool, sorted(failures))
-            first = failures if n_attempts == 0 else {**failures, **first}
-            n_attempts += 1
         self._lost = {}
         if isinstance(pool, WorkerPool):
             pool.forget_outcomes()
@@ -257,7 +264,7 @@ class Crew:
                 failures |= {
                     index: SpecError(f"create_env: worker {index} has {replies[index][0]} environments now, "
                                      f"it had {self._n_envs}")
-                    for index in replies if replies[index][0] != self._n_envs
+                    for index in replies.keys() - failures.keys() if replies[index][0] != self._n_envs
                 }  # fmt: skip
         return dict(failures)
 

@@ -63,13 +63,18 @@ class RolloutJob:
         self._agent_seed = None if settings.agent_seeds is None else int(settings.agent_seeds[self.index])
         seed_global_streams(settings.seeds[self.index], self._agent_seed)
         env = self._make_env(settings.seeds[self.index])
-        if self.index == 0 and self.is_first:
-            self.specs, used = self._probe(env)
-            env = self._make_env(settings.seeds[self.index]) if used else env
-        self._env = row_env(env)
-        self._agent = settings.create_agent(**settings.agent_args)
-        if self._agent_seed is not None:
-            self._agent.seed(self._agent_seed)
+        try:
+            if self.index == 0 and self.is_first:
+                self.specs, used = self._probe(env)
+                env = self._make_env(settings.seeds[self.index]) if used else env
+            self._env = row_env(env)
+            self._agent = settings.create_agent(**settings.agent_args)
+            if self._agent_seed is not None:
+                self._agent.seed(self._agent_seed)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                env.close()
+            raise
         self._slots: Slots | None = None
         self._progress: Progress | None = None
         self._clock = Clock()

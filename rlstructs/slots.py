@@ -340,8 +340,9 @@ class Slots:
         """Nobody reads these slots any more until they are written again: poisons them, if it is to."""
         if not self._poisons:
             return
-        for block in (*self._observation.values(), *self._action_arrays.values()):
-            _poison(block)
+        for name, (array, start) in self._sources.items():
+            if not start:  # what follows is what is seen next
+                array[...] = self._nothing(name)
 
     def read(
         self, rows: np.ndarray | None, n_timesteps: int, out: Mapping[str, torch.Tensor] | None = None
@@ -447,13 +448,6 @@ def check_output(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, tuple
             )
     if unknown := set(tensors) - set(wanted):
         raise SpecError(f"agent: output {sorted(unknown)} was not in its first step")
-
-
-def _poison(block: np.ndarray) -> None:
-    if block.dtype.names is None and block.dtype.kind != "V":
-        block[...] = poison(block.dtype)
-        return
-    block.view(np.uint8)[...] = 0xFF  # a record: NaN in its floats, -1 in its integers
 
 
 def _short(dtype: torch.dtype) -> str:

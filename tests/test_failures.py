@@ -535,6 +535,48 @@ def test_when_the_main_process_is_killed_no_worker_stays(method, long_step, fork
         program.stdout.close()
 
 
+def test_a_forked_copy_that_leaves_the_block_ends_nobody():
+    with count_batcher([[99], [99]], 5, autoreset=True) as batcher:
+        batcher.reset()
+        batcher.execute()
+        pid = os.fork()
+        if not pid:
+            try:
+                batcher.close()
+            finally:
+                os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        assert batcher.get()[1] == 2
+        assert rollout(batcher)[1] == 2
+
+
+def test_an_interrupted_close_leaves_no_worker(subprocess_env):
+    text = textwrap.dedent("""
+        import os, signal, threading
+        from helpers import Count, Counting
+        from processes import exists
+        from rlstructs import GymEnvInf, RL_Batcher
+
+        class Slow(Count):
+            def close(self):
+                os.kill(trainer, signal.SIGINT)
+                signal.pause()
+
+        trainer = os.getpid()
+        batcher = RL_Batcher(5, Counting, {}, lambda seed: GymEnvInf([Slow(5)], seed), {}, 2, 0)
+        batcher.reset()
+        pids = batcher._pool.pids
+        try:
+            batcher.close()
+        except KeyboardInterrupt:
+            print("interrupted")
+        batcher.close()
+        print([exists(pid) for pid in pids])
+    """)
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, env=subprocess_env, timeout=60, text=True)
+    assert done.stdout == "interrupted\n[False, False]\n", done.stderr
+
+
 @pytest.mark.parametrize("ending", ["pass", "raise KeyError('of the trainer')", "sys.exit(4)", "del batcher"])
 def test_a_program_that_never_closes_ends_by_itself(ending, subprocess_env):  # R37
     text = textwrap.dedent(f"""

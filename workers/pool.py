@@ -17,7 +17,7 @@ from workers.descriptors import check_enough
 from workers.errors import WorkerError, WorkerTimeout
 from workers.messages import Build, Call, Close, Failure, Result, State
 from workers.process import WorkerProcess, end_all
-from workers.start import default_start_method
+from workers.start import default_start_method, uninterrupted
 
 # Seconds that workers get to close their jobs.
 CLOSE_DELAY = 3.0
@@ -62,6 +62,7 @@ class WorkerPool:
         if n_workers < 1:
             raise ValueError(f"n_workers must be at least 1, got {n_workers}")
         self.timeout = timeout
+        self._made_by = os.getpid()
         self._setup = messages.dumps(setup)
         self._arguments = (shared, start_method or default_start_method(), tuple(preload), name)
         self._workers: list[WorkerProcess] = []
@@ -118,10 +119,11 @@ class WorkerPool:
         Args:
             only: the indexes of those who are asked; None for all.
         """
-        self._check_idle()
+        asked = self._workers if only is None else [self._workers[index] for index in only]
+        self._check_idle(asked)
         request = Call(method, args)
         data = messages.dumps(request)
-        for worker in self._workers if only is None else [self._workers[index] for index in only]:
+        for worker in asked:
             try:
                 self._send(worker, request, data)
             except WorkerError as error:
@@ -203,11 +205,9 @@ class WorkerPool:
 
         Args:
             factories: worker index -> what makes its job now.
-
-        Raises:
-            WorkerCrashed: a process cannot be started.
         """
         old = [self._workers[index] for index in factories]
+        self._close_idle(old)
         for worker in old:
             self._forget(worker)
         end_all(old)
@@ -215,8 +215,25 @@ class WorkerPool:
             self._late.discard(index)
             self._replies.pop(index, None)
             self._failures.pop(index, None)
-            self._workers[index] = self._started(index)
-            self._send(self._workers[index], self._build(factory))
+            try:
+                self._check_open()
+                check_enough(1)  # or the fork server would fail, and with it the workers of others
+                self._workers[index] = self._started(index)
+                self._send(self._workers[index], self._build(factory))
+            except WorkerError as error:
+                self._forget(self._workers[index])
+                self._failures[index] = _bare(error)
+
+    def _close_idle(self, workers: list[WorkerProcess]) -> None:
+        """Has those that raised, and wait for the next request, close their jobs."""
+        delay = CLOSE_DELAY if self.timeout is None else min(CLOSE_DELAY, self.timeout)
+        idle = [worker for worker in workers if worker.state is State.IDLE and worker.can_close()]
+        for worker in idle:
+            with contextlib.suppress(WorkerError):
+                worker.send(Close())
+        deadline = time.monotonic() + delay
+        for worker in idle:
+            self._await_close(worker, deadline)
 
     def close(self, timeout: float | None = None) -> None:
         """Closes every job and ends every worker, by force after `timeout` seconds. Idempotent.
@@ -227,7 +244,7 @@ class WorkerPool:
         Raises:
             Exception: what the first job raised while it closed; everything is gone all the same.
         """
-        if not self._finalizer.still_active():
+        if not self._is_ours():
             return
         self._wake()
         if timeout is None:
@@ -236,22 +253,30 @@ class WorkerPool:
         # A busy one reads it when it is through. One that reads no more, or is late already, is left to `kill`.
         lost = self._failures.keys() | self._late
         open_workers = [worker for worker in self._workers if worker.can_close() and worker.index not in lost]
-        for worker in open_workers:
-            with contextlib.suppress(WorkerError):  # gone: reported where it mattered
-                worker.send(Close())
-        errors = [error for worker in open_workers for error in self._await_close(worker, deadline)]
-        self.kill(0.0 if lost else max(0.0, deadline - time.monotonic()))
+        errors: list[BaseException] = []
+        try:
+            for worker in open_workers:
+                with contextlib.suppress(WorkerError):  # gone: reported where it mattered
+                    worker.send(Close())
+            for worker in open_workers:
+                errors += self._await_close(worker, deadline)
+        finally:
+            self.kill(0.0 if lost else max(0.0, deadline - time.monotonic()))
         if errors:
             raise errors[0]
 
     def kill(self, patience: float = 0.0) -> None:
         """Ends every worker that has not ended within `patience` seconds: SIGTERM, then SIGKILL."""
-        if self._finalizer.still_active():
+        if self._is_ours():
             self._wake()
             for worker in self._workers:
                 self._forget(worker)
-            self._finalizer.cancel()
             end_all(self._workers, patience)
+            self._finalizer.cancel()  # not before: it is there for those that an interrupt has left
+
+    def _is_ours(self) -> bool:
+        """Whether there is something to end, and this is not a forked copy of the process that has to."""
+        return self._finalizer.still_active() and os.getpid() == self._made_by
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -310,13 +335,17 @@ class WorkerPool:
     def _busy(self) -> list[WorkerProcess]:
         return [worker for worker in self._workers if worker.state is State.BUSY]
 
-    def _check_idle(self) -> None:
-        if busy := self._busy():
+    def _check_idle(self, workers: list[WorkerProcess] | None = None) -> None:
+        if busy := [worker for worker in (self._workers if workers is None else workers) if worker.state is State.BUSY]:
             raise RuntimeError(
                 f"worker {busy[0].index} is still busy with {busy[0].last_request!r}: gather its reply first"
             )
 
     def _read(self, worker: WorkerProcess) -> None:
+        with uninterrupted():  # a reply that was read and not kept would be waited for, for ever
+            self._read_one(worker)
+
+    def _read_one(self, worker: WorkerProcess) -> None:
         if worker.state is not State.BUSY or not worker.channel.has_message():
             self._forget(worker)  # it ended, with nothing more to say
             self._failures[worker.index] = worker.crashed()
@@ -337,6 +366,8 @@ class WorkerPool:
                 self._replies[worker.index] = reply.value
 
     def _check_open(self) -> None:
+        if os.getpid() != self._made_by:
+            raise WorkerError("the workers belong to the process that this one is a forked copy of")
         if self._is_closed:
             raise WorkerError("the workers were closed while a reply was waited for")
 
@@ -366,6 +397,9 @@ class WorkerPool:
                 reply = worker.channel.receive()
             except EOFError:
                 return errors
+            except Exception as error:  # of a reply that cannot be unpickled
+                errors.append(error)
+                continue
             if isinstance(reply, Failure):
                 errors.append(reply.to_exception(worker.index, Close.label))
         return errors

@@ -61,13 +61,11 @@ class WorkerProcess:
         finally:
             theirs.close()
         self.state = State.IDLE
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
         self._pidfd = _pidfd(self.pid)
-
-    @property
-    def pid(self) -> int:
-        pid = self._process.pid
-        assert pid is not None
-        return pid
+        self._is_released = False
+        self._exit_code: int | None = None
 
     def sentinel(self) -> int:
         """A descriptor that becomes readable when the process ends."""
@@ -120,8 +118,10 @@ class WorkerProcess:
     def crashed(self) -> WorkerCrashed:
         """The error that says how this worker ended."""
         self.state = State.GONE
-        self._process.join(EXIT_CODE_DELAY)
-        code = self._process.exitcode
+        if not self._is_released:
+            self._process.join(EXIT_CODE_DELAY)
+            self._exit_code = self._process.exitcode
+        code = self._exit_code
         return WorkerCrashed(
             f"worker {self.index} (pid {self.pid}) is gone: {describe_exit(code)}; "
             f"last request: {self.last_request}",
@@ -130,7 +130,9 @@ class WorkerProcess:
         )
 
     def join(self, timeout: float) -> bool:
-        """Waits `timeout` seconds for the process to end; whether it has."""
+        """Waits `timeout` seconds for the process to end; whether it has, or is no longer ours to end."""
+        if self._is_released:
+            return True
         if self._pidfd is None:
             self._process.join(timeout)
             return self._process.exitcode is not None
@@ -144,6 +146,8 @@ class WorkerProcess:
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
         """Sends a signal; nothing happens when the process has ended."""
+        if self._is_released:
+            return
         try:
             if self._pidfd is None:
                 os.kill(self.pid, signum)
@@ -153,12 +157,15 @@ class WorkerProcess:
             return
 
     def release(self) -> None:
-        """Lets go of the pipe and of the process object."""
-        self.state = State.GONE
+        """Lets go of the pipe and of the process object. Idempotent."""
+        if self._is_released:
+            return
+        self.state, self._is_released = State.GONE, True
         self.channel.close()
         if self._pidfd is not None:
             self._pidfd.close()
-        if self._process.exitcode is not None:
+        self._exit_code = self._process.exitcode
+        if self._exit_code is not None:
             self._process.close()
 
 
