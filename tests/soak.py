@@ -93,6 +93,7 @@ class Soak:
     n_workers: int
     n_envs: int
     n_timesteps: int
+    timeout: float = TIMEOUT
     patience: float = PATIENCE
     transitions: int = 0
     drawn: int = 0
@@ -104,7 +105,7 @@ class Soak:
         arguments = {"env_id": self.env_id}
         self.batcher = RL_Batcher(
             self.n_timesteps, create_agent, arguments, create_env, {**arguments, "n_envs": self.n_envs},
-            self.n_workers, 0, timeout=TIMEOUT, on_worker_failure="restart",
+            self.n_workers, 0, timeout=self.timeout, on_worker_failure="restart",
         )  # fmt: skip
         self.batcher.reset()
         self.memory = RandomMemory(memory_size=2000, num_envs=self.n_workers * self.n_envs, seed=0)
@@ -116,7 +117,7 @@ class Soak:
         started = time.monotonic()
         trajectories, _ = self.batcher.get()
         self.slowest = max(self.slowest, time.monotonic() - started)
-        assert self.slowest < TIMEOUT + self.patience, f"{self.env_id}: {self.slowest:.1f} s for a rollout"
+        assert self.slowest < self.timeout + self.patience, f"{self.env_id}: {self.slowest:.1f} s for a rollout"
         self._verify(trajectories)
         self.memory.add_trajectories(trajectories)
         for rows in self.memory.sample(NAMES, batch_size=64)[0]:
@@ -166,10 +167,10 @@ def harm(rng, workers):
     return how.name
 
 
-def soak(minutes, patience=PATIENCE):
-    Soak("CartPole-v1", 1, 1, 1).close()  # what the fork server takes is taken once
+def soak(minutes, *limits):
+    Soak("CartPole-v1", 1, 1, 1, None).close()  # what the fork server takes is taken once
     rng, before = random.Random(0), held()
-    soaks = [Soak("CartPole-v1", 2, 8, 64, patience), Soak("HalfCheetah-v5", 2, 2, 32, patience)]
+    soaks = [Soak("CartPole-v1", 2, 8, 64, *limits), Soak("HalfCheetah-v5", 2, 2, 32, *limits)]
     end, next_harm, sizes, counts = time.monotonic() + 60 * minutes, 0.0, [], {}
     while (now := time.monotonic()) < end:
         victim = None
@@ -267,8 +268,9 @@ def runs(process):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=15)
+    parser.add_argument("--timeout", type=float, default=TIMEOUT)
     parser.add_argument("--patience", type=float, default=PATIENCE, help="seconds for successors to start")
     parser.add_argument("--table", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    table() if arguments.table else soak(arguments.minutes, arguments.patience)
+    table() if arguments.table else soak(arguments.minutes, arguments.timeout, arguments.patience)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 
 def test_workers_are_killed_and_stopped_and_nothing_wrong_is_handed_out(subprocess_env):
-    program = [sys.executable, str(Path(__file__).parent / "soak.py"), "--minutes", "0.15", "--patience", "60"]
+    limits = ["--minutes", "0.15", "--timeout", "10", "--patience", "60"]
+    program = [sys.executable, str(Path(__file__).parent / "soak.py"), *limits]
     done = subprocess.run(program, capture_output=True, text=True, env=subprocess_env, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     verified = re.findall(r"^(.*): ([\d,]+) transitions .* verified, (\d+) restarts", done.stdout, re.MULTILINE)
