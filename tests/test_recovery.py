@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import logging
@@ -337,9 +338,10 @@ def test_a_successor_gets_an_order_once(noticed):
             self.n_updates = 0.0
 
         def update(self, info):
-            if info == "end" and noticed == "in" and not os.path.exists(mark):
-                open(mark, "w").close()
-                os._exit(3)
+            if noticed == "in":
+                with contextlib.suppress(FileExistsError):  # one of them makes it, and ends
+                    os.mkdir(mark)
+                    os._exit(3)
             self.n_updates += 1
             self.given = self.n_updates
 
