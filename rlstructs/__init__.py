@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rlstructs.batcher import RL_Batcher
     from rlstructs.envs.device_env import DeviceEnv
     from rlstructs.envs.gym_env import GymEnv, GymEnvInf
+    from rlstructs.envs.gym_vector import GymVectorEnv
     from rlstructs.envs.shared_vector_env import SharedVectorEnv
     from rlstructs.envs.vec_env import VecEnv
     from rlstructs.errors import (
@@ -61,6 +62,7 @@ _EXPORTS = {
     "FileError": "errors",
     "GymEnv": "envs.gym_env",
     "GymEnvInf": "envs.gym_env",
+    "GymVectorEnv": "envs.gym_vector",
     "MissingKeyError": "errors",
     "OutOfMemoryError": "errors",
     "RLError": "errors",
@@ -91,6 +93,7 @@ __all__ = [
     "FileError",
     "GymEnv",
     "GymEnvInf",
+    "GymVectorEnv",
     "MissingKeyError",
     "OutOfMemoryError",
     "RLError",

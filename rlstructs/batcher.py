@@ -16,6 +16,7 @@ gone with the last of them, however they end.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -33,9 +34,10 @@ from rlstructs.debug import is_on
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.episodes import EpisodeTracker
 from rlstructs.errors import SpecError
+from rlstructs.evaluation import quotas
+from rlstructs.job import Specs
 from rlstructs.lease import Lease
 from rlstructs.lifecycle import Lifecycle, Phase
-from rlstructs.rollout import Specs
 from rlstructs.rows import specs_of
 from rlstructs.settings import (
     JobSettings,
@@ -51,6 +53,7 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
 from workers import SharedArena
+from workers.start import uninterrupted
 
 logger = logging.getLogger("rlstructs")
 
@@ -154,7 +157,8 @@ class RL_Batcher:
         try:
             self._attach(settings, n_timesteps)
         except BaseException:
-            self._pool.kill()
+            with contextlib.suppress(Exception):
+                self._pool.close()
             raise
         self._episodes = EpisodeTracker()
         # Which environments run, by worker; None for all of its.
@@ -213,7 +217,7 @@ class RL_Batcher:
             self._write_info("agent_info", agent_info)
         self._slots.release()
         with self._life.failing("execute"):
-            self._crew.begin()
+            self._crew.begin({worker for worker, slots in enumerate(self._running) if slots != []})
             self._begin_anew(self._crew.forget())
         self._life.phase = Phase.RUNNING
 
@@ -235,9 +239,10 @@ class RL_Batcher:
 
         Args:
             blocking: wait for it. Otherwise return `(None, None)` until all of it is there.
-            out: what it is written to in place of new memory, such as an earlier rollout, perhaps in pinned
-                memory: with the same keys, dtypes and shapes, at least as many rows as environments run, and
-                `n_timesteps`. The trajectories that are returned are the first of its rows and timesteps.
+            out: what it is written to in place of new memory, pinned perhaps: with the same keys, dtypes and
+                shapes, at least as many rows as environments run, and `n_timesteps` or more, such as an earlier
+                rollout of that size. The trajectories that are returned are the first of its rows and
+                timesteps, or a copy of them on the batcher's device.
 
         Returns:
             The trajectories and the number of environments that still run.
@@ -258,8 +263,9 @@ class RL_Batcher:
             outcomes = self._crew.collect()
             rows, lengths = self._ran(outcomes)
             trajectories = self._read(rows, lengths, out)
-        n_running = self._end(outcomes, trajectories)
-        self._life.phase = Phase.READY if n_running else Phase.ENDED
+        with uninterrupted():  # or a second `get` would hand out what is over
+            n_running = self._end(outcomes, trajectories)
+            self._life.phase = Phase.READY if n_running else Phase.ENDED
         return trajectories if self._device.type == "cpu" else trajectories.to(self._device), n_running
 
     def lease(self) -> Lease:
@@ -278,8 +284,9 @@ class RL_Batcher:
             rows, lengths = self._ran(outcomes)
             steps = TemporalDictTensor.trusted(self._slots.lend(rows, int(lengths.max())), lengths)
             trajectories = Trajectories(DictTensor.trusted(self._info_of(rows)), steps)
-        n_running = self._end(outcomes, trajectories)
-        self._life.phase = Phase.LEASED
+        with uninterrupted():
+            n_running = self._end(outcomes, trajectories)
+            self._life.phase = Phase.LEASED
         return Lease(trajectories, n_running, partial(self._take_back, n_running), is_guarded=self._debug)
 
     def _take_back(self, n_running: int) -> None:
@@ -304,6 +311,50 @@ class RL_Batcher:
         with self._life.failing("update"):
             self._crew.update(packed)
         self._begin_anew(self._crew.forget())
+
+    def evaluate(
+        self, n_episodes: int, seed: int | Sequence[int], agent_info: DictTensor | None = None
+    ) -> DictTensor:
+        """Plays episodes with copies of the agents as they are now, in environments made for it.
+
+        Environments, agents and random streams of the training are left as they are, also when it fails. Every
+        environment gives the same number of episodes, one more or less, so that short ones do not count more
+        often than long ones. It takes until the last of them has ended.
+
+        Agents are copied by `copy.deepcopy`, and the copies are seeded; environments come from `create_env`, which
+        has to make new ones at each call.
+
+        Args:
+            n_episodes: how many in all, at least 1.
+            seed: of environments and agents, as the constructor's `seeds`.
+            agent_info: N rows for the agents; None for those in force.
+
+        Returns:
+            `n_episodes` rows, by `env_index`, as `episodes` gives them.
+
+        Raises:
+            SpecError: an argument is not what is needed, or the environment gives no `reward` or `done`.
+            StateError: there was no `reset`, or a rollout is under way: `get` it first.
+            WorkerError: as `get`; a worker that is replaced plays its episodes anew.
+            Exception: what an agent or environment raised; the training can go on.
+        """
+        self._life.check("evaluate", Phase.READY, Phase.LEASED, Phase.ENDED)
+        check_count("n_episodes", n_episodes, 1)
+        if agent_info is not None:
+            check_info("agent_info", agent_info, self._examples["agent_info"], self.n_elems())
+        for key in ("reward", "done"):
+            if self._layout.observation.get(key, ((1,), torch.bool))[0] != ():
+                raise SpecError(f"evaluate: the environment gives no {key!r} of shape (B, T)")
+        seeds = seeds_of(seed, self._pool.n_workers, "seed")
+        warn_of_overlap(seeds, self._n_envs)
+        with self._life.failing("evaluate"):
+            parts = self._crew.evaluate(quotas(n_episodes, self.n_elems()), seeds, agent_info)
+        self._begin_anew(self._crew.forget())
+        if isinstance(parts, Exception):
+            raise parts
+        for worker, part in enumerate(parts):
+            part["env_index"] += worker * self._n_envs
+        return DictTensor.cat([DictTensor.from_numpy(part) for part in parts])
 
     def episodes(self) -> DictTensor:
         """The episodes that ended in the rollouts handed out since the last call, in one row each.
@@ -348,6 +399,8 @@ class RL_Batcher:
             Exception: what an environment or agent raised as it was closed; all is gone all the same.
         """
         if self._life.is_closed:
+            if hasattr(self, "_pool"):
+                self._pool.kill()  # those that an interrupted `close` has left
             return
         failed = self._life.close()
         try:

@@ -16,15 +16,16 @@ from typing import Any
 from rlstructs.checks import check_count
 from rlstructs.envs import registry
 from rlstructs.errors import SpecError
-from rlstructs.rollout import Clock, JobFactory
+from rlstructs.job import JobFactory
+from rlstructs.rollout import Clock
 from rlstructs.seeding import PrivateStreams
 from rlstructs.settings import JobSettings
 from rlstructs.slots import Layout
-from workers import InlinePool, SharedArena, WorkerPool
+from workers import InlinePool, SharedArena, WorkerError, WorkerPool
 
 logger = logging.getLogger("rlstructs")
 
-PRELOAD = ("torch", "gymnasium", "rlstructs.rollout", "rlstructs.envs.gym_env")
+PRELOAD = ("torch", "gymnasium", "rlstructs.job", "rlstructs.envs.gym_env")
 RAISE, RESTART = POLICIES = ("raise", "restart")
 # A successor that does not come up so often in a row never will.
 MAX_ATTEMPTS = 3
@@ -62,16 +63,21 @@ class Crew:
     ) -> None:
         self.pool = pool
         self.members = [Member() for _ in range(pool.n_workers)]
-        self.n_restarts = 0
         self._settings, self._max_restarts = settings, max_restarts
         # A job in this process cannot be replaced: what it raises is raised.
         self._mends = policy == RESTART and isinstance(pool, WorkerPool)
         self._replaced: set[int] = set()
+        self._running: set[int] = set()
         self._lost: dict[int, BaseException] = {}
         self._outcomes: dict[int, Any] | None = None
         # What a successor is told, in this order, before it is one of the crew.
         self._orders: dict[str, tuple[Any, ...]] = {"describe": ()}
         self._n_envs: int | None = None
+
+    @property
+    def n_restarts(self) -> int:
+        """How many workers were replaced."""
+        return sum(member.generation for member in self.members)
 
     def describe(self) -> list[Any]:
         """What the jobs say of themselves: how many environments they have, and, the first, the specs."""
@@ -86,17 +92,50 @@ class Crew:
 
     def update(self, packed: bytes) -> None:
         """Updates every agent."""
-        self._orders["update"] = (packed,)
-        self._call("update")
+        self._call("update", packed)
+
+    def evaluate(self, *arguments: Any) -> list[dict[str, Any]] | Exception:
+        """What `RolloutJob.end_evaluation` gives, by worker index, after an evaluation that these arguments begin.
+
+        A successor begins its worker's part anew, unless its worker has failed so often that it always would.
+
+        Returns:
+            What the first one raised, if one did; nothing has happened to the workers then.
+
+        Raises:
+            WorkerError: a worker is gone or late.
+        """
+        found: dict[int, dict[str, Any]] = {}
+        everyone = range(self.pool.n_workers)
+        n_deaths, first, new = dict.fromkeys(everyone, 0), dict[int, BaseException](), list(everyone)
+        while left := [index for index in everyone if index not in found]:
+            failures = self._asked("begin_evaluation", arguments, new)[1]
+            if not failures:
+                ended, failures = self._asked("evaluate", (), left)
+                if not failures and all(ended.values()):
+                    episodes, failures = self._asked("end_evaluation", (), left)
+                    found |= episodes
+            raised = [error for _, error in sorted(failures.items()) if not isinstance(error, WorkerError)]
+            if raised and len(raised) == len(failures):
+                assert isinstance(raised[0], Exception)
+                self._asked("end_evaluation", (), left)
+                return raised[0]
+            for index, error in failures.items():
+                first.setdefault(index, error)
+                n_deaths[index] += 1
+                if not self._mends or n_deaths[index] == MAX_ATTEMPTS:
+                    raise first[index]
+            self._mend(failures)
+            new = sorted(failures)
+        return [found[index] for index in everyone]
 
     def reset(self) -> None:
         """Resets every environment."""
-        self._orders.pop("reset", None)
-        self._orders["reset"] = ()
         self._call("reset")
 
-    def begin(self) -> None:
-        """Starts a rollout in every worker."""
+    def begin(self, running: set[int]) -> None:
+        """Starts a rollout in every worker; the indexes of those in which something runs."""
+        self._running = running
         if isinstance(self.pool, WorkerPool) and self._mends:
             self._mend(self.pool.check())
             self.pool.ask("rollout")
@@ -116,9 +155,9 @@ class Crew:
         """
         if self._outcomes is None:
             self._outcomes = self._settled()
+            for index, outcome in self._outcomes.items():  # before some of them are replaced
+                self.members[index].clock = Clock(*outcome[1])
         self._mend(self._lost)
-        for index, outcome in self._outcomes.items():
-            self.members[index].clock = Clock(*outcome[1])
         return [self._outcomes.get(index) for index in range(self.pool.n_workers)]
 
     def _settled(self) -> dict[int, Any]:
@@ -126,7 +165,8 @@ class Crew:
             return dict(enumerate(self.pool.gather()))
         replies, failures = self.pool.settle()
         self._lost = dict(failures)
-        for index in failures.keys() - replies.keys():  # one that had replied before it died has lost nothing
+        # One that had replied before it died has lost nothing, nor one in which nothing ran.
+        for index in (failures.keys() - replies.keys()) & self._running:
             self.members[index].n_lost += 1
         return dict(replies)
 
@@ -152,13 +192,32 @@ class Crew:
             )
         ]
 
-    def _call(self, method: str) -> None:
+    def _asked(
+        self, method: str, arguments: tuple[Any, ...], only: list[int]
+    ) -> tuple[dict[int, Any], dict[int, BaseException]]:
+        """What some workers reply, and what became of those that did not."""
+        pool = self.pool
+        if not only:
+            return {}, {}
+        if not isinstance(pool, WorkerPool):
+            try:
+                return dict(enumerate(pool.call(method, *arguments))), {}
+            except Exception as error:
+                return {}, {0: error}
+        pool.ask(method, *arguments, only=only)
+        replies, failures = pool.settle()
+        pool.forget_outcomes()
+        return replies, failures
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        """Asks all workers, and has successors asked the same from now on."""
         if not (isinstance(self.pool, WorkerPool) and self._mends):
-            self.pool.call(method, *self._orders[method])
+            self.pool.call(method, *arguments)
             return
-        # A successor follows this order before it is one of the crew.
-        self._mend(self.pool.check())
-        self.pool.ask(method, *self._orders[method])
+        self._mend(self.pool.check())  # first: who takes the place of one of these is asked below
+        self._orders.pop(method, None)
+        self._orders[method] = arguments
+        self.pool.ask(method, *arguments)
         self._mend(dict(self.pool.settle()[1]))
 
     def _mend(self, failures: dict[int, BaseException]) -> None:
@@ -168,20 +227,21 @@ class Crew:
             Exception: the first failure, when there were too many, or that of a successor which never comes up.
         """
         pool = self.pool
-        first, n_attempts = failures, 0
+        first: dict[int, BaseException] = {}  # what became of the first successor
+        n_attempts = dict.fromkeys(range(pool.n_workers), 0)
         while failures and isinstance(pool, WorkerPool):
-            worker, error = min(failures.items())
-            self.n_restarts += len(failures)
-            if self._max_restarts is not None and self.n_restarts > self._max_restarts:
-                self.n_restarts -= len(failures)
+            _, error = min(failures.items())
+            if self._max_restarts is not None and self.n_restarts + len(failures) > self._max_restarts:
                 raise error
-            if n_attempts == MAX_ATTEMPTS:
-                raise first[worker]
+            for index, why in sorted(failures.items()):
+                if n_attempts[index]:
+                    first.setdefault(index, why)
+                if n_attempts[index] == MAX_ATTEMPTS:
+                    raise first[index]
+                n_attempts[index] += 1
             for index, why in failures.items():
                 logger.warning("worker %d is replaced: %r", index, why)
             failures = self._replace(pool, sorted(failures))
-            first = failures if n_attempts == 0 else {**failures, **first}
-            n_attempts += 1
         self._lost = {}
         if isinstance(pool, WorkerPool):
             pool.forget_outcomes()
@@ -204,7 +264,7 @@ class Crew:
                 failures |= {
                     index: SpecError(f"create_env: worker {index} has {replies[index][0]} environments now, "
                                      f"it had {self._n_envs}")
-                    for index in replies if replies[index][0] != self._n_envs
+                    for index in replies.keys() - failures.keys() if replies[index][0] != self._n_envs
                 }  # fmt: skip
         return dict(failures)
 

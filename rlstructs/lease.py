@@ -28,7 +28,10 @@ class Loan:
 
 
 class LeasedTensor(torch.Tensor):
-    """In debug mode, a view of leased memory, and each view of it; raises StateError once the lease is released."""
+    """In debug mode, a view of leased memory, and each view of it; raises StateError once the lease is released.
+
+    `torch.compile` and `torch.func` do not take it: clone it for them.
+    """
 
     _loan: Loan
 
@@ -41,20 +44,34 @@ class LeasedTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leased = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs or {})) if isinstance(leaf, cls)]
+        kwargs = kwargs or {}
+        leased = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
+        if not all(tensor._loan.is_open for tensor in leased):
+            raise StateError(RELEASED)
         with torch._C.DisableTorchFunctionSubclass():
-            loans = {tensor.untyped_storage().data_ptr(): tensor._loan for tensor in leased}
-            if not all(loan.is_open for loan in loans.values()):
-                raise StateError(RELEASED)
-            result = func(*args, **(kwargs or {}))
+            loans = {_storage(tensor): tensor._loan for tensor in leased}
+            loans.pop(0, None)  # of tensors without elements
+            result = func(*args, **kwargs)
             return torch.utils._pytree.tree_map_only(torch.Tensor, lambda made: cls._again(made, loans), result)
 
     @classmethod
     def _again(cls, made: torch.Tensor, loans: Mapping[int, Loan]) -> torch.Tensor:
-        if made.layout is not torch.strided:
-            return made
-        loan = loans.get(made.untyped_storage().data_ptr())
+        loan = loans.get(_storage(made))
         return made if loan is None or isinstance(made, cls) else cls.of(made, loan)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Where a tensor's memory begins; 0 if it has none that can be told."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse ones, and those of torch.func
+        return 0
 
 
 class Lease:
@@ -62,8 +79,9 @@ class Lease:
 
     Use it in a `with` block, or `release` it. Its tensors are on the CPU; what lies behind a row's
     length is of no meaning. After its end they hold whatever is written next: nothing of it may be
-    kept but what was cloned. In debug mode a tensor that is used then raises `StateError`, and an
-    array of numpy holds poison.
+    kept but what was cloned. A `backward` through them then raises, as torch says of what was modified in
+    place. In debug mode any use of such a tensor raises `StateError`; an array of numpy, or what another
+    library made of it, holds poison.
 
     Args:
         trajectories: whose steps are what `Slots.lend` gives.
@@ -79,13 +97,12 @@ class Lease:
         self, trajectories: Trajectories, n_running: int, give_back: Callable[[], None], *, is_guarded: bool = False
     ) -> None:
         steps, self.n_running = trajectories.trajectories, n_running
-        self._loan, self._give_back = Loan(), give_back
-        lent = steps._tensors
-        assert isinstance(lent, Lent)
-        self._views = lent.views.keys()
+        self._loan, self._give_back, self._is_entered = Loan(), give_back, False
+        assert isinstance(steps._tensors, Lent)
+        self._lent = steps._tensors
         if is_guarded:
-            guarded = {key: LeasedTensor.of(view, self._loan) for key, view in lent.views.items()}
-            steps = TemporalDictTensor.trusted(Lent(guarded, lent.copies), steps.lengths)
+            guarded = {key: LeasedTensor.of(view, self._loan) for key, view in self._lent.views.items()}
+            steps = TemporalDictTensor.trusted(self._lent.with_views(guarded), steps.lengths)
         self._trajectories: Trajectories | None = Trajectories(trajectories.info, steps)
 
     @property
@@ -112,19 +129,30 @@ class Lease:
         steps = self.trajectories.trajectories
         if key not in steps:
             raise missing_key("lease", key, steps)
-        return key in self._views
+        return key in self._lent.views
 
     def release(self) -> None:
         """Gives the memory back to the workers. Idempotent."""
-        if self._loan.is_open:
-            self._trajectories, self._loan.is_open = None, False
-            self._give_back()
+        if not self._loan.is_open:
+            return
+        self._trajectories, self._loan.is_open = None, False
+        self._lent.close(RELEASED)
+        give_back, self._give_back = self._give_back, _nothing
+        give_back()
 
     def __enter__(self) -> Lease:
+        self._is_entered = True
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
 
     def __iter__(self) -> Iterator[Any]:
+        if not self._is_entered:  # what it unpacks into would outlive it, and nobody would release it
+            self.release()
+            raise StateError("a lease is for a block: with batcher.lease() as (trajectories, n_running): ...")
         return iter((self.trajectories, self.n_running))
+
+
+def _nothing() -> None:
+    pass

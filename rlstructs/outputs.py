@@ -26,14 +26,18 @@ def check(out: Trajectories, info: Specs, steps: Specs, lead: tuple[int, int]) -
 
     Raises:
         TypeError: it is no `Trajectories`.
-        SpecError: its keys, dtypes or shapes are others, it is smaller, or not on the CPU.
+        SpecError: its keys, dtypes or shapes are others, it is smaller, not on the CPU, or cannot be written to.
     """
     if not isinstance(out, Trajectories):
         raise TypeError(f"get: out must be a Trajectories, got {type(out).__name__}")
+    places: dict[int, str] = {}
     for part, specs, axes in ((out.info, info, lead[:1]), (out.trajectories, steps, lead)):
         check_same_keys("get: out", specs, part.keys())
         for key, spec in specs.items():
             _check(key, part[key], spec, axes)
+            other = places.setdefault(part[key].data_ptr(), key) if part[key].numel() else key
+            if other != key:
+                raise SpecError(f"get: out {key!r} and {other!r} share memory")
 
 
 def _check(key: str, tensor: torch.Tensor, spec: TensorSpec, lead: tuple[int, ...]) -> None:
@@ -42,6 +46,10 @@ def _check(key: str, tensor: torch.Tensor, spec: TensorSpec, lead: tuple[int, ..
     if not is_large or tuple(tensor.shape[n:]) != tuple(shape) or tensor.dtype != dtype or tensor.device.type != "cpu":
         needed = f"{(*lead, *shape)} {str(dtype).removeprefix('torch.')}"
         raise SpecError(f"get: out {key!r} is {show(tensor)} on {tensor.device}, needed is {needed} or more on cpu")
+    if tensor.requires_grad or tensor.is_inference():
+        raise SpecError(f"get: out {key!r} must neither require a gradient nor be made in inference mode")
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise SpecError(f"get: out {key!r} is expanded: several of its elements share memory")
 
 
 def cut(out: Trajectories, n_rows: int, n_timesteps: int) -> Trajectories:

@@ -55,6 +55,11 @@ class RandomAgent(RL_Agent):
     def update(self, info: Any) -> None:
         """Nothing: it does not learn."""
 
+    def seed(self, seed: int) -> None:
+        """Draws anew from torch's global stream, which has been seeded."""
+        for draw in self._draws.values():
+            draw.forget()
+
 
 # Rows. A few calls draw any number of them, and in a loop with an environment each call finds cold caches:
 # drawing for every step anew took longer than all else that a rollout adds to its environments.
@@ -77,6 +82,10 @@ class _Ahead:
             self._batches = list(drawn.reshape(n_batches, n, *drawn.shape[1:]).unbind())
             self._n = n
         return self._batches.pop()
+
+    def forget(self) -> None:
+        """Drops what was drawn ahead."""
+        self._batches = []
 
 
 def _draw(leaf: Leaf) -> Callable[[int], torch.Tensor]:

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 import torch
 
-from rlstructs import weights
-from rlstructs.agent import EmptyHistory, RL_Agent
-from rlstructs.envs.vec_env import RowEnv, VecEnv, gives_rows, row_env
+from rlstructs.agent import RL_Agent
+from rlstructs.envs.vec_env import RowEnv
 from rlstructs.errors import SpecError
-from rlstructs.rows import Rows, TensorSpec, check_dtype, specs_of
-from rlstructs.seeding import PrivateStreams, seed_global_streams
-from rlstructs.settings import JobSettings
-from rlstructs.slots import Layout, Slots
+from rlstructs.rows import Rows
+from rlstructs.slots import Slots
+from rlstructs.structures.base import put_rows
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
-from workers.arena import SharedArena
-from workers.loop import close_job
-from workers.process import BARE
 
 
 @dataclass
@@ -92,12 +84,14 @@ def acquire(
     slots.write_observation(0, rows, progress.observation)
     with_history = agent.require_history()
     began = acted = 0.0
+    idle: list[tuple[int, np.ndarray]] = []
     for t in range(slots.layout.n_timesteps):
         if clock is not None:
             began = perf_counter()
         observation = slots.observation(t) if rows is None else slots.rows(t, rows).tensors()
         if device is not None:
             observation, state = observation.to(device), state.to(device)
+        before = state
         if with_history:
             output, state = agent(state, observation, info, history=_history(slots, rows, t, device))
         else:
@@ -109,8 +103,16 @@ def acquire(
         step = env.step_rows(output)
         if clock is not None:
             clock.environment += perf_counter() - acted
-            clock.steps += slots.n if rows is None else rows.size
+            clock.steps += (slots.n if rows is None else rows.size) - step.idle.size
         slots.write_observation(t + 1, rows, step.after)
+        if step.idle.size:
+            if with_history:
+                raise SpecError(
+                    "agent: its history would hold steps that were none; an environment that resets in a step of its "
+                    "own (autoreset NEXT_STEP) is for agents that do not require it"
+                )
+            idle.append((t, step.idle if rows is None else rows[step.idle]))
+            state = _with_rows(state, before, step.idle)
         if step.fresh is not None:
             ended = step.reset if rows is None else rows[step.reset]
             slots.write_reset(t, ended, step.after.take(step.reset), step.fresh)
@@ -126,7 +128,20 @@ def acquire(
     left = np.arange(slots.n) if rows is None else rows
     slots.check_state(state, left.size)
     # The agent may have given back views of what the next rollout overwrites.
-    return Progress(slots.rows(t + 1, left), left, state.clone())
+    progress = Progress(slots.rows(t + 1, left), left, state.clone())
+    if idle:
+        slots.drop(idle)
+    return progress
+
+
+def _with_rows(state: DictTensor, other: DictTensor, rows: np.ndarray) -> DictTensor:
+    """A state with some rows of another."""
+    if state.empty():
+        return state
+    index, made = torch.from_numpy(rows), state.clone()
+    for key, tensor in made.items():
+        put_rows(tensor, index.to(tensor.device), other[key].to(tensor.device)[index.to(tensor.device)])
+    return made
 
 
 def _history(slots: Slots, rows: np.ndarray | None, t: int, device: torch.device | None) -> TemporalDictTensor:
@@ -134,165 +149,3 @@ def _history(slots: Slots, rows: np.ndarray | None, t: int, device: torch.device
     slots.lengths[... if rows is None else rows] = t
     history = TemporalDictTensor(slots.read(rows, t), torch.full((n,), t, dtype=torch.int64))
     return history if device is None else history.to(device)
-
-
-@dataclass(frozen=True)
-class Specs:
-    """What one worker's slots have to hold, found by a first step with nothing recorded."""
-
-    observation: dict[str, TensorSpec]
-    action: dict[str, TensorSpec]
-    state: dict[str, TensorSpec]
-
-
-@dataclass
-class RolloutJob:
-    """What runs in a worker: environments, an agent, and where they are.
-
-    Args:
-        index: of the worker.
-        arena: where the slots will be.
-        weights_arena: where `update` finds tensors.
-        settings: how to make environments and agent.
-        is_first: whether nobody knows the specs yet.
-    """
-
-    index: int
-    arena: SharedArena
-    weights_arena: SharedArena
-    settings: JobSettings
-    is_first: bool = True
-    specs: Specs | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        torch.set_num_threads(1)
-        settings = self.settings
-        self._agent_seed = None if settings.agent_seeds is None else int(settings.agent_seeds[self.index])
-        seed_global_streams(settings.seeds[self.index], self._agent_seed)
-        env = self._make_env()
-        if self.index == 0 and self.is_first:
-            self.specs, used = self._probe(env)
-            env = self._make_env() if used else env
-        self._env = row_env(env)
-        self._agent = settings.create_agent(**settings.agent_args)
-        if self._agent_seed is not None:
-            self._agent.seed(self._agent_seed)
-        self._slots: Slots | None = None
-        self._progress: Progress | None = None
-        self._clock = Clock()
-
-    def describe(self) -> tuple[int, Specs | None]:
-        """The number of environments, and, of worker 0, the specs."""
-        return self._env.n_envs(), self.specs
-
-    def attach(self, layout: Layout) -> None:
-        """Maps this worker's block of slots."""
-        n = self._env.n_envs()
-        self._slots = Slots(layout, self.arena.map(), self.index * n, n)
-
-    def reset(self) -> None:
-        """Starts an episode in every environment, by the `env_info/` rows of the slots."""
-        assert self._slots is not None
-        observation = self._env.reset_rows(self._slots.info("env_info/").clone())
-        self._progress = Progress(observation, np.arange(self._slots.n))
-
-    def rollout(self) -> tuple[list[int] | None, tuple[Any, ...]]:
-        """Fills the slots of all environments that run.
-
-        Returns:
-            Which environments still run (None: all of this worker), and the fields of its `Clock`.
-        """
-        slots, progress = self._slots, self._progress
-        assert slots is not None and progress is not None
-        if not progress.running.size:
-            return [], self._clock.fields()
-        began = perf_counter()
-        info = slots.info("agent_info/").clone()
-        clock = None if BARE in os.environ else self._clock
-        progress = acquire(self._env, self._agent, slots, progress, info, self.settings.device, clock)
-        self._progress = progress
-        self._clock.busy += perf_counter() - began
-        return None if progress.running.size == slots.n else progress.running.tolist(), self._clock.fields()
-
-    def update(self, packed: bytes) -> None:
-        """Hands the agent what `weights.pack` packed."""
-        self._agent.update(weights.unpack(packed, self.weights_arena))
-
-    def close(self) -> None:
-        """Closes agent and environments, both whatever the other raises."""
-        try:
-            self._agent.close()
-        finally:
-            self._env.close()
-
-    def _make_env(self) -> VecEnv:
-        settings = self.settings
-        env = settings.create_env(**settings.env_args, seed=settings.seeds[self.index])
-        for method in ("n_envs", "reset", "step", "close"):
-            if not callable(getattr(env, method, None)):
-                raise TypeError(f"create_env must return a VecEnv, got {type(env).__name__} without {method}()")
-        n = env.n_envs()
-        if not isinstance(n, (int, np.integer)) or n < 1:
-            raise SpecError(f"create_env: n_envs() must be an int of at least 1, got {n!r}")
-        return env
-
-    def _probe(self, env: VecEnv) -> tuple[Specs, bool]:
-        """Finds the specs with an agent of its own; also whether the environment was reset for it."""
-        settings, n = self.settings, env.n_envs()
-        with PrivateStreams()(), torch.no_grad():
-            used = not (gives_rows(env) and hasattr(env, "example"))
-            if used:
-                with contextlib.closing(env):
-                    observation = row_env(env).reset_rows(repeated(settings.env_info, n)).tensors()
-            else:
-                observation = env.example().tensors()  # type: ignore[attr-defined]
-            seen = observation.clone().to(settings.device or "cpu")  # the agent may `set` keys in it
-            agent = settings.create_agent(**settings.agent_args)
-            try:
-                output, state = first_step(agent, seen, repeated(settings.agent_info, n), n)
-            finally:
-                close_job(agent)
-        return Specs(specs_of(observation), specs_of(output), specs_of(state)), used
-
-
-def first_step(agent: RL_Agent, observation: DictTensor, info: DictTensor, n: int) -> tuple[DictTensor, DictTensor]:
-    """What an agent puts out in its very first step, and its initial state; checks both."""
-    state = checked("agent: initial_state", agent.initial_state(info, n), n)
-    if agent.require_history():
-        output, following = agent(state, observation, info, history=EmptyHistory.of(observation))
-    else:
-        output, following = agent(state, observation, info)
-    checked("agent: its output", output, n)
-    checked("agent: its next state", following, n)
-    if state.specs() != following.specs():
-        raise SpecError(f"agent: its next state is {following!r}, its initial one {state!r}")
-    return output, state
-
-
-def checked(what: str, value: Any, n: int) -> DictTensor:
-    """Raises unless `value` is a DictTensor of `n` rows, or an empty one."""
-    if not isinstance(value, DictTensor):
-        raise TypeError(f"{what} must be a DictTensor, got {type(value).__name__}")
-    for key, tensor in value.items():
-        if tensor.ndim == 0 or tensor.shape[0] != n:
-            raise SpecError(f"{what}: {key!r} has shape {tuple(tensor.shape)}, expected ({n}, ...)")
-        check_dtype(what, key, tensor.dtype)
-    return value
-
-
-def repeated(example: DictTensor, n: int) -> DictTensor:
-    """Row 0 of an example, n times."""
-    if example.empty():
-        return example
-    return example.index(torch.zeros(n, dtype=torch.int64))
-
-
-@dataclass(frozen=True)
-class JobFactory:
-    """Makes the job of one worker; this is what is pickled."""
-
-    settings: JobSettings
-    is_first: bool = True
-
-    def __call__(self, index: int, arena: SharedArena, weights_arena: SharedArena) -> RolloutJob:
-        return RolloutJob(index, arena, weights_arena, self.settings, self.is_first)

@@ -123,10 +123,16 @@ def _derived(root: int, *key: int) -> int:
 
 
 def _states() -> tuple[Any, ...]:
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
 
 
 def _restore(states: tuple[Any, ...]) -> None:
     random.setstate(states[0])
     np.random.set_state(states[1])
+    seed = torch.initial_seed()
     torch.set_rng_state(states[2])
+    if states[3] is not None:
+        torch.cuda.set_rng_state_all(states[3])
+    elif torch.initial_seed() != seed:  # meanwhile all was seeded, with what GPUs would have begun with
+        torch.cuda.manual_seed_all(torch.initial_seed())

@@ -76,19 +76,23 @@ def info_example(name: str, info: DictTensor | None) -> DictTensor:
     return info.slice(0, 1).to("cpu").clone()
 
 
-def seeds_of(seeds: int | Sequence[int], n_workers: int) -> list[int]:
+def seeds_of(seeds: int | Sequence[int], n_workers: int, name: str = "seeds") -> list[int]:
     """A seed for each worker: those given, or streams derived from one int.
 
     Raises:
+        TypeError: it is neither an int nor a sequence of them.
         SpecError: not as many as there are workers, or one below 0.
     """
     if isinstance(seeds, (int, np.integer)):
         if seeds < 0:
-            raise SpecError(f"seeds: must not be negative, got {seeds}")
+            raise SpecError(f"{name}: must not be negative, got {seeds}")
         return [EnvSeed(int(seeds), worker) for worker in range(n_workers)]
-    found = [int(seed) for seed in seeds]
+    try:
+        found = [int(seed) for seed in seeds]
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name}: needs an int, or one for each of {n_workers} processes, got {seeds!r}") from error
     if len(found) != n_workers or min(found, default=0) < 0:
-        raise SpecError(f"seeds: needs {n_workers} seeds of at least 0, one for each process, got {found}")
+        raise SpecError(f"{name}: needs {n_workers} seeds of at least 0, one for each process, got {found}")
     return found
 
 

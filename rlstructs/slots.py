@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from mmap import mmap
 from typing import Any
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from rlstructs.debug import poison
-from rlstructs.errors import MissingKeyError, SpecError
+from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.rows import Packing, Rows, TensorSpec, as_array, numpy_specs
 from rlstructs.structures.base import show
 from rlstructs.structures.dict_tensor import DictTensor
@@ -148,11 +148,32 @@ class Lent(Mapping[str, torch.Tensor]):
             found = self.copies[key] = found()
         return found
 
+    def __contains__(self, key: object) -> bool:
+        return key in self.views or key in self.copies
+
     def __iter__(self) -> Iterator[str]:
         return itertools.chain(self.views, self.copies)
 
     def __len__(self) -> int:
         return len(self.views) + len(self.copies)
+
+    def with_views(self, views: Mapping[str, torch.Tensor]) -> Lent:
+        """The same with others in the place of its views, and the same copies."""
+        other = Lent(views, {})
+        other.copies = self.copies
+        return other
+
+    def close(self, why: str) -> None:
+        """The slots will be written again: what was not copied can no longer be, and autograd hears of it."""
+        for view in self.views.values():
+            torch.autograd.graph.increment_version(view)
+        for key, copy in self.copies.items():
+            if not isinstance(copy, torch.Tensor):
+                self.copies[key] = functools.partial(_refuse, why)
+
+
+def _refuse(why: str) -> torch.Tensor:
+    raise StateError(why)
 
 
 class Slots:
@@ -245,6 +266,42 @@ class Slots:
             self._final[name][at, t] = finals.blocks[name]
             block[at, t + 1] = fresh.blocks[name]
 
+    def drop(self, idle: list[tuple[int, np.ndarray]]) -> None:
+        """Leaves out steps that were none, when the rollout is over; what came after them moves up.
+
+        Args:
+            idle: timesteps, and for each the rows (k,) in which an environment only started an episode. What was
+                seen before such a step is the final observation of the episode before.
+        """
+        n_timesteps = self.layout.n_timesteps
+        times = np.repeat([t for t, _ in idle], [rows.size for _, rows in idle])
+        rows = np.concatenate([rows for _, rows in idle])
+        kept = np.zeros((self.n, n_timesteps + 1), bool)
+        kept[:, :-1] = np.arange(n_timesteps) < self.lengths[:, None]
+        kept[rows, times] = self._reset[rows, times] = False
+        rows, times = rows[times > 0], times[times > 0]
+        self._reset[rows, times - 1] = True
+        for name, block in self._observation.items():
+            self._final[name][rows, times - 1] = block[rows, times]
+        self._move_finals(kept)
+        _move(self._action_arrays.values(), kept[:, :-1])
+        self.lengths[:] = kept.sum(axis=1)
+        # What followed the last step goes with it.
+        some = np.flatnonzero(self.lengths)
+        last = n_timesteps - 1 - kept[some, -2::-1].argmax(axis=1)
+        kept[some, last + 1] = True
+        _move(self._observation.values(), kept)
+
+    def _move_finals(self, kept: np.ndarray) -> None:
+        """Has final observations follow their steps, which move as `_move` has them."""
+        at, times = np.nonzero(self._reset)
+        finals = {name: block[at, times] for name, block in self._final.items()}
+        self._reset[...] = False
+        times = times - (~kept).cumsum(axis=1, dtype=np.int32)[at, times]
+        self._reset[at, times] = True
+        for name, block in self._final.items():
+            block[at, times] = finals[name]
+
     def write_action(self, t: int, rows: np.ndarray | None, output: DictTensor) -> None:
         """Writes the agent's output at t, for these rows (None: all).
 
@@ -283,8 +340,9 @@ class Slots:
         """Nobody reads these slots any more until they are written again: poisons them, if it is to."""
         if not self._poisons:
             return
-        for block in (*self._observation.values(), *self._action_arrays.values()):
-            _poison(block)
+        for name, (array, start) in self._sources.items():
+            if not start:  # what follows is what is seen next
+                array[...] = self._nothing(name)
 
     def read(
         self, rows: np.ndarray | None, n_timesteps: int, out: Mapping[str, torch.Tensor] | None = None
@@ -308,6 +366,7 @@ class Slots:
             # numpy, not torch: the threads of a parallel copy would spin on the workers' cores for
             # milliseconds after it, just when the next rollout begins.
             if out is not None:
+                torch.autograd.graph.increment_version(out[name])
                 taken = _raw(out[name])
                 taken[...] = steps if rows is None else steps[rows]
             else:
@@ -391,15 +450,20 @@ def check_output(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, tuple
         raise SpecError(f"agent: output {sorted(unknown)} was not in its first step")
 
 
-def _poison(block: np.ndarray) -> None:
-    if block.dtype.names is None and block.dtype.kind != "V":
-        block[...] = poison(block.dtype)
-        return
-    block.view(np.uint8)[...] = 0xFF  # a record: NaN in its floats, -1 in its integers
-
-
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _move(arrays: Iterable[np.ndarray], kept: np.ndarray) -> None:
+    """Moves the kept entries (n, T) of arrays (n, T, ...) to the beginning of their rows."""
+    front = np.arange(kept.shape[1]) < kept.sum(axis=1)[:, None]
+    for array in arrays:
+        # As opaque bytes, one for each entry: then numpy copies whole runs of them.
+        if array.size:
+            entries = array.view()
+            entries.shape = (*kept.shape, -1)
+            entries = entries.view(f"V{int(entries.shape[2]) * entries.itemsize}")[..., 0]
+            entries[front] = entries[kept]
 
 
 def _raw(tensor: torch.Tensor) -> np.ndarray:

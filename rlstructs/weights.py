@@ -14,6 +14,7 @@ import cloudpickle
 import torch
 
 from workers.arena import SharedArena
+from workers.start import uninterrupted
 
 # Bytes: every tensor starts at a multiple of this.
 ALIGNMENT = 64
@@ -68,11 +69,13 @@ def pack(info: Any, arena: SharedArena) -> bytes:
     file = io.BytesIO()
     packer = _Packer(file)
     packer.dump(info)
+    # On the host first: what fails, fails before anything is written.
+    tensors = [(offset, tensor.detach().cpu()) for offset, tensor in packer.tensors if tensor.numel()]
     if packer.nbytes:
         arena.resize(packer.nbytes)
-    for offset, tensor in packer.tensors:
-        if tensor.numel():
-            _view(arena, offset, tensor).copy_(tensor.detach())
+    with uninterrupted():  # successors of workers read what is there
+        for offset, tensor in tensors:
+            _view(arena, offset, tensor).copy_(tensor)
     return file.getvalue()
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import psutil
+
+# What the library calls shared memory where it needs a name for a moment.
+PREFIX = "rls"
 
 
 def worker_pids():
@@ -20,3 +25,20 @@ def worker_pids():
 def exists(pid):
     """Whether a process has not ended."""
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def named_memory(*pids):
+    """Shared memory with a name that these processes have mapped or open, and all that has a name of ours.
+
+    Not all that there is: other programs have theirs.
+    """
+    found = {name for name in os.listdir("/dev/shm") if name.startswith(PREFIX)}
+    for pid in pids:
+        with open(f"/proc/{pid}/maps") as lines:
+            found |= {line.split(maxsplit=5)[-1].strip() for line in lines}
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            try:
+                found.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
+            except FileNotFoundError:  # that of the listing itself
+                continue
+    return {name for name in found if name.startswith(("/dev/shm/", PREFIX)) and not name.endswith("(deleted)")}

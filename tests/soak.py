@@ -28,7 +28,7 @@ import gymnasium
 import numpy as np
 import psutil
 import torch
-from processes import worker_pids
+from processes import named_memory, worker_pids
 
 from rlstructs import GymEnvInf, RandomAgent, RL_Batcher
 from rlstructs.memories.torch import RandomMemory
@@ -93,6 +93,8 @@ class Soak:
     n_workers: int
     n_envs: int
     n_timesteps: int
+    timeout: float = TIMEOUT
+    patience: float = PATIENCE
     transitions: int = 0
     drawn: int = 0
     lost: int = 0
@@ -103,7 +105,7 @@ class Soak:
         arguments = {"env_id": self.env_id}
         self.batcher = RL_Batcher(
             self.n_timesteps, create_agent, arguments, create_env, {**arguments, "n_envs": self.n_envs},
-            self.n_workers, 0, timeout=TIMEOUT, on_worker_failure="restart",
+            self.n_workers, 0, timeout=self.timeout, on_worker_failure="restart",
         )  # fmt: skip
         self.batcher.reset()
         self.memory = RandomMemory(memory_size=2000, num_envs=self.n_workers * self.n_envs, seed=0)
@@ -115,7 +117,7 @@ class Soak:
         started = time.monotonic()
         trajectories, _ = self.batcher.get()
         self.slowest = max(self.slowest, time.monotonic() - started)
-        assert self.slowest < TIMEOUT + PATIENCE, f"{self.env_id}: {self.slowest:.1f} s for a rollout"
+        assert self.slowest < self.timeout + self.patience, f"{self.env_id}: {self.slowest:.1f} s for a rollout"
         self._verify(trajectories)
         self.memory.add_trajectories(trajectories)
         for rows in self.memory.sample(NAMES, batch_size=64)[0]:
@@ -165,10 +167,10 @@ def harm(rng, workers):
     return how.name
 
 
-def soak(minutes):
-    Soak("CartPole-v1", 1, 1, 1).close()  # what the fork server takes is taken once
+def soak(minutes, *limits):
+    Soak("CartPole-v1", 1, 1, 1, None).close()  # what the fork server takes is taken once
     rng, before = random.Random(0), held()
-    soaks = [Soak("CartPole-v1", 2, 8, 64), Soak("HalfCheetah-v5", 2, 2, 32)]
+    soaks = [Soak("CartPole-v1", 2, 8, 64, *limits), Soak("HalfCheetah-v5", 2, 2, 32, *limits)]
     end, next_harm, sizes, counts = time.monotonic() + 60 * minutes, 0.0, [], {}
     while (now := time.monotonic()) < end:
         victim = None
@@ -196,8 +198,7 @@ def held():
     """What this process has: workers, descriptors, mappings of shared memory, and such memory with a name."""
     gc.collect()  # nothing of ours waits for it, but of libraries something may
     shared = [entry.path for entry in psutil.Process().memory_maps(grouped=False) if "memfd:" in entry.path]
-    named = sorted(name for name in os.listdir("/dev/shm") if name.startswith("rlstructs"))
-    return worker_pids(), len(os.listdir("/proc/self/fd")), shared, named
+    return worker_pids(), len(os.listdir("/proc/self/fd")), shared, named_memory(os.getpid())
 
 
 EVENTS = {
@@ -267,7 +268,9 @@ def runs(process):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=15)
+    parser.add_argument("--timeout", type=float, default=TIMEOUT)
+    parser.add_argument("--patience", type=float, default=PATIENCE, help="seconds for successors to start")
     parser.add_argument("--table", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    table() if arguments.table else soak(arguments.minutes)
+    table() if arguments.table else soak(arguments.minutes, arguments.timeout, arguments.patience)

@@ -54,6 +54,17 @@ def test_slots_are_poisoned_before_they_are_written_again(debugged):
         assert second.trajectories["observation/frame"][:, :, 1].tolist() == [[3, 4, 5]] * 2
 
 
+def test_poison_is_of_each_keys_own_dtype(debugged):
+    with count_batcher([[9], [9]], 3, autoreset=True, **debugged) as batcher:
+        batcher.reset()
+        rollout(batcher)
+        batcher._slots.release()
+        for name, tensor in batcher._slots.read(None, 3).items():
+            wanted = poison(tensor[:0].numpy().dtype)
+            same = tensor.isnan() if wanted != wanted else tensor == wanted
+            assert same.all(), name
+
+
 def test_it_is_off_unless_asked_for(monkeypatch):
     monkeypatch.delenv("RLSTRUCTS_DEBUG", raising=False)
     assert not is_on() and is_on(True)

@@ -14,7 +14,7 @@ import time
 import psutil
 import pytest
 from helpers import Count, Counting, count_batcher, create_gym, rollout
-from processes import exists, worker_pids
+from processes import exists, named_memory, worker_pids
 
 from rlstructs import (
     GymEnvInf,
@@ -121,10 +121,10 @@ def test_what_an_environment_raises_arrives_as_it_is(where, start_method):  # CV
 
 @pytest.mark.parametrize("where", ["call", "update", "close"])
 def test_what_an_agent_raises_arrives_as_it_is(where, start_method):
-    with Deadline(), pytest.raises(SimulatorError, match=f"lost in {where}") as caught, RL_Batcher(
+    with pytest.raises(SimulatorError, match=f"lost in {where}") as caught, RL_Batcher(
         10, FailingAgent, {"where": where}, create_gym, {"env_id": "CartPole-v1", "n_envs": 1}, 2, 0,
         start_method=start_method,
-    ) as batcher:  # fmt: skip
+    ) as batcher, Deadline():  # fmt: skip - a start may take longer
         batcher.reset()
         if where == "update":
             batcher.update(None)
@@ -512,7 +512,6 @@ while True:
 @pytest.mark.parametrize("forked", [False, True])
 @pytest.mark.parametrize("long_step", [False, True, "in C"])
 def test_when_the_main_process_is_killed_no_worker_stays(method, long_step, forked, subprocess_env):  # CV79
-    shared = set(os.listdir("/dev/shm"))
     text = f"LONG_STEP, FORKED, METHOD = {long_step!r}, {forked}, {method!r}\n{PROGRAM}"
     program = subprocess.Popen([sys.executable, "-W", "ignore", "-c", text], stdout=subprocess.PIPE, env=subprocess_env)
     assert program.stdout is not None
@@ -522,17 +521,60 @@ def test_when_the_main_process_is_killed_no_worker_stays(method, long_step, fork
     fork = [process for process in family if process.pid not in workers and f"{process.pid}\n".encode() in lines]
     others = [process for process in family if process not in fork]
     assert {process.pid for process in others} >= set(workers)
+    assert not named_memory(program.pid, *workers)
     program.kill()
     program.wait()
     try:
         deadline = time.monotonic() + 1.0
         while left := [process for process in others if runs(process)]:
             assert time.monotonic() < deadline, left
-        assert set(os.listdir("/dev/shm")) <= shared
+        assert not named_memory()
     finally:
         for process in fork:
             process.kill()
         program.stdout.close()
+
+
+def test_a_forked_copy_that_leaves_the_block_ends_nobody():
+    with count_batcher([[99], [99]], 5, autoreset=True) as batcher:
+        batcher.reset()
+        batcher.execute()
+        pid = os.fork()
+        if not pid:
+            try:
+                batcher.close()
+            finally:
+                os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        assert batcher.get()[1] == 2
+        assert rollout(batcher)[1] == 2
+
+
+def test_an_interrupted_close_leaves_no_worker(subprocess_env):
+    text = textwrap.dedent("""
+        import os, signal, threading
+        from helpers import Count, Counting
+        from processes import exists
+        from rlstructs import GymEnvInf, RL_Batcher
+
+        class Slow(Count):
+            def close(self):
+                os.kill(trainer, signal.SIGINT)
+                signal.pause()
+
+        trainer = os.getpid()
+        batcher = RL_Batcher(5, Counting, {}, lambda seed: GymEnvInf([Slow(5)], seed), {}, 2, 0)
+        batcher.reset()
+        pids = batcher._pool.pids
+        try:
+            batcher.close()
+        except KeyboardInterrupt:
+            print("interrupted")
+        batcher.close()
+        print([exists(pid) for pid in pids])
+    """)
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, env=subprocess_env, timeout=60, text=True)
+    assert done.stdout == "interrupted\n[False, False]\n", done.stderr
 
 
 @pytest.mark.parametrize("ending", ["pass", "raise KeyError('of the trainer')", "sys.exit(4)", "del batcher"])
@@ -625,9 +667,9 @@ def runs(process):
 
 
 def held():
-    """Processes, file descriptors, maps and shared memory of this program now."""
+    """Processes, file descriptors and shared memory of this program now."""
     me = psutil.Process()
-    return len(me.children(recursive=True)), me.num_fds(), len(os.listdir("/dev/shm"))
+    return len(me.children(recursive=True)), me.num_fds(), named_memory(me.pid)
 
 
 def test_creating_and_closing_leaves_nothing_behind():

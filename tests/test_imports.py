@@ -50,6 +50,8 @@ ROWS = {
     "rlstructs.random_agent": 4,
     "rlstructs.testing": 4,
     "rlstructs.rollout": 5,
+    "rlstructs.evaluation": 5.1,
+    "rlstructs.job": 5.2,
     "rlstructs.crew": 5.5,
     "rlstructs.batcher": 6,
     "rlstructs.cli": 7,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import pickle
 from functools import partial
@@ -184,6 +185,54 @@ def test_a_batcher_may_be_closed_while_a_rollout_is_leased(order):
         batcher.execute()
 
 
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize(
+    "loss", [lambda x, w: (x * w).sum(), lambda x, w: (x[0, 1:] * w).sum()], ids=["whole", "slice"]
+)
+def test_a_backward_after_the_release_raises_and_is_not_wrong(debug, loss):
+    with count_batcher([[99], [99]], 3, autoreset=True, debug=debug) as batcher:
+        batcher.reset()
+        batcher.execute()
+        weight = torch.ones(2, requires_grad=True)
+        with batcher.lease() as (trajectories, _):
+            frames = trajectories.trajectories["observation/frame"]
+            loss(frames, weight).backward()  # in the block all is well
+            late = loss(frames, weight)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation|the lease has been released"):
+            late.backward()
+        rollout(batcher)
+        batcher.execute()
+        kept, _ = batcher.get()
+        late = loss(kept.trajectories["observation/frame"], weight)
+        batcher.execute()
+        batcher.get(out=kept)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            late.backward()
+
+
+def test_a_copy_that_was_not_made_before_the_release_is_not_made_after_it():
+    with count_batcher([[2], [3]], 4, autoreset=True) as batcher:
+        batcher.reset()
+        batcher.execute()
+        with batcher.lease() as lease:
+            steps = lease.trajectories.trajectories
+            assert not lease.is_view("_observation/frame") and not lease.is_view("_observation/reward")
+            made = steps["_observation/reward"]
+            kept = made.clone()
+        assert torch.equal(steps["_observation/reward"], kept)  # a copy is a copy
+        with pytest.raises(StateError, match="^the lease has been released"):
+            steps["_observation/frame"]
+
+
+def test_a_lease_is_for_a_block():
+    with count_batcher([[99]], 3, autoreset=True) as batcher:
+        batcher.reset()
+        batcher.execute()
+        with pytest.raises(StateError, match=r"^a lease is for a block: with batcher.lease\(\) as"):
+            _trajectories, _n_running = batcher.lease()
+        assert rollout(batcher)[1] == 1
+
+
 # --- debug mode ---------------------------------------------------------------------------------------
 
 
@@ -221,6 +270,37 @@ def test_a_leased_tensor_and_views_of_it_raise_when_used_after_the_release(lease
     ):  # fmt: skip
         with pytest.raises(StateError, match="^the lease has been released"):
             use()
+
+
+def test_a_released_tensor_is_told_from_one_of_the_present_lease():
+    with count_batcher([[99], [99]], 3, autoreset=True, debug=True) as batcher:
+        batcher.reset()
+        batcher.execute()
+        with batcher.lease() as (trajectories, _):
+            old = trajectories.trajectories["observation/frame"]
+        batcher.execute()
+        with batcher.lease() as (trajectories, _):
+            new = trajectories.trajectories["observation/frame"]
+            for use in (lambda: torch.cat([old, new]), lambda: torch.cat([new, old]), lambda: old - new):
+                with pytest.raises(StateError, match="^the lease has been released"):
+                    use()
+            assert torch.cat([new, new]).shape == (4, 3, 2)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save", "clone"])
+def test_copies_of_leased_tensors_are_plain_and_private(leased, how, tmp_path):
+    frames = leased.trajectories.trajectories["observation/frame"]
+    if how == "torch.save":
+        torch.save(frames, tmp_path / "frames.pt")
+    made = {
+        "deepcopy": lambda: copy.deepcopy(leased.trajectories).trajectories["observation/frame"],
+        "pickle": lambda: pickle.loads(pickle.dumps(leased.trajectories)).trajectories["observation/frame"],
+        "torch.save": lambda: torch.load(tmp_path / "frames.pt", weights_only=True),
+        "clone": lambda: leased.trajectories.clone().trajectories["observation/frame"],
+    }[how]()
+    wanted = frames.tolist()
+    leased.release()
+    assert type(made) is torch.Tensor and made.tolist() == wanted
 
 
 def test_what_was_computed_from_a_leased_tensor_is_no_longer_leased(leased):

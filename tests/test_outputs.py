@@ -67,6 +67,9 @@ def test_what_does_not_fit_is_refused_and_the_rollout_can_still_be_had():
              r"^get: out 'observation/frame' is \(4, 3, 2\) float64 on cpu, needed is \(4, 3, 2\) float32 or more "),
             (changed(out, frames, torch.zeros(4, 3, 1)), SpecError, r"'observation/frame' is \(4, 3, 1\) float32"),
             (changed(out, frames, torch.zeros(4, 3)), SpecError, r"'observation/frame' is \(4, 3\) float32"),
+            (changed(out, frames, torch.zeros(1, 1, 2).expand(4, 3, 2)), SpecError, "'observation/frame' is expanded"),
+            (changed(out, frames, out.trajectories["_observation/frame"]), SpecError, "share memory$"),
+            (changed(out, frames, torch.zeros(4, 3, 2, requires_grad=True)), SpecError, "must neither require a grad"),
             (out.slice(0, 3), SpecError, r"is \(3,\) .*, needed is \(4,\) \w+ or more"),
             (Trajectories(out.info, out.trajectories.temporal_slice(0, 2)), SpecError, r"is \(4, 2"),
         ):  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import logging
@@ -9,6 +10,7 @@ import os
 import random
 import select
 import signal
+import tempfile
 import time
 from pathlib import Path
 
@@ -19,8 +21,9 @@ import torch
 from helpers import Count, Counting, count_batcher, rollout
 from processes import worker_pids
 
-from rlstructs import GymEnv, GymEnvInf, RL_Batcher, SpecError, WorkerCrashed, WorkerTimeout
+from rlstructs import GymEnv, GymEnvInf, OutOfMemoryError, RL_Batcher, SpecError, WorkerCrashed, WorkerTimeout
 from rlstructs.seeding import EnvSeed, next_seed
+from rlstructs.testing import Fault, create_faulty_envs
 
 LIMIT = 10.0
 
@@ -92,6 +95,14 @@ def kill(pid):
     poll.register(pidfd, select.POLLIN)
     assert poll.poll(LIMIT * 1000)
     os.close(pidfd)
+
+
+def wait_until(happened):
+    """Waits for what another process does, and for `LIMIT` seconds at most."""
+    deadline = time.monotonic() + LIMIT
+    while not happened():
+        assert time.monotonic() < deadline
+        os.sched_yield()
 
 
 @pytest.mark.parametrize(
@@ -269,6 +280,158 @@ def test_one_that_never_comes_up_ends_the_batcher_with_the_first_error(how):
         made.reset()
         rollout(made)
     assert worker_pids() == before and time.monotonic() - started < LIMIT
+
+
+@pytest.mark.parametrize("where", ["init", "reset"])
+@pytest.mark.parametrize("updated", [False, True])
+def test_a_successor_that_hangs_is_replaced_too(where, updated):
+    faults = [Fault("hang", at=where, worker=0, generations=[1])]
+    with RL_Batcher(
+        4, Counting, {}, create_faulty_envs, {"n_envs": 2, "faults": faults}, 2, 0, on_worker_failure="restart"
+    ) as made:
+        made.reset()
+        if updated:
+            made.update(1.0)
+        made._pool.timeout = 2.0  # not before: a first start takes longer
+        kill(made.stats()["workers"][0]["pid"])
+        assert rollout(made)[0].lengths.tolist() == [4] * 4
+        assert [worker["restarts"] for worker in made.stats()["workers"]] == [2, 0]
+
+
+def test_a_successor_that_ends_between_two_orders_is_replaced_too(tmp_path):
+    class Ends(GymEnvInf):
+        def n_envs(self):
+            if (tmp_path / "ends").exists():
+                (tmp_path / "ends").unlink()
+                os._exit(3)
+            return super().n_envs()
+
+    with RL_Batcher(
+        4, Counting, {}, lambda seed: Ends([Count(9)], seed), {}, 2, 0, on_worker_failure="restart"
+    ) as made:
+        made.reset()
+        kill(made.stats()["workers"][0]["pid"])
+        (tmp_path / "ends").touch()
+        assert rollout(made)[0].lengths.tolist() == [4, 4]
+
+
+def test_two_workers_may_need_different_numbers_of_successors():
+    faults = [
+        Fault("exit", at="step", count=2, worker=0, generations=[0]),
+        Fault("raise", at="reset", worker=0, generations=[1, 2]),
+        Fault("exit", at="reset", worker=1, generations=[0, 1]),
+    ]
+    with RL_Batcher(
+        4, Counting, {}, create_faulty_envs, {"n_envs": 1, "faults": faults}, 2, 0, on_worker_failure="restart"
+    ) as made:
+        made.reset()
+        rollout(made)
+        stats = made.stats()
+        assert [worker["restarts"] for worker in stats["workers"]] == [3, 2] and stats["restarts"] == 5
+
+
+@pytest.mark.parametrize("noticed", ["before", "in"])
+def test_a_successor_gets_an_order_once(noticed):
+    class Counts(Counting):
+        def __init__(self):
+            super().__init__()
+            self.n_updates = 0.0
+
+        def update(self, info):
+            if noticed == "in":
+                with contextlib.suppress(FileExistsError):  # one of them makes it, and ends
+                    os.mkdir(mark)
+                    os._exit(3)
+            self.n_updates += 1
+            self.given = self.n_updates
+
+    with tempfile.TemporaryDirectory() as folder:
+        mark = os.path.join(folder, "ended")
+        with RL_Batcher(
+            3, Counts, {}, lambda seed: GymEnvInf([Count(100)], seed), {}, 2, 0, on_worker_failure="restart"
+        ) as made:
+            made.reset()
+            if noticed == "before":
+                kill(made.stats()["workers"][0]["pid"])
+            made.update("end")
+            trajectories, _ = rollout(made)
+            assert set(trajectories.trajectories["action/given"].flatten().tolist()) == {1.0}
+            assert made.stats()["restarts"] == 1
+
+
+def test_an_update_that_fails_is_not_what_successors_get():
+    class First(Counting):
+        def update(self, info):
+            self.given = float(info[0])
+
+    with RL_Batcher(
+        3, First, {}, lambda seed: GymEnvInf([Count(100)], seed), {}, 2, 0, on_worker_failure="restart"
+    ) as made:
+        made.reset()
+        made.update([torch.tensor(1.0), torch.tensor(1.0)])
+        with pytest.raises(NotImplementedError):
+            made.update([torch.tensor(666.0), torch.empty(1, device="meta")])
+        kill(made.stats()["workers"][0]["pid"])
+        trajectories, _ = rollout(made)
+        assert set(trajectories.trajectories["action/given"].flatten().tolist()) == {1.0}
+
+
+class Leaves(Count):
+    """Leaves a file where it is until it is closed."""
+
+    def __init__(self, folder, raises):
+        super().__init__(9)
+        self.file, self.raises = os.path.join(folder, f"{os.getpid()}-{id(self)}"), raises
+        open(self.file, "w").close()
+
+    def step(self, action):
+        if self.raises and self.steps == 2:
+            raise Broken("in a step")
+        return super().step(action)
+
+    def close(self):
+        os.remove(self.file)
+
+
+def test_the_environments_of_a_worker_that_raised_are_closed(tmp_path):
+    def create_env(seed):
+        return GymEnvInf([Leaves(tmp_path, seed.worker_index == 1)], seed)
+
+    with RL_Batcher(5, Counting, {}, create_env, {}, 2, 0, on_worker_failure="restart") as made:
+        made.reset()
+        for turn in range(3):
+            assert rollout(made)[0].lengths.tolist() == [5, 0]
+            assert len(os.listdir(tmp_path)) == 2, turn
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("what", ["agent", "memory"])
+def test_a_start_that_fails_closes_its_environments(what, tmp_path):
+    def create_agent():
+        if what == "agent":
+            raise Broken("no agent")
+        return Counting()
+
+    with pytest.raises(Broken if what == "agent" else OutOfMemoryError):
+        RL_Batcher(
+            10**12 if what == "memory" else 5, create_agent, {},
+            lambda seed: GymEnvInf([Leaves(tmp_path, False)], seed), {}, 2, 0,
+        )  # fmt: skip
+    wait_until(lambda: not os.listdir(tmp_path))  # the other worker may still be at it
+
+
+def test_nothing_is_lost_with_a_worker_in_which_nothing_ran():
+    def create_env(seed):
+        return GymEnv([Count(2 if seed.worker_index == 0 else 99)], seed)
+
+    with RL_Batcher(3, Counting, {}, create_env, {}, 2, 0, on_worker_failure="restart") as made:
+        made.reset()
+        assert rollout(made)[1] == 1
+        made.execute()
+        kill(made.stats()["workers"][0]["pid"])
+        trajectories, n_running = made.get()
+        assert trajectories.info["env_index"].tolist() == [1] and n_running == 2
+        assert made.stats()["lost_rollouts"] == 0 and made.stats()["restarts"] == 1
 
 
 def test_a_factory_that_fails_at_the_first_start_is_raised_at_once():

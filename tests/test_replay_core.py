@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay import expand
 from rlstructs.replay.backing import Heap, OnDisk, Shared
@@ -17,7 +18,7 @@ from rlstructs.replay.columns import Columns, Spec
 from rlstructs.replay.episodes import LENGTH, NEVER, TIME, Episodes
 from rlstructs.replay.ring import N_COUNTERS, Ring
 from rlstructs.replay.samplers import Epoch, Span, Uniform, draw_fitting
-from rlstructs.replay.selection import Selection, check_size
+from rlstructs.replay.selection import Selection
 from rlstructs.replay.storage import ALL, Storage
 
 ORDERS = ["lane", "slot"]
@@ -638,14 +639,14 @@ def test_sample_gives_up_on_a_ring_that_is_overwritten_faster_than_read():
 @pytest.mark.parametrize("value", [True, np.True_, 1.0, "1", None], ids=repr)
 def test_a_size_must_be_an_int(value):
     with pytest.raises(TypeError, match="^n must be an int"):
-        check_size("n", value)
+        check_count("n", value)
 
 
 @pytest.mark.parametrize("value", [0, -1, np.int64(0)])
 def test_a_size_must_be_at_least_one(value):
     with pytest.raises(SpecError, match="^n must be at least 1"):
-        check_size("n", value)
-    assert check_size("n", np.int32(3)) == 3
+        check_count("n", value)
+    assert check_count("n", np.int32(3)) == 3
 
 
 # Everything against plain lists

@@ -30,9 +30,11 @@ from rlstructs import (
     weights,
 )
 from rlstructs.envs.vec_env import row_env
-from rlstructs.rollout import JobSettings, Progress, RolloutJob, acquire
+from rlstructs.job import RolloutJob
+from rlstructs.rollout import Progress, acquire
 from rlstructs.rows import specs_of
 from rlstructs.seeding import PrivateStreams, seed_global_streams
+from rlstructs.settings import JobSettings
 from rlstructs.slots import Layout, Slots
 from workers import SharedArena
 

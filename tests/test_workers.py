@@ -12,7 +12,7 @@ import sys
 import time
 
 import pytest
-from processes import exists, worker_pids
+from processes import exists, named_memory, worker_pids
 
 from workers import (
     InlinePool,
@@ -287,6 +287,8 @@ def test_posts_are_answered_one_behind_another(method):
         answers = pool.answers()
         assert [data for index, data in answers if index == 1] == [b"1:a", b"1:", b"1:" + b"c" * 5000, b"1:\x80"]
         assert [data for index, data in answers if index == 0] == [b"0:b"] and len(answers) == 5
+        assert pool.answers() == answers
+        pool.forget_answers()
         pool.await_answer()  # nothing is asked
         assert pool.answers() == [] and [index for index, _ in pool.call("identify")] == [0, 1]
 
@@ -297,6 +299,7 @@ def test_the_first_answer_can_be_had_while_another_worker_is_busy():
         pool.post(1, b"a", label="answer")
         pool.await_answer(LIMIT)
         assert pool.answers() == [(1, b"1:a")] and pool.states == ["busy", "idle"]
+        pool.forget_answers()
         with pytest.raises(WorkerTimeout, match=r"no reply within 0.01 s to 'hang' from worker\(s\) 0 \(pid \d+\)$"):
             pool.await_answer(0.01)
         with pytest.raises(RuntimeError, match="worker 0 is still busy with 'hang'"):
@@ -312,6 +315,7 @@ def test_what_answering_raises_arrives_and_the_worker_lives():
         with pytest.raises(WorkerError, match=r"OwnError: code 7: odd \(raised in worker 0 during 'the label'\)"):
             pool.gather()
         assert pool.ready(LIMIT) and pool.answers() == [(0, b"0:a"), (0, b"0:b")]
+        pool.forget_answers()
         pool.post(0, b"text", label="answer")
         with pytest.raises(TypeError, match="bytes"):
             pool.await_answer()
@@ -396,12 +400,11 @@ def test_an_arena_survives_a_stranger_that_maps_it_and_goes():  # R38
 
 
 def test_an_arena_without_memfd_leaves_no_name_behind(monkeypatch):
-    before = set(os.listdir("/dev/shm"))
     monkeypatch.delattr(os, "memfd_create")
     block = SharedArena()
     block.resize(4096)
     block.map()[:2] = b"ab"
-    assert set(os.listdir("/dev/shm")) == before
+    assert not named_memory(os.getpid())
     with WorkerPool(1, Job, shared=(block,)) as pool:
         pool.call("write")
     assert bytes(block.map()[:2]) == b"\x01b"

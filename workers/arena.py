@@ -8,9 +8,11 @@ worker as it starts, and it gets its size once that is known.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 from workers.descriptors import Descriptor
@@ -59,13 +61,15 @@ class SharedArena:
                 f"shared memory: {needed:,} bytes are needed, {available:,} are available; "
                 "use fewer environments, fewer timesteps or smaller observations"
             )
-        os.ftruncate(self._descriptor.fileno(), nbytes)
+        with _told(nbytes):
+            os.ftruncate(self._descriptor.fileno(), nbytes)
         self._map = None
 
     def map(self) -> mmap.mmap:
         """The bytes as one buffer; views of it keep it alive."""
         if self._map is None or len(self._map) != self.nbytes:
-            self._map = mmap.mmap(self._descriptor.fileno(), self.nbytes)
+            with _told(self.nbytes):
+                self._map = mmap.mmap(self._descriptor.fileno(), self.nbytes)
         return self._map
 
     def close(self) -> None:
@@ -78,6 +82,20 @@ class SharedArena:
 
     def __setstate__(self, descriptor: Descriptor) -> None:
         self._descriptor, self._map = descriptor, None
+
+
+@contextlib.contextmanager
+def _told(nbytes: int) -> Iterator[None]:
+    """Has a limit of this process, which nothing tells before, raise what other limits do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOMEM, errno.EFBIG, errno.ENOSPC):
+            raise
+        raise OutOfMemoryError(
+            f"shared memory: {nbytes:,} bytes are more than this process may take ({error.strerror}): raise its limits "
+            "(ulimit -v, ulimit -f), or use fewer environments, fewer timesteps or smaller observations"
+        ) from error
 
 
 def available_bytes() -> int | None:

@@ -52,4 +52,6 @@ def check_enough(n_workers: int) -> None:
 
 
 def _received(duplicate: Any) -> Descriptor:
-    return Descriptor(duplicate.detach())
+    fd = duplicate.detach()
+    os.set_inheritable(fd, False)  # it is not for programs that an environment starts
+    return Descriptor(fd)

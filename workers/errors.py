@@ -61,6 +61,15 @@ class RemoteTraceback(Exception):
         return f'in worker {self.worker_index}:\n"""\n{self.text}"""'
 
 
+def bare(error: WorkerError) -> WorkerError:
+    """`error` without tracebacks: they hold every caller, and those hold what the error is kept in.
+
+    Nothing of such a ring, shared memory least of all, would go before the next full garbage collection.
+    """
+    error.__context__ = None  # the end of the pipe
+    return error.with_traceback(None)
+
+
 def describe_exit(exitcode: int | None) -> str:
     """Says in words how a process ended, from its exit code as multiprocessing gives it."""
     if exitcode is None:

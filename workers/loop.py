@@ -45,6 +45,7 @@ def run(
     dies_with_parent: bool = False,
 ) -> None:
     """The body of a worker process."""
+    os.set_inheritable(channel.fileno(), False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     unblock_sigint()
     if dies_with_parent:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import select
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from multiprocessing import util
 from typing import Any
 
 from workers import messages
-from workers.channel import milliseconds
 from workers.descriptors import check_enough
-from workers.errors import WorkerError, WorkerTimeout
+from workers.errors import WorkerError, WorkerTimeout, bare
 from workers.messages import Build, Call, Close, Failure, Post, Result, State
 from workers.process import WorkerProcess, end_all
 from workers.start import default_start_method
@@ -61,6 +60,7 @@ class WorkerPool:
         if n_workers < 1:
             raise ValueError(f"n_workers must be at least 1, got {n_workers}")
         self.timeout = timeout
+        self._made_by = os.getpid()
         self._setup = messages.dumps(setup)
         self._arguments = (shared, start_method or default_start_method(), tuple(preload), name)
         self._workers: list[WorkerProcess] = []
@@ -112,15 +112,16 @@ class WorkerPool:
         Args:
             only: the indexes of those who are asked; None for all.
         """
-        self._check_idle()
+        asked = self._workers if only is None else [self._workers[index] for index in only]
+        self._check_idle(asked)
         request = Call(method, args)
         data = messages.dumps(request)
-        for worker in self._workers if only is None else [self._workers[index] for index in only]:
+        for worker in asked:
             try:
                 self._send(worker, request, data)
             except WorkerError as error:
                 self._watch.forget(worker)
-                self._failures[worker.index] = _bare(error)
+                self._failures[worker.index] = bare(error)
 
     def send(self, index: int, method: str, *args: Any) -> None:
         """Asks one worker to call `job.method(*args)`, and returns at once."""
@@ -147,12 +148,18 @@ class WorkerPool:
             self._send(worker, request, message)
 
     def answers(self) -> list[tuple[int, bytes]]:
-        """What posts were answered with since the last call: worker index and bytes, the oldest first."""
-        answers, self._answers = self._answers, []
-        return answers
+        """What posts were answered with: worker index and bytes, the oldest first.
+
+        Takes nothing away: it gives the same again, until `forget_answers`.
+        """
+        return list(self._answers)
+
+    def forget_answers(self) -> None:
+        """Drops what `answers` gave."""
+        self._answers = []
 
     def await_answer(self, timeout: float | None = None) -> None:
-        """Waits until there is an answer that was not taken, or nothing is asked.
+        """Waits until there is an answer that was not forgotten, or nothing is asked.
 
         Args, Raises: as `gather`.
         """
@@ -231,11 +238,9 @@ class WorkerPool:
 
         Args:
             factories: worker index -> what makes its job now.
-
-        Raises:
-            WorkerCrashed: a process cannot be started.
         """
         old = [self._workers[index] for index in factories]
+        self._close_idle(old)
         for worker in old:
             self._watch.forget(worker)
         end_all(old)
@@ -243,8 +248,25 @@ class WorkerPool:
             self._late.discard(index)
             self._replies.pop(index, None)
             self._failures.pop(index, None)
-            self._workers[index] = self._started(index)
-            self._send(self._workers[index], self._build(factory))
+            try:
+                self._watch.check()
+                check_enough(1)  # or the fork server would fail, and with it the workers of others
+                self._workers[index] = self._started(index)
+                self._send(self._workers[index], self._build(factory))
+            except WorkerError as error:
+                self._watch.forget(self._workers[index])
+                self._failures[index] = bare(error)
+
+    def _close_idle(self, workers: list[WorkerProcess]) -> None:
+        """Has those that raised, and wait for the next request, close their jobs."""
+        delay = CLOSE_DELAY if self.timeout is None else min(CLOSE_DELAY, self.timeout)
+        idle = [worker for worker in workers if worker.state is State.IDLE and worker.can_close()]
+        for worker in idle:
+            with contextlib.suppress(WorkerError):
+                worker.send(Close())
+        deadline = time.monotonic() + delay
+        for worker in idle:
+            worker.await_close(deadline)
 
     def close(self, timeout: float | None = None) -> None:
         """Closes every job and ends every worker, by force after `timeout` seconds. Idempotent.
@@ -255,7 +277,7 @@ class WorkerPool:
         Raises:
             Exception: what the first job raised while it closed; everything is gone all the same.
         """
-        if not self._finalizer.still_active():
+        if not self._is_ours():
             return
         self._watch.end()
         if timeout is None:
@@ -264,22 +286,30 @@ class WorkerPool:
         # A busy one reads it when it is through. One that reads no more, or is late already, is left to `kill`.
         lost = self._failures.keys() | self._late
         open_workers = [worker for worker in self._workers if worker.can_close() and worker.index not in lost]
-        for worker in open_workers:
-            with contextlib.suppress(WorkerError):  # gone: reported where it mattered
-                worker.send(Close())
-        errors = [error for worker in open_workers for error in self._await_close(worker, deadline)]
-        self.kill(0.0 if lost else max(0.0, deadline - time.monotonic()))
+        errors: list[BaseException] = []
+        try:
+            for worker in open_workers:
+                with contextlib.suppress(WorkerError):  # gone: reported where it mattered
+                    worker.send(Close())
+            for worker in open_workers:
+                errors += worker.await_close(deadline)
+        finally:
+            self.kill(0.0 if lost else max(0.0, deadline - time.monotonic()))
         if errors:
             raise errors[0]
 
     def kill(self, patience: float = 0.0) -> None:
         """Ends every worker that has not ended within `patience` seconds: SIGTERM, then SIGKILL."""
-        if self._finalizer.still_active():
+        if self._is_ours():
             self._watch.end()
             for worker in self._workers:
                 self._watch.forget(worker)
-            self._finalizer.cancel()
             end_all(self._workers, patience)
+            self._finalizer.cancel()  # not before: it is there for those that an interrupt has left
+
+    def _is_ours(self) -> bool:
+        """Whether there is something to end, and this is not a forked copy of the process that has to."""
+        return self._finalizer.still_active() and os.getpid() == self._made_by
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -329,8 +359,8 @@ class WorkerPool:
     def _busy(self) -> list[WorkerProcess]:
         return [worker for worker in self._workers if worker.state is State.BUSY]
 
-    def _check_idle(self) -> None:
-        if busy := self._busy():
+    def _check_idle(self, workers: list[WorkerProcess] | None = None) -> None:
+        if busy := [worker for worker in (self._workers if workers is None else workers) if worker.state is State.BUSY]:
             raise RuntimeError(
                 f"worker {busy[0].index} is still busy with {busy[0].last_request!r}: gather its reply first"
             )
@@ -347,7 +377,7 @@ class WorkerPool:
                 self._take(index, worker.receive())
             except WorkerError as error:
                 self._watch.forget(worker)
-                self._failures[index] = _bare(error)
+                self._failures[index] = bare(error)
             except Exception as error:
                 self._failures[index] = error
             if worker.state is not State.BUSY or not worker.channel.has_read():
@@ -361,30 +391,6 @@ class WorkerPool:
         else:
             assert isinstance(reply, Result)
             self._replies[index] = reply.value
-
-    def _await_close(self, worker: WorkerProcess, deadline: float) -> list[BaseException]:
-        errors: list[BaseException] = []
-        if worker.state is State.GONE:
-            return errors
-        poll = select.poll()
-        poll.register(worker.channel.fileno(), select.POLLIN)
-        while worker.channel.has_read() or poll.poll(milliseconds(deadline)):
-            try:
-                reply = worker.channel.receive()
-            except EOFError:
-                return errors
-            if isinstance(reply, Failure):
-                errors.append(reply.to_exception(worker.index, Close.label))
-        return errors
-
-
-def _bare(error: WorkerError) -> WorkerError:
-    """`error` without tracebacks: they hold every caller, and those hold what the error is kept in.
-
-    Nothing of such a ring, shared memory least of all, would go before the next full garbage collection.
-    """
-    error.__context__ = None  # the end of the pipe
-    return error.with_traceback(None)
 
 
 def _late(workers: list[WorkerProcess], timeout: float | None) -> WorkerTimeout:

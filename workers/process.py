@@ -9,10 +9,10 @@ import time
 from typing import Any
 
 from workers import loop, messages, start
-from workers.channel import Channel
+from workers.channel import Channel, milliseconds
 from workers.descriptors import Descriptor
 from workers.errors import WorkerCrashed, WorkerTimeout, describe_exit
-from workers.messages import State
+from workers.messages import Close, Failure, State
 
 # Seconds. Under forkserver the exit code comes a little later than the end of the pipe.
 EXIT_CODE_DELAY = 1.0
@@ -62,13 +62,11 @@ class WorkerProcess:
         finally:
             theirs.close()
         self.state = State.IDLE
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
         self._pidfd = _pidfd(self.pid)
-
-    @property
-    def pid(self) -> int:
-        pid = self._process.pid
-        assert pid is not None
-        return pid
+        self._is_released = False
+        self._exit_code: int | None = None
 
     def sentinel(self) -> int:
         """A descriptor that becomes readable when the process ends."""
@@ -122,11 +120,32 @@ class WorkerProcess:
             raise reply
         return reply
 
+    def await_close(self, deadline: float) -> list[BaseException]:
+        """What it raises as it closes; reads its replies until its pipe ends, or until the deadline."""
+        errors: list[BaseException] = []
+        if self.state is State.GONE:
+            return errors
+        poll = select.poll()
+        poll.register(self.channel.fileno(), select.POLLIN)
+        while self.channel.has_read() or poll.poll(milliseconds(deadline)):
+            try:
+                reply = self.channel.receive()
+            except EOFError:
+                return errors
+            except Exception as error:  # of a reply that cannot be unpickled
+                errors.append(error)
+                continue
+            if isinstance(reply, Failure):
+                errors.append(reply.to_exception(self.index, Close.label))
+        return errors
+
     def crashed(self) -> WorkerCrashed:
         """The error that says how this worker ended."""
         self.state = State.GONE
-        self._process.join(EXIT_CODE_DELAY)
-        code = self._process.exitcode
+        if not self._is_released:
+            self._process.join(EXIT_CODE_DELAY)
+            self._exit_code = self._process.exitcode
+        code = self._exit_code
         return WorkerCrashed(
             f"worker {self.index} (pid {self.pid}) is gone: {describe_exit(code)}; "
             f"last request: {self.last_request}",
@@ -135,7 +154,9 @@ class WorkerProcess:
         )
 
     def join(self, timeout: float) -> bool:
-        """Waits `timeout` seconds for the process to end; whether it has."""
+        """Waits `timeout` seconds for the process to end; whether it has, or is no longer ours to end."""
+        if self._is_released:
+            return True
         if self._pidfd is None:
             self._process.join(timeout)
             return self._process.exitcode is not None
@@ -149,6 +170,8 @@ class WorkerProcess:
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
         """Sends a signal; nothing happens when the process has ended."""
+        if self._is_released:
+            return
         try:
             if self._pidfd is None:
                 os.kill(self.pid, signum)
@@ -158,12 +181,15 @@ class WorkerProcess:
             return
 
     def release(self) -> None:
-        """Lets go of the pipe and of the process object."""
-        self.state = State.GONE
+        """Lets go of the pipe and of the process object. Idempotent."""
+        if self._is_released:
+            return
+        self.state, self._is_released = State.GONE, True
         self.channel.close()
         if self._pidfd is not None:
             self._pidfd.close()
-        if self._process.exitcode is not None:
+        self._exit_code = self._process.exitcode
+        if self._exit_code is not None:
             self._process.close()
 
 

@@ -59,14 +59,21 @@ def new_process(
 
 
 @contextlib.contextmanager
-def sigint_blocked() -> Iterator[None]:
-    """Blocks SIGINT in this thread and in what it starts."""
-    resource_tracker.ensure_running()  # its own start would unblock SIGINT on CPython 3.11
+def uninterrupted() -> Iterator[None]:
+    """Blocks SIGINT in this thread and in what it starts: it arrives when the block is through."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def sigint_blocked() -> Iterator[None]:
+    """The same, for the start of a process."""
+    resource_tracker.ensure_running()  # its own start would unblock SIGINT on CPython 3.11
+    with uninterrupted():
+        yield
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from multiprocessing import util
 from workers.channel import milliseconds
 from workers.errors import WorkerError
 from workers.process import WorkerProcess
+from workers.start import uninterrupted
 
 
 class Watch:
@@ -23,6 +24,7 @@ class Watch:
     def __init__(self) -> None:
         self._poll = select.poll()
         self._index_of: dict[int, tuple[int, bool]] = {}
+        self._made_by = os.getpid()
         self._lock, self._is_over, self._n_waiting = threading.Lock(), False, 0
         woken, self._wakes = os.pipe()
         self._poll.register(woken, select.POLLIN)
@@ -49,10 +51,10 @@ class Watch:
             read: called with the index of each worker that has replied or ended, and whether its pipe says so.
 
         Raises:
-            WorkerError: the watch is over.
+            WorkerError: as `check`.
         """
         with self._lock:
-            self._check()
+            self.check()
             self._n_waiting += 1
         try:
             events = self._poll.poll(milliseconds(deadline))
@@ -61,8 +63,8 @@ class Watch:
                 self._n_waiting -= 1
                 if self._is_over and not self._n_waiting:
                     self._close_pipe()
-        with self._lock:
-            self._check()
+        with self._lock, uninterrupted():  # a reply that was read and not kept would be waited for, for ever
+            self.check()
             for fd, _ in events:
                 if fd in self._index_of:  # or the same worker's other descriptor has told of its end
                     read(*self._index_of[fd])
@@ -79,7 +81,10 @@ class Watch:
             else:
                 self._close_pipe()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises WorkerError if the watch is over, or kept by the process that this one is a forked copy of."""
+        if os.getpid() != self._made_by:
+            raise WorkerError("the workers belong to the process that this one is a forked copy of")
         if self._is_over:
             raise WorkerError("the workers were closed while a reply was waited for")
 

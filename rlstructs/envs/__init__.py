@@ -1,4 +1,7 @@
-"""Vectorised environments: the `VecEnv` protocol, `GymEnv`, `GymEnvInf`, `DeviceEnv`; `SharedVectorEnv`."""
+"""Vectorised environments: the `VecEnv` protocol, `GymEnv`, `GymEnvInf`, `GymVectorEnv`, `DeviceEnv`.
+
+And `SharedVectorEnv`, one of gymnasium's kind.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlstructs.envs.device_env import DeviceEnv
     from rlstructs.envs.gym_env import GymEnv, GymEnvInf
+    from rlstructs.envs.gym_vector import GymVectorEnv
     from rlstructs.envs.shared_vector_env import SharedVectorEnv
     from rlstructs.envs.vec_env import VecEnv
 
@@ -15,11 +19,12 @@ _EXPORTS = {
     "DeviceEnv": "device_env",
     "GymEnv": "gym_env",
     "GymEnvInf": "gym_env",
+    "GymVectorEnv": "gym_vector",
     "SharedVectorEnv": "shared_vector_env",
     "VecEnv": "vec_env",
 }
 
-__all__ = ["DeviceEnv", "GymEnv", "GymEnvInf", "SharedVectorEnv", "VecEnv"]
+__all__ = ["DeviceEnv", "GymEnv", "GymEnvInf", "GymVectorEnv", "SharedVectorEnv", "VecEnv"]
 
 
 def __getattr__(name: str) -> Any:

@@ -91,6 +91,16 @@ class CallOrder:
                 self.failure = error
             raise
 
+    def over(self, hand_out: Callable[[], T]) -> T:
+        """Hands out what was waited for; interrupted, it can be waited for again."""
+        try:
+            handed = hand_out()
+        except Exception:  # infos that do not fit together: they never will
+            self.pending = None
+            raise
+        self.pending = None
+        return handed
+
     def _check_alive(self, call: str) -> None:
         if self.is_closed:
             raise EnvClosedError(f"{call}: the environment is closed")

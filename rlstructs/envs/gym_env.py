@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
 import torch
 
-from rlstructs.envs.spaces import ActionReader, Sheet, example, leaves
+from rlstructs.envs.spaces import ActionReader, Leaf, Sheet, example, leaves
 from rlstructs.envs.vec_env import NO_ROWS, Step
 from rlstructs.errors import SpecError, StateError
 from rlstructs.rows import Packing, Rows
@@ -74,9 +74,10 @@ class GymEnv:
             leaf.key or "frame": leaf for leaf in leaves(self.observation_space, "observation", keep_float64)
         }
         self._actions = ActionReader(self.action_space, keep_float64)
-        _refuse_reserved(self._leaves)
+        refuse_reserved(self._leaves)
         self._last_actions = {f"last_{ActionReader.key(leaf)}": leaf for leaf in self._actions.leaves}
-        self._after, self._fresh = (Sheet(self._leaves, self._packing(), n) for _ in range(2))
+        packing = packing_of(self._leaves, self._last_actions)
+        self._after, self._fresh = (Sheet(self._leaves, packing, n) for _ in range(2))
         self._fresh.view["initial_state"][:] = True
         # None before the first reset.
         self._running: np.ndarray | None = None
@@ -213,12 +214,6 @@ class GymEnv:
             view[key][:n] = actions[leaf.key]
         return after
 
-    def _packing(self) -> Packing:
-        specs = {key: (leaf.row_shape, leaf.dtype) for key, leaf in self._leaves.items()}
-        specs["reward"] = (), np.dtype(np.float32)
-        specs |= {flag: ((), np.dtype(bool)) for flag in FLAGS}
-        return Packing(specs | {key: (leaf.shape, leaf.dtype) for key, leaf in self._last_actions.items()})
-
 
 class GymEnvInf(GymEnv):
     """As `GymEnv`, but an environment that ends resets itself in the same step, and all always run.
@@ -238,6 +233,14 @@ class GymEnvInf(GymEnv):
     _autoreset = True
 
 
+def packing_of(observation: Mapping[str, Leaf], last_actions: Mapping[str, Leaf]) -> Packing:
+    """How observations lie in rows: entries of the space, reward, flags and the last action."""
+    specs = {key: (leaf.row_shape, leaf.dtype) for key, leaf in observation.items()}
+    specs["reward"] = (), np.dtype(np.float32)
+    specs |= {flag: ((), np.dtype(bool)) for flag in FLAGS}
+    return Packing(specs | {key: (leaf.shape, leaf.dtype) for key, leaf in last_actions.items()})
+
+
 def _checked(envs: Sequence[gymnasium.Env[Any, Any]]) -> list[gymnasium.Env[Any, Any]]:
     envs = list(envs)
     if not envs:
@@ -255,7 +258,8 @@ def _checked(envs: Sequence[gymnasium.Env[Any, Any]]) -> list[gymnasium.Env[Any,
     return envs
 
 
-def _refuse_reserved(keys: Any) -> None:
+def refuse_reserved(keys: Any) -> None:
+    """Raises SpecError if an entry of an observation is called as one of ours."""
     for key in keys:
         if key.split("/")[0] in RESERVED:
             raise SpecError(f"observation: an entry may not be called {key!r}; reserved are {RESERVED}")

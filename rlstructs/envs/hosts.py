@@ -44,10 +44,13 @@ class Host(Protocol):
         """To step some environments, as soon as what they were asked for before is done."""
 
     def answers(self, timeout: float | None) -> list[Any]:
-        """What each group gave: values of the method, outcomes of steps. May be asked for again after a timeout."""
+        """What each group gave: values of the method, outcomes of steps. Can be had again until the next request."""
 
-    def arrived(self, timeout: float | None) -> list[tuple[int, Outcome]]:
-        """Environments of `step_some` that have stepped since, and what it gave; waits for the first."""
+    def arrived(self, n: int, timeout: float | None) -> list[tuple[int, Outcome]]:
+        """The first n environments of `step_some` that have stepped, and what it gave; until they are forgotten."""
+
+    def forget_arrived(self, n: int) -> None:
+        """Drops the first n of them."""
 
     def close(self, timeout: float | None) -> None:
         """Closes every environment."""
@@ -97,14 +100,16 @@ class LocalHost:
     def answers(self, timeout: float | None) -> list[Any]:
         """As `Host.answers`."""
         self._raise_error()
-        answers, self._answers = self._answers, []
-        return answers
+        return self._answers
 
-    def arrived(self, timeout: float | None) -> list[tuple[int, Outcome]]:
+    def arrived(self, n: int, timeout: float | None) -> list[tuple[int, Outcome]]:
         """As `Host.arrived`."""
         self._raise_error()
-        arrived, self._arrived = self._arrived, []
-        return arrived
+        return self._arrived[:n]
+
+    def forget_arrived(self, n: int) -> None:
+        """As `Host.forget_arrived`."""
+        del self._arrived[:n]
 
     def close(self, timeout: float | None) -> None:
         """As `Host.close`."""
@@ -116,6 +121,7 @@ class LocalHost:
             self._group.close()
 
     def _keep(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._answers = []
         try:
             self._answers.append(function(*arguments))
         except Exception as error:  # is raised where it is waited for, as a worker's

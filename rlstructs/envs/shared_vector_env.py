@@ -15,8 +15,8 @@ One message each way and worker, however many environments it has.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -41,6 +41,7 @@ from rlstructs.envs.vector_arguments import (
 )
 from rlstructs.envs.worker_host import WorkerHost
 from rlstructs.errors import SpecError, StateError, WorkerCrashed, WorkerTimeout
+from workers.start import uninterrupted
 
 # Names that `call` leaves to methods of the vectorised environment itself.
 OWN = ("reset", "step", "close")
@@ -116,7 +117,6 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         # Which environments have an observation, will have one when a reset is over, were sent and not received.
         self._was_reset, self._will_be, self._is_out = (np.zeros(self.num_envs, bool) for _ in range(3))
         self._are_all_reset = False
-        self._arrived: list[tuple[int, Outcome]] = []
         self._call_errors: list[Exception] = []
         self.closed = False
 
@@ -178,7 +178,7 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         self._was_reset = self._will_be
         self._are_all_reset = bool(self._was_reset.all())
         self._columns.keep(outcomes)
-        return self._columns.batch(self.copy), infos_of_all(self, outcomes)
+        return self._order.over(lambda: (self._columns.batch(self.copy), infos_of_all(self, outcomes)))
 
     def step(self, actions: Any) -> Stepped:
         """Steps every environment.
@@ -210,12 +210,14 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         """What `step_async` asked for; `timeout` as in `reset_wait`."""
         outcomes, columns = self._answers(Pending.STEP, timeout), self._columns
         columns.keep(outcomes)
-        return (
-            columns.batch(self.copy),
-            columns.rewards.copy(),
-            columns.terminations.copy(),
-            columns.truncations.copy(),
-            infos_of_all(self, outcomes),
+        return self._order.over(
+            lambda: (
+                columns.batch(self.copy),
+                columns.rewards.copy(),
+                columns.terminations.copy(),
+                columns.truncations.copy(),
+                infos_of_all(self, outcomes),
+            )
         )
 
     def send(self, actions: Any, env_ids: Sequence[int] | np.ndarray | None = None) -> None:
@@ -262,23 +264,23 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         n = n_out if n is None else check_count("n", n)
         if n > n_out:
             raise SpecError(f"recv: {n} environments are wanted, {n_out} were sent and not received")
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while len(self._arrived) < n:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            self._arrived += self._order.answered(self._host.arrived, left)
-        first, self._arrived = sorted(self._arrived[:n], key=lambda pair: pair[0]), self._arrived[n:]
-        envs = np.array([env for env, _ in first], np.int64)
-        self._is_out[envs] = False
-        self._order.pending = Pending.SEND if n < n_out else None
-        outcomes, columns = [outcome for _, outcome in first], self._columns
+        arrived = self._order.answered(partial(self._host.arrived, n), timeout)
+        first = sorted(arrived, key=lambda pair: pair[0])
+        envs, outcomes = np.array([env for env, _ in first], np.int64), [outcome for _, outcome in first]
+        columns = self._columns
         columns.keep(outcomes)
-        return (
+        received = (
             columns.batch_of(envs),
             columns.rewards[envs],
             columns.terminations[envs],
             columns.truncations[envs],
             infos_of_some(envs, outcomes),
         )
+        with uninterrupted():  # all of it or nothing: what is out and does not arrive is waited for, for ever
+            self._host.forget_arrived(n)
+            self._is_out[envs] = False
+            self._order.pending = Pending.SEND if n < n_out else None
+        return received
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """What a method of each environment gives, or the attribute of this name where it is no method.
@@ -375,16 +377,13 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
 
     def _answers(self, pending: Pending, timeout: float | None) -> list[Outcome]:
         self._order.check_pending(pending)
-        outcomes = self._order.answered(self._host.answers, timeout)
-        self._order.pending = None
-        return outcomes
+        return self._order.answered(self._host.answers, timeout)
 
     def _values(self, timeout: float | None) -> list[Any]:
         """What a call gave; what one of them raised, once all are through."""
         self._order.check_pending(Pending.CALL)
         values = self._order.answered(self._all_values, timeout)
-        self._order.pending = None
-        errors, self._call_errors = self._call_errors, []
+        errors, self._call_errors, self._order.pending = self._call_errors, [], None
         if errors:  # of the first environments, not of the quickest worker
             raise min(errors, key=lambda error: getattr(error.__cause__, "worker_index", 0))
         return values

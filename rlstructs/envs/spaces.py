@@ -50,6 +50,22 @@ class Leaf:
             sample = sample[part]
         return sample
 
+    def read(self, name: str, observation: Any, shape: tuple[int, ...]) -> np.ndarray:
+        """This leaf of an observation, as numbers that a column can hold.
+
+        Raises:
+            SpecError: it is not in the space; begins with `name`.
+        """
+        try:
+            got = np.asarray(self.pick(observation))
+        except (TypeError, ValueError, LookupError) as error:
+            raise SpecError(f"{name} cannot be read: {error!r}") from error
+        if got.shape != shape and not (got.size == 1 and not shape):
+            raise SpecError(f"{name} has shape {got.shape}, the space says {shape}")
+        if got.dtype.kind not in "biuf" or not _holds(self.dtype, got):
+            raise SpecError(f"{name} has dtype {got.dtype}, and values that the space's {self.dtype} cannot hold")
+        return got
+
 
 def leaves(space: gymnasium.Space[Any], what: str, keep_float64: bool = False) -> list[Leaf]:
     """The flat columns of a space.
@@ -130,6 +146,13 @@ class Column:
             self._fill_one_by_one(observations, range(n) if environments is None else environments)
         return self.array if n == self._n_envs else self.array[:n]
 
+    def fill_batch(self, batch: Any) -> np.ndarray:
+        """The same of E observations that are one already, as those of a `gymnasium.vector.VectorEnv` are."""
+        name = f"environment: observation {self.leaf.key or 'frame'!r}"
+        got = self.leaf.read(name, batch, (self._n_envs, *self.leaf.shape))
+        np.copyto(self.array.reshape(got.shape), got, casting="unsafe")
+        return self.array
+
     def _fill_at_once(self, observations: Sequence[Any], n: int) -> None:
         leaf = self.leaf
         values = [leaf.pick(sample) for sample in observations] if leaf.path else observations
@@ -145,15 +168,7 @@ class Column:
         """Finds what is wrong; takes values of another dtype where none is changed by it."""
         leaf = self.leaf
         for row, (environment, observation) in enumerate(zip(environments, observations, strict=True)):
-            name = f"environment {environment}: observation {leaf.key or 'frame'!r}"
-            try:
-                got = np.asarray(leaf.pick(observation))
-            except (TypeError, ValueError, LookupError) as error:
-                raise SpecError(f"{name} cannot be read: {error!r}") from error
-            if got.shape != leaf.shape and not (got.size == 1 and not leaf.shape):
-                raise SpecError(f"{name} has shape {got.shape}, the space says {leaf.shape}")
-            if got.dtype.kind not in "biuf" or not _holds(leaf.dtype, got):
-                raise SpecError(f"{name} has dtype {got.dtype}, and values that the space's {leaf.dtype} cannot hold")
+            got = leaf.read(f"environment {environment}: observation {leaf.key or 'frame'!r}", observation, leaf.shape)
             self.array[row] = got.astype(leaf.dtype).reshape(leaf.row_shape)
 
 
@@ -171,7 +186,7 @@ class Sheet:
     """
 
     def __init__(self, found: Mapping[str, Leaf], packing: Packing, n_envs: int) -> None:
-        self._n_envs = n_envs
+        self._n_envs, self._leaves = n_envs, found
         self.rows = Rows.zeros(packing, n_envs)
         self.view = self.rows.arrays()
         # Filled in place, or, what lies in a record, copied into it.
@@ -190,6 +205,31 @@ class Sheet:
             if record is not None:
                 record[:n] = rows
         return self.rows if n == self._n_envs else self.rows.take(slice(n))
+
+
+    def fill_batch(self, batch: Any) -> Rows:
+        """Writes every leaf of E observations that are one already."""
+        for column, record in self._columns:
+            rows = column.fill_batch(batch)
+            if record is not None:
+                record[:] = rows
+        return self.rows
+
+    def put(self, at: np.ndarray, observations: Any) -> None:
+        """Replaces some rows.
+
+        Args:
+            at: int64, which.
+            observations: E of them as one, or an array of E objects.
+        """
+        are_objects = isinstance(observations, np.ndarray) and observations.dtype == object
+        for key, leaf in self._leaves.items():
+            name = f"environment: final observation {key!r}"
+            if are_objects:
+                found = np.stack([leaf.read(name, observations[row], leaf.shape) for row in at])
+            else:
+                found = leaf.read(name, observations, (self._n_envs, *leaf.shape))[at]
+            self.view[key][at] = found.reshape(len(at), *leaf.row_shape)
 
 
 def _holds(dtype: np.dtype[Any], values: np.ndarray) -> bool:
@@ -222,22 +262,33 @@ class ActionReader:
         Raises:
             MissingKeyError, SpecError: the action is not what the space needs; names the key.
         """
-        columns: dict[str, np.ndarray] = {}
-        values: list[list[Any]] = []
-        for leaf, key, is_discrete in self._wanted:
-            tensor = action._tensors.get(key)
-            if tensor is None:
-                raise MissingKeyError(f"agent: no {key!r} in its output, there are {sorted(action.keys())}")
-            if self._approved.get(key) != (n, tensor.shape, tensor.dtype):
-                self._check(key, leaf, tensor, n)
-            array = as_array(tensor.float() if tensor.dtype is torch.bfloat16 else tensor)
-            columns[leaf.key] = array
-            values.append(array.tolist() if is_discrete else _array(array, leaf))
+        columns = self._columns(action, n)
+        values = [
+            columns[leaf.key].tolist() if is_discrete else _array(columns[leaf.key], leaf)
+            for leaf, _, is_discrete in self._wanted
+        ]
         if self.leaves[0].path == ():
             return values[0], columns
         paths = [leaf.path for leaf in self.leaves]
         rows = (dict(zip(paths, row, strict=True)) for row in zip(*values, strict=True))
         return [_nested(self.space, row, ()) for row in rows], columns
+
+    def read_batch(self, action: DictTensor, n: int) -> tuple[Any, dict[str, np.ndarray]]:
+        """What `n` environments get that take their actions as one, and the columns as `read` gives them."""
+        columns = self._columns(action, n)
+        batch = {leaf.path: _own(columns[leaf.key], leaf) for leaf in self.leaves}
+        return _nested(self.space, batch, ()), columns
+
+    def _columns(self, action: DictTensor, n: int) -> dict[str, np.ndarray]:
+        columns: dict[str, np.ndarray] = {}
+        for leaf, key, _ in self._wanted:
+            tensor = action._tensors.get(key)
+            if tensor is None:
+                raise MissingKeyError(f"agent: no {key!r} in its output, there are {sorted(action.keys())}")
+            if self._approved.get(key) != (n, tensor.shape, tensor.dtype):
+                self._check(key, leaf, tensor, n)
+            columns[leaf.key] = as_array(tensor.float() if tensor.dtype is torch.bfloat16 else tensor)
+        return columns
 
     def _check(self, key: str, leaf: Leaf, tensor: torch.Tensor, n: int) -> None:
         if tuple(tensor.shape) != (n, *leaf.shape):
@@ -255,11 +306,16 @@ class ActionReader:
 
 
 def _array(array: np.ndarray, leaf: Leaf) -> list[Any]:
+    own = _own(array, leaf)
+    return list(own) if leaf.shape else [own[k, ...] for k in range(len(own))]
+
+
+def _own(array: np.ndarray, leaf: Leaf) -> np.ndarray:
     # One copy for all: an environment may keep or change what it is given.
     own = array.astype(leaf.space.dtype)
     if own.dtype.kind != "f" and not _holds(own.dtype, array):
         raise SpecError(f"agent: {ActionReader.key(leaf)!r} has values that {leaf.space} cannot hold")
-    return list(own) if leaf.shape else [own[k, ...] for k in range(len(own))]
+    return own
 
 
 def _nested(space: Any, values: dict[Path, Any], path: Path) -> Any:

@@ -63,12 +63,18 @@ class VecEnv(Protocol):
             Two pairs of observation and running. The first is what happened to every environment
             that was stepped, final observations included. The second is what the agent sees next,
             of those only that still run: the same tensors, or the same object, where the two do not differ.
+
+            Where the first pair has `initial_state` and not `done`, the environment did nothing but start
+            an episode: that is no transition, and a rollout leaves it out.
         """
         ...
 
     def close(self) -> None:
         """Frees what the environments hold."""
         ...
+
+
+NO_ROWS = np.zeros(0, np.int64)
 
 
 class Step(NamedTuple):
@@ -80,15 +86,14 @@ class Step(NamedTuple):
             that were reset in the same step.
         fresh: R rows, what it sees of them; None when R is 0.
         kept: int64, which of the E' rows still run; None for all.
+        idle: int64, of which of the E' rows this was no step: the environment did nothing but start an episode.
     """
 
     after: Rows
     reset: np.ndarray
     fresh: Rows | None
     kept: np.ndarray | None
-
-
-NO_ROWS = np.zeros(0, np.int64)
+    idle: np.ndarray = NO_ROWS
 
 
 class RowEnv:
@@ -128,10 +133,11 @@ class RowEnv:
             raise SpecError(f"environment: {left} run after the step, before it {self._running}")
         everyone = left.size == self._running.size
         stepped, self._running = self._rows(after, self._running), left
+        idle = _idle(after)
         if everyone and _same_tensors(following, after):
-            return Step(stepped, NO_ROWS, None, None)
+            return Step(stepped, NO_ROWS, None, None, idle)
         # What differs is not told: every row that still runs is taken as different.
-        return Step(stepped, kept, self._rows(following, left), None if everyone else kept)
+        return Step(stepped, kept, self._rows(following, left), None if everyone else kept, idle)
 
     def _rows(self, observation: DictTensor, running: np.ndarray) -> Rows:
         if not isinstance(observation, DictTensor):
@@ -165,6 +171,17 @@ def gives_rows(env: VecEnv) -> bool:
     rows = owner("step_rows")
     patched = {"reset", "step"} & getattr(env, "__dict__", {}).keys()
     return rows < len(classes) and not patched and min(owner("reset"), owner("step")) >= rows
+
+
+def _idle(after: DictTensor) -> np.ndarray:
+    """Which rows are of environments that did nothing but start an episode."""
+    if "initial_state" not in after or after["initial_state"].dtype != torch.bool or after["initial_state"].ndim != 1:
+        return NO_ROWS
+    starts = after["initial_state"]
+    if not starts.any():
+        return NO_ROWS
+    done = after["done"].bool() if "done" in after else torch.zeros_like(starts)
+    return np.flatnonzero(as_array(starts & ~done))
 
 
 def _same_tensors(a: DictTensor, b: DictTensor) -> bool:

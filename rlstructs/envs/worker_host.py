@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from rlstructs.envs.hosts import Arguments, EnvFns, Request
 from rlstructs.errors import WorkerCrashed, WorkerTimeout
 from workers import SharedArena, WorkerPool, messages
 from workers.channel import AT_ONCE
+from workers.start import uninterrupted
 
 PRELOAD = ("numpy", "gymnasium.vector", "rlstructs.envs.env_group")
 # Steps under way in a worker from which on its replies are read before it is asked for more: a pipe holds some
@@ -93,7 +95,7 @@ class WorkerHost:
     def step(self, actions: Any) -> Request:
         """As `Host.step`."""
         if types := self._actions.write(actions):
-            return lambda: self._pool.post_all(EVERY + types.encode("ascii"), label="step")
+            return lambda: self._post_all(EVERY + types.encode("ascii"), "step")
         each = self._actions.apart(actions, len(self._worker_of))
         data = [EVERY + messages.dumps(each[rows]) for rows in self._rows]
         return lambda: self._post(data, "step")
@@ -118,17 +120,22 @@ class WorkerHost:
             raise
         return [unpacked(data) for _, data in sorted(self._pool.answers())]
 
-    def arrived(self, timeout: float | None) -> list[tuple[int, Outcome]]:
+    def arrived(self, n: int, timeout: float | None) -> list[tuple[int, Outcome]]:
         """As `Host.arrived`."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        self._read_answers()
         try:
-            if not self._arrived:
-                self._pool.await_answer(timeout)
+            while len(self._arrived) < n:
+                self._pool.await_answer(None if deadline is None else max(0.0, deadline - time.monotonic()))
+                self._read_answers()
         except (WorkerCrashed, WorkerTimeout) as error:
             self._locate(error)
             raise
-        self._read_answers()
-        arrived, self._arrived = self._arrived, []
-        return arrived
+        return self._arrived[:n]
+
+    def forget_arrived(self, n: int) -> None:
+        """As `Host.forget_arrived`."""
+        del self._arrived[:n]
 
     def close(self, timeout: float | None) -> None:
         """As `Host.close`."""
@@ -149,11 +156,18 @@ class WorkerHost:
             if at >= 0 and (is_late or index == error.worker_index):
                 messages.add_note(error, f"worker {index} was at environment {at}")
 
+    def _post_all(self, data: bytes, label: str) -> None:
+        self._pool.forget_answers()  # to what was asked before
+        self._pool.post_all(data, label=label)
+
     def _post(self, data: list[bytes], label: str) -> None:
+        self._pool.forget_answers()
         for index, each in enumerate(data):
             self._pool.post(index, each, label=label)
 
     def _post_some(self, orders: dict[int, list[tuple[int, bytes]]]) -> None:
+        if not any(self._asked):
+            self._pool.forget_answers()  # those to a step of all
         for index, order in orders.items():
             self._make_room(index, sum(len(data) for _, data in order))
             self._asked[index].extend(env for env, _ in order)
@@ -169,8 +183,10 @@ class WorkerHost:
             self._read_answers()
 
     def _read_answers(self) -> None:
-        for index, data in self._pool.answers():
-            self._arrived.append((self._asked[index].popleft(), unpacked(data)))
+        with uninterrupted():  # an answer that was taken and not kept would be waited for, for ever
+            for index, data in self._pool.answers():
+                self._arrived.append((self._asked[index].popleft(), unpacked(data)))
+            self._pool.forget_answers()
 
 
 def _shares(n_envs: int, n_workers: int) -> list[slice]:

@@ -40,6 +40,8 @@ class WatchedEnv:
         self._specs: dict[str, TensorSpec] | None = None
         self._handed_out: deque[tuple[str, DictTensor, DictTensor]] = deque(maxlen=REMEMBERED)
         self.running = torch.zeros(0, dtype=torch.int64)
+        # Environments whose episode ended, and whose next step has to do nothing but start another.
+        self._ended = torch.zeros(self._n, dtype=torch.bool)
 
     def reset(self) -> DictTensor:
         """The first observation of every environment."""
@@ -56,6 +58,7 @@ class WatchedEnv:
         if self._n_envs() != self._n:
             raise SpecError(f"{self._name}.n_envs was {self._n}, and is {self._n_envs()} after reset")
         self.running = running
+        self._ended[:] = False
         return observation
 
     def step(self, action: DictTensor) -> tuple[DictTensor, DictTensor]:
@@ -75,8 +78,10 @@ class WatchedEnv:
             )
         kept = self._kept(left)
         self._check_observation(f"{where}, second pair", following, left.numel())
-        _check_flags(f"{where}, first pair", after)
-        _check_ends(where, before, kept, after, following)
+        only_starts = self._ended[before]
+        self._ended[:] = False
+        _check_flags(where, before, after, only_starts)
+        self._ended[before[kept]] = _check_ends(where, before, kept, after, following, only_starts)
         self._remember(where, after, following)
         self.running = left
         return after, following
@@ -161,9 +166,15 @@ def _check_recordable(where: str, specs: dict[str, TensorSpec]) -> None:
             raise SpecError(f"{where}: {key!r} is {_short(dtype)}, which cannot be recorded; convert it") from error
 
 
-def _check_flags(where: str, after: DictTensor) -> None:
+def _check_flags(where: str, before: torch.Tensor, after: DictTensor, only_starts: torch.Tensor) -> None:
     """Raises unless the flags after a step agree."""
-    if START in after and after[START].any():
+    starts = after[START] if START in after else torch.zeros_like(only_starts)
+    if (wrong := only_starts & ~starts).any():
+        raise SpecError(f"{where}: environment {int(before[wrong][0])} ended its episode and goes on, but its "
+                        "'initial_state' was False in the second pair, and is so in the first pair of the step after: "
+                        "the agent would not learn that another episode begins")  # fmt: skip
+    where = f"{where}, first pair"
+    if (starts & ~only_starts).any():
         raise SpecError(f"{where}: 'initial_state' is True; this is what followed a step, also where an episode ended. "
                         "What a reset gave belongs into the second pair")  # fmt: skip
     ends = [after[key] for key in ENDS if key in after]
@@ -173,9 +184,18 @@ def _check_flags(where: str, after: DictTensor) -> None:
 
 
 def _check_ends(
-    where: str, before: torch.Tensor, kept: torch.Tensor, after: DictTensor, following: DictTensor
-) -> None:
-    """Raises unless what the agent sees next is what the step led to, but where an episode ended."""
+    where: str,
+    before: torch.Tensor,
+    kept: torch.Tensor,
+    after: DictTensor,
+    following: DictTensor,
+    only_starts: torch.Tensor,
+) -> torch.Tensor:
+    """Raises unless what the agent sees next is what the step led to, but where an episode ended.
+
+    Returns:
+        Which of those that still run have ended, and start only with their next step.
+    """
     done = _done(after)
     stopped = torch.ones(before.numel(), dtype=torch.bool)
     stopped[kept] = False
@@ -183,21 +203,27 @@ def _check_ends(
         raise SpecError(f"{where}: environment {int(before[stopped][0])} stopped, and no key says that its episode "
                         "ended; give bool keys 'done', 'terminated' and 'truncated'")  # fmt: skip
     if done is None:
-        return
+        return torch.zeros(kept.numel(), dtype=torch.bool)
     if (wrong := stopped & ~done).any():
         environment = int(before[wrong][0])
         raise SpecError(f"{where}: environment {environment} stopped, but its 'done' is False in the first pair")
     ended = done[kept]
+    starts = following[START] if START in following.keys() else ended  # noqa: SIM118 - no dict
+    later = ended & ~starts
     for row, (environment, old) in enumerate(zip(before[kept].tolist(), kept.tolist(), strict=True)):
-        _check_row(where, environment, after.slice(old, old + 1), following.slice(row, row + 1), bool(ended[row]))
+        one, other = after.slice(old, old + 1), following.slice(row, row + 1)
+        if later[row] and not all(equal(tensor, other[key]) for key, tensor in one.items()):
+            raise SpecError(f"{where}: environment {environment} ended its episode and goes on, but its "
+                            "'initial_state' is False in the second pair: the agent would not learn that another "
+                            "episode begins")  # fmt: skip
+        if not (only_starts[old] and starts[row]):
+            _check_row(where, environment, one, other, bool(ended[row] & ~later[row]))
+    return later
 
 
 def _check_row(where: str, environment: int, after: DictTensor, following: DictTensor, ended: bool) -> None:
     """One environment that still runs: what its step led to, and what the agent sees of it next, a row each."""
     starts = bool(following[START]) if START in following else ended
-    if ended and not starts:
-        raise SpecError(f"{where}: environment {environment} ended its episode and goes on, but its 'initial_state' is "
-                        "False in the second pair: the agent would not learn that another episode begins")  # fmt: skip
     if ended:
         if set_flags := [key for key in (DONE, *ENDS) if key in following and bool(following[key])]:
             raise SpecError(f"{where}, second pair: {set_flags[0]!r} of environment {environment} has to be False in a "

@@ -1,0 +1,248 @@
+"""`GymVectorEnv`: any `gymnasium.vector.VectorEnv` as a vectorised environment of rlstructs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+
+from rlstructs.envs.gym_env import NO_INFO, packing_of, refuse_reserved
+from rlstructs.envs.spaces import ActionReader, Sheet, example, leaves
+from rlstructs.envs.vec_env import NO_ROWS, Step
+from rlstructs.errors import SpecError, StateError
+from rlstructs.rows import Rows
+from rlstructs.seeding import environment_seeds
+from rlstructs.structures.dict_tensor import DictTensor
+
+# What a seed that is not to an environment's taste may raise.
+REFUSALS = (TypeError, ValueError, AssertionError, gymnasium.error.Error)
+# The seeds that all take which take any.
+SEEDS = 2**31
+
+
+class GymVectorEnv:
+    """A vector environment, whose environments reset themselves, and all always run.
+
+    Observations are those of `GymEnvInf`, whatever the autoreset mode is: each transition leads to its
+    true next observation, and an episode that ended is followed by the first observation of the next.
+
+    - SAME_STEP: the final observation comes from `infos["final_obs"]`. (`SyncVectorEnv` keeps no copy of it: an
+      environment that writes all its observations into one array needs another mode.)
+    - DISABLED: environments that end are reset at once, by `options["reset_mask"]`.
+    - NEXT_STEP: the step after an end does nothing but reset, and ignores its action. It is no transition:
+      a rollout leaves it out, and the slot's length is one less.
+
+    Args:
+        envs: with `num_envs`, `single_observation_space` and `single_action_space`, or, as EnvPool has it,
+            `observation_space` and `action_space` of a single environment.
+        seed: as of `GymEnv`. One that cannot take a list of them gets an array, or else a single one, below
+            2**31; one that takes none at a reset warns.
+        keep_float64: do not turn float64 into float32, neither observations nor the last action.
+        autoreset_mode: what `envs.metadata["autoreset_mode"]` is where that says nothing; None for NEXT_STEP then,
+            with a warning.
+
+    Raises:
+        SpecError: a space is not supported, or the mode is another.
+
+    Example:
+        >>> import gymnasium
+        >>> envs = gymnasium.make_vec("CartPole-v1", num_envs=3, vectorization_mode="vector_entry_point")
+        >>> env = GymVectorEnv(envs, seed=0)
+        >>> env.reset()[0]["frame"].shape
+        torch.Size([3, 4])
+        >>> (after, _), _ = env.step(DictTensor({"action": torch.tensor([0, 1, 1])}))
+        >>> after["reward"]
+        tensor([1., 1., 1.])
+    """
+
+    def __init__(
+        self,
+        envs: Any,
+        seed: int | Sequence[int],
+        *,
+        keep_float64: bool = False,
+        autoreset_mode: AutoresetMode | str | None = None,
+    ) -> None:
+        self._envs, self._n, self._name = envs, _n_envs(envs), type(envs).__name__
+        self.observation_space = getattr(envs, "single_observation_space", None) or envs.observation_space
+        self.action_space = getattr(envs, "single_action_space", None) or envs.action_space
+        self._mode = _mode(envs, autoreset_mode)
+        self._seeds: list[int] | None = environment_seeds(seed, self._n)
+        self._single = int(seed) if isinstance(seed, (int, np.integer)) else self._seeds[0]
+        self._leaves = {
+            leaf.key or "frame": leaf for leaf in leaves(self.observation_space, "observation", keep_float64)
+        }
+        refuse_reserved(self._leaves)
+        self._actions = ActionReader(self.action_space, keep_float64)
+        last_actions = {f"last_{ActionReader.key(leaf)}": leaf for leaf in self._actions.leaves}
+        packing = packing_of(self._leaves, last_actions)
+        self._after, self._fresh = (Sheet(self._leaves, packing, self._n) for _ in range(2))
+        self._fresh.view["initial_state"][:] = True
+        self._last_actions = {key: leaf.key for key, leaf in last_actions.items()}
+        self._is_running = False
+        # Environments whose next step does nothing but reset.
+        self._ended = NO_ROWS
+
+    def n_envs(self) -> int:
+        """Number of environments, E."""
+        return self._n
+
+    def example(self) -> Rows:
+        """A first observation such as `reset` gives, made of the spaces alone."""
+        rows = self._fresh.rows.take(np.arange(self._n))
+        for key, leaf in self._leaves.items():
+            rows[key][...] = example(leaf)
+        return rows
+
+    def reset(self, env_info: DictTensor = NO_INFO) -> tuple[DictTensor, torch.Tensor]:
+        """Starts an episode in every environment.
+
+        Args:
+            env_info: empty: a vector environment has no options for single ones.
+        """
+        return self.reset_rows(env_info).tensors(), torch.arange(self._n)
+
+    def step(self, action: DictTensor) -> tuple[tuple[DictTensor, torch.Tensor], tuple[DictTensor, torch.Tensor]]:
+        """Steps every environment; see `VecEnv.step`.
+
+        Where a step did nothing but reset (NEXT_STEP), `initial_state` is True in both pairs.
+
+        Args:
+            action: `action`, or `action/<key>` for a structured space, E rows.
+
+        Raises:
+            StateError: there was no reset.
+            MissingKeyError, SpecError: the action is not what the action space needs.
+        """
+        step, everyone = self.step_rows(action), torch.arange(self._n)
+        after = step.after.tensors()
+        following = DictTensor.trusted(after._tensors)
+        if step.fresh is not None:
+            seen = Rows.of(step.after.packing, step.after.arrays())
+            for key, fresh in step.fresh.arrays().items():
+                seen[key][step.reset] = fresh
+            following = seen.tensors()
+        return (after, everyone), (following, everyone)
+
+    def reset_rows(self, env_info: DictTensor) -> Rows:
+        """As `reset`, the observation as rows of its own."""
+        if not env_info.empty():
+            raise SpecError(f"env_info: {self._name} takes no options for single environments")
+        observations = self._seeded_reset()
+        self._is_running, self._ended = True, NO_ROWS
+        return self._fresh.fill_batch(observations).take(np.arange(self._n))
+
+    def step_rows(self, action: DictTensor) -> Step:
+        """As `step`, in rows that stay valid until the next one."""
+        if not self._is_running:
+            raise StateError("step: call reset first")
+        actions, columns = self._actions.read_batch(action, self._n)
+        observations, rewards, terminated, truncated, infos = self._envs.step(actions)
+        idle, view = self._ended, self._after.view
+        after = self._after.fill_batch(observations)
+        for key, values in (("reward", rewards), ("terminated", terminated), ("truncated", truncated)):
+            view[key][:] = self._numbers(key, values)
+        np.logical_or(view["terminated"], view["truncated"], out=view["done"])
+        view["initial_state"][:] = False
+        for key, name in self._last_actions.items():
+            view[key][:] = columns[name]
+        if idle.size:
+            self._begin(after, idle)
+        ended = np.flatnonzero(view["done"])
+        finals = _finals(infos) if ended.size else None
+        if self._mode is AutoresetMode.NEXT_STEP:
+            if finals is not None:
+                raise SpecError(f"environment: {self._name} gave infos['final_obs'], which is not {self._mode.value}")
+            self._ended = ended
+            return Step(after, NO_ROWS, None, None, idle)
+        if not ended.size:
+            return Step(after, NO_ROWS, None, None)
+        first = self._restarted(ended) if self._mode is AutoresetMode.DISABLED else self._first_of(ended)
+        if self._mode is AutoresetMode.SAME_STEP:
+            if finals is None:
+                raise SpecError(f"environment: {self._name} ended an episode without infos['final_obs']")
+            self._after.put(ended, finals)
+        return Step(after, ended, first, None)
+
+    def close(self) -> None:
+        """Closes the environments."""
+        self._envs.close()
+
+    def _begin(self, rows: Rows, at: Any) -> None:
+        """Makes these rows what they are after a reset, all but what the environment shows."""
+        view = self._after.view if rows is self._after.rows else rows.arrays()
+        for key in ("reward", "done", "terminated", "truncated", *self._last_actions):
+            view[key][at] = 0
+        view["initial_state"][at] = True
+
+    def _numbers(self, key: str, values: Any) -> np.ndarray:
+        """Rewards or flags, one for each environment."""
+        found = np.asarray(values)
+        if found.shape != (self._n,) or found.dtype.kind not in "biuf":
+            raise SpecError(f"environment: {key} must be {self._n} numbers, got {found.shape} {found.dtype}")
+        return found
+
+    def _restarted(self, ended: np.ndarray) -> Rows:
+        """The first observations of environments that are reset now."""
+        mask = np.zeros(self._n, bool)
+        mask[ended] = True
+        observations, _ = self._envs.reset(options={"reset_mask": mask})
+        return self._fresh.fill_batch(observations).take(ended)
+
+    def _first_of(self, ended: np.ndarray) -> Rows:
+        """The first observations of environments that have been reset: what the step gave."""
+        first = self._after.rows.take(ended)
+        self._begin(first, slice(None))
+        return first
+
+    def _seeded_reset(self) -> Any:
+        seeds, self._seeds = self._seeds, None
+        if seeds is None:
+            return self._envs.reset()[0]
+        if isinstance(getattr(self._envs, "unwrapped", self._envs), (SyncVectorEnv, AsyncVectorEnv)):
+            return self._envs.reset(seed=seeds)[0]  # whatever this raises is not about the seeds
+        refused: Exception | None = None
+        for seed in (seeds, np.array(seeds) % SEEDS, self._single % SEEDS, None):
+            try:
+                observation = self._envs.reset()[0] if seed is None else self._envs.reset(seed=seed)[0]
+            except REFUSALS as error:
+                refused = refused or error
+                continue
+            if seed is None:
+                warnings.warn(f"{self._name}.reset takes no seed: give it one when it is made", stacklevel=2)
+            return observation
+        assert refused is not None
+        raise refused
+
+
+def _finals(infos: Any) -> Any:
+    """The final observations, None if there are none."""
+    if not isinstance(infos, Mapping):
+        raise SpecError(f"environment: infos must be a dict, got {type(infos).__name__}")
+    return infos.get("final_obs", infos.get("final_observation"))
+
+
+def _n_envs(envs: Any) -> int:
+    return int(envs.num_envs if hasattr(envs, "num_envs") else len(envs))
+
+
+def _mode(envs: Any, asked: AutoresetMode | str | None) -> AutoresetMode:
+    told = (getattr(envs, "metadata", None) or {}).get("autoreset_mode")
+    try:
+        modes = [AutoresetMode(getattr(mode, "value", mode)) for mode in (told, asked) if mode is not None]
+    except ValueError as error:
+        raise SpecError(f"autoreset_mode: must be one of {[m.value for m in AutoresetMode]}, got {asked!r}") from error
+    if len(set(modes)) > 1:
+        raise SpecError(f"autoreset_mode: {type(envs).__name__} says {modes[0].value}, got {modes[1].value}")
+    if not modes:
+        warnings.warn(
+            f"{type(envs).__name__} does not say its autoreset mode: taken as {AutoresetMode.NEXT_STEP.value}, "
+            "give autoreset_mode",
+            stacklevel=3,
+        )
+    return modes[0] if modes else AutoresetMode.NEXT_STEP

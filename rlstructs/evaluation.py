@@ -1,0 +1,107 @@
+"""Episodes of a frozen agent in environments of their own, beside those that are trained on."""
+
+from __future__ import annotations
+
+import copy
+import mmap
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlstructs.agent import RL_Agent
+from rlstructs.envs.vec_env import RowEnv
+from rlstructs.episodes import EpisodeTracker
+from rlstructs.rollout import Progress, acquire
+from rlstructs.seeding import PrivateStreams, seed_global_streams
+from rlstructs.slots import Layout, Slots
+from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
+from rlstructs.structures.trajectories import Trajectories
+
+
+def quotas(n_episodes: int, n_envs: int) -> np.ndarray:
+    """How many episodes each environment gives: nearly the same, `n_episodes` in all. int64 (n_envs,).
+
+    Whoever took the first that end would count short episodes more often than long ones.
+
+    Example:
+        >>> quotas(7, 3).tolist()
+        [3, 2, 2]
+    """
+    return np.full(n_envs, n_episodes // n_envs) + (np.arange(n_envs) < n_episodes % n_envs)
+
+
+class Evaluation:
+    """One worker's part of an evaluation.
+
+    Args:
+        create_env: makes E environments of its own; they are closed at the end.
+        agent: a copy of it acts.
+        layout: of the batcher's slots.
+        seed: of the global streams while it runs; those of the worker are left as they were.
+        wanted: int64 (E,), how many episodes of each environment.
+        infos: `agent_info` and `env_info`, E rows each, or empty.
+        device: where the agent wants observations; None for the CPU.
+    """
+
+    def __init__(
+        self,
+        create_env: Callable[[], RowEnv],
+        agent: RL_Agent,
+        layout: Layout,
+        seed: int,
+        wanted: np.ndarray,
+        infos: dict[str, DictTensor],
+        device: torch.device | None,
+    ) -> None:
+        self._left, self._infos, self._device = wanted.copy(), infos, device
+        self._tracker, self._episodes = EpisodeTracker(), [EpisodeTracker().take()]
+        self._streams = PrivateStreams()
+        self._progress: Progress | None = None
+        own = replace(layout, n_slots=wanted.size)
+        self._slots = Slots(own, mmap.mmap(-1, own.reserved_nbytes))
+        with self._streams():
+            seed_global_streams(seed, None)
+            self._agent = copy.deepcopy(agent)
+            self._agent.seed(seed)
+            self._env = create_env()
+
+    def advance(self) -> bool:
+        """Up to T more steps of each environment; whether there are as many episodes as are wanted."""
+        if not self._left.any():
+            return True
+        with self._streams():
+            if self._progress is None or not self._progress.running.size:
+                observation = self._env.reset_rows(self._infos["env_info"])
+                self._progress = Progress(observation, np.arange(self._slots.n))
+            rows = self._progress.running
+            self._progress = acquire(
+                self._env, self._agent, self._slots, self._progress, self._infos["agent_info"], self._device
+            )
+        lengths = torch.from_numpy(self._slots.lengths[rows])
+        steps = self._slots.lend(None if rows.size == self._slots.n else rows, int(lengths.max()))
+        info = DictTensor.trusted({"env_index": torch.from_numpy(rows)})
+        self._tracker.add(Trajectories(info, TemporalDictTensor.trusted(steps, lengths)))
+        self._keep(self._tracker.take())
+        return not self._left.any()
+
+    def _keep(self, ended: DictTensor) -> None:
+        """Takes of each environment's episodes, which lie one behind another, those that are still wanted."""
+        rows = ended["env_index"].numpy()
+        numbers = np.arange(rows.size) - np.searchsorted(rows, rows)
+        taken = np.flatnonzero(numbers < self._left[rows])
+        self._left -= np.bincount(rows[taken], minlength=self._left.size)
+        self._episodes.append(ended.index(torch.from_numpy(taken)))
+
+    def close(self) -> dict[str, Any]:
+        """Closes the environments; the episodes, by environment, as arrays that `EpisodeTracker.take` names."""
+        try:
+            self._agent.close()
+        finally:
+            self._env.close()
+        episodes = DictTensor.cat(self._episodes)
+        order = torch.argsort(episodes["env_index"], stable=True)
+        return dict(episodes.index(order).numpy())

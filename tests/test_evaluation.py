@@ -1,0 +1,352 @@
+"""`RL_Batcher.evaluate`: so many episodes of a frozen agent, and the training goes on as if there had been none."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from helpers import SPACING, Count, Counting, count_batcher, create_gym, rollout
+
+from rlstructs import (
+    DictTensor,
+    GymEnv,
+    GymEnvInf,
+    RandomAgent,
+    RL_Agent,
+    RL_Batcher,
+    SpecError,
+    StateError,
+    WorkerCrashed,
+)
+
+
+def cartpoles(n_processes=2, n_envs=2, **arguments):
+    return RL_Batcher(
+        16, lambda: RandomAgent(gymnasium.spaces.Discrete(2)), {}, create_gym,
+        {"env_id": "CartPole-v1", "n_envs": n_envs}, n_processes, 5, **arguments,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("autoreset", [False, True])
+@pytest.mark.parametrize(("table", "n_processes"), [([[3, 7], [2, 20]], 2), ([[3, 7, 5]], 1), ([[3, 7]], 0)])
+@pytest.mark.parametrize("n", [1, 4, 11])
+def test_every_environment_gives_the_same_number_of_episodes(table, n_processes, autoreset, n):
+    with count_batcher(table, 4, autoreset, n_processes) as batcher:
+        batcher.reset()
+        rollout(batcher)
+        lengths = [length for row in table for length in row]
+        found = batcher.evaluate(n, [SPACING * worker for worker in range(len(table))])
+        wanted = [
+            (env, length, sum(range(1, length + 1)))
+            for env, length in enumerate(lengths)
+            for _ in range(n // len(lengths) + (env < n % len(lengths)))
+        ]
+        assert list(zip(*(found[key].tolist() for key in ("env_index", "length", "return")), strict=True)) == wanted
+        assert found.n_elems() == n and found["terminated"].all() and not found["truncated"].any()
+        assert found.specs() == batcher.episodes().specs()
+
+
+@pytest.mark.parametrize("n_processes", [0, 2])
+@pytest.mark.parametrize("leased", [False, True])
+def test_the_training_goes_on_as_if_there_had_been_no_evaluation(n_processes, leased):
+    with cartpoles(n_processes) as undisturbed, cartpoles(n_processes) as evaluated:
+        for batcher in (undisturbed, evaluated):
+            batcher.reset()
+        for turn in range(4):
+            trajectories, _ = rollout(undisturbed)
+            evaluated.execute()
+            if leased:
+                with evaluated.lease() as lease:
+                    evaluated.evaluate(5, turn)
+                    assert lease.trajectories == trajectories
+            else:
+                assert evaluated.get()[0] == trajectories
+                evaluated.evaluate(5, turn)
+            assert evaluated.episodes() == undisturbed.episodes()
+
+
+def test_the_same_seed_gives_the_same_episodes_whatever_was_trained_meanwhile():
+    with cartpoles() as batcher:
+        batcher.reset()
+        first = batcher.evaluate(9, 3)
+        rollout(batcher)
+        assert batcher.evaluate(9, 3) == first
+        assert batcher.evaluate(9, 4) != first
+
+
+class Balance(RL_Agent):
+    """Pushes where the pole falls; the same at every call."""
+
+    def initial_state(self, agent_info, B):
+        return DictTensor()
+
+    def __call__(self, state, observation, agent_info, history=None):
+        return DictTensor({"action": (observation["frame"][:, 2] > 0).long()}), DictTensor()
+
+
+def test_episodes_do_not_depend_on_how_many_workers_play_them():
+    found = []
+    for n_processes, n_envs in ((1, 4), (2, 2), (4, 1)):
+        arguments = {"env_id": "CartPole-v1", "n_envs": n_envs}
+        with RL_Batcher(10, Balance, {}, create_gym, arguments, n_processes, 0) as batcher:
+            batcher.reset()
+            found.append(batcher.evaluate(10, 7))
+    assert found[0] == found[1] == found[2]
+    assert len(set(found[0]["length"].tolist())) > 2
+
+
+class Pays(gymnasium.Env):
+    """The reward is the action; three steps."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (1,))
+    action_space = gymnasium.spaces.Discrete(100)
+
+    def reset(self, **arguments):
+        super().reset(**arguments)
+        self.steps = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        return np.zeros(1, np.float32), float(action), False, self.steps == 3, {}
+
+
+class Told(RL_Agent):
+    """Acts as the last update says plus what its info says, one more at every call."""
+
+    def __init__(self):
+        self.base = 0
+
+    def initial_state(self, agent_info, B):
+        return DictTensor()
+
+    def __call__(self, state, observation, agent_info, history=None):
+        self.base += 1
+        return DictTensor({"action": agent_info["more"] + self.base}), DictTensor()
+
+    def update(self, info):
+        self.base = info
+
+
+def test_a_copy_of_the_agent_as_it_is_now_acts():
+    def more(value):
+        return DictTensor({"more": torch.full((2,), value)})
+
+    example = DictTensor({"more": torch.zeros(1, dtype=torch.int64)})
+    with RL_Batcher(
+        2, Told, {}, lambda seed: GymEnvInf([Pays()], seed), {}, 2, 0, agent_info=example
+    ) as batcher:
+        batcher.reset(agent_info=more(10))
+        batcher.update(20)
+        assert batcher.evaluate(4, 0)["return"].tolist() == [31.0 + 32 + 33, 34.0 + 35 + 36] * 2
+        rollout(batcher)
+        assert batcher.evaluate(2, 0, agent_info=more(0))["return"].tolist() == [23.0 + 24 + 25] * 2
+        actions = rollout(batcher)[0].trajectories["action/action"]
+        assert actions.tolist() == [[33, 34]] * 2  # neither the copy's steps nor its info
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((0, 0), SpecError, "^n_episodes must be at least 1, got 0$"),
+        ((2.5, 0), TypeError, "^n_episodes must be an int, got 2.5$"),
+        ((1, -1), SpecError, "^seed: must not be negative, got -1$"),
+        ((1, [1]), SpecError, "^seed: needs 2 seeds"),
+        ((1, 0.5), TypeError, "^seed: needs an int, or one for each of 2 processes, got 0.5$"),
+        ((1, 0, DictTensor({"x": torch.zeros(4)})), SpecError, "^agent_info: unknown key"),
+    ],
+)
+def test_what_is_not_needed_is_refused_and_nothing_is_lost(arguments, error, message):
+    with cartpoles() as batcher:
+        batcher.reset()
+        with pytest.raises(error, match=message):
+            batcher.evaluate(*arguments)
+        assert rollout(batcher)[1] == 4
+
+
+def test_it_comes_between_rollouts():
+    with cartpoles() as batcher:
+        with pytest.raises(StateError, match="^evaluate: needs a reset, call reset first$"):
+            batcher.evaluate(1, 0)
+        batcher.reset()
+        batcher.execute()
+        with pytest.raises(StateError, match="^evaluate: a rollout is under way, call get first$"):
+            batcher.evaluate(1, 0)
+        assert batcher.get()[1] == 4
+
+
+class Dumb:
+    """A VecEnv without rewards."""
+
+    def n_envs(self):
+        return 1
+
+    def reset(self, env_info):
+        return DictTensor({"frame": torch.zeros(1, 1)}), torch.arange(1)
+
+    def step(self, action):
+        seen = DictTensor({"frame": torch.zeros(1, 1)}), torch.arange(1)
+        return seen, seen
+
+    def close(self):
+        pass
+
+
+def test_an_environment_without_rewards_cannot_be_evaluated():
+    with RL_Batcher(2, Counting, {"resets": False}, lambda seed: Dumb(), {}, 1, 0) as batcher:
+        batcher.reset()
+        with pytest.raises(SpecError, match="^evaluate: the environment gives no 'reward' of shape "):
+            batcher.evaluate(1, 0)
+
+
+class Locked(Balance):
+    """Cannot be copied."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+
+class Picky(Count):
+    """Refuses to be evaluated: in its constructor, or in a step."""
+
+    def __init__(self, seed, where):
+        super().__init__(9)
+        self.refuses = where if seed.root == 99 and seed.worker_index == 1 else None
+        if self.refuses == "constructor":
+            raise OSError("no licence for another one")
+
+    def step(self, action):
+        if self.refuses == "step" and self.steps == 5:
+            raise OSError("no licence for another step")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("policy", ["raise", "restart"])
+@pytest.mark.parametrize("where", ["constructor", "step"])
+def test_what_an_environment_raises_in_an_evaluation_leaves_the_training_as_it_is(policy, where):
+    def create(**arguments):
+        return RL_Batcher(
+            4, Counting, {}, lambda seed: GymEnvInf([Picky(seed, where)], seed), {}, 2, 0, on_worker_failure=policy
+        )
+
+    with create() as undisturbed, create() as evaluated:
+        for batcher in (undisturbed, evaluated):
+            batcher.reset()
+        for _ in range(2):
+            assert rollout(evaluated)[0] == rollout(undisturbed)[0]
+            with pytest.raises(OSError, match="^no licence for another"):
+                evaluated.evaluate(4, 99)
+        assert evaluated.evaluate(2, 98)["length"].tolist() == [9, 9]
+        assert evaluated.stats()["restarts"] == 0
+
+
+@pytest.mark.parametrize(("policy", "n_processes"), [("raise", 2), ("restart", 2), ("raise", 0)])
+def test_an_agent_that_cannot_be_copied_cannot_be_evaluated_and_goes_on_training(policy, n_processes):
+    arguments = {"env_id": "CartPole-v1", "n_envs": 1}
+    with RL_Batcher(3, Locked, {}, create_gym, arguments, n_processes, 0, on_worker_failure=policy) as batcher:
+        batcher.reset()
+        with pytest.raises(TypeError, match="cannot pickle"):
+            batcher.evaluate(2, 0)
+        assert rollout(batcher)[1] == max(1, n_processes) and batcher.stats()["restarts"] == 0
+
+
+class Drawing(Count):
+    """Draws from a generator that it was given."""
+
+    def __init__(self, rng):
+        super().__init__(3)
+        self.rng = rng
+
+    def _observation(self):
+        return np.array([self.rng.random(), self.steps], np.float32)
+
+
+def test_an_evaluation_has_arguments_of_its_own():
+    def create():
+        return RL_Batcher(
+            5, Counting, {}, lambda rng, seed: GymEnvInf([Drawing(rng)], seed), {"rng": np.random.default_rng(0)}, 1, 0
+        )
+
+    with create() as undisturbed, create() as evaluated:
+        for batcher in (undisturbed, evaluated):
+            batcher.reset()
+        evaluated.evaluate(3, 1)
+        assert rollout(evaluated)[0] == rollout(undisturbed)[0]
+
+
+@pytest.mark.parametrize("n_processes", [0, 1])
+def test_what_an_agent_does_to_its_info_is_not_seen_outside(n_processes):
+    class Greedy(Told):
+        def __call__(self, state, observation, agent_info, history=None):
+            output, state = super().__call__(state, observation, agent_info)
+            agent_info["more"].add_(1)
+            return output, state
+
+    info = DictTensor({"more": torch.zeros(1, dtype=torch.int64)})
+    with RL_Batcher(
+        2, Greedy, {}, lambda seed: GymEnvInf([Pays()], seed), {}, n_processes, 0, agent_info=info
+    ) as batcher:
+        batcher.reset(agent_info=info)
+        batcher.evaluate(1, 0, agent_info=info)
+        assert info["more"].tolist() == [0]
+
+
+def test_each_worker_may_die_once_in_an_evaluation(tmp_path):
+    class Each(Fragile):
+        def step(self, action):
+            self.dies = self.seed.root == 99 and not (self.mark).exists() and self.steps == 1 + self.seed.worker_index
+            if self.dies:
+                self.mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return Count.step(self, action)
+
+    def create_env(seed):
+        env = Each(tmp_path, seed, 0)
+        env.seed, env.mark = seed, tmp_path / str(seed.worker_index)
+        return GymEnvInf([env], seed)
+
+    with RL_Batcher(1, Counting, {}, create_env, {}, 4, 0, on_worker_failure="restart") as batcher:
+        batcher.reset()
+        assert batcher.evaluate(4, 99)["length"].tolist() == [5] * 4
+        assert batcher.stats()["restarts"] == 4
+
+
+class Fragile(Count):
+    """Ends its process in the second step of an evaluation, as often as there are files left to say so."""
+
+    def __init__(self, folder, seed, where):
+        super().__init__(5)
+        self.folder, self.dies = folder, seed.root == 99 and seed.worker_index == where
+
+    def step(self, action):
+        if self.dies and self.steps == 1 and (left := os.listdir(self.folder)):
+            os.remove(os.path.join(self.folder, left[0]))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+@pytest.mark.parametrize("autoreset", [False, True])
+@pytest.mark.parametrize(("policy", "n_deaths"), [("raise", 1), ("restart", 1), ("restart", 2), ("restart", 3)])
+def test_a_worker_that_dies_plays_its_episodes_anew_or_ends_the_batcher(policy, n_deaths, autoreset, tmp_path):
+    def create_env(seed):
+        return (GymEnvInf if autoreset else GymEnv)([Fragile(tmp_path, seed, 1) for _ in range(2)], seed)
+
+    for number in range(n_deaths):
+        (tmp_path / str(number)).touch()
+    with RL_Batcher(3, Counting, {}, create_env, {}, 2, 0, on_worker_failure=policy) as batcher:
+        batcher.reset()
+        rollout(batcher)
+        if policy == "raise" or n_deaths == 3:
+            with pytest.raises(WorkerCrashed, match="^worker 1 .*killed by SIGKILL; last request: evaluate$"):
+                batcher.evaluate(6, 99)
+            return
+        found = batcher.evaluate(6, 99)
+        assert found["env_index"].tolist() == [0, 0, 1, 1, 2, 3] and set(found["length"].tolist()) == {5}
+        assert batcher.stats()["restarts"] == n_deaths and batcher.stats()["lost_rollouts"] == 0
+        trajectories, _ = rollout(batcher)
+        assert trajectories.trajectories["observation/frame"][:, 0, 1].tolist() == [3, 3, 0, 0]  # begun anew
