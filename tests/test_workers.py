@@ -25,6 +25,7 @@ from workers import (
     WorkerTimeout,
     arena,
 )
+from workers.messages import Post
 
 # Seconds. Only reached when something hangs.
 LIMIT = 20.0
@@ -279,10 +280,10 @@ def test_a_busy_worker_takes_no_second_request():
 
 def test_posts_are_answered_one_behind_another(method):
     with WorkerPool(2, Job, start_method=method) as pool:
-        pool.post(1, b"a", label="answer")
-        pool.post(1, b"", b"c" * 5000, label="answer")
-        pool.post(0, b"b", label="answer")
-        pool.post(1, b"\x80", label="answer")
+        pool.post(Post.of("answer", b"a"), [1])
+        pool.post(Post.of("answer", b"", b"c" * 5000), [1])
+        pool.post(Post.of("answer", b"b"), [0])
+        pool.post(Post.of("answer", b"\x80"), [1])
         assert pool.ready(LIMIT)
         answers = pool.answers()
         assert [data for index, data in answers if index == 1] == [b"1:a", b"1:", b"1:" + b"c" * 5000, b"1:\x80"]
@@ -296,7 +297,7 @@ def test_posts_are_answered_one_behind_another(method):
 def test_the_first_answer_can_be_had_while_another_worker_is_busy():
     with WorkerPool(2, Job) as pool:
         pool.send(0, "hang", 0)
-        pool.post(1, b"a", label="answer")
+        pool.post(Post.of("answer", b"a"), [1])
         pool.await_answer(LIMIT)
         assert pool.answers() == [(1, b"1:a")] and pool.states == ["busy", "idle"]
         pool.forget_answers()
@@ -311,12 +312,12 @@ def test_the_first_answer_can_be_had_while_another_worker_is_busy():
 
 def test_what_answering_raises_arrives_and_the_worker_lives():
     with WorkerPool(1, Job) as pool:
-        pool.post(0, b"a", b"fail", b"b", label="the label")
+        pool.post(Post.of("the label", b"a", b"fail", b"b"), [0])
         with pytest.raises(WorkerError, match=r"OwnError: code 7: odd \(raised in worker 0 during 'the label'\)"):
             pool.gather()
         assert pool.ready(LIMIT) and pool.answers() == [(0, b"0:a"), (0, b"0:b")]
         pool.forget_answers()
-        pool.post(0, b"text", label="answer")
+        pool.post(Post.of("answer", b"text"), [0])
         with pytest.raises(TypeError, match="bytes"):
             pool.await_answer()
         assert pool.call("identify") == [(0, pool.pids[0])]
@@ -325,7 +326,7 @@ def test_what_answering_raises_arrives_and_the_worker_lives():
 def test_closing_does_not_wait_for_posts_that_hang():
     pool = WorkerPool(2, Job)
     pids = pool.pids
-    pool.post(1, b"hang", b"a", label="answer")
+    pool.post(Post.of("answer", b"hang", b"a"), [1])
     pool.close(0.05)
     assert_gone(pids)
 

@@ -13,7 +13,6 @@ import os
 import pickle
 import struct
 import traceback
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -71,11 +70,21 @@ class Call:
 class Post(NamedTuple):
     """Call the job's `answer` with each of some bytes; what that returns is a reply, bytes too.
 
-    Not sent itself: what is, is `joined`.
+    Not sent itself, but its message. The same one may be sent any number of times.
+
+    Attributes:
+        label: what errors call it.
+        n_replies: how many bytes objects it holds.
+        message: those, one behind another, each with its length before it.
     """
 
     label: str
     n_replies: int
+    message: bytes
+
+    @classmethod
+    def of(cls, label: str, *data: bytes) -> Post:
+        return cls(label, len(data), RAW + b"".join([LENGTH.pack(len(part)) + part for part in data]))
 
 
 @dataclass(frozen=True)
@@ -126,13 +135,8 @@ def add_note(error: BaseException, note: str) -> None:
         return
 
 
-def joined(data: Iterable[bytes]) -> bytes:
-    """The message of a `Post`."""
-    return RAW + b"".join([LENGTH.pack(len(part)) + part for part in data])
-
-
 def apart(message: bytes) -> list[bytes]:
-    """What was `joined` in a message, which comes without its first byte."""
+    """What the message of a `Post` holds, which comes without its first byte."""
     data, at = [], 0
     while at < len(message):
         [length] = LENGTH.unpack_from(message, at)

@@ -128,24 +128,18 @@ class WorkerPool:
         self._check_idle()
         self._send(self._workers[index], Call(method, args))
 
-    def post(self, index: int, *data: bytes, label: str) -> None:
-        """Has one worker call `job.answer` with bytes, and returns at once; the bytes it gives are among `answers`.
+    def post(self, post: Post, only: Iterable[int] | None = None) -> None:
+        """Has workers call `job.answer` with bytes, and returns at once; the bytes it gives are among `answers`.
 
         Far quicker than a call, as nothing is pickled. A worker takes several, one behind another: they wait in
         its pipe, so they must be small (`channel.AT_ONCE` bytes in all), or the worker idle.
 
         Args:
-            index: which worker.
-            data: for the job to read, one answer for each.
-            label: what errors call the request.
+            post: what is asked, one answer for each of its bytes objects.
+            only: the indexes of those who are asked; None for all.
         """
-        self._send(self._workers[index], Post(label, len(data)), messages.joined(data))
-
-    def post_all(self, data: bytes, *, label: str) -> None:
-        """As `post`, the same bytes for every worker."""
-        request, message = Post(label, 1), messages.joined((data,))
-        for worker in self._workers:
-            self._send(worker, request, message)
+        for worker in self._workers if only is None else [self._workers[index] for index in only]:
+            self._send(worker, post, post.message)
 
     def answers(self) -> list[tuple[int, bytes]]:
         """What posts were answered with: worker index and bytes, the oldest first.

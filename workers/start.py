@@ -58,14 +58,14 @@ def new_process(
     return made
 
 
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
+class uninterrupted:
     """Blocks SIGINT in this thread and in what it starts: it arrives when the block is through."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def __enter__(self) -> None:
+        self._before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+    def __exit__(self, *_: object) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
 
 
 @contextlib.contextmanager

@@ -64,7 +64,7 @@ class Watch:
                 if self._is_over and not self._n_waiting:
                     self._close_pipe()
         with self._lock, uninterrupted():  # a reply that was read and not kept would be waited for, for ever
-            self.check()
+            self._check_going_on()
             for fd, _ in events:
                 if fd in self._index_of:  # or the same worker's other descriptor has told of its end
                     read(*self._index_of[fd])
@@ -85,6 +85,9 @@ class Watch:
         """Raises WorkerError if the watch is over, or kept by the process that this one is a forked copy of."""
         if os.getpid() != self._made_by:
             raise WorkerError("the workers belong to the process that this one is a forked copy of")
+        self._check_going_on()
+
+    def _check_going_on(self) -> None:
         if self._is_over:
             raise WorkerError("the workers were closed while a reply was waited for")
 

@@ -19,6 +19,7 @@ from rlstructs.envs.hosts import Arguments, EnvFns, Request
 from rlstructs.errors import WorkerCrashed, WorkerTimeout
 from workers import SharedArena, WorkerPool, messages
 from workers.channel import AT_ONCE
+from workers.messages import Post
 from workers.start import uninterrupted
 
 PRELOAD = ("numpy", "gymnasium.vector", "rlstructs.envs.env_group")
@@ -45,6 +46,7 @@ class WorkerHost:
         # The environments that each worker was asked to step by themselves, in the order in which it replies.
         self._asked: list[deque[int]] = [deque() for _ in self._rows]
         self._arrived: list[tuple[int, Outcome]] = []
+        self._steps: dict[str, Post] = {}  # to step all of them, by the types of the actions
         self._arena = SharedArena()
         try:
             self._pool = WorkerPool(
@@ -89,16 +91,18 @@ class WorkerHost:
 
     def call(self, method: str, arguments: Arguments) -> Request:
         """As `Host.call`."""
-        data = [CALL + messages.dumps((method, arguments(rows))) for rows in self._rows]
-        return lambda: self._post(data, method)
+        posts = [Post.of(method, CALL + messages.dumps((method, arguments(rows)))) for rows in self._rows]
+        return partial(self._post_each, posts)
 
     def step(self, actions: Any) -> Request:
         """As `Host.step`."""
         if types := self._actions.write(actions):
-            return lambda: self._post_all(EVERY + types.encode("ascii"), "step")
+            if types not in self._steps:
+                self._steps[types] = Post.of("step", EVERY + types.encode("ascii"))
+            return partial(self._post_all, self._steps[types])
         each = self._actions.apart(actions, len(self._worker_of))
-        data = [EVERY + messages.dumps(each[rows]) for rows in self._rows]
-        return lambda: self._post(data, "step")
+        posts = [Post.of("step", EVERY + messages.dumps(each[rows])) for rows in self._rows]
+        return partial(self._post_each, posts)
 
     def step_some(self, envs: np.ndarray, actions: Any) -> Request:
         """As `Host.step_some`."""
@@ -109,7 +113,7 @@ class WorkerHost:
         for env, action in zip(envs.tolist(), each, strict=True):
             index = self._worker_of[env]
             orders.setdefault(index, []).append((env, ONE + ROW.pack(env - self._rows[index].start) + action))
-        return lambda: self._post_some(orders)
+        return partial(self._post_some, orders)
 
     def answers(self, timeout: float | None) -> list[Any]:
         """As `Host.answers`."""
@@ -156,14 +160,14 @@ class WorkerHost:
             if at >= 0 and (is_late or index == error.worker_index):
                 messages.add_note(error, f"worker {index} was at environment {at}")
 
-    def _post_all(self, data: bytes, label: str) -> None:
+    def _post_all(self, post: Post) -> None:
         self._pool.forget_answers()  # to what was asked before
-        self._pool.post_all(data, label=label)
+        self._pool.post(post)
 
-    def _post(self, data: list[bytes], label: str) -> None:
+    def _post_each(self, posts: list[Post]) -> None:
         self._pool.forget_answers()
-        for index, each in enumerate(data):
-            self._pool.post(index, each, label=label)
+        for index, post in enumerate(posts):
+            self._pool.post(post, [index])
 
     def _post_some(self, orders: dict[int, list[tuple[int, bytes]]]) -> None:
         if not any(self._asked):
@@ -171,7 +175,7 @@ class WorkerHost:
         for index, order in orders.items():
             self._make_room(index, sum(len(data) for _, data in order))
             self._asked[index].extend(env for env, _ in order)
-            self._pool.post(index, *(data for _, data in order), label="step")
+            self._pool.post(Post.of("step", *(data for _, data in order)), [index])
 
     def _make_room(self, index: int, n_bytes: int) -> None:
         """Sees to it that a worker will read so many bytes more."""
