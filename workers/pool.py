@@ -146,7 +146,7 @@ class WorkerPool:
 
         Takes nothing away: it gives the same again, until `forget_answers`.
         """
-        return list(self._answers)
+        return self._answers
 
     def forget_answers(self) -> None:
         """Drops what `answers` gave."""

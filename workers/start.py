@@ -32,6 +32,9 @@ from typing import Any
 
 from workers.channel import milliseconds
 
+# A tuple: to make a set of it takes as long as the call that it is for.
+SIGINT = (signal.SIGINT,)
+
 START_METHODS = ("forkserver", "spawn", "fork")
 
 _CONFIG_LOCK = threading.Lock()
@@ -62,7 +65,7 @@ class uninterrupted:
     """Blocks SIGINT in this thread and in what it starts: it arrives when the block is through."""
 
     def __enter__(self) -> None:
-        self._before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        self._before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGINT)
 
     def __exit__(self, *_: object) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
