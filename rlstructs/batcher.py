@@ -77,12 +77,13 @@ class RL_Batcher:
         agent_seeds: one for each process, handed to `RL_Agent.seed`.
         device: where observations and states are wanted, and trajectories handed out.
         start_method: "forkserver" (the default on Linux), "spawn" (elsewhere) or "fork".
-        timeout: seconds within which workers must answer, None for no limit. A worker that dies or
-            raises is noticed at once either way.
+        timeout: seconds within which workers must answer, counted from each order, None for no limit. A worker
+            that dies or raises is noticed at once either way.
         on_worker_failure: "raise" what happened; or "restart" a worker that died, raised or was late.
-            Its successor is built from the same factories with the next seed of its stream, gets the
-            last `update`, and resets its environments. Of a rollout that was lost with a worker the
-            lengths are 0; the others' rollouts are kept.
+            Its successor is built from what the first was built from, with the next seed of its stream,
+            gets the last `update`, and resets its environments; `execute` and `get` wait for its start. Of a
+            rollout that was lost with a worker the lengths are 0; the others' rollouts are kept. With no
+            processes what happens is raised.
         max_restarts: how many workers may be replaced in all, None for any number. One whose successors
             fail three times in a row before they have begun ends the batcher with the first error.
         debug: padding, and slots between rollouts, hold poison in place of zeros: NaN, or the extreme of
@@ -153,7 +154,7 @@ class RL_Batcher:
         )
         self._arena, self._weights = SharedArena(), SharedArena()
         self._pool = started(settings, n_processes, (self._arena, self._weights), start_method, timeout)
-        self._crew = Crew(self._pool, settings, on_worker_failure, max_restarts)
+        self._crew = Crew(self._pool, on_worker_failure, max_restarts)
         try:
             self._attach(settings, n_timesteps)
         except BaseException:
@@ -238,7 +239,8 @@ class RL_Batcher:
         `env_index`, int64, the environment's global index.
 
         Args:
-            blocking: wait for it. Otherwise return `(None, None)` until all of it is there.
+            blocking: wait for it. Otherwise return `(None, None)` until all of it is there, and wait only while
+                successors of workers that failed start.
             out: what it is written to in place of new memory, pinned perhaps: with the same keys, dtypes and
                 shapes, at least as many rows as environments run, and `n_timesteps` or more, such as an earlier
                 rollout of that size. The trajectories that are returned are the first of its rows and

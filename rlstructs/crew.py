@@ -53,17 +53,14 @@ class Crew:
 
     Args:
         pool: the workers, built.
-        settings: what their jobs were made of.
         policy: "raise" or "restart".
         max_restarts: how many failures may be mended in all; None for any number.
     """
 
-    def __init__(
-        self, pool: WorkerPool | InlinePool, settings: JobSettings, policy: str, max_restarts: int | None
-    ) -> None:
+    def __init__(self, pool: WorkerPool | InlinePool, policy: str, max_restarts: int | None) -> None:
         self.pool = pool
         self.members = [Member() for _ in range(pool.n_workers)]
-        self._settings, self._max_restarts = settings, max_restarts
+        self._max_restarts = max_restarts
         # A job in this process cannot be replaced: what it raises is raised.
         self._mends = policy == RESTART and isinstance(pool, WorkerPool)
         self._replaced: set[int] = set()
@@ -161,8 +158,10 @@ class Crew:
         return [self._outcomes.get(index) for index in range(self.pool.n_workers)]
 
     def _settled(self) -> dict[int, Any]:
-        if not (isinstance(self.pool, WorkerPool) and self._mends):
+        if not isinstance(self.pool, WorkerPool):
             return dict(enumerate(self.pool.gather()))
+        if not self._mends:
+            self.pool.ready(None)  # the first failure is raised at once
         replies, failures = self.pool.settle()
         self._lost = dict(failures)
         # One that had replied before it died has lost nothing, nor one in which nothing ran.
@@ -248,14 +247,12 @@ class Crew:
 
     def _replace(self, pool: WorkerPool, indexes: list[int]) -> dict[int, BaseException]:
         """Starts a successor for each of these; those that did not come up, and why."""
-        factories = {}
         for index in indexes:
             member = self.members[index]
             self.members[index] = Member(member.generation + 1, member.n_lost)
-            factories[index] = JobFactory(self._settings.again(index, member.generation + 1), is_first=False)
         self._replaced |= set(indexes)
         pool.forget_outcomes()
-        pool.restart(factories)
+        pool.restart({index: (self.members[index].generation,) for index in indexes})
         replies, failures = pool.settle()
         for method, arguments in self._orders.items():
             pool.ask(method, *arguments, only=[index for index in indexes if index not in failures])

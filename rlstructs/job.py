@@ -236,7 +236,10 @@ class JobFactory:
     """Makes the job of one worker; this is what is pickled."""
 
     settings: JobSettings
-    is_first: bool = True
 
-    def __call__(self, index: int, arena: SharedArena, weights_arena: SharedArena) -> RolloutJob:
-        return RolloutJob(index, arena, weights_arena, self.settings, self.is_first)
+    def __call__(
+        self, index: int, arena: SharedArena, weights_arena: SharedArena, generation: int = 0
+    ) -> RolloutJob:
+        """The job of a worker, and, from generation 1 on, of those that take its place."""
+        settings = self.settings.again(index, generation) if generation else self.settings
+        return RolloutJob(index, arena, weights_arena, settings, is_first=not generation)

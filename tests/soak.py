@@ -99,7 +99,7 @@ class Soak:
     drawn: int = 0
     lost: int = 0
     slowest: float = 0.0
-    reached: dict = field(default_factory=dict)
+    expected: dict = field(default_factory=dict)
 
     def __post_init__(self):
         arguments = {"env_id": self.env_id}
@@ -112,12 +112,9 @@ class Soak:
 
     def turn(self, harm):
         """One rollout, harmed or not, verified."""
-        self.batcher.execute()
+        self._timed(self.batcher.execute)
         harmed = harm(self.batcher.stats()["workers"]) if harm else None
-        started = time.monotonic()
-        trajectories, _ = self.batcher.get()
-        self.slowest = max(self.slowest, time.monotonic() - started)
-        assert self.slowest < self.timeout + self.patience, f"{self.env_id}: {self.slowest:.1f} s for a rollout"
+        trajectories, _ = self._timed(self.batcher.get)
         self._verify(trajectories)
         self.memory.add_trajectories(trajectories)
         for rows in self.memory.sample(NAMES, batch_size=64)[0]:
@@ -135,15 +132,29 @@ class Soak:
         self._check_rows(after)
         follows = (before[:, -5:-2] == after[:, -5:-2]).all(axis=1) & (before[:, -2] + 1 == after[:, -2])
         assert follows.all(), f"{self.env_id}: a transition leads elsewhere"
-        at = 0
+        at, done = 0, steps["_observation/done"][mask].tolist()
         for env_index, length in zip(trajectories.info["env_index"].tolist(), lengths, strict=True):
             for row in range(at, at + length):
-                place = tuple(before[row, -5:-1].astype(int).tolist())
-                assert place[0] == env_index
-                assert place[1:] > self.reached.get(env_index, (-1,)), f"{self.env_id}: {place} was handed out twice"
-                self.reached[env_index] = place[1:]
+                self._check_place(env_index, before[row, -5:-1].astype(int).tolist(), done[row])
             at += length
             self.transitions += length
+
+    def _check_place(self, env_index, place, done):
+        """A transition is the one after the last that this environment had, or the first of a successor's."""
+        assert place[0] == env_index
+        _, generation, episode, step = place
+        expected = self.expected.get(env_index, (0, 0, 0))
+        is_first = generation > expected[0] and (episode, step) == (0, 0)
+        assert is_first or (generation, episode, step) == expected, f"{self.env_id}: {place}, expected {expected}"
+        self.expected[env_index] = (generation, episode + 1, 0) if done else (generation, episode, step + 1)
+
+    def _timed(self, call):
+        started = time.monotonic()
+        found = call()
+        took = time.monotonic() - started
+        self.slowest = max(self.slowest, took)
+        assert took < self.timeout + self.patience, f"{self.env_id}: {took:.1f} s for {call.__name__}"
+        return found
 
     def _check_rows(self, rows):
         for row in rows:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import multiprocessing
 import os
+import select
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from collections import Counter
 
 import psutil
 import pytest
@@ -17,6 +21,7 @@ from helpers import Count, Counting, count_batcher, create_gym, rollout
 from processes import exists, named_memory, worker_pids
 
 from rlstructs import (
+    ClosedError,
     GymEnvInf,
     OutOfMemoryError,
     RemoteTraceback,
@@ -26,6 +31,8 @@ from rlstructs import (
     WorkerTimeout,
 )
 from rlstructs.testing import Fault, create_faulty_envs
+from workers.pool import CLOSE_DELAY
+from workers.process import WorkerProcess
 
 # Seconds in which a failure has to arrive, and `close` to return: the contract's own numbers.
 LIMIT = 5.0
@@ -577,6 +584,198 @@ def test_an_interrupted_close_leaves_no_worker(subprocess_env):
     assert done.stdout == "interrupted\n[False, False]\n", done.stderr
 
 
+def faulty(*faults, n_workers=1, **arguments):
+    """Workers of one environment each, episodes of 10 steps, rollouts of 4."""
+    env_args = {"n_envs": 1, "faults": list(faults)}
+    return RL_Batcher(4, Counting, {}, create_faulty_envs, env_args, n_workers, 0, **arguments)
+
+
+def said_by(text, subprocess_env):
+    """What a program prints; it must print no error."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(text)],
+        env=subprocess_env, timeout=60, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stderr == "" and done.returncode == 0, done
+    return done.stdout.splitlines()
+
+
+def test_a_worker_that_dies_as_it_is_sent_much_is_noticed_though_its_child_holds_the_pipe():
+    with faulty(Fault("child", at="init", fork=True, seconds=60)) as batcher:
+        batcher.reset()
+        pid = batcher._pool.pids[0]
+        os.kill(pid, signal.SIGSTOP)
+        killing = threading.Thread(target=kill_when_full, args=(pid, batcher._pool._workers[0].channel))
+        killing.start()
+        with Deadline(), pytest.raises(WorkerCrashed, match="killed by SIGKILL; last request: reset, before update$"):
+            batcher.update(bytes(10**7))
+        killing.join()
+
+
+def kill_when_full(pid, channel):
+    poll = select.poll()
+    poll.register(channel.fileno(), select.POLLOUT)
+    while poll.poll(0):  # until it is being written
+        pass
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_program_that_a_broken_pipe_ends_does_not_end_with_its_worker(subprocess_env):
+    text = """
+        import logging, os, signal
+        from processes import exists
+        from test_failures import faulty, rollout
+        logging.disable()
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        with faulty(n_workers=2, on_worker_failure="restart") as batcher:
+            batcher.reset()
+            pid = batcher._pool.pids[1]
+            os.kill(pid, signal.SIGKILL)
+            while exists(pid):
+                pass
+            batcher._pool.check = lambda: {}  # so that it is noticed only as it is written to
+            print(rollout(batcher)[0].lengths.tolist(), rollout(batcher)[0].lengths.tolist())
+    """
+    assert said_by(text, subprocess_env) == ["[4, 0] [4, 4]"]
+
+
+def test_what_is_found_as_it_closes_says_when_it_was_raised():
+    batcher = faulty(Fault("raise", count=2, worker=1), n_workers=2)
+    batcher.reset()
+    batcher.execute()
+    with pytest.raises(RuntimeError) as caught:
+        batcher.close()
+    assert caught.value.__notes__ == ["raised in worker 1 during 'rollout'"]
+
+
+class Forking(Count):
+    def step(self, action):
+        if self.steps == 1 and not os.fork():
+            sys.exit(0)  # which comes back through the agent's rollout
+        return super().step(action)
+
+
+def test_a_copy_of_a_worker_that_its_environment_forks_off_is_not_a_second_worker():
+    with RL_Batcher(4, Counting, {}, lambda seed: GymEnvInf([Forking(1000)], seed), {}, 1, 0) as batcher:
+        batcher.reset()
+        frames = [rollout(batcher)[0].trajectories["observation/frame"][0, :, 1].tolist() for _ in range(3)]
+        assert frames == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_a_forked_copy_of_the_trainer_may_exit_as_any_program_does(subprocess_env):
+    text = """
+        import os, sys
+        from test_failures import faulty, rollout
+        batcher = faulty(n_workers=2)
+        batcher.reset()
+        batcher.execute()
+        pid = os.fork()
+        if not pid:
+            sys.exit(0)
+        print(os.waitpid(pid, 0)[1], batcher.get()[0].lengths.tolist(), rollout(batcher)[0].lengths.tolist())
+        batcher.close()
+    """
+    assert said_by(text, subprocess_env) == ["0 [4, 4] [4, 4]"]
+
+
+def test_ctrl_c_ends_the_waiting_for_a_fork_server_that_hangs(subprocess_env):
+    text = """
+        import os, signal, threading, time
+        import psutil
+        from test_failures import faulty
+        first = faulty()
+        server = psutil.Process(psutil.Process(first._pool.pids[0]).ppid())
+        server.suspend()
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        began = time.monotonic()
+        try:
+            faulty()
+        except KeyboardInterrupt:
+            print("interrupted", time.monotonic() - began < 5)
+        server.resume()
+        first.close()
+    """
+    assert said_by(text, subprocess_env) == ["interrupted True"]
+
+
+def test_a_handler_of_a_signal_may_close_in_the_middle_of_anything(monkeypatch):
+    batcher = faulty(n_workers=2)
+    batcher.reset()
+    pids = batcher._pool.pids
+    before = signal.signal(signal.SIGUSR1, lambda *_: batcher.close())
+    receive = WorkerProcess.receive
+
+    def interrupted(worker):  # under the lock of those who wait
+        signal.raise_signal(signal.SIGUSR1)
+        return receive(worker)
+
+    try:
+        batcher.execute()
+        monkeypatch.setattr(WorkerProcess, "receive", interrupted)
+        with Deadline(), pytest.raises(ClosedError, match="the batcher was closed meanwhile"):
+            batcher.get()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not any(map(exists, pids))
+
+
+class Leaving(Count):
+    """Leaves a program running that has all the worker's descriptors."""
+
+    def __init__(self):
+        super().__init__(9)
+        if not os.fork():
+            signal.alarm(60)
+            signal.pause()
+
+
+def test_closing_does_not_wait_for_a_program_that_an_environment_has_left_running():
+    batcher = RL_Batcher(3, Counting, {}, lambda seed: GymEnvInf([Leaving()], seed), {}, 1, 0)
+    batcher.reset()
+    [left] = psutil.Process(batcher._pool.pids[0]).children()
+    began = time.monotonic()
+    batcher.close()
+    assert time.monotonic() - began < CLOSE_DELAY
+    left.kill()
+
+
+def test_closing_many_waits_once_for_a_fork_server_that_is_stopped(subprocess_env):
+    text = """
+        import logging, time
+        import psutil
+        from test_failures import faulty
+        batcher = faulty(n_workers=6)
+        server = psutil.Process(psutil.Process(batcher._pool.pids[0]).ppid())
+        server.suspend()
+        began = time.monotonic()
+        batcher.close()
+        print(time.monotonic() - began < 3)
+        server.resume()
+    """
+    assert said_by(text, subprocess_env) == ["True"]
+
+
+@pytest.mark.parametrize("policy", ["raise", "restart"])
+def test_one_who_only_asks_whether_a_rollout_is_there_gets_the_timeout_too(policy):
+    fault = Fault("hang", count=6, worker=1, generations=[0])
+    with faulty(fault, n_workers=2, on_worker_failure=policy) as batcher:
+        batcher.reset()
+        rollout(batcher)
+        batcher._pool.timeout = 0.2  # not before: a first start may take longer
+        restart = batcher._pool.restart
+        batcher._pool.restart = lambda successors: (setattr(batcher._pool, "timeout", None), restart(successors))
+        batcher.execute()
+        found = (None, None)
+        try:
+            with Deadline():
+                while found == (None, None):
+                    found = batcher.get(blocking=False)
+        except WorkerTimeout as error:
+            assert policy == "raise" and "worker(s) 1" in str(error)
+        else:
+            assert policy == "restart" and found[0].lengths.tolist() == [4, 0]
+
+
 @pytest.mark.parametrize("ending", ["pass", "raise KeyError('of the trainer')", "sys.exit(4)", "del batcher"])
 def test_a_program_that_never_closes_ends_by_itself(ending, subprocess_env):  # R37
     text = textwrap.dedent(f"""
@@ -667,9 +866,20 @@ def runs(process):
 
 
 def held():
-    """Processes, file descriptors and shared memory of this program now."""
-    me = psutil.Process()
-    return len(me.children(recursive=True)), me.num_fds(), named_memory(me.pid)
+    """Processes, file descriptors, shared memory and objects of ours that this program has now."""
+    gc.collect()
+    me, ours = psutil.Process(), ("workers.", "rlstructs.")
+    objects = Counter(kind for kind in map(kind_of, gc.get_objects()) if kind.startswith(ours))
+    return len(me.children(recursive=True)), me.num_fds(), named_memory(me.pid), objects
+
+
+def kind_of(thing):
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def own_memory(*pids):
+    """Bytes that are each process's alone."""
+    return [psutil.Process(pid).memory_full_info().uss for pid in pids]
 
 
 def test_creating_and_closing_leaves_nothing_behind():
@@ -678,28 +888,29 @@ def test_creating_and_closing_leaves_nothing_behind():
             batcher.reset()
             rollout(batcher)
 
-    for _ in range(5):
+    for _ in range(20):
         once()
-    before, memory = held(), psutil.Process().memory_info().rss
+    before, [memory] = held(), own_memory(os.getpid())
     for _ in range(50):
         once()
     assert held() == before
-    assert psutil.Process().memory_info().rss - memory < 16 * 2**20
+    assert own_memory(os.getpid())[0] - memory < 50 * 40_000
 
 
-def test_a_thousand_rollouts_leave_nothing_behind():
+def test_thousands_of_rollouts_leave_nothing_behind():
     with count_batcher([[3], [4]], 5, autoreset=True) as batcher:
         batcher.reset()
-        pids = batcher._pool.pids
+        pids = (os.getpid(), *batcher._pool.pids)
         kept = [rollout(batcher)[0] for _ in range(100)]  # R39: handed out, they hold no descriptor
-        before = held()
-        memory = [psutil.Process(pid).memory_info().rss for pid in (os.getpid(), *pids)]
         for _ in range(1000):
             rollout(batcher)
-        assert held() == before
-        after = [psutil.Process(pid).memory_info().rss for pid in (os.getpid(), *pids)]
-        assert all(late - early < 8 * 2**20 for early, late in zip(memory, after, strict=True))
-        assert len(kept) == 100
+        batcher.episodes()
+        before, memory = held(), own_memory(*pids)
+        for _ in range(4000):
+            rollout(batcher)
+        batcher.episodes()
+        assert held() == before and len(kept) == 100
+        assert all(late - early < 4000 * 400 for early, late in zip(memory, own_memory(*pids), strict=True))
 
 
 def test_several_batchers_work_side_by_side():

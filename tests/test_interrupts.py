@@ -1,15 +1,19 @@
-"""Ctrl-C anywhere in a write: whatever was there is as it was, and the next write goes on from there."""
+"""Ctrl-C anywhere: in a write, whatever was there is as it was; in a `get`, the rollout can still be had."""
 
 from __future__ import annotations
 
 import itertools
 import linecache
+import signal
 import sys
 
 import numpy as np
 import pytest
+from helpers import count_batcher
 
 import rlstructs.replay
+import workers
+from rlstructs import StateError
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.storage import Storage
@@ -93,3 +97,50 @@ def test_a_write_that_is_interrupted_anywhere_changes_no_row_that_was_there(is_q
         if not was_interrupted:
             break
     assert at > 20
+
+
+def signalled(call, at):
+    """What `call` returns, or None if SIGINT interrupts it, which comes as the `at`-th line of ours is reached.
+
+    A real one, so that it comes later where it is blocked. Also whether there was such a line.
+    """
+    lines, folders = itertools.count(1), tuple(package.__path__[0] for package in (rlstructs, workers))
+
+    def trace(frame, event, _):
+        if not frame.f_code.co_filename.startswith(folders):
+            return None
+        if event == "line" and next(lines) == at:
+            signal.raise_signal(signal.SIGINT)
+        return trace
+
+    before, found = sys.gettrace(), None
+    sys.settrace(trace)
+    try:
+        found = call()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return found, next(lines) > at
+
+
+@pytest.mark.parametrize(("n_processes", "policy"), [(0, "raise"), (2, "raise"), (2, "restart")])
+def test_a_get_that_is_interrupted_anywhere_loses_nothing_but_what_it_was_about_to_return(n_processes, policy):
+    table = [[10**6]] * n_processes or [[10**6]]
+    with count_batcher(table, 3, autoreset=True, n_processes=n_processes, on_worker_failure=policy) as batcher:
+        batcher.reset()
+        n_lost = 0
+        for at in itertools.count(1):
+            batcher.execute()
+            found, was_there = signalled(batcher.get, at)
+            try:
+                found = found or batcher.get()
+            except StateError:
+                n_lost += 1
+            else:
+                first = 3 * (at - 1)
+                frames = found[0].trajectories["observation/frame"][:, :, 1]
+                assert frames.tolist() == [[first, first + 1, first + 2]] * len(table)
+            if not was_there:
+                break
+        assert at > 100 and n_lost < at / 3  # what is over cannot be given back

@@ -11,6 +11,7 @@ import random
 import select
 import signal
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -159,6 +160,29 @@ def test_a_hang_under_spawn_is_mended_too(monkeypatch):
         trajectories, n_running = rollout(made)
         assert n_running == 4 and trajectories.lengths.tolist() == [5, 5, 0, 0]
         assert rollout(made)[0].lengths.tolist() == [5] * 4
+
+
+def test_a_successor_is_built_from_what_its_worker_was(tmp_path, monkeypatch):
+    """Whatever the trainer does meanwhile with the arguments, its directory and its environment variables."""
+    (tmp_path / "length").write_text("4")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RLSTRUCTS_LENGTH_FILE", "length")
+    settings = {"more": 1}
+
+    def create_env(settings, seed):
+        return GymEnvInf([Count(int(Path(os.environ["RLSTRUCTS_LENGTH_FILE"]).read_text()) + settings["more"])], seed)
+
+    with RL_Batcher(
+        6, Counting, {}, create_env, {"settings": settings}, 2, 0, on_worker_failure="restart"
+    ) as batcher:
+        batcher.reset()
+        settings["more"], settings["lock"] = 0, threading.Lock()
+        monkeypatch.chdir("/")
+        monkeypatch.delenv("RLSTRUCTS_LENGTH_FILE")
+        kill(batcher._pool.pids[1])
+        rollout(batcher)
+        trajectories, _ = rollout(batcher)
+        assert trajectories.trajectories["observation/frame"][1, :, 1].tolist() == [1, 2, 3, 4, 0, 1]
 
 
 def test_a_successor_has_the_next_seed_of_its_stream_and_the_last_update():

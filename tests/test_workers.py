@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import select
@@ -9,8 +10,10 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 
+import psutil
 import pytest
 from processes import exists, named_memory, worker_pids
 
@@ -25,6 +28,7 @@ from workers import (
     WorkerTimeout,
     arena,
 )
+from workers.channel import Channel
 from workers.messages import Post
 
 # Seconds. Only reached when something hangs.
@@ -37,11 +41,18 @@ def method(request):
 
 
 class OwnError(Exception):
-    """Takes more than a message, so that `cls(*args)` does not make it again."""
+    """Makes its message itself, so that `cls(*args)` does not make it again."""
 
     def __init__(self, code, *, detail):
         super().__init__(f"code {code}: {detail}")
         self.code, self.detail = code, detail
+
+
+class Wordy(Exception):
+    """`cls(*args)` makes another message."""
+
+    def __init__(self, code):
+        super().__init__(f"failed with {code}")
 
 
 class Poison:
@@ -67,8 +78,10 @@ class Job:
         if self.index == index:
             raise KeyError("nothing there", self.index)
 
-    def fail_oddly(self):
-        raise OwnError(7, detail="odd")
+    def fail_oddly(self, how):
+        if how == "own":
+            raise OwnError(7, detail="odd")
+        raise Wordy(3) if how == "wordy" else ValueError(threading.Lock())
 
     def leave(self):
         sys.exit(3)
@@ -79,6 +92,19 @@ class Job:
 
     def kill(self):
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def give_half(self):
+        """Stops in the middle of its reply."""
+        threading.Thread(target=self._stop_when_full).start()
+        return bytes(50_000_000)
+
+    def _stop_when_full(self):
+        channel = next(each for each in gc.get_objects() if isinstance(each, Channel))
+        poll = select.poll()
+        poll.register(channel.fileno(), select.POLLOUT)
+        while poll.poll(0):  # until the reply is being written
+            pass
+        os.kill(os.getpid(), signal.SIGSTOP)
 
     def hang(self, index):
         while self.index == index:
@@ -136,10 +162,19 @@ def test_an_exception_arrives_as_its_own_class_with_index_and_traceback(method):
         assert caught.value.__notes__ == ["raised in worker 1 during 'fail'"]
 
 
-def test_an_exception_that_cannot_be_made_again_arrives_as_text():
+def test_an_exception_arrives_as_it_was_whatever_its_constructor_does():
     with WorkerPool(1, Job) as pool:
-        with pytest.raises(WorkerError, match=r"OwnError: code 7: odd \(raised in worker 0 during 'fail_oddly'\)"):
-            pool.call("fail_oddly")
+        with pytest.raises(OwnError, match="^code 7: odd\n") as caught:
+            pool.call("fail_oddly", "own")
+        assert (caught.value.code, caught.value.detail) == (7, "odd")
+        with pytest.raises(Wordy, match="^failed with 3\n"):
+            pool.call("fail_oddly", "wordy")
+
+
+def test_an_exception_that_cannot_be_pickled_arrives_as_text():
+    with WorkerPool(1, Job) as pool:
+        with pytest.raises(WorkerError, match=r"ValueError: <unlocked.* \(raised in worker 0 during 'fail_oddly'\)"):
+            pool.call("fail_oddly", "lock")
 
 
 def test_sys_exit_in_a_job_does_not_end_the_parent():
@@ -189,6 +224,65 @@ def test_a_deadline_names_who_is_late(method):
             pool.gather(0.05)
         pool.close(0.05)
     assert_gone(pids)
+
+
+def test_half_a_reply_keeps_nobody_waiting():
+    """Neither one who waits longer than the deadline, nor one who closes meanwhile."""
+    pool = WorkerPool(2, Job)
+    pool.broadcast("give_half")
+    deadline = time.monotonic() + LIMIT
+    while [psutil.Process(pid).status() for pid in pool.pids] != [psutil.STATUS_STOPPED] * 2:
+        assert time.monotonic() < deadline
+        pool.ready(0.01)
+    with pytest.raises(WorkerTimeout, match=r"no reply within 0.2 s to 'give_half' from worker\(s\) 0 "):
+        pool.gather(0.2)
+
+    def wait():
+        with pytest.raises(WorkerError, match="closed while a reply was waited for"):
+            pool.gather()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    pids = pool.pids
+    pool.close(0.0)
+    waiting.join(LIMIT)
+    assert not waiting.is_alive()
+    assert_gone(pids)
+
+
+def test_the_deadline_of_several_is_one():
+    """Four workers that do not read: they are late together."""
+    with WorkerPool(4, Job) as pool:
+        for pid in pool.pids:
+            os.kill(pid, signal.SIGSTOP)
+        pool.timeout = 0.5
+        began = time.monotonic()
+        pool.ask("identify", bytes(10_000_000))
+        _, failures = pool.settle()
+        assert sorted(failures) == [0, 1, 2, 3] and time.monotonic() - began < 4 * 0.5
+        pool.kill()
+
+
+def test_a_deadline_counts_from_the_order_also_for_those_who_only_ask():
+    with WorkerPool(2, Job) as pool:
+        pool.timeout = 0.1
+        pool.broadcast("hang", 1)
+        with pytest.raises(WorkerTimeout, match=r"no reply within 0.1 s to 'hang' from worker\(s\) 1 "):
+            while not pool.ready():
+                pass
+        pool.kill()
+
+
+def test_a_reply_that_came_in_time_is_not_late_however_late_it_is_read():
+    with WorkerPool(2, Job) as pool:
+        for use in (pool.gather, lambda: list(pool.settle()[0].values())):
+            pool.forget_outcomes()
+            pool.timeout = None
+            pool.broadcast("identify")
+            for worker in pool._workers:
+                assert select.select([worker.channel], [], [], LIMIT)[0]
+            pool.timeout = 1e-9
+            assert [index for index, _ in use()] == [0, 1]
 
 
 def test_the_start_has_the_same_deadline():
@@ -262,7 +356,7 @@ def test_a_reply_from_before_a_restart_is_nobodys(method):
         poll = select.poll()
         poll.register(pool._workers[1].channel.fileno(), select.POLLIN)
         assert poll.poll(LIMIT * 1000)  # it has replied, and nobody has read it
-        pool.restart({1: Job})
+        pool.restart({1: ()})
         replies, failures = pool.settle()
         assert (replies, failures) == ({0: (0, old[0]), 1: None}, {})  # what building the new one replied
         pool.forget_outcomes()
@@ -313,8 +407,9 @@ def test_the_first_answer_can_be_had_while_another_worker_is_busy():
 def test_what_answering_raises_arrives_and_the_worker_lives():
     with WorkerPool(1, Job) as pool:
         pool.post(Post.of("the label", b"a", b"fail", b"b"), [0])
-        with pytest.raises(WorkerError, match=r"OwnError: code 7: odd \(raised in worker 0 during 'the label'\)"):
+        with pytest.raises(OwnError, match=r"code 7: odd") as caught:
             pool.gather()
+        assert caught.value.__notes__ == ["raised in worker 0 during 'the label'"]
         assert pool.ready(LIMIT) and pool.answers() == [(0, b"0:a"), (0, b"0:b")]
         pool.forget_answers()
         pool.post(Post.of("answer", b"text"), [0])

@@ -142,7 +142,7 @@ class Failing(gymnasium.Env):
 
 
 class OddError(Exception):
-    """Takes more than a message, so that it cannot be made again from its arguments."""
+    """Takes more than a message, and makes its message itself."""
 
     def __init__(self, code, *, detail):
         super().__init__(f"code {code}: {detail}")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import pickle
 import select
+import socket
 import struct
 import time
-from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from workers import messages
@@ -19,6 +17,8 @@ AT_ONCE = 16384
 SMALL, LARGE = 1 << 13, 1 << 20
 # Before every message, how long it is.
 LENGTH = struct.Struct("!Q")
+# Where there is no such flag, a program that has SIGPIPE end it ends with its first worker.
+NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 # Milliseconds: the longest wait that poll takes.
 LONGEST = 2**31 - 1
 
@@ -31,24 +31,24 @@ def milliseconds(deadline: float | None) -> float | None:
 class Channel:
     """One end of a pair. Picklable while a process starts."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection, self._fd = connection, connection.fileno()
-        self._rest = b""  # has been read and not used yet
-        self._readable: select.poll | None = None
+    def __init__(self, end: socket.socket) -> None:
+        end.settimeout(None)  # whatever the program has made the default
+        self._socket = end
+        self._rest: bytes | bytearray = b""  # has been read and not used yet
 
     @classmethod
     def pair(cls) -> tuple[Channel, Channel]:
-        ours, theirs = Pipe(duplex=True)
+        ours, theirs = socket.socketpair()
         return cls(ours), cls(theirs)
 
-    def __getstate__(self) -> Connection:
-        return self._connection
+    def __getstate__(self) -> socket.socket:
+        return self._socket
 
-    def __setstate__(self, connection: Connection) -> None:
-        Channel.__init__(self, connection)
+    def __setstate__(self, end: socket.socket) -> None:
+        Channel.__init__(self, end)
 
     def fileno(self) -> int:
-        return self._connection.fileno()
+        return self._socket.fileno()
 
     def send(self, message: Any) -> None:
         """Sends one message.
@@ -58,12 +58,14 @@ class Channel:
         """
         self.send_bytes(messages.dumps(message))
 
-    def send_bytes(self, data: bytes, deadline: float | None = None) -> None:
+    def send_bytes(self, data: bytes, deadline: float | None = None, sentinel: int | None = None) -> None:
         """Sends a message that is pickled already.
 
         Args:
             data: the message.
             deadline: when to give up on a side that does not read, in the time of `time.monotonic`.
+            sentinel: a descriptor that becomes readable when the other side ends. Its end of the pipe may live
+                on in a program that it started.
 
         Raises:
             EOFError: the other side is gone.
@@ -72,35 +74,37 @@ class Channel:
         header = LENGTH.pack(len(data))
         try:
             if len(data) <= AT_ONCE:
-                self._write(header + data)
-            elif deadline is None:
-                self._write(header)
-                self._write(data)
+                self._send(header + data)
+            elif deadline is None and sentinel is None:
+                self._send(header)
+                self._send(data)
             else:
-                self._write_until(deadline, header, data)
+                self._send_until(deadline, sentinel, header, data)
         except (BrokenPipeError, ConnectionResetError) as error:
             raise EOFError("the other side of the channel is gone") from error
 
-    def _write(self, data: bytes) -> None:
-        written = os.write(self._fd, data)
-        while written < len(data):
-            written += os.write(self._fd, memoryview(data)[written:])
+    def _send(self, data: bytes) -> None:
+        sent = self._socket.send(data, NO_SIGNAL)
+        while sent < len(data):
+            sent += self._socket.send(memoryview(data)[sent:], NO_SIGNAL)
 
-    def _write_until(self, deadline: float, *parts: bytes) -> None:
-        fd = self.fileno()
+    def _send_until(self, deadline: float | None, sentinel: int | None, *parts: bytes) -> None:
         poll = select.poll()
-        poll.register(fd, select.POLLOUT)
-        os.set_blocking(fd, False)
-        try:
-            for data in parts:
-                part = memoryview(data)
-                while part:
-                    if not poll.poll(milliseconds(deadline)):
-                        raise TimeoutError("the other side of the channel does not read")
-                    with contextlib.suppress(BlockingIOError):
-                        part = part[os.write(fd, part) :]
-        finally:
-            os.set_blocking(fd, True)
+        poll.register(self.fileno(), select.POLLOUT)
+        if sentinel is not None:
+            poll.register(sentinel, select.POLLIN)
+        for data in parts:
+            part = memoryview(data)
+            while part:
+                events = poll.poll(milliseconds(deadline))
+                if not events:
+                    raise TimeoutError("the other side of the channel does not read")
+                if any(fd == sentinel for fd, _ in events):
+                    raise EOFError("the other side of the channel is gone")
+                try:
+                    part = part[self._socket.send(part, NO_SIGNAL | socket.MSG_DONTWAIT) :]
+                except BlockingIOError:  # less room than it takes
+                    continue
 
     def can_send(self) -> bool:
         """Whether a small message would go through at once."""
@@ -114,51 +118,53 @@ class Channel:
         Raises:
             EOFError: the other side is gone.
         """
-        # Whatever has come is read at once: a small message costs one call, and so do several.
-        data = self._rest or self._read(SMALL)
-        while len(data) < LENGTH.size:
-            data += self._read(SMALL)
-        end = LENGTH.size + LENGTH.unpack_from(data)[0]
-        if len(data) < end:
-            data = self._read_up_to(end, data)
-        self._rest = data[end:]
-        if data.startswith(messages.RAW, LENGTH.size):
-            return data[LENGTH.size + len(messages.RAW) : end]
+        while not self.has_read():
+            self._fill()
+        end = self._end()
+        data, self._rest = self._rest[LENGTH.size : end], bytes(self._rest[end:])
+        if data.startswith(messages.RAW):
+            return bytes(data[len(messages.RAW) :])
         try:
-            return messages.loads(data[LENGTH.size : end])
+            return messages.loads(data)
         except EOFError as error:  # what a message raises must not look like its end
             raise pickle.UnpicklingError(f"a message cannot be unpickled: {error!r}") from error
 
-    def _read(self, most: int) -> bytes:
-        try:
-            data = os.read(self._fd, most)
-        except OSError as error:  # a reset
-            raise EOFError("the other side of the channel is gone") from error
-        if not data:  # between two messages, or in the middle of one
-            raise EOFError("the other side of the channel is gone")
-        return data
+    def arrive(self) -> bool:
+        """Reads what has come, a whole message or not, and never waits; whether anything had.
 
-    def _read_up_to(self, end: int, data: bytes) -> bytes:
-        parts, n = [data], len(data)
-        while n < end:
-            parts.append(self._read(min(end - n, LARGE)))
-            n += len(parts[-1])
-        return b"".join(parts)
+        Raises:
+            EOFError: the other side is gone.
+        """
+        try:
+            self._fill(socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        return True
 
     def has_read(self) -> bool:
-        """Whether a message has been read that `receive` did not give yet: polling does not tell of it."""
-        rest = self._rest
-        return len(rest) >= LENGTH.size and len(rest) >= LENGTH.size + LENGTH.unpack_from(rest)[0]
-
-    def has_message(self) -> bool:
-        """Whether `receive` would return (or raise) at once."""
-        if self.has_read():
-            return True
-        if self._readable is None:  # the connection's own makes another each time
-            self._readable = select.poll()
-            self._readable.register(self.fileno(), select.POLLIN)
-        return bool(self._readable.poll(0))
+        """Whether a whole message has been read that `receive` did not give yet: polling does not tell of it."""
+        return len(self._rest) >= self._end()
 
     def close(self) -> None:
-        self._connection.close()
-        self._fd = -1  # the number may be another's by now
+        self._socket.close()
+
+    def _end(self) -> int:
+        """Where the oldest message ends, or its length if even that is not known yet."""
+        rest = self._rest
+        return LENGTH.size + (LENGTH.unpack_from(rest)[0] if len(rest) >= LENGTH.size else 0)
+
+    def _fill(self, flags: int = 0) -> None:
+        # Whatever has come is read at once: a small message costs one call, and so do several.
+        missing = self._end() - len(self._rest)
+        try:
+            data = self._socket.recv(SMALL if missing <= SMALL else min(missing, LARGE), flags)
+        except ConnectionResetError:
+            data = b""
+        if not data:  # between two messages, or in the middle of one
+            raise EOFError("the other side of the channel is gone")
+        if not self._rest:
+            self._rest = data
+        elif isinstance(self._rest, bytearray):
+            self._rest += data
+        else:
+            self._rest = bytearray(self._rest + data)

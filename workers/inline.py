@@ -40,6 +40,7 @@ class InlinePool:
 
     def broadcast(self, method: str, *args: Any) -> None:
         """Calls `job.method(*args)`; what it raises is raised by `gather`."""
+        self._reply = []
         try:
             with self._around():
                 self._reply = [getattr(self._job, method)(*args)]
@@ -60,8 +61,7 @@ class InlinePool:
     def gather(self, timeout: float | None = None) -> list[Any]:
         """The value of the last call, as a list of one, or what it raised."""
         self.ready()
-        reply, self._reply = self._reply, []
-        return reply
+        return self._reply  # and keeps it: who is interrupted asks again
 
     def close(self, timeout: float = 0.0) -> None:
         """Closes the job. Idempotent."""

@@ -2,7 +2,7 @@
 
     parent                          worker
     ------                          ------
-    Build  ──────────────────────>  job = factory(index, *shared)
+    Build(args)  ────────────────>  job = factory(index, *shared, *args)
            <──────────────────────  Result | Failure
     Call(method, args)  ─────────>  job.method(*args)
            <──────────────────────  Result | Failure
@@ -61,6 +61,7 @@ def run(
 def serve(index: int, channel: Channel, shared: tuple[Any, ...]) -> None:
     """Answers requests until one says to close."""
     job: Any = None
+    pid = os.getpid()
     while True:
         try:
             request = channel.receive()
@@ -71,7 +72,9 @@ def serve(index: int, channel: Channel, shared: tuple[Any, ...]) -> None:
             continue
         if isinstance(request, bytes):
             for data in messages.apart(request):
-                _reply(channel, _answer(job, data))
+                answer = _answer(job, data)
+                end_copy(pid)
+                _reply(channel, answer)
             continue
         reply: Any
         try:
@@ -85,9 +88,16 @@ def serve(index: int, channel: Channel, shared: tuple[Any, ...]) -> None:
             reply = messages.Result(value)
         except BaseException as error:
             reply = messages.Failure.of(error)
+        end_copy(pid)
         _reply(channel, reply)
         if isinstance(request, messages.Close):
             return
+
+
+def end_copy(pid: int) -> None:
+    """Ends a copy that an environment has forked off and that came back from it: there is one worker at this pipe."""
+    if os.getpid() != pid:
+        os._exit(1)
 
 
 def close_job(job: Any) -> None:
@@ -135,7 +145,7 @@ def _build(request: messages.Build, index: int, shared: tuple[Any, ...]) -> Any:
     except (AttributeError, ValueError, RuntimeError, OSError):
         pass  # no usable stderr
     messages.loads(request.setup)()
-    return messages.loads(request.factory)(index, *shared)
+    return messages.loads(request.factory)(index, *shared, *request.args)
 
 
 def _answer(job: Any, data: bytes) -> Any:

@@ -7,10 +7,12 @@ writes itself, for what is asked so often that pickling would be most of the wor
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import io
 import os
 import pickle
+import re
 import struct
 import traceback
 from dataclasses import dataclass
@@ -35,12 +37,13 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class Build:
-    """The first request: call `setup()`, then become the job that `factory(index, *shared)` returns."""
+    """The first request: call `setup()`, then become the job that `factory(index, *shared, *args)` returns."""
 
     setup: bytes
     factory: bytes
     environ: dict[str, str]
     directory: str | None
+    args: tuple[Any, ...] = ()
     label: ClassVar[str] = "build"
     n_replies: ClassVar[int] = 1
 
@@ -111,8 +114,7 @@ class Failure(NamedTuple):
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        summary = "".join(traceback.format_exception_only(type(error), error)).strip()
-        return cls(_pickled(error), summary, text)
+        return cls(_pickled(error), _summary(error), text)
 
     def to_exception(self, worker_index: int, request: str) -> BaseException:
         """The exception to raise in the parent: the original class where it can be had."""
@@ -150,7 +152,7 @@ def dumps(obj: Any) -> bytes:
     return cloudpickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)  # type: ignore[no-any-return]
 
 
-def loads(data: bytes | memoryview) -> Any:
+def loads(data: bytes | bytearray | memoryview) -> Any:
     """Unpickles, leaving classes that this process already has as they are."""
     return _Unpickler(io.BytesIO(data)).load()
 
@@ -173,20 +175,48 @@ def _fill_class(set_state: Any) -> Any:
     return fill
 
 
+# Where an object lies, in its repr.
+ADDRESS = re.compile(r"\b0x[0-9a-f]+")
+
+
 def _pickled(error: BaseException) -> bytes | None:
     # SystemExit and KeyboardInterrupt would end the parent, quietly: they come as a WorkerError.
     if not isinstance(error, Exception):
         return None
-    try:
-        return dumps(error)
-    except Exception:
-        return None
+    # Pickle calls the class with what the constructor has made of its arguments: a message made of a
+    # message, often. Then it is put together without the constructor.
+    for sent in (error, _Parts(error)):
+        with contextlib.suppress(BaseException):  # SystemExit too, of a __reduce__ or a constructor
+            data = dumps(sent)
+            if ADDRESS.sub("", _summary(loads(data))) == ADDRESS.sub("", _summary(error)):
+                return data
+    return None
+
+
+class _Parts:
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        error = self._error
+        return _put_together, (type(error), error.args, dict(vars(error)))
+
+
+def _put_together(cls: type[Exception], args: tuple[Any, ...], attributes: dict[str, Any]) -> Exception:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error
+
+
+def _summary(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(type(error), error)).strip()
 
 
 def _unpickled(data: bytes | None) -> BaseException | None:
     try:
         error = None if data is None else loads(data)
-    except Exception:
+    except (Exception, SystemExit):
         return None
     return error if isinstance(error, Exception) else None
 

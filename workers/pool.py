@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -61,7 +62,8 @@ class WorkerPool:
             raise ValueError(f"n_workers must be at least 1, got {n_workers}")
         self.timeout = timeout
         self._made_by = os.getpid()
-        self._setup = messages.dumps(setup)
+        # A successor is built from the same, whatever becomes of the factory and of this process meanwhile.
+        self._first = Build.here(messages.dumps(setup), messages.dumps(factory))
         self._arguments = (shared, start_method or default_start_method(), tuple(preload), name)
         self._workers: list[WorkerProcess] = []
         self._replies: dict[int, Any] = {}
@@ -76,7 +78,7 @@ class WorkerPool:
             check_enough(n_workers)
             for index in range(n_workers):
                 self._workers.append(self._started(index))
-            self._send_all(self._build(factory))
+            self._send(self._workers, self._first)
             self.gather()
         except BaseException:
             self.kill()
@@ -104,7 +106,7 @@ class WorkerPool:
     def broadcast(self, method: str, *args: Any) -> None:
         """Asks every worker to call `job.method(*args)`, and returns at once."""
         self._check_idle()
-        self._send_all(Call(method, args))
+        self._send(self._workers, Call(method, args))
 
     def ask(self, method: str, *args: Any, only: Iterable[int] | None = None) -> None:
         """As `broadcast`, for `settle`: a worker that is gone is one of the failures.
@@ -112,21 +114,16 @@ class WorkerPool:
         Args:
             only: the indexes of those who are asked; None for all.
         """
-        asked = self._workers if only is None else [self._workers[index] for index in only]
+        asked = self._chosen(only)
         self._check_idle(asked)
-        request = Call(method, args)
-        data = messages.dumps(request)
-        for worker in asked:
-            try:
-                self._send(worker, request, data)
-            except WorkerError as error:
-                self._watch.forget(worker)
-                self._failures[worker.index] = bare(error)
+        for worker, error in self._send(asked, Call(method, args), raises=False).items():
+            self._watch.forget(self._workers[worker])
+            self._failures[worker] = bare(error)
 
     def send(self, index: int, method: str, *args: Any) -> None:
         """Asks one worker to call `job.method(*args)`, and returns at once."""
         self._check_idle()
-        self._send(self._workers[index], Call(method, args))
+        self._send([self._workers[index]], Call(method, args))
 
     def post(self, post: Post, only: Iterable[int] | None = None) -> None:
         """Has workers call `job.answer` with bytes, and returns at once; the bytes it gives are among `answers`.
@@ -138,8 +135,7 @@ class WorkerPool:
             post: what is asked, one answer for each of its bytes objects.
             only: the indexes of those who are asked; None for all.
         """
-        for worker in self._workers if only is None else [self._workers[index] for index in only]:
-            self._send(worker, post, post.message)
+        self._send(self._chosen(only), post, post.message)
 
     def answers(self) -> list[tuple[int, bytes]]:
         """What posts were answered with: worker index and bytes, the oldest first.
@@ -157,10 +153,9 @@ class WorkerPool:
 
         Args, Raises: as `gather`.
         """
-        timeout = self.timeout if timeout is None else timeout
         deadline = None if timeout is None else time.monotonic() + timeout
-        while not self._failures and not self._answers and self._busy():
-            if not self._wait(deadline):
+        while not self._failures and not self._answers and (busy := self._busy()):
+            if not self._wait(deadline, busy):
                 self._raise_late(timeout)
         self._raise_failure()
 
@@ -170,12 +165,15 @@ class WorkerPool:
         Takes nothing away: `gather` still returns every reply, in the workers' order.
 
         Raises:
+            WorkerTimeout: one has outrun the pool's timeout.
             WorkerCrashed: a worker is gone.
             Exception: what a job raised, with the worker's traceback as the cause.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        while not self._failures and self._busy():
-            if not self._wait(deadline):
+        while not self._failures and (busy := self._busy()):
+            if not self._wait(deadline, busy):
+                if self._overdue():
+                    self._raise_late(None)
                 return False
         self._raise_failure()
         return True
@@ -191,7 +189,6 @@ class WorkerPool:
             WorkerCrashed: a worker is gone.
             Exception: what a job raised, with the worker's traceback as the cause.
         """
-        timeout = self.timeout if timeout is None else timeout
         if not self.ready(timeout):
             self._raise_late(timeout)
         replies, self._replies = self._replies, {}
@@ -205,40 +202,38 @@ class WorkerPool:
         Returns:
             Replies and failures, by worker index. Those that failed need a `restart`.
         """
-        deadline = None if self.timeout is None else time.monotonic() + self.timeout
-        while self._busy() and self._wait(deadline):
-            pass
+        while not self.is_settled():
+            self._wait(None, self._waits_for())
         for worker in self._busy():
             self._failures[worker.index] = _late([worker], self.timeout)
         return self._replies, self._failures
 
     def is_settled(self) -> bool:
         """Whether `settle` would return at once."""
-        while self._busy() and self._wait(time.monotonic()):
-            pass
-        return not self._busy()
+        self._drain()
+        return not self._waits_for()
 
     def check(self) -> dict[int, BaseException]:
         """The failures of workers that ended while nothing was asked of them."""
-        self._wait(time.monotonic())
+        self._drain()
         return dict(self._failures)
 
     def forget_outcomes(self) -> None:
         """Drops the replies and failures that `settle` gave."""
         self._replies, self._failures = {}, {}
 
-    def restart(self, factories: Mapping[int, Callable[..., Any]]) -> None:
+    def restart(self, successors: Mapping[int, tuple[Any, ...]]) -> None:
         """Replaces workers, whatever they are doing; `settle` tells whether their jobs are built.
 
         Args:
-            factories: worker index -> what makes its job now.
+            successors: worker index -> what the factory is called with behind `shared`.
         """
-        old = [self._workers[index] for index in factories]
+        old = [self._workers[index] for index in successors]
         self._close_idle(old)
         for worker in old:
             self._watch.forget(worker)
         end_all(old)
-        for index, factory in factories.items():
+        for index, args in successors.items():
             self._late.discard(index)
             self._replies.pop(index, None)
             self._failures.pop(index, None)
@@ -246,7 +241,7 @@ class WorkerPool:
                 self._watch.check()
                 check_enough(1)  # or the fork server would fail, and with it the workers of others
                 self._workers[index] = self._started(index)
-                self._send(self._workers[index], self._build(factory))
+                self._send([self._workers[index]], dataclasses.replace(self._first, args=args))
             except WorkerError as error:
                 self._watch.forget(self._workers[index])
                 self._failures[index] = bare(error)
@@ -315,40 +310,70 @@ class WorkerPool:
             with contextlib.suppress(Exception):
                 self.close()
 
-    def _build(self, factory: Callable[..., Any]) -> Build:
-        return Build.here(self._setup, messages.dumps(factory))
-
     def _started(self, index: int) -> WorkerProcess:
         worker = WorkerProcess(index, *self._arguments, self.timeout)
         self._watch.add(worker)
         return worker
 
-    def _wait(self, deadline: float | None) -> bool:
-        """Reads what comes first; False when nothing came before the deadline."""
+    def _wait(self, deadline: float | None, workers: list[WorkerProcess]) -> bool:
+        """Reads what comes first; False when nothing came before the deadline, or one that these workers have."""
+        if self.timeout is not None:
+            due = min(worker.since for worker in workers) + self.timeout
+            deadline = due if deadline is None else min(due, deadline)
         return self._watch.wait(deadline, self._read)
 
+    def _drain(self) -> None:
+        """Reads what has come."""
+        while self._watch.wait(time.monotonic(), self._read) and self._busy():
+            pass
+
+    def _overdue(self) -> list[WorkerProcess]:
+        """Those whose reply is later than the pool's timeout allows."""
+        if self.timeout is None:
+            return []
+        now = time.monotonic()
+        return [worker for worker in self._busy() if now >= worker.since + self.timeout]
+
+    def _waits_for(self) -> list[WorkerProcess]:
+        """Those whose reply may yet come in time."""
+        overdue = self._overdue()
+        return [worker for worker in self._busy() if worker not in overdue]
+
     def _raise_late(self, timeout: float | None) -> None:
-        self._late |= {worker.index for worker in self._busy()}
-        raise _late(self._busy(), timeout)
+        late, timeout = (self._overdue(), self.timeout) if timeout is None else (self._busy(), timeout)
+        self._late |= {worker.index for worker in late}
+        raise _late(late, timeout)
 
     def _raise_failure(self) -> None:
         if self._failures:
             raise self._failures.pop(min(self._failures))
 
-    def _send_all(self, request: Build | Call) -> None:
-        data = messages.dumps(request)  # once for all
-        for worker in self._workers:
-            self._send(worker, request, data)
+    def _chosen(self, only: Iterable[int] | None) -> list[WorkerProcess]:
+        return self._workers if only is None else [self._workers[index] for index in only]
 
-    def _send(self, worker: WorkerProcess, request: Build | Call | Post, data: bytes | None = None) -> None:
+    def _send(
+        self, workers: list[WorkerProcess], request: Build | Call | Post, data: bytes | None = None, raises: bool = True
+    ) -> dict[int, WorkerError]:
+        """Sends a request, under one deadline; what became of those that did not take it, unless it is raised."""
+        data = messages.dumps(request) if data is None else data  # once for all
         deadline = None if self.timeout is None else time.monotonic() + self.timeout
-        try:
-            worker.send(request, data, deadline)
-        except TimeoutError as error:
-            raise WorkerTimeout(
-                f"worker {worker.index} (pid {worker.pid}) has not read {request.label!r} within {self.timeout} s",
-                worker.index,
-            ) from error
+        errors: dict[int, WorkerError] = {}
+        for worker in workers:
+            try:
+                worker.send(request, data, deadline)
+            except (WorkerError, TimeoutError) as error:
+                errors[worker.index] = failure = self._unread(worker, request, error)
+                if raises:
+                    raise failure from error
+        return errors
+
+    def _unread(self, worker: WorkerProcess, request: Build | Call | Post, error: Exception) -> WorkerError:
+        if isinstance(error, WorkerError):
+            return error
+        return WorkerTimeout(
+            f"worker {worker.index} (pid {worker.pid}) has not read {request.label!r} within {self.timeout} s",
+            worker.index,
+        )
 
     def _busy(self) -> list[WorkerProcess]:
         return [worker for worker in self._workers if worker.state is State.BUSY]
@@ -360,28 +385,27 @@ class WorkerPool:
             )
 
     def _read(self, index: int, is_pipe: bool) -> None:
+        """Reads what a worker has written, and never waits for the rest of it."""
         worker = self._workers[index]
-        if worker.state is not State.BUSY or not (is_pipe or worker.channel.has_message()):
-            self._watch.forget(worker)  # it ended, with nothing more to say
-            self._failures[worker.index] = worker.crashed()
-            return
-        self._late.discard(index)
-        while True:
-            try:
-                self._take(index, worker.receive())
-            except WorkerError as error:
-                self._watch.forget(worker)
-                self._failures[index] = bare(error)
-            except Exception as error:
-                self._failures[index] = error
-            if worker.state is not State.BUSY or not worker.channel.has_read():
+        with contextlib.suppress(EOFError):
+            while worker.channel.arrive():
+                while worker.state is State.BUSY and worker.channel.has_read():
+                    self._take(index, *worker.receive())
+                if is_pipe:
+                    return
+            if is_pipe:  # another thread has read it
                 return
+        self._watch.forget(worker)  # it ended, with nothing more to say
+        self._failures[index] = bare(worker.crashed())
 
-    def _take(self, index: int, reply: Any) -> None:
+    def _take(self, index: int, label: str, reply: Any) -> None:
+        self._late.discard(index)
         if isinstance(reply, bytes):
             self._answers.append((index, reply))
         elif isinstance(reply, Failure):
-            self._failures[index] = reply.to_exception(index, self._workers[index].last_request)
+            self._failures[index] = reply.to_exception(index, label)
+        elif isinstance(reply, Exception):  # that it cannot be unpickled
+            self._failures[index] = reply
         else:
             assert isinstance(reply, Result)
             self._replies[index] = reply.value

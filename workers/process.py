@@ -6,13 +6,14 @@ import os
 import select
 import signal
 import time
+from collections import deque
 from typing import Any
 
 from workers import loop, messages, start
 from workers.channel import Channel, milliseconds
 from workers.descriptors import Descriptor
 from workers.errors import WorkerCrashed, WorkerTimeout, describe_exit
-from workers.messages import Close, Failure, State
+from workers.messages import Failure, State
 
 # Seconds. Under forkserver the exit code comes a little later than the end of the pipe.
 EXIT_CODE_DELAY = 1.0
@@ -37,7 +38,9 @@ class WorkerProcess:
         self.index = index
         self.state = State.GONE
         self.last_request = "start"
-        self._n_asked = 0  # what it has not replied to; more than one only of `post`s
+        self._asked: deque[str] = deque()  # what it has not replied to, the oldest first
+        # Since when its next reply is waited for, in the time of `time.monotonic`.
+        self.since = time.monotonic()
         self._is_whole = True
         self.channel, theirs = Channel.pair()
         try:
@@ -90,53 +93,50 @@ class WorkerProcess:
         previous, self.last_request = self.last_request, request.label
         self._is_whole = False
         try:
-            self.channel.send_bytes(data, deadline)
+            self.channel.send_bytes(data, deadline, self.sentinel())
         except EOFError:
             self.last_request = f"{previous}, before {request.label}"
             raise self.crashed() from None
+        if not self._asked:
+            self.since = time.monotonic()
         self.state, self._is_whole = State.BUSY, True
-        self._n_asked += request.n_replies
+        self._asked.extend([request.label] * request.n_replies)
 
     def can_close(self) -> bool:
         """Whether a request to close would be read: the pipe is not full, and no half message lies in it."""
         return self.state is not State.GONE and self._is_whole and self.channel.can_send()
 
-    def receive(self) -> Any:
-        """The reply to the oldest request that has none.
-
-        Raises:
-            WorkerCrashed: the worker is gone.
-        """
+    def receive(self) -> tuple[str, Any]:
+        """A reply that has been read: to what, and the reply or why it cannot be unpickled."""
+        reply: Any
         try:
             reply = self.channel.receive()
-        except EOFError:
-            raise self.crashed() from None
-        except Exception as error:  # a reply that cannot be unpickled is a reply all the same
+        except Exception as error:  # a reply all the same
             reply = error
-        self._n_asked -= 1
-        if not self._n_asked:
+        label = self._asked.popleft()
+        self.since = time.monotonic()
+        if not self._asked:
             self.state = State.IDLE
-        if isinstance(reply, Exception):
-            raise reply
-        return reply
+        return label, reply
 
     def await_close(self, deadline: float) -> list[BaseException]:
-        """What it raises as it closes; reads its replies until its pipe ends, or until the deadline."""
+        """What it raises as it closes, or has raised before; reads its replies until it ends, or until the deadline."""
         errors: list[BaseException] = []
+        poll = select.poll()
         if self.state is State.GONE:
             return errors
-        poll = select.poll()
-        poll.register(self.channel.fileno(), select.POLLIN)
-        while self.channel.has_read() or poll.poll(milliseconds(deadline)):
-            try:
-                reply = self.channel.receive()
-            except EOFError:
-                return errors
-            except Exception as error:  # of a reply that cannot be unpickled
-                errors.append(error)
-                continue
-            if isinstance(reply, Failure):
-                errors.append(reply.to_exception(self.index, Close.label))
+        for fd in (self.channel.fileno(), self.sentinel()):  # the pipe may live on in a program of an environment
+            poll.register(fd, select.POLLIN)
+        try:
+            while self._asked and poll.poll(milliseconds(deadline)) and self.channel.arrive():
+                while self.channel.has_read():
+                    label, reply = self.receive()
+                    if isinstance(reply, Failure):
+                        errors.append(reply.to_exception(self.index, label))
+                    elif isinstance(reply, Exception):
+                        errors.append(reply)
+        except EOFError:
+            pass
         return errors
 
     def crashed(self) -> WorkerCrashed:
@@ -163,10 +163,12 @@ class WorkerProcess:
         # Not by the exit code: it says that a worker has ended when only the fork server has.
         poll = select.poll()
         poll.register(self._pidfd.fileno(), select.POLLIN)
-        ended = bool(poll.poll(timeout * 1000))
-        if ended:
-            self._process.join(EXIT_CODE_DELAY)
-        return ended
+        return bool(poll.poll(timeout * 1000))
+
+    def reap(self, timeout: float) -> None:
+        """Waits `timeout` seconds for the exit code of a process that has ended."""
+        if not self._is_released:
+            self._process.join(timeout)
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
         """Sends a signal; nothing happens when the process has ended."""
@@ -202,7 +204,10 @@ def end_all(workers: list[WorkerProcess], patience: float = 0.0) -> None:
             worker.kill(signum)
         deadline = time.monotonic() + delay
         left = [worker for worker in left if not worker.join(max(0.0, deadline - time.monotonic()))]
+    deadline = time.monotonic() + EXIT_CODE_DELAY
     for worker in workers:
+        if worker not in left:
+            worker.reap(max(0.0, deadline - time.monotonic()))
         worker.release()
 
 

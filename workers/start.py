@@ -35,6 +35,9 @@ from workers.channel import milliseconds
 # A tuple: to make a set of it takes as long as the call that it is for.
 SIGINT = (signal.SIGINT,)
 
+# Milliseconds within which a Ctrl-C is noticed while a fork server is waited for that does not answer.
+SIGINT_DELAY = 100.0
+
 START_METHODS = ("forkserver", "spawn", "fork")
 
 _CONFIG_LOCK = threading.Lock()
@@ -111,8 +114,14 @@ def _forget(server: forkserver.ForkServer) -> None:
         del _servers[preload]
 
 
-# A forked copy of this process is not the servers' parent: it starts its own.
-os.register_at_fork(after_in_child=_servers.clear)
+def _disown() -> None:
+    """In a forked copy of this process: it starts its own server, and waits for no worker at its exit."""
+    _servers.clear()
+    children: set[Any] = process._children  # type: ignore[attr-defined]
+    children -= {child for child in children if isinstance(child, (_SpawnProcess, _ForkServerProcess))}
+
+
+os.register_at_fork(after_in_child=_disown)
 
 
 def _start_data(process_object: process.BaseProcess, popen: Any) -> bytes:
@@ -164,9 +173,7 @@ class _ForkServerPopen(popen_forkserver.Popen):
         self.sentinel, parent_writes = self._server.connect_to_new_process(self._fds)
         self.finalizer = util.Finalize(self, _close, (self.sentinel, parent_writes))
         _write(parent_writes, data)
-        poll = select.poll()
-        poll.register(self.sentinel, select.POLLIN)
-        if not poll.poll(milliseconds(None if self._timeout is None else time.monotonic() + self._timeout)):
+        if not _readable(self.sentinel, None if self._timeout is None else time.monotonic() + self._timeout):
             _forget(self._server)
             raise TimeoutError("the fork server does not answer")
         self.pid = forkserver.read_signed(self.sentinel)
@@ -184,12 +191,20 @@ class _ForkServerProcess(process.BaseProcess):
     timeout: float | None
 
 
+def _readable(fd: int, deadline: float | None) -> bool:
+    """Waits for a descriptor until a deadline, or a Ctrl-C, which is blocked meanwhile and raised later."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    while not poll.poll(SIGINT_DELAY if deadline is None else min(SIGINT_DELAY, milliseconds(deadline) or 0.0)):
+        if signal.SIGINT in signal.sigpending() or (deadline is not None and time.monotonic() >= deadline):
+            return False
+    return True
+
+
 def _write(fd: int, data: bytes) -> None:
     # The descriptor stays open: its other end is how a child sees that this process still lives.
     with open(fd, "wb", closefd=False) as file:
         file.write(data)
-
-
 
 
 def _close(*fds: int) -> None:

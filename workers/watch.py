@@ -25,7 +25,8 @@ class Watch:
         self._poll = select.poll()
         self._index_of: dict[int, tuple[int, bool]] = {}
         self._made_by = os.getpid()
-        self._lock, self._is_over, self._n_waiting = threading.Lock(), False, 0
+        # A signal handler may end the watch while its thread reads.
+        self._lock, self._is_over, self._n_waiting = threading.RLock(), False, 0
         woken, self._wakes = os.pipe()
         self._poll.register(woken, select.POLLIN)
         self._close_pipe = util.Finalize(self, _close_all, args=((woken, self._wakes),))
