@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         WorkerTimeout,
     )
     from rlstructs.random_agent import RandomAgent
+    from rlstructs.returns import discounted_returns, gae, lambda_returns, n_step_returns, transitions, vtrace
     from rlstructs.structures.dict_tensor import DictTensor, masked_dicttensor, masked_tensor
     from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
     from rlstructs.structures.trajectories import Trajectories
@@ -80,10 +81,16 @@ _EXPORTS = {
     "WorkerCrashed": "errors",
     "WorkerError": "errors",
     "WorkerTimeout": "errors",
+    "discounted_returns": "returns",
+    "gae": "returns",
+    "lambda_returns": "returns",
     "masked_dicttensor": "structures.dict_tensor",
     "masked_tensor": "structures.dict_tensor",
+    "n_step_returns": "returns",
     "replay_agent": "agent",
     "replay_agent_stateless": "agent",
+    "transitions": "returns",
+    "vtrace": "returns",
 }
 
 __all__ = [
@@ -111,10 +118,16 @@ __all__ = [
     "WorkerCrashed",
     "WorkerError",
     "WorkerTimeout",
+    "discounted_returns",
+    "gae",
+    "lambda_returns",
     "masked_dicttensor",
     "masked_tensor",
+    "n_step_returns",
     "replay_agent",
     "replay_agent_stateless",
+    "transitions",
+    "vtrace",
 ]
 
 

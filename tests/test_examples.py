@@ -1,4 +1,4 @@
-"""Every example runs, with tiny sizes, and so does the program in the README."""
+"""Every example runs, with tiny sizes, and so do the programs in the README."""
 
 from __future__ import annotations
 
@@ -53,9 +53,13 @@ def test_memories_of_each_library_give_batches_and_masked_sequences(subprocess_e
     assert len(counts) == 1 and re.fullmatch(r"16 sequences of 8 steps, \d+ of 128 count", counts.pop())
 
 
-def test_the_program_in_the_readme_prints_what_it_says(subprocess_env, tmp_path):
-    readme = (ROOT / "README.md").read_text()
-    program, printed = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", readme, re.DOTALL).groups()
+PROGRAMS = re.findall(
+    r"^```python\n((?:(?!```).)*)```\n\n```text\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
+)
+
+
+@pytest.mark.parametrize(("program", "printed"), PROGRAMS, ids=["first", "returns"])
+def test_a_program_in_the_readme_prints_what_it_says(program, printed, subprocess_env, tmp_path):
     assert run(["-c", program], env=subprocess_env, cwd=tmp_path) == printed
 
 
