@@ -10,6 +10,9 @@
     get()         <── which slots, how many ─
     copies the slots into private memory
 
+With `run_ahead=k` there are k + 1 generations of slots, and `execute` orders what is missing to k + 1 rollouts: workers
+go on while the trainer learns. Orders, updates and resets reach a worker one behind another, through its pipe.
+
 Rows of trajectories never cross a pipe. The arena is anonymous and belongs to those who map it: it is
 gone with the last of them, however they end.
 """
@@ -17,7 +20,9 @@ gone with the last of them, however they end.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -26,15 +31,17 @@ import numpy as np
 import torch
 
 import rlstructs.errors  # noqa: F401 - first of ours: it sees whether `workers` is ours too
-from rlstructs import outputs, weights
+from rlstructs import outputs
 from rlstructs.agent import RL_Agent
+from rlstructs.batch import ROW_INFO, Batch, write_info
 from rlstructs.checks import check_count, check_timeout
-from rlstructs.crew import RAISE, Crew, check_policy, started
+from rlstructs.crew import RAISE, Crew, Order, check_policy, started
 from rlstructs.debug import is_on
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.episodes import EpisodeTracker
 from rlstructs.errors import SpecError
 from rlstructs.evaluation import quotas
+from rlstructs.generations import EVERY, Generations
 from rlstructs.job import Specs
 from rlstructs.lease import Lease
 from rlstructs.lifecycle import Lifecycle, Phase
@@ -47,11 +54,11 @@ from rlstructs.settings import (
     seeds_of,
     warn_of_overlap,
 )
-from rlstructs.slots import Layout, Slots
+from rlstructs.slots import Layout
 from rlstructs.structures.base import as_device
 from rlstructs.structures.dict_tensor import DictTensor
-from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
+from rlstructs.weights import Outbox
 from workers import SharedArena
 from workers.start import uninterrupted
 
@@ -86,6 +93,11 @@ class RL_Batcher:
             processes what happens is raised.
         max_restarts: how many workers may be replaced in all, None for any number. One whose successors
             fail three times in a row before they have begun ends the batcher with the first error.
+        run_ahead: k, how many rollouts workers may begin before the trainer has taken the oldest: they collect while
+            it learns. `execute` and `get` keep their meaning, but a rollout is ordered k times `execute` before it
+            is handed out, and what `execute` and `update` are given takes effect as much later: with one update for
+            each rollout, its weights are at most k updates old; `policy_version` in `info` says of which update they
+            are. Rollouts and their order are the same in every run. `reset` drops what is under way.
         debug: padding, and slots between rollouts, hold poison in place of zeros: NaN, or the extreme of
             an integer (`rlstructs.debug`); a leased tensor raises when it is used after its release. None
             for what the variable RLSTRUCTS_DEBUG says.
@@ -130,6 +142,7 @@ class RL_Batcher:
         timeout: float | None = None,
         on_worker_failure: str = RAISE,
         max_restarts: int | None = None,
+        run_ahead: int = 0,
         debug: bool | None = None,
     ) -> None:
         self._life = Lifecycle()
@@ -137,6 +150,7 @@ class RL_Batcher:
         check_count("n_processes", n_processes, 0)
         check_timeout(timeout)
         check_policy(on_worker_failure, max_restarts)
+        check_count("run_ahead", run_ahead, 0)
         self._device, self._debug = as_device(device), is_on(debug)
         infos = {"agent_info": agent_info, "env_info": env_info}
         self._examples = {name: info_example(name, info) for name, info in infos.items()}
@@ -154,9 +168,10 @@ class RL_Batcher:
         )
         self._arena, self._weights = SharedArena(), SharedArena()
         self._pool = started(settings, n_processes, (self._arena, self._weights), start_method, timeout)
-        self._crew = Crew(self._pool, on_worker_failure, max_restarts)
+        self._crew = Crew(self._pool, on_worker_failure, max_restarts, run_ahead)
+        self._outbox = Outbox(self._weights, run_ahead + 1, self._pool.settle)
         try:
-            self._attach(settings, n_timesteps)
+            self._attach(settings, n_timesteps, run_ahead + 1)
         except BaseException:
             with contextlib.suppress(Exception):
                 self._pool.close()
@@ -173,10 +188,17 @@ class RL_Batcher:
     @property
     def nbytes(self) -> int:
         """Bytes of shared memory that rollouts take; known before the first of them takes it."""
-        return self._layout.nbytes
+        return self._generations.nbytes
+
+    @property
+    def policy_version(self) -> int:
+        """How many times `update` was called."""
+        return self._outbox.version
 
     def reset(self, agent_info: DictTensor = NO_INFO, env_info: DictTensor = NO_INFO) -> None:
         """Starts an episode in every environment; drops agents' states, and episodes that had not ended.
+
+        With a run-ahead it waits for the rollouts that were begun, and drops them.
 
         Args:
             agent_info: N rows with the keys of the constructor's example, on the CPU; kept until the
@@ -192,20 +214,24 @@ class RL_Batcher:
         infos = {"agent_info": agent_info, "env_info": env_info}
         for name, info in infos.items():
             check_info(name, info, self._examples[name], self.n_elems())
-        for name, info in infos.items():
-            self._write_info(name, info)
         with self._life.failing("reset"):
+            self._crew.settle()
+            self._infos = {name: info.clone() for name, info in infos.items()}
+            self._stale.clear()
+            for slots in self._slots:
+                for name, info in infos.items():
+                    write_info(slots, name, info, slice(None))
             self._crew.reset()
-        self._crew.forget()
+        self._outbox.forget(self._crew.forget())
         self._running = [None] * self._pool.n_workers
         self._episodes.reset()
         self._life.phase = Phase.READY
 
     def execute(self, agent_info: DictTensor | None = None) -> None:
-        """Starts a rollout and returns at once; `get` gives it.
+        """Starts a rollout and returns at once; `get` gives it, or, with a run-ahead, the oldest one.
 
         Args:
-            agent_info: N rows that replace the ones in force, from this rollout on; the rows of
+            agent_info: N rows that replace the ones in force, from the rollout on that is started now; the rows of
                 environments that have ended are ignored. None, or an empty one, keeps them.
 
         Raises:
@@ -215,15 +241,20 @@ class RL_Batcher:
         self._life.check("execute", Phase.READY)
         if agent_info is not None and agent_info != NO_INFO:
             check_info("agent_info", agent_info, self._examples["agent_info"], self.n_elems())
-            self._write_info("agent_info", agent_info)
-        self._slots.release()
+            self._infos["agent_info"] = agent_info.clone()
+            self._stale |= set(itertools.product(range(self._pool.n_workers), range(len(self._slots))))
         with self._life.failing("execute"):
-            self._crew.begin({worker for worker, slots in enumerate(self._running) if slots != []})
+            self._crew.begin(self._prepare)
             self._begin_anew(self._crew.forget())
         self._life.phase = Phase.RUNNING
 
     def get(
-        self, blocking: bool = True, out: Trajectories | None = None
+        self,
+        blocking: bool = True,
+        out: Trajectories | None = None,
+        *,
+        min_workers: int | None = None,
+        preempt: float | None = None,
     ) -> tuple[Trajectories, int] | tuple[None, None]:
         """The rollout that `execute` started, in memory of its own.
 
@@ -235,8 +266,9 @@ class RL_Batcher:
         - `_observation/k`: what followed, with the reward of the step; the true final observation
           where an episode ended.
 
-        `info`: `agent_info/k`, `env_info/k`, `agent_state/k` as they were before the first step, and
-        `env_index`, int64, the environment's global index.
+        `info`: `agent_info/k`, `env_info/k`, `agent_state/k` as they were before the first step;
+        `env_index`, int64, the environment's global index; and `policy_version`, int64, how many updates
+        the agent had had.
 
         Args:
             blocking: wait for it. Otherwise return `(None, None)` until all of it is there, and wait only while
@@ -245,28 +277,35 @@ class RL_Batcher:
                 shapes, at least as many rows as environments run, and `n_timesteps` or more, such as an earlier
                 rollout of that size. The trajectories that are returned are the first of its rows and
                 timesteps, or a copy of them on the batcher's device.
+            min_workers: hand out the environments of so many workers, or more, as soon as they are through, in
+                place of all: first come, first served. The others' rollouts come with a later `get`; `execute`
+                starts one in those who are through.
+            preempt: a fraction, above 0 and up to 1, of the workers: once so many are through, the others end their
+                rollouts after the step that they are in; their lengths say so.
 
         Returns:
             The trajectories and the number of environments that still run.
 
         Raises:
             StateError: there was no `execute`.
-            SpecError: `out` does not fit; the rollout can still be had.
+            SpecError: an argument does not fit; the rollout can still be had.
             WorkerError: a worker died, or did not answer in time.
             Exception: what an environment or agent raised, with the worker's traceback as its cause.
         """
         self._life.check("get", Phase.RUNNING)
+        n, cut = self._awaited(min_workers, preempt)
         if out is not None:
-            info = {**self._layout.info, "env_index": ((), torch.int64)}
-            outputs.check(out, info, self._slots.specs, (self._n_running(), self._layout.n_timesteps))
+            info = {**self._layout.info, **ROW_INFO}
+            outputs.check(out, info, self._slots[0].specs, (self._n_running(), self._layout.n_timesteps))
         with self._life.failing():
-            if not blocking and not self._crew.is_ready():
+            if not blocking and not self._crew.is_ready(n):
                 return None, None
-            outcomes = self._crew.collect()
-            rows, lengths = self._ran(outcomes)
-            trajectories = self._read(rows, lengths, out)
+            orders = self._crew.collect(n, cut)
+            batch = self._batch(orders)
+            trajectories = batch.read(out)
         with uninterrupted():  # or a second `get` would hand out what is over
-            n_running = self._end(outcomes, trajectories)
+            n_running = self._end(orders, trajectories)
+            batch.release()
             self._life.phase = Phase.READY if n_running else Phase.ENDED
         return trajectories if self._device.type == "cpu" else trajectories.to(self._device), n_running
 
@@ -275,43 +314,46 @@ class RL_Batcher:
 
         Returns:
             A `Lease`, for a `with` block: it unpacks into what `get` returns, on the CPU. The next `execute`
-            or `reset` comes after its release.
+            or `reset` comes after its release; with a run-ahead workers go on meanwhile.
 
         Raises:
             StateError, WorkerError, Exception: as `get`.
         """
         self._life.check("lease", Phase.RUNNING)
         with self._life.failing():
-            outcomes = self._crew.collect()
-            rows, lengths = self._ran(outcomes)
-            steps = TemporalDictTensor.trusted(self._slots.lend(rows, int(lengths.max())), lengths)
-            trajectories = Trajectories(DictTensor.trusted(self._info_of(rows)), steps)
+            orders = self._crew.collect()
+            batch = self._batch(orders)
+            trajectories = batch.lend()
         with uninterrupted():
-            n_running = self._end(outcomes, trajectories)
+            n_running = self._end(orders, trajectories)
             self._life.phase = Phase.LEASED
-        return Lease(trajectories, n_running, partial(self._take_back, n_running), is_guarded=self._debug)
+        return Lease(trajectories, n_running, partial(self._take_back, batch, n_running), is_guarded=self._debug)
 
-    def _take_back(self, n_running: int) -> None:
+    def _take_back(self, batch: Batch, n_running: int) -> None:
         """What a lease calls at its end."""
         if self._life.phase is Phase.LEASED:  # and not closed, or failed, meanwhile
-            self._slots.release()
+            batch.release()
             self._life.phase = Phase.READY if n_running else Phase.ENDED
 
     def update(self, info: Any) -> None:
         """Calls `update(info)` of every agent, and waits for it.
 
+        With a run-ahead it does not wait: agents are updated behind the rollouts that were ordered before, and what an
+        agent raises comes with the rollout after those.
+
         Args:
-            info: any object that can be pickled. Its tensors go through shared memory, once; agents
-                get private copies of what they are now, on the CPU.
+            info: any object that can be pickled. It goes through shared memory, once; agents get its tensors as they
+                are now, on the CPU, for themselves: they may keep and change them.
 
         Raises:
-            StateError: a rollout is under way: `get` it first.
+            StateError: a rollout is under way, and there is no run-ahead: `get` it first.
             Exception: what an agent raised.
         """
-        self._life.check("update", Phase.NEW, Phase.READY, Phase.LEASED, Phase.ENDED)
-        packed = weights.pack(info, self._weights)
+        ahead = (Phase.RUNNING,) if self._generations.n > 1 else ()
+        self._life.check("update", Phase.NEW, Phase.READY, Phase.LEASED, Phase.ENDED, *ahead)
+        packed = self._outbox.pack(info)
         with self._life.failing("update"):
-            self._crew.update(packed)
+            self._outbox.sent(packed, self._crew.update(packed))
         self._begin_anew(self._crew.forget())
 
     def evaluate(
@@ -350,7 +392,8 @@ class RL_Batcher:
         seeds = seeds_of(seed, self._pool.n_workers, "seed")
         warn_of_overlap(seeds, self._n_envs)
         with self._life.failing("evaluate"):
-            parts = self._crew.evaluate(quotas(n_episodes, self.n_elems()), seeds, agent_info)
+            infos = self._infos if agent_info is None else {**self._infos, "agent_info": agent_info.clone()}
+            parts = self._crew.evaluate(quotas(n_episodes, self.n_elems()), seeds, infos)
         self._begin_anew(self._crew.forget())
         if isinstance(parts, Exception):
             raise parts
@@ -405,6 +448,9 @@ class RL_Batcher:
                 self._pool.kill()  # those that an interrupted `close` has left
             return
         failed = self._life.close()
+        if hasattr(self, "_cuts"):
+            for worker in range(self._pool.n_workers):
+                self._cuts[worker] = EVERY  # nobody will ask for what is under way
         try:
             self._pool.close()
         except Exception:
@@ -412,7 +458,7 @@ class RL_Batcher:
                 raise
             logger.debug("a worker raised while it was closed", exc_info=True)
         finally:
-            del self._slots  # views of the arena
+            del self._slots, self._cuts  # views of the arena
             self._arena.close()
             self._weights.close()
 
@@ -424,7 +470,7 @@ class RL_Batcher:
             self._life.fail(error, "the program failed before")
         self.close()
 
-    def _attach(self, settings: JobSettings, n_timesteps: int) -> None:
+    def _attach(self, settings: JobSettings, n_timesteps: int, n_generations: int) -> None:
         answers = self._crew.describe()
         counts, specs = [n for n, _ in answers], answers[0][1]
         assert isinstance(specs, Specs)
@@ -437,9 +483,40 @@ class RL_Batcher:
         for name, example in self._examples.items():
             info.update({f"{name}/{key}": spec for key, spec in specs_of(example).items()})
         layout = self._layout = Layout(self.n_elems(), n_timesteps, specs.observation, specs.action, info)
-        self._arena.resize(layout.reserved_nbytes, expected=layout.nbytes)
-        self._slots = Slots(layout, self._arena.map(), poisons=self._debug)
-        self._crew.attach(layout)
+        generations = self._generations = Generations(layout, n_generations, len(counts))
+        self._arena.resize(generations.reserved_nbytes, expected=generations.nbytes)
+        self._slots = generations.slots(self._arena.map(), poisons=self._debug)
+        self._cuts = generations.cuts(self._arena.map())
+        self._infos = dict.fromkeys(self._examples, NO_INFO)
+        self._stale: set[tuple[int, int]] = set()
+        self._crew.attach(generations)
+
+    def _prepare(self, worker: int, number: int) -> None:
+        """Sees to it that a worker finds in its slots what the next rollout needs."""
+        place = worker, number % len(self._slots)
+        if place in self._stale:
+            self._stale.discard(place)
+            rows = slice(worker * self._n_envs, (worker + 1) * self._n_envs)
+            write_info(self._slots[place[1]], "agent_info", self._infos["agent_info"], rows)
+
+    def _awaited(
+        self, min_workers: int | None, preempt: float | None
+    ) -> tuple[int | None, Callable[[int, int], None] | None]:
+        """For how many workers `get` waits, None for all, and how it ends the others' rollouts."""
+        if min_workers is not None:
+            if preempt is not None:
+                raise SpecError("get: min_workers lets the others go on and preempt ends them: give one of the two")
+            check_count("get: min_workers", min_workers, 1)
+            if min_workers > self._pool.n_workers:
+                raise SpecError(f"get: min_workers is {min_workers}, there are {self._pool.n_workers}")
+            return min_workers, None
+        if preempt is None:
+            return None, None
+        if isinstance(preempt, bool) or not isinstance(preempt, (int, float, np.number)):
+            raise TypeError(f"get: preempt must be a fraction of the workers or None, got {preempt!r}")
+        if not 0 < preempt <= 1:
+            raise SpecError(f"get: preempt must be above 0 and up to 1, got {preempt}")
+        return math.ceil(preempt * self._pool.n_workers), self._cuts.__setitem__
 
     def _rows_of(self, worker: int, slots: list[int] | None = None) -> np.ndarray:
         """The global indexes of a worker's environments, or of some of them."""
@@ -448,46 +525,34 @@ class RL_Batcher:
 
     def _begin_anew(self, replaced: set[int]) -> None:
         """The environments of workers that were replaced have been reset: what had begun has no end."""
+        self._outbox.forget(replaced)
         for worker in replaced:
             self._running[worker] = None
             self._episodes.forget(self._rows_of(worker))
 
-    def _ran(self, outcomes: list[Any]) -> tuple[np.ndarray | None, torch.Tensor]:
-        """Which environments ran when the rollout began (None: all), and for how long."""
-        for worker, outcome in enumerate(outcomes):
-            if outcome is None:
-                Slots(self._layout, self._arena.map(), worker * self._n_envs, self._n_envs).empty()
-        rows = np.concatenate([self._rows_of(worker, slots) for worker, slots in enumerate(self._running)])
-        some = None if rows.size == self.n_elems() else rows
-        return some, torch.from_numpy(self._slots.lengths[rows])
+    def _batch(self, orders: Mapping[int, Order]) -> Batch:
+        """What these rollouts have written."""
+        generations: dict[int, list[np.ndarray]] = {}
+        versions = np.full(self.n_elems(), self.policy_version)
+        for worker, order in sorted(orders.items()):
+            slots = self._slots[order.number % len(self._slots)]
+            rows = self._rows_of(worker, self._running[worker])
+            if order.is_lost:
+                slots.empty(rows)
+            else:
+                versions[rows] = order.asked.value[2]
+            generations.setdefault(order.number % len(self._slots), []).append(rows)
+        return Batch(
+            [(self._slots[index], np.concatenate(rows)) for index, rows in generations.items()], versions
+        )
 
-    def _read(self, rows: np.ndarray | None, lengths: torch.Tensor, out: Trajectories | None) -> Trajectories:
-        n_timesteps, info = int(lengths.max()), self._info_of(rows)
-        if out is None:
-            steps = self._slots.read(rows, n_timesteps)
-            return Trajectories(DictTensor.trusted(info), TemporalDictTensor.trusted(steps, lengths))
-        kept = outputs.cut(out, len(lengths), n_timesteps)
-        for key, tensor in info.items():
-            kept.info[key].copy_(tensor)
-        kept.lengths.copy_(lengths)
-        steps = self._slots.read(rows, n_timesteps, dict(kept.trajectories.items()))
-        return Trajectories(kept.info, TemporalDictTensor.trusted(steps, kept.lengths))
-
-    def _info_of(self, rows: np.ndarray | None) -> dict[str, torch.Tensor]:
-        """What is known of these environments (None: all), private memory."""
-        rows = np.arange(self.n_elems()) if rows is None else rows
-        return {**self._slots.info_of(rows), "env_index": torch.from_numpy(rows)}
-
-    def _end(self, outcomes: list[Any], trajectories: Trajectories) -> int:
+    def _end(self, orders: Mapping[int, Order], trajectories: Trajectories) -> int:
         """Goes on to the next rollout; how many environments will run in it."""
         self._episodes.add(trajectories)
-        self._running = [None if outcome is None else outcome[0] for outcome in outcomes]
-        self._begin_anew(self._crew.forget())
+        for worker, order in orders.items():
+            self._running[worker] = None if order.is_lost else order.asked.value[0]
+        self._begin_anew(self._crew.forget(orders))
         return self._n_running()
 
     def _n_running(self) -> int:
         return sum(self._n_envs if slots is None else len(slots) for slots in self._running)
-
-    def _write_info(self, name: str, info: DictTensor) -> None:
-        for key, tensor in info.items():
-            self._slots.column(f"{name}/{key}").copy_(tensor.detach())

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,12 +18,14 @@ from typing import Any
 from rlstructs.checks import check_count
 from rlstructs.envs import registry
 from rlstructs.errors import SpecError
+from rlstructs.generations import Generations
 from rlstructs.job import JobFactory
 from rlstructs.rollout import Clock
 from rlstructs.seeding import PrivateStreams
 from rlstructs.settings import JobSettings
-from rlstructs.slots import Layout
 from workers import InlinePool, SharedArena, WorkerError, WorkerPool
+from workers.messages import Asked
+from workers.start import uninterrupted
 
 logger = logging.getLogger("rlstructs")
 
@@ -29,6 +33,27 @@ PRELOAD = ("torch", "gymnasium", "rlstructs.job", "rlstructs.envs.gym_env")
 RAISE, RESTART = POLICIES = ("raise", "restart")
 # A successor that does not come up so often in a row never will.
 MAX_ATTEMPTS = 3
+NOTHING: Mapping[int, Any] = {}
+
+
+@dataclass(eq=False)
+class Order:
+    """A rollout that one worker was asked for.
+
+    Attributes:
+        number: how many were ordered of it before.
+        asked: what became of it.
+        is_lost: whether it was, with the worker.
+    """
+
+    number: int
+    asked: Asked
+    is_lost: bool = False
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it has been run."""
+        return self.asked.is_over and self.asked.error is None
 
 
 @dataclass
@@ -38,14 +63,35 @@ class Member:
     Attributes:
         generation: how many were before it.
         n_lost: rollouts that were lost with them.
+        orders: rollouts that were ordered and not handed out, the oldest first.
+        n_ordered: how many rollouts were ordered in all.
+        runs: whether an environment ran after the last rollout that was handed out.
         since: when it began, in the time of `time.monotonic`.
         clock: what it said last of its time.
     """
 
     generation: int = 0
     n_lost: int = 0
+    orders: deque[Order] = field(default_factory=deque)
+    n_ordered: int = 0
+    runs: bool = True
     since: float = field(default_factory=time.monotonic)
     clock: Clock = field(default_factory=Clock)
+
+    def begin_anew(self) -> None:
+        """Another worker is in its place."""
+        self.generation += 1
+        self.since, self.clock = time.monotonic(), Clock()
+
+    def lose(self) -> None:
+        """The worker is gone, and with it the rollout that it was running."""
+        runs = self.runs
+        for order in self.orders:
+            if not order.is_there:
+                order.is_lost = True
+                self.n_lost += runs  # or nothing was lost
+                return
+            runs = order.asked.value[0] != []
 
 
 class Crew:
@@ -55,18 +101,19 @@ class Crew:
         pool: the workers, built.
         policy: "raise" or "restart".
         max_restarts: how many failures may be mended in all; None for any number.
+        run_ahead: how many rollouts may be ordered before the oldest is handed out, and that one not counted.
     """
 
-    def __init__(self, pool: WorkerPool | InlinePool, policy: str, max_restarts: int | None) -> None:
+    def __init__(
+        self, pool: WorkerPool | InlinePool, policy: str, max_restarts: int | None, run_ahead: int = 0
+    ) -> None:
         self.pool = pool
         self.members = [Member() for _ in range(pool.n_workers)]
-        self._max_restarts = max_restarts
+        self._max_restarts, self._run_ahead = max_restarts, run_ahead
         # A job in this process cannot be replaced: what it raises is raised.
         self._mends = policy == RESTART and isinstance(pool, WorkerPool)
         self._replaced: set[int] = set()
-        self._running: set[int] = set()
-        self._lost: dict[int, BaseException] = {}
-        self._outcomes: dict[int, Any] | None = None
+        self._failed: dict[int, BaseException] = {}  # those who are yet to be replaced
         # What a successor is told, in this order, before it is one of the crew.
         self._orders: dict[str, tuple[Any, ...]] = {"describe": ()}
         self._n_envs: int | None = None
@@ -82,14 +129,22 @@ class Crew:
         self._n_envs = answers[0][0]
         return answers
 
-    def attach(self, layout: Layout) -> None:
+    def attach(self, generations: Generations) -> None:
         """Gives every worker its slots."""
-        self._orders["attach"] = (layout,)
-        self.pool.call("attach", layout)
+        self._orders["attach"] = (generations,)
+        self.pool.call("attach", generations)
 
-    def update(self, packed: bytes) -> None:
-        """Updates every agent."""
-        self._call("update", packed)
+    def update(self, *arguments: Any) -> list[Asked]:
+        """Updates every agent: at once, or, with a run-ahead, behind the rollouts that were ordered before."""
+        if not self._run_ahead:
+            return self._call("update", *arguments)
+        if self._mends:
+            self._mend(self.pool.check())
+        self._remember("update", arguments)
+        asked = self.pool.ask("update", *arguments)
+        if not self._mends:
+            _raise_first(asked)
+        return asked
 
     def evaluate(self, *arguments: Any) -> list[dict[str, Any]] | Exception:
         """What `RolloutJob.end_evaluation` gives, by worker index, after an evaluation that these arguments begin.
@@ -102,6 +157,7 @@ class Crew:
         Raises:
             WorkerError: a worker is gone or late.
         """
+        self.settle()
         found: dict[int, dict[str, Any]] = {}
         everyone = range(self.pool.n_workers)
         n_deaths, first, new = dict.fromkeys(everyone, 0), dict[int, BaseException](), list(everyone)
@@ -127,51 +183,81 @@ class Crew:
         return [found[index] for index in everyone]
 
     def reset(self) -> None:
-        """Resets every environment."""
+        """Resets every environment; rollouts that were not handed out are dropped."""
+        self.settle()
+        for member in self.members:
+            member.orders.clear()
+            member.runs = True
         self._call("reset")
 
-    def begin(self, running: set[int]) -> None:
-        """Starts a rollout in every worker; the indexes of those in which something runs."""
-        self._running = running
-        if isinstance(self.pool, WorkerPool) and self._mends:
-            self._mend(self.pool.check())
-            self.pool.ask("rollout")
-        else:
-            self.pool.broadcast("rollout")
+    def settle(self) -> None:
+        """Waits until no rollout is under way."""
+        self.pool.settle([order.asked for member in self.members for order in member.orders])
 
-    def is_ready(self) -> bool:
-        """Whether `collect` would not have to wait for rollouts."""
-        if self._outcomes is not None:
-            return True
-        return self.pool.is_settled() if isinstance(self.pool, WorkerPool) and self._mends else self.pool.ready()
+    def begin(self, prepare: Callable[[int, int], None]) -> None:
+        """Orders as many rollouts as may be ordered.
 
-    def collect(self) -> list[Any]:
-        """What every rollout replied, by worker index; None for one that was lost with its worker.
-
-        May be interrupted and called again; `forget` says that it is over.
+        Args:
+            prepare: called with the index of a worker and the number of a rollout before that is ordered.
         """
-        if self._outcomes is None:
-            self._outcomes = self._settled()
-            for index, outcome in self._outcomes.items():  # before some of them are replaced
-                self.members[index].clock = Clock(*outcome[1])
-        self._mend(self._lost)
-        return [self._outcomes.get(index) for index in range(self.pool.n_workers)]
+        if self._mends:
+            self._mend(self.pool.check())
+        for _ in range(self._run_ahead + 1):
+            numbers: dict[int, list[int]] = {}
+            for index, member in enumerate(self.members):
+                if len(member.orders) <= self._run_ahead:
+                    prepare(index, member.n_ordered)
+                    numbers.setdefault(member.n_ordered, []).append(index)
+                    member.n_ordered += 1
+            for number, indexes in numbers.items():
+                asked = self.pool.ask("rollout", number, only=indexes)
+                for each in asked:
+                    self.members[each.index].orders.append(Order(number, each))
+                if not self._mends:
+                    _raise_first(asked)
 
-    def _settled(self) -> dict[int, Any]:
-        if not isinstance(self.pool, WorkerPool):
-            return dict(enumerate(self.pool.gather()))
+    def is_ready(self, n: int | None = None) -> bool:
+        """Whether `collect` would not have to wait for rollouts."""
+        return self.pool.is_settled(self._heads(), n, fails_fast=not self._mends)
+
+    def collect(self, n: int | None = None, cut: Callable[[int, int], None] | None = None) -> dict[int, Order]:
+        """The oldest rollouts that are there, or were lost, by worker index.
+
+        May be interrupted and called again; `forget` says that they are handed out.
+
+        Args:
+            n: how many are waited for; None for all.
+            cut: called with the index of each worker that is late, once `n` are there, and with the number of the
+                rollout after the one that is to end, and is then waited for.
+        """
+        heads = self._heads()
+        if n is not None:
+            n -= len(self.members) - len(heads)
+        self.pool.settle(heads, n, fails_fast=not self._mends)
         if not self._mends:
-            self.pool.ready(None)  # the first failure is raised at once
-        replies, failures = self.pool.settle()
-        self._lost = dict(failures)
-        # One that had replied before it died has lost nothing, nor one in which nothing ran.
-        for index in (failures.keys() - replies.keys()) & self._running:
-            self.members[index].n_lost += 1
-        return dict(replies)
+            _raise_first(heads)
+        if cut is not None:
+            for index, member in enumerate(self.members):
+                if not member.orders[0].asked.is_over:
+                    cut(index, member.orders[0].number + 1)
+            return self.collect()
+        self._mend({asked.index: asked.error for asked in heads if asked.error is not None})
+        heads_now = {index: member.orders[0] for index, member in enumerate(self.members)}
+        return {index: order for index, order in heads_now.items() if order.is_lost or order.is_there}
 
-    def forget(self) -> set[int]:
-        """Ends what `collect` began; the workers that were replaced since the last call."""
-        self._outcomes = None
+    def _heads(self) -> list[Asked]:
+        """What was asked of every worker first, but what was lost."""
+        return [member.orders[0].asked for member in self.members if not member.orders[0].is_lost]
+
+    def forget(self, orders: Mapping[int, Order] = NOTHING) -> set[int]:
+        """Takes away what was handed out; the workers that were replaced since the last call."""
+        for index, order in orders.items():
+            member = self.members[index]
+            assert member.orders[0] is order
+            member.orders.popleft()
+            member.runs = order.is_lost or order.asked.value[0] != []
+            if not order.is_lost and index not in self._replaced:
+                member.clock = Clock(*order.asked.value[1])
         replaced, self._replaced = self._replaced, set()
         return replaced
 
@@ -195,40 +281,45 @@ class Crew:
         self, method: str, arguments: tuple[Any, ...], only: list[int]
     ) -> tuple[dict[int, Any], dict[int, BaseException]]:
         """What some workers reply, and what became of those that did not."""
-        pool = self.pool
-        if not only:
-            return {}, {}
-        if not isinstance(pool, WorkerPool):
-            try:
-                return dict(enumerate(pool.call(method, *arguments))), {}
-            except Exception as error:
-                return {}, {0: error}
-        pool.ask(method, *arguments, only=only)
-        replies, failures = pool.settle()
-        pool.forget_outcomes()
-        return replies, failures
+        asked = self.pool.ask(method, *arguments, only=only) if only else []
+        self.pool.settle(asked)
+        return (
+            {each.index: each.value for each in asked if each.error is None},
+            {each.index: each.error for each in asked if each.error is not None},
+        )
 
-    def _call(self, method: str, *arguments: Any) -> None:
-        """Asks all workers, and has successors asked the same from now on."""
-        if not (isinstance(self.pool, WorkerPool) and self._mends):
-            self.pool.call(method, *arguments)
-            return
-        self._mend(self.pool.check())  # first: who takes the place of one of these is asked below
+    def _remember(self, method: str, arguments: tuple[Any, ...]) -> None:
+        """Has successors asked the same from now on."""
         self._orders.pop(method, None)
         self._orders[method] = arguments
-        self.pool.ask(method, *arguments)
-        self._mend(dict(self.pool.settle()[1]))
+
+    def _call(self, method: str, *arguments: Any) -> list[Asked]:
+        """Asks all workers, and successors from now on."""
+        if self._mends:
+            self._mend(self.pool.check())  # first: who takes the place of one of these is asked below
+            self._remember(method, arguments)
+        asked = self.pool.ask(method, *arguments)
+        self.pool.settle(asked, fails_fast=not self._mends)
+        if not self._mends:
+            _raise_first(asked)
+        self._mend({each.index: each.error for each in asked if each.error is not None})
+        return asked
 
     def _mend(self, failures: dict[int, BaseException]) -> None:
-        """Puts successors in the place of workers that failed.
+        """Puts successors in the place of workers that failed, and of those of an earlier call that was interrupted.
 
         Raises:
             Exception: the first failure, when there were too many, or that of a successor which never comes up.
         """
-        pool = self.pool
+        for index, error in failures.items():
+            if index not in self._failed:
+                with uninterrupted():
+                    self._failed[index] = error
+                    self.members[index].lose()
+        failures = dict(self._failed)
         first: dict[int, BaseException] = {}  # what became of the first successor
-        n_attempts = dict.fromkeys(range(pool.n_workers), 0)
-        while failures and isinstance(pool, WorkerPool):
+        n_attempts = dict.fromkeys(failures, 0)
+        while failures:
             _, error = min(failures.items())
             if self._max_restarts is not None and self.n_restarts + len(failures) > self._max_restarts:
                 raise error
@@ -240,30 +331,32 @@ class Crew:
                 n_attempts[index] += 1
             for index, why in failures.items():
                 logger.warning("worker %d is replaced: %r", index, why)
-            failures = self._replace(pool, sorted(failures))
-        self._lost = {}
-        if isinstance(pool, WorkerPool):
-            pool.forget_outcomes()
+            failures = self._replace(sorted(failures))
+        self._failed = {}
 
-    def _replace(self, pool: WorkerPool, indexes: list[int]) -> dict[int, BaseException]:
+    def _replace(self, indexes: list[int]) -> dict[int, BaseException]:
         """Starts a successor for each of these; those that did not come up, and why."""
+        pool = self.pool
+        assert isinstance(pool, WorkerPool)
         for index in indexes:
-            member = self.members[index]
-            self.members[index] = Member(member.generation + 1, member.n_lost)
+            self.members[index].begin_anew()
         self._replaced |= set(indexes)
-        pool.forget_outcomes()
-        pool.restart({index: (self.members[index].generation,) for index in indexes})
-        replies, failures = pool.settle()
+        asked = pool.restart({index: (self.members[index].generation,) for index in indexes})
+        pool.settle(asked)
+        failures = {each.index: each.error for each in asked if each.error is not None}
         for method, arguments in self._orders.items():
-            pool.ask(method, *arguments, only=[index for index in indexes if index not in failures])
-            replies, failures = pool.settle()
+            replies, more = self._asked(method, arguments, [index for index in indexes if index not in failures])
+            failures |= more
             if method == "describe":
                 failures |= {
-                    index: SpecError(f"create_env: worker {index} has {replies[index][0]} environments now, "
-                                     f"it had {self._n_envs}")
-                    for index in replies.keys() - failures.keys() if replies[index][0] != self._n_envs
+                    index: SpecError(f"create_env: worker {index} has {n} environments now, it had {self._n_envs}")
+                    for index, (n, _) in replies.items() if n != self._n_envs
                 }  # fmt: skip
-        return dict(failures)
+        for index in indexes:
+            for order in self.members[index].orders if index not in failures else ():
+                if not (order.is_lost or order.is_there):
+                    [order.asked] = pool.ask("rollout", order.number, only=[index])
+        return failures
 
 
 def started(
@@ -295,6 +388,12 @@ def started(
         if culprit := settings.unpicklable():
             raise TypeError(f"{culprit[0]} cannot be sent to a worker: {culprit[1]}") from error
         raise
+
+
+def _raise_first(asked: list[Asked]) -> None:
+    for each in asked:
+        if each.error is not None:
+            raise each.error
 
 
 def check_policy(policy: str, max_restarts: int | None) -> None:

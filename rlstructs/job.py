@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -13,17 +13,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlstructs import weights
 from rlstructs.agent import EmptyHistory, RL_Agent
 from rlstructs.envs.vec_env import RowEnv, VecEnv, gives_rows, row_env
 from rlstructs.errors import SpecError
 from rlstructs.evaluation import Evaluation
+from rlstructs.generations import Generations
 from rlstructs.rollout import Clock, Progress, acquire
 from rlstructs.rows import TensorSpec, check_dtype, specs_of
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.settings import JobSettings
-from rlstructs.slots import Layout, Slots
+from rlstructs.slots import Slots
 from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.weights import Inbox, Packed
 from workers.arena import SharedArena
 from workers.loop import close_job
 from workers.process import BARE
@@ -75,7 +76,9 @@ class RolloutJob:
             with contextlib.suppress(Exception):
                 env.close()
             raise
-        self._slots: Slots | None = None
+        self._slots: list[Slots] = []
+        self._inbox = Inbox(self.weights_arena)
+        self._error: BaseException | None = None
         self._progress: Progress | None = None
         self._clock = Clock()
         self._evaluation: Evaluation | None = None
@@ -84,54 +87,75 @@ class RolloutJob:
         """The number of environments, and, of worker 0, the specs."""
         return self._env.n_envs(), self.specs
 
-    def attach(self, layout: Layout) -> None:
+    def attach(self, generations: Generations) -> None:
         """Maps this worker's block of slots."""
-        n = self._env.n_envs()
-        self._slots = Slots(layout, self.arena.map(), self.index * n, n)
+        n, buffer = self._env.n_envs(), self.arena.map()
+        self._slots = generations.slots(buffer, first=self.index * n, n=n)
+        self._cuts = generations.cuts(buffer)
 
     def reset(self) -> None:
         """Starts an episode in every environment, by the `env_info/` rows of the slots."""
-        assert self._slots is not None
-        observation = self._env.reset_rows(self._slots.info("env_info/").clone())
-        self._progress = Progress(observation, np.arange(self._slots.n))
+        with self._once():
+            observation = self._env.reset_rows(self._slots[0].info("env_info/").clone())
+            self._progress = Progress(observation, np.arange(self._slots[0].n))
 
-    def rollout(self) -> tuple[list[int] | None, tuple[Any, ...]]:
+    def rollout(self, number: int) -> tuple[list[int] | None, tuple[Any, ...], int]:
         """Fills the slots of all environments that run.
 
+        Args:
+            number: how many rollouts were ordered before.
+
         Returns:
-            Which environments still run (None: all of this worker), and the fields of its `Clock`.
+            Which environments still run (None: all of this worker), the fields of its `Clock`, and the number of
+            updates that the agent had had.
         """
-        slots, progress = self._slots, self._progress
-        assert slots is not None and progress is not None
-        if not progress.running.size:
-            return [], self._clock.fields()
-        began = perf_counter()
-        info = slots.info("agent_info/").clone()
-        clock = None if BARE in os.environ else self._clock
-        progress = acquire(self._env, self._agent, slots, progress, info, self.settings.device, clock)
-        self._progress = progress
-        self._clock.busy += perf_counter() - began
-        return None if progress.running.size == slots.n else progress.running.tolist(), self._clock.fields()
+        slots, progress = self._slots[number % len(self._slots)], self._progress
+        assert progress is not None
+        with self._once():
+            if not progress.running.size:
+                return [], self._clock.fields(), self._inbox.version
+            began = perf_counter()
+            info = slots.info("agent_info/").clone()
+            clock = None if BARE in os.environ else self._clock
+            cuts, index = self._cuts, self.index
+            progress = acquire(
+                self._env, self._agent, slots, progress, info, self.settings.device, clock,
+                lambda: cuts[index] > number,
+            )  # fmt: skip
+            self._progress = progress
+            self._clock.busy += perf_counter() - began
+            running = None if progress.running.size == slots.n else progress.running.tolist()
+            return running, self._clock.fields(), self._inbox.version
 
-    def update(self, packed: bytes) -> None:
-        """Hands the agent what `weights.pack` packed."""
-        self._agent.update(weights.unpack(packed, self.weights_arena))
+    def update(self, packed: Packed) -> tuple[int, ...]:
+        """Hands the agent an update; those of which it still has tensors."""
+        with self._once():
+            self._agent.update(self._inbox.unpack(packed))
+        return self._inbox.held()
 
-    def begin_evaluation(self, wanted: np.ndarray, seeds: Sequence[int], agent_info: DictTensor | None) -> None:
+    @contextlib.contextmanager
+    def _once(self) -> Iterator[None]:
+        """What comes behind an order that failed fails as it did: environments and agent are halfway."""
+        if self._error is not None:
+            raise self._error
+        try:
+            yield
+        except BaseException as error:
+            self._error = error
+            raise
+
+    def begin_evaluation(self, wanted: np.ndarray, seeds: Sequence[int], infos: Mapping[str, DictTensor]) -> None:
         """Makes environments to evaluate the agent in.
 
         Args:
             wanted: int64 (N,), how many episodes of each environment of all workers.
             seeds: of the environments, one for each worker.
-            agent_info: N rows; None for those that are in force.
+            infos: `agent_info` and `env_info`, N rows each, or empty.
         """
-        assert self._slots is not None
         self.end_evaluation()
         seed, n = seeds[self.index], self._env.n_envs()
         mine = slice(self.index * n, (self.index + 1) * n)
-        infos = {name: self._slots.info(f"{name}/").clone() for name in ("agent_info", "env_info")}
-        if agent_info is not None:
-            infos["agent_info"] = agent_info.slice(mine.start, mine.stop).clone()
+        own = {name: info if info.empty() else info.slice(mine.start, mine.stop) for name, info in infos.items()}
 
         def create_env() -> RowEnv:
             env = self._make_env(seed, copy.deepcopy(self.settings.env_args))
@@ -141,7 +165,7 @@ class RolloutJob:
             return row_env(env)
 
         self._evaluation = Evaluation(
-            create_env, self._agent, self._slots.layout, seed, wanted[mine], infos, self.settings.device
+            create_env, self._agent, self._slots[0].layout, seed, wanted[mine], own, self.settings.device
         )
 
     def evaluate(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -62,6 +63,7 @@ def acquire(
     agent_info: DictTensor,
     device: torch.device | None = None,
     clock: Clock | None = None,
+    is_cut: Callable[[], bool] | None = None,
 ) -> Progress:
     """Fills the slots of the running environments with up to T steps each.
 
@@ -73,6 +75,7 @@ def acquire(
         agent_info: E rows, or empty.
         device: where the agent wants observations; None for the CPU.
         clock: where time and steps are added; None for nowhere.
+        is_cut: asked after each step whether that was the last one; None for T steps.
 
     Returns:
         Where it stopped. `slots.lengths` says how many steps each slot holds.
@@ -124,6 +127,8 @@ def acquire(
             info = info if info.empty() else info.index(step.kept)
             if not rows.size:
                 break
+        if is_cut is not None and is_cut():
+            break
     slots.lengths[... if rows is None else rows] = t + 1
     left = np.arange(slots.n) if rows is None else rows
     slots.check_state(state, left.size)

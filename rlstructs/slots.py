@@ -183,7 +183,7 @@ class Slots:
     """
 
     def __init__(
-        self, layout: Layout, buffer: mmap, first: int = 0, n: int | None = None, poisons: bool = False
+        self, layout: Layout, buffer: mmap | memoryview, first: int = 0, n: int | None = None, poisons: bool = False
     ) -> None:
         self.layout, self.first = layout, first
         self._poisons = poisons
@@ -243,10 +243,11 @@ class Slots:
         if unknown := set(state.keys()) - set(self._states):
             raise SpecError(f"agent: state {sorted(unknown)} was not in its first one")
 
-    def empty(self) -> None:
-        """Leaves nothing of a rollout that was broken off."""
-        self.lengths[...] = 0
-        self._reset[...] = False
+    def empty(self, rows: np.ndarray | None = None) -> None:
+        """Leaves nothing of a rollout of these rows (None: all) that was broken off."""
+        index = slice(None) if rows is None else rows
+        self.lengths[index] = 0
+        self._reset[index] = False
 
     def write_observation(self, t: int, rows: np.ndarray | None, seen: Rows) -> None:
         """Writes what the agent sees at t, for these rows (None: all)."""
@@ -336,13 +337,13 @@ class Slots:
         """What the agent sees at t, these rows, private memory."""
         return Rows(self._packing, {name: block[rows, t] for name, block in self._observation.items()})
 
-    def release(self) -> None:
-        """Nobody reads these slots any more until they are written again: poisons them, if it is to."""
+    def release(self, rows: np.ndarray | None = None) -> None:
+        """Nobody reads these slots (None: all) any more until they are written again: poisons them, if it is to."""
         if not self._poisons:
             return
         for name, (array, start) in self._sources.items():
             if not start:  # what follows is what is seen next
-                array[...] = self._nothing(name)
+                array[slice(None) if rows is None else rows] = self._nothing(name)
 
     def read(
         self, rows: np.ndarray | None, n_timesteps: int, out: Mapping[str, torch.Tensor] | None = None
@@ -487,7 +488,7 @@ def _put(column: torch.Tensor, index: Any, values: torch.Tensor) -> None:
     _raw(column)[index] = _raw(values)
 
 
-def _column(field: Field, buffer: mmap) -> torch.Tensor:
+def _column(field: Field, buffer: mmap | memoryview) -> torch.Tensor:
     count = int(np.prod(field.shape, dtype=np.int64))
     if not count:
         return torch.zeros(field.shape, dtype=field.dtype)

@@ -1,20 +1,27 @@
-"""What `RL_Batcher.update` sends: any object, its tensors through shared memory.
+"""What `RL_Batcher.update` sends: any object, through shared memory, its tensors as views of it.
 
-The tensors are written once, for all workers, and each worker takes private copies: a value is what it
-was at the call, whatever either side does with it later.
+It is written once, for all workers, into a region of the arena that nobody else reads. A worker maps that region for
+itself alone: what it writes to a tensor, nobody else sees. A region is written again only when every worker has moved
+on to a later update and holds no tensor of this one: a value is what it was at the call, whatever either side does.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import mmap
 import pickle
+import weakref
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import torch
 
 from workers.arena import SharedArena
-from workers.start import uninterrupted
+from workers.messages import Asked
 
 # Bytes: every tensor starts at a multiple of this.
 ALIGNMENT = 64
@@ -38,52 +45,148 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
             parameter = type(obj) is torch.nn.Parameter
             self._places[id(obj)] = (self.nbytes, obj.shape, obj.dtype, parameter, obj.requires_grad)
             self.tensors.append((self.nbytes, obj))
-            self.nbytes += -(-obj.numel() * obj.element_size() // ALIGNMENT) * ALIGNMENT
+            self.nbytes += _up(obj.numel() * obj.element_size(), ALIGNMENT)
         return self._places[id(obj)]
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, arena: SharedArena) -> None:
+    def __init__(self, file: io.BytesIO, region: np.ndarray) -> None:
         super().__init__(file)
-        self._arena = arena
+        self._region = region
         self._found: dict[Place, torch.Tensor] = {}
 
     def persistent_load(self, place: Place) -> torch.Tensor:
         if place not in self._found:
-            _, shape, dtype, parameter, gradient = place
-            tensor = torch.empty(shape, dtype=dtype)
-            if tensor.numel():
-                tensor.copy_(_view(self._arena, place[0], tensor))
+            offset, shape, dtype, parameter, gradient = place
+            tensor = _view(self._region, offset, shape, dtype) if shape.numel() else torch.empty(shape, dtype=dtype)
             self._found[place] = (
                 torch.nn.Parameter(tensor, gradient) if parameter else tensor.requires_grad_(gradient)
             )
         return self._found[place]
 
 
-def pack(info: Any, arena: SharedArena) -> bytes:
-    """Writes the tensors of `info` into the arena; the rest, as bytes for `unpack`.
+@dataclass(frozen=True)
+class Packed:
+    """Where an update lies; all that is sent of it.
 
-    Raises:
-        Exception: `info` cannot be pickled; nothing was written.
+    Attributes:
+        version: how many updates there were, this one counted.
+        offset: of its region in the arena, in bytes.
+        nbytes: of its tensors, which come first.
+        n_pickled: bytes of the rest, which follows.
     """
-    file = io.BytesIO()
-    packer = _Packer(file)
-    packer.dump(info)
-    # On the host first: what fails, fails before anything is written.
-    tensors = [(offset, tensor.detach().cpu()) for offset, tensor in packer.tensors if tensor.numel()]
-    if packer.nbytes:
-        arena.resize(packer.nbytes)
-    with uninterrupted():  # successors of workers read what is there
+
+    version: int
+    offset: int
+    nbytes: int
+    n_pickled: int
+
+    @property
+    def end(self) -> int:
+        """Where another region may begin."""
+        return self.offset + _up(self.nbytes + self.n_pickled, mmap.ALLOCATIONGRANULARITY)
+
+
+class Outbox:
+    """The trainer's end.
+
+    Args:
+        arena: where updates are written.
+        n_pending: how many may be on their way before one is waited for.
+        settle: waits for what was asked.
+
+    Attributes:
+        version: how many updates there were.
+    """
+
+    def __init__(self, arena: SharedArena, n_pending: int, settle: Callable[[list[Asked]], None]) -> None:
+        self._arena, self._n_pending, self._settle, self.version = arena, n_pending, settle, 0
+        self._written: list[tuple[Packed, list[Asked]]] = []
+
+    def pack(self, info: Any) -> Packed:
+        """Writes `info` into the arena.
+
+        Raises:
+            Exception: `info` cannot be pickled; nothing was written.
+        """
+        file = io.BytesIO()
+        packer = _Packer(file)
+        packer.dump(info)
+        pickled = file.getvalue()
+        # On the host first: what fails, fails before anything is written.
+        tensors = [(offset, tensor.detach().cpu()) for offset, tensor in packer.tensors if tensor.numel()]
+        packed = self._place(packer.nbytes, len(pickled))
+        self._arena.resize(packed.end)
+        region = np.frombuffer(self._arena.map(), np.uint8, packed.end - packed.offset, packed.offset)
         for offset, tensor in tensors:
-            _view(arena, offset, tensor).copy_(tensor)
-    return file.getvalue()
+            _view(region, offset, tensor.shape, tensor.dtype).copy_(tensor)
+        region[packed.nbytes : packed.nbytes + len(pickled)] = np.frombuffer(pickled, np.uint8)
+        return packed
+
+    def sent(self, packed: Packed, asked: list[Asked]) -> None:
+        """It is an update: workers were told of it, and reply with what `Inbox.held` says."""
+        self._written.append((packed, asked))
+        self.version = packed.version
+
+    def forget(self, workers: Collection[int]) -> None:
+        """In the place of these are others, who were told of the last update."""
+        for _, asked in self._written:
+            for each in asked:
+                if each.index in workers:
+                    each.value = None
+
+    def _place(self, nbytes: int, n_pickled: int) -> Packed:
+        """Where nothing lies that somebody reads."""
+        if len(self._written) > self._n_pending:
+            self._settle(self._written[-self._n_pending - 1][1])
+        self._written = [written for written in self._written if self._may_be_read(written[0])]
+        place = Packed(self.version + 1, 0, nbytes, n_pickled)
+        for packed, _ in sorted(self._written, key=lambda written: written[0].offset):
+            if place.end <= packed.offset:
+                break
+            place = dataclasses.replace(place, offset=packed.end)
+        return place
+
+    def _may_be_read(self, packed: Packed) -> bool:
+        """Whether it is the last one, or there is a worker that has not said that it has nothing of it."""
+        replies = [asked for other, asked in self._written if other.version >= packed.version]
+        return packed.version == self.version or not any(
+            all(each.value is not None and packed.version not in each.value for each in asked) for asked in replies
+        )
 
 
-def unpack(data: bytes, arena: SharedArena) -> Any:
-    """What was packed, with tensors of its own, on the CPU."""
-    return _Unpacker(io.BytesIO(data), arena).load()
+class Inbox:
+    """A worker's end.
+
+    Args:
+        arena: where updates are written.
+    """
+
+    def __init__(self, arena: SharedArena) -> None:
+        self._arena, self.version = arena, 0
+        self._regions: dict[int, weakref.ref[np.ndarray]] = {}
+
+    def unpack(self, packed: Packed) -> Any:
+        """What was packed, with tensors that are this process's own, on the CPU."""
+        # Copy on write: an agent may do with its weights what it likes.
+        own = self._arena.map_privately(packed.offset, packed.end - packed.offset)
+        raw = np.frombuffer(own, np.uint8)
+        self._regions[packed.version] = weakref.ref(raw)
+        pickled = raw[packed.nbytes : packed.nbytes + packed.n_pickled].tobytes()
+        self.version = packed.version
+        return _Unpacker(io.BytesIO(pickled), raw).load()
+
+    def held(self) -> tuple[int, ...]:
+        """The updates of which tensors are still there."""
+        self._regions = {version: region for version, region in self._regions.items() if region() is not None}
+        return tuple(self._regions)
 
 
-def _view(arena: SharedArena, offset: int, like: torch.Tensor) -> torch.Tensor:
-    raw = torch.frombuffer(arena.map(), dtype=torch.uint8, offset=offset, count=like.numel() * like.element_size())
-    return raw.view(like.dtype).view(like.shape)
+def _view(region: np.ndarray, offset: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    # Of a storage of its own: autograd counts the changes of all that share one together.
+    part = region[offset : offset + shape.numel() * dtype.itemsize]
+    return torch.from_numpy(part).view(dtype).view(shape)
+
+
+def _up(n: int, step: int) -> int:
+    return -(-n // step) * step

@@ -763,7 +763,12 @@ def test_one_who_only_asks_whether_a_rollout_is_there_gets_the_timeout_too(polic
         rollout(batcher)
         batcher._pool.timeout = 0.2  # not before: a first start may take longer
         restart = batcher._pool.restart
-        batcher._pool.restart = lambda successors: (setattr(batcher._pool, "timeout", None), restart(successors))
+
+        def patient(successors):
+            batcher._pool.timeout = None
+            return restart(successors)
+
+        batcher._pool.restart = patient
         batcher.execute()
         found = (None, None)
         try:

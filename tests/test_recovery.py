@@ -152,9 +152,9 @@ def test_a_hang_under_spawn_is_mended_too(monkeypatch):
         made.reset()
         made._pool.timeout, restart = 1.0, made._pool.restart
 
-        def patient(factories):
+        def patient(successors):
             made._pool.timeout = None
-            restart(factories)
+            return restart(successors)
 
         monkeypatch.setattr(made._pool, "restart", patient)
         trajectories, n_running = rollout(made)

@@ -27,15 +27,16 @@ from rlstructs import (
     Trajectories,
     masked_dicttensor,
     replay_agent,
-    weights,
 )
 from rlstructs.envs.vec_env import row_env
+from rlstructs.generations import Generations
 from rlstructs.job import RolloutJob
 from rlstructs.rollout import Progress, acquire
 from rlstructs.rows import specs_of
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.settings import JobSettings
 from rlstructs.slots import Layout, Slots
+from rlstructs.weights import Outbox
 from workers import SharedArena
 
 NO_INFO = DictTensor()
@@ -451,10 +452,15 @@ class Jobs:
         for name in ("agent_info", "env_info"):
             info |= {f"{name}/{key}": spec for key, spec in specs_of(arguments[name]).items()}
         layout = Layout(n * n_workers, n_timesteps, specs.observation, specs.action, info)
-        arena.resize(layout.reserved_nbytes)
-        self.slots = Slots(layout, arena.map())
+        generations = Generations(layout, 1, n_workers)
+        arena.resize(generations.reserved_nbytes)
+        [self.slots] = generations.slots(arena.map())
         for job in self.all:
-            job.attach(layout)
+            job.attach(generations)
+
+    def rollout(self):
+        """Of each, where it stopped."""
+        return [job.rollout(1)[0] for job in self.all]
 
 
 @pytest.fixture
@@ -474,17 +480,17 @@ def test_jobs_write_into_their_own_slots_until_all_have_ended():
     assert [n for n, _ in jobs.described] == [2, 2] and jobs.described[1][1] is None
     for job in jobs.all:
         job.reset()
-    assert [job.rollout()[0] for job in jobs.all] == [[1], [1]]
+    assert jobs.rollout() == [[1], [1]]
     assert jobs.slots.lengths.tolist() == [2, 3, 3, 3]
     steps = jobs.slots.read(None, 3)
     assert steps["_observation/reward"].tolist() == [[1, 2, 0], [1, 2, 3], [1, 2, 3], [1, 2, 3]]
     assert steps["action/seed"].tolist() == [[5, 5, 0], [5] * 3, [6] * 3, [6] * 3]
-    assert [job.rollout()[0] for job in jobs.all] == [[], [1]]
-    assert [job.rollout()[0] for job in jobs.all] == [[], []]
+    assert jobs.rollout() == [[], [1]]
+    assert jobs.rollout() == [[], []]
     assert jobs.slots.column("agent_state/n").tolist()[3] == 6
     for job in jobs.all:
         job.reset()
-    assert [job.rollout()[0] for job in jobs.all] == [[1], [1]]
+    assert jobs.rollout() == [[1], [1]]
     assert jobs.slots.read(None, 3)["observation/frame"][:, 0, 0].tolist() == [1] * 4
 
 
@@ -498,7 +504,7 @@ def test_a_job_reads_its_rows_of_the_infos():
     jobs.slots.column("agent_info/eps").copy_(torch.tensor([0.5, 0.25, 0.125, 1]))
     for job in jobs.all:
         job.reset()
-        job.rollout()
+        job.rollout(1)
     assert jobs.slots.lengths.tolist() == [1, 2, 3, 3]
     assert jobs.slots.read(None, 1)["action/eps"][:, 0].tolist() == [0.5, 0.25, 0.125, 1]
 
@@ -511,7 +517,7 @@ def test_finding_the_specs_uses_no_random_number():
 
     jobs = Jobs(lambda seed: GymEnv([Recording(length=9)], seed), Drawing)
     jobs.all[0].reset()
-    jobs.all[0].rollout()
+    jobs.all[0].rollout(1)
     seed_global_streams(0, None)
     assert jobs.slots.read(None, 3)["action/action"].tolist() == [[int(torch.randint(50, (1,))) for _ in range(3)]]
 
@@ -535,7 +541,7 @@ def test_an_environment_without_an_example_is_made_twice_and_closed_once():
     assert [env.closed for env in made] == [True, False, False]
     for job in jobs.all:
         job.reset()
-        job.rollout()
+        job.rollout(1)
     assert jobs.slots.read(None, 3)["observation/frame"][:, 0].tolist() == [[0, 0]] * 4
 
 
@@ -564,7 +570,7 @@ def test_the_agent_that_finds_the_specs_is_closed_and_never_seeded():
 def test_an_update_hands_over_copies():
     jobs = Jobs(count_env, Counting)
     info = {"w": torch.ones(3), "name": "x"}
-    packed = weights.pack(info, jobs.weights)
+    packed = Outbox(jobs.weights, 1, lambda asked: None).pack(info)
     info["w"].zero_()
     jobs.all[0].update(packed)
     given_info = jobs.all[0]._agent.given
@@ -633,4 +639,4 @@ def test_an_agent_may_read_any_key_of_its_history_from_the_start():
 
     jobs = Jobs(count_env, Reading)
     jobs.all[0].reset()
-    assert jobs.all[0].rollout()[0] == [1]  # the first one has ended
+    assert jobs.rollout()[0] == [1]  # the first one has ended

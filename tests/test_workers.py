@@ -257,9 +257,8 @@ def test_the_deadline_of_several_is_one():
             os.kill(pid, signal.SIGSTOP)
         pool.timeout = 0.5
         began = time.monotonic()
-        pool.ask("identify", bytes(10_000_000))
-        _, failures = pool.settle()
-        assert sorted(failures) == [0, 1, 2, 3] and time.monotonic() - began < 4 * 0.5
+        asked = pool.ask("identify", bytes(10_000_000))
+        assert all(isinstance(each.error, WorkerTimeout) for each in asked) and time.monotonic() - began < 4 * 0.5
         pool.kill()
 
 
@@ -275,14 +274,47 @@ def test_a_deadline_counts_from_the_order_also_for_those_who_only_ask():
 
 def test_a_reply_that_came_in_time_is_not_late_however_late_it_is_read():
     with WorkerPool(2, Job) as pool:
-        for use in (pool.gather, lambda: list(pool.settle()[0].values())):
-            pool.forget_outcomes()
+        for settles in (False, True):
             pool.timeout = None
-            pool.broadcast("identify")
+            asked = pool.ask("identify") if settles else pool.broadcast("identify")
             for worker in pool._workers:
                 assert select.select([worker.channel], [], [], LIMIT)[0]
             pool.timeout = 1e-9
-            assert [index for index, _ in use()] == [0, 1]
+            if settles:
+                pool.settle(asked)
+            assert [index for index, _ in ([each.value for each in asked] if settles else pool.gather())] == [0, 1]
+
+
+def test_what_is_asked_of_a_busy_worker_is_answered_in_its_turn(method):
+    with WorkerPool(2, Job, start_method=method) as pool:
+        first, second = pool.ask("identify"), pool.ask("fail", 1)
+        third = pool.ask("identify", only=[1])
+        pool.settle(third)
+        assert third[0].value == (1, pool.pids[1])
+        pool.settle(first + second)
+        assert [each.value for each in first] == list(enumerate(pool.pids)) and second[0].error is None
+        assert isinstance(second[1].error, KeyError)
+
+
+def test_so_many_are_waited_for():
+    with WorkerPool(3, Job) as pool:
+        asked = pool.ask("hang", 2)
+        pool.settle(asked, 2)
+        assert [each.is_over for each in asked] == [True, True, False]
+        behind = pool.ask("identify", only=[2])
+        os.kill(pool.pids[2], signal.SIGKILL)
+        pool.settle(asked + behind)
+        assert all(isinstance(each.error, WorkerCrashed) and each.is_over for each in (asked[2], *behind))
+
+
+def test_what_came_before_a_death_counts_also_when_the_next_request_finds_it():
+    with WorkerPool(1, Job) as pool:
+        asked = pool.ask("identify") + pool.ask("kill")
+        assert select.select([pool._workers[0].sentinel()], [], [], LIMIT)[0]
+        late = pool.ask("identify")
+        pool.settle(asked + late)
+        assert asked[0].value == (0, pool.pids[0])
+        assert isinstance(asked[1].error, WorkerCrashed) and isinstance(late[0].error, WorkerCrashed)
 
 
 def test_the_start_has_the_same_deadline():
@@ -356,10 +388,10 @@ def test_a_reply_from_before_a_restart_is_nobodys(method):
         poll = select.poll()
         poll.register(pool._workers[1].channel.fileno(), select.POLLIN)
         assert poll.poll(LIMIT * 1000)  # it has replied, and nobody has read it
-        pool.restart({1: ()})
-        replies, failures = pool.settle()
-        assert (replies, failures) == ({0: (0, old[0]), 1: None}, {})  # what building the new one replied
-        pool.forget_outcomes()
+        [built] = pool.restart({1: ()})
+        pool.settle([built])
+        assert built.error is None and built.value is None
+        assert pool.gather() == [(0, old[0])]
         answers = pool.call("identify")
         assert answers == [(0, old[0]), (1, pool.pids[1])] and pool.pids[1] != old[1]
 

@@ -72,6 +72,16 @@ class SharedArena:
                 self._map = mmap.mmap(self._descriptor.fileno(), self.nbytes)
         return self._map
 
+    def map_privately(self, offset: int, nbytes: int) -> mmap.mmap:
+        """A part of the bytes as they are now; what is written to it stays in this process.
+
+        Args:
+            offset: where it begins, a multiple of `mmap.ALLOCATIONGRANULARITY`.
+            nbytes: how long it is. As long as others write there, so long does it change where nothing was written.
+        """
+        with _told(nbytes):
+            return mmap.mmap(self._descriptor.fileno(), nbytes, access=mmap.ACCESS_COPY, offset=offset)
+
     def close(self) -> None:
         """Lets go of the descriptor; the memory is freed when the last view of it goes."""
         self._map = None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from workers.loop import close_job
+from workers.messages import Asked
 
 
 class InlinePool:
@@ -46,6 +47,27 @@ class InlinePool:
                 self._reply = [getattr(self._job, method)(*args)]
         except Exception as error:
             self._error = error
+
+    def ask(self, method: str, *args: Any, only: Iterable[int] | None = None) -> list[Asked]:
+        """Calls `job.method(*args)`; what it raises is in what is returned."""
+        asked = Asked(0, method)
+        try:
+            with self._around():
+                asked.end(getattr(self._job, method)(*args))
+        except Exception as error:
+            asked.end(error=error)
+        return [asked]
+
+    def settle(self, asked: Sequence[Asked], n: int | None = None, *, fails_fast: bool = False) -> None:
+        """Nothing: a call is over when it returns."""
+
+    def is_settled(self, asked: Sequence[Asked], n: int | None = None, *, fails_fast: bool = False) -> bool:
+        """True."""
+        return True
+
+    def check(self) -> dict[int, BaseException]:
+        """No failures: the job is here."""
+        return {}
 
     def send(self, index: int, method: str, *args: Any) -> None:
         """As `broadcast`: there is one job."""

@@ -98,6 +98,31 @@ class Close:
     n_replies: ClassVar[int] = 1
 
 
+@dataclass(eq=False)
+class Asked:
+    """What was asked of a worker, and what became of it.
+
+    Attributes:
+        index: of the worker.
+        label: of the request.
+        is_kept: whether the reply is to be found here.
+        is_over: whether there is one, or never will be.
+        value: what the job replied.
+        error: why there is no value.
+    """
+
+    index: int
+    label: str
+    is_kept: bool = True
+    is_over: bool = False
+    value: Any = None
+    error: BaseException | None = None
+
+    def end(self, value: Any = None, error: BaseException | None = None) -> None:
+        """Keeps what became of it."""
+        self.value, self.error, self.is_over = value, error, True
+
+
 class Result(NamedTuple):
     """The reply when all went well."""
 

@@ -6,14 +6,14 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing import util
 from typing import Any
 
 from workers import messages
 from workers.descriptors import check_enough
 from workers.errors import WorkerError, WorkerTimeout, bare
-from workers.messages import Build, Call, Close, Failure, Post, Result, State
+from workers.messages import Asked, Build, Call, Close, Failure, Post, Result, State
 from workers.process import WorkerProcess, end_all
 from workers.start import default_start_method
 from workers.watch import Watch
@@ -108,17 +108,40 @@ class WorkerPool:
         self._check_idle()
         self._send(self._workers, Call(method, args))
 
-    def ask(self, method: str, *args: Any, only: Iterable[int] | None = None) -> None:
-        """As `broadcast`, for `settle`: a worker that is gone is one of the failures.
+    def ask(self, method: str, *args: Any, only: Iterable[int] | None = None) -> list[Asked]:
+        """Asks workers to call `job.method(*args)`, and returns at once; what comes of it is in what is returned.
+
+        A worker takes several requests, one behind another: they wait in its pipe, so they must be small
+        (`channel.AT_ONCE` bytes in all), or the worker idle. One that is gone has failed.
 
         Args:
+            method: of the job.
+            args: its arguments.
             only: the indexes of those who are asked; None for all.
         """
-        asked = self._chosen(only)
-        self._check_idle(asked)
-        for worker, error in self._send(asked, Call(method, args), raises=False).items():
-            self._watch.forget(self._workers[worker])
-            self._failures[worker] = bare(error)
+        return self._send(self._chosen(only), Call(method, args), is_kept=True)
+
+    def settle(self, asked: Sequence[Asked], n: int | None = None, *, fails_fast: bool = False) -> None:
+        """Waits until `n` of what was asked (None: all) is over, or outruns the pool's timeout, which is a failure.
+
+        Args:
+            asked: what `ask` gave.
+            n: how many.
+            fails_fast: whether one failure is enough.
+        """
+        while not self.is_settled(asked, n, fails_fast=fails_fast):
+            self._wait(None, self._waits_for(asked))
+        for each in asked:
+            if not each.is_over and not each.error and self._workers[each.index] in self._overdue():
+                each.error = _late([self._workers[each.index]], self.timeout)
+                self._late.add(each.index)
+
+    def is_settled(self, asked: Sequence[Asked], n: int | None = None, *, fails_fast: bool = False) -> bool:
+        """Whether `settle` would return at once."""
+        self._drain()
+        if fails_fast and any(each.error for each in asked):
+            return True
+        return sum(each.is_over for each in asked) >= (len(asked) if n is None else n) or not self._waits_for(asked)
 
     def send(self, index: int, method: str, *args: Any) -> None:
         """Asks one worker to call `job.method(*args)`, and returns at once."""
@@ -194,45 +217,26 @@ class WorkerPool:
         replies, self._replies = self._replies, {}
         return [replies[index] for index in sorted(replies)]
 
-    def settle(self) -> tuple[dict[int, Any], dict[int, BaseException]]:
-        """Waits until every asked worker has replied, failed, or outrun the pool's timeout.
-
-        Takes nothing away: it gives the same again, until `forget_outcomes`.
-
-        Returns:
-            Replies and failures, by worker index. Those that failed need a `restart`.
-        """
-        while not self.is_settled():
-            self._wait(None, self._waits_for())
-        for worker in self._busy():
-            self._failures[worker.index] = _late([worker], self.timeout)
-        return self._replies, self._failures
-
-    def is_settled(self) -> bool:
-        """Whether `settle` would return at once."""
-        self._drain()
-        return not self._waits_for()
-
     def check(self) -> dict[int, BaseException]:
-        """The failures of workers that ended while nothing was asked of them."""
+        """The failures of workers that are gone."""
         self._drain()
-        return dict(self._failures)
+        return {worker.index: bare(worker.crashed()) for worker in self._workers if worker.state is State.GONE}
 
-    def forget_outcomes(self) -> None:
-        """Drops the replies and failures that `settle` gave."""
-        self._replies, self._failures = {}, {}
-
-    def restart(self, successors: Mapping[int, tuple[Any, ...]]) -> None:
-        """Replaces workers, whatever they are doing; `settle` tells whether their jobs are built.
+    def restart(self, successors: Mapping[int, tuple[Any, ...]]) -> list[Asked]:
+        """Replaces workers, whatever they are doing; nothing comes any more of what those were asked.
 
         Args:
             successors: worker index -> what the factory is called with behind `shared`.
+
+        Returns:
+            For `settle`: whether their jobs are built.
         """
         old = [self._workers[index] for index in successors]
         self._close_idle(old)
         for worker in old:
             self._watch.forget(worker)
         end_all(old)
+        asked = []
         for index, args in successors.items():
             self._late.discard(index)
             self._replies.pop(index, None)
@@ -241,10 +245,11 @@ class WorkerPool:
                 self._watch.check()
                 check_enough(1)  # or the fork server would fail, and with it the workers of others
                 self._workers[index] = self._started(index)
-                self._send([self._workers[index]], dataclasses.replace(self._first, args=args))
             except WorkerError as error:
-                self._watch.forget(self._workers[index])
-                self._failures[index] = bare(error)
+                asked.append(Asked(index, Build.label, is_over=True, error=bare(error)))
+            else:
+                asked += self._send([self._workers[index]], dataclasses.replace(self._first, args=args), is_kept=True)
+        return asked
 
     def _close_idle(self, workers: list[WorkerProcess]) -> None:
         """Has those that raised, and wait for the next request, close their jobs."""
@@ -334,10 +339,10 @@ class WorkerPool:
         now = time.monotonic()
         return [worker for worker in self._busy() if now >= worker.since + self.timeout]
 
-    def _waits_for(self) -> list[WorkerProcess]:
-        """Those whose reply may yet come in time."""
-        overdue = self._overdue()
-        return [worker for worker in self._busy() if worker not in overdue]
+    def _waits_for(self, asked: Sequence[Asked]) -> list[WorkerProcess]:
+        """Those whose reply to any of this may yet come in time."""
+        overdue, indexes = self._overdue(), {each.index for each in asked if not each.is_over}
+        return [worker for worker in self._busy() if worker.index in indexes and worker not in overdue]
 
     def _raise_late(self, timeout: float | None) -> None:
         late, timeout = (self._overdue(), self.timeout) if timeout is None else (self._busy(), timeout)
@@ -352,20 +357,22 @@ class WorkerPool:
         return self._workers if only is None else [self._workers[index] for index in only]
 
     def _send(
-        self, workers: list[WorkerProcess], request: Build | Call | Post, data: bytes | None = None, raises: bool = True
-    ) -> dict[int, WorkerError]:
-        """Sends a request, under one deadline; what became of those that did not take it, unless it is raised."""
+        self, workers: list[WorkerProcess], request: Build | Call | Post, data: bytes | None = None,
+        is_kept: bool = False,
+    ) -> list[Asked]:  # fmt: skip
+        """Sends a request to workers, under one deadline; what fails is raised, unless it is to be kept."""
         data = messages.dumps(request) if data is None else data  # once for all
         deadline = None if self.timeout is None else time.monotonic() + self.timeout
-        errors: dict[int, WorkerError] = {}
+        asked = []
         for worker in workers:
             try:
-                worker.send(request, data, deadline)
+                asked.append(worker.send(request, data, deadline, is_kept))
             except (WorkerError, TimeoutError) as error:
-                errors[worker.index] = failure = self._unread(worker, request, error)
-                if raises:
+                failure = self._unread(worker, request, error)
+                if not is_kept:
                     raise failure from error
-        return errors
+                asked.append(Asked(worker.index, request.label, is_over=True, error=bare(failure)))
+        return asked
 
     def _unread(self, worker: WorkerProcess, request: Build | Call | Post, error: Exception) -> WorkerError:
         if isinstance(error, WorkerError):
@@ -390,25 +397,39 @@ class WorkerPool:
         with contextlib.suppress(EOFError):
             while worker.channel.arrive():
                 while worker.state is State.BUSY and worker.channel.has_read():
-                    self._take(index, *worker.receive())
+                    self._take(*worker.receive())
                 if is_pipe:
                     return
             if is_pipe:  # another thread has read it
                 return
-        self._watch.forget(worker)  # it ended, with nothing more to say
-        self._failures[index] = bare(worker.crashed())
-
-    def _take(self, index: int, label: str, reply: Any) -> None:
-        self._late.discard(index)
-        if isinstance(reply, bytes):
-            self._answers.append((index, reply))
-        elif isinstance(reply, Failure):
-            self._failures[index] = reply.to_exception(index, label)
-        elif isinstance(reply, Exception):  # that it cannot be unpickled
-            self._failures[index] = reply
+        error = bare(worker.crashed())  # it ended, with nothing more to say
+        if all(asked.is_kept for asked in worker.asked) and worker.asked:
+            for asked in worker.asked:
+                asked.end(error=error)
         else:
+            self._failures[index] = error
+        self._watch.forget(worker)
+
+    def _take(self, asked: Asked, reply: Any) -> None:
+        index = asked.index
+        self._late.discard(index)
+        value: Any = None
+        error: BaseException | None = None
+        if isinstance(reply, Failure):
+            error = reply.to_exception(index, asked.label)
+        elif isinstance(reply, Exception):  # that it cannot be unpickled
+            error = reply
+        elif not isinstance(reply, bytes):
             assert isinstance(reply, Result)
-            self._replies[index] = reply.value
+            value = reply.value
+        if asked.is_kept:
+            asked.end(value, error)
+        elif error is not None:
+            self._failures[index] = error
+        elif isinstance(reply, bytes):
+            self._answers.append((index, reply))
+        else:
+            self._replies[index] = value
 
 
 def _late(workers: list[WorkerProcess], timeout: float | None) -> WorkerTimeout:

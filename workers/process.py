@@ -13,7 +13,7 @@ from workers import loop, messages, start
 from workers.channel import Channel, milliseconds
 from workers.descriptors import Descriptor
 from workers.errors import WorkerCrashed, WorkerTimeout, describe_exit
-from workers.messages import Failure, State
+from workers.messages import Asked, Failure, State
 
 # Seconds. Under forkserver the exit code comes a little later than the end of the pipe.
 EXIT_CODE_DELAY = 1.0
@@ -38,7 +38,7 @@ class WorkerProcess:
         self.index = index
         self.state = State.GONE
         self.last_request = "start"
-        self._asked: deque[str] = deque()  # what it has not replied to, the oldest first
+        self.asked: deque[Asked] = deque()  # what it has not replied to, the oldest first
         # Since when its next reply is waited for, in the time of `time.monotonic`.
         self.since = time.monotonic()
         self._is_whole = True
@@ -75,13 +75,16 @@ class WorkerProcess:
         """A descriptor that becomes readable when the process ends."""
         return self._process.sentinel if self._pidfd is None else self._pidfd.fileno()
 
-    def send(self, request: Any, data: bytes | None = None, deadline: float | None = None) -> None:
-        """Sends a request; to a busy worker only one whose replies are told apart by their order.
+    def send(
+        self, request: Any, data: bytes | None = None, deadline: float | None = None, is_kept: bool = False
+    ) -> Asked:
+        """Sends a request; a busy worker answers in the order of its requests.
 
         Args:
             request: what to do.
             data: the message, if it is made already.
             deadline: when to give up on a worker that does not read, in the time of `time.monotonic`.
+            is_kept: whether the reply is to be kept in what is returned.
 
         Raises:
             WorkerCrashed: the worker is gone.
@@ -96,28 +99,33 @@ class WorkerProcess:
             self.channel.send_bytes(data, deadline, self.sentinel())
         except EOFError:
             self.last_request = f"{previous}, before {request.label}"
-            raise self.crashed() from None
-        if not self._asked:
+            error = self.crashed()
+            if self.asked:  # what it has written before its end is still to be read
+                self.state = State.BUSY
+            raise error from None
+        if not self.asked:
             self.since = time.monotonic()
         self.state, self._is_whole = State.BUSY, True
-        self._asked.extend([request.label] * request.n_replies)
+        asked = Asked(self.index, request.label, is_kept)
+        self.asked.extend([asked] * request.n_replies)
+        return asked
 
     def can_close(self) -> bool:
         """Whether a request to close would be read: the pipe is not full, and no half message lies in it."""
         return self.state is not State.GONE and self._is_whole and self.channel.can_send()
 
-    def receive(self) -> tuple[str, Any]:
+    def receive(self) -> tuple[Asked, Any]:
         """A reply that has been read: to what, and the reply or why it cannot be unpickled."""
         reply: Any
         try:
             reply = self.channel.receive()
         except Exception as error:  # a reply all the same
             reply = error
-        label = self._asked.popleft()
+        asked = self.asked.popleft()
         self.since = time.monotonic()
-        if not self._asked:
+        if not self.asked:
             self.state = State.IDLE
-        return label, reply
+        return asked, reply
 
     def await_close(self, deadline: float) -> list[BaseException]:
         """What it raises as it closes, or has raised before; reads its replies until it ends, or until the deadline."""
@@ -128,11 +136,11 @@ class WorkerProcess:
         for fd in (self.channel.fileno(), self.sentinel()):  # the pipe may live on in a program of an environment
             poll.register(fd, select.POLLIN)
         try:
-            while self._asked and poll.poll(milliseconds(deadline)) and self.channel.arrive():
+            while self.asked and poll.poll(milliseconds(deadline)) and self.channel.arrive():
                 while self.channel.has_read():
-                    label, reply = self.receive()
+                    asked, reply = self.receive()
                     if isinstance(reply, Failure):
-                        errors.append(reply.to_exception(self.index, label))
+                        errors.append(reply.to_exception(self.index, asked.label))
                     elif isinstance(reply, Exception):
                         errors.append(reply)
         except EOFError:
