@@ -41,6 +41,7 @@ ROWS = {
     "rlstructs.envs": 3,
     "rlstructs.envs.shared_vector_env": 6,
     "rlstructs.episodes": 3,
+    "rlstructs.steps": 3.5,
     "rlstructs.slots": 4,
     "rlstructs.lifecycle": 4,
     "rlstructs.lease": 4.5,
