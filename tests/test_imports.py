@@ -58,6 +58,7 @@ ROWS = {
     "rlstructs.cli": 7,
     "rlstructs.collect": 7,
     "rlstructs.report": 7,
+    "rlstructs.tune": 7,
     "rlstructs": 7,
 }
 ALLOWED_BELOW = {"workers": {"cloudpickle", "_posixshmem"}}
