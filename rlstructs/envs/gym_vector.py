@@ -157,7 +157,7 @@ class GymVectorEnv:
         done[idle] = False
         self._write(after.arrays, observations, (*outcome, done), columns)
         self._begin(after.arrays, idle)
-        ended = np.flatnonzero(done)
+        ended = done.nonzero()[0]
         finals = _finals(infos) if ended.size else None
         if self._mode is AutoresetMode.NEXT_STEP:
             if finals is not None:
