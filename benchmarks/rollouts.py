@@ -25,7 +25,7 @@ import gymnasium
 import numpy as np
 import torch
 
-from rlstructs import DictTensor, GymEnvInf, RandomAgent, RL_Agent, RL_Batcher
+from rlstructs import DictTensor, GymEnvInf, GymVectorEnv, RandomAgent, RL_Agent, RL_Batcher
 from workers import WorkerPool
 from workers.process import BARE
 
@@ -40,6 +40,7 @@ class Task:
 
     Attributes:
         must, aim: shares of the limit.
+        native: whether the environments are one that gymnasium has vectorised, which is what the limit steps.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Task:
     aim: float
     policy: bool = False
     envpool_id: str = ""
+    native: bool = False
 
     @property
     def n_all(self) -> int:
@@ -62,6 +64,7 @@ TASKS = [
     Task("cartpole-8", "CartPole-v1", 2, 8, 128, 0.50, 0.75, envpool_id="CartPole-v1"),
     Task("cartpole-64-policy", "CartPole-v1", 2, 64, 128, 0.60, 0.75, policy=True, envpool_id="CartPole-v1"),
     Task("halfcheetah-8", "HalfCheetah-v5", 2, 8, 128, 0.80, 0.93, envpool_id="HalfCheetah-v4"),
+    Task("cartpole-native-1024", "CartPole-v1", 2, 1024, 128, 0.60, 0.75, envpool_id="CartPole-v1", native=True),
     Task("pong-4", "ALE/Pong-v5", 2, 4, 64, 0.85, 0.95, envpool_id="Pong-v5"),
 ]
 
@@ -77,7 +80,13 @@ def make_env(env_id: str) -> gymnasium.Env[Any, Any]:
     return gymnasium.wrappers.FrameStackObservation(gymnasium.wrappers.AtariPreprocessing(raw), 4)
 
 
-def create_env(env_id: str, n_envs: int, seed: int) -> GymEnvInf:
+def make_native(env_id: str, n_envs: int) -> gymnasium.vector.VectorEnv[Any, Any, Any]:
+    return gymnasium.make_vec(env_id, num_envs=n_envs, vectorization_mode="vector_entry_point")
+
+
+def create_env(env_id: str, n_envs: int, native: bool, seed: int) -> GymEnvInf | GymVectorEnv:
+    if native:
+        return GymVectorEnv(make_native(env_id, n_envs), seed)
     return GymEnvInf([make_env(env_id) for _ in range(n_envs)], seed)
 
 
@@ -161,9 +170,28 @@ class BareLoop:
         return timed(step, seconds)
 
 
+class NativeLoop:
+    """A vectorised environment and nothing else."""
+
+    def __init__(self, index: int, env_id: str, n_envs: int) -> None:
+        self.envs = make_native(env_id, n_envs)
+        self.envs.action_space.seed(index)
+        self.envs.reset(seed=index)
+        self.actions = [self.envs.action_space.sample() for _ in range(257)]
+
+    def run(self, seconds: float) -> float:
+        rounds = iter(range(10**9))
+
+        def step() -> int:
+            self.envs.step(self.actions[next(rounds) % 257])
+            return self.envs.num_envs
+
+        return timed(step, seconds)
+
+
 @contextlib.contextmanager
 def limit(task: Task) -> Iterator[Run]:
-    factory = functools.partial(BareLoop, env_id=task.env_id, n_envs=task.n_envs)
+    factory = functools.partial(NativeLoop if task.native else BareLoop, env_id=task.env_id, n_envs=task.n_envs)
     with WorkerPool(task.n_workers, factory, preload=("torch", "gymnasium")) as pool:
         yield lambda seconds: sum(pool.call("run", seconds))
 
@@ -174,20 +202,24 @@ def batcher(task: Task, n_processes: int) -> RL_Batcher:
         create_agent,
         {"env_id": task.env_id, "policy": task.policy},
         create_env,
-        {"env_id": task.env_id, "n_envs": task.n_envs},
+        {"env_id": task.env_id, "n_envs": task.n_envs, "native": task.native},
         n_processes,
         0,
     )
 
 
 @contextlib.contextmanager
-def ours(task: Task) -> Iterator[Run]:
+def ours(task: Task, leases: bool = False) -> Iterator[Run]:
     with batcher(task, task.n_workers) as collecting:
         collecting.reset()
 
         def step() -> int:
             collecting.execute()
-            collecting.get()
+            if leases:
+                with collecting.lease():
+                    pass
+            else:
+                collecting.get()
             return task.n_all * task.n_timesteps
 
         yield lambda seconds: timed(step, seconds)
@@ -326,6 +358,10 @@ PEERS: dict[str, tuple[str, Callable[[Task], Any]]] = {
 def measure(task: Task, repeats: int, seconds: float, names: list[str]) -> dict[str, float]:
     """Medians of steps/s, every contender in turn."""
     contenders: dict[str, Callable[[Task], Any]] = {"limit": limit, "rlstructs": ours}
+    if task.native:
+        # The others step environments one by one, and the limit is what gymnasium does alone.
+        contenders["lease"] = functools.partial(ours, leases=True)
+        names = [name for name in names if name == "envpool"]
     contenders |= {name: PEERS[name][1] for name in names}
     speeds: dict[str, list[float]] = {}
     with contextlib.ExitStack() as stack:
@@ -371,7 +407,7 @@ def profile(task: Task, n_rollouts: int) -> None:
     with batcher(task, 0) as collecting:
         collecting.reset()
         job = collecting._pool._job  # type: ignore[union-attr]
-        for env in job._env._envs:
+        for env in [job._env._envs] if task.native else job._env._envs:
             env.step, env.reset = clocked("environments", env.step), clocked("environments", env.reset)
         job._env.step_rows = clocked("vectorised environment", job._env.step_rows)
         agent = job._agent

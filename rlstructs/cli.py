@@ -1,8 +1,9 @@
-"""The command `rlstructs`: collects rollouts, and says what is in a file of them.
+"""The command `rlstructs`: collects rollouts, says what is in a file of them, finds what is fastest.
 
     rlstructs collect CartPole-v1 --workers 2 --steps 200000 --out rollouts.npz --plot returns.png
     rlstructs info rollouts.npz
     rlstructs info --system
+    rlstructs bench tune CartPole-v1 --seconds 20
 
 Exit codes: 0; 2 after an error, which is one line on stderr; 130 after Ctrl-C, with what had been
 collected written. What is heavy to import is imported by what needs it, so that `--help` is quick.
@@ -75,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_collect(commands, common)
     _add_info(commands, common)
+    _add_bench(commands, common)
     return parser
 
 
@@ -117,6 +119,22 @@ def _add_info(commands: Any, common: argparse.ArgumentParser) -> None:
     what.add_argument("file", metavar="FILE", type=Path, nargs="?", help="written by rlstructs: .npz, .pt or .h5")
     what.add_argument("--system", action="store_true", help="versions, platform, cores, memory")
     parser.set_defaults(run=_info)
+
+
+def _add_bench(commands: Any, common: argparse.ArgumentParser) -> None:
+    bench = commands.add_parser("bench", help="measure on this machine", description="Measures on this machine.")
+    parser = bench.add_subparsers(metavar="WHAT", required=True).add_parser(
+        "tune",
+        parents=[common],
+        allow_abbrev=False,
+        help="find how many workers, environments and timesteps are fastest",
+        description="Tries numbers of workers, environments and timesteps with a random agent, and prints the best. "
+        "The limit is bare loops of the same environments, one process for each core.",
+    )
+    parser.set_defaults(run=_tune)
+    parser.add_argument("env_id", metavar="ENV_ID", help="as for collect")
+    seconds_help = "after which no other trial begins; default: %(default)g"
+    parser.add_argument("--seconds", metavar="S", type=_positive, default=20.0, help=seconds_help)
 
 
 def _collect(options: argparse.Namespace) -> int:
@@ -173,8 +191,7 @@ def one_interrupt() -> Iterator[Callable[[], None]]:
 def _settings(options: argparse.Namespace) -> Settings:
     from rlstructs.collect import Settings, find_agent, find_env
 
-    if (here := os.getcwd()) not in sys.path:  # for --agent and module:EnvId; workers get the same path
-        sys.path.insert(0, here)
+    _find_modules_here()
     n_per_rollout = options.timesteps * options.envs * max(1, options.workers)
     find_agent(options.agent)  # the workers do so themselves, but here it fails at once
     return Settings(
@@ -186,6 +203,31 @@ def _settings(options: argparse.Namespace) -> Settings:
         n_rollouts=math.ceil(options.steps / n_per_rollout),
         seed=options.seed,
     )
+
+
+def _find_modules_here() -> None:
+    if (here := os.getcwd()) not in sys.path:  # for --agent and module:EnvId; workers get the same path
+        sys.path.insert(0, here)
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from rlstructs.collect import find_env
+    from rlstructs.tune import tune
+
+    _find_modules_here()
+    env_id, n_cores = find_env(options.env_id), _n_cores()
+    print(f"{env_id}, random agent; the limit is bare loops in {n_cores} processes, one for each core")
+    print(f"{'workers':>7} {'envs':>5} {'timesteps':>9} {'steps/s':>12} {'limit':>12} {'share':>6}", flush=True)
+    trials = []
+    for trial in tune(env_id, n_cores, options.seconds):
+        trials.append(trial)
+        workers, envs, timesteps = trial.choice
+        speeds = f"{trial.speed:12,.0f} {trial.limit:12,.0f} {trial.share:6.2f}"
+        print(f"{workers:7} {envs:5} {timesteps:9} {speeds}", flush=True)
+    best = max(trials, key=lambda trial: trial.share)
+    workers, envs, timesteps = best.choice
+    print(f"best: --workers {workers} --envs {envs} --timesteps {timesteps}, {best.share:.2f} of the limit")
+    return 0
 
 
 def _write(options: argparse.Namespace, settings: Settings, collected: Collected) -> list[str]:
@@ -258,6 +300,16 @@ def _at_least(least: int) -> Callable[[str], int]:
         return value
 
     return read
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
+    return value
 
 
 def _one_line(error: Exception) -> str:

@@ -194,7 +194,7 @@ def collect(settings: Settings, keep: bool) -> Collected:
     """
     collected = Collected()
     try:
-        with _batcher(settings) as batcher:
+        with make_batcher(settings) as batcher:
             if keep:
                 _check_memory(settings, batcher)
             _run(batcher, settings, collected, keep)
@@ -223,7 +223,8 @@ def _run(batcher: RL_Batcher, settings: Settings, collected: Collected, keep: bo
             bar.update(totals.n_steps - bar.n)
 
 
-def _batcher(settings: Settings) -> RL_Batcher:
+def make_batcher(settings: Settings) -> RL_Batcher:
+    """The batcher that runs the rollouts."""
     maker = GymMaker(settings)
     return RL_Batcher(
         n_timesteps=settings.n_timesteps,

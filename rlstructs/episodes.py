@@ -65,8 +65,12 @@ class EpisodeTracker:
         self._grow(int(env_index.max()) + 1)
         rewards, done = (as_array(steps[key]) for key in NEEDED)
         lengths, n_timesteps = as_array(steps.lengths), done.shape[1]
-        padding = None if (lengths == n_timesteps).all() else np.arange(n_timesteps) >= lengths[:, None]
-        rows, times = np.nonzero(done if padding is None else np.where(padding, False, done))
+        shortest = int(lengths.min())
+        padding = np.arange(shortest, n_timesteps) >= lengths[:, None]
+        if shortest < n_timesteps:
+            done = done.copy()
+            done[:, shortest:][padding] = False
+        rows, times = np.nonzero(done)
         terminated, truncated = (
             as_array(steps[key])[rows, times].astype(bool) if key in steps else None
             for key in ("_observation/terminated", "_observation/truncated")
@@ -74,7 +78,8 @@ class EpisodeTracker:
         flags = _flags(terminated, truncated, rows.size)
         # One column more, of zeros: after its last end every row has a segment that has not ended.
         padded = np.zeros((env_index.size, n_timesteps + 1))
-        padded[:, :-1] = rewards if padding is None else np.where(padding, 0, rewards)
+        padded[:, :-1] = rewards
+        padded[:, shortest:-1][padding] = 0
         self._add(env_index, lengths, padded, rows, times, flags)
 
     def _add(

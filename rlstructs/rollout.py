@@ -83,15 +83,16 @@ def acquire(
     rows = None if progress.running.size == slots.n else progress.running
     info = agent_info if rows is None or agent_info.empty() else agent_info.index(rows)
     state = agent.initial_state(info, progress.running.size) if progress.state is None else progress.state
-    slots.begin(rows, state)
-    slots.write_observation(0, rows, progress.observation)
     with_history = agent.require_history()
+    steps = slots.begin(rows, state, is_read=with_history)
+    steps.write_observation(0, rows, progress.observation)
+    writes = env.writes_rows
     began = acted = 0.0
     idle: list[tuple[int, np.ndarray]] = []
     for t in range(slots.layout.n_timesteps):
         if clock is not None:
             began = perf_counter()
-        observation = slots.observation(t) if rows is None else slots.rows(t, rows).tensors()
+        observation = steps.observed(t) if rows is None else steps.rows(t, rows).tensors()
         if device is not None:
             observation, state = observation.to(device), state.to(device)
         before = state
@@ -102,12 +103,13 @@ def acquire(
         if clock is not None:
             acted = perf_counter()
             clock.agent += acted - began
-        slots.write_action(t, rows, output)
-        step = env.step_rows(output)
+        steps.write_action(t, rows, output)
+        step = env.step_rows(output, steps.target(t + 1)) if writes else env.step_rows(output)
         if clock is not None:
             clock.environment += perf_counter() - acted
             clock.steps += (slots.n if rows is None else rows.size) - step.idle.size
-        slots.write_observation(t + 1, rows, step.after)
+        if not writes:
+            steps.write_observation(t + 1, rows, step.after)
         if step.idle.size:
             if with_history:
                 raise SpecError(
@@ -133,9 +135,8 @@ def acquire(
     left = np.arange(slots.n) if rows is None else rows
     slots.check_state(state, left.size)
     # The agent may have given back views of what the next rollout overwrites.
-    progress = Progress(slots.rows(t + 1, left), left, state.clone())
-    if idle:
-        slots.drop(idle)
+    progress = Progress(steps.rows(t + 1, left), left, state.clone())
+    slots.end(idle)
     return progress
 
 

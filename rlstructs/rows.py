@@ -7,7 +7,7 @@ key by key, every step, they would cost more than the observation itself; as one
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -112,6 +112,18 @@ class Rows:
     def tensors(self) -> DictTensor:
         """Each key's values as tensors, private memory."""
         return DictTensor.trusted({key: torch.from_numpy(np.array(a, order="C")) for key, a in self.arrays().items()})
+
+
+class Target(NamedTuple):
+    """Rows that are to be written.
+
+    Attributes:
+        rows: they.
+        arrays: each key's values in them, views.
+    """
+
+    rows: Rows
+    arrays: dict[str, np.ndarray]
 
 
 def specs_of(tensors: DictTensor) -> dict[str, TensorSpec]:

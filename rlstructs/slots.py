@@ -5,7 +5,7 @@
     action/k        (N, T, ...)     what the agent put out
     agent_state/k, agent_info/k, env_info/k   (N, ...)   as they were before the first step
     reset           (N, T)          where row t of `_observation` counts
-    lengths         (N,)
+    lengths         (N,)            how many steps there are
 
 An observation is stored once, in a column for each of its blocks (`rows.py`). Pages of `_observation`
 cost memory only where an episode ended.
@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from mmap import mmap
 from typing import Any
@@ -25,7 +26,8 @@ import torch
 
 from rlstructs.debug import poison
 from rlstructs.errors import MissingKeyError, SpecError, StateError
-from rlstructs.rows import Packing, Rows, TensorSpec, as_array, numpy_specs
+from rlstructs.rows import Packing, Rows, TensorSpec, numpy_specs
+from rlstructs.steps import Mover, Steps, entries, put, raw_of, staged, tensor_of, type_name
 from rlstructs.structures.base import show
 from rlstructs.structures.dict_tensor import DictTensor
 
@@ -33,6 +35,9 @@ STATE = "agent_state/"
 
 # The bits of bfloat16's NaN.
 BFLOAT16_NAN = 0x7FC0
+# So many environments at least, with bytes of one step and of a whole rollout at most, write steps beside the slots
+# first: more bytes are copied as fast one by one, and a rollout should not take twice its memory unasked.
+STAGED_ENVS, STAGED_STEP, STAGED_ROLLOUT = 256, 256, 2**26
 # Bytes: what a cache line, jax and SIMD loads want.
 ALIGNMENT = 64
 
@@ -194,23 +199,20 @@ class Slots:
         self.lengths: np.ndarray = self._columns["lengths"].numpy()
         self._reset: np.ndarray = self._columns["reset"].numpy()
         self._packing = layout.packing()
-        self._observation, self._final = self._blocks("observation/"), self._blocks("_observation/")
-        self._arrays = {key: self._packing.view(self._observation, key) for key in layout.observation}
-        self._seen = {key: torch.from_numpy(view) for key, view in self._arrays.items()}
-        self._action = {key: self._columns[f"action/{key}"] for key in layout.action}
-        self._action_arrays = {key: _raw(column) for key, column in self._action.items()}
+        self._final = self._blocks("_observation/")
+        action = {key: self._columns[f"action/{key}"] for key in layout.action}
+        self._steps = Steps(self._packing, self._blocks("observation/"), action)
+        # Where a rollout is written, and beside the slots if that is worth it.
+        self._written, self._mover = self._steps, Mover(self.n)
+        self._stage: Steps | None = None
         # What is handed out: where it lies, and at which timestep it begins.
-        self._sources = {f"observation/{key}": (array, 0) for key, array in self._arrays.items()}
-        self._sources |= {f"action/{key}": (array, 0) for key, array in self._action_arrays.items()}
-        self._sources |= {f"_observation/{key}": (array, 1) for key, array in self._arrays.items()}
+        self._sources = {f"observation/{key}": (array, 0) for key, array in self._steps.arrays.items()}
+        self._sources |= {f"action/{key}": (array, 0) for key, array in self._steps.action.items()}
+        self._sources |= {f"_observation/{key}": (array, 1) for key, array in self._steps.arrays.items()}
         specs = {"observation": layout.observation, "action": layout.action, "_observation": layout.observation}
         #: Of what is handed out: shapes without the first two axes, and dtypes.
         self.specs = {name: specs[name.partition("/")[0]][name.partition("/")[2]] for name in self._sources}
         self._states = {key.removeprefix(STATE): spec for key, spec in layout.info.items() if key.startswith(STATE)}
-        self._n_actions = len(self._action)
-        # Views of one timestep, made when first needed and kept: making them costs more than a write.
-        self._rows: dict[int, tuple[list[tuple[str, np.ndarray]], dict[str, torch.Tensor]]] = {}
-        self._action_rows: dict[int, list[tuple[str, np.ndarray]]] = {}
 
     def column(self, name: str) -> torch.Tensor:
         """A column whole, a view."""
@@ -224,12 +226,32 @@ class Slots:
         """The `agent_info/`, `env_info/` or `agent_state/` rows, views, without their prefix."""
         return DictTensor.trusted(self._columns).truncate_key(prefix)
 
-    def begin(self, rows: np.ndarray | None, state: DictTensor) -> None:
-        """Starts a rollout of these rows (None: all), whose agents are in this state."""
+    def begin(self, rows: np.ndarray | None, state: DictTensor, is_read: bool = False) -> Steps:
+        """Starts a rollout of these rows (None: all), whose agents are in this state.
+
+        Args:
+            rows: which.
+            state: as many rows.
+            is_read: whether `read` will be called before the end.
+
+        Returns:
+            Where to write it.
+        """
         self.empty()
         self.check_state(state, self.n if rows is None else len(rows))
         for key in self._states:
-            _put(self._columns[STATE + key], slice(None) if rows is None else rows, state[key])
+            put(self._columns[STATE + key], slice(None) if rows is None else rows, state[key])
+        if self._stage is None and self._wants_stage():
+            self._stage = staged(self._packing, self.n, self.layout.n_timesteps, self.layout.action)
+        self._written = self._steps if is_read or self._stage is None else self._stage
+        return self._written
+
+    def _wants_stage(self) -> bool:
+        layout = self.layout
+        specs = [*layout.observation.values(), *layout.action.values()]
+        n_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)
+        is_small = n_bytes <= STAGED_STEP and n_bytes * self.n * layout.n_timesteps <= STAGED_ROLLOUT
+        return self.n >= STAGED_ENVS and is_small
 
     def check_state(self, state: DictTensor, n: int) -> None:
         """Raises unless an agent's state has the keys, dtypes and shapes of its first one, in n rows."""
@@ -239,7 +261,8 @@ class Slots:
             if key not in state:
                 raise MissingKeyError(f"agent: no {key!r} in its state, there are {sorted(state.keys())}")
             if tuple(state[key].shape) != (n, *shape) or state[key].dtype != dtype:
-                raise SpecError(f"agent: state {key!r} is {show(state[key])}, expected {(n, *shape)} {_short(dtype)}")
+                wanted = f"{(n, *shape)} {type_name(dtype)}"
+                raise SpecError(f"agent: state {key!r} is {show(state[key])}, expected {wanted}")
         if unknown := set(state.keys()) - set(self._states):
             raise SpecError(f"agent: state {sorted(unknown)} was not in its first one")
 
@@ -249,93 +272,64 @@ class Slots:
         self.lengths[index] = 0
         self._reset[index] = False
 
-    def write_observation(self, t: int, rows: np.ndarray | None, seen: Rows) -> None:
-        """Writes what the agent sees at t, for these rows (None: all)."""
-        if rows is None:
-            for name, row in self._row(t)[0]:
-                row[...] = seen.blocks[name]
-        else:
-            for name, block in self._observation.items():
-                block[rows, t] = seen.blocks[name]
-
     def write_reset(self, t: int, rows: np.ndarray, finals: Rows, fresh: Rows) -> None:
-        """Replaces rows that `write_observation` wrote for t + 1: there was a reset in step t."""
+        """Replaces rows that were written for t + 1: there was a reset in step t."""
         # Mostly there is one; a slice is then the faster index by far.
         at = slice(rows[0], rows[0] + 1) if rows.size == 1 else rows
         self._reset[at, t] = True
-        for name, block in self._observation.items():
+        for name, block in self._written.observation.items():
             self._final[name][at, t] = finals.blocks[name]
             block[at, t + 1] = fresh.blocks[name]
 
-    def drop(self, idle: list[tuple[int, np.ndarray]]) -> None:
-        """Leaves out steps that were none, when the rollout is over; what came after them moves up.
+    def end(self, idle: list[tuple[int, np.ndarray]]) -> None:
+        """Ends a rollout: the steps lie in the slots, but those that were none; what came after these moves up.
 
         Args:
-            idle: timesteps, and for each the rows (k,) in which an environment only started an episode. What was
-                seen before such a step is the final observation of the episode before.
+            idle: ascending timesteps, and for each the rows (k,) in which an environment only started an episode.
+                What was seen before such a step is the final observation of the episode before.
         """
-        n_timesteps = self.layout.n_timesteps
-        times = np.repeat([t for t, _ in idle], [rows.size for _, rows in idle])
-        rows = np.concatenate([rows for _, rows in idle])
-        kept = np.zeros((self.n, n_timesteps + 1), bool)
-        kept[:, :-1] = np.arange(n_timesteps) < self.lengths[:, None]
-        kept[rows, times] = self._reset[rows, times] = False
-        rows, times = rows[times > 0], times[times > 0]
-        self._reset[rows, times - 1] = True
-        for name, block in self._observation.items():
-            self._final[name][rows, times - 1] = block[rows, times]
-        self._move_finals(kept)
-        _move(self._action_arrays.values(), kept[:, :-1])
-        self.lengths[:] = kept.sum(axis=1)
-        # What followed the last step goes with it.
-        some = np.flatnonzero(self.lengths)
-        last = n_timesteps - 1 - kept[some, -2::-1].argmax(axis=1)
-        kept[some, last + 1] = True
-        _move(self._observation.values(), kept)
+        gaps = self._leave_out(idle) if idle else None
+        if gaps is None and not self._written.is_staged:
+            return
+        self._mover.begin(gaps)
+        for name, block in self._steps.observation.items():
+            self._mover.move(self._written.observation[name], block)
+        for key, array in self._steps.action.items():
+            self._mover.move(self._written.action[key], array)
 
-    def _move_finals(self, kept: np.ndarray) -> None:
-        """Has final observations follow their steps, which move as `_move` has them."""
-        at, times = np.nonzero(self._reset)
+    def _leave_out(self, idle: list[tuple[int, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+        """Lengths and final observations without these steps; by row and place, before what they lay."""
+        rows = np.concatenate([rows for _, rows in idle])
+        times = np.repeat([t for t, _ in idle], [rows.size for _, rows in idle])
+        by_row = np.argsort(rows.astype(np.min_scalar_type(self.n)), kind="stable")
+        rows, times = rows[by_row], times[by_row]
+        if self._reset.any():
+            self._move_finals(rows, times)
+        counts = np.bincount(rows, minlength=self.n)
+        self.lengths -= counts
+        # So many of the row were left out before.
+        places = times - (np.arange(rows.size) - np.repeat(counts.cumsum() - counts, counts))
+        # Of several in a row the first is the one that was seen last.
+        after = places > 0
+        after[1:] &= (rows[1:] != rows[:-1]) | (places[1:] != places[:-1])
+        at, before, times = rows[after], places[after] - 1, times[after]
+        self._reset[at, before] = True
+        for name, block in self._written.observation.items():
+            if block.size:
+                entries(self._final[name])[at, before] = entries(block)[at, times]
+        return rows, places
+
+    def _move_finals(self, rows: np.ndarray, times: np.ndarray) -> None:
+        """Has final observations follow their steps, which move up by as many as are left out before."""
+        skipped = np.zeros(self._reset.shape, bool)
+        skipped[rows, times] = True
+        at, times = np.nonzero(self._reset & ~skipped)
         finals = {name: block[at, times] for name, block in self._final.items()}
         self._reset[...] = False
-        times = times - (~kept).cumsum(axis=1, dtype=np.int32)[at, times]
-        self._reset[at, times] = True
+        places = times - skipped.cumsum(axis=1, dtype=np.int32)[at, times]
+        self._reset[at, places] = True
         for name, block in self._final.items():
-            block[at, times] = finals[name]
-
-    def write_action(self, t: int, rows: np.ndarray | None, output: DictTensor) -> None:
-        """Writes the agent's output at t, for these rows (None: all).
-
-        Raises:
-            MissingKeyError, SpecError: it is not as the first one was.
-        """
-        if not isinstance(output, DictTensor):
-            raise TypeError(f"agent: its output must be a DictTensor, got {type(output).__name__}")
-        tensors = output._tensors
-        if rows is not None or len(tensors) != self._n_actions:
-            self._write_action_slowly(t, rows, tensors)
-            return
-        for key, row in self._action_row(t):
-            tensor = tensors.get(key)
-            array = None if tensor is None else _raw(tensor)
-            if array is None or array.shape != row.shape or array.dtype != row.dtype:
-                self._write_action_slowly(t, rows, tensors)
-                return
-            row[...] = array
-
-    def _write_action_slowly(self, t: int, rows: np.ndarray | None, tensors: Mapping[str, torch.Tensor]) -> None:
-        n = self.n if rows is None else len(rows)
-        check_output(tensors, {key: ((n, *c.shape[2:]), c.dtype) for key, c in self._action.items()})
-        for key, column in self._action.items():
-            _put(column, (slice(None) if rows is None else rows, t), tensors[key])
-
-    def observation(self, t: int) -> DictTensor:
-        """What the agent sees at t, every row, views."""
-        return DictTensor.trusted(self._row(t)[1])  # an object of its own: the agent may `set` keys
-
-    def rows(self, t: int, rows: np.ndarray) -> Rows:
-        """What the agent sees at t, these rows, private memory."""
-        return Rows(self._packing, {name: block[rows, t] for name, block in self._observation.items()})
+            block[at, places] = finals[name]
 
     def release(self, rows: np.ndarray | None = None) -> None:
         """Nobody reads these slots (None: all) any more until they are written again: poisons them, if it is to."""
@@ -359,8 +353,9 @@ class Slots:
             `observation/k`, `action/k`, `_observation/k` -> (B, n_timesteps, ...).
         """
         lengths = self.lengths if rows is None else self.lengths[rows]
-        padding = np.arange(n_timesteps) >= lengths[:, None]
-        padded = bool(padding.any())
+        # Where environments reset in steps of their own, most slots have some padding, at their very end.
+        shortest = min(int(lengths.min(initial=n_timesteps)), n_timesteps)
+        padding = np.arange(shortest, n_timesteps) >= lengths[:, None]
 
         def take(name: str, array: np.ndarray, start: int) -> np.ndarray:
             steps = array[:, start : start + n_timesteps]
@@ -368,34 +363,33 @@ class Slots:
             # milliseconds after it, just when the next rollout begins.
             if out is not None:
                 torch.autograd.graph.increment_version(out[name])
-                taken = _raw(out[name])
+                taken = raw_of(out[name])
                 taken[...] = steps if rows is None else steps[rows]
             else:
                 taken = np.array(steps, order="C") if rows is None else steps[rows]
-            if padded:
-                taken[padding] = self._nothing(name)
+            if shortest < n_timesteps:
+                taken[:, shortest:][padding] = self._nothing(name)
             return taken
 
         taken = {name: take(name, *source) for name, source in self._sources.items()}
         self._put_finals(taken, rows, n_timesteps)
-        return {name: _tensor(array, self.specs[name][1]) for name, array in taken.items()}
+        return {name: tensor_of(array, self.specs[name][1]) for name, array in taken.items()}
 
     def lend(self, rows: np.ndarray | None, n_timesteps: int) -> Lent:
         """As `read`, but views wherever they can be; what lies in the padding is of no meaning."""
         if rows is not None:
             return Lent({}, self.read(rows, n_timesteps))
-        views = {f"observation/{key}": column[:, :n_timesteps] for key, column in self._seen.items()}
-        views |= {f"action/{key}": column[:, :n_timesteps] for key, column in self._action.items()}
+        views = {f"observation/{key}": column[:, :n_timesteps] for key, column in self._steps.seen.items()}
+        views |= {name: self._columns[name][:, :n_timesteps] for name in self.specs if name.startswith("action/")}
+        seen = self._steps.seen
         if not self._reset[:, :n_timesteps].any():
-            following = {f"_observation/{key}": column[:, 1 : n_timesteps + 1] for key, column in self._seen.items()}
+            following = {f"_observation/{key}": column[:, 1 : n_timesteps + 1] for key, column in seen.items()}
             return Lent(views | following, {})
-        return Lent(
-            views, {f"_observation/{key}": functools.partial(self._patched, key, n_timesteps) for key in self._seen}
-        )
+        return Lent(views, {f"_observation/{key}": functools.partial(self._patched, key, n_timesteps) for key in seen})
 
     def _patched(self, key: str, n_timesteps: int) -> torch.Tensor:
         """`_observation/key` of every row, private memory."""
-        following = np.array(self._arrays[key][:, 1 : n_timesteps + 1], order="C")
+        following = np.array(self._steps.arrays[key][:, 1 : n_timesteps + 1], order="C")
         at = np.nonzero(self._reset[:, :n_timesteps])
         following[at] = self._packing.view(self._final, key)[at]
         return torch.from_numpy(following)
@@ -423,69 +417,9 @@ class Slots:
             found[name] = block.view(dtype)[..., 0] if dtype.kind == "V" else block
         return found
 
-    def _row(self, t: int) -> tuple[list[tuple[str, np.ndarray]], dict[str, torch.Tensor]]:
-        found = self._rows.get(t)
-        if found is None:
-            rows = [(name, block[:, t]) for name, block in self._observation.items()]
-            found = self._rows[t] = rows, {key: column[:, t] for key, column in self._seen.items()}
-        return found
-
-    def _action_row(self, t: int) -> list[tuple[str, np.ndarray]]:
-        found = self._action_rows.get(t)
-        if found is None:
-            found = self._action_rows[t] = [(key, array[:, t]) for key, array in self._action_arrays.items()]
-        return found
-
-
-def check_output(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, tuple[Any, torch.dtype]]) -> None:
-    """Raises unless an agent's output has these keys, of these shapes and dtypes."""
-    for key, (shape, dtype) in wanted.items():
-        if key not in tensors:
-            raise MissingKeyError(f"agent: no {key!r} in its output any more, there are {sorted(tensors)}")
-        if tuple(tensors[key].shape) != tuple(shape) or tensors[key].dtype != dtype:
-            raise SpecError(
-                f"agent: output {key!r} is {show(tensors[key])}, expected {tuple(shape)} "
-                f"{_short(dtype)} as in its first step"
-            )
-    if unknown := set(tensors) - set(wanted):
-        raise SpecError(f"agent: output {sorted(unknown)} was not in its first step")
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _move(arrays: Iterable[np.ndarray], kept: np.ndarray) -> None:
-    """Moves the kept entries (n, T) of arrays (n, T, ...) to the beginning of their rows."""
-    front = np.arange(kept.shape[1]) < kept.sum(axis=1)[:, None]
-    for array in arrays:
-        # As opaque bytes, one for each entry: then numpy copies whole runs of them.
-        if array.size:
-            entries = array.view()
-            entries.shape = (*kept.shape, -1)
-            entries = entries.view(f"V{int(entries.shape[2]) * entries.itemsize}")[..., 0]
-            entries[front] = entries[kept]
-
-
-def _raw(tensor: torch.Tensor) -> np.ndarray:
-    """The same memory as a numpy array: torch cannot index every dtype, and numpy has not every dtype."""
-    if tensor.dtype is torch.bfloat16:
-        tensor = tensor.view(torch.int16)
-    return as_array(tensor)
-
 
 def _rows(column: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-    return _tensor(_raw(column)[rows], column.dtype)
-
-
-def _tensor(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """The same memory as a tensor of the dtype of which `_raw` gave the array."""
-    tensor = torch.from_numpy(array)
-    return tensor if tensor.dtype is dtype else tensor.view(dtype)
-
-
-def _put(column: torch.Tensor, index: Any, values: torch.Tensor) -> None:
-    _raw(column)[index] = _raw(values)
+    return tensor_of(raw_of(column)[rows], column.dtype)
 
 
 def _column(field: Field, buffer: mmap | memoryview) -> torch.Tensor:

@@ -1,114 +1,239 @@
-"""Transitions as `rlstructs.returns` needs them: checked, without gradients, and 0 where they do not count."""
+"""Where a rollout writes its steps: in the slots, or first in the order of time beside them.
+
+A slot holds the steps of one environment one behind another, so that those of one timestep lie in as many pages as
+there are environments: with a thousand of them, writing a few bytes to each took longer than the agent.
+`staged` gives private memory in which a timestep is one piece; `Slots.end` takes it to the slots.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from numbers import Real
+from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
 import torch
 
-from rlstructs.errors import SpecError
+from rlstructs.errors import MissingKeyError, SpecError
+from rlstructs.rows import Packing, Rows, Target, TensorSpec, as_array
 from rlstructs.structures.base import show
+from rlstructs.structures.dict_tensor import DictTensor
 
-# A number, or a tensor () or (B, T).
-Weight = float | torch.Tensor
+# Rows between the rows of two timesteps that belong to nobody: distances of a power of two share few cache sets.
+GAP = 8
 
 
-@dataclass(frozen=True)
 class Steps:
-    """Rewards and what follows them; every tensor is (B, T), contiguous, of one floating point dtype.
+    """The steps of n environments.
 
-    `next_values` is 0 after a step that terminated; `carry` is gamma where a row goes on to step t + 1, 0 elsewhere.
+    Args:
+        packing: how observations lie in blocks.
+        observation: block -> (n, T+1, ...).
+        action: key -> (n, T, ...).
+
+    Attributes:
+        observation, action: as given, and actions as arrays.
+        arrays: what is seen, key -> (n, T+1, ...), views.
+        seen: the same as tensors.
+        is_staged: whether it lies beside the slots.
     """
 
-    rewards: torch.Tensor
-    next_values: torch.Tensor
-    gamma: Weight
-    carry: torch.Tensor
-    mask: torch.Tensor | None
+    def __init__(
+        self,
+        packing: Packing,
+        observation: dict[str, np.ndarray],
+        action: dict[str, torch.Tensor],
+        is_staged: bool = False,
+    ) -> None:
+        self._packing, self.observation, self._columns = packing, observation, action
+        self.is_staged = is_staged
+        self.arrays = {key: packing.view(observation, key) for key in packing.specs}
+        self.seen = {key: torch.from_numpy(view) for key, view in self.arrays.items()}
+        self.action = {key: raw_of(column) for key, column in action.items()}
+        # Views of one timestep, made when first needed and kept: making them costs more than a write.
+        self._rows: dict[int, tuple[list[tuple[str, np.ndarray]], dict[str, torch.Tensor]]] = {}
+        self._action_rows: dict[int, list[tuple[str, np.ndarray]]] = {}
+        self._targets: dict[int, Target] = {}
 
-    @classmethod
-    def of(
-        cls,
-        rewards: torch.Tensor,
-        next_values: torch.Tensor,
-        terminated: torch.Tensor,
-        truncated: torch.Tensor,
-        gamma: Weight,
-        mask: torch.Tensor | None,
-    ) -> Steps:
-        """Made of the arguments that all functions have.
+    def write_observation(self, t: int, rows: np.ndarray | None, seen: Rows) -> None:
+        """Writes what the agent sees at t, for these rows (None: all)."""
+        if rows is None:
+            for name, row in self._row(t)[0]:
+                row[...] = seen.blocks[name]
+        else:
+            for name, block in self.observation.items():
+                block[rows, t] = seen.blocks[name]
+
+    def write_action(self, t: int, rows: np.ndarray | None, output: DictTensor) -> None:
+        """Writes the agent's output at t, for these rows (None: all).
 
         Raises:
-            TypeError, SpecError: one is not what is needed; names it.
+            MissingKeyError, SpecError: it is not as the first one was.
         """
-        rewards = _floats("rewards", rewards, None)
-        next_values = _floats("next_values", next_values, rewards)
-        dtype = torch.promote_types(rewards.dtype, next_values.dtype)
-        terminated, truncated = _flags("terminated", terminated, rewards), _flags("truncated", truncated, rewards)
-        goes_on, bootstraps = ~(terminated | truncated), ~terminated
-        goes_on[:, -1:] = False
-        if mask is not None:
-            mask = _flags("mask", mask, rewards)
-            goes_on &= mask
-            goes_on[:, :-1] &= mask[:, 1:]
-            bootstraps &= mask
-        rewards, next_values = _zeroed(rewards.to(dtype), mask), _zeroed(next_values.to(dtype), bootstraps)
-        gamma = _weight("gamma", gamma, rewards, mask)
-        return cls(rewards, next_values, gamma, goes_on.to(dtype) * gamma, mask)
+        if not isinstance(output, DictTensor):
+            raise TypeError(f"agent: its output must be a DictTensor, got {type(output).__name__}")
+        tensors = output._tensors
+        if rows is not None or len(tensors) != len(self.action):
+            self._write_action_slowly(t, rows, tensors)
+            return
+        for key, row in self._action_row(t):
+            tensor = tensors.get(key)
+            array = None if tensor is None else raw_of(tensor)
+            if array is None or array.shape != row.shape or array.dtype != row.dtype:
+                self._write_action_slowly(t, rows, tensors)
+                return
+            row[...] = array
 
-    def floats(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A further argument (B, T) as one of these."""
-        return _zeroed(_floats(name, tensor, self.rewards).to(self.rewards.dtype), self.mask)
+    def _write_action_slowly(self, t: int, rows: np.ndarray | None, tensors: Mapping[str, torch.Tensor]) -> None:
+        check_output(
+            tensors,
+            {key: ((len(c) if rows is None else len(rows), *c.shape[2:]), c.dtype) for key, c in self._columns.items()},
+        )
+        for key, column in self._columns.items():
+            put(column, (slice(None) if rows is None else rows, t), tensors[key])
 
-    def weight(self, name: str, value: Weight) -> Weight:
-        """A further argument that is a number in [0, 1], or a tensor."""
-        return _weight(name, value, self.rewards, self.mask)
+    def observed(self, t: int) -> DictTensor:
+        """What the agent sees at t, every row, views."""
+        return DictTensor.trusted(self._row(t)[1])  # an object of its own: the agent may `set` keys
 
-    def backup(self, following: torch.Tensor) -> torch.Tensor:
-        """(B, T): r_t + gamma x_{t+1}, with V in place of x where a row does not go on."""
-        backed_up = self.rewards + (self.gamma - self.carry) * self.next_values
-        backed_up[:, :-1] += self.carry[:, :-1] * following[:, 1:]
-        return backed_up
+    def rows(self, t: int, rows: np.ndarray) -> Rows:
+        """What the agent sees at t, these rows, private memory."""
+        return Rows(self._packing, {name: block[rows, t] for name, block in self.observation.items()})
 
+    def target(self, t: int) -> Target:
+        """Where an environment may write what is seen at t, every row."""
+        found = self._targets.get(t)
+        if found is None:
+            rows = Rows(self._packing, {name: block[:, t] for name, block in self.observation.items()})
+            found = self._targets[t] = Target(rows, {key: array[:, t] for key, array in self.arrays.items()})
+        return found
 
-def _zeroed(tensor: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    # Not a product: what is masked may be NaN.
-    return tensor if mask is None else torch.where(mask, tensor, 0)
+    def _row(self, t: int) -> tuple[list[tuple[str, np.ndarray]], dict[str, torch.Tensor]]:
+        found = self._rows.get(t)
+        if found is None:
+            rows = [(name, block[:, t]) for name, block in self.observation.items()]
+            found = self._rows[t] = rows, {key: column[:, t] for key, column in self.seen.items()}
+        return found
 
-
-def _floats(name: str, tensor: torch.Tensor, rewards: torch.Tensor | None) -> torch.Tensor:
-    tensor = _checked(name, tensor, rewards)
-    if not tensor.is_floating_point():
-        raise SpecError(f"{name} must be of a floating point dtype, got {show(tensor)}")
-    return tensor.detach()
-
-
-def _flags(name: str, tensor: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
-    tensor = _checked(name, tensor, rewards)
-    return tensor if tensor.dtype == torch.bool else tensor != 0
-
-
-def _checked(name: str, tensor: torch.Tensor, rewards: torch.Tensor | None) -> torch.Tensor:
-    if not isinstance(tensor, torch.Tensor):
-        got = type(tensor).__name__
-        raise TypeError(f"{name} must be a tensor (B, T), got {got}; of a batch, `**transitions(batch)` gives them")
-    if tensor.ndim != 2:
-        raise SpecError(f"{name} must have shape (B, T), got {show(tensor)}")
-    if rewards is not None and tensor.shape != rewards.shape:
-        raise SpecError(f"{name} must have shape {tuple(rewards.shape)}, as rewards, got {show(tensor)}")
-    if rewards is not None and tensor.device != rewards.device:
-        raise SpecError(f"{name} is on {tensor.device}, expected {rewards.device}, as rewards")
-    return tensor.contiguous()
+    def _action_row(self, t: int) -> list[tuple[str, np.ndarray]]:
+        found = self._action_rows.get(t)
+        if found is None:
+            found = self._action_rows[t] = [(key, array[:, t]) for key, array in self.action.items()]
+        return found
 
 
-def _weight(name: str, value: Weight, rewards: torch.Tensor, mask: torch.Tensor | None) -> Weight:
-    if isinstance(value, torch.Tensor):
-        if value.ndim == 0:
-            return value.detach().to(rewards.device, rewards.dtype)
-        return _zeroed(_floats(name, value, rewards).to(rewards.dtype), mask)
-    if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number or a tensor, got {value!r}")
-    if not 0 <= value <= 1:
-        raise SpecError(f"{name} must lie in [0, 1], got {value}")
-    return float(value)
+def staged(packing: Packing, n: int, n_timesteps: int, action: Mapping[str, TensorSpec]) -> Steps:
+    """Steps of n environments in private memory, those of one timestep side by side."""
+
+    def column(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        return np.zeros((n_timesteps + 1, n + GAP, *shape), dtype)[:, :n].swapaxes(0, 1)
+
+    observation = {name: column(shape, dtype) for name, (shape, dtype) in packing.blocks.items()}
+    actions = {}
+    for key, (shape, dtype) in action.items():
+        actions[key] = tensor_of(column(shape, raw_of(torch.empty(0, dtype=dtype)).dtype), dtype)
+    return Steps(packing, observation, actions, is_staged=True)
+
+
+class Mover:
+    """Moves the steps of n environments to where they stay, one rollout after another."""
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+        # By strides and number of timesteps; written anew for each rollout: new memory would cost more than that.
+        self._indexes: dict[tuple[int, ...], np.ndarray] = {}
+        self._gaps: tuple[np.ndarray, np.ndarray] | None = None
+        self._ready: set[tuple[int, ...]] = set()
+
+    def begin(self, gaps: tuple[np.ndarray, np.ndarray] | None) -> None:
+        """For each step that is left out its row, in ascending order, and the place that it would have had.
+
+        Args:
+            gaps: int64 (K,) twice; None for no such steps.
+        """
+        self._gaps = gaps
+        self._ready.clear()
+
+    def move(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Moves the steps in one column.
+
+        Args:
+            source: (n, T, ...), of any strides.
+            target: (n, T', ...), without gaps; may be the source. What stands behind the last step has no meaning.
+        """
+        if not source.size or not target.size:
+            return
+        if self._gaps is None:
+            target[...] = source[:, : target.shape[1]]
+            return
+        found, to = entries(source), entries(target)
+        strides = [stride // found.itemsize for stride in found.strides]
+        size = (found.shape[0] - 1) * strides[0] + (found.shape[1] - 1) * strides[1] + 1
+        flat = np.lib.stride_tricks.as_strided(found, (size,), (found.itemsize,), writeable=False)
+        index = self._index(to.shape[1], *strides)
+        if source is target:
+            to[...] = flat.take(index, mode="clip")
+        else:
+            flat.take(index, out=to, mode="clip")  # "raise" would write to a copy first
+
+    def _index(self, n_timesteps: int, per_env: int, per_step: int) -> np.ndarray:
+        """From where in a flat array of these strides each step comes."""
+        # One index for both axes: numpy takes by one four times as fast as by two.
+        key = n_timesteps, per_env, per_step
+        index = self._indexes.get(key)
+        if index is None:
+            index = self._indexes[key] = np.empty((self._n, n_timesteps), np.int64)
+        if key not in self._ready:
+            assert self._gaps is not None
+            rows, places = self._gaps
+            index[...] = per_step
+            index[:, 0] = np.arange(self._n) * per_env
+            within = places < n_timesteps
+            np.add.at(index.reshape(-1), (rows * n_timesteps + places)[within], per_step)
+            index.cumsum(axis=1, out=index)
+            self._ready.add(key)
+        return index
+
+
+def entries(array: np.ndarray) -> np.ndarray:
+    """(n, T, ...) as (n, T) of opaque bytes, which numpy moves whole."""
+    if array.ndim > 2:
+        array = array.reshape(*array.shape[:2], -1)
+        return array.view(f"V{array.shape[2] * array.itemsize}")[..., 0]
+    return array.view(f"V{array.itemsize}")
+
+
+def check_output(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, tuple[Any, torch.dtype]]) -> None:
+    """Raises unless an agent's output has these keys, of these shapes and dtypes."""
+    for key, (shape, dtype) in wanted.items():
+        if key not in tensors:
+            raise MissingKeyError(f"agent: no {key!r} in its output any more, there are {sorted(tensors)}")
+        if tuple(tensors[key].shape) != tuple(shape) or tensors[key].dtype != dtype:
+            raise SpecError(
+                f"agent: output {key!r} is {show(tensors[key])}, expected {tuple(shape)} "
+                f"{type_name(dtype)} as in its first step"
+            )
+    if unknown := set(tensors) - set(wanted):
+        raise SpecError(f"agent: output {sorted(unknown)} was not in its first step")
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """A dtype as it is written in messages."""
+    return str(dtype).removeprefix("torch.")
+
+
+def raw_of(tensor: torch.Tensor) -> np.ndarray:
+    """The same memory as a numpy array: torch cannot index every dtype, and numpy has not every dtype."""
+    if tensor.dtype is torch.bfloat16:
+        tensor = tensor.view(torch.int16)
+    return as_array(tensor)
+
+
+def tensor_of(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """The same memory as a tensor of the dtype of which `raw_of` gave the array."""
+    found = torch.from_numpy(array)
+    return found if found.dtype is dtype else found.view(dtype)
+
+
+def put(column: torch.Tensor, index: Any, values: torch.Tensor) -> None:
+    """`column[index] = values`."""
+    raw_of(column)[index] = raw_of(values)

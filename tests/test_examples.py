@@ -19,6 +19,12 @@ RUNS = {
     "collect_to_memory.py HalfCheetah-v5": (
         [*MEMORY, "--env-id", "HalfCheetah-v5"], r"HalfCheetah-v5: 160 rows of 4 environments, 0\.0 MB"
     ),
+    "native_vector_env.py": (
+        [*SMALL, "--n-timesteps", "250"], r"\d+ episodes, mean length [\d.]+"
+    ),
+    "native_vector_env.py CartPole-v1": (
+        [*SMALL, "--env-id", "CartPole-v1"], r"\d+ episodes, mean length [\d.]+"
+    ),
     "offline_dataset.py": (
         [*SMALL, "--n-epochs", "1", "--n-episodes", "2"], r"clone: 2 episodes, mean return [\d.]+"
     ),

@@ -10,7 +10,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers import Count
 
-from rlstructs import DictTensor, GymEnvInf, GymVectorEnv, RL_Agent, RL_Batcher, SpecError, StateError
+from rlstructs import DictTensor, GymEnvInf, GymVectorEnv, RL_Agent, RL_Batcher, SpecError, StateError, slots
 from rlstructs.seeding import EnvSeed
 from rlstructs.testing import check_env
 
@@ -114,6 +114,15 @@ def test_the_transitions_are_those_of_gym_env_inf(name, mode, n_timesteps):
         ends = sum(step["_observation/done"] == b"\1" for step in steps)
         assert len(steps) == n_rollouts * n_timesteps and len(got) >= len(steps) - ends - 1
         assert mode is AutoresetMode.NEXT_STEP or len(got) == len(steps)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["cartpole", "nested", "one step"])
+def test_the_transitions_are_the_same_beside_the_slots(name, mode, monkeypatch):
+    wanted = transitions(name, vector_of(name, mode), 0)
+    monkeypatch.setattr(slots, "STAGED_ENVS", 1)
+    found = transitions(name, vector_of(name, mode), 0)
+    assert found == wanted
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -41,8 +41,9 @@ ROWS = {
     "rlstructs.envs": 3,
     "rlstructs.envs.shared_vector_env": 6,
     "rlstructs.episodes": 3,
-    "rlstructs.returns": 3,
-    "rlstructs.steps": 3,
+    "rlstructs.return_steps": 3,
+    "rlstructs.returns": 3.5,
+    "rlstructs.steps": 3.5,
     "rlstructs.slots": 4,
     "rlstructs.lifecycle": 4,
     "rlstructs.lease": 4.5,
@@ -59,6 +60,7 @@ ROWS = {
     "rlstructs.cli": 7,
     "rlstructs.collect": 7,
     "rlstructs.report": 7,
+    "rlstructs.tune": 7,
     "rlstructs": 7,
 }
 ALLOWED_BELOW = {"workers": {"cloudpickle", "_posixshmem"}}

@@ -8,9 +8,11 @@ import torch
 from gymnasium import spaces
 from helpers import Count, Counting, rollout
 
-from rlstructs import DeviceEnv, DictTensor, GymEnv, GymEnvInf, RL_Batcher, SpecError
+from rlstructs import DeviceEnv, DictTensor, GymEnv, GymEnvInf, RandomAgent, RL_Batcher, SpecError
 from rlstructs.envs import VecEnv
-from rlstructs.envs.vec_env import RowEnv, row_env
+from rlstructs.envs.vec_env import RowEnv, WritingRowEnv, gives_rows, row_env
+from rlstructs.rows import Rows, Target
+from rlstructs.testing import check_env
 
 NO_INFO = DictTensor()
 
@@ -240,3 +242,108 @@ def test_what_a_user_puts_in_place_of_step_is_what_runs(make):
     expected = torch.tensor([1.0, 2.0, 3.0, 1.0, 2.0]) * factor
     assert trajectories.trajectories["_observation/reward"].tolist() == [expected.tolist()] * 2
     assert ("_observation/extra" in trajectories.trajectories) == (make is WithKey)
+
+
+# --- step_into -----------------------------------------------------------------------------------
+
+
+class Walks:
+    """Native: E walks on the whole numbers, each of which begins anew at 0 when it comes to `far`.
+
+    Args:
+        restarts: in the same step, or in a step of its own.
+    """
+
+    def __init__(self, n, far, restarts):
+        self.n, self.far, self.restarts, self.begins = n, far, restarts, np.zeros(n, bool)
+
+    def n_envs(self):
+        return self.n
+
+    def reset(self, env_info):
+        self.at, self.begins = np.zeros(self.n, np.float32), np.zeros(self.n, bool)
+        return self._first(self.n), torch.arange(self.n)
+
+    def _first(self, n):
+        flags = {"done": torch.zeros(n, dtype=torch.bool), "initial_state": torch.ones(n, dtype=torch.bool)}
+        return DictTensor({"frame": torch.zeros(n, 2), "reward": torch.zeros(n), **flags})
+
+    def step_into(self, action, rows):
+        self.at += np.where(self.begins, 0, action["action"].numpy())
+        ended = self.at >= self.far
+        rows["frame"][:, 0], rows["frame"][:, 1] = self.at, -self.at
+        rows["reward"][:], rows["done"][:], rows["initial_state"][:] = self.at, ended, self.begins
+        if not self.restarts:
+            rows["frame"][self.begins] = rows["reward"][self.begins] = 0
+        self.begins = np.zeros(self.n, bool) if self.restarts else ended
+        self.at[ended] = 0
+        return (np.flatnonzero(ended), self._first(int(ended.sum()))) if self.restarts else None
+
+    def step(self, action):
+        rows = {key: tensor.numpy() for key, tensor in self._first(self.n).items()}
+        reset = self.step_into(action, rows)
+        after = following = DictTensor.from_numpy(rows)
+        if reset is not None and reset[0].size:
+            following = after.clone()
+            for key, tensor in reset[1].items():
+                following[key][torch.from_numpy(reset[0])] = tensor
+        return (after, torch.arange(self.n)), (following, torch.arange(self.n))
+
+    def close(self):
+        pass
+
+
+class SlowWalks(Walks):
+    """Its `step` is another one, for all that the batcher knows."""
+
+    def step(self, action):
+        return super().step(action)
+
+
+def walked(cls, n_processes, n=3, **arguments):
+    with RL_Batcher(
+        6, lambda: RandomAgent(spaces.Discrete(3)), {}, lambda seed: cls(n, 4, **arguments), {}, n_processes, 0,
+        agent_seeds=[1] * max(1, n_processes),
+    ) as batcher:  # fmt: skip
+        batcher.reset()
+        found = [rollout(batcher) for _ in range(5)]
+        return found, batcher.episodes()
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("n", [3, 300])
+def test_step_into_gives_what_step_gives(restarts, n):
+    assert gives_rows(Walks(n, 4, restarts), "step_into") and not gives_rows(SlowWalks(n, 4, restarts), "step_into")
+    wanted = walked(SlowWalks, 0, n, restarts=restarts)
+    assert walked(Walks, 0, n, restarts=restarts) == wanted
+    assert wanted[1].n_elems() > 0 and (wanted[1]["return"] > 0).all()
+
+
+def test_step_into_runs_in_workers():
+    found, episodes = walked(Walks, 2, restarts=True)
+    assert found[0][0].n_elems() == 6 and episodes.n_elems() > 0
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_an_environment_with_step_into_passes_the_check(restarts):
+    ones = DictTensor({"action": torch.ones(3, dtype=torch.int64)})
+    check_env(lambda seed: Walks(3, 4, restarts), act=lambda observation: ones, uses_seed=False)
+
+
+@pytest.mark.parametrize(
+    "reset, words",
+    [
+        (([2, 1], frames(0, 0)), r"step_into reset \[2 1\], of 3 environments in ascending order"),
+        (([1, 3], frames(0, 0)), r"step_into reset \[1 3\], of 3"),
+        (([1.5], frames(0)), r"step_into must give which were reset as int64"),
+        (([1], frames(0, 0)), r"environment: observation is .*, expected 1 rows"),
+    ],
+)
+def test_a_wrong_reset_of_step_into_says_what_is_wrong(reset, words):
+    env = Scripted()
+    env.step_into = lambda action, rows: reset
+    rows = WritingRowEnv(env)
+    packing = rows.reset_rows(NO_INFO).packing
+    target = Rows.zeros(packing, 3)
+    with pytest.raises(SpecError, match=words):
+        rows.step_rows(NO_INFO, Target(target, target.arrays()))

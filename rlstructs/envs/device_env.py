@@ -55,6 +55,6 @@ class DeviceEnv:
 
     def __getattr__(self, name: str) -> Any:
         # What the rollout reads of an environment that gives rows would go past the moving.
-        if name.startswith("_") or name in ("reset_rows", "step_rows", "example"):
+        if name.startswith("_") or name in ("reset_rows", "step_rows", "step_into", "example"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._env, name)

@@ -59,6 +59,7 @@ class GymEnv:
     """
 
     _autoreset: ClassVar[bool] = False
+    writes_rows: ClassVar[bool] = False
 
     def __init__(
         self, envs: Sequence[gymnasium.Env[Any, Any]], seed: int | Sequence[int], *, keep_float64: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -15,10 +15,11 @@ from rlstructs.envs.gym_env import NO_INFO, packing_of, refuse_reserved
 from rlstructs.envs.spaces import ActionReader, Sheet, example, leaves
 from rlstructs.envs.vec_env import NO_ROWS, Step
 from rlstructs.errors import SpecError, StateError
-from rlstructs.rows import Rows
+from rlstructs.rows import Rows, Target
 from rlstructs.seeding import environment_seeds
 from rlstructs.structures.dict_tensor import DictTensor
 
+OUTCOME = ("reward", "terminated", "truncated")
 # What a seed that is not to an environment's taste may raise.
 REFUSALS = (TypeError, ValueError, AssertionError, gymnasium.error.Error)
 # The seeds that all take which take any.
@@ -59,6 +60,8 @@ class GymVectorEnv:
         >>> after["reward"]
         tensor([1., 1., 1.])
     """
+
+    writes_rows: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -135,50 +138,65 @@ class GymVectorEnv:
             raise SpecError(f"env_info: {self._name} takes no options for single environments")
         observations = self._seeded_reset()
         self._is_running, self._ended = True, NO_ROWS
-        return self._fresh.fill_batch(observations).take(np.arange(self._n))
+        return self._shown(observations, np.arange(self._n))
 
-    def step_rows(self, action: DictTensor) -> Step:
-        """As `step`, in rows that stay valid until the next one."""
+    def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
+        """As `step`, in rows that stay valid until the next one.
+
+        Args:
+            action: E rows.
+            target: where they are written to; None for rows of its own.
+        """
         if not self._is_running:
             raise StateError("step: call reset first")
         actions, columns = self._actions.read_batch(action, self._n)
         observations, rewards, terminated, truncated, infos = self._envs.step(actions)
-        idle, view = self._ended, self._after.view
-        after = self._after.fill_batch(observations)
-        for key, values in (("reward", rewards), ("terminated", terminated), ("truncated", truncated)):
-            view[key][:] = self._numbers(key, values)
-        np.logical_or(view["terminated"], view["truncated"], out=view["done"])
-        view["initial_state"][:] = False
-        for key, name in self._last_actions.items():
-            view[key][:] = columns[name]
-        if idle.size:
-            self._begin(after, idle)
-        ended = np.flatnonzero(view["done"])
+        idle, after = self._ended, target or Target(self._after.rows, self._after.view)
+        outcome = list(map(self._numbers, OUTCOME, (rewards, terminated, truncated)))
+        done = np.logical_or(*outcome[1:])
+        done[idle] = False
+        self._write(after.arrays, observations, (*outcome, done), columns)
+        self._begin(after.arrays, idle)
+        ended = done.nonzero()[0]
         finals = _finals(infos) if ended.size else None
         if self._mode is AutoresetMode.NEXT_STEP:
             if finals is not None:
                 raise SpecError(f"environment: {self._name} gave infos['final_obs'], which is not {self._mode.value}")
             self._ended = ended
-            return Step(after, NO_ROWS, None, None, idle)
+            return Step(after.rows, NO_ROWS, None, None, idle)
         if not ended.size:
-            return Step(after, NO_ROWS, None, None)
-        first = self._restarted(ended) if self._mode is AutoresetMode.DISABLED else self._first_of(ended)
+            return Step(after.rows, NO_ROWS, None, None)
+        first = self._restarted(ended) if self._mode is AutoresetMode.DISABLED else self._first_of(after.rows, ended)
         if self._mode is AutoresetMode.SAME_STEP:
             if finals is None:
                 raise SpecError(f"environment: {self._name} ended an episode without infos['final_obs']")
-            self._after.put(ended, finals)
-        return Step(after, ended, first, None)
+            self._after.put(ended, finals, after.arrays)
+        return Step(after.rows, ended, first, None)
 
     def close(self) -> None:
         """Closes the environments."""
         self._envs.close()
 
-    def _begin(self, rows: Rows, at: Any) -> None:
-        """Makes these rows what they are after a reset, all but what the environment shows."""
-        view = self._after.view if rows is self._after.rows else rows.arrays()
-        for key in ("reward", "done", "terminated", "truncated", *self._last_actions):
-            view[key][at] = 0
-        view["initial_state"][at] = True
+    def _write(
+        self,
+        arrays: Mapping[str, np.ndarray],
+        observations: Any,
+        outcome: Sequence[np.ndarray],
+        actions: Mapping[str, np.ndarray],
+    ) -> None:
+        """Writes what a step gave to all rows."""
+        self._after.fill_batch(observations, arrays)
+        for key, values in zip((*OUTCOME, "done"), outcome, strict=True):
+            arrays[key][...] = values
+        arrays["initial_state"][...] = False
+        for key, name in self._last_actions.items():
+            arrays[key][...] = actions[name]
+
+    def _begin(self, arrays: Mapping[str, np.ndarray], at: Any) -> None:
+        """Makes some rows what they are after a reset, all but what the environment shows."""
+        for key in (*OUTCOME, "done", *self._last_actions):
+            arrays[key][at] = 0
+        arrays["initial_state"][at] = True
 
     def _numbers(self, key: str, values: Any) -> np.ndarray:
         """Rewards or flags, one for each environment."""
@@ -192,12 +210,17 @@ class GymVectorEnv:
         mask = np.zeros(self._n, bool)
         mask[ended] = True
         observations, _ = self._envs.reset(options={"reset_mask": mask})
-        return self._fresh.fill_batch(observations).take(ended)
+        return self._shown(observations, ended)
 
-    def _first_of(self, ended: np.ndarray) -> Rows:
+    def _shown(self, observations: Any, rows: np.ndarray) -> Rows:
+        """The first observations of some environments."""
+        self._fresh.fill_batch(observations, self._fresh.view)
+        return self._fresh.rows.take(rows)
+
+    def _first_of(self, rows: Rows, ended: np.ndarray) -> Rows:
         """The first observations of environments that have been reset: what the step gave."""
-        first = self._after.rows.take(ended)
-        self._begin(first, slice(None))
+        first = rows.take(ended)
+        self._begin(first.arrays(), slice(None))
         return first
 
     def _seeded_reset(self) -> Any:

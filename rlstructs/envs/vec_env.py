@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from rlstructs.errors import SpecError
-from rlstructs.rows import Packing, Rows, as_array, numpy_specs, specs_of
+from rlstructs.rows import Packing, Rows, Target, as_array, numpy_specs, specs_of
 from rlstructs.structures.dict_tensor import DictTensor
 
 
@@ -34,6 +35,31 @@ class VecEnv(Protocol):
         ...         pass
         >>> isinstance(Coin(), VecEnv)
         True
+
+    An environment that is fast itself, and all of whose environments always run, may have one more method,
+    `step_into(action, rows)`. A rollout calls it in place of `step`, and it writes what `step` would give as the first
+    pair straight to where a rollout keeps it: `rows` has an array of E rows for each key of an observation, with the
+    dtype and shape that `reset` gave, of any strides, and of unknown content. All of them must be written, and none of
+    them kept. It returns None, or, where environments were reset in this step, which (int64 (R,), ascending), and
+    their first observations as a `DictTensor` of R rows.
+
+    Example:
+        >>> class Walk:
+        ...     def n_envs(self):
+        ...         return 3
+        ...     def reset(self, env_info=DictTensor()):
+        ...         self.at = np.zeros(3, np.float32)
+        ...         return DictTensor({"frame": torch.zeros(3, 1), "reward": torch.zeros(3)}), torch.arange(3)
+        ...     def step_into(self, action, rows):
+        ...         self.at += 2 * action["action"].numpy() - 1
+        ...         rows["frame"][:, 0], rows["reward"][:] = self.at, abs(self.at)
+        ...     def step(self, action):
+        ...         rows = {"frame": np.zeros((3, 1), np.float32), "reward": np.zeros(3, np.float32)}
+        ...         self.step_into(action, rows)
+        ...         observation = DictTensor.from_numpy(rows)
+        ...         return (observation, torch.arange(3)), (observation, torch.arange(3))
+        ...     def close(self):
+        ...         pass
     """
 
     def n_envs(self) -> int:
@@ -99,6 +125,9 @@ class Step(NamedTuple):
 class RowEnv:
     """Any `VecEnv` as the rollout wants it: observations as rows, one `Step` for each step."""
 
+    #: Whether `step_rows` takes, and writes to, what `Steps.target` gives, in place of rows of its own.
+    writes_rows = False
+
     def __init__(self, env: VecEnv) -> None:
         self._env = env
         self._running = NO_ROWS
@@ -121,8 +150,8 @@ class RowEnv:
             raise SpecError(f"environment: running after reset is {self._running}, expected 0..{self.n_envs() - 1}")
         return self._rows(observation, self._running)
 
-    def step_rows(self, action: DictTensor) -> Step:
-        """As `VecEnv.step`."""
+    def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
+        """As `VecEnv.step`; the target is for those that write to it."""
         (after, before), (following, running) = self._env.step(action)
         if not np.array_equal(_array(before), self._running):
             raise SpecError(f"environment: it stepped {_array(before)}, running were {self._running}")
@@ -133,7 +162,7 @@ class RowEnv:
             raise SpecError(f"environment: {left} run after the step, before it {self._running}")
         everyone = left.size == self._running.size
         stepped, self._running = self._rows(after, self._running), left
-        idle = _idle(after)
+        idle = _idle({key: as_array(after[key]) for key in ("initial_state", "done") if key in after})
         if everyone and _same_tensors(following, after):
             return Step(stepped, NO_ROWS, None, None, idle)
         # What differs is not told: every row that still runs is taken as different.
@@ -153,13 +182,38 @@ class RowEnv:
         return Rows.of(self._packing, {key: as_array(tensor) for key, tensor in observation.items()})
 
 
+class WritingRowEnv(RowEnv):
+    """A `VecEnv` that has `step_into`, likewise."""
+
+    writes_rows = True
+
+    def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
+        """As `VecEnv.step`, written to the target."""
+        assert target is not None
+        found = self._env.step_into(action, target.arrays)  # type: ignore[attr-defined]
+        idle = _idle(target.arrays)
+        if found is None:
+            return Step(target.rows, NO_ROWS, None, None, idle)
+        reset, fresh = found
+        reset = np.asarray(reset)
+        if reset.ndim != 1 or reset.dtype.kind not in "iu":
+            raise SpecError(f"environment: step_into must give which were reset as int64 (R,), got {reset!r}")
+        if not reset.size:
+            return Step(target.rows, NO_ROWS, None, None, idle)
+        if (np.diff(reset) < 1).any() or reset[0] < 0 or reset[-1] >= self.n_envs():
+            raise SpecError(f"environment: step_into reset {reset}, of {self.n_envs()} environments in ascending order")
+        return Step(target.rows, reset.astype(np.int64), self._rows(fresh, reset), None, idle)
+
+
 def row_env(env: VecEnv) -> RowEnv:
     """The environment itself when it gives rows, an adapter around it otherwise."""
-    return env if gives_rows(env) else RowEnv(env)  # type: ignore[return-value]
+    if gives_rows(env):
+        return env  # type: ignore[return-value]
+    return WritingRowEnv(env) if gives_rows(env, "step_into") else RowEnv(env)
 
 
-def gives_rows(env: VecEnv) -> bool:
-    """Whether `step_rows` does what `step` does: not if a subclass, or someone else, has put its own in place.
+def gives_rows(env: VecEnv, method: str = "step_rows") -> bool:
+    """Whether this method does what `step` does: not if a subclass, or someone else, has put its own in place.
 
     Looks at the class, not at the object: a wrapper that forwards what it does not know has no rows either.
     """
@@ -168,20 +222,17 @@ def gives_rows(env: VecEnv) -> bool:
     def owner(name: str) -> int:
         return next((at for at, cls in enumerate(classes) if name in vars(cls)), len(classes))
 
-    rows = owner("step_rows")
+    rows = owner(method)
     patched = {"reset", "step"} & getattr(env, "__dict__", {}).keys()
     return rows < len(classes) and not patched and min(owner("reset"), owner("step")) >= rows
 
 
-def _idle(after: DictTensor) -> np.ndarray:
+def _idle(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     """Which rows are of environments that did nothing but start an episode."""
-    if "initial_state" not in after or after["initial_state"].dtype != torch.bool or after["initial_state"].ndim != 1:
+    starts = arrays.get("initial_state")
+    if starts is None or starts.dtype != bool or starts.ndim != 1 or not starts.any():
         return NO_ROWS
-    starts = after["initial_state"]
-    if not starts.any():
-        return NO_ROWS
-    done = after["done"].bool() if "done" in after else torch.zeros_like(starts)
-    return np.flatnonzero(as_array(starts & ~done))
+    return np.flatnonzero(starts & ~arrays["done"].astype(bool)) if "done" in arrays else np.flatnonzero(starts)
 
 
 def _same_tensors(a: DictTensor, b: DictTensor) -> bool:

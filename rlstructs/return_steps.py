@@ -1,0 +1,114 @@
+"""Transitions as `rlstructs.returns` needs them: checked, without gradients, and 0 where they do not count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Real
+
+import torch
+
+from rlstructs.errors import SpecError
+from rlstructs.structures.base import show
+
+# A number, or a tensor () or (B, T).
+Weight = float | torch.Tensor
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Rewards and what follows them; every tensor is (B, T), contiguous, of one floating point dtype.
+
+    `next_values` is 0 after a step that terminated; `carry` is gamma where a row goes on to step t + 1, 0 elsewhere.
+    """
+
+    rewards: torch.Tensor
+    next_values: torch.Tensor
+    gamma: Weight
+    carry: torch.Tensor
+    mask: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        rewards: torch.Tensor,
+        next_values: torch.Tensor,
+        terminated: torch.Tensor,
+        truncated: torch.Tensor,
+        gamma: Weight,
+        mask: torch.Tensor | None,
+    ) -> Steps:
+        """Made of the arguments that all functions have.
+
+        Raises:
+            TypeError, SpecError: one is not what is needed; names it.
+        """
+        rewards = _floats("rewards", rewards, None)
+        next_values = _floats("next_values", next_values, rewards)
+        dtype = torch.promote_types(rewards.dtype, next_values.dtype)
+        terminated, truncated = _flags("terminated", terminated, rewards), _flags("truncated", truncated, rewards)
+        goes_on, bootstraps = ~(terminated | truncated), ~terminated
+        goes_on[:, -1:] = False
+        if mask is not None:
+            mask = _flags("mask", mask, rewards)
+            goes_on &= mask
+            goes_on[:, :-1] &= mask[:, 1:]
+            bootstraps &= mask
+        rewards, next_values = _zeroed(rewards.to(dtype), mask), _zeroed(next_values.to(dtype), bootstraps)
+        gamma = _weight("gamma", gamma, rewards, mask)
+        return cls(rewards, next_values, gamma, goes_on.to(dtype) * gamma, mask)
+
+    def floats(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A further argument (B, T) as one of these."""
+        return _zeroed(_floats(name, tensor, self.rewards).to(self.rewards.dtype), self.mask)
+
+    def weight(self, name: str, value: Weight) -> Weight:
+        """A further argument that is a number in [0, 1], or a tensor."""
+        return _weight(name, value, self.rewards, self.mask)
+
+    def backup(self, following: torch.Tensor) -> torch.Tensor:
+        """(B, T): r_t + gamma x_{t+1}, with V in place of x where a row does not go on."""
+        backed_up = self.rewards + (self.gamma - self.carry) * self.next_values
+        backed_up[:, :-1] += self.carry[:, :-1] * following[:, 1:]
+        return backed_up
+
+
+def _zeroed(tensor: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    # Not a product: what is masked may be NaN.
+    return tensor if mask is None else torch.where(mask, tensor, 0)
+
+
+def _floats(name: str, tensor: torch.Tensor, rewards: torch.Tensor | None) -> torch.Tensor:
+    tensor = _checked(name, tensor, rewards)
+    if not tensor.is_floating_point():
+        raise SpecError(f"{name} must be of a floating point dtype, got {show(tensor)}")
+    return tensor.detach()
+
+
+def _flags(name: str, tensor: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
+    tensor = _checked(name, tensor, rewards)
+    return tensor if tensor.dtype == torch.bool else tensor != 0
+
+
+def _checked(name: str, tensor: torch.Tensor, rewards: torch.Tensor | None) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor):
+        got = type(tensor).__name__
+        raise TypeError(f"{name} must be a tensor (B, T), got {got}; of a batch, `**transitions(batch)` gives them")
+    if tensor.ndim != 2:
+        raise SpecError(f"{name} must have shape (B, T), got {show(tensor)}")
+    if rewards is not None and tensor.shape != rewards.shape:
+        raise SpecError(f"{name} must have shape {tuple(rewards.shape)}, as rewards, got {show(tensor)}")
+    if rewards is not None and tensor.device != rewards.device:
+        raise SpecError(f"{name} is on {tensor.device}, expected {rewards.device}, as rewards")
+    return tensor.contiguous()
+
+
+def _weight(name: str, value: Weight, rewards: torch.Tensor, mask: torch.Tensor | None) -> Weight:
+    if isinstance(value, torch.Tensor):
+        if value.ndim == 0:
+            return value.detach().to(rewards.device, rewards.dtype)
+        return _zeroed(_floats(name, value, rewards).to(rewards.dtype), mask)
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number or a tensor, got {value!r}")
+    if not 0 <= value <= 1:
+        raise SpecError(f"{name} must lie in [0, 1], got {value}")
+    return float(value)

@@ -1,0 +1,162 @@
+"""`rlstructs bench tune`: how many workers, environments and timesteps are fastest on this machine.
+
+The limit is what bare loops of the same environments reach, one process for each core: they step them with actions
+drawn before, and do nothing else. It is measured in turns with what is tried, so that a busy machine slows both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import gymnasium
+
+from rlstructs.collect import Settings, make_batcher
+from rlstructs.envs import registry
+from rlstructs.seeding import environment_seeds
+from workers import WorkerPool
+
+# The first three are tried together, then others of one at a time, each beside the best so far.
+N_ENVS, N_TIMESTEPS = 16, 128
+OTHER_ENVS, OTHER_TIMESTEPS = (64, 256, 4), (32, 512)
+# Environments of each bare loop, and actions of each that are drawn before.
+BARE_ENVS, BARE_ACTIONS = 8, 257
+# Turns of the limit and of what is tried, and which part of the time all turns of one trial take.
+N_TURNS, TRIAL_SHARE = 3, 1 / 12
+
+
+class Choice(NamedTuple):
+    """What can be chosen; as the arguments of `RL_Batcher`."""
+
+    n_workers: int
+    n_envs: int
+    n_timesteps: int
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What was measured.
+
+    Attributes:
+        choice: of what.
+        speed, limit: environment steps a second.
+        share: of the limit, the median over turns.
+    """
+
+    choice: Choice
+    speed: float
+    limit: float
+    share: float
+
+
+def tune(env_id: str, n_cores: int, seconds: float) -> Iterator[Trial]:
+    """Tries choices one after another, for about so many seconds, and at least one.
+
+    Args:
+        env_id: as gymnasium's registry has it.
+        n_cores: how many processes run at once.
+        seconds: after which no other trial begins.
+    """
+    end = time.monotonic() + seconds
+    with bare_loops(env_id, n_cores) as limit:
+        tried: dict[Choice, float] = {}
+        for choice in choices(n_cores, tried):
+            if tried and time.monotonic() > end:
+                return
+            trial = _tried(env_id, choice, limit, seconds * TRIAL_SHARE / (2 * N_TURNS))
+            tried[choice] = trial.share
+            yield trial
+
+
+def choices(n_cores: int, tried: dict[Choice, float]) -> Iterator[Choice]:
+    """What to try next, by what was reached before.
+
+    Args:
+        n_cores: how many processes run at once.
+        tried: choice -> how good it was; the caller adds each that it was given.
+
+    Example:
+        >>> tried = {}
+        >>> for choice in choices(2, tried):
+        ...     tried[choice] = -abs(choice.n_envs - 60) + choice.n_workers
+        >>> max(tried, key=tried.get)
+        Choice(n_workers=2, n_envs=64, n_timesteps=128)
+    """
+    yield Choice(n_cores, N_ENVS, N_TIMESTEPS)
+    fewer = sorted({max(1, n_cores // 2), max(1, n_cores - 1)})
+    for name, values in (("n_envs", OTHER_ENVS), ("n_timesteps", OTHER_TIMESTEPS), ("n_workers", fewer)):
+        best = max(tried, key=lambda choice: tried[choice])
+        for value in values:
+            choice = best._replace(**{name: value})
+            if choice not in tried:
+                yield choice
+
+
+def _tried(env_id: str, choice: Choice, limit: Callable[[float], float], seconds: float) -> Trial:
+    settings = Settings(env_id, "random", choice.n_workers, choice.n_envs, choice.n_timesteps, 1, 0)
+    speeds, limits = [], []
+    with make_batcher(settings) as batcher:
+        batcher.reset()
+
+        def rollout() -> int:
+            batcher.execute()
+            batcher.get()
+            return settings.n_steps
+
+        rollout()  # the first one takes memory
+        for _ in range(N_TURNS):
+            limits.append(limit(seconds))
+            speeds.append(timed(rollout, seconds))
+    shares = [speed / bare for speed, bare in zip(speeds, limits, strict=True)]
+    return Trial(choice, statistics.median(speeds), statistics.median(limits), statistics.median(shares))
+
+
+def timed(step: Callable[[], int], seconds: float) -> float:
+    """Steps a second of a function that takes some and says how many; it is called once at least."""
+    n_steps, start = 0, time.perf_counter()
+    while True:
+        n_steps += step()
+        if (elapsed := time.perf_counter() - start) >= seconds:
+            return n_steps / elapsed
+
+
+class BareLoop:
+    """Environments, and nothing else; the job of a worker."""
+
+    def __init__(self, index: int, env_id: str) -> None:
+        self._envs = [gymnasium.make(env_id) for _ in range(BARE_ENVS)]
+        for env, seed in zip(self._envs, environment_seeds(index * BARE_ENVS, BARE_ENVS), strict=True):
+            env.action_space.seed(seed)
+            env.reset(seed=seed)
+        drawn: list[list[Any]] = [[env.action_space.sample() for env in self._envs] for _ in range(BARE_ACTIONS)]
+        self._actions = itertools.cycle(drawn)
+
+    def run(self, seconds: float) -> float:
+        """Environment steps a second."""
+        return timed(self._step, seconds)
+
+    def close(self) -> None:
+        """Closes the environments."""
+        for env in self._envs:
+            env.close()
+
+    def _step(self) -> int:
+        for env, action in zip(self._envs, next(self._actions), strict=True):
+            _, _, terminated, truncated, _ = env.step(action)
+            if terminated or truncated:
+                env.reset()
+        return len(self._envs)
+
+
+@contextlib.contextmanager
+def bare_loops(env_id: str, n: int) -> Iterator[Callable[[float], float]]:
+    """What so many bare loops reach together: seconds -> environment steps a second."""
+    setup = partial(registry.register, registry.registered())
+    with WorkerPool(n, partial(BareLoop, env_id=env_id), preload=("torch", "gymnasium"), setup=setup) as pool:
+        yield lambda seconds: float(sum(pool.call("run", seconds)))

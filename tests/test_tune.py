@@ -1,0 +1,69 @@
+"""`rlstructs bench tune`: what is tried, and what is said of it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from rlstructs.cli import main
+from rlstructs.tune import BareLoop, Choice, choices, timed, tune
+
+
+def tried(n_cores, speed):
+    found = {}
+    for choice in choices(n_cores, found):
+        assert choice not in found
+        found[choice] = speed(choice)
+    return found
+
+
+@pytest.mark.parametrize("n_cores", [1, 2, 3, 8])
+@pytest.mark.parametrize("n_envs", [4, 16, 64, 256])
+@pytest.mark.parametrize("n_timesteps", [32, 128, 512])
+def test_the_best_is_found_where_each_number_has_a_best_of_its_own(n_cores, n_envs, n_timesteps):
+    for n_workers in {n_cores, max(1, n_cores - 1), max(1, n_cores // 2)}:
+        wanted = Choice(n_workers, n_envs, n_timesteps)
+        found = tried(n_cores, lambda choice, w=wanted: -sum(abs(a - b) for a, b in zip(choice, w, strict=True)))
+        assert max(found, key=found.get) == wanted and len(found) <= 8
+        assert all(1 <= choice.n_workers <= n_cores for choice in found)
+
+
+def test_a_step_is_taken_once_even_if_there_is_no_time():
+    assert timed(lambda: 7, 0) > 0
+
+
+def test_bare_loops_step_and_reset():
+    loop = BareLoop(0, "CartPole-v1")
+    assert loop.run(0.02) > 0
+    loop.close()
+
+
+def test_one_trial_is_run_however_short_the_time():
+    trials = list(tune("CartPole-v1", 1, 0.01))
+    assert [trial.choice for trial in trials] == [Choice(1, 16, 128)]
+    assert trials[0].speed > 0 and trials[0].limit > 0 and trials[0].share > 0
+
+
+def test_the_command_prints_a_table_and_the_best(capsys):
+    assert main(["bench", "tune", "CartPole-v1", "--seconds", "0.01"]) == 0
+    first, header, *rows, last = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"CartPole-v1, random agent; the limit is bare loops in \d+ processes, one for .*", first)
+    assert header.split() == ["workers", "envs", "timesteps", "steps/s", "limit", "share"]
+    workers, envs, timesteps, *_, share = rows[0].split()
+    assert last == f"best: --workers {workers} --envs {envs} --timesteps {timesteps}, {share} of the limit"
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["bench"], "the following arguments are required: WHAT"),
+        (["bench", "tune"], "the following arguments are required: ENV_ID"),
+        (["bench", "tune", "CartPole-v1", "--seconds", "0"], ".*--seconds: must be more than 0, got 0"),
+        (["bench", "tune", "CartPole-v1", "--seconds", "long"], ".*--seconds: must be a number, got 'long'"),
+        (["bench", "tune", "CartPol-v1"], "CartPol-v1: Environment `CartPol` doesn't exist.*"),
+    ],
+)
+def test_wrong_arguments_of_the_command_say_what_is_wrong(capsys, arguments, words):
+    assert main(arguments) == 2
+    assert re.fullmatch(f"rlstructs: error: {words}\n", capsys.readouterr().err)
