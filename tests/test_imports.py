@@ -45,6 +45,8 @@ ROWS = {
     "rlstructs.returns": 3.5,
     "rlstructs.steps": 3.5,
     "rlstructs.slots": 4,
+    "rlstructs.generations": 4.5,
+    "rlstructs.batch": 5,
     "rlstructs.lifecycle": 4,
     "rlstructs.lease": 4.5,
     "rlstructs.outputs": 4,
