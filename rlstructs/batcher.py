@@ -38,6 +38,7 @@ from rlstructs.evaluation import quotas
 from rlstructs.job import Specs
 from rlstructs.lease import Lease
 from rlstructs.lifecycle import Lifecycle, Phase
+from rlstructs.moments import Moments
 from rlstructs.rows import specs_of
 from rlstructs.settings import (
     JobSettings,
@@ -363,13 +364,27 @@ class RL_Batcher:
         rollout; `stats()["dropped_episodes"]` counts the others.
 
         Returns:
-            `return` float64, `length` int64, `env_index` int64, `terminated` bool, `truncated` bool.
+            `return` float64, `length` int64, `env_index` int64, `terminated` bool, `truncated` bool. Returns are sums
+            of `reward`, or of `raw_reward` where there is one: `NormalizeReward` changes nothing about them.
 
         Raises:
             SpecError: the environment gives no `reward` or `done`.
         """
         self._life.check_open("episodes")
         return self._episodes.take()
+
+    def statistics(self) -> dict[str, Moments]:
+        """What `NormalizeObservation` and `NormalizeReward` go by: the moments of all rollouts handed out so far.
+
+        `load_statistics` of such an environment takes it, for a use without a batcher:
+        `env.load_statistics(batcher.statistics(), frozen=True)`.
+
+        Returns:
+            `Moments` (`count`, `mean`, `variance`: float64 arrays), private memory, by name: `observation/<key>` and
+            `return`. Empty if environments keep no statistics.
+        """
+        self._life.check_open("statistics")
+        return {name: moments.copy() for name, moments in self._crew.statistics.items()}
 
     def stats(self) -> dict[str, Any]:
         """What the workers do and have done; cheap enough to ask for after every rollout.
@@ -431,6 +446,7 @@ class RL_Batcher:
             if count != counts[0]:
                 raise SpecError(f"create_env: worker {worker} has {count} environments, worker 0 has {counts[0]}")
         warn_of_overlap(settings.seeds, self._n_envs)
+        self._crew.know(specs.statistics)
         info = {f"agent_state/{key}": spec for key, spec in specs.state.items()}
         for name, example in self._examples.items():
             info.update({f"{name}/{key}": spec for key, spec in specs_of(example).items()})
@@ -480,6 +496,7 @@ class RL_Batcher:
         """Goes on to the next rollout; how many environments will run in it."""
         self._episodes.add(trajectories)
         self._running = [None if outcome is None else outcome[0] for outcome in outcomes]
+        self._crew.learn(outcomes)
         self._begin_anew(self._crew.forget())
         return self._n_running()
 

@@ -17,6 +17,7 @@ from rlstructs.checks import check_count
 from rlstructs.envs import registry
 from rlstructs.errors import SpecError
 from rlstructs.job import JobFactory
+from rlstructs.moments import Moments, merged
 from rlstructs.rollout import Clock
 from rlstructs.seeding import PrivateStreams
 from rlstructs.settings import JobSettings
@@ -70,6 +71,8 @@ class Crew:
         self._running: set[int] = set()
         self._lost: dict[int, BaseException] = {}
         self._outcomes: dict[int, Any] | None = None
+        #: What all environments have gathered together, by name; replaced, never changed.
+        self.statistics: dict[str, Moments] = {}
         # What a successor is told, in this order, before it is one of the crew.
         self._orders: dict[str, tuple[Any, ...]] = {"describe": ()}
         self._n_envs: int | None = None
@@ -94,6 +97,12 @@ class Crew:
         """Updates every agent."""
         self._call("update", packed)
 
+    def know(self, statistics: dict[str, Moments]) -> None:
+        """Has environments go by these from the next request on, and those of successors."""
+        self.statistics = statistics
+        if "reset" in self._orders:
+            self._orders["reset"] = (statistics,)
+
     def evaluate(self, *arguments: Any) -> list[dict[str, Any]] | Exception:
         """What `RolloutJob.end_evaluation` gives, by worker index, after an evaluation that these arguments begin.
 
@@ -109,7 +118,7 @@ class Crew:
         everyone = range(self.pool.n_workers)
         n_deaths, first, new = dict.fromkeys(everyone, 0), dict[int, BaseException](), list(everyone)
         while left := [index for index in everyone if index not in found]:
-            failures = self._asked("begin_evaluation", arguments, new)[1]
+            failures = self._asked("begin_evaluation", (*arguments, self.statistics), new)[1]
             if not failures:
                 ended, failures = self._asked("evaluate", (), left)
                 if not failures and all(ended.values()):
@@ -131,16 +140,16 @@ class Crew:
 
     def reset(self) -> None:
         """Resets every environment."""
-        self._call("reset")
+        self._call("reset", self.statistics)
 
     def begin(self, running: set[int]) -> None:
         """Starts a rollout in every worker; the indexes of those in which something runs."""
         self._running = running
         if isinstance(self.pool, WorkerPool) and self._mends:
             self._mend(self.pool.check())
-            self.pool.ask("rollout")
+            self.pool.ask("rollout", self.statistics)
         else:
-            self.pool.broadcast("rollout")
+            self.pool.broadcast("rollout", self.statistics)
 
     def is_ready(self) -> bool:
         """Whether `collect` would not have to wait for rollouts."""
@@ -175,6 +184,10 @@ class Crew:
         self._outcomes = None
         replaced, self._replaced = self._replaced, set()
         return replaced
+
+    def learn(self, outcomes: list[Any]) -> None:
+        """Adds what rollouts gathered to the statistics, once, in the order of the workers."""
+        self.know(merged(self.statistics, [outcome[2] for outcome in outcomes if outcome is not None]))
 
     def stats(self) -> list[dict[str, Any]]:
         """For each worker what `RL_Batcher.stats` says of it."""

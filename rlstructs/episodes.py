@@ -11,6 +11,8 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 
 NEEDED = ("_observation/reward", "_observation/done")
+# The reward as it was before `NormalizeReward`.
+RAW = "_observation/raw_reward"
 # How many episodes that nobody asks for are kept, at least: they must not add up to all memory.
 N_KEPT = 100_000
 # What one rollout adds is small arrays; that many of them become large ones, which take a tenth.
@@ -52,9 +54,10 @@ class EpisodeTracker:
     def add(self, trajectories: Trajectories) -> None:
         """Takes the next steps of each environment; `env_index` in `info` says whose they are."""
         steps, env_index = trajectories.trajectories, as_array(trajectories.info["env_index"])
-        self._missing = next((key for key in NEEDED if key not in steps), None)
+        needed = (RAW if RAW in steps else NEEDED[0], NEEDED[1])
+        self._missing = next((key for key in needed if key not in steps), None)
         if self._missing is None:
-            self._missing = next((f"{key} of shape (B, T)" for key in NEEDED if steps[key].ndim != 2), None)
+            self._missing = next((f"{key} of shape (B, T)" for key in needed if steps[key].ndim != 2), None)
         if self._missing is not None or not env_index.size:
             return
         ascending = bool((env_index[1:] > env_index[:-1]).all())
@@ -63,7 +66,7 @@ class EpisodeTracker:
                 self.add(trajectories.slice(row))
             return
         self._grow(int(env_index.max()) + 1)
-        rewards, done = (as_array(steps[key]) for key in NEEDED)
+        rewards, done = (as_array(steps[key]) for key in needed)
         lengths, n_timesteps = as_array(steps.lengths), done.shape[1]
         padding = None if (lengths == n_timesteps).all() else np.arange(n_timesteps) >= lengths[:, None]
         rows, times = np.nonzero(done if padding is None else np.where(padding, False, done))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -15,9 +15,10 @@ import torch
 
 from rlstructs import weights
 from rlstructs.agent import EmptyHistory, RL_Agent
-from rlstructs.envs.vec_env import RowEnv, VecEnv, gives_rows, row_env
+from rlstructs.envs.vec_env import RowEnv, VecEnv, gives_rows, load_statistics, row_env, take_statistics
 from rlstructs.errors import SpecError
 from rlstructs.evaluation import Evaluation
+from rlstructs.moments import Moments
 from rlstructs.rollout import Clock, Progress, acquire
 from rlstructs.rows import TensorSpec, check_dtype, specs_of
 from rlstructs.seeding import PrivateStreams, seed_global_streams
@@ -36,6 +37,8 @@ class Specs:
     observation: dict[str, TensorSpec]
     action: dict[str, TensorSpec]
     state: dict[str, TensorSpec]
+    # Of no rows: what the environment keeps statistics of.
+    statistics: dict[str, Moments]
 
 
 @dataclass
@@ -67,7 +70,7 @@ class RolloutJob:
             if self.index == 0 and self.is_first:
                 self.specs, used = self._probe(env)
                 env = self._make_env(settings.seeds[self.index]) if used else env
-            self._env = row_env(env)
+            self._given, self._env = env, row_env(env)
             self._agent = settings.create_agent(**settings.agent_args)
             if self._agent_seed is not None:
                 self._agent.seed(self._agent_seed)
@@ -89,41 +92,61 @@ class RolloutJob:
         n = self._env.n_envs()
         self._slots = Slots(layout, self.arena.map(), self.index * n, n)
 
-    def reset(self) -> None:
-        """Starts an episode in every environment, by the `env_info/` rows of the slots."""
+    def reset(self, statistics: Mapping[str, Moments]) -> None:
+        """Starts an episode in every environment, by the `env_info/` rows of the slots.
+
+        Args:
+            statistics: what all workers have gathered together; empty if environments keep none.
+        """
         assert self._slots is not None
+        load_statistics(self._given, statistics)
         observation = self._env.reset_rows(self._slots.info("env_info/").clone())
         self._progress = Progress(observation, np.arange(self._slots.n))
 
-    def rollout(self) -> tuple[list[int] | None, tuple[Any, ...]]:
+    def rollout(
+        self, statistics: Mapping[str, Moments]
+    ) -> tuple[list[int] | None, tuple[Any, ...], dict[str, Moments]]:
         """Fills the slots of all environments that run.
 
+        Args:
+            statistics: as for `reset`.
+
         Returns:
-            Which environments still run (None: all of this worker), and the fields of its `Clock`.
+            Which environments still run (None: all of this worker), the fields of its `Clock`, and the statistics
+            that were gathered since the last rollout.
         """
         slots, progress = self._slots, self._progress
         assert slots is not None and progress is not None
         if not progress.running.size:
-            return [], self._clock.fields()
+            return [], self._clock.fields(), take_statistics(self._given)
         began = perf_counter()
+        load_statistics(self._given, statistics)
         info = slots.info("agent_info/").clone()
         clock = None if BARE in os.environ else self._clock
         progress = acquire(self._env, self._agent, slots, progress, info, self.settings.device, clock)
         self._progress = progress
         self._clock.busy += perf_counter() - began
-        return None if progress.running.size == slots.n else progress.running.tolist(), self._clock.fields()
+        left = None if progress.running.size == slots.n else progress.running.tolist()
+        return left, self._clock.fields(), take_statistics(self._given)
 
     def update(self, packed: bytes) -> None:
         """Hands the agent what `weights.pack` packed."""
         self._agent.update(weights.unpack(packed, self.weights_arena))
 
-    def begin_evaluation(self, wanted: np.ndarray, seeds: Sequence[int], agent_info: DictTensor | None) -> None:
+    def begin_evaluation(
+        self,
+        wanted: np.ndarray,
+        seeds: Sequence[int],
+        agent_info: DictTensor | None,
+        statistics: Mapping[str, Moments],
+    ) -> None:
         """Makes environments to evaluate the agent in.
 
         Args:
             wanted: int64 (N,), how many episodes of each environment of all workers.
             seeds: of the environments, one for each worker.
             agent_info: N rows; None for those that are in force.
+            statistics: as for `reset`; nothing is added to them.
         """
         assert self._slots is not None
         self.end_evaluation()
@@ -138,6 +161,7 @@ class RolloutJob:
             if (n_own := env.n_envs()) != n:
                 env.close()
                 raise SpecError(f"create_env: made {n_own} environments for an evaluation, and {n} before")
+            load_statistics(env, statistics, frozen=True)
             return row_env(env)
 
         self._evaluation = Evaluation(
@@ -196,7 +220,8 @@ class RolloutJob:
                 output, state = first_step(agent, seen, repeated(settings.agent_info, n), n)
             finally:
                 close_job(agent)
-        return Specs(specs_of(observation), specs_of(output), specs_of(state)), used
+        kept = {name: Moments.none(moments.mean.shape) for name, moments in take_statistics(env).items()}
+        return Specs(specs_of(observation), specs_of(output), specs_of(state), kept), used
 
 
 def first_step(agent: RL_Agent, observation: DictTensor, info: DictTensor, n: int) -> tuple[DictTensor, DictTensor]:

@@ -21,6 +21,7 @@ ROWS = {
     "rlstructs.checks": 1.2,
     "rlstructs.debug": 1.2,
     "rlstructs.seeding": 2,
+    "rlstructs.moments": 2,
     "rlstructs.rows": 2.5,
     "rlstructs.replay": 2,
     "rlstructs.replay.backing": 1.5,
