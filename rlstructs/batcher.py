@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 import rlstructs.errors  # noqa: F401 - first of ours: it sees whether `workers` is ours too
-from rlstructs import outputs, weights
+from rlstructs import batcher_state, outputs, weights
 from rlstructs.agent import RL_Agent
 from rlstructs.checks import check_count, check_timeout
 from rlstructs.crew import RAISE, Crew, check_policy, started
@@ -141,7 +141,7 @@ class RL_Batcher:
         infos = {"agent_info": agent_info, "env_info": env_info}
         self._examples = {name: info_example(name, info) for name, info in infos.items()}
         n_workers = max(1, n_processes)
-        settings = JobSettings(
+        settings = self._settings = JobSettings(
             create_agent,
             dict(agent_args),
             create_env,
@@ -161,7 +161,7 @@ class RL_Batcher:
             with contextlib.suppress(Exception):
                 self._pool.close()
             raise
-        self._episodes = EpisodeTracker()
+        self._episodes, self._weights_version = EpisodeTracker(), 0
         # Which environments run, by worker; None for all of its.
         self._running: list[list[int] | None] = [None] * n_workers
         self._life.phase = Phase.NEW
@@ -311,6 +311,7 @@ class RL_Batcher:
         packed = weights.pack(info, self._weights)
         with self._life.failing("update"):
             self._crew.update(packed)
+        self._weights_version += 1
         self._begin_anew(self._crew.forget())
 
     def evaluate(
@@ -406,6 +407,59 @@ class RL_Batcher:
             "dropped_episodes": self._episodes.n_dropped,
             "arena_bytes": self.nbytes,
         }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a batcher made of the same arguments goes on from, as of the last rollout that was handed out.
+
+        It holds how far the streams of seeds are, the statistics, how often `update` was called, the counters of
+        `stats` and the episodes that `episodes` would give. It does not hold environments, nor agents: save the
+        weights yourself. For `torch.save`; `torch.load(weights_only=True)` reads it.
+
+        Returns:
+            dicts, lists, tensors, numbers and texts, private memory.
+        """
+        self._life.check_open("state_dict")
+        settings = self._settings
+        return {
+            "format": batcher_state.FORMAT,
+            "version": batcher_state.VERSION,
+            "batcher": batcher_state.batcher_of(
+                self._layout, self._pool.n_workers, settings.seeds, settings.agent_seeds
+            ),
+            "weights_version": self._weights_version,
+            "workers": self._crew.state(),
+            "episodes": self._episodes.peek(),
+            "dropped_episodes": self._episodes.n_dropped,
+            "statistics": batcher_state.of_statistics(self._crew.statistics),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a `state_dict`.
+
+        Environments are made anew and start new episodes: call `reset` next. Their seeds, and those of agents, are
+        the next of their streams, which were not used before the state was made; the same state always goes on in
+        the same way. Episodes that had not ended are gone. Agents stay as they are: `update` them.
+
+        Args:
+            state: of a batcher with the same number of workers and environments, the same seeds, and the same
+                keys, dtypes and shapes; `n_timesteps` may be another, and `n_processes` 0 is as 1.
+
+        Raises:
+            SpecError: it is not; says what differs, and the batcher is as it was.
+            StateError: a rollout is under way, or leased.
+            Exception: what an environment or agent raised.
+        """
+        self._life.check("load_state_dict", Phase.NEW, Phase.READY, Phase.ENDED)
+        batcher_state.check(state, self.state_dict())
+        statistics = batcher_state.to_statistics(state["statistics"])
+        with self._life.failing("load_state_dict"):
+            self._crew.renew(state["workers"])
+        self._crew.forget()
+        self._crew.know(statistics)
+        self._episodes.put(state["episodes"], state["dropped_episodes"])
+        self._weights_version = state["weights_version"]
+        self._running = [None] * self._pool.n_workers
+        self._life.phase = Phase.NEW
 
     def close(self) -> None:
         """Ends every worker, within seconds whatever they are doing. Idempotent.

@@ -7,6 +7,7 @@ the last update, and resets its environments. The others' work is kept.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from dataclasses import dataclass, field
@@ -37,13 +38,15 @@ class Member:
     """What is known of one worker and of those before it in its place.
 
     Attributes:
-        generation: how many were before it.
+        stream: which part of its streams of seeds it has; that of the first one ever is 0.
+        n_restarts: how many were before it.
         n_lost: rollouts that were lost with them.
         since: when it began, in the time of `time.monotonic`.
         clock: what it said last of its time.
     """
 
-    generation: int = 0
+    stream: int = 0
+    n_restarts: int = 0
     n_lost: int = 0
     since: float = field(default_factory=time.monotonic)
     clock: Clock = field(default_factory=Clock)
@@ -80,7 +83,7 @@ class Crew:
     @property
     def n_restarts(self) -> int:
         """How many workers were replaced."""
-        return sum(member.generation for member in self.members)
+        return sum(member.n_restarts for member in self.members)
 
     def describe(self) -> list[Any]:
         """What the jobs say of themselves: how many environments they have, and, the first, the specs."""
@@ -102,6 +105,36 @@ class Crew:
         self.statistics = statistics
         if "reset" in self._orders:
             self._orders["reset"] = (statistics,)
+
+    def state(self) -> list[dict[str, Any]]:
+        """Of each worker what `renew` needs."""
+        return [
+            {
+                "stream": member.stream,
+                "restarts": member.n_restarts,
+                "lost_rollouts": member.n_lost,
+                "seconds": time.monotonic() - member.since,
+                **dataclasses.asdict(member.clock),
+            }
+            for member in self.members
+        ]
+
+    def renew(self, state: list[dict[str, Any]]) -> None:
+        """Has every worker make new environments, with the next part of its streams; counters go on from `state`."""
+        names = [each.name for each in dataclasses.fields(Clock)]
+        settings = self._settings
+        for index, kept in enumerate(state):
+            self.members[index] = Member(
+                kept["stream"] + 1,
+                kept["restarts"],
+                kept["lost_rollouts"],
+                time.monotonic() - kept["seconds"],
+                Clock(*(kept[name] for name in names)),
+            )
+            settings = settings.again(index, kept["stream"] + 1)
+        self._orders.pop("reset", None)
+        clocks = [member.clock.fields() for member in self.members]
+        self._call("renew", settings.seeds, settings.agent_seeds, clocks, is_lasting=False)
 
     def evaluate(self, *arguments: Any) -> list[dict[str, Any]] | Exception:
         """What `RolloutJob.end_evaluation` gives, by worker index, after an evaluation that these arguments begin.
@@ -196,7 +229,7 @@ class Crew:
                 "worker": index,
                 "pid": pid,
                 "state": state,
-                "restarts": member.generation,
+                "restarts": member.n_restarts,
                 "lost_rollouts": member.n_lost,
                 **_times(member),
             }
@@ -222,14 +255,15 @@ class Crew:
         pool.forget_outcomes()
         return replies, failures
 
-    def _call(self, method: str, *arguments: Any) -> None:
-        """Asks all workers, and has successors asked the same from now on."""
+    def _call(self, method: str, *arguments: Any, is_lasting: bool = True) -> None:
+        """Asks all workers, and, if that is lasting, has successors asked the same from now on."""
         if not (isinstance(self.pool, WorkerPool) and self._mends):
             self.pool.call(method, *arguments)
             return
         self._mend(self.pool.check())  # first: who takes the place of one of these is asked below
-        self._orders.pop(method, None)
-        self._orders[method] = arguments
+        if is_lasting:
+            self._orders.pop(method, None)
+            self._orders[method] = arguments
         self.pool.ask(method, *arguments)
         self._mend(dict(self.pool.settle()[1]))
 
@@ -264,8 +298,8 @@ class Crew:
         factories = {}
         for index in indexes:
             member = self.members[index]
-            self.members[index] = Member(member.generation + 1, member.n_lost)
-            factories[index] = JobFactory(self._settings.again(index, member.generation + 1), is_first=False)
+            self.members[index] = Member(member.stream + 1, member.n_restarts + 1, member.n_lost)
+            factories[index] = JobFactory(self._settings.again(index, member.stream + 1), is_first=False)
         self._replaced |= set(indexes)
         pool.forget_outcomes()
         pool.restart(factories)

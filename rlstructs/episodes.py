@@ -11,6 +11,8 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 
 NEEDED = ("_observation/reward", "_observation/done")
+# Of an episode.
+NAMES = ("return", "length", "env_index", "terminated", "truncated")
 # The reward as it was before `NormalizeReward`.
 RAW = "_observation/raw_reward"
 # How many episodes that nobody asks for are kept, at least: they must not add up to all memory.
@@ -138,9 +140,20 @@ class EpisodeTracker:
         if self._missing is not None:
             raise SpecError(f"episodes: the trajectories have no {self._missing}")
         ended, self._ended, self._n_ended = [_NONE, *self._ended], [], 0
-        names = ("return", "length", "env_index", "terminated", "truncated")
         columns = (np.concatenate(column) for column in zip(*ended, strict=True))
-        return DictTensor({name: torch.from_numpy(column) for name, column in zip(names, columns, strict=True)})
+        return DictTensor({name: torch.from_numpy(column) for name, column in zip(NAMES, columns, strict=True)})
+
+
+    def peek(self) -> dict[str, torch.Tensor]:
+        """What `take` would give, private memory; the episodes stay."""
+        self._ended = [tuple(np.concatenate(column) for column in zip(_NONE, *self._ended, strict=True))]
+        return {name: torch.tensor(column) for name, column in zip(NAMES, self._ended[0], strict=True)}
+
+    def put(self, episodes: dict[str, torch.Tensor], n_dropped: int) -> None:
+        """Goes on from what `peek` gave, with no episode under way."""
+        block = tuple(episodes[name].detach().cpu().numpy().copy() for name in NAMES)
+        self._ended, self._n_ended, self.n_dropped = [block], block[0].size, n_dropped
+        self.reset()
 
 
 _NONE = tuple(np.zeros(0, dtype) for dtype in (np.float64, np.int64, np.int64, bool, bool))

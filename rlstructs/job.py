@@ -133,6 +133,28 @@ class RolloutJob:
         """Hands the agent what `weights.pack` packed."""
         self._agent.update(weights.unpack(packed, self.weights_arena))
 
+    def renew(
+        self, seeds: Sequence[int], agent_seeds: Sequence[int] | None, clocks: Sequence[tuple[Any, ...]]
+    ) -> None:
+        """Closes the environments and makes new ones, for the agent as it is.
+
+        Args:
+            seeds, agent_seeds: as in `JobSettings`.
+            clocks: for each worker the fields of the `Clock` that goes on.
+        """
+        self.end_evaluation()
+        seed, n = seeds[self.index], self._env.n_envs()
+        self._agent_seed = None if agent_seeds is None else int(agent_seeds[self.index])
+        self._env.close()
+        seed_global_streams(seed, self._agent_seed)
+        env = self._make_env(seed, copy.deepcopy(self.settings.env_args))
+        self._given, self._env = env, row_env(env)
+        if env.n_envs() != n:
+            raise SpecError(f"create_env: made {env.n_envs()} environments, and {n} before")
+        if self._agent_seed is not None:
+            self._agent.seed(self._agent_seed)
+        self._progress, self._clock = None, Clock(*clocks[self.index])
+
     def begin_evaluation(
         self,
         wanted: np.ndarray,

@@ -52,7 +52,8 @@ class Moments:
         count = self.count + other.count
         apart = other.mean - self.mean
         mean = self.mean + apart * (other.count / count)
-        return Moments(count, mean, self.m2 + other.m2 + np.square(apart) * (self.count * other.count / count))
+        m2 = self.m2 + other.m2 + np.square(apart) * (self.count * other.count / count)
+        return Moments(count, np.asarray(mean), np.asarray(m2))
 
     def copy(self) -> Moments:
         """The same in memory of its own."""

@@ -54,6 +54,7 @@ ROWS = {
     "rlstructs.evaluation": 5.1,
     "rlstructs.job": 5.2,
     "rlstructs.crew": 5.5,
+    "rlstructs.batcher_state": 5.5,
     "rlstructs.batcher": 6,
     "rlstructs.cli": 7,
     "rlstructs.collect": 7,

@@ -151,7 +151,10 @@ class Normalizing:
     def take_statistics(self) -> dict[str, Moments]:
         """What was gathered since the last call, by name; of the environments within, too."""
         own = {name: scale.take() for name, scale in (self._scales or {}).items()}
-        return {**take_statistics(self._given), **own}
+        within = take_statistics(self._given)
+        if twice := own.keys() & within.keys():
+            raise SpecError(f"{type(self).__name__}: {min(twice)!r} is normalised twice")
+        return {**within, **own}
 
     def load_statistics(self, statistics: Mapping[str, Moments], frozen: bool = False) -> None:
         """Normalises by these from now on.
@@ -173,8 +176,6 @@ class Normalizing:
 
     def _prepare(self, packing: Packing) -> None:
         self._scales = self._scales_of(packing)
-        if twice := self._scales.keys() & take_statistics(self._given).keys():
-            raise SpecError(f"{type(self).__name__}: {min(twice)!r} is normalised already")
         if self._loaded is not None:
             self.load_statistics(*self._loaded)
 
@@ -220,7 +221,7 @@ class NormalizeObservation(Normalizing):
         clip: what is normalised lies in [-clip, clip]; None for no limit.
 
     Raises:
-        SpecError: an argument is not what is needed, a key is missing, not floating-point, or normalised already; an
+        SpecError: an argument is not what is needed, a key is missing, not floating-point, or normalised twice; an
             observation that is counted is not finite.
 
     Example:
