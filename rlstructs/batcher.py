@@ -436,9 +436,9 @@ class RL_Batcher:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a `state_dict`.
 
-        Environments are made anew and start new episodes: call `reset` next. Their seeds, and those of agents, are
-        the next of their streams, which were not used before the state was made; the same state always goes on in
-        the same way. Episodes that had not ended are gone. Agents stay as they are: `update` them.
+        Environments are made anew and start new episodes: call `reset` next. Their seeds, and those that agents get
+        (`RL_Agent.seed`), are the next of their streams, never used before the state was made; the same state always
+        goes on in the same way. Episodes that had not ended are gone. Agents stay as they are: `update` them.
 
         Args:
             state: of a batcher with the same number of workers and environments, the same seeds, and the same

@@ -151,8 +151,7 @@ class RolloutJob:
         self._given, self._env = env, row_env(env)
         if env.n_envs() != n:
             raise SpecError(f"create_env: made {env.n_envs()} environments, and {n} before")
-        if self._agent_seed is not None:
-            self._agent.seed(self._agent_seed)
+        self._agent.seed(int(seed) if self._agent_seed is None else self._agent_seed)  # it may have drawn ahead
         self._progress, self._clock = None, Clock(*clocks[self.index])
 
     def begin_evaluation(
