@@ -65,11 +65,13 @@ class Scale:
 
     def apply(self, rows: np.ndarray) -> None:
         """Normalises rows in place."""
-        values = np.subtract(rows, self._mean, dtype=np.float64) if self._is_centred else rows.astype(np.float64)
-        values *= self._factor
-        if self._clip is not None:
-            np.minimum(np.maximum(values, -self._clip, out=values), self._clip, out=values)
-        rows[...] = values
+        values = np.subtract(rows, self._mean, dtype=np.float64) if self._is_centred else rows
+        if self._clip is None:
+            np.multiply(values, self._factor, out=rows, casting="same_kind", dtype=np.float64)
+            return
+        scaled = np.multiply(values, self._factor, dtype=np.float64)
+        np.maximum(scaled, -self._clip, out=scaled)
+        np.minimum(scaled, self._clip, out=rows, casting="same_kind")
 
     def take(self) -> Moments:
         """What was gathered since the last call."""
@@ -250,13 +252,14 @@ class NormalizeObservation(Normalizing):
             wanted = f"has no floating-point {sorted(set(keys) - set(floats))}" if keys else "is not floating-point"
             raise SpecError(f"NormalizeObservation: the observation {wanted}: {packing.specs}")
         _check_done(self, packing)
-        self._columns = {key: f"observation/{key}" for key in keys}
-        return {
-            name: Scale(name, packing.specs[key][0], self._epsilon, self._clip) for key, name in self._columns.items()
-        }
+        names = {key: f"observation/{key}" for key in keys}
+        self._columns = [
+            (key, Scale(name, packing.specs[key][0], self._epsilon, self._clip)) for key, name in names.items()
+        ]
+        return {names[key]: scale for key, scale in self._columns}
 
     def _begun(self, rows: Rows) -> Rows:
-        for key, scale in self._of_keys():
+        for key, scale in self._columns:
             values = rows[key]
             scale.add(values)
             scale.apply(values)
@@ -266,7 +269,7 @@ class NormalizeObservation(Normalizing):
         after, fresh = step.after, step.fresh
         # Which of the fresh rows are first observations; others may be there that were counted as what followed.
         begun = None if fresh is None else after["done"][step.reset].astype(bool)
-        for key, scale in self._of_keys():
+        for key, scale in self._columns:
             values = after[key]
             scale.add(values)
             if fresh is not None:
@@ -274,10 +277,6 @@ class NormalizeObservation(Normalizing):
                 scale.apply(fresh[key])
             scale.apply(values)
         return step
-
-    def _of_keys(self) -> list[tuple[str, Scale]]:
-        assert self._scales is not None
-        return [(key, self._scales[name]) for key, name in self._columns.items()]
 
 
 class NormalizeReward(Normalizing):
@@ -328,40 +327,51 @@ class NormalizeReward(Normalizing):
             raise SpecError(f"NormalizeReward: the environment gives {RAW_REWARD!r} already")
         _check_done(self, packing)
         self._packing = Packing({**packing.specs, RAW_REWARD: packing.specs["reward"]})
-        return {"return": Scale("return", (), self._epsilon, self._clip, is_centred=False)}
+        self._fields, self._opaque = list(packing.record.names or ()), self._packing.blocks[RECORD][1]
+        self._scale = Scale("return", (), self._epsilon, self._clip, is_centred=False)
+        return {"return": self._scale}
 
     def _begun(self, rows: Rows) -> Rows:
         self._returns = np.zeros(self.n_envs())
-        return self._scaled(rows)
+        return self._scaled(rows, _record(rows))
 
     def _stepped(self, step: Step) -> Step:
-        after = step.after
+        record = _record(step.after)
         self._returns *= self._gamma
-        self._returns += after["reward"]
-        assert self._scales is not None
+        self._returns += record["reward"]
         if step.idle.size:
             self._returns[step.idle] = 0
-            self._scales["return"].add(np.delete(self._returns, step.idle))
+            self._scale.add(np.delete(self._returns, step.idle))
         else:
-            self._scales["return"].add(self._returns)
-        self._returns[after["done"].astype(bool)] = 0
+            self._scale.add(self._returns)
+        done = record["done"]
+        if done.any():
+            self._returns[done.astype(bool)] = 0
         if step.kept is not None:
             self._returns = self._returns[step.kept]
-        fresh = None if step.fresh is None else self._scaled(step.fresh)
-        return step._replace(after=self._scaled(after), fresh=fresh)
+        fresh = None if step.fresh is None else self._scaled(step.fresh, _record(step.fresh))
+        return Step(self._scaled(step.after, record), step.reset, fresh, step.kept, step.idle)
 
-    def _scaled(self, rows: Rows) -> Rows:
-        assert self._scales is not None
-        seen = self._seen(rows)
-        self._scales["return"].apply(seen["reward"])
+    def _scaled(self, rows: Rows, record: np.ndarray) -> Rows:
+        seen, own = self._extended(rows, record)
+        self._scale.apply(own["reward"])
         return seen
 
     def _seen(self, rows: Rows) -> Rows:
-        record = np.zeros(len(rows), self._packing.record)
-        within = rows.blocks[RECORD].view(rows.packing.record)
-        record[list(rows.packing.record.names or ())] = within
-        record[RAW_REWARD] = within["reward"]
-        return Rows(self._packing, {**rows.blocks, RECORD: record.view(self._packing.blocks[RECORD][1])})
+        return self._extended(rows, _record(rows))[0]
+
+    def _extended(self, rows: Rows, record: np.ndarray) -> tuple[Rows, np.ndarray]:
+        """Rows with the reward once more, and their record."""
+        own = np.zeros(len(record), self._packing.record)
+        for name in self._fields:
+            own[name] = record[name]
+        own[RAW_REWARD] = record["reward"]
+        return Rows(self._packing, {**rows.blocks, RECORD: own.view(self._opaque)}), own
+
+
+def _record(rows: Rows) -> np.ndarray:
+    """What is one number per row, reward and flags among it."""
+    return rows.blocks[RECORD].view(rows.packing.record)
 
 
 def _check_done(env: Normalizing, packing: Packing) -> None:
