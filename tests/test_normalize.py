@@ -395,3 +395,29 @@ def test_without_them_there_are_no_statistics(n_processes):
         batcher.reset()
         rollout(batcher)
         assert batcher.statistics() == {}
+
+
+@pytest.mark.parametrize("n_processes", [0, 2])
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_a_batcher_shares_the_statistics_of_an_environment_of_ones_own(n_processes, is_moved):
+    def create_env(seed):
+        env = normalized(Plain(), gamma=0.5)
+        return DeviceEnv(env, "cpu", "cpu") if is_moved else env
+
+    with RL_Batcher(
+        3, RandomAgent, {"action_space": Count.action_space}, create_env, {}, n_processes, 0
+    ) as batcher:
+        assert {name: moments.count for name, moments in batcher.statistics().items()} == {
+            "observation/x": 0, "return": 0,
+        }  # fmt: skip
+        batcher.reset()
+        rollout(batcher)
+        found, frames = batcher.statistics(), np.array([0, 0, 1, 10, 2, 20, 0, 3, 30])
+        assert found["observation/x"].count == 9 * max(1, n_processes)
+        assert np.isclose(found["observation/x"].variance, frames.var())
+        assert np.isclose(found["return"].variance, np.var([1, 2, 1.5, 3, 1, 3.5]))
+        batcher.load_state_dict(batcher.state_dict())
+        batcher.reset()
+        mean, deviation = found["observation/x"].mean, np.sqrt(found["observation/x"].variance)
+        first = rollout(batcher)[0].trajectories["observation/x"][:, 0]
+        close(first.numpy(), np.broadcast_to(-mean / deviation, first.shape).astype(np.float32))
