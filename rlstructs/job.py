@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from rlstructs.agent import EmptyHistory, RL_Agent
-from rlstructs.envs.vec_env import RowEnv, VecEnv, gives_rows, row_env
+from rlstructs.envs.vec_env import RowEnv, VecEnv, gives_rows, load_statistics, row_env, take_statistics
 from rlstructs.errors import SpecError
 from rlstructs.evaluation import Evaluation
 from rlstructs.generations import Generations
+from rlstructs.moments import Moments
 from rlstructs.rollout import Clock, Progress, acquire
 from rlstructs.rows import TensorSpec, check_dtype, specs_of
 from rlstructs.seeding import PrivateStreams, seed_global_streams
@@ -37,6 +38,8 @@ class Specs:
     observation: dict[str, TensorSpec]
     action: dict[str, TensorSpec]
     state: dict[str, TensorSpec]
+    # Of no rows: what the environment keeps statistics of.
+    statistics: dict[str, Moments]
 
 
 @dataclass
@@ -68,7 +71,7 @@ class RolloutJob:
             if self.index == 0 and self.is_first:
                 self.specs, used = self._probe(env)
                 env = self._make_env(settings.seeds[self.index]) if used else env
-            self._env = row_env(env)
+            self._given, self._env = env, row_env(env)
             self._agent = settings.create_agent(**settings.agent_args)
             if self._agent_seed is not None:
                 self._agent.seed(self._agent_seed)
@@ -93,28 +96,37 @@ class RolloutJob:
         self._slots = generations.slots(buffer, first=self.index * n, n=n)
         self._cuts = generations.cuts(buffer)
 
-    def reset(self) -> None:
-        """Starts an episode in every environment, by the `env_info/` rows of the slots."""
+    def reset(self, statistics: Mapping[str, Moments]) -> None:
+        """Starts an episode in every environment, by the `env_info/` rows of the slots.
+
+        Args:
+            statistics: what all workers have gathered together; empty if environments keep none.
+        """
         with self._once():
+            load_statistics(self._given, statistics)
             observation = self._env.reset_rows(self._slots[0].info("env_info/").clone())
             self._progress = Progress(observation, np.arange(self._slots[0].n))
 
-    def rollout(self, number: int) -> tuple[list[int] | None, tuple[Any, ...], int]:
+    def rollout(
+        self, number: int, statistics: Mapping[str, Moments]
+    ) -> tuple[list[int] | None, tuple[Any, ...], int, dict[str, Moments]]:
         """Fills the slots of all environments that run.
 
         Args:
             number: how many rollouts were ordered before.
+            statistics: as for `reset`.
 
         Returns:
-            Which environments still run (None: all of this worker), the fields of its `Clock`, and the number of
-            updates that the agent had had.
+            Which environments still run (None: all of this worker), the fields of its `Clock`, the number of
+            updates that the agent had had, and the statistics that were gathered since the last rollout.
         """
         slots, progress = self._slots[number % len(self._slots)], self._progress
         assert progress is not None
         with self._once():
             if not progress.running.size:
-                return [], self._clock.fields(), self._inbox.version
+                return [], self._clock.fields(), self._inbox.version, take_statistics(self._given)
             began = perf_counter()
+            load_statistics(self._given, statistics)
             info = slots.info("agent_info/").clone()
             clock = None if BARE in os.environ else self._clock
             cuts, index = self._cuts, self.index
@@ -125,7 +137,7 @@ class RolloutJob:
             self._progress = progress
             self._clock.busy += perf_counter() - began
             running = None if progress.running.size == slots.n else progress.running.tolist()
-            return running, self._clock.fields(), self._inbox.version
+            return running, self._clock.fields(), self._inbox.version, take_statistics(self._given)
 
     def update(self, packed: Packed) -> tuple[int, ...]:
         """Hands the agent an update; those of which it still has tensors."""
@@ -144,13 +156,42 @@ class RolloutJob:
             self._error = error
             raise
 
-    def begin_evaluation(self, wanted: np.ndarray, seeds: Sequence[int], infos: Mapping[str, DictTensor]) -> None:
+    def renew(
+        self, seeds: Sequence[int], agent_seeds: Sequence[int] | None, clocks: Sequence[tuple[Any, ...]]
+    ) -> None:
+        """Closes the environments and makes new ones, for the agent as it is.
+
+        Args:
+            seeds, agent_seeds: as in `JobSettings`.
+            clocks: for each worker the fields of the `Clock` that goes on.
+        """
+        with self._once():
+            self.end_evaluation()
+            seed, n = seeds[self.index], self._env.n_envs()
+            self._agent_seed = None if agent_seeds is None else int(agent_seeds[self.index])
+            self._env.close()
+            seed_global_streams(seed, self._agent_seed)
+            env = self._make_env(seed, copy.deepcopy(self.settings.env_args))
+            self._given, self._env = env, row_env(env)
+            if env.n_envs() != n:
+                raise SpecError(f"create_env: made {env.n_envs()} environments, and {n} before")
+            self._agent.seed(int(seed) if self._agent_seed is None else self._agent_seed)  # it may have drawn ahead
+            self._progress, self._clock = None, Clock(*clocks[self.index])
+
+    def begin_evaluation(
+        self,
+        wanted: np.ndarray,
+        seeds: Sequence[int],
+        infos: Mapping[str, DictTensor],
+        statistics: Mapping[str, Moments],
+    ) -> None:
         """Makes environments to evaluate the agent in.
 
         Args:
             wanted: int64 (N,), how many episodes of each environment of all workers.
             seeds: of the environments, one for each worker.
             infos: `agent_info` and `env_info`, N rows each, or empty.
+            statistics: as for `reset`; nothing is added to them.
         """
         self.end_evaluation()
         seed, n = seeds[self.index], self._env.n_envs()
@@ -162,6 +203,7 @@ class RolloutJob:
             if (n_own := env.n_envs()) != n:
                 env.close()
                 raise SpecError(f"create_env: made {n_own} environments for an evaluation, and {n} before")
+            load_statistics(env, statistics, frozen=True)
             return row_env(env)
 
         self._evaluation = Evaluation(
@@ -220,7 +262,8 @@ class RolloutJob:
                 output, state = first_step(agent, seen, repeated(settings.agent_info, n), n)
             finally:
                 close_job(agent)
-        return Specs(specs_of(observation), specs_of(output), specs_of(state)), used
+        kept = {name: Moments.none(moments.mean.shape) for name, moments in take_statistics(env).items()}
+        return Specs(specs_of(observation), specs_of(output), specs_of(state), kept), used
 
 
 def first_step(agent: RL_Agent, observation: DictTensor, info: DictTensor, n: int) -> tuple[DictTensor, DictTensor]:
