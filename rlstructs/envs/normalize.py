@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -103,8 +103,15 @@ class Scale:
         self._gathered = gathered
 
 
+# What would go around the normalisation.
+ROWS_OF_ITS_OWN = ("example", "row_groups", "step_into")
+
+
 class Normalizing:
     """What is common to environments that normalise those around which they are."""
+
+    #: As `RowEnv`'s: it has rows of its own.
+    writes_rows: ClassVar[bool] = False
 
     def __init__(self, env: VecEnv) -> None:
         if not isinstance(env, VecEnv):
@@ -201,7 +208,7 @@ class Normalizing:
         return self._seen(self._env.example())  # type: ignore[attr-defined]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "example":
+        if name.startswith("_") or name in ROWS_OF_ITS_OWN:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._given, name)
 

@@ -212,8 +212,10 @@ class WritingRowEnv(RowEnv):
     writes_rows = True
 
     def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
-        """As `VecEnv.step`, written to the target."""
-        assert target is not None
+        """As `VecEnv.step`, written to the target, or to rows that stay valid until the next one."""
+        if target is None:
+            rows = Rows.zeros(self._packing, self.n_envs())
+            target = Target(rows, rows.arrays())
         found = self._env.step_into(action, target.arrays)  # type: ignore[attr-defined]
         idle = _idle(target.arrays)
         if found is None:
