@@ -26,6 +26,12 @@ from workers.messages import Asked
 # Bytes: every tensor starts at a multiple of this.
 ALIGNMENT = 64
 
+# Of a page in /proc/self/pagemap: it is in memory; and it is the file's own, no copy.
+PAGE_ENTRY = np.dtype(np.uint64)
+PRESENT, OF_FILE = np.uint64(1 << 63), np.uint64(1 << 61)
+# How many regions a worker keeps mapped.
+N_MAPS = 4
+
 Place = tuple[int, torch.Size, torch.dtype, bool, bool]  # offset, shape, dtype, parameter, gradient
 
 
@@ -165,21 +171,46 @@ class Inbox:
     def __init__(self, arena: SharedArena) -> None:
         self._arena, self.version = arena, 0
         self._regions: dict[int, weakref.ref[np.ndarray]] = {}
+        # By offset and size. To map memory and touch it first takes as long as to copy it.
+        self._maps: dict[tuple[int, int], mmap.mmap] = {}
 
     def unpack(self, packed: Packed) -> Any:
         """What was packed, with tensors that are this process's own, on the CPU."""
         # Copy on write: an agent may do with its weights what it likes.
-        own = self._arena.map_privately(packed.offset, packed.end - packed.offset)
-        raw = np.frombuffer(own, np.uint8)
+        raw = np.frombuffer(self._map(packed.offset, packed.end - packed.offset), np.uint8)
         self._regions[packed.version] = weakref.ref(raw)
         pickled = raw[packed.nbytes : packed.nbytes + packed.n_pickled].tobytes()
         self.version = packed.version
         return _Unpacker(io.BytesIO(pickled), raw).load()
 
+    def _map(self, offset: int, nbytes: int) -> mmap.mmap:
+        """A region, mapped for this process alone, as it is now."""
+        place = offset, nbytes
+        found = self._maps.pop(place, None)
+        if found is None or _is_written(found):
+            found = self._arena.map_privately(*place)
+        self._maps[place] = found
+        while len(self._maps) > N_MAPS:
+            del self._maps[next(iter(self._maps))]
+        return found
+
     def held(self) -> tuple[int, ...]:
         """The updates of which tensors are still there."""
         self._regions = {version: region for version, region in self._regions.items() if region() is not None}
         return tuple(self._regions)
+
+
+def _is_written(private: mmap.mmap) -> bool:
+    """Whether this process has written to memory that it mapped for itself, or that cannot be told."""
+    first = np.frombuffer(private, np.uint8).ctypes.data // mmap.PAGESIZE
+    n_bytes = -(-len(private) // mmap.PAGESIZE) * PAGE_ENTRY.itemsize
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            file.seek(first * PAGE_ENTRY.itemsize)
+            entries = np.frombuffer(file.read(n_bytes), PAGE_ENTRY)
+    except OSError:
+        return True
+    return entries.nbytes < n_bytes or bool(((entries & (PRESENT | OF_FILE)) == PRESENT).any())
 
 
 def _view(region: np.ndarray, offset: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

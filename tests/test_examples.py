@@ -25,6 +25,8 @@ RUNS = {
     "native_vector_env.py CartPole-v1": (
         [*SMALL, "--env-id", "CartPole-v1"], r"\d+ episodes, mean length [\d.]+"
     ),
+    "overlap.py": (SMALL, r"240 steps, \d+ steps/s"),
+    "overlap.py --run-ahead 0": ([*SMALL, "--run-ahead", "0"], r"240 steps, \d+ steps/s"),
     "offline_dataset.py": (
         [*SMALL, "--n-epochs", "1", "--n-episodes", "2"], r"clone: 2 episodes, mean return [\d.]+"
     ),
