@@ -649,7 +649,7 @@ def test_workers_draw_different_numbers_and_have_no_torch():
     [
         (([],), SpecError, "env_fns: needs at least one"),
         (([Basket, 3],), TypeError, r"env_fns\[1\] must be a function"),
-        (([Basket] * 2, 3), SpecError, "n_workers must be at most 2, the number of environments, got 3"),
+        (([Basket] * 2, 3), SpecError, "n_workers must be at most 2, the number of environments of a group, got 3"),
         (([Basket] * 2, -1), SpecError, "n_workers must be at least 0"),
         (([Basket] * 2, 1.0), TypeError, "n_workers must be an int"),
         (([Basket, lambda held=(i for i in range(3)): held], 2), TypeError, r"env_fns\[1\] cannot be sent to a worker"),
