@@ -15,10 +15,10 @@ import torch
 
 from rlstructs import weights
 from rlstructs.agent import EmptyHistory, RL_Agent
-from rlstructs.envs.vec_env import RowEnv, VecEnv, gives_rows, row_env
+from rlstructs.envs.vec_env import RowEnv, VecEnv, gives_rows, groups_of, row_env
 from rlstructs.errors import SpecError
 from rlstructs.evaluation import Evaluation
-from rlstructs.rollout import Clock, Progress, acquire
+from rlstructs.rollout import Clock, Progress, acquire, acquire_in_turns
 from rlstructs.rows import TensorSpec, check_dtype, specs_of
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.settings import JobSettings
@@ -77,6 +77,10 @@ class RolloutJob:
             raise
         self._slots: Slots | None = None
         self._progress: Progress | None = None
+        # Of environments that can be stepped in groups; where each of them is replaces `_progress`.
+        self._groups = groups_of(self._env)
+        self._group_slots: list[Slots] = []
+        self._group_progress: list[Progress] = []
         self._clock = Clock()
         self._evaluation: Evaluation | None = None
 
@@ -87,13 +91,23 @@ class RolloutJob:
     def attach(self, layout: Layout) -> None:
         """Maps this worker's block of slots."""
         n = self._env.n_envs()
-        self._slots = Slots(layout, self.arena.map(), self.index * n, n)
+        first, buffer = self.index * n, self.arena.map()
+        self._slots = Slots(layout, buffer, first, n)
+        self._group_slots = []
+        for group in self._groups:
+            self._group_slots.append(Slots(layout, buffer, first, group.n_envs()))
+            first += group.n_envs()
 
     def reset(self) -> None:
         """Starts an episode in every environment, by the `env_info/` rows of the slots."""
         assert self._slots is not None
         observation = self._env.reset_rows(self._slots.info("env_info/").clone())
         self._progress = Progress(observation, np.arange(self._slots.n))
+        first, self._group_progress = 0, []
+        for slots in self._group_slots:
+            seen = observation.take(np.arange(first, first + slots.n))
+            self._group_progress.append(Progress(seen, np.arange(slots.n)))
+            first += slots.n
 
     def rollout(self) -> tuple[list[int] | None, tuple[Any, ...]]:
         """Fills the slots of all environments that run.
@@ -108,8 +122,13 @@ class RolloutJob:
         began = perf_counter()
         info = slots.info("agent_info/").clone()
         clock = None if BARE in os.environ else self._clock
-        progress = acquire(self._env, self._agent, slots, progress, info, self.settings.device, clock)
-        self._progress = progress
+        if self._groups:
+            self._group_progress = acquire_in_turns(
+                self._groups, self._agent, self._group_slots, self._group_progress, info, self.settings.device, clock
+            )
+        else:
+            progress = acquire(self._env, self._agent, slots, progress, info, self.settings.device, clock)
+            self._progress = progress
         self._clock.busy += perf_counter() - began
         return None if progress.running.size == slots.n else progress.running.tolist(), self._clock.fields()
 
