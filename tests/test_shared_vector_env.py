@@ -286,6 +286,9 @@ def test_what_is_wrong_with_a_reset_is_refused_and_nothing_is_reset(n_workers):
                 env.reset(options={"reset_mask": wrong})
         with pytest.raises(SpecError, match="reset: needs a seed for each of 3 environments, got 2"):
             env.reset(seed=[1, 2])
+        for wrong in (1.5, "abc", [1, 2.0, 3]):
+            with pytest.raises(TypeError, match="reset: seed must be an int, or ints and None, got"):
+                env.reset(seed=wrong)
         assert env.get_attr("given") == ([None], [None], [None])
 
 
