@@ -6,8 +6,8 @@ Every contender steps the same environments with actions that were drawn before,
 `--repeats` times over, in one process tree; the table shows medians. Peers with a process for each environment get at
 most 16 of them, with which they are faster than with more. "here" is `n_workers=0`, the same in this process.
 
-The row "central" is another thing: rollouts with the agent in the trainer, which computes for as long as a step takes,
-over environments in one worker. With two groups (`n_groups=2`) it computes for one while the worker steps the other.
+The row "central" is another thing: rollouts with the agent in the trainer, which waits (as for a GPU) for as long as a
+step takes. With two groups (`n_groups=2`) it waits for what it is to do with one while the workers step the other.
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ PEERS: dict[str, tuple[str, Callable[[Row], Any], bool]] = {
 }
 
 
-class Busy(RL_Agent):
-    """An agent that computes for so many seconds for each row it is given, and acts at random."""
+class Waiting(RL_Agent):
+    """An agent that takes so many seconds for each row it is given, and no core."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -176,23 +176,20 @@ class Busy(RL_Agent):
 
     def __call__(self, state: DictTensor, observation: DictTensor, agent_info: DictTensor, history: Any = None) -> Any:
         n = len(observation["frame"])
-        end = time.perf_counter() + n * self.seconds
-        action = torch.randint(2, (n,))
-        while time.perf_counter() < end:
-            pass
-        return DictTensor({"action": action}), state
+        time.sleep(n * self.seconds)
+        return DictTensor({"action": torch.randint(2, (n,))}), state
 
 
-CENTRAL, N_CENTRAL = "central", 64
+CENTRAL, N_CENTRAL = "central", 256
 
 
 @contextlib.contextmanager
 def central(n_groups: int, seconds: float) -> Iterator[Run]:
     def create_env(seed: int) -> GymVectorEnv:
         makers = [lambda: make_env("CartPole-v1")] * N_CENTRAL
-        return GymVectorEnv(SharedVectorEnv(makers, 1, autoreset_mode="SameStep", n_groups=n_groups), seed)
+        return GymVectorEnv(SharedVectorEnv(makers, N_WORKERS, autoreset_mode="SameStep", n_groups=n_groups), seed)
 
-    with RL_Batcher(64, lambda: Busy(seconds), {}, create_env, {}, 0, 0) as batcher:
+    with RL_Batcher(32, lambda: Waiting(seconds), {}, create_env, {}, 0, 0) as batcher:
         batcher.reset()
 
         def rollout() -> int:
@@ -203,7 +200,7 @@ def central(n_groups: int, seconds: float) -> Iterator[Run]:
 
 
 def show_central(repeats: int, seconds: float) -> None:
-    """How much is gained by stepping one group while the agent computes for the other; at most it is 2."""
+    """How much is gained by stepping one group while the agent is busy with the other; at most it is 2."""
     speeds: dict[str, list[float]] = {"no agent to speak of": [], "one group": [], "two groups": []}
     with contextlib.ExitStack() as stack:
         quick = stack.enter_context(central(1, 0.0))

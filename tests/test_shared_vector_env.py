@@ -109,6 +109,20 @@ def test_it_gives_the_same_however_the_work_is_shared(n_workers, start_method):
         assert assert_same_steps(ours, theirs, 50) > 20
 
 
+@pytest.mark.parametrize(("n_groups", "n_workers"), [(2, 2), (3, 2), (7, 1), (2, 0)])
+def test_it_gives_the_same_as_a_whole_when_it_has_groups(n_groups, n_workers):
+    ours, theirs = twins([Basket] * 7, n_workers, AutoresetMode.SAME_STEP, n_groups=n_groups)
+    with ours:
+        assert assert_same_steps(ours, theirs, 50) > 20
+        mask = np.arange(7) % 3 == 1
+        for env in (ours, theirs):
+            env.set_attr("gain", list(range(7)))
+        assert_same(ours.call("doubled", 4), theirs.call("doubled", 4))
+        assert ours.get_attr("gain") == tuple(range(7))
+        assert_same(*(env.reset(seed=list(range(7)), options={"reset_mask": mask.copy()}) for env in (ours, theirs)))
+        assert_same(*(env.step(ours.action_space.seed(1) and ours.action_space.sample()) for env in (ours, theirs)))
+
+
 @pytest.mark.parametrize("n_workers", N_WORKERS)
 def test_seeds_of_all_kinds_and_masked_resets_are_gymnasiums(n_workers):
     ours, theirs = twins([Basket] * 4, n_workers)
