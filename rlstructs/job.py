@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from rlstructs.agent import EmptyHistory, RL_Agent
-from rlstructs.envs.vec_env import RowEnv, VecEnv, gives_rows, row_env
+from rlstructs.envs.vec_env import RowEnv, VecEnv, gives_rows, groups_of, row_env
 from rlstructs.errors import SpecError
 from rlstructs.evaluation import Evaluation
 from rlstructs.generations import Generations
-from rlstructs.rollout import Clock, Progress, acquire
+from rlstructs.rollout import Clock, Progress, acquire, acquire_in_turns
 from rlstructs.rows import TensorSpec, check_dtype, specs_of
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.settings import JobSettings
@@ -80,6 +80,10 @@ class RolloutJob:
         self._inbox = Inbox(self.weights_arena)
         self._error: BaseException | None = None
         self._progress: Progress | None = None
+        # Of environments that can be stepped in groups; where each of them is replaces `_progress`.
+        self._groups = groups_of(self._env)
+        self._group_slots: list[list[Slots]] = []
+        self._group_progress: list[Progress] = []
         self._clock = Clock()
         self._evaluation: Evaluation | None = None
 
@@ -90,7 +94,12 @@ class RolloutJob:
     def attach(self, generations: Generations) -> None:
         """Maps this worker's block of slots."""
         n, buffer = self._env.n_envs(), self.arena.map()
-        self._slots = generations.slots(buffer, first=self.index * n, n=n)
+        first = self.index * n
+        self._slots = generations.slots(buffer, first=first, n=n)
+        self._group_slots = []
+        for group in self._groups:
+            self._group_slots.append(generations.slots(buffer, first=first, n=group.n_envs()))
+            first += group.n_envs()
         self._cuts = generations.cuts(buffer)
 
     def reset(self) -> None:
@@ -98,6 +107,11 @@ class RolloutJob:
         with self._once():
             observation = self._env.reset_rows(self._slots[0].info("env_info/").clone())
             self._progress = Progress(observation, np.arange(self._slots[0].n))
+            first, self._group_progress = 0, []
+            for group in self._groups:
+                rows = np.arange(group.n_envs())
+                self._group_progress.append(Progress(observation.take(first + rows), rows))
+                first += rows.size
 
     def rollout(self, number: int) -> tuple[list[int] | None, tuple[Any, ...], int]:
         """Fills the slots of all environments that run.
@@ -115,17 +129,23 @@ class RolloutJob:
             if not progress.running.size:
                 return [], self._clock.fields(), self._inbox.version
             began = perf_counter()
-            info = slots.info("agent_info/").clone()
-            clock = None if BARE in os.environ else self._clock
-            cuts, index = self._cuts, self.index
-            progress = acquire(
-                self._env, self._agent, slots, progress, info, self.settings.device, clock,
-                lambda: cuts[index] > number,
-            )  # fmt: skip
-            self._progress = progress
+            progress = self._acquire(number, slots, progress)
             self._clock.busy += perf_counter() - began
             running = None if progress.running.size == slots.n else progress.running.tolist()
             return running, self._clock.fields(), self._inbox.version
+
+    def _acquire(self, number: int, slots: Slots, progress: Progress) -> Progress:
+        """Has the agent act, in groups if there are any; where the environments are then."""
+        info = slots.info("agent_info/").clone()
+        clock = None if BARE in os.environ else self._clock
+        cuts, index = self._cuts, self.index
+        how = info, self.settings.device, clock, lambda: cuts[index] > number
+        if self._groups:
+            own = [generations[number % len(generations)] for generations in self._group_slots]
+            self._group_progress = acquire_in_turns(self._groups, self._agent, own, self._group_progress, *how)
+            return progress  # all of them always run
+        self._progress = acquire(self._env, self._agent, slots, progress, *how)
+        return self._progress
 
     def update(self, packed: Packed) -> tuple[int, ...]:
         """Hands the agent an update; those of which it still has tensors."""
