@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rlstructs.envs.device_env import DeviceEnv
     from rlstructs.envs.gym_env import GymEnv, GymEnvInf
     from rlstructs.envs.gym_vector import GymVectorEnv
+    from rlstructs.envs.normalize import NormalizeObservation, NormalizeReward
     from rlstructs.envs.shared_vector_env import SharedVectorEnv
     from rlstructs.envs.vec_env import VecEnv
     from rlstructs.errors import (
@@ -65,6 +66,8 @@ _EXPORTS = {
     "GymEnvInf": "envs.gym_env",
     "GymVectorEnv": "envs.gym_vector",
     "MissingKeyError": "errors",
+    "NormalizeObservation": "envs.normalize",
+    "NormalizeReward": "envs.normalize",
     "OutOfMemoryError": "errors",
     "RLError": "errors",
     "RL_Agent": "agent",
@@ -102,6 +105,8 @@ __all__ = [
     "GymEnvInf",
     "GymVectorEnv",
     "MissingKeyError",
+    "NormalizeObservation",
+    "NormalizeReward",
     "OutOfMemoryError",
     "RLError",
     "RL_Agent",

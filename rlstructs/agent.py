@@ -103,7 +103,11 @@ class RL_Agent:
         raise NotImplementedError(f"{type(self).__name__} must define update(info)")
 
     def seed(self, seed: int) -> None:
-        """Takes the worker's entry of `agent_seeds`, once. The global streams are seeded already."""
+        """Begins its streams anew. The global ones are seeded already.
+
+        Called with the worker's entry of `agent_seeds` when it is made; and, there or not, of a copy that is evaluated
+        and when the batcher loads a state.
+        """
 
     def close(self) -> None:
         """Frees what the agent holds."""

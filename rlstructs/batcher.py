@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 import rlstructs.errors  # noqa: F401 - first of ours: it sees whether `workers` is ours too
-from rlstructs import outputs
+from rlstructs import batcher_state, outputs
 from rlstructs.agent import RL_Agent
 from rlstructs.batch import ROW_INFO, Batch, write_info
 from rlstructs.checks import check_count, check_timeout
@@ -45,6 +45,7 @@ from rlstructs.generations import EVERY, Generations
 from rlstructs.job import Specs
 from rlstructs.lease import Lease
 from rlstructs.lifecycle import Lifecycle, Phase
+from rlstructs.moments import Moments
 from rlstructs.rows import specs_of
 from rlstructs.settings import (
     JobSettings,
@@ -155,7 +156,7 @@ class RL_Batcher:
         infos = {"agent_info": agent_info, "env_info": env_info}
         self._examples = {name: info_example(name, info) for name, info in infos.items()}
         n_workers = max(1, n_processes)
-        settings = JobSettings(
+        settings = self._settings = JobSettings(
             create_agent,
             dict(agent_args),
             create_env,
@@ -176,7 +177,7 @@ class RL_Batcher:
             with contextlib.suppress(Exception):
                 self._pool.close()
             raise
-        self._episodes = EpisodeTracker()
+        self._episodes, self._version_before = EpisodeTracker(), 0
         # Which environments run, by worker; None for all of its.
         self._running: list[list[int] | None] = [None] * n_workers
         self._life.phase = Phase.NEW
@@ -193,7 +194,7 @@ class RL_Batcher:
     @property
     def policy_version(self) -> int:
         """How many times `update` was called."""
-        return self._outbox.version
+        return self._version_before + self._outbox.version
 
     def reset(self, agent_info: DictTensor = NO_INFO, env_info: DictTensor = NO_INFO) -> None:
         """Starts an episode in every environment; drops agents' states, and episodes that had not ended.
@@ -408,13 +409,27 @@ class RL_Batcher:
         rollout; `stats()["dropped_episodes"]` counts the others.
 
         Returns:
-            `return` float64, `length` int64, `env_index` int64, `terminated` bool, `truncated` bool.
+            `return` float64, `length` int64, `env_index` int64, `terminated` bool, `truncated` bool. Returns are sums
+            of `reward`, or of `raw_reward` where there is one: `NormalizeReward` changes nothing about them.
 
         Raises:
             SpecError: the environment gives no `reward` or `done`.
         """
         self._life.check_open("episodes")
         return self._episodes.take()
+
+    def statistics(self) -> dict[str, Moments]:
+        """What `NormalizeObservation` and `NormalizeReward` go by: the moments of all rollouts handed out so far.
+
+        `load_statistics` of such an environment takes it, for a use without a batcher:
+        `env.load_statistics(batcher.statistics(), frozen=True)`.
+
+        Returns:
+            `Moments` (`count`, `mean`, `variance`: float64 arrays), private memory, by name: `observation/<key>` and
+            `return`. Empty if environments keep no statistics.
+        """
+        self._life.check_open("statistics")
+        return {name: moments.copy() for name, moments in self._crew.statistics.items()}
 
     def stats(self) -> dict[str, Any]:
         """What the workers do and have done; cheap enough to ask for after every rollout.
@@ -436,6 +451,62 @@ class RL_Batcher:
             "dropped_episodes": self._episodes.n_dropped,
             "arena_bytes": self.nbytes,
         }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a batcher made of the same arguments goes on from, as of the last rollout that was handed out.
+
+        It holds how far the streams of seeds are, the statistics, how often `update` was called, the counters of
+        `stats` and the episodes that `episodes` would give. It does not hold environments, nor agents: save the
+        weights yourself. For `torch.save`; `torch.load(weights_only=True)` reads it.
+
+        Returns:
+            dicts, lists, tensors, numbers and texts, private memory.
+        """
+        self._life.check_open("state_dict")
+        settings = self._settings
+        return {
+            "format": batcher_state.FORMAT,
+            "version": batcher_state.VERSION,
+            "batcher": batcher_state.batcher_of(
+                self._layout, self._pool.n_workers, settings.seeds, settings.agent_seeds
+            ),
+            "weights_version": self.policy_version,
+            "workers": self._crew.state(),
+            "episodes": self._episodes.peek(),
+            "dropped_episodes": self._episodes.n_dropped,
+            "statistics": batcher_state.of_statistics(self._crew.statistics),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a `state_dict`.
+
+        Environments are made anew and start new episodes: call `reset` next. Their seeds, and those that agents get
+        (`RL_Agent.seed`), are the next of their streams, never used before the state was made; the same state always
+        goes on in the same way. Episodes that had not ended are gone. Agents stay as they are: `update` them.
+
+        Args:
+            state: of a batcher with the same number of workers and environments, the same seeds, and the same
+                keys, dtypes and shapes; `n_timesteps` may be another, and `n_processes` 0 is as 1.
+
+        Raises:
+            SpecError: it is not; says what differs, and the batcher is as it was.
+            StateError: a rollout is under way, or leased.
+            Exception: what an environment or agent raised.
+        """
+        self._life.check("load_state_dict", Phase.NEW, Phase.READY, Phase.ENDED)
+        batcher_state.check(state, self.state_dict())
+        statistics = batcher_state.to_statistics(state["statistics"])
+        with self._life.failing("load_state_dict"):
+            settings = self._settings
+            for worker, kept in enumerate(state["workers"]):
+                settings = settings.again(worker, kept["stream"] + 1)
+            self._crew.renew(state["workers"], settings.seeds, settings.agent_seeds)
+        self._outbox.forget(self._crew.forget())
+        self._crew.know(statistics)
+        self._episodes.put(state["episodes"], state["dropped_episodes"])
+        self._version_before = state["weights_version"] - self._outbox.version
+        self._running = [None] * self._pool.n_workers
+        self._life.phase = Phase.NEW
 
     def close(self) -> None:
         """Ends every worker, within seconds whatever they are doing. Idempotent.
@@ -479,6 +550,7 @@ class RL_Batcher:
             if count != counts[0]:
                 raise SpecError(f"create_env: worker {worker} has {count} environments, worker 0 has {counts[0]}")
         warn_of_overlap(settings.seeds, self._n_envs)
+        self._crew.know(specs.statistics)
         info = {f"agent_state/{key}": spec for key, spec in specs.state.items()}
         for name, example in self._examples.items():
             info.update({f"{name}/{key}": spec for key, spec in specs_of(example).items()})
@@ -540,7 +612,7 @@ class RL_Batcher:
             if order.is_lost:
                 slots.empty(rows)
             else:
-                versions[rows] = order.asked.value[2]
+                versions[rows] = self._version_before + order.asked.value[2]
             generations.setdefault(order.number % len(self._slots), []).append(rows)
         return Batch(
             [(self._slots[index], np.concatenate(rows)) for index, rows in generations.items()], versions
@@ -551,6 +623,7 @@ class RL_Batcher:
         self._episodes.add(trajectories)
         for worker, order in orders.items():
             self._running[worker] = None if order.is_lost else order.asked.value[0]
+        self._crew.learn(orders)
         self._begin_anew(self._crew.forget(orders))
         return self._n_running()
 

@@ -7,10 +7,11 @@ the last update, and resets its environments. The others' work is kept.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from rlstructs.envs import registry
 from rlstructs.errors import SpecError
 from rlstructs.generations import Generations
 from rlstructs.job import JobFactory
+from rlstructs.moments import Moments, merged
 from rlstructs.rollout import Clock
 from rlstructs.seeding import PrivateStreams
 from rlstructs.settings import JobSettings
@@ -61,7 +63,8 @@ class Member:
     """What is known of one worker and of those before it in its place.
 
     Attributes:
-        generation: how many were before it.
+        stream: which part of its streams of seeds it has; that of the first one ever is 0.
+        n_restarts: how many were before it.
         n_lost: rollouts that were lost with them.
         orders: rollouts that were ordered and not handed out, the oldest first.
         n_ordered: how many rollouts were ordered in all.
@@ -70,7 +73,8 @@ class Member:
         clock: what it said last of its time.
     """
 
-    generation: int = 0
+    stream: int = 0
+    n_restarts: int = 0
     n_lost: int = 0
     orders: deque[Order] = field(default_factory=deque)
     n_ordered: int = 0
@@ -80,7 +84,7 @@ class Member:
 
     def begin_anew(self) -> None:
         """Another worker is in its place."""
-        self.generation += 1
+        self.stream, self.n_restarts = self.stream + 1, self.n_restarts + 1
         self.since, self.clock = time.monotonic(), Clock()
 
     def lose(self) -> None:
@@ -114,6 +118,8 @@ class Crew:
         self._mends = policy == RESTART and isinstance(pool, WorkerPool)
         self._replaced: set[int] = set()
         self._failed: dict[int, BaseException] = {}  # those who are yet to be replaced
+        #: What all environments have gathered together, by name; replaced, never changed.
+        self.statistics: dict[str, Moments] = {}
         # What a successor is told, in this order, before it is one of the crew.
         self._orders: dict[str, tuple[Any, ...]] = {"describe": ()}
         self._n_envs: int | None = None
@@ -121,7 +127,7 @@ class Crew:
     @property
     def n_restarts(self) -> int:
         """How many workers were replaced."""
-        return sum(member.generation for member in self.members)
+        return sum(member.n_restarts for member in self.members)
 
     def describe(self) -> list[Any]:
         """What the jobs say of themselves: how many environments they have, and, the first, the specs."""
@@ -146,6 +152,49 @@ class Crew:
             _raise_first(asked)
         return asked
 
+    def know(self, statistics: dict[str, Moments]) -> None:
+        """Has environments go by these from the next request on, and those of successors."""
+        self.statistics = statistics
+        if "reset" in self._orders:
+            self._orders["reset"] = (statistics,)
+
+    def state(self) -> list[dict[str, Any]]:
+        """Of each worker what `renew` needs."""
+        return [
+            {
+                "stream": member.stream,
+                "restarts": member.n_restarts,
+                "lost_rollouts": member.n_lost,
+                "seconds": time.monotonic() - member.since,
+                **dataclasses.asdict(member.clock),
+            }
+            for member in self.members
+        ]
+
+    def renew(
+        self, state: list[dict[str, Any]], seeds: Sequence[int], agent_seeds: Sequence[int] | None
+    ) -> None:
+        """Has every worker make new environments, with these seeds; rollouts that were not handed out are dropped.
+
+        Args:
+            state: what `state` gave: where counters go on.
+            seeds, agent_seeds: as in `JobSettings`.
+        """
+        self.settle()
+        names = [each.name for each in dataclasses.fields(Clock)]
+        for index, kept in enumerate(state):
+            self.members[index] = Member(
+                stream=kept["stream"] + 1,
+                n_restarts=kept["restarts"],
+                n_lost=kept["lost_rollouts"],
+                n_ordered=self.members[index].n_ordered,
+                since=time.monotonic() - kept["seconds"],
+                clock=Clock(*(kept[name] for name in names)),
+            )
+        self._orders.pop("reset", None)
+        clocks = [member.clock.fields() for member in self.members]
+        self._call("renew", seeds, agent_seeds, clocks, is_lasting=False)
+
     def evaluate(self, *arguments: Any) -> list[dict[str, Any]] | Exception:
         """What `RolloutJob.end_evaluation` gives, by worker index, after an evaluation that these arguments begin.
 
@@ -162,7 +211,7 @@ class Crew:
         everyone = range(self.pool.n_workers)
         n_deaths, first, new = dict.fromkeys(everyone, 0), dict[int, BaseException](), list(everyone)
         while left := [index for index in everyone if index not in found]:
-            failures = self._asked("begin_evaluation", arguments, new)[1]
+            failures = self._asked("begin_evaluation", (*arguments, self.statistics), new)[1]
             if not failures:
                 ended, failures = self._asked("evaluate", (), left)
                 if not failures and all(ended.values()):
@@ -188,7 +237,7 @@ class Crew:
         for member in self.members:
             member.orders.clear()
             member.runs = True
-        self._call("reset")
+        self._call("reset", self.statistics)
 
     def settle(self) -> None:
         """Waits until no rollout is under way."""
@@ -210,7 +259,7 @@ class Crew:
                     numbers.setdefault(member.n_ordered, []).append(index)
                     member.n_ordered += 1
             for number, indexes in numbers.items():
-                asked = self.pool.ask("rollout", number, only=indexes)
+                asked = self.pool.ask("rollout", number, self.statistics, only=indexes)
                 for each in asked:
                     self.members[each.index].orders.append(Order(number, each))
                 if not self._mends:
@@ -261,6 +310,11 @@ class Crew:
         replaced, self._replaced = self._replaced, set()
         return replaced
 
+    def learn(self, orders: Mapping[int, Order]) -> None:
+        """Adds what rollouts gathered to the statistics, once, in the order of the workers."""
+        gathered = [order.asked.value[3] for _, order in sorted(orders.items()) if not order.is_lost]
+        self.know(merged(self.statistics, gathered))
+
     def stats(self) -> list[dict[str, Any]]:
         """For each worker what `RL_Batcher.stats` says of it."""
         return [
@@ -268,7 +322,7 @@ class Crew:
                 "worker": index,
                 "pid": pid,
                 "state": state,
-                "restarts": member.generation,
+                "restarts": member.n_restarts,
                 "lost_rollouts": member.n_lost,
                 **_times(member),
             }
@@ -293,11 +347,12 @@ class Crew:
         self._orders.pop(method, None)
         self._orders[method] = arguments
 
-    def _call(self, method: str, *arguments: Any) -> list[Asked]:
-        """Asks all workers, and successors from now on."""
+    def _call(self, method: str, *arguments: Any, is_lasting: bool = True) -> list[Asked]:
+        """Asks all workers, and, if that is lasting, successors from now on."""
         if self._mends:
             self._mend(self.pool.check())  # first: who takes the place of one of these is asked below
-            self._remember(method, arguments)
+            if is_lasting:
+                self._remember(method, arguments)
         asked = self.pool.ask(method, *arguments)
         self.pool.settle(asked, fails_fast=not self._mends)
         if not self._mends:
@@ -341,7 +396,7 @@ class Crew:
         for index in indexes:
             self.members[index].begin_anew()
         self._replaced |= set(indexes)
-        asked = pool.restart({index: (self.members[index].generation,) for index in indexes})
+        asked = pool.restart({index: (self.members[index].stream,) for index in indexes})
         pool.settle(asked)
         failures = {each.index: each.error for each in asked if each.error is not None}
         for method, arguments in self._orders.items():
@@ -355,7 +410,7 @@ class Crew:
         for index in indexes:
             for order in self.members[index].orders if index not in failures else ():
                 if not (order.is_lost or order.is_there):
-                    [order.asked] = pool.ask("rollout", order.number, only=[index])
+                    [order.asked] = pool.ask("rollout", order.number, self.statistics, only=[index])
         return failures
 
 

@@ -11,6 +11,10 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 
 NEEDED = ("_observation/reward", "_observation/done")
+# Of an episode.
+NAMES = ("return", "length", "env_index", "terminated", "truncated")
+# The reward as it was before `NormalizeReward`.
+RAW = "_observation/raw_reward"
 # How many episodes that nobody asks for are kept, at least: they must not add up to all memory.
 N_KEPT = 100_000
 # What one rollout adds is small arrays; that many of them become large ones, which take a tenth.
@@ -52,9 +56,10 @@ class EpisodeTracker:
     def add(self, trajectories: Trajectories) -> None:
         """Takes the next steps of each environment; `env_index` in `info` says whose they are."""
         steps, env_index = trajectories.trajectories, as_array(trajectories.info["env_index"])
-        self._missing = next((key for key in NEEDED if key not in steps), None)
+        needed = (RAW if RAW in steps else NEEDED[0], NEEDED[1])
+        self._missing = next((key for key in needed if key not in steps), None)
         if self._missing is None:
-            self._missing = next((f"{key} of shape (B, T)" for key in NEEDED if steps[key].ndim != 2), None)
+            self._missing = next((f"{key} of shape (B, T)" for key in needed if steps[key].ndim != 2), None)
         if self._missing is not None or not env_index.size:
             return
         ascending = bool((env_index[1:] > env_index[:-1]).all())
@@ -63,7 +68,7 @@ class EpisodeTracker:
                 self.add(trajectories.slice(row))
             return
         self._grow(int(env_index.max()) + 1)
-        rewards, done = (as_array(steps[key]) for key in NEEDED)
+        rewards, done = (as_array(steps[key]) for key in needed)
         lengths, n_timesteps = as_array(steps.lengths), done.shape[1]
         shortest = int(lengths.min())
         padding = np.arange(shortest, n_timesteps) >= lengths[:, None]
@@ -140,9 +145,20 @@ class EpisodeTracker:
         if self._missing is not None:
             raise SpecError(f"episodes: the trajectories have no {self._missing}")
         ended, self._ended, self._n_ended = [_NONE, *self._ended], [], 0
-        names = ("return", "length", "env_index", "terminated", "truncated")
         columns = (np.concatenate(column) for column in zip(*ended, strict=True))
-        return DictTensor({name: torch.from_numpy(column) for name, column in zip(names, columns, strict=True)})
+        return DictTensor({name: torch.from_numpy(column) for name, column in zip(NAMES, columns, strict=True)})
+
+
+    def peek(self) -> dict[str, torch.Tensor]:
+        """What `take` would give, private memory; the episodes stay."""
+        self._ended = [tuple(np.concatenate(column) for column in zip(_NONE, *self._ended, strict=True))]
+        return {name: torch.tensor(column) for name, column in zip(NAMES, self._ended[0], strict=True)}
+
+    def put(self, episodes: dict[str, torch.Tensor], n_dropped: int) -> None:
+        """Goes on from what `peek` gave, with no episode under way."""
+        block = tuple(episodes[name].detach().cpu().numpy().copy() for name in NAMES)
+        self._ended, self._n_ended, self.n_dropped = [block], block[0].size, n_dropped
+        self.reset()
 
 
 _NONE = tuple(np.zeros(0, dtype) for dtype in (np.float64, np.int64, np.int64, bool, bool))

@@ -14,10 +14,20 @@ import numpy as np
 import torch
 
 from rlstructs.agent import EmptyHistory, RL_Agent
-from rlstructs.envs.vec_env import RowEnv, VecEnv, gives_rows, groups_of, row_env
+from rlstructs.envs.vec_env import (
+    RowEnv,
+    SplitEnv,
+    VecEnv,
+    gives_rows,
+    groups_of,
+    load_statistics,
+    row_env,
+    take_statistics,
+)
 from rlstructs.errors import SpecError
 from rlstructs.evaluation import Evaluation
 from rlstructs.generations import Generations
+from rlstructs.moments import Moments
 from rlstructs.rollout import Clock, Progress, acquire, acquire_in_turns
 from rlstructs.rows import TensorSpec, check_dtype, specs_of
 from rlstructs.seeding import PrivateStreams, seed_global_streams
@@ -37,6 +47,8 @@ class Specs:
     observation: dict[str, TensorSpec]
     action: dict[str, TensorSpec]
     state: dict[str, TensorSpec]
+    # Of no rows: what the environment keeps statistics of.
+    statistics: dict[str, Moments]
 
 
 @dataclass
@@ -68,7 +80,7 @@ class RolloutJob:
             if self.index == 0 and self.is_first:
                 self.specs, used = self._probe(env)
                 env = self._make_env(settings.seeds[self.index]) if used else env
-            self._env = row_env(env)
+            self._given, self._env = env, row_env(env)
             self._agent = settings.create_agent(**settings.agent_args)
             if self._agent_seed is not None:
                 self._agent.seed(self._agent_seed)
@@ -81,7 +93,7 @@ class RolloutJob:
         self._error: BaseException | None = None
         self._progress: Progress | None = None
         # Of environments that can be stepped in groups; where each of them is replaces `_progress`.
-        self._groups = groups_of(self._env)
+        self._groups: Sequence[SplitEnv] = ()
         self._group_slots: list[list[Slots]] = []
         self._group_progress: list[Progress] = []
         self._clock = Clock()
@@ -94,17 +106,27 @@ class RolloutJob:
     def attach(self, generations: Generations) -> None:
         """Maps this worker's block of slots."""
         n, buffer = self._env.n_envs(), self.arena.map()
-        first = self.index * n
-        self._slots = generations.slots(buffer, first=first, n=n)
-        self._group_slots = []
-        for group in self._groups:
-            self._group_slots.append(generations.slots(buffer, first=first, n=group.n_envs()))
-            first += group.n_envs()
+        self._generations = generations
+        self._slots = generations.slots(buffer, first=self.index * n, n=n)
         self._cuts = generations.cuts(buffer)
+        self._attach_groups()
 
-    def reset(self) -> None:
-        """Starts an episode in every environment, by the `env_info/` rows of the slots."""
+    def _attach_groups(self) -> None:
+        """Maps the slots of each group of the environments, if there are any."""
+        self._groups, self._group_slots = groups_of(self._env), []
+        first, buffer = self._slots[0].first, self.arena.map()
+        for group in self._groups:
+            self._group_slots.append(self._generations.slots(buffer, first=first, n=group.n_envs()))
+            first += group.n_envs()
+
+    def reset(self, statistics: Mapping[str, Moments]) -> None:
+        """Starts an episode in every environment, by the `env_info/` rows of the slots.
+
+        Args:
+            statistics: what all workers have gathered together; empty if environments keep none.
+        """
         with self._once():
+            load_statistics(self._given, statistics)
             observation = self._env.reset_rows(self._slots[0].info("env_info/").clone())
             self._progress = Progress(observation, np.arange(self._slots[0].n))
             first, self._group_progress = 0, []
@@ -113,26 +135,30 @@ class RolloutJob:
                 self._group_progress.append(Progress(observation.take(first + rows), rows))
                 first += rows.size
 
-    def rollout(self, number: int) -> tuple[list[int] | None, tuple[Any, ...], int]:
+    def rollout(
+        self, number: int, statistics: Mapping[str, Moments]
+    ) -> tuple[list[int] | None, tuple[Any, ...], int, dict[str, Moments]]:
         """Fills the slots of all environments that run.
 
         Args:
             number: how many rollouts were ordered before.
+            statistics: as for `reset`.
 
         Returns:
-            Which environments still run (None: all of this worker), the fields of its `Clock`, and the number of
-            updates that the agent had had.
+            Which environments still run (None: all of this worker), the fields of its `Clock`, the number of
+            updates that the agent had had, and the statistics that were gathered since the last rollout.
         """
         slots, progress = self._slots[number % len(self._slots)], self._progress
         assert progress is not None
         with self._once():
             if not progress.running.size:
-                return [], self._clock.fields(), self._inbox.version
+                return [], self._clock.fields(), self._inbox.version, take_statistics(self._given)
             began = perf_counter()
+            load_statistics(self._given, statistics)
             progress = self._acquire(number, slots, progress)
             self._clock.busy += perf_counter() - began
             running = None if progress.running.size == slots.n else progress.running.tolist()
-            return running, self._clock.fields(), self._inbox.version
+            return running, self._clock.fields(), self._inbox.version, take_statistics(self._given)
 
     def _acquire(self, number: int, slots: Slots, progress: Progress) -> Progress:
         """Has the agent act, in groups if there are any; where the environments are then."""
@@ -164,13 +190,43 @@ class RolloutJob:
             self._error = error
             raise
 
-    def begin_evaluation(self, wanted: np.ndarray, seeds: Sequence[int], infos: Mapping[str, DictTensor]) -> None:
+    def renew(
+        self, seeds: Sequence[int], agent_seeds: Sequence[int] | None, clocks: Sequence[tuple[Any, ...]]
+    ) -> None:
+        """Closes the environments and makes new ones, for the agent as it is.
+
+        Args:
+            seeds, agent_seeds: as in `JobSettings`.
+            clocks: for each worker the fields of the `Clock` that goes on.
+        """
+        with self._once():
+            self.end_evaluation()
+            seed, n = seeds[self.index], self._env.n_envs()
+            self._agent_seed = None if agent_seeds is None else int(agent_seeds[self.index])
+            self._env.close()
+            seed_global_streams(seed, self._agent_seed)
+            env = self._make_env(seed, copy.deepcopy(self.settings.env_args))
+            self._given, self._env = env, row_env(env)
+            if env.n_envs() != n:
+                raise SpecError(f"create_env: made {env.n_envs()} environments, and {n} before")
+            self._attach_groups()
+            self._agent.seed(int(seed) if self._agent_seed is None else self._agent_seed)  # it may have drawn ahead
+            self._progress, self._clock = None, Clock(*clocks[self.index])
+
+    def begin_evaluation(
+        self,
+        wanted: np.ndarray,
+        seeds: Sequence[int],
+        infos: Mapping[str, DictTensor],
+        statistics: Mapping[str, Moments],
+    ) -> None:
         """Makes environments to evaluate the agent in.
 
         Args:
             wanted: int64 (N,), how many episodes of each environment of all workers.
             seeds: of the environments, one for each worker.
             infos: `agent_info` and `env_info`, N rows each, or empty.
+            statistics: as for `reset`; nothing is added to them.
         """
         self.end_evaluation()
         seed, n = seeds[self.index], self._env.n_envs()
@@ -182,6 +238,7 @@ class RolloutJob:
             if (n_own := env.n_envs()) != n:
                 env.close()
                 raise SpecError(f"create_env: made {n_own} environments for an evaluation, and {n} before")
+            load_statistics(env, statistics, frozen=True)
             return row_env(env)
 
         self._evaluation = Evaluation(
@@ -240,7 +297,8 @@ class RolloutJob:
                 output, state = first_step(agent, seen, repeated(settings.agent_info, n), n)
             finally:
                 close_job(agent)
-        return Specs(specs_of(observation), specs_of(output), specs_of(state)), used
+        kept = {name: Moments.none(moments.mean.shape) for name, moments in take_statistics(env).items()}
+        return Specs(specs_of(observation), specs_of(output), specs_of(state), kept), used
 
 
 def first_step(agent: RL_Agent, observation: DictTensor, info: DictTensor, n: int) -> tuple[DictTensor, DictTensor]:

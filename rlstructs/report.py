@@ -99,7 +99,7 @@ def ended_episodes(trajectories: Trajectories) -> DictTensor:
     env_index, steps = trajectories.info["env_index"], trajectories.trajectories
     if env_index.ndim != 1 or env_index.dtype.is_floating_point:
         raise SpecError(f"env_index is {tuple(env_index.shape)} {env_index.dtype}, expected (B,) of integers")
-    needed = [f"_observation/{key}" for key in ("reward", "done", "terminated", "truncated")]
+    needed = [f"_observation/{key}" for key in ("reward", "raw_reward", "done", "terminated", "truncated")]
     steps = steps.get([key for key in [*needed, "observation/initial_state"] if key in steps])
     rows, tracker = Trajectories(DictTensor({"env_index": env_index}), steps), EpisodeTracker()
     # A rollout has each environment at most once, in ascending order.

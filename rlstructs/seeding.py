@@ -28,7 +28,7 @@ class EnvSeed(int):
     worker's environments a seed that depends on the global index of the environment only.
 
     Attributes:
-        generation: how many workers with this index failed before this one.
+        generation: how often the streams were begun anew: with the successor of a worker, or a state that was loaded.
     """
 
     root: int
@@ -51,7 +51,7 @@ class EnvSeed(int):
 
 
 def next_seed(seed: int, generation: int) -> int:
-    """The seed of the `generation`-th worker that takes the place of one that had `seed`."""
+    """The seed that a worker which had `seed` has when its streams are begun anew for the `generation`-th time."""
     if isinstance(seed, EnvSeed):
         return EnvSeed(seed.root, seed.worker_index, generation)
     return _derived(seed, *_again(generation))

@@ -36,7 +36,7 @@ class JobSettings:
     device: torch.device | None
 
     def again(self, worker: int, generation: int) -> JobSettings:
-        """For the `generation`-th worker in the place of one that failed: with the next seed of its stream."""
+        """With the seeds of a worker whose streams are begun anew for the `generation`-th time."""
         seeds = list(self.seeds)
         seeds[worker] = next_seed(seeds[worker], generation)
         agent_seeds = None if self.agent_seeds is None else list(self.agent_seeds)

@@ -460,7 +460,7 @@ class Jobs:
 
     def rollout(self):
         """Of each, where it stopped."""
-        return [job.rollout(1)[0] for job in self.all]
+        return [job.rollout(1, {})[0] for job in self.all]
 
 
 @pytest.fixture
@@ -479,7 +479,7 @@ def test_jobs_write_into_their_own_slots_until_all_have_ended():
     jobs = Jobs(count_env, Counting, n_workers=2, agent_seeds=[5, 6])
     assert [n for n, _ in jobs.described] == [2, 2] and jobs.described[1][1] is None
     for job in jobs.all:
-        job.reset()
+        job.reset({})
     assert jobs.rollout() == [[1], [1]]
     assert jobs.slots.lengths.tolist() == [2, 3, 3, 3]
     steps = jobs.slots.read(None, 3)
@@ -489,7 +489,7 @@ def test_jobs_write_into_their_own_slots_until_all_have_ended():
     assert jobs.rollout() == [[], []]
     assert jobs.slots.column("agent_state/n").tolist()[3] == 6
     for job in jobs.all:
-        job.reset()
+        job.reset({})
     assert jobs.rollout() == [[1], [1]]
     assert jobs.slots.read(None, 3)["observation/frame"][:, 0, 0].tolist() == [1] * 4
 
@@ -503,8 +503,8 @@ def test_a_job_reads_its_rows_of_the_infos():
     jobs.slots.column("env_info/length").copy_(torch.tensor([1, 2, 3, 4]))
     jobs.slots.column("agent_info/eps").copy_(torch.tensor([0.5, 0.25, 0.125, 1]))
     for job in jobs.all:
-        job.reset()
-        job.rollout(1)
+        job.reset({})
+        job.rollout(1, {})
     assert jobs.slots.lengths.tolist() == [1, 2, 3, 3]
     assert jobs.slots.read(None, 1)["action/eps"][:, 0].tolist() == [0.5, 0.25, 0.125, 1]
 
@@ -516,8 +516,8 @@ def test_finding_the_specs_uses_no_random_number():
             return DictTensor({"action": torch.randint(50, (1,))}), state
 
     jobs = Jobs(lambda seed: GymEnv([Recording(length=9)], seed), Drawing)
-    jobs.all[0].reset()
-    jobs.all[0].rollout(1)
+    jobs.all[0].reset({})
+    jobs.all[0].rollout(1, {})
     seed_global_streams(0, None)
     assert jobs.slots.read(None, 3)["action/action"].tolist() == [[int(torch.randint(50, (1,))) for _ in range(3)]]
 
@@ -540,8 +540,8 @@ def test_an_environment_without_an_example_is_made_twice_and_closed_once():
     jobs = Jobs(create_env, Counting, n_workers=2)
     assert [env.closed for env in made] == [True, False, False]
     for job in jobs.all:
-        job.reset()
-        job.rollout(1)
+        job.reset({})
+        job.rollout(1, {})
     assert jobs.slots.read(None, 3)["observation/frame"][:, 0].tolist() == [[0, 0]] * 4
 
 
@@ -638,5 +638,5 @@ def test_an_agent_may_read_any_key_of_its_history_from_the_start():
             return super().__call__(state, observation, agent_info, history)
 
     jobs = Jobs(count_env, Reading)
-    jobs.all[0].reset()
+    jobs.all[0].reset({})
     assert jobs.rollout()[0] == [1]  # the first one has ended

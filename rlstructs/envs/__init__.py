@@ -1,6 +1,6 @@
 """Vectorised environments: the `VecEnv` protocol, `GymEnv`, `GymEnvInf`, `GymVectorEnv`, `DeviceEnv`.
 
-And `SharedVectorEnv`, one of gymnasium's kind.
+`NormalizeObservation` and `NormalizeReward` go around any of them. And `SharedVectorEnv`, one of gymnasium's kind.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rlstructs.envs.device_env import DeviceEnv
     from rlstructs.envs.gym_env import GymEnv, GymEnvInf
     from rlstructs.envs.gym_vector import GymVectorEnv
+    from rlstructs.envs.normalize import NormalizeObservation, NormalizeReward
     from rlstructs.envs.shared_vector_env import SharedVectorEnv
     from rlstructs.envs.vec_env import VecEnv
 
@@ -20,11 +21,22 @@ _EXPORTS = {
     "GymEnv": "gym_env",
     "GymEnvInf": "gym_env",
     "GymVectorEnv": "gym_vector",
+    "NormalizeObservation": "normalize",
+    "NormalizeReward": "normalize",
     "SharedVectorEnv": "shared_vector_env",
     "VecEnv": "vec_env",
 }
 
-__all__ = ["DeviceEnv", "GymEnv", "GymEnvInf", "GymVectorEnv", "SharedVectorEnv", "VecEnv"]
+__all__ = [
+    "DeviceEnv",
+    "GymEnv",
+    "GymEnvInf",
+    "GymVectorEnv",
+    "NormalizeObservation",
+    "NormalizeReward",
+    "SharedVectorEnv",
+    "VecEnv",
+]
 
 
 def __getattr__(name: str) -> Any:

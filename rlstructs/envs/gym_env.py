@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rlstructs.envs.spaces import ActionReader, Leaf, Sheet, example, leaves
-from rlstructs.envs.vec_env import NO_ROWS, Step
+from rlstructs.envs.vec_env import NO_ROWS, Step, pairs
 from rlstructs.errors import SpecError, StateError
 from rlstructs.rows import Packing, Rows
 from rlstructs.seeding import environment_seeds
@@ -19,7 +19,8 @@ from rlstructs.structures.dict_tensor import DictTensor
 
 # Keys that every observation has, beside those of the environment's own observation space.
 FLAGS = ("done", "terminated", "truncated", "initial_state")
-RESERVED = ("reward", *FLAGS, "last_action")
+RAW_REWARD = "raw_reward"  # what `NormalizeReward` makes of the reward
+RESERVED = ("reward", RAW_REWARD, *FLAGS, "last_action")
 NO_INFO = DictTensor()
 
 
@@ -118,19 +119,8 @@ class GymEnv:
             StateError: none runs.
             MissingKeyError, SpecError: the action is not what the action space needs.
         """
-        before = torch.from_numpy(self._check_running().copy())
-        step = self.step_rows(action)
-        after = step.after.tensors()
-        following, kept = DictTensor.trusted(after._tensors), before  # an object of its own: a wrapper may `set` keys
-        if step.fresh is not None:
-            seen = Rows.of(step.after.packing, step.after.arrays())
-            for key, fresh in step.fresh.arrays().items():
-                seen[key][step.reset] = fresh
-            following = seen.tensors()
-        if step.kept is not None:
-            rows = torch.from_numpy(step.kept)
-            following, kept = after.index(rows), before[rows]
-        return (after, before), (following, kept)
+        running = torch.from_numpy(self._check_running().copy())
+        return pairs(self.step_rows(action), running)
 
     def reset_rows(self, env_info: DictTensor) -> Rows:
         """As `reset`, the observation as rows of its own."""

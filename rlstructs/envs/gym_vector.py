@@ -13,7 +13,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from rlstructs.envs.gym_env import NO_INFO, packing_of, refuse_reserved
 from rlstructs.envs.spaces import ActionReader, Sheet, example, leaves
-from rlstructs.envs.vec_env import NO_ROWS, Step
+from rlstructs.envs.vec_env import NO_ROWS, Step, pairs
 from rlstructs.errors import SpecError, StateError
 from rlstructs.rows import Rows, Target
 from rlstructs.seeding import environment_seeds
@@ -126,15 +126,7 @@ class GymVectorEnv:
             StateError: there was no reset.
             MissingKeyError, SpecError: the action is not what the action space needs.
         """
-        step, everyone = self.step_rows(action), torch.arange(self._n)
-        after = step.after.tensors()
-        following = DictTensor.trusted(after._tensors)
-        if step.fresh is not None:
-            seen = Rows.of(step.after.packing, step.after.arrays())
-            for key, fresh in step.fresh.arrays().items():
-                seen[key][step.reset] = fresh
-            following = seen.tensors()
-        return (after, everyone), (following, everyone)
+        return pairs(self.step_rows(action), torch.arange(self._n))
 
     def row_groups(self) -> Sequence[GymVectorGroup]:
         """The groups of a `SharedVectorEnv` that has several: a rollout steps one while the agent acts on another."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from rlstructs.errors import SpecError
+from rlstructs.moments import Moments
 from rlstructs.rows import Packing, Rows, Target, as_array, numpy_specs, specs_of
 from rlstructs.structures.dict_tensor import DictTensor
 
@@ -21,6 +22,11 @@ class VecEnv(Protocol):
     has stopped comes back only with the next `reset`. Keys, dtypes and row shapes of observations are
     the same at every call; tensors that were handed out are not written to again.
     `rlstructs.testing.check_env` checks all of it.
+
+    One that keeps statistics for all workers to share, as `NormalizeObservation` does, also has
+    `take_statistics() -> dict[str, Moments]`, what it has gathered since the last call, and
+    `load_statistics(statistics, frozen)`, what all of them have. Names, and the shapes of a row, are the same at
+    every call, from the first `reset` on.
 
     Example:
         >>> class Coin:
@@ -138,6 +144,24 @@ class SplitEnv(Protocol):
         ...
 
 
+Pair = tuple[DictTensor, torch.Tensor]
+
+
+def pairs(step: Step, running: torch.Tensor) -> tuple[Pair, Pair]:
+    """A step as `VecEnv.step` gives it, of the environments `running`."""
+    after = step.after.tensors()
+    following, kept = DictTensor.trusted(after._tensors), running  # an object of its own: a wrapper may `set` keys
+    if step.fresh is not None:
+        seen = Rows.of(step.after.packing, step.after.arrays())
+        for key, fresh in step.fresh.arrays().items():
+            seen[key][step.reset] = fresh
+        following = seen.tensors()
+    if step.kept is not None:
+        rows = torch.from_numpy(step.kept)
+        following, kept = following.index(rows), running[rows]
+    return (after, running), (following, kept)
+
+
 class RowEnv:
     """Any `VecEnv` as the rollout wants it: observations as rows, one `Step` for each step."""
 
@@ -204,8 +228,10 @@ class WritingRowEnv(RowEnv):
     writes_rows = True
 
     def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
-        """As `VecEnv.step`, written to the target."""
-        assert target is not None
+        """As `VecEnv.step`, written to the target, or to rows that stay valid until the next one."""
+        if target is None:
+            rows = Rows.zeros(self._packing, self.n_envs())
+            target = Target(rows, rows.arrays())
         found = self._env.step_into(action, target.arrays)  # type: ignore[attr-defined]
         idle = _idle(target.arrays)
         if found is None:
@@ -226,6 +252,17 @@ def row_env(env: VecEnv) -> RowEnv:
     if gives_rows(env):
         return env  # type: ignore[return-value]
     return WritingRowEnv(env) if gives_rows(env, "step_into") else RowEnv(env)
+
+
+def take_statistics(env: Any) -> dict[str, Moments]:
+    """What an environment has gathered since the last call; nothing if it keeps no statistics."""
+    return env.take_statistics() if hasattr(env, "take_statistics") else {}
+
+
+def load_statistics(env: Any, statistics: Mapping[str, Moments], frozen: bool = False) -> None:
+    """Has an environment that keeps statistics go by these."""
+    if statistics and hasattr(env, "load_statistics"):
+        env.load_statistics(statistics, frozen)
 
 
 def gives_rows(env: VecEnv, method: str = "step_rows") -> bool:

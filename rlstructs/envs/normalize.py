@@ -1,0 +1,394 @@
+"""`NormalizeObservation` and `NormalizeReward`: by statistics that all workers of a batcher share.
+
+    worker                                     trainer
+    ------                                     -------
+    normalises by what is known,  <── what is known, with every "rollout", "reset" and evaluation
+    gathers what it sees          ── what was gathered since the last rollout ──>  merges it, in worker order
+
+What is known does not change during a rollout, and nothing is counted twice: a worker forgets what it has gathered
+when it replies. An evaluation gets what is known and gathers nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from rlstructs.envs.gym_env import NO_INFO, RAW_REWARD, RESERVED
+from rlstructs.envs.vec_env import Step, VecEnv, load_statistics, pairs, row_env, take_statistics
+from rlstructs.errors import MissingKeyError, SpecError
+from rlstructs.moments import Moments
+from rlstructs.rows import RECORD, Packing, Rows
+from rlstructs.structures.dict_tensor import DictTensor
+
+# Bytes of rows that are kept until they are counted all at once, which takes a hundredth of the time.
+BLOCK = 1 << 18
+
+
+class Scale:
+    """What the values of one key are normalised by, and what is gathered of them.
+
+    Args:
+        name: of the key, for messages.
+        shape: of a row.
+        epsilon: added to the variance.
+        clip: the greatest distance from 0 of what is normalised; None for any.
+        is_centred: whether the mean is subtracted.
+    """
+
+    def __init__(
+        self, name: str, shape: tuple[int, ...], epsilon: float, clip: float | None, is_centred: bool = True
+    ) -> None:
+        self._name, self._shape, self._epsilon, self._clip, self._is_centred = name, shape, epsilon, clip, is_centred
+        self._is_frozen = False
+        # What the trainer knows, what was gathered since it was told last, and what it was told when it knew nothing.
+        self._known = self._gathered = self._told = Moments.none(shape)
+        self._pending: list[np.ndarray] = []
+        self._n_bytes = 0
+        self._use(self._known)
+
+    def add(self, rows: np.ndarray) -> None:
+        """Counts rows."""
+        if self._is_frozen or not len(rows):
+            return
+        self._pending.append(rows.copy())
+        self._n_bytes += rows.nbytes
+        if not self._known.count:  # nobody knows anything yet: what is seen here has to do
+            self._count()
+            self._use(self._told.merged(self._gathered))
+        elif self._n_bytes >= BLOCK:
+            self._count()
+
+    def apply(self, rows: np.ndarray) -> None:
+        """Normalises rows in place."""
+        values = np.subtract(rows, self._mean, dtype=np.float64) if self._is_centred else rows
+        if self._clip is None:
+            np.multiply(values, self._factor, out=rows, casting="same_kind", dtype=np.float64)
+            return
+        scaled = np.multiply(values, self._factor, dtype=np.float64)
+        np.maximum(scaled, -self._clip, out=scaled)
+        np.minimum(scaled, self._clip, out=rows, casting="same_kind")
+
+    def take(self) -> Moments:
+        """What was gathered since the last call."""
+        self._count()
+        gathered, self._gathered = self._gathered, Moments.none(self._shape)
+        if not self._known.count:
+            self._told = self._told.merged(gathered)
+        return gathered
+
+    def load(self, known: Moments, frozen: bool) -> None:
+        """Goes by what is known from now on; frozen, it gathers nothing."""
+        if known.mean.shape != self._shape:
+            raise SpecError(f"statistics: {self._name!r} has shape {known.mean.shape}, expected {self._shape}")
+        self._known, self._is_frozen = known, frozen
+        self._count()
+        self._use(known if known.count or frozen else self._told.merged(self._gathered))
+
+    def _use(self, moments: Moments) -> None:
+        self._mean, self._factor = moments.mean, 1 / np.sqrt(moments.variance + self._epsilon)
+
+    def _count(self) -> None:
+        if not self._pending:
+            return
+        with np.errstate(invalid="ignore", over="ignore"):
+            gathered = self._gathered.merged(Moments.of(np.concatenate(self._pending)))
+        self._pending, self._n_bytes = [], 0
+        if not np.isfinite(gathered.m2).all():  # from here on everything would be NaN, in every worker
+            raise SpecError(f"environment: {self._name!r} has values that are not finite: they have no variance")
+        self._gathered = gathered
+
+
+# What would go around the normalisation.
+ROWS_OF_ITS_OWN = ("example", "row_groups", "step_into")
+
+
+class Normalizing:
+    """What is common to environments that normalise those around which they are."""
+
+    #: As `RowEnv`'s: it has rows of its own.
+    writes_rows: ClassVar[bool] = False
+
+    def __init__(self, env: VecEnv) -> None:
+        if not isinstance(env, VecEnv):
+            raise TypeError(f"{type(self).__name__} needs a VecEnv, such as GymEnvInf, got {type(env).__name__}")
+        self._given, self._env = env, row_env(env)
+        self._running = np.arange(env.n_envs())
+        # By name; None until an observation has shown which keys there are.
+        self._scales: dict[str, Scale] | None = None
+        self._loaded: tuple[Mapping[str, Moments], bool] | None = None
+        if hasattr(self._env, "example"):
+            self.example = self._example
+            self._prepare(self._env.example().packing)
+
+    def n_envs(self) -> int:
+        """Number of environments, E."""
+        return self._env.n_envs()
+
+    def reset(self, env_info: DictTensor = NO_INFO) -> tuple[DictTensor, torch.Tensor]:
+        """As the environment's own."""
+        return self.reset_rows(env_info).tensors(), torch.arange(self.n_envs())
+
+    def step(self, action: DictTensor) -> tuple[tuple[DictTensor, torch.Tensor], tuple[DictTensor, torch.Tensor]]:
+        """As the environment's own."""
+        running = torch.from_numpy(self._running.copy())
+        return pairs(self.step_rows(action), running)
+
+    def close(self) -> None:
+        """Closes the environment."""
+        self._env.close()
+
+    def reset_rows(self, env_info: DictTensor) -> Rows:
+        """As `reset`, the observation as rows of its own."""
+        rows = self._env.reset_rows(env_info)
+        if self._scales is None:
+            self._prepare(rows.packing)
+        self._running = np.arange(self.n_envs())
+        return self._begun(rows)
+
+    def step_rows(self, action: DictTensor) -> Step:
+        """As `step`, in rows that stay valid until the next one."""
+        step = self._stepped(self._env.step_rows(action))
+        if step.kept is not None:
+            self._running = self._running[step.kept]
+        return step
+
+    def take_statistics(self) -> dict[str, Moments]:
+        """What was gathered since the last call, by name; of the environments within, too."""
+        own = {name: scale.take() for name, scale in (self._scales or {}).items()}
+        within = take_statistics(self._given)
+        if twice := own.keys() & within.keys():
+            raise SpecError(f"{type(self).__name__}: {min(twice)!r} is normalised twice")
+        return {**within, **own}
+
+    def load_statistics(self, statistics: Mapping[str, Moments], frozen: bool = False) -> None:
+        """Normalises by these from now on.
+
+        Args:
+            statistics: by name; what `RL_Batcher.statistics` gives.
+            frozen: count nothing from now on.
+
+        Raises:
+            MissingKeyError, SpecError: one is missing, or has another shape.
+        """
+        if self._scales is None:
+            self._loaded = statistics, frozen
+        for name, scale in (self._scales or {}).items():
+            if name not in statistics:
+                raise MissingKeyError(f"statistics: there are none of {name!r}, only of {sorted(statistics)}")
+            scale.load(statistics[name], frozen)
+        load_statistics(self._given, statistics, frozen)
+
+    def _prepare(self, packing: Packing) -> None:
+        self._scales = self._scales_of(packing)
+        if self._loaded is not None:
+            self.load_statistics(*self._loaded)
+
+    def _scales_of(self, packing: Packing) -> dict[str, Scale]:
+        """For every key that is normalised, by the name of its statistics."""
+        raise NotImplementedError
+
+    def _begun(self, rows: Rows) -> Rows:
+        """First observations, normalised."""
+        raise NotImplementedError
+
+    def _stepped(self, step: Step) -> Step:
+        """A step, normalised."""
+        raise NotImplementedError
+
+    def _seen(self, rows: Rows) -> Rows:
+        """Rows with the keys that these environments have."""
+        return rows
+
+    def _example(self) -> Rows:
+        return self._seen(self._env.example())  # type: ignore[attr-defined]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in ROWS_OF_ITS_OWN:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._given, name)
+
+
+class NormalizeObservation(Normalizing):
+    """Observations with mean 0 and variance 1, by the statistics of all workers.
+
+    Every observation that an environment gives is counted once: first ones, and true final ones, too. Final ones are
+    normalised as the others are. Statistics are float64; `(x - mean) / sqrt(variance + epsilon)`, clipped, has the
+    dtype of x. An observation is normalised once, by what is known when it is made: during a rollout that does not
+    change. In the first rollout, when nothing is known yet, each worker goes by what it has seen itself until then.
+
+    Without a batcher nobody merges anything: it always goes by what it has seen until then.
+
+    Args:
+        env: any `VecEnv`. Every other attribute is that of `env`.
+        keys: which entries of observations; None for all that are floating-point, without rewards and last actions.
+        epsilon: added to the variance.
+        clip: what is normalised lies in [-clip, clip]; None for no limit.
+
+    Raises:
+        SpecError: an argument is not what is needed, a key is missing, not floating-point, or normalised twice; an
+            observation that is counted is not finite.
+
+    Example:
+        >>> import gymnasium
+        >>> from rlstructs import GymEnvInf
+        >>> def create_env(n_envs, seed):
+        ...     return NormalizeObservation(GymEnvInf([gymnasium.make("CartPole-v1") for _ in range(n_envs)], seed))
+        >>> env = create_env(4, seed=0)
+        >>> observation, running = env.reset()
+        >>> bool((observation["frame"].mean(0).abs() < 1e-6).all())
+        True
+        >>> env.close()
+    """
+
+    def __init__(
+        self, env: VecEnv, *, keys: Sequence[str] | None = None, epsilon: float = 1e-8, clip: float | None = 10.0
+    ) -> None:
+        self._keys = None if keys is None else list(keys)
+        self._epsilon, self._clip = _positive("epsilon", epsilon), None if clip is None else _positive("clip", clip)
+        super().__init__(env)
+
+    def _scales_of(self, packing: Packing) -> dict[str, Scale]:
+        floats = [key for key, (_, dtype) in packing.specs.items() if dtype.kind == "f"]
+        keys = [key for key in floats if key.split("/")[0] not in RESERVED] if self._keys is None else self._keys
+        if not keys or set(keys) - set(floats):
+            wanted = f"has no floating-point {sorted(set(keys) - set(floats))}" if keys else "is not floating-point"
+            raise SpecError(f"NormalizeObservation: the observation {wanted}: {packing.specs}")
+        _check_done(self, packing)
+        names = {key: f"observation/{key}" for key in keys}
+        self._columns = [
+            (key, Scale(name, packing.specs[key][0], self._epsilon, self._clip)) for key, name in names.items()
+        ]
+        return {names[key]: scale for key, scale in self._columns}
+
+    def _begun(self, rows: Rows) -> Rows:
+        for key, scale in self._columns:
+            values = rows[key]
+            scale.add(values)
+            scale.apply(values)
+        return rows
+
+    def _stepped(self, step: Step) -> Step:
+        after, fresh = step.after, step.fresh
+        # Which of the fresh rows are first observations; others may be there that were counted as what followed.
+        begun = None if fresh is None else after["done"][step.reset].astype(bool)
+        for key, scale in self._columns:
+            values = after[key]
+            scale.add(values)
+            if fresh is not None:
+                scale.add(fresh[key][begun])
+                scale.apply(fresh[key])
+            scale.apply(values)
+        return step
+
+
+class NormalizeReward(Normalizing):
+    """Rewards divided by the standard deviation of the running discounted return, by the statistics of all workers.
+
+    The return of each environment is `R = gamma * R + reward`, from 0 at the start of every episode, however the one
+    before ended; every one is counted. The mean is not subtracted. What the environment gave is kept as `raw_reward`,
+    which is what `RL_Batcher.episodes` and `evaluate` add up.
+
+    What is known, and when, is as for `NormalizeObservation`.
+
+    Args:
+        env: any `VecEnv` with a floating-point `reward` and `done`, (B,). Every other attribute is that of `env`.
+        gamma: the discount, from 0 to 1.
+        epsilon: added to the variance.
+        clip: what is normalised lies in [-clip, clip]; None for no limit.
+
+    Raises:
+        SpecError: an argument is not what is needed, a key is missing, or normalised already; a return is not finite.
+
+    Example:
+        >>> import gymnasium
+        >>> from rlstructs import GymEnvInf
+        >>> env = NormalizeReward(GymEnvInf([gymnasium.make("Pendulum-v1") for _ in range(4)], seed=0), clip=5.0)
+        >>> _ = env.reset()
+        >>> (after, _), _ = env.step(DictTensor({"action": torch.zeros(4, 1)}))
+        >>> after["raw_reward"].shape, bool((after["reward"] >= -5.0).all())
+        (torch.Size([4]), True)
+        >>> env.close()
+    """
+
+    def __init__(
+        self, env: VecEnv, *, gamma: float = 0.99, epsilon: float = 1e-8, clip: float | None = 10.0
+    ) -> None:
+        if not 0 <= gamma <= 1:
+            raise SpecError(f"gamma must lie in [0, 1], got {gamma}")
+        self._gamma = float(gamma)
+        self._epsilon, self._clip = _positive("epsilon", epsilon), None if clip is None else _positive("clip", clip)
+        super().__init__(env)
+        self._returns = np.zeros(env.n_envs())
+
+    def _scales_of(self, packing: Packing) -> dict[str, Scale]:
+        shape, dtype = packing.specs.get("reward", ((1,), np.dtype(bool)))
+        if shape != () or dtype.kind != "f":
+            raise SpecError(f"NormalizeReward: the environment gives no floating-point 'reward' of shape (B,): "
+                            f"{packing.specs}")  # fmt: skip
+        if RAW_REWARD in packing.specs:
+            raise SpecError(f"NormalizeReward: the environment gives {RAW_REWARD!r} already")
+        _check_done(self, packing)
+        self._packing = Packing({**packing.specs, RAW_REWARD: packing.specs["reward"]})
+        self._fields, self._opaque = list(packing.record.names or ()), self._packing.blocks[RECORD][1]
+        self._scale = Scale("return", (), self._epsilon, self._clip, is_centred=False)
+        return {"return": self._scale}
+
+    def _begun(self, rows: Rows) -> Rows:
+        self._returns = np.zeros(self.n_envs())
+        return self._scaled(rows, _record(rows))
+
+    def _stepped(self, step: Step) -> Step:
+        record = _record(step.after)
+        self._returns *= self._gamma
+        self._returns += record["reward"]
+        if step.idle.size:
+            self._returns[step.idle] = 0
+            self._scale.add(np.delete(self._returns, step.idle))
+        else:
+            self._scale.add(self._returns)
+        done = record["done"]
+        if done.any():
+            self._returns[done.astype(bool)] = 0
+        if step.kept is not None:
+            self._returns = self._returns[step.kept]
+        fresh = None if step.fresh is None else self._scaled(step.fresh, _record(step.fresh))
+        return Step(self._scaled(step.after, record), step.reset, fresh, step.kept, step.idle)
+
+    def _scaled(self, rows: Rows, record: np.ndarray) -> Rows:
+        seen, own = self._extended(rows, record)
+        self._scale.apply(own["reward"])
+        return seen
+
+    def _seen(self, rows: Rows) -> Rows:
+        return self._extended(rows, _record(rows))[0]
+
+    def _extended(self, rows: Rows, record: np.ndarray) -> tuple[Rows, np.ndarray]:
+        """Rows with the reward once more, and their record."""
+        own = np.zeros(len(record), self._packing.record)
+        for name in self._fields:
+            own[name] = record[name]
+        own[RAW_REWARD] = record["reward"]
+        return Rows(self._packing, {**rows.blocks, RECORD: own.view(self._opaque)}), own
+
+
+def _record(rows: Rows) -> np.ndarray:
+    """What is one number per row, reward and flags among it."""
+    return rows.blocks[RECORD].view(rows.packing.record)
+
+
+def _check_done(env: Normalizing, packing: Packing) -> None:
+    if packing.specs.get("done", ((1,),))[0] != ():
+        raise SpecError(f"{type(env).__name__}: the environment gives no 'done' of shape (B,): {packing.specs}")
+
+
+def _positive(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not 0 < value < math.inf:
+        raise SpecError(f"{name} must be above 0 and finite, got {value}")
+    return float(value)
