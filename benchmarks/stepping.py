@@ -5,6 +5,9 @@
 Every contender steps the same environments with actions that were drawn before, and nothing else. They take turns,
 `--repeats` times over, in one process tree; the table shows medians. Peers with a process for each environment get at
 most 16 of them, with which they are faster than with more. "here" is `n_workers=0`, the same in this process.
+
+The row "central" is another thing: rollouts with the agent in the trainer, which waits (as for a GPU) for as long as a
+step takes. With two groups (`n_groups=2`) it waits for what it is to do with one while the workers step the other.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import contextlib
 import importlib.util
 import os
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import cycle
@@ -24,7 +28,7 @@ import numpy as np
 import torch
 from rollouts import MOST_PROCESSES, Run, make_env, makers, timed
 
-from rlstructs import SharedVectorEnv
+from rlstructs import DictTensor, GymVectorEnv, RL_Agent, RL_Batcher, SharedVectorEnv
 
 # What the row of 16 CartPoles must reach and aims at, in multiples of gymnasium async; and, on every row, what
 # stepping in this process must reach of gymnasium sync.
@@ -161,6 +165,57 @@ PEERS: dict[str, tuple[str, Callable[[Row], Any], bool]] = {
 }
 
 
+class Waiting(RL_Agent):
+    """An agent that takes so many seconds for each row it is given, and no core."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def initial_state(self, agent_info: DictTensor, B: int) -> DictTensor:
+        return DictTensor()
+
+    def __call__(self, state: DictTensor, observation: DictTensor, agent_info: DictTensor, history: Any = None) -> Any:
+        n = len(observation["frame"])
+        time.sleep(n * self.seconds)
+        return DictTensor({"action": torch.randint(2, (n,))}), state
+
+
+CENTRAL, N_CENTRAL = "central", 256
+
+
+@contextlib.contextmanager
+def central(n_groups: int, seconds: float) -> Iterator[Run]:
+    def create_env(seed: int) -> GymVectorEnv:
+        makers = [lambda: make_env("CartPole-v1")] * N_CENTRAL
+        return GymVectorEnv(SharedVectorEnv(makers, N_WORKERS, autoreset_mode="SameStep", n_groups=n_groups), seed)
+
+    with RL_Batcher(32, lambda: Waiting(seconds), {}, create_env, {}, 0, 0) as batcher:
+        batcher.reset()
+
+        def rollout() -> int:
+            batcher.execute()
+            return int(batcher.get()[0].lengths.sum())
+
+        yield lambda seconds: timed(rollout, seconds)
+
+
+def show_central(repeats: int, seconds: float) -> None:
+    """How much is gained by stepping one group while the agent is busy with the other; at most it is 2."""
+    speeds: dict[str, list[float]] = {"no agent to speak of": [], "one group": [], "two groups": []}
+    with contextlib.ExitStack() as stack:
+        quick = stack.enter_context(central(1, 0.0))
+        quick(seconds)
+        per_step = 1 / quick(seconds)
+        runs = quick, *(stack.enter_context(central(n_groups, per_step)) for n_groups in (1, 2))
+        for _ in range(repeats):
+            for name, run in zip(speeds, runs, strict=True):
+                speeds[name].append(run(seconds))
+    medians = {name: statistics.median(values) for name, values in speeds.items()}
+    print(f"{CENTRAL:16} " + " | ".join(f"{name} {speed:,.0f}" for name, speed in medians.items()))
+    ratio = statistics.median(two / one for one, two in zip(speeds["one group"], speeds["two groups"], strict=True))
+    print(f"{'':16} two groups {ratio:.2f} of one, at most 2", flush=True)
+
+
 def measure(row: Row, repeats: int, seconds: float, names: list[str]) -> dict[str, float]:
     """Medians of steps/s, every contender in turn."""
     contenders = {"rlstructs": ours, "here": here} | {name: PEERS[name][1] for name in names}
@@ -200,7 +255,7 @@ def show(row: Row, speeds: dict[str, float]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="*", default=[row.name for row in ROWS])
+    parser.add_argument("--rows", nargs="*", default=[*(row.name for row in ROWS), CENTRAL])
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=0.5)
     parser.add_argument("--no-peers", action="store_true")
@@ -212,6 +267,8 @@ def main() -> None:
     for row in ROWS:
         if row.name in arguments.rows:
             show(row, measure(row, arguments.repeats, arguments.seconds, installed))
+    if CENTRAL in arguments.rows:
+        show_central(arguments.repeats, arguments.seconds)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,21 @@ import numpy as np
 import torch
 
 from rlstructs.agent import EmptyHistory, RL_Agent
-from rlstructs.envs.vec_env import RowEnv, VecEnv, gives_rows, load_statistics, row_env, take_statistics
+from rlstructs.envs.vec_env import (
+    RowEnv,
+    SplitEnv,
+    VecEnv,
+    gives_rows,
+    groups_of,
+    load_statistics,
+    row_env,
+    take_statistics,
+)
 from rlstructs.errors import SpecError
 from rlstructs.evaluation import Evaluation
 from rlstructs.generations import Generations
 from rlstructs.moments import Moments
-from rlstructs.rollout import Clock, Progress, acquire
+from rlstructs.rollout import Clock, Progress, acquire, acquire_in_turns
 from rlstructs.rows import TensorSpec, check_dtype, specs_of
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.settings import JobSettings
@@ -83,6 +92,10 @@ class RolloutJob:
         self._inbox = Inbox(self.weights_arena)
         self._error: BaseException | None = None
         self._progress: Progress | None = None
+        # Of environments that can be stepped in groups; where each of them is replaces `_progress`.
+        self._groups: Sequence[SplitEnv] = ()
+        self._group_slots: list[list[Slots]] = []
+        self._group_progress: list[Progress] = []
         self._clock = Clock()
         self._evaluation: Evaluation | None = None
 
@@ -93,8 +106,18 @@ class RolloutJob:
     def attach(self, generations: Generations) -> None:
         """Maps this worker's block of slots."""
         n, buffer = self._env.n_envs(), self.arena.map()
+        self._generations = generations
         self._slots = generations.slots(buffer, first=self.index * n, n=n)
         self._cuts = generations.cuts(buffer)
+        self._attach_groups()
+
+    def _attach_groups(self) -> None:
+        """Maps the slots of each group of the environments, if there are any."""
+        self._groups, self._group_slots = groups_of(self._env), []
+        first, buffer = self._slots[0].first, self.arena.map()
+        for group in self._groups:
+            self._group_slots.append(self._generations.slots(buffer, first=first, n=group.n_envs()))
+            first += group.n_envs()
 
     def reset(self, statistics: Mapping[str, Moments]) -> None:
         """Starts an episode in every environment, by the `env_info/` rows of the slots.
@@ -106,6 +129,11 @@ class RolloutJob:
             load_statistics(self._given, statistics)
             observation = self._env.reset_rows(self._slots[0].info("env_info/").clone())
             self._progress = Progress(observation, np.arange(self._slots[0].n))
+            first, self._group_progress = 0, []
+            for group in self._groups:
+                rows = np.arange(group.n_envs())
+                self._group_progress.append(Progress(observation.take(first + rows), rows))
+                first += rows.size
 
     def rollout(
         self, number: int, statistics: Mapping[str, Moments]
@@ -127,17 +155,23 @@ class RolloutJob:
                 return [], self._clock.fields(), self._inbox.version, take_statistics(self._given)
             began = perf_counter()
             load_statistics(self._given, statistics)
-            info = slots.info("agent_info/").clone()
-            clock = None if BARE in os.environ else self._clock
-            cuts, index = self._cuts, self.index
-            progress = acquire(
-                self._env, self._agent, slots, progress, info, self.settings.device, clock,
-                lambda: cuts[index] > number,
-            )  # fmt: skip
-            self._progress = progress
+            progress = self._acquire(number, slots, progress)
             self._clock.busy += perf_counter() - began
             running = None if progress.running.size == slots.n else progress.running.tolist()
             return running, self._clock.fields(), self._inbox.version, take_statistics(self._given)
+
+    def _acquire(self, number: int, slots: Slots, progress: Progress) -> Progress:
+        """Has the agent act, in groups if there are any; where the environments are then."""
+        info = slots.info("agent_info/").clone()
+        clock = None if BARE in os.environ else self._clock
+        cuts, index = self._cuts, self.index
+        how = info, self.settings.device, clock, lambda: cuts[index] > number
+        if self._groups:
+            own = [generations[number % len(generations)] for generations in self._group_slots]
+            self._group_progress = acquire_in_turns(self._groups, self._agent, own, self._group_progress, *how)
+            return progress  # all of them always run
+        self._progress = acquire(self._env, self._agent, slots, progress, *how)
+        return self._progress
 
     def update(self, packed: Packed) -> tuple[int, ...]:
         """Hands the agent an update; those of which it still has tensors."""
@@ -175,6 +209,7 @@ class RolloutJob:
             self._given, self._env = env, row_env(env)
             if env.n_envs() != n:
                 raise SpecError(f"create_env: made {env.n_envs()} environments, and {n} before")
+            self._attach_groups()
             self._agent.seed(int(seed) if self._agent_seed is None else self._agent_seed)  # it may have drawn ahead
             self._progress, self._clock = None, Clock(*clocks[self.index])
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
 
 from rlstructs.agent import RL_Agent
-from rlstructs.envs.vec_env import RowEnv
+from rlstructs.envs.vec_env import RowEnv, SplitEnv
 from rlstructs.errors import SpecError
 from rlstructs.rows import Rows
 from rlstructs.slots import Slots
@@ -80,13 +81,73 @@ def acquire(
     Returns:
         Where it stopped. `slots.lengths` says how many steps each slot holds.
     """
+    acting = _acting(env, False, agent, slots, progress, agent_info, device, clock, is_cut)
+    try:
+        next(acting)
+    except StopIteration as end:
+        stopped: Progress = end.value
+    return stopped
+
+
+@torch.no_grad()
+def acquire_in_turns(
+    envs: Sequence[SplitEnv],
+    agent: RL_Agent,
+    slots: Sequence[Slots],
+    progress: Sequence[Progress],
+    agent_info: DictTensor,
+    device: torch.device | None = None,
+    clock: Clock | None = None,
+    is_cut: Callable[[], bool] | None = None,
+) -> list[Progress]:
+    """As `acquire`, for groups of environments: the agent acts on one while others are stepped.
+
+    Args:
+        envs: the groups, in all of which everything always runs.
+        slots, progress: of each group.
+        agent_info: a row for each environment of all groups, or empty.
+        is_cut: asked after each step of a group whether that was its last one; a group that had been asked before the
+            answer changed has one step more than the others.
+    """
+    ends = np.cumsum([own.n for own in slots]).tolist()
+    infos = [agent_info if agent_info.empty() else agent_info.slice(end - own.n, end)
+             for own, end in zip(slots, ends, strict=True)]  # fmt: skip
+    groups = enumerate(zip(envs, slots, progress, infos, strict=True))
+    acting = {index: _acting(env, True, agent, own, before, info, device, clock, is_cut)
+              for index, (env, own, before, info) in groups}  # fmt: skip
+    stopped: dict[int, Progress] = {}
+    while acting:
+        for index in list(acting):
+            try:
+                next(acting[index])
+            except StopIteration as end:
+                stopped[index] = end.value
+                del acting[index]
+    return [stopped[index] for index in range(len(envs))]
+
+
+def _acting(
+    env: Any,
+    is_split: bool,
+    agent: RL_Agent,
+    slots: Slots,
+    progress: Progress,
+    agent_info: DictTensor,
+    device: torch.device | None,
+    clock: Clock | None,
+    is_cut: Callable[[], bool] | None,
+) -> Generator[None, None, Progress]:
+    """A rollout that yields while it waits for a `SplitEnv`. Of a `RowEnv` it yields never, and costs what a loop does.
+
+    Args: as of `acquire`; is_split: whether the environment is a `SplitEnv`.
+    """
     rows = None if progress.running.size == slots.n else progress.running
     info = agent_info if rows is None or agent_info.empty() else agent_info.index(rows)
     state = agent.initial_state(info, progress.running.size) if progress.state is None else progress.state
     with_history = agent.require_history()
     steps = slots.begin(rows, state, is_read=with_history)
     steps.write_observation(0, rows, progress.observation)
-    writes = env.writes_rows
+    writes = is_split or env.writes_rows
     began = acted = 0.0
     idle: list[tuple[int, np.ndarray]] = []
     for t in range(slots.layout.n_timesteps):
@@ -104,7 +165,13 @@ def acquire(
             acted = perf_counter()
             clock.agent += acted - began
         steps.write_action(t, rows, output)
-        step = env.step_rows(output, steps.target(t + 1)) if writes else env.step_rows(output)
+        if is_split:
+            env.send_rows(output)
+            yield
+            acted = perf_counter()
+            step = env.recv_rows(steps.target(t + 1))
+        else:
+            step = env.step_rows(output, steps.target(t + 1)) if writes else env.step_rows(output)
         if clock is not None:
             clock.environment += perf_counter() - acted
             clock.steps += (slots.n if rows is None else rows.size) - step.idle.size

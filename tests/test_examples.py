@@ -15,6 +15,7 @@ MEMORY = [*SMALL, "--memory-size", "40"]
 # What to run, and what its last line is.
 RUNS = {
     "2_collect.py": (SMALL, r"\d+ episodes, mean return [\d.]+"),
+    "central_inference.py": ([*SMALL, "--n-envs", "4"], r"\d+ episodes, mean return [\d.]+"),
     "collect_to_memory.py": (MEMORY, r"CartPole-v1: 160 rows of 4 environments, 0\.0 MB"),
     "collect_to_memory.py HalfCheetah-v5": (
         [*MEMORY, "--env-id", "HalfCheetah-v5"], r"HalfCheetah-v5: 160 rows of 4 environments, 0\.0 MB"

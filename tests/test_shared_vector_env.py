@@ -109,6 +109,20 @@ def test_it_gives_the_same_however_the_work_is_shared(n_workers, start_method):
         assert assert_same_steps(ours, theirs, 50) > 20
 
 
+@pytest.mark.parametrize(("n_groups", "n_workers"), [(2, 2), (3, 2), (7, 1), (2, 0)])
+def test_it_gives_the_same_as_a_whole_when_it_has_groups(n_groups, n_workers):
+    ours, theirs = twins([Basket] * 7, n_workers, AutoresetMode.SAME_STEP, n_groups=n_groups)
+    with ours:
+        assert assert_same_steps(ours, theirs, 50) > 20
+        mask = np.arange(7) % 3 == 1
+        for env in (ours, theirs):
+            env.set_attr("gain", list(range(7)))
+        assert_same(ours.call("doubled", 4), theirs.call("doubled", 4))
+        assert ours.get_attr("gain") == tuple(range(7))
+        assert_same(*(env.reset(seed=list(range(7)), options={"reset_mask": mask.copy()}) for env in (ours, theirs)))
+        assert_same(*(env.step(ours.action_space.seed(1) and ours.action_space.sample()) for env in (ours, theirs)))
+
+
 @pytest.mark.parametrize("n_workers", N_WORKERS)
 def test_seeds_of_all_kinds_and_masked_resets_are_gymnasiums(n_workers):
     ours, theirs = twins([Basket] * 4, n_workers)
@@ -286,6 +300,9 @@ def test_what_is_wrong_with_a_reset_is_refused_and_nothing_is_reset(n_workers):
                 env.reset(options={"reset_mask": wrong})
         with pytest.raises(SpecError, match="reset: needs a seed for each of 3 environments, got 2"):
             env.reset(seed=[1, 2])
+        for wrong in (1.5, "abc", [1, 2.0, 3]):
+            with pytest.raises(TypeError, match="reset: seed must be an int, or ints and None, got"):
+                env.reset(seed=wrong)
         assert env.get_attr("given") == ([None], [None], [None])
 
 
@@ -649,7 +666,7 @@ def test_workers_draw_different_numbers_and_have_no_torch():
     [
         (([],), SpecError, "env_fns: needs at least one"),
         (([Basket, 3],), TypeError, r"env_fns\[1\] must be a function"),
-        (([Basket] * 2, 3), SpecError, "n_workers must be at most 2, the number of environments, got 3"),
+        (([Basket] * 2, 3), SpecError, "n_workers must be at most 2, the number of environments of a group, got 3"),
         (([Basket] * 2, -1), SpecError, "n_workers must be at least 0"),
         (([Basket] * 2, 1.0), TypeError, "n_workers must be an int"),
         (([Basket, lambda held=(i for i in range(3)): held], 2), TypeError, r"env_fns\[1\] cannot be sent to a worker"),

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import textwrap
 import time
 
+import cloudpickle
 import psutil
 import pytest
 from processes import exists, worker_pids
 from vector_envs import Failing, Gate, OddError
 
-from rlstructs import RemoteTraceback, SharedVectorEnv, StateError, WorkerCrashed, WorkerTimeout
+from rlstructs import RemoteTraceback, SharedVectorEnv, StateError, WorkerCrashed, WorkerError, WorkerTimeout
 
 # Seconds in which a failure has to arrive, and `close` to return.
 LIMIT = 5.0
@@ -115,6 +119,45 @@ def test_after_a_call_that_failed_it_goes_on(n_workers):
         assert env.call("act") == ("acted",) * 4
 
 
+def test_an_info_that_cannot_be_sent_is_named():
+    class Odd(Failing):
+        def step(self, action):
+            return *super().step(action)[:4], {"fine": 1, "odd": (i for i in range(3))}
+
+    with SharedVectorEnv([Failing] * 3 + [Odd], 2) as env:
+        env.reset()
+        with pytest.raises(TypeError, match="cannot pickle 'generator' object") as caught:
+            env.step(ACTIONS)
+        assert caught.value.__notes__[0] == "info 'odd' of environment 3 cannot be sent to the trainer"
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps, cloudpickle.dumps])
+def test_it_cannot_be_copied_and_goes_on_after_an_attempt(copied):
+    with failing("") as env:
+        env.reset()
+        with pytest.raises(TypeError, match="worker processes cannot be copied or pickled, nor what holds them"):
+            copied(env)
+        gc.collect()  # half a copy would close the pipes
+        assert env.step(ACTIONS)[1].tolist() == [1.0] * 4
+
+
+def test_a_forked_copy_of_the_program_can_neither_use_nor_end_its_workers():
+    with failing("") as env:
+        env.reset()
+        pid = os.fork()
+        if not pid:
+            status = 1
+            with contextlib.suppress(BaseException):
+                try:
+                    env.step(ACTIONS)
+                except WorkerError:
+                    env.close()
+                    status = 0
+            os._exit(status)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert env.step(ACTIONS)[1].tolist() == [1.0] * 4
+
+
 @pytest.mark.parametrize("n_workers", [0, 2])
 def test_what_a_sent_environment_raises_is_received(n_workers):
     with failing("step", n_workers=n_workers) as env:
@@ -166,6 +209,21 @@ def test_a_hang_is_an_error_when_there_is_a_timeout(where):
         run_through(where, "hang", timeout=1.0)
     assert where == "constructor" or caught.value.__notes__ == ["worker 1 was at environment 3"]
     assert worker_pids() == before
+
+
+def test_a_late_or_lost_group_is_named_and_the_others_stay_what_they_were():
+    with SharedVectorEnv([Failing] * 6 + [functools.partial(Failing, "step", "hang")] * 2, 2, n_groups=2) as env:
+        env.reset()
+        first, second = env.groups
+        env.send(ACTIONS, second)
+        env.send(ACTIONS, first)  # worker 0 is through with the second, worker 1 never will be
+        with pytest.raises(WorkerTimeout, match="no reply within") as caught:
+            env.recv(env_ids=first, timeout=0.5)
+        assert caught.value.__notes__ == ["worker 1 was at environment 6"]
+        os.kill(env._host.pids[1], signal.SIGKILL)
+        with Deadline(), pytest.raises(WorkerCrashed, match="worker 1 .* is gone") as caught:
+            env.recv(env_ids=first)
+        assert caught.value.__notes__ == ["worker 1 was at environment 6"]
 
 
 def test_late_environments_are_named_also_when_they_were_sent_by_themselves():

@@ -190,3 +190,28 @@ class Telling(Process):
 
     def reset(self, *, seed=None, options=None):
         return np.zeros(1, np.float32), {"told": list(self.told)}
+
+
+class Pair(gymnasium.Env):
+    """A Dict of two observations, written into the same arrays at every step; episodes of random lengths."""
+
+    observation_space = spaces.Dict({
+        "near": spaces.Box(-np.inf, np.inf, (2,), np.float32), "count": spaces.Discrete(50),
+    })  # fmt: skip
+    action_space = spaces.Discrete(2)
+
+    def __init__(self):
+        self.near = np.zeros(2, np.float32)
+
+    def _observation(self):
+        self.near[:] = self.np_random.normal(size=2)
+        return {"near": self.near, "count": self.steps}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps, self.length = 0, int(self.np_random.integers(1, 12))
+        return self._observation(), {}
+
+    def step(self, action):
+        self.steps += 1
+        return self._observation(), float(action), self.steps == self.length, False, {"steps": self.steps}

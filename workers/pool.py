@@ -305,6 +305,10 @@ class WorkerPool:
         """Whether there is something to end, and this is not a forked copy of the process that has to."""
         return self._finalizer.still_active() and os.getpid() == self._made_by
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of a connection, were it only half made, would close the pipe as it goes.
+        raise TypeError("worker processes cannot be copied or pickled, nor what holds them")
+
     def __enter__(self) -> WorkerPool:
         return self
 

@@ -11,14 +11,15 @@ Shapes and dtypes are those of `gymnasium.vector.SyncVectorEnv`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from rlstructs.envs.actions import WIDEST, Actions
+from rlstructs.envs.outcomes import Outcome
 from rlstructs.envs.parts import Part, nest, parts_of
 from rlstructs.errors import SpecError
 
@@ -26,18 +27,6 @@ from rlstructs.errors import SpecError
 ALIGNMENT = 64
 
 Spec = tuple[tuple[int, ...], np.dtype[Any]]
-
-
-class Outcome(NamedTuple):
-    """What a step or reset gave beside what the columns hold.
-
-    Attributes:
-        infos: index of an environment and an info of it that is not empty, in the order of gymnasium's.
-        objects: index of an environment and the parts of its observation that are no arrays.
-    """
-
-    infos: list[tuple[int, Mapping[str, Any]]]
-    objects: list[tuple[int, list[Any]]]
 
 
 class ObservationColumn:

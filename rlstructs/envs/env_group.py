@@ -1,4 +1,4 @@
-"""Environments that are stepped one after another, in whichever process: a worker's, or all there are.
+"""Environments that are stepped one after another, in whichever process.
 
 What they observe is written to the columns, what else there is comes back: an `Outcome`.
 """
@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
-import pickle
-import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,15 +14,10 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from rlstructs.envs.columns import Columns, Outcome
+from rlstructs.envs.columns import Columns
+from rlstructs.envs.outcomes import Outcome
 from rlstructs.errors import SpecError
-from workers import SharedArena, messages
-
-# First byte of a request: to step every environment, to step the one of a row, to call a method.
-EVERY, ONE, CALL = b"E", b"O", b"C"
-ROW = struct.Struct("<I")
-# What a request or reply holds where numbers in shared memory do not say it all.
-PICKLED = b"\x80"
+from workers import messages
 
 
 class Description(NamedTuple):
@@ -44,6 +36,9 @@ class EnvGroup:
         env_fns: make them.
         first: index of the first among all; they follow each other.
 
+    Attributes:
+        rows: where they are among all.
+
     Raises:
         Exception: what one of them raised, here as in every method with a note that names it.
     """
@@ -58,6 +53,7 @@ class EnvGroup:
                 with contextlib.suppress(Exception):
                     self.close()
                 raise
+        self.rows = slice(first, first + len(self._envs))
 
     def describe(self) -> Description:
         """Of the first of them."""
@@ -84,15 +80,19 @@ class EnvGroup:
                         f"of environment 0 {getattr(described, name)}"
                     )
         spaces = described.observation_space, described.action_space
-        columns, mine = Columns(*spaces, n_envs, buffer), slice(self._first, self._first + len(self._envs))
-        self._actions, self._objects = columns.actions, columns.objects
+        columns, mine = Columns(*spaces, n_envs, buffer), self.rows
+        self._objects = columns.objects
         self._observations = [column.rows(mine) for column in columns.observations]
         self._rewards = columns.rewards[mine]
         self._terminations, self._truncations = columns.terminations[mine], columns.truncations[mine]
-        self._mode, self._mine, self._at = mode, mine, columns.at[mine.start : mine.start + 1]
-        self._at[0] = -1
+        self._mode, self._at = mode, columns.at[mine.start : mine.start + 1]
+        self.rest()
         self._needs_reset = [False] * len(self._envs)
         return columns
+
+    def rest(self) -> None:
+        """Says that they are busy with nothing."""
+        self._at[0] = -1
 
     def reset(
         self, seeds: Sequence[int | None], options: dict[str, Any] | None, mask: np.ndarray | None
@@ -230,93 +230,8 @@ class EnvGroup:
         messages.add_note(error, f"raised by environment {self._first + k}")
 
 
-class WorkerGroup(EnvGroup):
-    """The environments of one worker: reads requests to step, and writes what is to be told of a step.
-
-    Args:
-        env_fns: make all environments there are.
-        rows: which of them are whose, by worker index.
-        index: of this worker.
-        arena: where the columns will lie.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        arena: SharedArena,
-        *,
-        env_fns: Sequence[Callable[[], gymnasium.Env[Any, Any]]],
-        rows: Sequence[slice],
-    ) -> None:
-        # Forked from one server, all workers would draw the same numbers; `random` sees to that by itself.
-        np.random.seed()
-        self._arena = arena
-        super().__init__(env_fns[rows[index]], rows[index].start)
-
-    def attach_here(self, described: Description, n_envs: int, mode: AutoresetMode) -> None:
-        """As `attach`, in the shared memory."""
-        self.attach(described, n_envs, mode, self._arena.map())
-
-    def answer(self, data: bytes) -> bytes:
-        """Follows a request.
-
-        Args:
-            data: `CALL` and a pickled method with its arguments; or `EVERY`, or `ONE` and a row, and then the types
-                of the actions in shared memory, or the pickled actions.
-
-        Returns:
-            What it gave, pickled; nothing for an empty outcome.
-        """
-        try:
-            if data.startswith(EVERY):
-                outcome = self.step(self._read(data[1:], self._mine))
-            elif data.startswith(ONE):
-                [k] = ROW.unpack_from(data, 1)
-                [action] = self._read(data[1 + ROW.size :], slice(self._first + k, self._first + k + 1))
-                outcome = self.step_one(k, action)
-            else:
-                method, arguments = messages.loads(data[1:])
-                return packed(getattr(self, method)(*arguments))
-            return packed(outcome) if outcome.infos or outcome.objects else b""
-        finally:
-            self._at[0] = -1
-
-    def _read(self, data: bytes, rows: slice) -> list[Any]:
-        if data.startswith(PICKLED):
-            actions: list[Any] = messages.loads(data)
-            return actions
-        return self._actions.read(data.decode("ascii"), rows)
-
-
 def _as_it_is(info: Any) -> Any:
     """An info whose dicts and arrays nobody else has; the rest is held as gymnasium holds it."""
     if isinstance(info, dict):
         return {key: _as_it_is(value) for key, value in info.items()}
     return info.copy() if isinstance(info, np.ndarray) else info
-
-
-def packed(value: Any) -> bytes:
-    """A value as bytes."""
-    try:  # numbers, strings and arrays, which pickle alone handles ten times as fast as cloudpickle
-        buffer = io.BytesIO()
-        _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
-        return buffer.getvalue()
-    except Exception:
-        return messages.dumps(value)
-
-
-def _as_number(value: np.generic) -> tuple[Any, ...]:
-    return type(value), (value.item(),)
-
-
-class _Pickler(pickle.Pickler):
-    # numpy itself packs a scalar as bytes with a dtype, which takes three times as long.
-    dispatch_table = dict.fromkeys((np.dtype(letter).type for letter in "?bBhHiIlLqQefd"), _as_number)
-
-
-def unpacked(data: bytes) -> Any:
-    """What `packed` packed; nothing stands for an empty outcome."""
-    return messages.loads(data) if data else NOTHING
-
-
-NOTHING = Outcome([], [])

@@ -38,6 +38,9 @@ class GymVectorEnv:
     - NEXT_STEP: the step after an end does nothing but reset, and ignores its action. It is no transition:
       a rollout leaves it out, and the slot's length is one less.
 
+    Of a `SharedVectorEnv` with several groups a rollout steps one while the agent acts on another: the agent is then
+    called with the rows of one group. (Not below a wrapper, nor in mode DISABLED.)
+
     Args:
         envs: with `num_envs`, `single_observation_space` and `single_action_space`, or, as EnvPool has it,
             `observation_space` and `action_space` of a single environment.
@@ -90,6 +93,7 @@ class GymVectorEnv:
         self._is_running = False
         # Environments whose next step does nothing but reset.
         self._ended = NO_ROWS
+        self._groups = [GymVectorGroup(Group(envs, ids), keep_float64) for ids in _groups(envs, self._mode)]
 
     def n_envs(self) -> int:
         """Number of environments, E."""
@@ -124,12 +128,17 @@ class GymVectorEnv:
         """
         return pairs(self.step_rows(action), torch.arange(self._n))
 
+    def row_groups(self) -> Sequence[GymVectorGroup]:
+        """The groups of a `SharedVectorEnv` that has several: a rollout steps one while the agent acts on another."""
+        return self._groups
+
     def reset_rows(self, env_info: DictTensor) -> Rows:
         """As `reset`, the observation as rows of its own."""
         if not env_info.empty():
             raise SpecError(f"env_info: {self._name} takes no options for single environments")
         observations = self._seeded_reset()
-        self._is_running, self._ended = True, NO_ROWS
+        for env in (self, *self._groups):
+            env._is_running, env._ended = True, NO_ROWS
         return self._shown(observations, np.arange(self._n))
 
     def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
@@ -139,10 +148,22 @@ class GymVectorEnv:
             action: E rows.
             target: where they are written to; None for rows of its own.
         """
+        actions, columns = self._read(action)
+        return self._followed(columns, self._envs.step(actions), target)
+
+    def close(self) -> None:
+        """Closes the environments."""
+        self._envs.close()
+
+    def _read(self, action: DictTensor) -> tuple[Any, dict[str, np.ndarray]]:
+        """A batch of actions as the environment takes it, and as columns."""
         if not self._is_running:
             raise StateError("step: call reset first")
-        actions, columns = self._actions.read_batch(action, self._n)
-        observations, rewards, terminated, truncated, infos = self._envs.step(actions)
+        return self._actions.read_batch(action, self._n)
+
+    def _followed(self, columns: Mapping[str, np.ndarray], stepped: Any, target: Target | None) -> Step:
+        """What came of the actions in these columns."""
+        observations, rewards, terminated, truncated, infos = stepped
         idle, after = self._ended, target or Target(self._after.rows, self._after.view)
         outcome = list(map(self._numbers, OUTCOME, (rewards, terminated, truncated)))
         done = np.logical_or(*outcome[1:])
@@ -164,10 +185,6 @@ class GymVectorEnv:
                 raise SpecError(f"environment: {self._name} ended an episode without infos['final_obs']")
             self._after.put(ended, finals, after.arrays)
         return Step(after.rows, ended, first, None)
-
-    def close(self) -> None:
-        """Closes the environments."""
-        self._envs.close()
 
     def _write(
         self,
@@ -233,6 +250,60 @@ class GymVectorEnv:
             return observation
         assert refused is not None
         raise refused
+
+
+class Group:
+    """Some environments of a `SharedVectorEnv`, as far as a `GymVectorEnv` wants to know them.
+
+    Args:
+        envs: the whole.
+        env_ids: int64, which of them.
+    """
+
+    def __init__(self, envs: Any, env_ids: np.ndarray) -> None:
+        self._envs, self._env_ids = envs, env_ids
+        self.num_envs, self.metadata = len(env_ids), envs.metadata
+        self.single_observation_space = envs.single_observation_space
+        self.single_action_space = envs.single_action_space
+
+    def step_async(self, actions: Any) -> None:
+        """Has them stepped."""
+        self._envs.send(actions, self._env_ids)
+
+    def step_wait(self) -> Any:
+        """What came of it."""
+        return self._envs.recv(env_ids=self._env_ids)
+
+
+class GymVectorGroup(GymVectorEnv):
+    """One group of a `GymVectorEnv`: see `SplitEnv`. It is reset with the whole."""
+
+    def __init__(self, group: Group, keep_float64: bool) -> None:
+        super().__init__(group, 0, keep_float64=keep_float64)
+        self._columns: Mapping[str, np.ndarray] = {}
+
+    def send_rows(self, action: DictTensor) -> None:
+        """As `SplitEnv.send_rows`."""
+        actions, self._columns = self._read(action)
+        self._envs.step_async(actions)
+
+    def recv_rows(self, target: Target) -> Step:
+        """As `SplitEnv.recv_rows`."""
+        return self._followed(self._columns, self._envs.step_wait(), target)
+
+
+def _groups(envs: Any, mode: AutoresetMode) -> Sequence[np.ndarray]:
+    """The groups of environments that can be stepped by themselves; none if there is only one."""
+    # Of its own: a wrapper hands on the attributes of what it wraps, but changes what a step is.
+    groups: Sequence[np.ndarray] = getattr(envs, "__dict__", {}).get("groups", ()) if hasattr(envs, "recv") else ()
+    if len(groups) < 2:
+        return ()
+    if mode is AutoresetMode.DISABLED:
+        raise SpecError(
+            f"environment: {type(envs).__name__} has groups, of which none can be reset while another is stepped: give "
+            "it an autoreset_mode, or n_groups=1"
+        )
+    return groups
 
 
 def _finals(infos: Any) -> Any:

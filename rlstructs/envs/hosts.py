@@ -7,15 +7,17 @@ environments, which come out of `arrived` as they are made.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice, pairwise
 from typing import Any, Protocol
 
 import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from rlstructs.envs.columns import Columns, Outcome
+from rlstructs.envs.columns import Columns
 from rlstructs.envs.env_group import Description, EnvGroup
+from rlstructs.envs.outcomes import Outcome
 
 EnvFns = Sequence[Callable[[], gymnasium.Env[Any, Any]]]
 Arguments = Callable[[slice], tuple[Any, ...]]
@@ -43,14 +45,20 @@ class Host(Protocol):
     def step_some(self, envs: np.ndarray, actions: Any) -> Request:
         """To step some environments, as soon as what they were asked for before is done."""
 
+    def step_group(self, group: int, actions: Any) -> Request:
+        """As `step_some`, the environments of a group, which arrive together."""
+
     def answers(self, timeout: float | None) -> list[Any]:
-        """What each group gave: values of the method, outcomes of steps. Can be had again until the next request."""
+        """What the environments gave, some at a time, in order: values of the method, outcomes of steps.
 
-    def arrived(self, n: int, timeout: float | None) -> list[tuple[int, Outcome]]:
-        """The first n environments of `step_some` that have stepped, and what it gave; until they are forgotten."""
+        Can be had again until the next request.
+        """
 
-    def forget_arrived(self, n: int) -> None:
-        """Drops the first n of them."""
+    def arrived(self, n: int, among: Sequence[int] | None, timeout: float | None) -> dict[int, Outcome]:
+        """What environments of `step_some` gave: the first n that have stepped, or all of some. Until forgotten."""
+
+    def forget_arrived(self, envs: Iterable[int]) -> None:
+        """Drops what these gave."""
 
     def close(self, timeout: float | None) -> None:
         """Closes every environment."""
@@ -64,12 +72,13 @@ class LocalHost:
 
     Args:
         env_fns: make them.
+        groups: which are stepped together.
     """
 
-    def __init__(self, env_fns: EnvFns) -> None:
-        self._group, self._n_envs = EnvGroup(env_fns, 0), len(env_fns)
+    def __init__(self, env_fns: EnvFns, groups: Sequence[range]) -> None:
+        self._group, self._n_envs, self._groups = EnvGroup(env_fns, 0), len(env_fns), groups
         self._answers: list[Any] = []
-        self._arrived: list[tuple[int, Outcome]] = []
+        self._arrived: dict[int, Outcome] = {}
         self._error: Exception | None = None
 
     def describe(self) -> Description:
@@ -97,19 +106,26 @@ class LocalHost:
         rows = list(zip(envs.tolist(), self._actions.apart(actions, len(envs)), strict=True))
         return lambda: self._step_some(rows)
 
+    def step_group(self, group: int, actions: Any) -> Request:
+        """As `Host.step_group`."""
+        return self.step_some(np.array(self._groups[group]), actions)
+
     def answers(self, timeout: float | None) -> list[Any]:
         """As `Host.answers`."""
         self._raise_error()
         return self._answers
 
-    def arrived(self, n: int, timeout: float | None) -> list[tuple[int, Outcome]]:
+    def arrived(self, n: int, among: Sequence[int] | None, timeout: float | None) -> dict[int, Outcome]:
         """As `Host.arrived`."""
         self._raise_error()
-        return self._arrived[:n]
+        found = first_of(self._arrived, n, among)
+        assert found is not None
+        return found
 
-    def forget_arrived(self, n: int) -> None:
+    def forget_arrived(self, envs: Iterable[int]) -> None:
         """As `Host.forget_arrived`."""
-        del self._arrived[:n]
+        for env in envs:
+            del self._arrived[env]
 
     def close(self, timeout: float | None) -> None:
         """As `Host.close`."""
@@ -130,7 +146,7 @@ class LocalHost:
     def _step_some(self, rows: list[tuple[int, Any]]) -> None:
         try:
             for env, action in rows:
-                self._arrived.append((env, self._group.step_one(env, action)))
+                self._arrived[env] = self._group.step_one(env, action)
         except Exception as error:
             self._error = error
 
@@ -138,3 +154,17 @@ class LocalHost:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+
+
+def first_of(arrived: dict[int, Outcome], n: int, among: Sequence[int] | None) -> dict[int, Outcome] | None:
+    """The first n that have arrived, or all of some; None if they have not yet."""
+    if among is None:
+        return {env: arrived[env] for env in islice(arrived, n)} if len(arrived) >= n else None
+    return {env: arrived[env] for env in among} if all(env in arrived for env in among) else None
+
+
+def shares_of(envs: range, n: int) -> list[range]:
+    """Environments in n parts as equal as can be, the larger ones first."""
+    size, n_larger = divmod(len(envs), n)
+    starts = [index * size + min(index, n_larger) for index in range(n + 1)]
+    return [envs[start:stop] for start, stop in pairwise(starts)]

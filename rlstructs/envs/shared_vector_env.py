@@ -27,13 +27,13 @@ from gymnasium.vector.utils import batch_space
 
 from rlstructs.checks import check_count, check_timeout
 from rlstructs.envs.call_order import CallOrder, Pending
-from rlstructs.envs.columns import Outcome
-from rlstructs.envs.hosts import Arguments, Host, LocalHost
-from rlstructs.envs.infos import infos_of_all, infos_of_some
+from rlstructs.envs.hosts import Arguments, Host, LocalHost, shares_of
+from rlstructs.envs.outcomes import Outcome, infos_of_all, infos_of_some
 from rlstructs.envs.vector_arguments import (
     RESET_MASK,
     env_fns_of,
     env_ids_of,
+    group_count,
     options_of,
     seeds_of,
     value_for_each,
@@ -66,6 +66,12 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         start_method: "forkserver" (the default on Linux), "spawn" (elsewhere) or "fork".
         timeout: seconds within which workers must answer, None for no limit. A worker that dies or raises is
             noticed at once either way.
+        n_groups: how many groups the environments form, one after another and as equal as can be. Every worker has
+            some of each, and steps a group that is sent as one: the trainer can compute for one group while the
+            workers step another (`GymVectorEnv` does, in a rollout).
+
+    Attributes:
+        groups: int64, which environments each group has.
 
     Raises:
         SpecError, TypeError: an argument is not what is needed, or spaces differ.
@@ -93,6 +99,7 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         copy: bool = True,
         start_method: str | None = None,
         timeout: float | None = None,
+        n_groups: int = 1,
     ) -> None:
         self._order = CallOrder()
         self.closed = True  # until there is something to close
@@ -100,8 +107,12 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         check_timeout(timeout)
         self.num_envs, self.copy = len(makers), bool(copy)
         self.autoreset_mode = AutoresetMode(autoreset_mode)
-        n_workers = worker_count(n_workers, self.num_envs)
-        self._host: Host = WorkerHost(makers, n_workers, start_method, timeout) if n_workers else LocalHost(makers)
+        groups = shares_of(range(self.num_envs), group_count(n_groups, self.num_envs))
+        self.groups = tuple(np.array(group) for group in groups)
+        n_workers = worker_count(n_workers, len(groups[-1]))
+        self._host: Host = (
+            WorkerHost(makers, n_workers, groups, start_method, timeout) if n_workers else LocalHost(makers, groups)
+        )
         try:
             described = self._host.describe()
             self._columns = self._host.attach(described, self.num_envs, self.autoreset_mode)
@@ -232,41 +243,50 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
             ResetNeeded, StateError: as `step`.
         """
         self._order.check_free("send", Pending.SEND)
-        envs = env_ids_of(env_ids, self.num_envs)
+        envs = env_ids_of("send", env_ids, self.num_envs)
         if self._is_out[envs].any():
             raise StateError(f"send: environments {envs[self._is_out[envs]].tolist()} were sent and not received")
         self._check_running("send", envs)
-        request = self._host.step_some(envs, actions)
+        group = self._group_of(envs)
+        request = self._host.step_some(envs, actions) if group is None else self._host.step_group(group, actions)
         self._is_out[envs] = True
         self._order.ask(Pending.SEND, request)
 
-    def recv(self, n: int | None = None, timeout: float | None = None) -> Stepped:
+    def recv(
+        self,
+        n: int | None = None,
+        timeout: float | None = None,
+        *,
+        env_ids: Sequence[int] | np.ndarray | None = None,
+    ) -> Stepped:
         """The first n environments that are ready, of those that were sent; they can be sent again then.
 
         A worker steps its environments in the order in which they were sent: a slow one delays those sent to the
-        same worker after it, and no others.
+        same worker after it, and no others but those of its group, if that was sent whole.
 
         Args:
             n: how many; None for all that were sent.
             timeout: as in `reset_wait`.
+            env_ids: int (n,), which environments, in place of the first that are ready.
 
         Returns:
             As `step`, with a row for each of the n environments, by ascending index; `infos["env_id"]`, int64
             (n,), says which they are. Copies, whatever `copy` says.
 
         Raises:
-            StateError: nothing was sent.
-            SpecError: fewer than n were sent.
+            StateError: nothing was sent, or not these.
+            SpecError: fewer than n were sent, or `env_ids` are not what is needed.
             Exception: what an environment raised.
         """
         self._order.check_pending(Pending.SEND)
         n_out = int(self._is_out.sum())
+        among = None if env_ids is None else self._sent(n, env_ids)
         n = n_out if n is None else check_count("n", n)
         if n > n_out:
             raise SpecError(f"recv: {n} environments are wanted, {n_out} were sent and not received")
-        arrived = self._order.answered(partial(self._host.arrived, n), timeout)
-        first = sorted(arrived, key=lambda pair: pair[0])
-        envs, outcomes = np.array([env for env, _ in first], np.int64), [outcome for _, outcome in first]
+        arrived = self._order.answered(partial(self._host.arrived, n, among), timeout)
+        envs = np.array(sorted(arrived), np.int64)
+        outcomes = [arrived[env] for env in envs.tolist()]
         columns = self._columns
         columns.keep(outcomes)
         received = (
@@ -277,9 +297,9 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
             infos_of_some(envs, outcomes),
         )
         with uninterrupted():  # all of it or nothing: what is out and does not arrive is waited for, for ever
-            self._host.forget_arrived(n)
+            self._host.forget_arrived(arrived)
             self._is_out[envs] = False
-            self._order.pending = Pending.SEND if n < n_out else None
+            self._order.pending = Pending.SEND if envs.size < n_out else None
         return received
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -361,6 +381,24 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         if error is not None and self._order.failure is None:
             self._order.failure = error  # what is on its way out matters more than what closing raises
         self.close()
+
+    def _group_of(self, envs: np.ndarray) -> int | None:
+        """Which group these are; None if they are none, or all there are."""
+        if len(self.groups) > 1:
+            for index, group in enumerate(self.groups):
+                if np.array_equal(envs, group):
+                    return index
+        return None
+
+    def _sent(self, n: int | None, env_ids: Sequence[int] | np.ndarray) -> list[int]:
+        """Environments that were sent and can be received."""
+        if n is not None:
+            raise SpecError(f"recv: either n or env_ids, got n={n} and env_ids")
+        envs = env_ids_of("recv", env_ids, self.num_envs)
+        if not self._is_out[envs].all():
+            raise StateError(f"recv: environments {envs[~self._is_out[envs]].tolist()} were not sent")
+        found: list[int] = envs.tolist()
+        return found
 
     def _check_running(self, call: str, envs: Any = slice(None)) -> None:
         """Raises unless these environments can be stepped."""

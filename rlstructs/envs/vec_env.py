@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -126,6 +126,22 @@ class Step(NamedTuple):
     fresh: Rows | None
     kept: np.ndarray | None
     idle: np.ndarray = NO_ROWS
+
+
+class SplitEnv(Protocol):
+    """A group of environments that are stepped while others are waited for; all of them always run."""
+
+    def n_envs(self) -> int:
+        """How many there are."""
+        ...
+
+    def send_rows(self, action: DictTensor) -> None:
+        """As `RowEnv.step_rows`, but does not wait."""
+        ...
+
+    def recv_rows(self, target: Target) -> Step:
+        """What came of it, written to the target."""
+        ...
 
 
 Pair = tuple[DictTensor, torch.Tensor]
@@ -262,6 +278,12 @@ def gives_rows(env: VecEnv, method: str = "step_rows") -> bool:
     rows = owner(method)
     patched = {"reset", "step"} & getattr(env, "__dict__", {}).keys()
     return rows < len(classes) and not patched and min(owner("reset"), owner("step")) >= rows
+
+
+def groups_of(env: RowEnv) -> Sequence[SplitEnv]:
+    """The groups in which its environments can be stepped, in order; none if they are all stepped together."""
+    groups: Sequence[SplitEnv] = getattr(env, "row_groups", tuple)()
+    return groups
 
 
 def _idle(arrays: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -30,8 +31,23 @@ def env_fns_of(env_fns: Iterable[Callable[[], gymnasium.Env[Any, Any]]]) -> list
     return found
 
 
+def group_count(n_groups: int, n_envs: int) -> int:
+    """How many groups there will be.
+
+    Raises:
+        SpecError, TypeError: not an int from 1 to `n_envs`.
+    """
+    if check_count("n_groups", n_groups, 1) > n_envs:
+        raise SpecError(f"n_groups must be at most {n_envs}, the number of environments, got {n_groups}")
+    return int(n_groups)
+
+
 def worker_count(n_workers: int | None, n_envs: int) -> int:
     """How many workers there will be; by itself one for each core, or for each environment if those are fewer.
+
+    Args:
+        n_workers: as it was given.
+        n_envs: how many environments there are, of the smallest group.
 
     Raises:
         SpecError, TypeError: not an int from 0 to `n_envs`.
@@ -40,19 +56,27 @@ def worker_count(n_workers: int | None, n_envs: int) -> int:
         n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return min(n_cores, n_envs)
     if check_count("n_workers", n_workers, 0) > n_envs:
-        raise SpecError(f"n_workers must be at most {n_envs}, the number of environments, got {n_workers}")
+        raise SpecError(f"n_workers must be at most {n_envs}, the number of environments of a group, got {n_workers}")
     return int(n_workers)
 
 
 def seeds_of(seed: int | Sequence[int | None] | None, n_envs: int) -> list[int | None]:
-    """A seed for each environment: `seed + k`, those of a sequence, or None."""
+    """A seed for each environment: `seed + k`, those of a sequence, or None.
+
+    Raises:
+        SpecError, TypeError: not as many as environments, or one that is no int.
+    """
     if seed is None:
         return [None] * n_envs
     if isinstance(seed, (int, np.integer)):
         return [int(seed) + k for k in range(n_envs)]
-    if len(seed) != n_envs:
-        raise SpecError(f"reset: needs a seed for each of {n_envs} environments, got {len(seed)}")
-    return list(seed)
+    try:
+        seeds = [None if each is None else operator.index(each) for each in seed]
+    except TypeError as error:
+        raise TypeError(f"reset: seed must be an int, or ints and None, got {seed!r}") from error
+    if len(seeds) != n_envs:
+        raise SpecError(f"reset: needs a seed for each of {n_envs} environments, got {len(seeds)}")
+    return seeds
 
 
 def options_of(
@@ -75,7 +99,7 @@ def options_of(
     return {key: value for key, value in options.items() if key != RESET_MASK}, mask.copy()
 
 
-def env_ids_of(env_ids: Sequence[int] | np.ndarray | None, n_envs: int) -> np.ndarray:
+def env_ids_of(call: str, env_ids: Sequence[int] | np.ndarray | None, n_envs: int) -> np.ndarray:
     """Indexes of environments, int64.
 
     Raises:
@@ -85,9 +109,9 @@ def env_ids_of(env_ids: Sequence[int] | np.ndarray | None, n_envs: int) -> np.nd
         return np.arange(n_envs)
     envs = np.asarray(env_ids)
     if envs.ndim != 1 or envs.dtype.kind not in "iu" or not envs.size:
-        raise SpecError(f"send: env_ids must be indexes of environments, got {env_ids!r}")
+        raise SpecError(f"{call}: env_ids must be indexes of environments, got {env_ids!r}")
     if envs.min() < 0 or envs.max() >= n_envs or len(set(envs.tolist())) < envs.size:
-        raise SpecError(f"send: env_ids must lie in 0..{n_envs - 1}, each once, got {envs.tolist()}")
+        raise SpecError(f"{call}: env_ids must lie in 0..{n_envs - 1}, each once, got {envs.tolist()}")
     return envs.astype(np.int64)
 
 

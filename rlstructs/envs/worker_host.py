@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,16 +13,18 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from rlstructs.envs import registry
-from rlstructs.envs.columns import Columns, Outcome, nbytes
-from rlstructs.envs.env_group import CALL, EVERY, ONE, ROW, Description, WorkerGroup, unpacked
-from rlstructs.envs.hosts import Arguments, EnvFns, Request
+from rlstructs.envs.columns import Columns, nbytes
+from rlstructs.envs.env_group import Description
+from rlstructs.envs.env_worker import CALL, EVERY, HEAD, ONE, EnvWorker
+from rlstructs.envs.hosts import Arguments, EnvFns, Request, first_of, shares_of
+from rlstructs.envs.outcomes import NOTHING, Outcome, unpacked
 from rlstructs.errors import WorkerCrashed, WorkerTimeout
 from workers import SharedArena, WorkerPool, messages
 from workers.channel import AT_ONCE
 from workers.messages import Post
 from workers.start import uninterrupted
 
-PRELOAD = ("numpy", "gymnasium.vector", "rlstructs.envs.env_group")
+PRELOAD = ("numpy", "gymnasium.vector", "rlstructs.envs.env_worker")
 # Steps under way in a worker from which on its replies are read before it is asked for more: a pipe holds some
 # two hundred small messages, and a worker that cannot write its own reads no others.
 MANY = 64
@@ -32,26 +34,38 @@ class WorkerHost:
     """Environments in worker processes, some in each.
 
     Args:
-        env_fns: make the environments; worker 0 gets the first of them.
-        n_workers: how many workers share them.
+        env_fns: make the environments.
+        n_workers: how many workers share them; the first has the first of each group.
+        groups: which are stepped together.
         start_method, timeout: as `WorkerPool`'s.
 
     Raises:
         TypeError: what the user gave cannot be sent to a worker.
     """
 
-    def __init__(self, env_fns: EnvFns, n_workers: int, start_method: str | None, timeout: float | None) -> None:
-        self._rows = _shares(len(env_fns), n_workers)
-        self._worker_of = [index for index, rows in enumerate(self._rows) for _ in range(rows.start, rows.stop)]
-        # The environments that each worker was asked to step by themselves, in the order in which it replies.
-        self._asked: list[deque[int]] = [deque() for _ in self._rows]
-        self._arrived: list[tuple[int, Outcome]] = []
+    def __init__(
+        self,
+        env_fns: EnvFns,
+        n_workers: int,
+        groups: Sequence[range],
+        start_method: str | None,
+        timeout: float | None,
+    ) -> None:
+        shared = [shares_of(group, n_workers) for group in groups]
+        # Of each worker its share of each group; and in the order of the environments: whose, of which group, which.
+        self._shares = [[_slice(shares[index]) for shares in shared] for index in range(n_workers)]
+        places = [(index, group, mine) for group, shares in enumerate(shared) for index, mine in enumerate(shares)]
+        self._workers = [index for index, _, _ in places]
+        self._place_of = [(index, group, env - mine[0]) for index, group, mine in places for env in mine]
+        # What each worker was asked to step by `step_some`, in the order in which it replies.
+        self._asked: list[deque[range]] = [deque() for _ in self._shares]
+        self._arrived: dict[int, Outcome] = {}
         self._steps: dict[str, Post] = {}  # to step all of them, by the types of the actions
         self._arena = SharedArena()
         try:
             self._pool = WorkerPool(
                 n_workers,
-                partial(WorkerGroup, env_fns=env_fns, rows=self._rows),
+                partial(EnvWorker, env_fns=env_fns, shares=self._shares),
                 shared=(self._arena,),
                 start_method=start_method,
                 timeout=timeout,
@@ -86,33 +100,48 @@ class WorkerHost:
         self._arena.resize(nbytes(*spaces, n_envs))
         columns = Columns(*spaces, n_envs, self._arena.map())
         self._actions, self._at = columns.actions, columns.at
-        self._pool.call("attach_here", described, n_envs, mode)
+        self._pool.call("attach", described, n_envs, mode)
         return columns
 
     def call(self, method: str, arguments: Arguments) -> Request:
         """As `Host.call`."""
-        posts = [Post.of(method, CALL + messages.dumps((method, arguments(rows)))) for rows in self._rows]
-        return partial(self._post_each, posts)
+        return self._posting(method, CALL, lambda rows: messages.dumps((method, arguments(rows))))
 
     def step(self, actions: Any) -> Request:
         """As `Host.step`."""
         if types := self._actions.write(actions):
             if types not in self._steps:
-                self._steps[types] = Post.of("step", EVERY + types.encode("ascii"))
+                parts = [HEAD.pack(EVERY, group, 0) + types.encode("ascii") for group in range(len(self._shares[0]))]
+                self._steps[types] = Post.of("step", *parts)
             return partial(self._post_all, self._steps[types])
-        each = self._actions.apart(actions, len(self._worker_of))
-        posts = [Post.of("step", EVERY + messages.dumps(each[rows])) for rows in self._rows]
-        return partial(self._post_each, posts)
+        each = self._actions.apart(actions, len(self._place_of))
+        return self._posting("step", EVERY, lambda rows: messages.dumps(each[rows]))
 
     def step_some(self, envs: np.ndarray, actions: Any) -> Request:
         """As `Host.step_some`."""
         each = [self._actions.write(actions, envs, len(envs)).encode("ascii")] * len(envs)
         if not each[0]:
             each = [messages.dumps([action]) for action in self._actions.apart(actions, len(envs))]
-        orders: dict[int, list[tuple[int, bytes]]] = {}
+        orders: dict[int, list[tuple[range, bytes]]] = {}
         for env, action in zip(envs.tolist(), each, strict=True):
-            index = self._worker_of[env]
-            orders.setdefault(index, []).append((env, ONE + ROW.pack(env - self._rows[index].start) + action))
+            index, group, k = self._place_of[env]
+            orders.setdefault(index, []).append((range(env, env + 1), HEAD.pack(ONE, group, k) + action))
+        return partial(self._post_some, orders)
+
+    def step_group(self, group: int, actions: Any) -> Request:
+        """As `Host.step_group`."""
+        shares = [mine[group] for mine in self._shares]
+        start, stop = shares[0].start, shares[-1].stop
+        types, head = self._actions.write(actions, slice(start, stop), stop - start), HEAD.pack(EVERY, group, 0)
+        if types:
+            data = [head + types.encode("ascii")] * len(shares)
+        else:
+            each = self._actions.apart(actions, stop - start)
+            data = [head + messages.dumps(each[rows.start - start : rows.stop - start]) for rows in shares]
+        orders = {
+            index: [(range(rows.start, rows.stop), part)]
+            for index, (rows, part) in enumerate(zip(shares, data, strict=True))
+        }
         return partial(self._post_some, orders)
 
     def answers(self, timeout: float | None) -> list[Any]:
@@ -122,24 +151,29 @@ class WorkerHost:
         except (WorkerCrashed, WorkerTimeout) as error:
             self._locate(error)
             raise
-        return [unpacked(data) for _, data in sorted(self._pool.answers())]
+        given: list[deque[bytes]] = [deque() for _ in self._shares]
+        for index, data in self._pool.answers():
+            given[index].append(data)
+        # One that raised has given nothing: that is raised before anyone uses what the others gave.
+        return [unpacked(given[index].popleft()) for index in self._workers if given[index]]
 
-    def arrived(self, n: int, timeout: float | None) -> list[tuple[int, Outcome]]:
+    def arrived(self, n: int, among: Sequence[int] | None, timeout: float | None) -> dict[int, Outcome]:
         """As `Host.arrived`."""
         deadline = None if timeout is None else time.monotonic() + timeout
         self._read_answers()
         try:
-            while len(self._arrived) < n:
+            while (found := first_of(self._arrived, n, among)) is None:
                 self._pool.await_answer(None if deadline is None else max(0.0, deadline - time.monotonic()))
                 self._read_answers()
         except (WorkerCrashed, WorkerTimeout) as error:
             self._locate(error)
             raise
-        return self._arrived[:n]
+        return found
 
-    def forget_arrived(self, n: int) -> None:
+    def forget_arrived(self, envs: Iterable[int]) -> None:
         """As `Host.forget_arrived`."""
-        del self._arrived[:n]
+        for env in envs:
+            del self._arrived[env]
 
     def close(self, timeout: float | None) -> None:
         """As `Host.close`."""
@@ -155,26 +189,35 @@ class WorkerHost:
 
     def _locate(self, error: WorkerCrashed | WorkerTimeout) -> None:
         """Says in what is raised of a worker that died, or of those that are late, at which environment it was."""
-        for index, (rows, state) in enumerate(zip(self._rows, self._pool.states, strict=True)):
-            at, is_late = int(self._at[rows.start]), isinstance(error, WorkerTimeout) and state == "busy"
-            if at >= 0 and (is_late or index == error.worker_index):
-                messages.add_note(error, f"worker {index} was at environment {at}")
+        for index, (mine, state) in enumerate(zip(self._shares, self._pool.states, strict=True)):
+            is_late = isinstance(error, WorkerTimeout) and state == "busy"
+            for at in self._at[[rows.start for rows in mine]].tolist():
+                if at >= 0 and (is_late or index == error.worker_index):
+                    messages.add_note(error, f"worker {index} was at environment {at}")
 
     def _post_all(self, post: Post) -> None:
         self._pool.forget_answers()  # to what was asked before
         self._pool.post(post)
+
+    def _posting(self, label: str, kind: bytes, data: Callable[[slice], bytes]) -> Request:
+        """To ask each group in each worker; `data` gives what for its environments."""
+        posts = [
+            Post.of(label, *(HEAD.pack(kind, group, 0) + data(rows) for group, rows in enumerate(mine)))
+            for mine in self._shares
+        ]
+        return partial(self._post_each, posts)
 
     def _post_each(self, posts: list[Post]) -> None:
         self._pool.forget_answers()
         for index, post in enumerate(posts):
             self._pool.post(post, [index])
 
-    def _post_some(self, orders: dict[int, list[tuple[int, bytes]]]) -> None:
+    def _post_some(self, orders: dict[int, list[tuple[range, bytes]]]) -> None:
         if not any(self._asked):
             self._pool.forget_answers()  # those to a step of all
         for index, order in orders.items():
             self._make_room(index, sum(len(data) for _, data in order))
-            self._asked[index].extend(env for env, _ in order)
+            self._asked[index].extend(envs for envs, _ in order)
             self._pool.post(Post.of("step", *(data for _, data in order)), [index])
 
     def _make_room(self, index: int, n_bytes: int) -> None:
@@ -189,15 +232,13 @@ class WorkerHost:
     def _read_answers(self) -> None:
         with uninterrupted():  # an answer that was taken and not kept would be waited for, for ever
             for index, data in self._pool.answers():
-                self._arrived.append((self._asked[index].popleft(), unpacked(data)))
+                envs = self._asked[index].popleft()
+                self._arrived.update(unpacked(data).of_each(envs) if data else dict.fromkeys(envs, NOTHING))
             self._pool.forget_answers()
 
 
-def _shares(n_envs: int, n_workers: int) -> list[slice]:
-    """Which environments each worker has: as equal shares as can be, the larger ones first."""
-    size, n_larger = divmod(n_envs, n_workers)
-    starts = [index * size + min(index, n_larger) for index in range(n_workers + 1)]
-    return [slice(start, stop) for start, stop in itertools.pairwise(starts)]
+def _slice(envs: range) -> slice:
+    return slice(envs.start, envs.stop)
 
 
 def _unpicklable(env_fns: EnvFns) -> tuple[int, Exception] | None:
