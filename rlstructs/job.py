@@ -151,14 +151,28 @@ class RolloutJob:
         slots, progress = self._slots[number % len(self._slots)], self._progress
         assert progress is not None
         with self._once():
+            if progress.running.size < slots.n and getattr(self._env, "defers_resets", False):
+                progress = self._revived(progress, slots.info("agent_info/"))
             if not progress.running.size:
                 return [], self._clock.fields(), self._inbox.version, take_statistics(self._given)
             began = perf_counter()
             load_statistics(self._given, statistics)
             progress = self._acquire(number, slots, progress)
             self._clock.busy += perf_counter() - began
-            running = None if progress.running.size == slots.n else progress.running.tolist()
+            goes_on = progress.running.size == slots.n or getattr(self._env, "defers_resets", False)
+            running = None if goes_on else progress.running.tolist()
             return running, self._clock.fields(), self._inbox.version, take_statistics(self._given)
+
+    def _revived(self, progress: Progress, agent_info: DictTensor) -> Progress:
+        """Starts episodes in environments that have ended, whose resets were deferred; all run then."""
+        which, first = self._env.revive_rows()  # type: ignore[attr-defined]
+        place = np.argsort(np.concatenate([progress.running, which]))
+        assert progress.state is not None
+        info = agent_info if agent_info.empty() else agent_info.index(which)
+        state = self._agent.initial_state(info, which.size)
+        if not state.empty():
+            state = DictTensor.cat([progress.state, state.to(self.settings.device or "cpu")]).index(place)
+        return Progress(progress.observation.joined(first).take(place), np.arange(place.size), state)
 
     def _acquire(self, number: int, slots: Slots, progress: Progress) -> Progress:
         """Has the agent act, in groups if there are any; where the environments are then."""

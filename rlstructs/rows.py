@@ -103,6 +103,10 @@ class Rows:
         """The rows at an index: views for a slice, copies for an array."""
         return Rows(self.packing, {name: block[index] for name, block in self.blocks.items()})
 
+    def joined(self, other: Rows) -> Rows:
+        """These and, behind them, others of the same packing, copies."""
+        return Rows(self.packing, {name: np.concatenate([b, other.blocks[name]]) for name, b in self.blocks.items()})
+
     def arrays(self) -> dict[str, np.ndarray]:
         """Each key's values, views, in the order of the specs."""
         blocks = self.blocks

@@ -59,7 +59,9 @@ class GymEnv:
         >>> env.close()
     """
 
-    _autoreset: ClassVar[bool] = False
+    _autoreset = False
+    #: Whether a rollout begins with the resets of environments that ended in the one before.
+    defers_resets = False
     writes_rows: ClassVar[bool] = False
 
     def __init__(
@@ -131,6 +133,18 @@ class GymEnv:
         ]
         self._run(np.arange(len(self._envs)))
         return self._fresh.fill(frames).take(np.arange(len(self._envs)))
+
+    def revive_rows(self) -> tuple[np.ndarray, Rows]:
+        """Starts an episode in every environment that has ended; all run then.
+
+        Returns:
+            Which they are, int64 (R,), ascending, and their first observations as rows of their own.
+        """
+        assert self._running is not None
+        which = np.setdiff1d(np.arange(len(self._envs)), self._running)
+        fresh = [_copied(self._reset_one(k, None)) for k in which.tolist()]
+        self._run(np.arange(len(self._envs)))
+        return which, self._fresh.fill(fresh, which).take(np.arange(which.size))
 
     def step_rows(self, action: DictTensor) -> Step:
         """As `step`, in rows that stay valid until the next one."""
@@ -212,6 +226,11 @@ class GymEnvInf(GymEnv):
     Of a step that ended an episode, the first pair holds the true final observation, with its reward
     and flags; the second pair, which the agent sees next, the first observation of the new episode.
 
+    Args:
+        defer_resets: for resets that take long. Within a rollout of `RL_Batcher` an environment that ends leaves the
+            running set, so that the others do not wait for its reset, and its slot is shorter: `lengths` says so. It
+            is reset as the next rollout begins, in which it runs again. Otherwise as above.
+
     Example:
         >>> import gymnasium
         >>> env = GymEnvInf([gymnasium.make("CartPole-v1", max_episode_steps=1)], seed=0)
@@ -221,7 +240,18 @@ class GymEnvInf(GymEnv):
         (True, False, True)
     """
 
-    _autoreset = True
+    def __init__(
+        self,
+        envs: Sequence[gymnasium.Env[Any, Any]],
+        seed: int | Sequence[int],
+        *,
+        keep_float64: bool = False,
+        defer_resets: bool = False,
+    ) -> None:
+        super().__init__(envs, seed, keep_float64=keep_float64)
+        if not isinstance(defer_resets, bool):
+            raise TypeError(f"defer_resets must be a bool, got {defer_resets!r}")
+        self._autoreset, self.defers_resets = not defer_resets, defer_resets
 
 
 def packing_of(observation: Mapping[str, Leaf], last_actions: Mapping[str, Leaf]) -> Packing:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from rlstructs.envs.gym_env import NO_INFO, RAW_REWARD, RESERVED
-from rlstructs.envs.vec_env import Step, VecEnv, load_statistics, pairs, row_env, take_statistics
+from rlstructs.envs.vec_env import NO_ROWS, Step, VecEnv, load_statistics, pairs, row_env, take_statistics
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.moments import Moments
 from rlstructs.rows import RECORD, Packing, Rows
@@ -150,6 +150,12 @@ class Normalizing:
         self._running = np.arange(self.n_envs())
         return self._begun(rows)
 
+    def revive_rows(self) -> tuple[np.ndarray, Rows]:
+        """As `GymEnv.revive_rows`, of environments that have it."""
+        which, rows = self._env.revive_rows()  # type: ignore[attr-defined]
+        ran, self._running = self._running, np.arange(self.n_envs())
+        return which, self._revived(rows, ran)
+
     def step_rows(self, action: DictTensor) -> Step:
         """As `step`, in rows that stay valid until the next one."""
         step = self._stepped(self._env.step_rows(action))
@@ -195,6 +201,10 @@ class Normalizing:
     def _begun(self, rows: Rows) -> Rows:
         """First observations, normalised."""
         raise NotImplementedError
+
+    def _revived(self, rows: Rows, ran: np.ndarray) -> Rows:
+        """First observations of those that did not run any more, normalised; all run now."""
+        return self._begun(rows)
 
     def _stepped(self, step: Step) -> Step:
         """A step, normalised."""
@@ -339,7 +349,11 @@ class NormalizeReward(Normalizing):
         return {"return": self._scale}
 
     def _begun(self, rows: Rows) -> Rows:
-        self._returns = np.zeros(self.n_envs())
+        return self._revived(rows, NO_ROWS)
+
+    def _revived(self, rows: Rows, ran: np.ndarray) -> Rows:
+        kept, self._returns = self._returns[: ran.size], np.zeros(self.n_envs())
+        self._returns[ran] = kept
         return self._scaled(rows, _record(rows))
 
     def _stepped(self, step: Step) -> Step:
