@@ -365,6 +365,8 @@ class WorkerPool:
         is_kept: bool = False,
     ) -> list[Asked]:  # fmt: skip
         """Sends a request to workers, under one deadline; what fails is raised, unless it is to be kept."""
+        if os.getpid() != self._made_by:  # whose replies would be read by the other
+            raise WorkerError(f"workers: made by process {self._made_by}, this is a forked copy of it")
         data = messages.dumps(request) if data is None else data  # once for all
         deadline = None if self.timeout is None else time.monotonic() + self.timeout
         asked = []
