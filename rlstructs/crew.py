@@ -148,8 +148,7 @@ class Crew:
             self._mend(self.pool.check())
         self._remember("update", arguments)
         asked = self.pool.ask("update", *arguments)
-        if not self._mends:
-            _raise_first(asked)
+        self._raise_gone(asked)
         return asked
 
     def know(self, statistics: dict[str, Moments]) -> None:
@@ -262,8 +261,7 @@ class Crew:
                 asked = self.pool.ask("rollout", number, self.statistics, only=indexes)
                 for each in asked:
                     self.members[each.index].orders.append(Order(number, each))
-                if not self._mends:
-                    _raise_first(asked)
+                self._raise_gone(asked)
 
     def is_ready(self, n: int | None = None) -> bool:
         """Whether `collect` would not have to wait for rollouts."""
@@ -341,6 +339,11 @@ class Crew:
             {each.index: each.value for each in asked if each.error is None},
             {each.index: each.error for each in asked if each.error is not None},
         )
+
+    def _raise_gone(self, asked: list[Asked]) -> None:
+        """Raises at once if a worker that is not to be replaced is gone; what a job raises comes with its rollout."""
+        if not self._mends:
+            _raise_first([each for each in asked if isinstance(each.error, WorkerError)])
 
     def _remember(self, method: str, arguments: tuple[Any, ...]) -> None:
         """Has successors asked the same from now on."""

@@ -162,8 +162,9 @@ def test_what_an_environment_raises_is_raised_by_the_batcher_and_nothing_is_left
     bias = DictTensor({"bias": torch.zeros(4)})
     with RL_Batcher(4, lambda: Recurrent("discrete"), {}, create_env, {}, 0, 5, bias.slice(0, 1)) as batcher:
         batcher.reset(agent_info=bias)
+        batcher.execute()
         with pytest.raises(KeyError, match="lost in step") as caught:
-            batcher.execute()
+            batcher.get()
         assert caught.value.__notes__[0] == "raised by environment 3"
     assert worker_pids() == before
 

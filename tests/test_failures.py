@@ -143,6 +143,18 @@ def test_what_an_agent_raises_arrives_as_it_is(where, start_method):
     assert "SimulatorError" in str(cause) and f"worker {cause.worker_index}" in str(cause)
 
 
+@pytest.mark.parametrize("n_processes", [0, 1])
+def test_what_a_rollout_raises_comes_with_get(n_processes):
+    def create_env(seed):
+        return GymEnvInf([Failing("step", True)], seed)
+
+    with RL_Batcher(10, Counting, {}, create_env, {}, n_processes, 0) as batcher:
+        batcher.reset()
+        batcher.execute()
+        with pytest.raises(SimulatorError, match="lost in step"):
+            batcher.get()
+
+
 def test_after_a_failure_every_call_says_so_and_close_is_quick():
     batcher = failing("step")
     batcher.reset()

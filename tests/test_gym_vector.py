@@ -370,8 +370,9 @@ def test_an_agent_with_history_needs_another_mode():
         9, Historic, {"space": spaces.Discrete(5)}, vector_of("three", AutoresetMode.NEXT_STEP), {}, 0, 3
     ) as batcher:
         batcher.reset()
+        batcher.execute()
         with pytest.raises(SpecError, match="^agent: its history would hold steps that were none"):
-            batcher.execute()
+            batcher.get()
 
 
 @pytest.mark.parametrize(

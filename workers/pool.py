@@ -366,7 +366,7 @@ class WorkerPool:
     ) -> list[Asked]:  # fmt: skip
         """Sends a request to workers, under one deadline; what fails is raised, unless it is to be kept."""
         if os.getpid() != self._made_by:  # whose replies would be read by the other
-            raise WorkerError(f"workers: made by process {self._made_by}, this is a forked copy of it")
+            raise WorkerError("the workers belong to the process that this one is a forked copy of")
         data = messages.dumps(request) if data is None else data  # once for all
         deadline = None if self.timeout is None else time.monotonic() + self.timeout
         asked = []
