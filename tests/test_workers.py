@@ -74,6 +74,9 @@ class Job:
     def identify(self):
         return self.index, os.getpid()
 
+    def echo(self, value):
+        return value
+
     def fail(self, index):
         if self.index == index:
             raise KeyError("nothing there", self.index)
@@ -294,6 +297,13 @@ def test_what_is_asked_of_a_busy_worker_is_answered_in_its_turn(method):
         pool.settle(first + second)
         assert [each.value for each in first] == list(enumerate(pool.pids)) and second[0].error is None
         assert isinstance(second[1].error, KeyError)
+
+
+def test_large_requests_and_large_replies_do_not_wait_for_each_other():
+    with WorkerPool(2, Job, timeout=LIMIT) as pool:
+        asked = [each for _ in range(4) for each in pool.ask("echo", bytes(3_000_000))]
+        pool.settle(asked)
+        assert all(each.error is None and len(each.value) == 3_000_000 for each in asked)
 
 
 def test_so_many_are_waited_for():

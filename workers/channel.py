@@ -90,7 +90,8 @@ class Channel:
 
     def _send_until(self, deadline: float | None, sentinel: int | None, *parts: bytes) -> None:
         poll = select.poll()
-        poll.register(self.fileno(), select.POLLOUT)
+        # What the other side writes meanwhile is read: it may have to be through with that before it reads.
+        poll.register(self.fileno(), select.POLLOUT | select.POLLIN)
         if sentinel is not None:
             poll.register(sentinel, select.POLLIN)
         for data in parts:
@@ -101,6 +102,7 @@ class Channel:
                     raise TimeoutError("the other side of the channel does not read")
                 if any(fd == sentinel for fd, _ in events):
                     raise EOFError("the other side of the channel is gone")
+                self.arrive()
                 try:
                     part = part[self._socket.send(part, NO_SIGNAL | socket.MSG_DONTWAIT) :]
                 except BlockingIOError:  # less room than it takes

@@ -15,7 +15,7 @@ from workers.descriptors import check_enough
 from workers.errors import WorkerError, WorkerTimeout, bare
 from workers.messages import Asked, Build, Call, Close, Failure, Post, Result, State
 from workers.process import WorkerProcess, end_all
-from workers.start import default_start_method
+from workers.start import default_start_method, uninterrupted
 from workers.watch import Watch
 
 # Seconds that workers get to close their jobs.
@@ -176,6 +176,7 @@ class WorkerPool:
 
         Args, Raises: as `gather`.
         """
+        self._take_read()
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._failures and not self._answers and (busy := self._busy()):
             if not self._wait(deadline, busy):
@@ -192,6 +193,7 @@ class WorkerPool:
             WorkerCrashed: a worker is gone.
             Exception: what a job raised, with the worker's traceback as the cause.
         """
+        self._take_read()
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._failures and (busy := self._busy()):
             if not self._wait(deadline, busy):
@@ -333,8 +335,16 @@ class WorkerPool:
 
     def _drain(self) -> None:
         """Reads what has come."""
+        self._take_read()
         while self._watch.wait(time.monotonic(), self._read) and self._busy():
             pass
+
+    def _take_read(self) -> None:
+        """Takes what was read while something was sent."""
+        for worker in self._workers:
+            while worker.state is State.BUSY and worker.channel.has_read():
+                with uninterrupted():
+                    self._take(*worker.receive())
 
     def _overdue(self) -> list[WorkerProcess]:
         """Those whose reply is later than the pool's timeout allows."""
