@@ -35,6 +35,7 @@ RUNS = {
     ),
     "ppo.py": ([*TRAINING, "--plot", "curve.png"], rf"CartPole-v1: score {SCORE}"),
     "ppo.py HalfCheetah-v5": ([*TRAINING, "--env-id", "HalfCheetah-v5"], rf"HalfCheetah-v5: score {SCORE}"),
+    "dqn.py": ([*TRAINING, "--n-before", "32"], rf"CartPole-v1: score {SCORE}"),
 }  # fmt: skip
 
 
