@@ -40,6 +40,7 @@ RUNS = {
     "sac.py HalfCheetah-v5": (
         [*TRAINING, "--n-before", "32", "--env-id", "HalfCheetah-v5"], rf"HalfCheetah-v5: score {SCORE}"
     ),
+    "a2c_recurrent.py": (TRAINING, rf"CartPole-v1 without velocities: score {SCORE}"),
 }  # fmt: skip
 
 
