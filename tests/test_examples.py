@@ -41,6 +41,7 @@ RUNS = {
         [*TRAINING, "--n-before", "32", "--env-id", "HalfCheetah-v5"], rf"HalfCheetah-v5: score {SCORE}"
     ),
     "a2c_recurrent.py": (TRAINING, rf"CartPole-v1 without velocities: score {SCORE}"),
+    "reinforce.py": ([*TRAINING, "--n-timesteps", "500"], rf"CartPole-v1: score {SCORE}"),
 }  # fmt: skip
 
 
