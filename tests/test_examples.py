@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -116,3 +117,14 @@ def test_a_dataset_is_written_by_one_program_and_read_by_another(subprocess_env,
     *epochs, last = second
     assert len(epochs) == 5 and float(epochs[-1].rpartition(" ")[2]) > 0.7  # it learns what the controller does
     assert re.fullmatch(r"clone: 10 episodes, mean return [\d.]+", last)
+
+
+def test_scores_are_written_down_and_not_measured_again(subprocess_env, tmp_path):
+    arguments = ["--rows", "reinforce", "--seeds", "3", "--out", "scores.jsonl", "--", *TRAINING]
+    for n_runs in (1, 0):
+        lines = run([str(ROOT / "benchmarks/scores.py"), *arguments], env=subprocess_env, cwd=tmp_path).splitlines()
+        assert len(lines) == n_runs + 2 and lines[-1].startswith("reinforce")
+    [line] = (tmp_path / "scores.jsonl").read_text().splitlines()
+    found = json.loads(line)
+    assert found["command"] == f"examples/reinforce.py {' '.join(TRAINING)} --seed 3"
+    assert found["seed"] == 3 and found["score"] > 0 and found["steps"] >= 64
