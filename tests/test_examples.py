@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +14,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SMALL = ["--n-envs", "2", "--n-timesteps", "30", "--n-rollouts", "2"]
 MEMORY = [*SMALL, "--memory-size", "40"]
+TRAINING = ["--n-envs", "2", "--n-timesteps", "8", "--n-steps", "64", "--n-eval", "2"]
+SCORE = r"-?[\d.]+, \d+ steps, \d+ steps/s"
 # What to run, and what its last line is.
 RUNS = {
     "2_collect.py": (SMALL, r"\d+ episodes, mean return [\d.]+"),
@@ -31,6 +35,15 @@ RUNS = {
     "offline_dataset.py": (
         [*SMALL, "--n-epochs", "1", "--n-episodes", "2"], r"clone: 2 episodes, mean return [\d.]+"
     ),
+    "ppo.py": ([*TRAINING, "--plot", "curve.png"], rf"CartPole-v1: score {SCORE}"),
+    "ppo.py HalfCheetah-v5": ([*TRAINING, "--env-id", "HalfCheetah-v5"], rf"HalfCheetah-v5: score {SCORE}"),
+    "dqn.py": ([*TRAINING, "--n-before", "32"], rf"CartPole-v1: score {SCORE}"),
+    "sac.py": ([*TRAINING, "--n-before", "32"], rf"Pendulum-v1: score {SCORE}"),
+    "sac.py HalfCheetah-v5": (
+        [*TRAINING, "--n-before", "32", "--env-id", "HalfCheetah-v5"], rf"HalfCheetah-v5: score {SCORE}"
+    ),
+    "a2c_recurrent.py": (TRAINING, rf"CartPole-v1 without velocities: score {SCORE}"),
+    "reinforce.py": ([*TRAINING, "--n-timesteps", "500"], rf"CartPole-v1: score {SCORE}"),
 }  # fmt: skip
 
 
@@ -49,6 +62,30 @@ def test_an_example_runs(name, subprocess_env, tmp_path):
 
 def test_every_example_is_run():
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == {name.split()[0] for name in RUNS}
+
+
+def test_a_training_draws_its_curve_and_writes_scalars(subprocess_env, tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("tensorboard")
+    arguments = [*TRAINING, "--plot", "curve.png", "--tensorboard", "run"]
+    run([str(ROOT / "examples/ppo.py"), *arguments], env=subprocess_env, cwd=tmp_path)
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert b"policy_loss" in b"".join(path.read_bytes() for path in (tmp_path / "run").iterdir())
+
+
+def test_an_example_that_lacks_a_package_says_so_before_it_trains(subprocess_env, tmp_path):
+    (tmp_path / "tensorboard.py").write_text("raise ImportError('no tensorboard')")
+    path = os.pathsep.join([str(tmp_path), subprocess_env["PYTHONPATH"]])
+    command = [sys.executable, str(ROOT / "examples/ppo.py"), "--tensorboard", "run"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**subprocess_env, "PYTHONPATH": path})
+    assert done.returncode == 1
+    assert done.stderr == "no tensorboard: --plot and --tensorboard need pip install 'rlstructs[plot]'\n"
+
+
+def test_what_trainings_share_is_the_same_in_each():
+    texts = [path.read_text() for path in (ROOT / "examples").glob("*.py")]
+    shared = [text[text.index("class Log:") : text.index("def main(")] for text in texts if "class Log:" in text]
+    assert len(set(shared)) == 1
 
 
 def test_memories_of_each_library_give_batches_and_masked_sequences(subprocess_env, tmp_path):
@@ -81,3 +118,14 @@ def test_a_dataset_is_written_by_one_program_and_read_by_another(subprocess_env,
     *epochs, last = second
     assert len(epochs) == 5 and float(epochs[-1].rpartition(" ")[2]) > 0.7  # it learns what the controller does
     assert re.fullmatch(r"clone: 10 episodes, mean return [\d.]+", last)
+
+
+def test_scores_are_written_down_and_not_measured_again(subprocess_env, tmp_path):
+    arguments = ["--rows", "reinforce", "--seeds", "3", "--out", "scores.jsonl", "--", *TRAINING]
+    for n_runs in (1, 0):
+        lines = run([str(ROOT / "benchmarks/scores.py"), *arguments], env=subprocess_env, cwd=tmp_path).splitlines()
+        assert len(lines) == n_runs + 2 and lines[-1].startswith("reinforce")
+    [line] = (tmp_path / "scores.jsonl").read_text().splitlines()
+    found = json.loads(line)
+    assert found["command"] == f"examples/reinforce.py {' '.join(TRAINING)} --seed 3"
+    assert found["seed"] == 3 and found["score"] > 0 and found["steps"] >= 64

@@ -1,0 +1,215 @@
+"""Advantage actor-critic with an LSTM, on a CartPole that does not show velocities.
+
+    python examples/a2c_recurrent.py --seed 1
+
+The policy sees where cart and pole are, not how they move: it has to remember. Its memory is an agent state, which
+goes on from one rollout to the next; the learner repeats the rollout from the state that was recorded at its
+beginning. It shows a progress bar, and prints at the end the mean return of `--n-eval` episodes in which the policy
+takes its most likely action, and how fast the training was:
+
+    CartPole-v1 without velocities: score 500.0, 1000448 steps, 24452 steps/s
+
+`--plot curve.png` draws the returns of the training, `--tensorboard runs/a2c` writes scalars there; for either
+`pip install 'rlstructs[plot]'` first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import time
+from dataclasses import dataclass, fields
+
+import gymnasium
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from rlstructs import DictTensor, GymEnvInf, RL_Agent, RL_Batcher, Trajectories, gae, replay_agent, transitions
+
+
+@dataclass
+class Args:
+    """What the command line sets."""
+
+    n_steps: int = 1_000_000
+    n_processes: int = 2
+    n_envs: int = 16
+    n_timesteps: int = 32
+    n_hidden: int = 64
+    learning_rate: float = 3e-3
+    gamma: float = 0.99
+    gae_lambda: float = 0.95
+    entropy_weight: float = 0.0
+    reward_scale: float = 0.05
+    n_eval: int = 100
+    seed: int = 0
+    plot: str = ""
+    tensorboard: str = ""
+
+
+class Network(nn.Module):
+    """A memory of observations, and from it logits of actions and a value."""
+
+    def __init__(self, n_inputs: int, n_actions: int, n_hidden: int) -> None:
+        super().__init__()
+        self.memory = nn.LSTMCell(n_inputs, n_hidden)
+        self.actor, self.critic = nn.Linear(n_hidden, n_actions), nn.Linear(n_hidden, 1)
+
+    def policy(self, features: torch.Tensor) -> torch.distributions.Categorical:
+        return torch.distributions.Categorical(logits=self.actor(features), validate_args=False)
+
+
+class Policy(RL_Agent):
+    """Draws actions; takes the most likely ones where `agent_info` says `greedy`."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+
+    def initial_state(self, agent_info, B):
+        zeros = torch.zeros(B, self.network.memory.hidden_size)
+        return DictTensor({"h": zeros, "c": zeros.clone()})
+
+    def advance(self, state: DictTensor, observation: DictTensor) -> DictTensor:
+        """The state after an observation; an episode begins without memories."""
+        is_first = observation["initial_state"][:, None]
+        h, c = (torch.where(is_first, 0.0, state[key]) for key in ("h", "c"))
+        h, c = self.network.memory(observation["frame"], (h, c))
+        return DictTensor({"h": h, "c": c})
+
+    def __call__(self, state, observation, agent_info, history=None):
+        state = self.advance(state, observation)
+        policy = self.network.policy(state["h"])
+        return DictTensor({"action": policy.mode if agent_info["greedy"][0] else policy.sample()}), state
+
+    def replay(self, trajectories, t, state):
+        """As `call_replay`, for the states alone: what comes of them is computed for all steps at once."""
+        if state is None:
+            state = trajectories.info.truncate_key("agent_state/")
+        state = self.advance(state, trajectories.trajectories.temporal_index(t).truncate_key("observation/"))
+        return state, state
+
+    def update(self, info):
+        self.network.load_state_dict(info)
+
+
+def make() -> gymnasium.Env:
+    env = gymnasium.make("CartPole-v1")
+    low, high = (bound[::2] for bound in (env.observation_space.low, env.observation_space.high))
+    space = gymnasium.spaces.Box(low, high)
+    env = gymnasium.wrappers.TransformObservation(env, lambda observation: observation[::2], space)
+    # An episode ends at half of the bounds, which is at 1 then.
+    return gymnasium.wrappers.RescaleObservation(env, np.float32(-2), np.float32(2))
+
+
+def create_env(n_envs: int, seed: int) -> GymEnvInf:
+    return GymEnvInf([make() for _ in range(n_envs)], seed)
+
+
+def learn(policy: Policy, optimizer: torch.optim.Optimizer, batch: Trajectories, args: Args) -> dict[str, float]:
+    """One step from a rollout; its losses."""
+    network, steps = policy.network, batch.trajectories
+    states = replay_agent(policy, batch, "replay")
+    values = network.critic(states["h"])[..., 0]
+    with torch.no_grad():
+        # The true next observation, also where an episode ended, after the memories of step t.
+        rows = [tensor.flatten(0, 1) for tensor in (steps["_observation/frame"], states["h"], states["c"])]
+        features, _ = network.memory(rows[0], (rows[1], rows[2]))
+        next_values = network.critic(features).view_as(values)
+    told = transitions(steps)
+    # Values of about 1: those of 100 would take long to learn, and until then advantages say nothing.
+    told["rewards"] = told["rewards"] * args.reward_scale
+    advantages, targets = gae(
+        values=values.detach(), next_values=next_values, gamma=args.gamma, lambda_=args.gae_lambda, **told
+    )
+    advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    distribution = network.policy(states["h"])
+    policy_loss = -(distribution.log_prob(steps["action/action"]) * advantages).mean()
+    value_loss, entropy = nn.functional.mse_loss(values, targets), distribution.entropy().mean()
+    optimizer.zero_grad()
+    (policy_loss + value_loss - args.entropy_weight * entropy).backward()
+    nn.utils.clip_grad_norm_(network.parameters(), 0.5)
+    optimizer.step()
+    return {"policy_loss": policy_loss.item(), "value_loss": value_loss.item(), "entropy": entropy.item()}
+
+
+class Log:
+    """A progress bar, and scalars for TensorBoard and a learning curve where they are asked for."""
+
+    def __init__(self, args: Args) -> None:
+        # Before the training: who lacks a package is to know it now.
+        self.writer = optional("torch.utils.tensorboard").SummaryWriter(args.tensorboard) if args.tensorboard else None
+        self.figure = optional("matplotlib.figure").Figure() if args.plot else None
+        self.bar = tqdm(total=args.n_steps, unit=" steps", unit_scale=True)
+        self.path, self.n_steps, self.start = args.plot, 0, time.perf_counter()
+        self.steps, self.returns = [], []  # of each episode: steps so far when it was handed out
+        self.curve = []  # steps so far, and the mean return of the latest 100 episodes
+
+    def add(self, n_steps: int, episodes: DictTensor, scalars: dict[str, float]) -> None:
+        self.n_steps += n_steps
+        self.returns += episodes["return"].tolist()
+        self.steps += [self.n_steps] * episodes.n_elems()
+        latest = self.returns[-100:]
+        scalars = {"return": sum(latest) / len(latest) if latest else math.nan, **scalars}
+        self.curve.append((self.n_steps, scalars["return"]))
+        self.bar.set_postfix_str(f"return {scalars['return']:.1f}", refresh=False)
+        self.bar.update(n_steps)
+        if self.writer is not None:
+            for name, value in scalars.items():
+                self.writer.add_scalar(name, value, self.n_steps)
+
+    def close(self) -> float:
+        """Writes what there is to write; steps/s of the training."""
+        speed = self.n_steps / (time.perf_counter() - self.start)
+        self.bar.close()
+        if self.writer is not None:
+            self.writer.close()
+        if self.figure is not None:
+            axes = self.figure.subplots()
+            axes.plot(self.steps, self.returns, ".", markersize=2, label="an episode")
+            axes.plot(*zip(*self.curve, strict=True), label="mean of 100")
+            axes.legend()
+            axes.set(xlabel="steps", ylabel="return")
+            self.figure.savefig(self.path)
+        return speed
+
+
+def optional(module: str):
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise SystemExit(f"{error}: --plot and --tensorboard need pip install 'rlstructs[plot]'") from error
+
+
+def main(args: Args) -> None:
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(1)  # for networks this small more are slower, and the workers need the cores
+    network = Network(n_inputs=2, n_actions=2, n_hidden=args.n_hidden)
+    policy, optimizer = Policy(network), torch.optim.Adam(network.parameters(), lr=args.learning_rate)
+    log = Log(args)
+    with RL_Batcher(
+        args.n_timesteps, Policy, {"network": network}, create_env, {"n_envs": args.n_envs},
+        args.n_processes, args.seed, agent_info=DictTensor({"greedy": torch.tensor([False])}),
+    ) as batcher:  # fmt: skip
+        greedy = torch.zeros(batcher.n_elems(), dtype=torch.bool)
+        batcher.reset(agent_info=DictTensor({"greedy": greedy}))
+        while log.n_steps < args.n_steps:
+            batcher.execute()
+            batch, _ = batcher.get()
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - log.n_steps / args.n_steps)
+            losses = learn(policy, optimizer, batch, args)
+            batcher.update(network.state_dict())
+            log.add(int(batch.lengths.sum()), batcher.episodes(), losses)
+        speed = log.close()
+        episodes = batcher.evaluate(args.n_eval, args.seed + 1, agent_info=DictTensor({"greedy": ~greedy}))
+    score = episodes["return"].mean()
+    print(f"CartPole-v1 without velocities: score {score:.1f}, {log.n_steps} steps, {speed:.0f} steps/s")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for field in fields(Args):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    main(Args(**vars(parser.parse_args())))

@@ -1,0 +1,232 @@
+r"""Proximal policy optimisation (Schulman et al., 2017) with rollouts from parallel workers.
+
+    python examples/ppo.py --seed 1
+    python examples/ppo.py --env-id HalfCheetah-v5 --n-steps 1000000 --n-envs 4 --n-timesteps 256 --n-epochs 10 \
+        --minibatch-size 256 --learning-rate 3e-4 --n-eval 10
+
+Actions may be discrete or continuous. Observations and rewards are normalised in the workers, which begin the next
+rollout while the learner learns from the last one (`--run-ahead 0`: they wait for it). It shows a progress bar, and
+prints at the end the mean return of `--n-eval` episodes in which the policy takes its most likely action, and how
+fast the training was:
+
+    CartPole-v1: score 500.0, 200704 steps, 14321 steps/s
+
+`--plot curve.png` draws the returns of the training, `--tensorboard runs/ppo` writes scalars there; for either
+`pip install 'rlstructs[plot]'` first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import time
+from dataclasses import dataclass, fields
+
+import gymnasium
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from rlstructs import (
+    DictTensor,
+    GymEnvInf,
+    NormalizeObservation,
+    NormalizeReward,
+    RL_Agent,
+    RL_Batcher,
+    Trajectories,
+    VecEnv,
+    gae,
+    transitions,
+)
+
+
+@dataclass
+class Args:
+    """What the command line sets."""
+
+    env_id: str = "CartPole-v1"
+    n_steps: int = 200_000
+    n_processes: int = 2
+    n_envs: int = 16
+    n_timesteps: int = 64
+    run_ahead: int = 1
+    n_epochs: int = 4
+    minibatch_size: int = 512
+    learning_rate: float = 1e-3
+    gamma: float = 0.99
+    gae_lambda: float = 0.95
+    clip: float = 0.2
+    entropy_weight: float = 0.0
+    n_eval: int = 100
+    seed: int = 0
+    plot: str = ""
+    tensorboard: str = ""
+
+
+def layers(n_inputs: int, n_outputs: int, scale: float) -> nn.Sequential:
+    """A small network whose outputs are small at first where `scale` is."""
+    last = nn.Linear(64, n_outputs)
+    nn.init.orthogonal_(last.weight, scale)
+    nn.init.zeros_(last.bias)
+    return nn.Sequential(nn.Linear(n_inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), last)
+
+
+class ActorCritic(nn.Module):
+    """Policy and values of observations (..., n_inputs)."""
+
+    def __init__(self, n_inputs: int, n_actions: int, is_discrete: bool) -> None:
+        super().__init__()
+        self.actor, self.critic = layers(n_inputs, n_actions, 0.01), layers(n_inputs, 1, 1.0)
+        self.log_std = None if is_discrete else nn.Parameter(torch.zeros(n_actions))
+
+    def policy(self, observations: torch.Tensor) -> torch.distributions.Distribution:
+        outputs = self.actor(observations)
+        if self.log_std is None:
+            return torch.distributions.Categorical(logits=outputs, validate_args=False)
+        normal = torch.distributions.Normal(outputs, self.log_std.exp(), validate_args=False)
+        return torch.distributions.Independent(normal, 1, validate_args=False)
+
+    def values(self, observations: torch.Tensor) -> torch.Tensor:
+        return self.critic(observations)[..., 0]
+
+
+class Policy(RL_Agent):
+    """Draws actions; takes the most likely ones where `agent_info` says `greedy`."""
+
+    def __init__(self, network: ActorCritic) -> None:
+        self.network = network
+
+    def initial_state(self, agent_info, B):
+        return DictTensor()
+
+    def __call__(self, state, observation, agent_info, history=None):
+        policy = self.network.policy(observation["frame"])
+        action = policy.mode if agent_info["greedy"][0] else policy.sample()
+        return DictTensor({"action": action, "log_prob": policy.log_prob(action)}), state
+
+    def update(self, info):
+        self.network.load_state_dict(info)
+
+
+def create_env(env_id: str, n_envs: int, gamma: float, seed: int) -> VecEnv:
+    envs = [gymnasium.make(env_id) for _ in range(n_envs)]
+    if isinstance(envs[0].action_space, gymnasium.spaces.Box):
+        envs = [gymnasium.wrappers.ClipAction(env) for env in envs]
+    return NormalizeReward(NormalizeObservation(GymEnvInf(envs, seed)), gamma=gamma)
+
+
+def create_network(env_id: str) -> ActorCritic:
+    with gymnasium.make(env_id) as env:
+        is_discrete = isinstance(env.action_space, gymnasium.spaces.Discrete)
+        n_actions = env.action_space.n if is_discrete else env.action_space.shape[0]
+        return ActorCritic(env.observation_space.shape[0], int(n_actions), is_discrete)
+
+
+def learn(network: ActorCritic, optimizer: torch.optim.Optimizer, batch: Trajectories, args: Args) -> dict[str, float]:
+    """A few epochs over a rollout; the losses of the last minibatch."""
+    steps = batch.trajectories
+    with torch.no_grad():
+        values, next_values = (network.values(steps[f"{key}/frame"]) for key in ("observation", "_observation"))
+    advantages, targets = gae(
+        values=values, next_values=next_values, gamma=args.gamma, lambda_=args.gae_lambda, **transitions(steps)
+    )
+    # One row for each step: a minibatch is then a selection of rows.
+    flat = (*(steps[key] for key in ("observation/frame", "action/action", "action/log_prob")), advantages, targets)
+    observations, actions, log_probs, advantages, targets = (tensor.flatten(0, 1) for tensor in flat)
+    advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    for _ in range(args.n_epochs):
+        for rows in torch.randperm(len(targets)).split(args.minibatch_size):
+            seen, gains = observations[rows], advantages[rows]
+            policy = network.policy(seen)
+            ratios = (policy.log_prob(actions[rows]) - log_probs[rows]).exp()
+            clipped = ratios.clamp(1 - args.clip, 1 + args.clip)
+            policy_loss = -torch.minimum(ratios * gains, clipped * gains).mean()
+            value_loss = nn.functional.mse_loss(network.values(seen), targets[rows])
+            entropy = policy.entropy().mean()
+            optimizer.zero_grad()
+            (policy_loss + 0.5 * value_loss - args.entropy_weight * entropy).backward()
+            nn.utils.clip_grad_norm_(network.parameters(), 0.5)
+            optimizer.step()
+    return {"policy_loss": policy_loss.item(), "value_loss": value_loss.item(), "entropy": entropy.item()}
+
+
+class Log:
+    """A progress bar, and scalars for TensorBoard and a learning curve where they are asked for."""
+
+    def __init__(self, args: Args) -> None:
+        # Before the training: who lacks a package is to know it now.
+        self.writer = optional("torch.utils.tensorboard").SummaryWriter(args.tensorboard) if args.tensorboard else None
+        self.figure = optional("matplotlib.figure").Figure() if args.plot else None
+        self.bar = tqdm(total=args.n_steps, unit=" steps", unit_scale=True)
+        self.path, self.n_steps, self.start = args.plot, 0, time.perf_counter()
+        self.steps, self.returns = [], []  # of each episode: steps so far when it was handed out
+        self.curve = []  # steps so far, and the mean return of the latest 100 episodes
+
+    def add(self, n_steps: int, episodes: DictTensor, scalars: dict[str, float]) -> None:
+        self.n_steps += n_steps
+        self.returns += episodes["return"].tolist()
+        self.steps += [self.n_steps] * episodes.n_elems()
+        latest = self.returns[-100:]
+        scalars = {"return": sum(latest) / len(latest) if latest else math.nan, **scalars}
+        self.curve.append((self.n_steps, scalars["return"]))
+        self.bar.set_postfix_str(f"return {scalars['return']:.1f}", refresh=False)
+        self.bar.update(n_steps)
+        if self.writer is not None:
+            for name, value in scalars.items():
+                self.writer.add_scalar(name, value, self.n_steps)
+
+    def close(self) -> float:
+        """Writes what there is to write; steps/s of the training."""
+        speed = self.n_steps / (time.perf_counter() - self.start)
+        self.bar.close()
+        if self.writer is not None:
+            self.writer.close()
+        if self.figure is not None:
+            axes = self.figure.subplots()
+            axes.plot(self.steps, self.returns, ".", markersize=2, label="an episode")
+            axes.plot(*zip(*self.curve, strict=True), label="mean of 100")
+            axes.legend()
+            axes.set(xlabel="steps", ylabel="return")
+            self.figure.savefig(self.path)
+        return speed
+
+
+def optional(module: str):
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise SystemExit(f"{error}: --plot and --tensorboard need pip install 'rlstructs[plot]'") from error
+
+
+def main(args: Args) -> None:
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(1)  # for networks this small more are slower, and the workers need the cores
+    network = create_network(args.env_id)
+    optimizer = torch.optim.Adam(network.parameters(), lr=args.learning_rate, eps=1e-5)
+    log = Log(args)
+    with RL_Batcher(
+        args.n_timesteps, Policy, {"network": network},
+        create_env, {"env_id": args.env_id, "n_envs": args.n_envs, "gamma": args.gamma}, args.n_processes, args.seed,
+        agent_info=DictTensor({"greedy": torch.tensor([False])}), run_ahead=args.run_ahead,
+    ) as batcher:  # fmt: skip
+        greedy = torch.zeros(batcher.n_elems(), dtype=torch.bool)
+        batcher.reset(agent_info=DictTensor({"greedy": greedy}))
+        while log.n_steps < args.n_steps:
+            batcher.execute()
+            batch, _ = batcher.get()
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - log.n_steps / args.n_steps)
+            losses = learn(network, optimizer, batch, args)
+            batcher.update(network.state_dict())
+            log.add(int(batch.lengths.sum()), batcher.episodes(), losses)
+        speed = log.close()
+        episodes = batcher.evaluate(args.n_eval, args.seed + 1, agent_info=DictTensor({"greedy": ~greedy}))
+    print(f"{args.env_id}: score {episodes['return'].mean():.1f}, {log.n_steps} steps, {speed:.0f} steps/s")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for field in fields(Args):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    main(Args(**vars(parser.parse_args())))

@@ -1,0 +1,185 @@
+"""REINFORCE (Williams, 1992): policy gradients from whole episodes, which end one after another.
+
+    python examples/reinforce.py --seed 1
+
+Environments do not reset themselves: a rollout holds one episode of each, as long as it lasted (`--n-timesteps` at
+most), and padding after it that does not count. It shows a progress bar, and prints at the end the mean return of
+`--n-eval` episodes in which the policy takes its most likely action, and how fast the training was:
+
+    CartPole-v1: score 500.0, 502612 steps, 19360 steps/s
+
+`--plot curve.png` draws the returns of the training, `--tensorboard runs/reinforce` writes scalars there; for either
+`pip install 'rlstructs[plot]'` first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import time
+from dataclasses import dataclass, fields
+
+import gymnasium
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from rlstructs import (
+    DictTensor,
+    GymEnv,
+    RL_Agent,
+    RL_Batcher,
+    Trajectories,
+    discounted_returns,
+    replay_agent,
+    transitions,
+)
+
+
+@dataclass
+class Args:
+    """What the command line sets."""
+
+    env_id: str = "CartPole-v1"
+    n_steps: int = 500_000
+    n_processes: int = 2
+    n_envs: int = 8
+    n_timesteps: int = 500
+    learning_rate: float = 1e-2
+    gamma: float = 0.99
+    n_eval: int = 100
+    seed: int = 0
+    plot: str = ""
+    tensorboard: str = ""
+
+
+class Policy(RL_Agent):
+    """Draws actions; takes the most likely ones where `agent_info` says `greedy`."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
+
+    def initial_state(self, agent_info, B):
+        return DictTensor()
+
+    def __call__(self, state, observation, agent_info, history=None):
+        logits = self.network(observation["frame"])
+        greedy = agent_info["greedy"][0]
+        action = logits.argmax(dim=1) if greedy else torch.distributions.Categorical(logits=logits).sample()
+        return DictTensor({"action": action, "logits": logits}), state
+
+    def update(self, info):
+        self.network.load_state_dict(info)
+
+
+def create_env(env_id: str, n_envs: int, seed: int) -> GymEnv:
+    return GymEnv([gymnasium.make(env_id) for _ in range(n_envs)], seed)
+
+
+def create_network(env_id: str) -> nn.Module:
+    with gymnasium.make(env_id) as env:
+        n_inputs, n_actions = env.observation_space.shape[0], int(env.action_space.n)
+    return nn.Sequential(nn.Linear(n_inputs, 64), nn.Tanh(), nn.Linear(64, n_actions))
+
+
+def advantages_of(batch: Trajectories, gamma: float) -> torch.Tensor:
+    """(B, T): how much more came after step t than in the other episodes, in deviations; 0 in the padding."""
+    told = transitions(batch)
+    # Nothing is known of what would have followed an episode that was cut.
+    returns = discounted_returns(next_values=torch.zeros_like(told["rewards"]), gamma=gamma, **told)
+    mask = told["mask"]
+    baseline = returns.sum(dim=0) / mask.sum(dim=0)
+    advantages = (returns - baseline) * mask
+    return advantages / (advantages[mask].std() + 1e-8)
+
+
+def learn(policy: Policy, optimizer: torch.optim.Optimizer, batch: Trajectories, gamma: float) -> dict[str, float]:
+    """One step from a batch of episodes; its loss."""
+    # What the workers' copies did, done again here with gradients.
+    distribution = torch.distributions.Categorical(logits=replay_agent(policy, batch)["logits"])
+    log_probs = distribution.log_prob(batch.trajectories["action/action"])
+    loss = -(log_probs * advantages_of(batch, gamma)).sum() / batch.mask().sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return {"loss": loss.item()}
+
+
+class Log:
+    """A progress bar, and scalars for TensorBoard and a learning curve where they are asked for."""
+
+    def __init__(self, args: Args) -> None:
+        # Before the training: who lacks a package is to know it now.
+        self.writer = optional("torch.utils.tensorboard").SummaryWriter(args.tensorboard) if args.tensorboard else None
+        self.figure = optional("matplotlib.figure").Figure() if args.plot else None
+        self.bar = tqdm(total=args.n_steps, unit=" steps", unit_scale=True)
+        self.path, self.n_steps, self.start = args.plot, 0, time.perf_counter()
+        self.steps, self.returns = [], []  # of each episode: steps so far when it was handed out
+        self.curve = []  # steps so far, and the mean return of the latest 100 episodes
+
+    def add(self, n_steps: int, episodes: DictTensor, scalars: dict[str, float]) -> None:
+        self.n_steps += n_steps
+        self.returns += episodes["return"].tolist()
+        self.steps += [self.n_steps] * episodes.n_elems()
+        latest = self.returns[-100:]
+        scalars = {"return": sum(latest) / len(latest) if latest else math.nan, **scalars}
+        self.curve.append((self.n_steps, scalars["return"]))
+        self.bar.set_postfix_str(f"return {scalars['return']:.1f}", refresh=False)
+        self.bar.update(n_steps)
+        if self.writer is not None:
+            for name, value in scalars.items():
+                self.writer.add_scalar(name, value, self.n_steps)
+
+    def close(self) -> float:
+        """Writes what there is to write; steps/s of the training."""
+        speed = self.n_steps / (time.perf_counter() - self.start)
+        self.bar.close()
+        if self.writer is not None:
+            self.writer.close()
+        if self.figure is not None:
+            axes = self.figure.subplots()
+            axes.plot(self.steps, self.returns, ".", markersize=2, label="an episode")
+            axes.plot(*zip(*self.curve, strict=True), label="mean of 100")
+            axes.legend()
+            axes.set(xlabel="steps", ylabel="return")
+            self.figure.savefig(self.path)
+        return speed
+
+
+def optional(module: str):
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise SystemExit(f"{error}: --plot and --tensorboard need pip install 'rlstructs[plot]'") from error
+
+
+def main(args: Args) -> None:
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(1)  # for networks this small more are slower, and the workers need the cores
+    network = create_network(args.env_id)
+    policy, optimizer = Policy(network), torch.optim.Adam(network.parameters(), lr=args.learning_rate)
+    log = Log(args)
+    with RL_Batcher(
+        args.n_timesteps, Policy, {"network": network}, create_env, {"env_id": args.env_id, "n_envs": args.n_envs},
+        args.n_processes, args.seed, agent_info=DictTensor({"greedy": torch.tensor([False])}),
+    ) as batcher:  # fmt: skip
+        greedy = torch.zeros(batcher.n_elems(), dtype=torch.bool)
+        while log.n_steps < args.n_steps:
+            batcher.reset(agent_info=DictTensor({"greedy": greedy}))
+            batcher.execute()
+            batch, _ = batcher.get()
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - log.n_steps / args.n_steps)
+            losses = learn(policy, optimizer, batch, args.gamma)
+            batcher.update(network.state_dict())
+            log.add(int(batch.lengths.sum()), batcher.episodes(), losses)
+        speed = log.close()
+        episodes = batcher.evaluate(args.n_eval, args.seed + 1, agent_info=DictTensor({"greedy": ~greedy}))
+    print(f"{args.env_id}: score {episodes['return'].mean():.1f}, {log.n_steps} steps, {speed:.0f} steps/s")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for field in fields(Args):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    main(Args(**vars(parser.parse_args())))

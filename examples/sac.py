@@ -1,0 +1,249 @@
+r"""Soft actor-critic (Haarnoja et al., 2018) with a temperature that is learnt too.
+
+    python examples/sac.py --seed 1
+    python examples/sac.py --env-id HalfCheetah-v5 --n-steps 500000 --n-hidden 256 --batch-size 256 --n-before 10000 \
+        --updates-per-step 1 --learning-rate 3e-4 --n-eval 10
+
+Workers act while the learner draws from the memory. It shows a progress bar, and prints at the end the mean return of
+`--n-eval` episodes in which the policy takes its mean action, and how fast the training was:
+
+    Pendulum-v1: score -148.5, 20000 steps, 420 steps/s
+
+`--plot curve.png` draws the returns of the training, `--tensorboard runs/sac` writes scalars there; for either
+`pip install 'rlstructs[plot]'` first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import math
+import time
+from dataclasses import dataclass, fields
+
+import gymnasium
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from rlstructs import DictTensor, GymEnvInf, RL_Agent, RL_Batcher
+from rlstructs.memories.torch import RandomMemory
+
+COLUMNS = ["observations", "actions", "rewards", "next_observations", "terminated"]
+
+
+@dataclass
+class Args:
+    """What the command line sets."""
+
+    env_id: str = "Pendulum-v1"
+    n_steps: int = 20_000
+    n_processes: int = 2
+    n_envs: int = 2
+    n_timesteps: int = 8
+    memory_size: int = 1_000_000
+    n_before: int = 1_000
+    updates_per_step: float = 0.5
+    batch_size: int = 128
+    n_hidden: int = 64
+    learning_rate: float = 1e-3
+    gamma: float = 0.99
+    tau: float = 0.005
+    n_eval: int = 100
+    seed: int = 0
+    plot: str = ""
+    tensorboard: str = ""
+
+
+def layers(n_inputs: int, n_hidden: int, n_outputs: int) -> nn.Sequential:
+    first, second, last = nn.Linear(n_inputs, n_hidden), nn.Linear(n_hidden, n_hidden), nn.Linear(n_hidden, n_outputs)
+    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), last)
+
+
+class Actor(nn.Module):
+    """A normal distribution, squashed by tanh: actions in (-1, 1)."""
+
+    def __init__(self, n_inputs: int, n_actions: int, n_hidden: int) -> None:
+        super().__init__()
+        self.layers = layers(n_inputs, n_hidden, 2 * n_actions)
+
+    def forward(self, observations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and deviation before the tanh, (B, n_actions)."""
+        mean, log_std = self.layers(observations).chunk(2, dim=-1)
+        return mean, log_std.clamp(-5, 2).exp()
+
+    def sample(self, observations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Actions (B, n_actions) and their log-probabilities (B, 1), both with gradients."""
+        mean, std = self(observations)
+        normal = torch.distributions.Normal(mean, std, validate_args=False)
+        drawn = normal.rsample()
+        # The last term is log(1 - tanh(x)^2), in a form that is exact for large x too.
+        stretch = 2 * (math.log(2) - drawn - nn.functional.softplus(-2 * drawn))
+        return drawn.tanh(), (normal.log_prob(drawn) - stretch).sum(dim=-1, keepdim=True)
+
+
+class Critics(nn.Module):
+    """Two estimates of the value of an action, of which the smaller counts."""
+
+    def __init__(self, n_inputs: int, n_actions: int, n_hidden: int) -> None:
+        super().__init__()
+        self.both = nn.ModuleList(layers(n_inputs + n_actions, n_hidden, 1) for _ in range(2))
+
+    def forward(self, observations: torch.Tensor, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = torch.cat([observations, actions], dim=-1)
+        first, second = (critic(inputs) for critic in self.both)
+        return first, second
+
+
+class Policy(RL_Agent):
+    """Draws actions; takes the means where `agent_info` says `greedy`."""
+
+    def __init__(self, actor: Actor) -> None:
+        self.actor = actor
+
+    def initial_state(self, agent_info, B):
+        return DictTensor()
+
+    def __call__(self, state, observation, agent_info, history=None):
+        mean, std = self.actor(observation["frame"])
+        drawn = mean if agent_info["greedy"][0] else torch.normal(mean, std)
+        return DictTensor({"action": drawn.tanh()}), state
+
+    def update(self, info):
+        self.actor.load_state_dict(info)
+
+
+def make(env_id: str) -> gymnasium.Env:
+    return gymnasium.wrappers.RescaleAction(gymnasium.make(env_id), np.float32(-1), np.float32(1))
+
+
+def create_env(env_id: str, n_envs: int, seed: int) -> GymEnvInf:
+    return GymEnvInf([make(env_id) for _ in range(n_envs)], seed)
+
+
+class Learner:
+    """Improves actor, critics and temperature from what is in a memory."""
+
+    def __init__(self, args: Args) -> None:
+        with make(args.env_id) as env:
+            sizes = env.observation_space.shape[0], env.action_space.shape[0], args.n_hidden
+        self.args, self.actor, self.critics = args, Actor(*sizes), Critics(*sizes)
+        self.targets = copy.deepcopy(self.critics).requires_grad_(False)
+        self.log_alpha, self.wanted_entropy = torch.zeros((), requires_grad=True), -float(sizes[1])
+        learnt = (self.critics.parameters(), self.actor.parameters(), [self.log_alpha])
+        self.optimizers = [torch.optim.Adam(parameters, lr=args.learning_rate) for parameters in learnt]
+
+    def learn(self, memory: RandomMemory) -> dict[str, float]:
+        """One update of each; the losses."""
+        [batch] = memory.sample(COLUMNS, batch_size=self.args.batch_size)
+        observations = batch[0]
+        alpha = self.log_alpha.exp().detach()
+        critic_loss = self.critic_loss(alpha, *batch)
+        self.step(self.optimizers[0], critic_loss)
+        actions, log_probs = self.actor.sample(observations)
+        actor_loss = (alpha * log_probs - torch.minimum(*self.critics(observations, actions))).mean()
+        self.step(self.optimizers[1], actor_loss)
+        self.step(self.optimizers[2], -self.log_alpha * (log_probs.detach().mean() + self.wanted_entropy))
+        with torch.no_grad():
+            for target, source in zip(self.targets.parameters(), self.critics.parameters(), strict=True):
+                target.lerp_(source, self.args.tau)
+        return {"critic_loss": critic_loss.item(), "actor_loss": actor_loss.item(), "alpha": alpha.item()}
+
+    def critic_loss(self, alpha, observations, actions, rewards, following, terminated) -> torch.Tensor:
+        with torch.no_grad():
+            next_actions, log_probs = self.actor.sample(following)
+            values = torch.minimum(*self.targets(following, next_actions)) - alpha * log_probs
+            # Without what follows a step that terminated; one that was truncated goes on.
+            targets = rewards + self.args.gamma * values * ~terminated
+        return sum(nn.functional.mse_loss(values, targets) for values in self.critics(observations, actions))
+
+    @staticmethod
+    def step(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+class Log:
+    """A progress bar, and scalars for TensorBoard and a learning curve where they are asked for."""
+
+    def __init__(self, args: Args) -> None:
+        # Before the training: who lacks a package is to know it now.
+        self.writer = optional("torch.utils.tensorboard").SummaryWriter(args.tensorboard) if args.tensorboard else None
+        self.figure = optional("matplotlib.figure").Figure() if args.plot else None
+        self.bar = tqdm(total=args.n_steps, unit=" steps", unit_scale=True)
+        self.path, self.n_steps, self.start = args.plot, 0, time.perf_counter()
+        self.steps, self.returns = [], []  # of each episode: steps so far when it was handed out
+        self.curve = []  # steps so far, and the mean return of the latest 100 episodes
+
+    def add(self, n_steps: int, episodes: DictTensor, scalars: dict[str, float]) -> None:
+        self.n_steps += n_steps
+        self.returns += episodes["return"].tolist()
+        self.steps += [self.n_steps] * episodes.n_elems()
+        latest = self.returns[-100:]
+        scalars = {"return": sum(latest) / len(latest) if latest else math.nan, **scalars}
+        self.curve.append((self.n_steps, scalars["return"]))
+        self.bar.set_postfix_str(f"return {scalars['return']:.1f}", refresh=False)
+        self.bar.update(n_steps)
+        if self.writer is not None:
+            for name, value in scalars.items():
+                self.writer.add_scalar(name, value, self.n_steps)
+
+    def close(self) -> float:
+        """Writes what there is to write; steps/s of the training."""
+        speed = self.n_steps / (time.perf_counter() - self.start)
+        self.bar.close()
+        if self.writer is not None:
+            self.writer.close()
+        if self.figure is not None:
+            axes = self.figure.subplots()
+            axes.plot(self.steps, self.returns, ".", markersize=2, label="an episode")
+            axes.plot(*zip(*self.curve, strict=True), label="mean of 100")
+            axes.legend()
+            axes.set(xlabel="steps", ylabel="return")
+            self.figure.savefig(self.path)
+        return speed
+
+
+def optional(module: str):
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise SystemExit(f"{error}: --plot and --tensorboard need pip install 'rlstructs[plot]'") from error
+
+
+def main(args: Args) -> None:
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(1)  # for networks this small more are slower, and the workers need the cores
+    learner, losses = Learner(args), {}
+    log = Log(args)
+    with RL_Batcher(
+        args.n_timesteps, Policy, {"actor": learner.actor}, create_env, {"env_id": args.env_id, "n_envs": args.n_envs},
+        args.n_processes, args.seed, agent_info=DictTensor({"greedy": torch.tensor([False])}),
+    ) as batcher:  # fmt: skip
+        n_all, greedy = batcher.n_elems(), torch.zeros(batcher.n_elems(), dtype=torch.bool)
+        n_updates = max(round(args.updates_per_step * n_all * args.n_timesteps), 1)
+        rows = max(min(args.memory_size, args.n_steps) // n_all, args.n_timesteps)
+        memory = RandomMemory(memory_size=rows, num_envs=n_all, device="cpu")
+        batcher.reset(agent_info=DictTensor({"greedy": greedy}))
+        while log.n_steps < args.n_steps:
+            batcher.execute()
+            if log.n_steps >= args.n_before:  # while the workers act
+                for _ in range(n_updates):
+                    losses = learner.learn(memory)
+            batch, _ = batcher.get()
+            memory.add_trajectories(batch)
+            batcher.update(learner.actor.state_dict())
+            log.add(int(batch.lengths.sum()), batcher.episodes(), losses)
+        speed = log.close()
+        episodes = batcher.evaluate(args.n_eval, args.seed + 1, agent_info=DictTensor({"greedy": ~greedy}))
+    print(f"{args.env_id}: score {episodes['return'].mean():.1f}, {log.n_steps} steps, {speed:.0f} steps/s")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for field in fields(Args):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    main(Args(**vars(parser.parse_args())))
