@@ -288,7 +288,9 @@ class Crew:
                 if not member.orders[0].asked.is_over:
                     cut(index, member.orders[0].number + 1)
             return self.collect()
-        self._mend({asked.index: asked.error for asked in heads if asked.error is not None})
+        failures = {asked.index: asked.error for asked in heads if asked.error is not None}
+        if self._mends:
+            self._mend(self.pool.check() | failures)
         heads_now = {index: member.orders[0] for index, member in enumerate(self.members)}
         return {index: order for index, order in heads_now.items() if order.is_lost or order.is_there}
 

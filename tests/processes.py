@@ -24,7 +24,10 @@ def worker_pids():
 
 def exists(pid):
     """Whether a process has not ended."""
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def named_memory(*pids):
