@@ -39,7 +39,7 @@ from rlstructs.crew import RAISE, Crew, Order, check_policy, started
 from rlstructs.debug import is_on
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.episodes import EpisodeTracker
-from rlstructs.errors import SpecError
+from rlstructs.errors import SpecError, StateError
 from rlstructs.evaluation import quotas
 from rlstructs.generations import EVERY, Generations
 from rlstructs.job import Specs
@@ -180,6 +180,8 @@ class RL_Batcher:
         self._episodes, self._version_before = EpisodeTracker(), 0
         # Which environments run, by worker; None for all of its.
         self._running: list[list[int] | None] = [None] * n_workers
+        # What a `get` was about to return when it was interrupted; the next one does.
+        self._kept: tuple[Trajectories, int] | None = None
         self._life.phase = Phase.NEW
 
     def n_elems(self) -> int:
@@ -223,7 +225,7 @@ class RL_Batcher:
                 for name, info in infos.items():
                     write_info(slots, name, info, slice(None))
             self._crew.reset()
-        self._outbox.forget(self._crew.forget())
+        self._outbox.forget(self._crew.take_replaced())
         self._running = [None] * self._pool.n_workers
         self._episodes.reset()
         self._life.phase = Phase.READY
@@ -294,6 +296,8 @@ class RL_Batcher:
             Exception: what an environment or agent raised, with the worker's traceback as its cause.
         """
         self._life.check("get", Phase.RUNNING)
+        if self._kept is not None:
+            return self._handed_out(*self._kept)
         n, cut = self._awaited(min_workers, preempt)
         if out is not None:
             info = {**self._layout.info, **ROW_INFO}
@@ -307,8 +311,15 @@ class RL_Batcher:
         with uninterrupted():  # or a second `get` would hand out what is over
             n_running = self._end(orders, trajectories)
             batch.release()
-            self._life.phase = Phase.READY if n_running else Phase.ENDED
-        return trajectories if self._device.type == "cpu" else trajectories.to(self._device), n_running
+            self._kept = trajectories, n_running
+        return self._handed_out(trajectories, n_running)
+
+    def _handed_out(self, trajectories: Trajectories, n_running: int) -> tuple[Trajectories, int]:
+        """What `get` returns at last."""
+        found = trajectories if self._device.type == "cpu" else trajectories.to(self._device)
+        with uninterrupted():
+            self._kept, self._life.phase = None, Phase.READY if n_running else Phase.ENDED
+        return found, n_running
 
     def lease(self) -> Lease:
         """The rollout that `execute` started, where the workers wrote it: `get` without a copy.
@@ -321,6 +332,8 @@ class RL_Batcher:
             StateError, WorkerError, Exception: as `get`.
         """
         self._life.check("lease", Phase.RUNNING)
+        if self._kept is not None:
+            raise StateError("lease: an interrupted get has copied the rollout: get it")
         with self._life.failing():
             orders = self._crew.collect()
             batch = self._batch(orders)
@@ -501,7 +514,7 @@ class RL_Batcher:
             for worker, kept in enumerate(state["workers"]):
                 settings = settings.again(worker, kept["stream"] + 1)
             self._crew.renew(state["workers"], settings.seeds, settings.agent_seeds)
-        self._outbox.forget(self._crew.forget())
+        self._outbox.forget(self._crew.take_replaced())
         self._crew.know(statistics)
         self._episodes.put(state["episodes"], state["dropped_episodes"])
         self._version_before = state["weights_version"] - self._outbox.version
@@ -575,20 +588,21 @@ class RL_Batcher:
         self, min_workers: int | None, preempt: float | None
     ) -> tuple[int | None, Callable[[int, int], None] | None]:
         """For how many workers `get` waits, None for all, and how it ends the others' rollouts."""
+        n_running = sum(slots != [] for slots in self._running)
         if min_workers is not None:
             if preempt is not None:
                 raise SpecError("get: min_workers lets the others go on and preempt ends them: give one of the two")
             check_count("get: min_workers", min_workers, 1)
             if min_workers > self._pool.n_workers:
                 raise SpecError(f"get: min_workers is {min_workers}, there are {self._pool.n_workers}")
-            return min_workers, None
+            return min(min_workers, n_running), None
         if preempt is None:
             return None, None
         if isinstance(preempt, bool) or not isinstance(preempt, (int, float, np.number)):
             raise TypeError(f"get: preempt must be a fraction of the workers or None, got {preempt!r}")
         if not 0 < preempt <= 1:
             raise SpecError(f"get: preempt must be above 0 and up to 1, got {preempt}")
-        return math.ceil(preempt * self._pool.n_workers), self._cuts.__setitem__
+        return math.ceil(preempt * n_running), self._cuts.__setitem__
 
     def _rows_of(self, worker: int, slots: list[int] | None = None) -> np.ndarray:
         """The global indexes of a worker's environments, or of some of them."""
@@ -596,8 +610,8 @@ class RL_Batcher:
         return np.asarray(worker * self._n_envs + rows)
 
     def _begin_anew(self, replaced: set[int]) -> None:
-        """The environments of workers that were replaced have been reset: what had begun has no end."""
-        self._outbox.forget(replaced)
+        """The next rollouts of these are their successors', with environments anew: what had begun has no end."""
+        self._outbox.forget(self._crew.take_replaced())
         for worker in replaced:
             self._running[worker] = None
             self._episodes.forget(self._rows_of(worker))

@@ -69,6 +69,7 @@ class Member:
         orders: rollouts that were ordered and not handed out, the oldest first.
         n_ordered: how many rollouts were ordered in all.
         runs: whether an environment ran after the last rollout that was handed out.
+        anew: number of the first rollout of the one that is there now, until all before it are handed out.
         since: when it began, in the time of `time.monotonic`.
         clock: what it said last of its time.
     """
@@ -79,6 +80,7 @@ class Member:
     orders: deque[Order] = field(default_factory=deque)
     n_ordered: int = 0
     runs: bool = True
+    anew: int | None = None
     since: float = field(default_factory=time.monotonic)
     clock: Clock = field(default_factory=Clock)
 
@@ -86,11 +88,33 @@ class Member:
         """Another worker is in its place."""
         self.stream, self.n_restarts = self.stream + 1, self.n_restarts + 1
         self.since, self.clock = time.monotonic(), Clock()
+        left = (order.number for order in self.orders if not (order.is_lost or order.is_there))
+        self.anew = next(left, self.n_ordered)
+
+    def hand_out(self) -> bool:
+        """The oldest rollout is handed out; whether the next one is the first of another worker."""
+        order = self.orders.popleft()
+        self.runs = order.is_lost or order.asked.value[0] != []
+        if not order.is_lost and (self.anew is None or order.number >= self.anew):
+            self.clock = Clock(*order.asked.value[1])
+        return self.is_anew()
+
+    def is_anew(self) -> bool:
+        """Whether everything of those before is handed out; says so once."""
+        following = self.orders[0].number if self.orders else self.n_ordered
+        if self.anew is None or following < self.anew:
+            return False
+        self.anew, self.runs = None, True
+        return True
 
     def lose(self) -> None:
         """The worker is gone, and with it the rollout that it was running."""
         runs = self.runs
         for order in self.orders:
+            if order.is_lost or order.number == self.anew:
+                runs = True
+            if order.is_lost:
+                continue
             if not order.is_there:
                 order.is_lost = True
                 self.n_lost += runs  # or nothing was lost
@@ -235,7 +259,7 @@ class Crew:
         self.settle()
         for member in self.members:
             member.orders.clear()
-            member.runs = True
+            member.runs, member.anew = True, None
         self._call("reset", self.statistics)
 
     def settle(self) -> None:
@@ -265,7 +289,8 @@ class Crew:
 
     def is_ready(self, n: int | None = None) -> bool:
         """Whether `collect` would not have to wait for rollouts."""
-        return self.pool.is_settled(self._heads(), n, fails_fast=not self._mends)
+        heads, n = self._heads(n)
+        return self.pool.is_settled(heads, n, fails_fast=not self._mends)
 
     def collect(self, n: int | None = None, cut: Callable[[int, int], None] | None = None) -> dict[int, Order]:
         """The oldest rollouts that are there, or were lost, by worker index.
@@ -277,9 +302,7 @@ class Crew:
             cut: called with the index of each worker that is late, once `n` are there, and with the number of the
                 rollout after the one that is to end, and is then waited for.
         """
-        heads = self._heads()
-        if n is not None:
-            n -= len(self.members) - len(heads)
+        heads, n = self._heads(n)
         self.pool.settle(heads, n, fails_fast=not self._mends)
         if not self._mends:
             _raise_first(heads)
@@ -294,19 +317,19 @@ class Crew:
         heads_now = {index: member.orders[0] for index, member in enumerate(self.members)}
         return {index: order for index, order in heads_now.items() if order.is_lost or order.is_there}
 
-    def _heads(self) -> list[Asked]:
-        """What was asked of every worker first, but what was lost."""
-        return [member.orders[0].asked for member in self.members if not member.orders[0].is_lost]
+    def _heads(self, n: int | None) -> tuple[list[Asked], int | None]:
+        """What was asked first of those who run something, or of all (n is None), and of how many it is awaited."""
+        members = [member for member in self.members if n is None or member.runs]
+        asked = [member.orders[0].asked for member in members if not member.orders[0].is_lost]
+        return asked, None if n is None else n - (len(members) - len(asked))
 
     def forget(self, orders: Mapping[int, Order] = NOTHING) -> set[int]:
-        """Takes away what was handed out; the workers that were replaced since the last call."""
-        for index, order in orders.items():
-            member = self.members[index]
-            assert member.orders[0] is order
-            member.orders.popleft()
-            member.runs = order.is_lost or order.asked.value[0] != []
-            if not order.is_lost and index not in self._replaced:
-                member.clock = Clock(*order.asked.value[1])
+        """Takes away what was handed out; the workers whose next rollout is the first of a successor."""
+        anew = {index for index in orders if self.members[index].hand_out()}
+        return anew | {index for index, member in enumerate(self.members) if member.is_anew()}
+
+    def take_replaced(self) -> set[int]:
+        """The workers that were replaced since the last call."""
         replaced, self._replaced = self._replaced, set()
         return replaced
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -90,7 +90,7 @@ class RolloutJob:
             raise
         self._slots: list[Slots] = []
         self._inbox = Inbox(self.weights_arena)
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._progress: Progress | None = None
         # Of environments that can be stepped in groups; where each of them is replaces `_progress`.
         self._groups: Sequence[SplitEnv] = ()
@@ -125,7 +125,7 @@ class RolloutJob:
         Args:
             statistics: what all workers have gathered together; empty if environments keep none.
         """
-        with self._once():
+        with _Once(self):
             load_statistics(self._given, statistics)
             observation = self._env.reset_rows(self._slots[0].info("env_info/").clone())
             self._progress = Progress(observation, np.arange(self._slots[0].n))
@@ -150,7 +150,7 @@ class RolloutJob:
         """
         slots, progress = self._slots[number % len(self._slots)], self._progress
         assert progress is not None
-        with self._once():
+        with _Once(self):
             if progress.running.size < slots.n and getattr(self._env, "defers_resets", False):
                 progress = self._revived(progress, slots.info("agent_info/"))
             if not progress.running.size:
@@ -189,20 +189,9 @@ class RolloutJob:
 
     def update(self, packed: Packed) -> tuple[int, ...]:
         """Hands the agent an update; those of which it still has tensors."""
-        with self._once():
+        with _Once(self):
             self._agent.update(self._inbox.unpack(packed))
         return self._inbox.held()
-
-    @contextlib.contextmanager
-    def _once(self) -> Iterator[None]:
-        """What comes behind an order that failed fails as it did: environments and agent are halfway."""
-        if self._error is not None:
-            raise self._error
-        try:
-            yield
-        except BaseException as error:
-            self._error = error
-            raise
 
     def renew(
         self, seeds: Sequence[int], agent_seeds: Sequence[int] | None, clocks: Sequence[tuple[Any, ...]]
@@ -213,7 +202,7 @@ class RolloutJob:
             seeds, agent_seeds: as in `JobSettings`.
             clocks: for each worker the fields of the `Clock` that goes on.
         """
-        with self._once():
+        with _Once(self):
             self.end_evaluation()
             seed, n = seeds[self.index], self._env.n_envs()
             self._agent_seed = None if agent_seeds is None else int(agent_seeds[self.index])
@@ -242,6 +231,8 @@ class RolloutJob:
             infos: `agent_info` and `env_info`, N rows each, or empty.
             statistics: as for `reset`; nothing is added to them.
         """
+        if self.error is not None:
+            raise self.error
         self.end_evaluation()
         seed, n = seeds[self.index], self._env.n_envs()
         mine = slice(self.index * n, (self.index + 1) * n)
@@ -313,6 +304,21 @@ class RolloutJob:
                 close_job(agent)
         kept = {name: Moments.none(moments.mean.shape) for name, moments in take_statistics(env).items()}
         return Specs(specs_of(observation), specs_of(output), specs_of(state), kept), used
+
+
+class _Once:
+    """What comes behind an order that failed fails as it did: environments and agent are halfway."""
+
+    def __init__(self, job: RolloutJob) -> None:
+        self._job = job
+
+    def __enter__(self) -> None:
+        if self._job.error is not None:
+            raise self._job.error
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._job.error = error
 
 
 def first_step(agent: RL_Agent, observation: DictTensor, info: DictTensor, n: int) -> tuple[DictTensor, DictTensor]:

@@ -81,11 +81,8 @@ def acquire(
     Returns:
         Where it stopped. `slots.lengths` says how many steps each slot holds.
     """
-    acting = _acting(env, False, agent, slots, progress, agent_info, device, clock, is_cut)
-    try:
-        next(acting)
-    except StopIteration as end:
-        stopped: Progress = end.value
+    stopped = _advanced(_acting(env, False, agent, slots, progress, agent_info, device, clock, is_cut))
+    assert stopped is not None
     return stopped
 
 
@@ -118,12 +115,24 @@ def acquire_in_turns(
     stopped: dict[int, Progress] = {}
     while acting:
         for index in list(acting):
-            try:
-                next(acting[index])
-            except StopIteration as end:
-                stopped[index] = end.value
+            if (end := _advanced(acting[index])) is not None:
+                stopped[index] = end
                 del acting[index]
     return [stopped[index] for index in range(len(envs))]
+
+
+def _advanced(acting: Generator[None, None, Progress]) -> Progress | None:
+    """Has a rollout go on until it waits; where it stopped, if it did."""
+    try:
+        next(acting)
+    except StopIteration as end:
+        stopped: Progress = end.value
+        return stopped
+    except RuntimeError as error:
+        if isinstance(error.__cause__, StopIteration):  # an environment's or an agent's own (PEP 479)
+            raise error.__cause__ from None
+        raise
+    return None
 
 
 def _acting(

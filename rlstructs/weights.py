@@ -21,14 +21,14 @@ import numpy as np
 import torch
 
 from workers.arena import SharedArena
-from workers.messages import Asked
+from workers.messages import Asked, Unpickler
 
 # Bytes: every tensor starts at a multiple of this.
 ALIGNMENT = 64
 
-# Of a page in /proc/self/pagemap: it is in memory; and it is the file's own, no copy.
+# Of a page in /proc/self/pagemap: it is in memory, or was swapped out; and it is the file's own, no copy.
 PAGE_ENTRY = np.dtype(np.uint64)
-PRESENT, OF_FILE = np.uint64(1 << 63), np.uint64(1 << 61)
+THERE, OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
 # How many regions a worker keeps mapped.
 N_MAPS = 4
 
@@ -55,7 +55,7 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
         return self._places[id(obj)]
 
 
-class _Unpacker(pickle.Unpickler):
+class _Unpacker(Unpickler):
     def __init__(self, file: io.BytesIO, region: np.ndarray) -> None:
         super().__init__(file)
         self._region = region
@@ -210,7 +210,7 @@ def _is_written(private: mmap.mmap) -> bool:
             entries = np.frombuffer(file.read(n_bytes), PAGE_ENTRY)
     except OSError:
         return True
-    return entries.nbytes < n_bytes or bool(((entries & (PRESENT | OF_FILE)) == PRESENT).any())
+    return entries.nbytes < n_bytes or bool((((entries & THERE) != 0) & ((entries & OF_FILE) == 0)).any())
 
 
 def _view(region: np.ndarray, offset: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

@@ -143,6 +143,19 @@ def test_what_an_agent_raises_arrives_as_it_is(where, start_method):
     assert "SimulatorError" in str(cause) and f"worker {cause.worker_index}" in str(cause)
 
 
+class Exhausted(Count):
+    def step(self, action):
+        raise StopIteration("no data is left")
+
+
+@pytest.mark.parametrize("n_processes", [0, 1])
+def test_an_iteration_that_stops_is_an_exception_as_any_other(n_processes):
+    with RL_Batcher(10, Counting, {}, lambda seed: GymEnvInf([Exhausted(5)], seed), {}, n_processes, 0) as batcher:
+        batcher.reset()
+        with pytest.raises(StopIteration, match="no data is left"):
+            rollout(batcher)
+
+
 @pytest.mark.parametrize("n_processes", [0, 1])
 def test_what_a_rollout_raises_comes_with_get(n_processes):
     def create_env(seed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 
 import gymnasium
@@ -11,7 +12,7 @@ import pytest
 import torch
 from helpers import Count, Counting, count_batcher, create_gym, rollout
 
-from rlstructs import DictTensor, GymEnvInf, RandomAgent, RL_Agent, RL_Batcher, SpecError, StateError
+from rlstructs import DictTensor, GymEnv, GymEnvInf, RandomAgent, RL_Agent, RL_Batcher, SpecError, StateError
 from rlstructs.testing import Fault, Ledger, create_faulty_envs
 
 LIMIT = 10.0
@@ -296,3 +297,73 @@ def test_its_slots_count_as_memory():
         with count_batcher([[9]], 4, run_ahead=run_ahead) as batcher:
             sizes.append(batcher.nbytes)
     assert np.diff(sizes).tolist() == [sizes[0]] * 2
+
+
+def kill(pid):
+    """SIGKILL, and waits until it has worked."""
+    with open(f"/proc/{pid}/stat"):  # it is there
+        pidfd = os.pidfd_open(pid)
+    os.kill(pid, signal.SIGKILL)
+    assert select.select([pidfd], [], [], LIMIT)[0]
+    os.close(pidfd)
+
+
+def test_what_a_worker_did_before_its_end_is_handed_out_as_its_own():
+    """Its successor's rollouts come behind it, with episodes and environments anew."""
+    with RL_Batcher(
+        4, Counting, {}, lambda seed: GymEnv([Count(3), Count(30)], seed), {}, 1, 0, run_ahead=2,
+        on_worker_failure="restart",
+    ) as batcher:  # fmt: skip
+        batcher.reset()
+        seen = [rollout(batcher)]
+        batcher._crew.settle()
+        kill(batcher._pool.pids[0])
+        seen += [rollout(batcher) for _ in range(4)]
+        assert [trajectories.lengths.tolist() for trajectories, _ in seen] == [[3, 4], [4], [4], [3, 4], [4]]
+        assert [n_running for _, n_running in seen] == [1, 1, 2, 1, 1]
+        assert [int(frames(trajectories)[-1, 0, 1]) for trajectories, _ in seen] == [0, 4, 8, 0, 4]
+        assert batcher.episodes()["length"].tolist() == [3, 3]
+        stats = batcher.stats()
+        assert (stats["restarts"], stats["lost_rollouts"], stats["workers"][0]["steps"]) == (1, 0, 11)
+
+
+def test_every_rollout_that_is_lost_is_counted_once():
+    with RL_Batcher(
+        4, Counting, {}, lambda seed: GymEnvInf([Count(99)], seed), {}, 1, 0, run_ahead=2, on_worker_failure="restart"
+    ) as batcher:
+        batcher.reset()
+        lengths = [rollout(batcher)[0].lengths.tolist()]
+        for _ in range(2):
+            batcher._crew.settle()
+            kill(batcher._pool.pids[0])
+            batcher.update(0.0)
+        lengths += [rollout(batcher)[0].lengths.tolist() for _ in range(5)]
+        assert lengths.count([0]) == batcher.stats()["lost_rollouts"]
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+@pytest.mark.parametrize("how", [{"min_workers": 1}, {"preempt": 0.5}])
+def test_workers_in_which_nothing_runs_are_not_waited_for_and_hurry_nobody(how, run_ahead):
+    with count_batcher([[2], [40]], 8, run_ahead=run_ahead) as batcher:
+        batcher.reset()
+        steps = torch.zeros(2, dtype=torch.int64)
+        while True:
+            batcher.execute()
+            trajectories, n_running = batcher.get(**how)
+            assert trajectories.lengths.numel() > 0
+            if (steps[0] == 2) and n_running:  # the first one has ended, and is not half of them any more
+                assert trajectories.lengths.tolist() == [8] or int(steps[1]) + int(trajectories.lengths[0]) == 40
+            steps[trajectories.info["env_index"]] += trajectories.lengths
+            if not n_running:
+                break
+        assert steps.tolist() == [2, 40]
+
+
+def test_an_evaluation_does_not_use_an_agent_whose_update_failed():
+    with RL_Batcher(
+        4, FailingUpdate, {}, lambda seed: GymEnvInf([Count(3)], seed), {}, 1, 0, run_ahead=1
+    ) as batcher:
+        batcher.reset()
+        batcher.update(1.0)
+        with pytest.raises(KeyError, match="lost in update"):
+            batcher.evaluate(2, 0)

@@ -30,6 +30,7 @@ from workers import (
 )
 from workers.channel import Channel
 from workers.messages import Post
+from workers.start import uninterrupted
 
 # Seconds. Only reached when something hangs.
 LIMIT = 20.0
@@ -593,3 +594,23 @@ def test_closing_takes_little_time():
 
 def assert_gone(pids):
     assert not [pid for pid in pids if exists(pid)]
+
+
+def test_ctrl_c_is_put_off_whichever_thread_the_kernel_gives_it_to():
+    over = threading.Event()
+    other = threading.Thread(target=over.wait)  # does not block the signal
+    other.start()
+    try:
+        for _ in range(100):
+            is_through = False
+            with pytest.raises(KeyboardInterrupt):
+                with uninterrupted():
+                    os.kill(os.getpid(), signal.SIGINT)
+                    for _ in range(1000):
+                        is_through = os.getpid() == 0
+                    is_through = True
+                time.sleep(LIMIT)  # the kernel may take its time
+            assert is_through
+    finally:
+        over.set()
+        other.join()

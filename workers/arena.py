@@ -55,7 +55,7 @@ class SharedArena:
         """
         if nbytes <= self.nbytes:
             return
-        needed, available = nbytes if expected is None else expected, available_bytes()
+        needed, available = nbytes - self.nbytes if expected is None else expected, available_bytes()
         if available is not None and needed > available:
             raise OutOfMemoryError(
                 f"shared memory: {needed:,} bytes are needed, {available:,} are available; "

@@ -71,42 +71,36 @@ class Channel:
             EOFError: the other side is gone.
             TimeoutError: it does not read; half of the message may be on its way.
         """
-        header = LENGTH.pack(len(data))
+        parts = [LENGTH.pack(len(data)) + data] if len(data) <= AT_ONCE else [LENGTH.pack(len(data)), data]
         try:
-            if len(data) <= AT_ONCE:
-                self._send(header + data)
-            elif deadline is None and sentinel is None:
-                self._send(header)
-                self._send(data)
-            else:
-                self._send_until(deadline, sentinel, header, data)
+            for part in parts:
+                sent = self._send(part)
+                if sent < len(part):
+                    self._send_until(memoryview(part)[sent:], deadline, sentinel)
         except (BrokenPipeError, ConnectionResetError) as error:
             raise EOFError("the other side of the channel is gone") from error
 
-    def _send(self, data: bytes) -> None:
-        sent = self._socket.send(data, NO_SIGNAL)
-        while sent < len(data):
-            sent += self._socket.send(memoryview(data)[sent:], NO_SIGNAL)
+    def _send(self, part: bytes | memoryview) -> int:
+        """Sends what goes into the pipe at once; how much that was."""
+        try:
+            return self._socket.send(part, NO_SIGNAL | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
 
-    def _send_until(self, deadline: float | None, sentinel: int | None, *parts: bytes) -> None:
+    def _send_until(self, part: memoryview, deadline: float | None, sentinel: int | None) -> None:
         poll = select.poll()
         # What the other side writes meanwhile is read: it may have to be through with that before it reads.
         poll.register(self.fileno(), select.POLLOUT | select.POLLIN)
         if sentinel is not None:
             poll.register(sentinel, select.POLLIN)
-        for data in parts:
-            part = memoryview(data)
-            while part:
-                events = poll.poll(milliseconds(deadline))
-                if not events:
-                    raise TimeoutError("the other side of the channel does not read")
-                if any(fd == sentinel for fd, _ in events):
-                    raise EOFError("the other side of the channel is gone")
-                self.arrive()
-                try:
-                    part = part[self._socket.send(part, NO_SIGNAL | socket.MSG_DONTWAIT) :]
-                except BlockingIOError:  # less room than it takes
-                    continue
+        while part:
+            events = poll.poll(milliseconds(deadline))
+            if not events:
+                raise TimeoutError("the other side of the channel does not read")
+            if any(fd == sentinel for fd, _ in events):
+                raise EOFError("the other side of the channel is gone")
+            self.arrive()
+            part = part[self._send(part) :]
 
     def can_send(self) -> bool:
         """Whether a small message would go through at once."""

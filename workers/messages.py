@@ -179,10 +179,12 @@ def dumps(obj: Any) -> bytes:
 
 def loads(data: bytes | bytearray | memoryview) -> Any:
     """Unpickles, leaving classes that this process already has as they are."""
-    return _Unpickler(io.BytesIO(data)).load()
+    return Unpickler(io.BytesIO(data)).load()
 
 
-class _Unpickler(pickle.Unpickler):
+class Unpickler(pickle.Unpickler):
+    """Leaves classes that this process already has as they are."""
+
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
         if name == "_class_setstate" and module.startswith("cloudpickle"):

@@ -238,6 +238,9 @@ class WorkerPool:
         for worker in old:
             self._watch.forget(worker)
         end_all(old)
+        for worker in old:
+            for each in worker.asked:
+                each.end(error=bare(worker.crashed()))
         asked = []
         for index, args in successors.items():
             self._late.discard(index)

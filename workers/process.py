@@ -94,20 +94,25 @@ class WorkerProcess:
             raise self.crashed()
         data = messages.dumps(request) if data is None else data
         previous, self.last_request = self.last_request, request.label
+        asked = Asked(self.index, request.label, is_kept)
+        if not self.asked:
+            self.since = time.monotonic()
+        # Before it is sent: a reply without its request would be taken for another's.
+        self.asked.extend([asked] * request.n_replies)
         self._is_whole = False
         try:
             self.channel.send_bytes(data, deadline, self.sentinel())
-        except EOFError:
+        except (EOFError, TimeoutError) as failure:
+            for _ in range(request.n_replies):
+                self.asked.pop()
+            if isinstance(failure, TimeoutError):
+                raise
             self.last_request = f"{previous}, before {request.label}"
             error = self.crashed()
             if self.asked:  # what it has written before its end is still to be read
                 self.state = State.BUSY
             raise error from None
-        if not self.asked:
-            self.since = time.monotonic()
         self.state, self._is_whole = State.BUSY, True
-        asked = Asked(self.index, request.label, is_kept)
-        self.asked.extend([asked] * request.n_replies)
         return asked
 
     def can_close(self) -> bool:

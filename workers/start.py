@@ -32,9 +32,6 @@ from typing import Any
 
 from workers.channel import milliseconds
 
-# A tuple: to make a set of it takes as long as the call that it is for.
-SIGINT = (signal.SIGINT,)
-
 # Milliseconds within which a Ctrl-C is noticed while a fork server is waited for that does not answer.
 SIGINT_DELAY = 100.0
 
@@ -65,21 +62,37 @@ def new_process(
 
 
 class uninterrupted:
-    """Blocks SIGINT in this thread and in what it starts: it arrives when the block is through."""
+    """Puts off what Ctrl-C raises until the block is through.
+
+    By the handler and not by the mask of signals, which is each thread's own: the kernel gives the signal to any
+    thread that takes it, and Python runs the handler in the main thread all the same.
+    """
 
     def __enter__(self) -> None:
-        self._before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGINT)
+        self._is_pending, self._before = False, None
+        if threading.current_thread() is threading.main_thread() and callable(signal.getsignal(signal.SIGINT)):
+            self._before = signal.signal(signal.SIGINT, self._note)
 
     def __exit__(self, *_: object) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+            if self._is_pending:
+                signal.raise_signal(signal.SIGINT)
+
+    def _note(self, *_: object) -> None:
+        self._is_pending = True
 
 
 @contextlib.contextmanager
 def sigint_blocked() -> Iterator[None]:
-    """The same, for the start of a process."""
+    """Blocks SIGINT in this thread and in what it starts; a Ctrl-C raises when the block is through."""
     resource_tracker.ensure_running()  # its own start would unblock SIGINT on CPython 3.11
     with uninterrupted():
-        yield
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
