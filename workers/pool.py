@@ -20,6 +20,8 @@ from workers.watch import Watch
 
 # Seconds that workers get to close their jobs.
 CLOSE_DELAY = 3.0
+# Seconds that the others get to close their jobs when a factory has raised.
+START_PATIENCE = 1.0
 
 
 def _nothing() -> None:
@@ -80,7 +82,10 @@ class WorkerPool:
                 self._workers.append(self._started(index))
             self._send(self._workers, self._first)
             self.gather()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception) and not isinstance(error, WorkerError):
+                with contextlib.suppress(Exception):  # of a factory: the others may have something to close
+                    self.close(START_PATIENCE)
             self.kill()
             raise
 

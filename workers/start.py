@@ -28,7 +28,7 @@ from multiprocessing import (
     spawn,
     util,
 )
-from typing import Any
+from typing import Any, ClassVar
 
 from workers.channel import milliseconds
 
@@ -68,6 +68,9 @@ class uninterrupted:
     thread that takes it, and Python runs the handler in the main thread all the same.
     """
 
+    #: How many were put off in all: who waits in such a block ends the waiting.
+    n_noted: ClassVar[int] = 0
+
     def __enter__(self) -> None:
         self._is_pending, self._before = False, None
         if threading.current_thread() is threading.main_thread() and callable(signal.getsignal(signal.SIGINT)):
@@ -81,6 +84,7 @@ class uninterrupted:
 
     def _note(self, *_: object) -> None:
         self._is_pending = True
+        uninterrupted.n_noted += 1
 
 
 @contextlib.contextmanager
@@ -205,11 +209,13 @@ class _ForkServerProcess(process.BaseProcess):
 
 
 def _readable(fd: int, deadline: float | None) -> bool:
-    """Waits for a descriptor until a deadline, or a Ctrl-C, which is blocked meanwhile and raised later."""
+    """Waits for a descriptor until a deadline, or a Ctrl-C, which is put off meanwhile and raised later."""
+    n_noted = uninterrupted.n_noted
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     while not poll.poll(SIGINT_DELAY if deadline is None else min(SIGINT_DELAY, milliseconds(deadline) or 0.0)):
-        if signal.SIGINT in signal.sigpending() or (deadline is not None and time.monotonic() >= deadline):
+        is_interrupted = signal.SIGINT in signal.sigpending() or uninterrupted.n_noted > n_noted
+        if is_interrupted or (deadline is not None and time.monotonic() >= deadline):
             return False
     return True
 
