@@ -35,7 +35,7 @@ from rlstructs import batcher_state, outputs
 from rlstructs.agent import RL_Agent
 from rlstructs.batch import ROW_INFO, Batch, write_info
 from rlstructs.checks import check_count, check_timeout
-from rlstructs.crew import RAISE, Crew, Order, check_policy, started
+from rlstructs.crew import RAISE, Crew, check_policy, started
 from rlstructs.debug import is_on
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.episodes import EpisodeTracker
@@ -45,6 +45,7 @@ from rlstructs.generations import EVERY, Generations
 from rlstructs.job import Specs
 from rlstructs.lease import Lease
 from rlstructs.lifecycle import Lifecycle, Phase
+from rlstructs.member import Order
 from rlstructs.moments import Moments
 from rlstructs.rows import specs_of
 from rlstructs.settings import (

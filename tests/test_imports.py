@@ -58,6 +58,7 @@ ROWS = {
     "rlstructs.rollout": 5,
     "rlstructs.evaluation": 5.1,
     "rlstructs.job": 5.2,
+    "rlstructs.member": 5.3,
     "rlstructs.crew": 5.5,
     "rlstructs.batcher_state": 5.5,
     "rlstructs.batcher": 6,

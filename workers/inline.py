@@ -28,8 +28,7 @@ class InlinePool:
         around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self._around = around
-        self._reply: list[Any] = []
-        self._error: Exception | None = None
+        self._asked: list[Asked] = []
         with around():
             self._job: Any = factory(0, *shared)
         self.n_workers, self.pids, self.states, self._open = 1, [os.getpid()], ["idle"], True
@@ -41,12 +40,7 @@ class InlinePool:
 
     def broadcast(self, method: str, *args: Any) -> None:
         """Calls `job.method(*args)`; what it raises is raised by `gather`."""
-        self._reply = []
-        try:
-            with self._around():
-                self._reply = [getattr(self._job, method)(*args)]
-        except Exception as error:
-            self._error = error
+        self._asked = self.ask(method, *args)
 
     def ask(self, method: str, *args: Any, only: Iterable[int] | None = None) -> list[Asked]:
         """Calls `job.method(*args)`; what it raises is in what is returned."""
@@ -75,15 +69,16 @@ class InlinePool:
 
     def ready(self, timeout: float | None = 0.0) -> bool:
         """True: a call is over when it returns."""
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        for each in self._asked:
+            if each.error is not None:
+                self._asked = []
+                raise each.error
         return True
 
     def gather(self, timeout: float | None = None) -> list[Any]:
         """The value of the last call, as a list of one, or what it raised."""
         self.ready()
-        return self._reply  # and keeps it: who is interrupted asks again
+        return [each.value for each in self._asked]  # and keeps them: who is interrupted asks again
 
     def close(self, timeout: float = 0.0) -> None:
         """Closes the job. Idempotent."""
