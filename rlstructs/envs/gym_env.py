@@ -229,7 +229,7 @@ class GymEnvInf(GymEnv):
     Args:
         defer_resets: for resets that take long. Within a rollout of `RL_Batcher` an environment that ends leaves the
             running set, so that the others do not wait for its reset, and its slot is shorter: `lengths` says so. It
-            is reset as the next rollout begins, in which it runs again. Below `DeviceEnv`, or a wrapper of one's own, it
+            is reset as the next rollout begins, in which it runs again. Below `DeviceEnv`, or one's own wrapper, it
             stays out until `reset`, as with `GymEnv`. Otherwise as above.
 
     Example:
