@@ -392,7 +392,7 @@ def start_up(repeats: int) -> float:
 
 def profile(task: Task, n_rollouts: int) -> None:
     """Prints where the time of one worker goes, measured in this process."""
-    spent = {"environments": 0.0, "vectorised environment": 0.0, "agent": 0.0}
+    spent = dict.fromkeys(("environments", "vectorised environment", "agent", "slots and loop"), 0.0)
 
     def clocked(key: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **named: Any) -> Any:
@@ -416,18 +416,15 @@ def profile(task: Task, n_rollouts: int) -> None:
             "initial_state": lambda _, *a: agent.initial_state(*a),
             "require_history": lambda _: False, "close": lambda _: None,
         })()  # fmt: skip
+        job.rollout = clocked("slots and loop", job.rollout)
         start = time.perf_counter()
         for _ in range(n_rollouts):
-            collecting._pool.call("rollout")
-        rolled = time.perf_counter() - start
-        start = time.perf_counter()
-        for _ in range(n_rollouts):
-            collecting._episodes.add(collecting._read([(None, None)]))
-        got = time.perf_counter() - start
+            collecting.execute()
+            collecting.get()
+        total, steps = time.perf_counter() - start, n_rollouts * task.n_timesteps
+    spent["the trainer's part"] = total - spent["slots and loop"]
+    spent["slots and loop"] -= spent["vectorised environment"] + spent["agent"]
     spent["vectorised environment"] -= spent["environments"]
-    spent["slots and loop"] = rolled - sum(spent.values())
-    spent["get, in the trainer"] = got
-    total, steps = rolled + got, n_rollouts * task.n_timesteps
     for key, seconds in spent.items():
         print(f"    {key:24} {seconds / total:6.1%}   {seconds / steps * 1e6:9.1f} us a vector step")
 

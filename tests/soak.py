@@ -222,6 +222,7 @@ EVENTS = {
 
 def table():
     """Seconds until each failure is over, and until `close` is: medians of three."""
+    Soak("CartPole-v1", 1, 1, 1, None).close()  # the fork server runs from here on
     print(f"timeout={TIMEOUT:g}\n\n| event | on_worker_failure | what you see | seconds | close |")
     print("| --- | --- | --- | --- | --- |")
     for event, fault in EVENTS.items():
@@ -255,7 +256,7 @@ def _orphaned(_):
     program = textwrap.dedent("""
         import signal
         from soak import Soak
-        kept = Soak("CartPole-v1", 2, 8, 64)
+        kept = Soak("CartPole-v1", 2, 8, 64, timeout=60.0)
         print(*[worker["pid"] for worker in kept.batcher.stats()["workers"]], flush=True)
         signal.pause()
     """)
