@@ -51,6 +51,9 @@ ROWS = (
     Row("sac", "sac.py", target=-200),
     Row("a2c_recurrent", "a2c_recurrent.py", target=400),
     Row("reinforce", "reinforce.py"),
+    Row("evolution", "evolution.py", target=475),
+    Row("jax_dqn", "jax_dqn.py", target=475),
+    Row("diayn", "diayn.py"),
     Row(
         "ppo-halfcheetah", "ppo.py",
         (*CHEETAH, "--n-steps", "1000000", "--n-envs", "4", "--n-timesteps", "256", "--n-epochs", "10",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--n-envs", "2", "--n-timesteps", "30", "--n-rollouts", "2"]
@@ -18,6 +20,7 @@ TRAINING = ["--n-envs", "2", "--n-timesteps", "8", "--n-steps", "64", "--n-eval"
 SCORE = r"-?[\d.]+, \d+ steps, \d+ steps/s"
 # What to run, and what its last line is.
 RUNS = {
+    "1_structures.py": ([], r"jax: \(3, 4\) float32, and back: True"),
     "2_collect.py": (SMALL, r"\d+ episodes, mean return [\d.]+"),
     "central_inference.py": ([*SMALL, "--n-envs", "4"], r"\d+ episodes, mean return [\d.]+"),
     "collect_to_memory.py": (MEMORY, r"CartPole-v1: 160 rows of 4 environments, 0\.0 MB"),
@@ -44,6 +47,14 @@ RUNS = {
     ),
     "a2c_recurrent.py": (TRAINING, rf"CartPole-v1 without velocities: score {SCORE}"),
     "reinforce.py": ([*TRAINING, "--n-timesteps", "500"], rf"CartPole-v1: score {SCORE}"),
+    "evolution.py": ([*TRAINING, "--n-timesteps", "500"], rf"CartPole-v1: score {SCORE}"),
+    "diayn.py": (TRAINING, rf"CartPole-v1 with 4 skills: score {SCORE}"),
+    "jax_dqn.py": ([*TRAINING, "--n-before", "32", "--n-updates", "2"], rf"CartPole-v1: score {SCORE}"),
+    "warp_gather.py": (
+        ["--n-envs", "2", "--n-repeats", "2"],
+        r"largest difference (0\.0e\+00|\d\.\de-0[5-9]) of up to [\d.]+, "
+        r"warp \d+ us, torch \d+ us: [\d.]+ times as fast",
+    ),
 }  # fmt: skip
 
 
@@ -86,6 +97,23 @@ def test_what_trainings_share_is_the_same_in_each():
     texts = [path.read_text() for path in (ROOT / "examples").glob("*.py")]
     shared = [text[text.index("class Log:") : text.index("def main(")] for text in texts if "class Log:" in text]
     assert len(set(shared)) == 1
+
+
+def test_the_first_example_prints_what_its_header_says(subprocess_env, tmp_path):
+    file = ROOT / "examples/1_structures.py"
+    _, *shown = re.findall(r"^    (.+)$", file.read_text().split('"""')[1], re.MULTILINE)  # behind the command
+    printed = iter(run([str(file)], env=subprocess_env, cwd=tmp_path).splitlines())
+    assert len(shown) > 4 and all(line in printed for line in shown if line != "...")
+
+
+def test_each_row_of_a_population_acts_by_its_own_network():
+    outputs_of = runpy.run_path(str(ROOT / "examples/evolution.py"))["outputs_of"]
+    parameters, observations = torch.randn(5, 4 * 3 + 3 + 3 * 2 + 2), torch.randn(5, 4)
+    outputs = outputs_of(parameters, observations, [4, 3, 2])
+    for own, observation, output in zip(parameters, observations, outputs, strict=True):
+        first, biases, second, last = own.split([4 * 3, 3, 3 * 2, 2])
+        hidden = (observation @ first.view(4, 3) + biases).tanh()
+        torch.testing.assert_close(output, hidden @ second.view(3, 2) + last)
 
 
 def test_memories_of_each_library_give_batches_and_masked_sequences(subprocess_env, tmp_path):
