@@ -51,6 +51,7 @@ ROWS = (
     Row("sac", "sac.py", target=-200),
     Row("a2c_recurrent", "a2c_recurrent.py", target=400),
     Row("reinforce", "reinforce.py"),
+    Row("ppo-pong", "ppo_atari.py"),
     Row(
         "ppo-halfcheetah", "ppo.py",
         (*CHEETAH, "--n-steps", "1000000", "--n-envs", "4", "--n-timesteps", "256", "--n-epochs", "10",
