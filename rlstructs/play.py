@@ -213,7 +213,8 @@ def check_whole(path: Path) -> None:
 
     Nothing else tells it: a full disk, or a worker that had to be killed, only shows in the boxes that are missing.
     """
-    size, at, kinds = path.stat().st_size, 0, set()
+    size, at = path.stat().st_size, 0
+    kinds: set[bytes] = set()
     with path.open("rb") as file:
         while at < size:
             file.seek(at)

@@ -36,7 +36,7 @@ class Painted(gymnasium.Env):
         trainer: process id in which it may not be.
     """
 
-    metadata = {"render_modes": ["human", "rgb_array"], "render_fps": FPS}
+    metadata = {"render_modes": ["human", "rgb_array"], "render_fps": FPS}  # noqa: RUF012
     observation_space = spaces.Box(0, 1, (1,), np.float32)
     action_space = spaces.Discrete(2)
 
@@ -58,11 +58,11 @@ class Painted(gymnasium.Env):
 
 
 class Timeless(Painted):
-    metadata = {"render_modes": ["rgb_array"]}
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012
 
 
 class Blind(Painted):
-    metadata = {"render_modes": ["ansi"]}
+    metadata = {"render_modes": ["ansi"]}  # noqa: RUF012
 
 
 class Still(RL_Agent):
