@@ -38,7 +38,7 @@ RUNS = {
     "ppo.py": ([*TRAINING, "--plot", "curve.png"], rf"CartPole-v1: score {SCORE}"),
     "ppo.py HalfCheetah-v5": ([*TRAINING, "--env-id", "HalfCheetah-v5"], rf"HalfCheetah-v5: score {SCORE}"),
     "ppo_atari.py": (
-        [*TRAINING, "--n-processes", "1", "--n-eval", "1"], rf"ALE/Pong-v5: score {SCORE}"
+        [*TRAINING, "--n-processes", "1", "--n-envs", "1", "--n-eval", "1"], rf"ALE/Pong-v5: score {SCORE}"
     ),
     "dqn.py": ([*TRAINING, "--n-before", "32"], rf"CartPole-v1: score {SCORE}"),
     "sac.py": ([*TRAINING, "--n-before", "32"], rf"Pendulum-v1: score {SCORE}"),
@@ -115,12 +115,12 @@ def test_a_program_in_the_readme_prints_what_it_says(program, printed, subproces
 @pytest.mark.parametrize("path", ["steps.h5", "steps.npz"])
 def test_a_dataset_is_written_by_one_program_and_read_by_another(path, subprocess_env, tmp_path):
     file = str(ROOT / "examples/offline_dataset.py")
-    sizes = ["--path", path, "--n-envs", "2", "--n-timesteps", "512", "--n-rollouts", "4"]
+    sizes = ["--path", path, "--n-envs", "2", "--n-timesteps", "512", "--n-rollouts", "4", "--n-eval", "4"]
     first = run([file, "--stage", "collect", *sizes], env=subprocess_env, cwd=tmp_path).splitlines()
     assert len(first) == 1
     found = re.fullmatch(rf"{path}: 8192 steps of 4 environments, .* MB, \d+ episodes, mean return ([\d.]+)", first[0])
     second = run([file, "--stage", "train", *sizes], env=subprocess_env, cwd=tmp_path).splitlines()
-    words = r"(clone|weighted): 20 episodes, mean return ([\d.]+)"
+    words = r"(clone|weighted): 4 episodes, mean return ([\d.]+)"
     clone, weighted = (re.fullmatch(words, line).groups() for line in second[-2:])
     # Learning from what went well is better than doing the same.
     assert (clone[0], weighted[0]) == ("clone", "weighted")
