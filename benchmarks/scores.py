@@ -54,6 +54,7 @@ ROWS = (
     Row("evolution", "evolution.py", target=475),
     Row("jax_dqn", "jax_dqn.py", target=475),
     Row("diayn", "diayn.py"),
+    Row("ppo-pong", "ppo_atari.py"),
     Row(
         "ppo-halfcheetah", "ppo.py",
         (*CHEETAH, "--n-steps", "1000000", "--n-envs", "4", "--n-timesteps", "256", "--n-epochs", "10",

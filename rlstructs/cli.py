@@ -1,12 +1,13 @@
-"""The command `rlstructs`: collects rollouts, says what is in a file of them, finds what is fastest.
+"""The command `rlstructs`: collects rollouts, shows an agent, says what is in a file, finds what is fastest.
 
     rlstructs collect CartPole-v1 --workers 2 --steps 200000 --out rollouts.npz --plot returns.png
+    rlstructs play CartPole-v1 --agent my_agents:trained --video cartpole.mp4
     rlstructs info rollouts.npz
     rlstructs info --system
     rlstructs bench tune CartPole-v1 --seconds 20
 
 Exit codes: 0; 2 after an error, which is one line on stderr; 130 after Ctrl-C, with what had been
-collected written. What is heavy to import is imported by what needs it, so that `--help` is quick.
+collected or recorded written. What is heavy to import is imported by what needs it, so that `--help` is quick.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_collect(commands, common)
+    _add_play(commands, common)
     _add_info(commands, common)
     _add_bench(commands, common)
     return parser
@@ -100,11 +102,35 @@ def _add_collect(commands: Any, common: argparse.ArgumentParser) -> None:
         ("--seed", "SEED", 0, 0, "of environments and agents; default: %(default)s"),
     ):
         add(option, metavar=metavar, type=_at_least(least), default=default, help=text)
-    agent_help = "random, or module:factory; the factory makes an RL_Agent in each worker, and is given "
-    agent_help += "observation_space and action_space if it takes them; default: %(default)s"
-    add("--agent", metavar="AGENT", default="random", help=agent_help)
+    _add_agent(parser)
     add("--out", metavar="FILE", type=Path, help="write the trajectories: .npz, .pt or .h5")
     add("--plot", metavar="FILE.png", type=Path, help="draw returns and lengths of the episodes")
+
+
+def _add_agent(parser: argparse.ArgumentParser) -> None:
+    agent_help = "random, or module:factory; the factory makes an RL_Agent in each worker, and is given "
+    agent_help += "observation_space and action_space if it takes them; default: %(default)s"
+    parser.add_argument("--agent", metavar="AGENT", default="random", help=agent_help)
+
+
+def _add_play(commands: Any, common: argparse.ArgumentParser) -> None:
+    parser = commands.add_parser(
+        "play",
+        parents=[common],
+        allow_abbrev=False,
+        help="show or record what an agent does",
+        description="Shows episodes of an agent in a window, or records them, rendered in a worker process. "
+        "Ctrl-C ends it early and keeps what was recorded.",
+    )
+    parser.set_defaults(run=_play)
+    add = parser.add_argument
+    add("env_id", metavar="ENV_ID", help="as for collect")
+    _add_agent(parser)
+    add("--video", metavar="FILE.mp4", type=Path, help="record it, in place of a window")
+    add("--episodes", metavar="E", type=_at_least(1), default=1, help="how many; default: %(default)s")
+    add("--max-steps", metavar="S", type=_at_least(1), help="ends an episode that goes on; default: the environment's")
+    add("--fps", metavar="F", type=_positive, help="frames per second of the video; default: the environment's")
+    add("--seed", metavar="SEED", type=_at_least(0), default=0, help="of environment and agent; default: %(default)s")
 
 
 def _add_info(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -203,6 +229,31 @@ def _settings(options: argparse.Namespace) -> Settings:
         n_rollouts=math.ceil(options.steps / n_per_rollout),
         seed=options.seed,
     )
+
+
+def _play(options: argparse.Namespace) -> int:
+    from rlstructs import report
+    from rlstructs.collect import find_agent, find_env
+    from rlstructs.play import VIDEO_ENDINGS, Settings, play
+
+    if options.video is not None:
+        report.check_path("--video", options.video, VIDEO_ENDINGS)
+    elif options.fps is not None:
+        raise SpecError("--fps: is for --video; a window goes at the environment's own pace")
+    _find_modules_here()
+    find_agent(options.agent)  # as in `_settings`
+    settings = Settings(
+        env_id=find_env(options.env_id),
+        agent=options.agent,
+        n_episodes=options.episodes,
+        max_steps=options.max_steps,
+        seed=options.seed,
+        video=options.video,
+        fps=options.fps,
+    )
+    with one_interrupt():
+        play(settings)
+    return 0
 
 
 def _find_modules_here() -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -18,7 +19,7 @@ from tqdm import tqdm
 
 from rlstructs.agent import RL_Agent, RL_Agent_CheckDevice
 from rlstructs.batcher import RL_Batcher
-from rlstructs.envs.gym_env import GymEnvInf
+from rlstructs.envs.gym_env import GymEnv, GymEnvInf
 from rlstructs.errors import OutOfMemoryError, SpecError
 from rlstructs.random_agent import RandomAgent
 from rlstructs.structures.dict_tensor import DictTensor
@@ -116,25 +117,32 @@ class GymMaker:
     """Makes the environments of a worker, then its agent, which is told the environments' spaces.
 
     Both methods reach a worker in one pickle, so that they are bound to one object there too.
+
+    Args:
+        agent: as `find_agent` takes it.
+        make: makes one environment.
+        n_envs: how many.
+        kind: `GymEnvInf`, or `GymEnv`.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(
+        self, agent: str, make: Callable[[], gymnasium.Env[Any, Any]], n_envs: int, kind: type[GymEnv] = GymEnvInf
+    ) -> None:
+        self._agent, self._make, self._n_envs, self._kind = agent, make, n_envs, kind
         self._spaces: dict[str, Any] = {}
 
-    def create_env(self, seed: int) -> GymEnvInf:
+    def create_env(self, seed: int) -> GymEnv:
         """The environments."""
-        envs = [gymnasium.make(self._settings.env_id) for _ in range(self._settings.n_envs)]
+        envs = [self._make() for _ in range(self._n_envs)]
         self._spaces = {"observation_space": envs[0].observation_space, "action_space": envs[0].action_space}
-        return GymEnvInf(envs, seed)
+        return self._kind(envs, seed)
 
     def create_agent(self) -> RL_Agent:
         """The agent; `create_env` comes first."""
-        name = self._settings.agent
-        factory = find_agent(name)
+        factory = find_agent(self._agent)
         agent = factory(**_accepted(factory, self._spaces))
         if not isinstance(agent, (RL_Agent, RL_Agent_CheckDevice)):
-            raise SpecError(f"--agent {name}: must return an RL_Agent, got {type(agent).__name__}")
+            raise SpecError(f"--agent {self._agent}: must return an RL_Agent, got {type(agent).__name__}")
         return agent
 
 
@@ -225,7 +233,7 @@ def _run(batcher: RL_Batcher, settings: Settings, collected: Collected, keep: bo
 
 def make_batcher(settings: Settings) -> RL_Batcher:
     """The batcher that runs the rollouts."""
-    maker = GymMaker(settings)
+    maker = GymMaker(settings.agent, partial(gymnasium.make, settings.env_id), settings.n_envs)
     return RL_Batcher(
         n_timesteps=settings.n_timesteps,
         create_agent=maker.create_agent,

@@ -36,10 +36,13 @@ RUNS = {
     "overlap.py": (SMALL, r"240 steps, \d+ steps/s"),
     "overlap.py --run-ahead 0": ([*SMALL, "--run-ahead", "0"], r"240 steps, \d+ steps/s"),
     "offline_dataset.py": (
-        [*SMALL, "--n-epochs", "1", "--n-episodes", "2"], r"clone: 2 episodes, mean return [\d.]+"
+        [*SMALL, "--n-epochs", "1", "--n-eval", "2"], r"weighted: 2 episodes, mean return [\d.]+"
     ),
     "ppo.py": ([*TRAINING, "--plot", "curve.png"], rf"CartPole-v1: score {SCORE}"),
     "ppo.py HalfCheetah-v5": ([*TRAINING, "--env-id", "HalfCheetah-v5"], rf"HalfCheetah-v5: score {SCORE}"),
+    "ppo_atari.py": (
+        [*TRAINING, "--n-processes", "1", "--n-envs", "1", "--n-eval", "1"], rf"ALE/Pong-v5: score {SCORE}"
+    ),
     "dqn.py": ([*TRAINING, "--n-before", "32"], rf"CartPole-v1: score {SCORE}"),
     "sac.py": ([*TRAINING, "--n-before", "32"], rf"Pendulum-v1: score {SCORE}"),
     "sac.py HalfCheetah-v5": (
@@ -137,15 +140,19 @@ def test_a_program_in_the_readme_prints_what_it_says(program, printed, subproces
     assert run(["-c", program], env=subprocess_env, cwd=tmp_path) == printed
 
 
-def test_a_dataset_is_written_by_one_program_and_read_by_another(subprocess_env, tmp_path):
+@pytest.mark.parametrize("path", ["steps.h5", "steps.npz"])
+def test_a_dataset_is_written_by_one_program_and_read_by_another(path, subprocess_env, tmp_path):
     file = str(ROOT / "examples/offline_dataset.py")
-    small = [*SMALL, "--n-timesteps", "200", "--path", "steps.h5"]
-    first = run([file, "--stage", "collect", *small], env=subprocess_env, cwd=tmp_path).splitlines()
-    assert len(first) == 1 and first[0].startswith("steps.h5: 1600 steps of 4 environments, ")
-    second = run([file, "--stage", "train", "--path", "steps.h5"], env=subprocess_env, cwd=tmp_path).splitlines()
-    *epochs, last = second
-    assert len(epochs) == 5 and float(epochs[-1].rpartition(" ")[2]) > 0.7  # it learns what the controller does
-    assert re.fullmatch(r"clone: 10 episodes, mean return [\d.]+", last)
+    sizes = ["--path", path, "--n-envs", "2", "--n-timesteps", "512", "--n-rollouts", "4", "--n-eval", "4"]
+    first = run([file, "--stage", "collect", *sizes], env=subprocess_env, cwd=tmp_path).splitlines()
+    assert len(first) == 1
+    found = re.fullmatch(rf"{path}: 8192 steps of 4 environments, .* MB, \d+ episodes, mean return ([\d.]+)", first[0])
+    second = run([file, "--stage", "train", *sizes], env=subprocess_env, cwd=tmp_path).splitlines()
+    words = r"(clone|weighted): 4 episodes, mean return ([\d.]+)"
+    clone, weighted = (re.fullmatch(words, line).groups() for line in second[-2:])
+    # Learning from what went well is better than doing the same.
+    assert (clone[0], weighted[0]) == ("clone", "weighted")
+    assert float(weighted[1]) > 2 * max(float(found[1]), float(clone[1]))
 
 
 def test_scores_are_written_down_and_not_measured_again(subprocess_env, tmp_path):

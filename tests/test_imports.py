@@ -64,6 +64,7 @@ ROWS = {
     "rlstructs.batcher": 6,
     "rlstructs.cli": 7,
     "rlstructs.collect": 7,
+    "rlstructs.play": 7,
     "rlstructs.report": 7,
     "rlstructs.tune": 7,
     "rlstructs": 7,

@@ -164,7 +164,8 @@ def test_agents_of_the_examples_pass():
     arguments = {"n_inputs": 4, "n_actions": 2}
     weights = policy(**arguments).network.state_dict()
     check_agent(policy, cart_poles(False), arguments, update=weights, n_steps=40, replayed=["logits"])
-    check_agent(example("offline_dataset.py").Controller, cart_poles(True), {"noise": 0.3})
+    skill = DictTensor({"skill": torch.tensor([0.3])})
+    check_agent(example("offline_dataset.py").Controller, cart_poles(True), agent_info=skill)
 
 
 class Remembers(RL_Agent):

@@ -208,14 +208,20 @@ def _tree(flat: Mapping[str, torch.Tensor], kind: str) -> dict[str, Any]:
     return tree
 
 
+def temporary_name(path: Path) -> Path:
+    """A name beside `path`, with its ending, that nobody else uses; nothing is there."""
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.{threading.get_ident()}{path.suffix}")
+    temporary.unlink(missing_ok=True)  # of a process that was killed, and had the same number
+    return temporary
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary name beside `path`, renamed to it once all is written."""
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.{threading.get_ident()}{path.suffix}")
+    temporary = temporary_name(path)
     try:
-        temporary.unlink(missing_ok=True)  # of a process that was killed, and had the same number
         yield temporary
         os.replace(temporary, path)
     except RuntimeError as error:  # what torch and HDF5 make of a full disk

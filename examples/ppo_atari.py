@@ -1,0 +1,244 @@
+r"""Proximal policy optimisation on Atari games, from frames.
+
+    pip install ale-py opencv-python-headless
+    python examples/ppo_atari.py --seed 1
+
+Hyperparameters and preparation of frames are those of CleanRL's `ppo_atari.py`: no-ops and fire after a reset, an
+action for four frames of the game, 84x84 grey, stacks of four, the sign of rewards. So are the games: gymnasium's own
+repeat the last action now and then (`--repeat-action-probability 0.25`). An episode is a whole game, whatever lives
+there are. Each worker draws its actions, from a copy of the network, and writes frames as bytes to shared memory; most
+of the time goes to learning. It shows a progress bar, and prints at the end the mean return of `--n-eval` games, in
+which the policy draws its actions as in the training, and how fast the training was:
+
+    ALE/Pong-v5: score ..., 1000448 steps, ... steps/s
+
+`--plot curve.png` draws the returns of the training, `--tensorboard runs/pong` writes scalars there; for either
+`pip install 'rlstructs[plot]'` first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import time
+from dataclasses import dataclass, fields
+
+import ale_py
+import gymnasium
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from rlstructs import DictTensor, GymEnvInf, RL_Agent, RL_Batcher, TemporalDictTensor, Trajectories, gae, transitions
+
+gymnasium.register_envs(ale_py)
+
+
+@dataclass
+class Args:
+    """What the command line sets."""
+
+    env_id: str = "ALE/Pong-v5"
+    repeat_action_probability: float = 0.0
+    n_steps: int = 1_000_000
+    n_processes: int = 2
+    n_envs: int = 4
+    n_timesteps: int = 128
+    run_ahead: int = 0
+    n_epochs: int = 4
+    n_minibatches: int = 4
+    learning_rate: float = 2.5e-4
+    gamma: float = 0.99
+    gae_lambda: float = 0.95
+    clip: float = 0.1
+    entropy_weight: float = 0.01
+    n_eval: int = 10
+    seed: int = 0
+    plot: str = ""
+    tensorboard: str = ""
+
+
+class FireReset(gymnasium.Wrapper):
+    """Presses fire, and what comes behind it, after a reset: some games do not begin before."""
+
+    def reset(self, **arguments):
+        self.env.reset(**arguments)
+        for action in (1, 2):
+            observation, _, terminated, truncated, info = self.env.step(action)
+            if terminated or truncated:
+                observation, info = self.env.reset()
+        return observation, info
+
+
+def make(env_id: str, repeat_action_probability: float) -> gymnasium.Env:
+    env = gymnasium.make(env_id, frameskip=1, repeat_action_probability=repeat_action_probability)
+    env = gymnasium.wrappers.AtariPreprocessing(env)  # 1 to 30 no-ops, 4 frames for each step, 84x84 grey
+    if "FIRE" in env.unwrapped.get_action_meanings():
+        env = FireReset(env)
+    return gymnasium.wrappers.FrameStackObservation(env, 4)
+
+
+def create_env(env_id: str, repeat_action_probability: float, n_envs: int, seed: int) -> GymEnvInf:
+    return GymEnvInf([make(env_id, repeat_action_probability) for _ in range(n_envs)], seed)
+
+
+def scaled(layer: nn.Module, scale: float = math.sqrt(2)) -> nn.Module:
+    nn.init.orthogonal_(layer.weight, scale)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class ActorCritic(nn.Module):
+    """Policy and values of stacks of frames, uint8 (B, 4, 84, 84)."""
+
+    def __init__(self, n_actions: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(  # of Mnih et al., 2015
+            scaled(nn.Conv2d(4, 32, 8, stride=4)), nn.ReLU(),
+            scaled(nn.Conv2d(32, 64, 4, stride=2)), nn.ReLU(),
+            scaled(nn.Conv2d(64, 64, 3)), nn.ReLU(), nn.Flatten(),
+            scaled(nn.Linear(64 * 7 * 7, 512)), nn.ReLU(),
+        )  # fmt: skip
+        self.actor, self.critic = scaled(nn.Linear(512, n_actions), 0.01), scaled(nn.Linear(512, 1), 1.0)
+
+    def forward(self, frames: torch.Tensor) -> tuple[torch.distributions.Categorical, torch.Tensor]:
+        """The policy, and the values (B,)."""
+        features = self.layers(frames / 255)
+        policy = torch.distributions.Categorical(logits=self.actor(features), validate_args=False)
+        return policy, self.critic(features)[:, 0]
+
+
+class Policy(RL_Agent):
+    """Draws actions, and records their log-probabilities and the values for the learner."""
+
+    def __init__(self, network: ActorCritic) -> None:
+        self.network = network
+
+    def initial_state(self, agent_info, B):
+        return DictTensor()
+
+    def __call__(self, state, observation, agent_info, history=None):
+        policy, values = self.network(observation["frame"])
+        action = policy.sample()
+        return DictTensor({"action": action, "log_prob": policy.log_prob(action), "value": values}), state
+
+    def update(self, info):
+        self.network.load_state_dict(info)
+
+
+def values_after(network: ActorCritic, steps: TemporalDictTensor) -> torch.Tensor:
+    """(B, T): the value of what followed each step.
+
+    What follows is the observation of the next step, whose value is recorded, but for the last step and where an
+    episode was truncated. Where one terminated, `gae` takes 0.
+    """
+    values = steps["action/value"].roll(-1, dims=1)
+    others = steps["_observation/truncated"].clone()
+    others[:, -1] = True
+    with torch.no_grad():
+        values[others] = network(steps["_observation/frame"][others])[1]
+    return values
+
+
+def learn(network: ActorCritic, optimizer: torch.optim.Optimizer, batch: Trajectories, args: Args) -> dict[str, float]:
+    """A few epochs over a rollout; the losses of the last minibatch."""
+    steps = batch.trajectories
+    given = transitions(steps) | {"rewards": steps["_observation/reward"].sign()}
+    values, after = steps["action/value"], values_after(network, steps)
+    advantages, targets = gae(values=values, next_values=after, gamma=args.gamma, lambda_=args.gae_lambda, **given)
+    flat = (*(steps[key] for key in ("observation/frame", "action/action", "action/log_prob")), values)
+    frames, actions, log_probs, values, advantages, targets = (x.flatten(0, 1) for x in (*flat, advantages, targets))
+    for _ in range(args.n_epochs):
+        for rows in torch.randperm(len(targets)).chunk(args.n_minibatches):
+            policy, new_values = network(frames[rows])
+            gains = (advantages[rows] - advantages[rows].mean()) / (advantages[rows].std() + 1e-8)
+            ratios = (policy.log_prob(actions[rows]) - log_probs[rows]).exp()
+            policy_loss = -torch.minimum(ratios * gains, ratios.clamp(1 - args.clip, 1 + args.clip) * gains).mean()
+            clipped = values[rows] + (new_values - values[rows]).clamp(-args.clip, args.clip)
+            errors = torch.maximum((new_values - targets[rows]) ** 2, (clipped - targets[rows]) ** 2)
+            value_loss, entropy = 0.5 * errors.mean(), policy.entropy().mean()
+            optimizer.zero_grad()
+            (policy_loss + 0.5 * value_loss - args.entropy_weight * entropy).backward()
+            nn.utils.clip_grad_norm_(network.parameters(), 0.5)
+            optimizer.step()
+    return {"policy_loss": policy_loss.item(), "value_loss": value_loss.item(), "entropy": entropy.item()}
+
+
+class Log:
+    """A progress bar, and scalars for TensorBoard and a learning curve where they are asked for."""
+
+    def __init__(self, args: Args) -> None:
+        # Before the training: who lacks a package is to know it now.
+        self.writer = optional("torch.utils.tensorboard").SummaryWriter(args.tensorboard) if args.tensorboard else None
+        self.figure = optional("matplotlib.figure").Figure() if args.plot else None
+        self.bar = tqdm(total=args.n_steps, unit=" steps", unit_scale=True)
+        self.path, self.n_steps, self.start = args.plot, 0, time.perf_counter()
+        self.steps, self.returns = [], []  # of each episode: steps so far when it was handed out
+        self.curve = []  # steps so far, and the mean return of the latest 100 episodes
+
+    def add(self, n_steps: int, episodes: DictTensor, scalars: dict[str, float]) -> None:
+        self.n_steps += n_steps
+        self.returns += episodes["return"].tolist()
+        self.steps += [self.n_steps] * episodes.n_elems()
+        latest = self.returns[-100:]
+        scalars = {"return": sum(latest) / len(latest) if latest else math.nan, **scalars}
+        self.curve.append((self.n_steps, scalars["return"]))
+        self.bar.set_postfix_str(f"return {scalars['return']:.1f}", refresh=False)
+        self.bar.update(n_steps)
+        if self.writer is not None:
+            for name, value in scalars.items():
+                self.writer.add_scalar(name, value, self.n_steps)
+
+    def close(self) -> float:
+        """Writes what there is to write; steps/s of the training."""
+        speed = self.n_steps / (time.perf_counter() - self.start)
+        self.bar.close()
+        if self.writer is not None:
+            self.writer.close()
+        if self.figure is not None:
+            axes = self.figure.subplots()
+            axes.plot(self.steps, self.returns, ".", markersize=2, label="an episode")
+            axes.plot(*zip(*self.curve, strict=True), label="mean of 100")
+            axes.legend()
+            axes.set(xlabel="steps", ylabel="return")
+            self.figure.savefig(self.path)
+        return speed
+
+
+def optional(module: str):
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise SystemExit(f"{error}: --plot and --tensorboard need pip install 'rlstructs[plot]'") from error
+
+
+def main(args: Args) -> None:
+    torch.manual_seed(args.seed)
+    with make(args.env_id, args.repeat_action_probability) as env:
+        network = ActorCritic(int(env.action_space.n))
+    optimizer = torch.optim.Adam(network.parameters(), lr=args.learning_rate, eps=1e-5)
+    log = Log(args)
+    env_args = {name: getattr(args, name) for name in ("env_id", "repeat_action_probability", "n_envs")}
+    with RL_Batcher(
+        args.n_timesteps, Policy, {"network": network}, create_env, env_args, args.n_processes, args.seed,
+        run_ahead=args.run_ahead,
+    ) as batcher:  # fmt: skip
+        batcher.reset()
+        while log.n_steps < args.n_steps:
+            batcher.execute()
+            batch, _ = batcher.get()
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - log.n_steps / args.n_steps)
+            losses = learn(network, optimizer, batch, args)
+            batcher.update(network.state_dict())
+            log.add(int(batch.lengths.sum()), batcher.episodes(), losses)
+        speed = log.close()
+        episodes = batcher.evaluate(args.n_eval, args.seed + 1)
+    print(f"{args.env_id}: score {episodes['return'].mean():.1f}, {log.n_steps} steps, {speed:.0f} steps/s")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for field in fields(Args):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    main(Args(**vars(parser.parse_args())))

@@ -1,0 +1,225 @@
+"""`rlstructs play`: what an agent does, in a window or in a video, rendered in a worker process.
+
+    trainer                                    the worker
+    -------                                    ----------
+    reset(), execute()  ── as ever ─────────>  steps and renders the environment
+    get(), episodes()   <── rewards, ends ───
+                                               each frame ──>  ffmpeg ──> .name.mp4
+    renames the file once the worker has ended
+
+A frame goes to ffmpeg as soon as it is there: neither process holds more than one of them, however long an episode is.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.envs.registration import load_env_creator
+
+from rlstructs.batcher import RL_Batcher
+from rlstructs.collect import GymMaker
+from rlstructs.envs.gym_env import GymEnv
+from rlstructs.errors import SpecError
+from rlstructs.structures.files import temporary_name
+
+# Ending of a video -> the module that writing it needs.
+VIDEO_ENDINGS: dict[str, str | None] = {".mp4": "imageio_ffmpeg"}
+# Steps of a rollout. After each the trainer hears how many there were, no more.
+N_TIMESTEPS = 32
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is to be played.
+
+    Attributes:
+        env_id: as gymnasium's registry has it.
+        agent: as `collect.find_agent` takes it.
+        n_episodes: how many.
+        max_steps: after which an episode is truncated; None for as many as the environment allows.
+        seed: of environment and agent.
+        video: the file to write; None for a window.
+        fps: frames per second of the video; None for the `render_fps` of the environment's metadata.
+    """
+
+    env_id: str
+    agent: str
+    n_episodes: int
+    max_steps: int | None
+    seed: int
+    video: Path | None
+    fps: float | None
+
+
+def play(settings: Settings) -> None:
+    """Plays, and prints a line for each episode, and one for the video.
+
+    Raises:
+        SpecError: the environment cannot be rendered so.
+        OSError: the video cannot be written.
+        KeyboardInterrupt: Ctrl-C; what was recorded before is kept.
+        Exception: what environment or agent raised; nothing is kept.
+    """
+    stopped_by: KeyboardInterrupt | None
+    if settings.video is None:
+        stopped_by = _run(settings, None)
+    else:
+        temporary = temporary_name(settings.video.absolute())  # wherever the worker is
+        try:
+            stopped_by = _run(settings, temporary)
+            if temporary.exists():  # Ctrl-C may have come before the first frame
+                check_whole(temporary)
+                os.replace(temporary, settings.video)
+                print(f"wrote {settings.video}", flush=True)
+        finally:
+            temporary.unlink(missing_ok=True)
+    if stopped_by is not None:
+        raise stopped_by
+
+
+def _run(settings: Settings, path: Path | None) -> KeyboardInterrupt | None:
+    """Plays; what ended it early. The video is complete when it returns."""
+    maker = GymMaker(settings.agent, partial(_make, settings, path), n_envs=1, kind=GymEnv)
+    try:
+        with RL_Batcher(
+            n_timesteps=N_TIMESTEPS,
+            create_agent=maker.create_agent,
+            agent_args={},
+            create_env=maker.create_env,
+            env_args={},
+            n_processes=1,
+            seeds=settings.seed,
+        ) as batcher:
+            for number in range(1, settings.n_episodes + 1):
+                batcher.reset()
+                n_running: int | None = 1
+                while n_running:
+                    batcher.execute()
+                    _, n_running = batcher.get()
+                ended = batcher.episodes()
+                steps = f"{ended['length'].item():,} steps"
+                print(f"episode {number}: return {ended['return'].item():,.2f}, {steps}", flush=True)
+    except KeyboardInterrupt as error:
+        return error
+    return None
+
+
+def _make(settings: Settings, path: Path | None) -> gymnasium.Env[Any, Any]:
+    """The environment, which renders itself: in a window, or to a file."""
+    mode = "human" if path is None else "rgb_array"
+    _check_mode(settings.env_id, mode)
+    env = gymnasium.make(settings.env_id, render_mode=mode)
+    if settings.max_steps is not None:
+        env = gymnasium.wrappers.TimeLimit(env, settings.max_steps)
+    if path is None:
+        return env
+    fps = settings.fps or env.metadata.get("render_fps")
+    if not fps:
+        raise SpecError(f"{settings.env_id}: its metadata has no render_fps: give --fps")
+    return Recorder(env, path, fps)
+
+
+def _check_mode(env_id: str, mode: str) -> None:
+    """Raises SpecError if the environment's class says that it cannot be rendered so.
+
+    `gymnasium.make` only warns, and many a constructor fails with an assertion that says nothing.
+    """
+    creator = gymnasium.spec(env_id).entry_point
+    metadata = getattr(load_env_creator(creator) if isinstance(creator, str) else creator, "metadata", None)
+    if not isinstance(metadata, Mapping):  # a function's environments are not known before they are made
+        return
+    # In a window gymnasium also shows what an environment can only give as an array.
+    enough = {"rgb_array"} if mode == "rgb_array" else {"human", "rgb_array", "rgb_array_list"}
+    modes = metadata.get("render_modes") or []
+    if not enough.intersection(modes):
+        raise SpecError(f"{env_id}: cannot be rendered: {mode!r} is needed, its render modes are {list(modes)}")
+
+
+class Recorder(gymnasium.Wrapper):  # type: ignore[misc]
+    """Writes what the environment renders, after every reset and step, to an H.264 video.
+
+    Args:
+        env: made with `render_mode="rgb_array"`.
+        path: the file; it begins with the first frame, and is complete once this is closed.
+        fps: frames per second.
+
+    Raises:
+        SpecError: it renders something else than uint8 (H, W, 3), or frames of different sizes.
+        OSError: ffmpeg cannot write it.
+    """
+
+    def __init__(self, env: gymnasium.Env[Any, Any], path: Path, fps: float) -> None:
+        super().__init__(env)
+        self._path, self._fps = path, float(fps)
+        self._shape: tuple[int, ...] = ()
+        self._writer: Generator[None, np.ndarray | None, None] | None = None
+
+    def reset(self, **arguments: Any) -> Any:
+        """As the environment's own."""
+        found = self.env.reset(**arguments)
+        self._record()
+        return found
+
+    def step(self, action: Any) -> Any:
+        """As the environment's own."""
+        found = self.env.step(action)
+        self._record()
+        return found
+
+    def close(self) -> None:
+        """Ends the video, and closes the environment."""
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        finally:
+            super().close()
+
+    def _record(self) -> None:
+        frame = self.env.render()
+        if not isinstance(frame, np.ndarray) or frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
+            found = f"{frame.dtype} {frame.shape}" if isinstance(frame, np.ndarray) else type(frame).__name__
+            raise SpecError(f"render: must give an array of uint8 (H, W, 3), got {found}")
+        # An odd height or width gets its last row or column twice: H.264 halves the resolution of colours.
+        even = np.pad(frame, ((0, frame.shape[0] % 2), (0, frame.shape[1] % 2), (0, 0)), mode="edge")
+        if self._writer is None:
+            self._shape, self._writer = frame.shape, self._started(*even.shape[:2])
+        if frame.shape != self._shape:
+            raise SpecError(f"render: frames of a video must be of one shape, got {frame.shape} after {self._shape}")
+        self._writer.send(np.ascontiguousarray(even))
+
+    def _started(self, height: int, width: int) -> Generator[None, np.ndarray | None, None]:
+        import imageio_ffmpeg
+
+        # Without blocks, or it would scale frames to multiples of 16. Without latency: ffmpeg holds no frames back,
+        # so that it has little left to do at the end, for which a worker has 3 seconds.
+        writer: Generator[None, np.ndarray | None, None] = imageio_ffmpeg.write_frames(
+            str(self._path), (width, height), fps=self._fps, codec="libx264", macro_block_size=1,
+            output_params=["-tune", "zerolatency"],
+        )  # fmt: skip
+        writer.send(None)
+        return writer
+
+
+def check_whole(path: Path) -> None:
+    """Raises OSError unless an MP4 file is complete.
+
+    Nothing else tells it: a full disk, or a worker that had to be killed, only shows in the boxes that are missing.
+    """
+    size, at = path.stat().st_size, 0
+    kinds: set[bytes] = set()
+    with path.open("rb") as file:
+        while at < size:
+            file.seek(at)
+            length, kind, long_length = struct.unpack(">I4sQ", file.read(16).ljust(16, b"\0"))
+            kinds.add(kind)
+            at += max(8, long_length if length == 1 else length)
+    if at != size or b"moov" not in kinds:  # the index, which ffmpeg writes last
+        raise OSError(f"the video was cut off after {size:,} bytes")
