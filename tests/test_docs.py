@@ -1,0 +1,142 @@
+"""Every python block of README.md and docs/ runs, and prints what stands below it.
+
+The python blocks of a page are one program, in order, run in a process of its own. A `text` block right after one of
+them is all that it prints, `...` standing for what differs from run to run; a block without one prints nothing. What
+has a title (```python title="...") is the code of another library: it has to be python, and is not run.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE, TITLED, OUTPUT = "```python", "```python title=", "```text"
+END_OF_BLOCK = "-- end of a block --"
+# Seconds: a page should be run in less than 10, on a machine that does nothing else.
+TIMEOUT = 100
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its kind, the number of its first line, from 1, and its lines."""
+
+    kind: str
+    line: int
+    lines: list[str]
+
+
+def blocks_of(page: str) -> list[Block]:
+    """The fenced blocks of a page."""
+    found, opened = [], None
+    lines = page.splitlines()
+    for number, line in enumerate(lines):
+        if opened is None and line.startswith("```"):
+            opened = number
+        elif opened is not None and line == "```":
+            found.append(Block(lines[opened], opened + 2, lines[opened + 1 : number]))
+            opened = None
+    assert opened is None, f"the block at line {opened} has no end"
+    return found
+
+
+def program_of(page: str) -> str:
+    """What is run: each line where it stands on the page, so that a traceback names the line of the page."""
+    lines = [""] * (len(page.splitlines()) + 1)
+    for block in blocks_of(page):
+        if block.kind == FENCE:
+            lines[block.line - 1 : block.line - 1 + len(block.lines)] = block.lines
+            lines[block.line - 1 + len(block.lines)] = f"print({END_OF_BLOCK!r}, flush=True)"
+    return "\n".join(lines)
+
+
+def outputs_of(page: str) -> list[str]:
+    """What each block that is run has to print."""
+    lines, outputs = page.splitlines(), []
+    following = {block.line: block for block in blocks_of(page)}
+    for block in blocks_of(page):
+        if block.kind == FENCE:
+            after = following.get(block.line + len(block.lines) + 3)  # its end, one empty line, the next fence
+            is_output = after is not None and after.kind == OUTPUT and not lines[after.line - 3]
+            outputs.append("".join(f"{line}\n" for line in after.lines) if is_output else "")
+    return outputs
+
+
+def run(page: str, folder: Path, environment: dict[str, str]) -> list[str]:
+    """What each block prints."""
+    program = folder / "program.py"
+    program.write_text(program_of(page))
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=TIMEOUT, env=environment, cwd=folder
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""  # a warning would be the first thing that a reader sees
+    return done.stdout.split(f"{END_OF_BLOCK}\n")[:-1]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def fits(printed: str, wanted: str) -> bool:
+    """Whether this is what was wanted, in which `...` stands for anything."""
+    return re.fullmatch(".*".join(map(re.escape, wanted.split("..."))), printed, re.DOTALL) is not None
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if f"{FENCE}\n" in page.read_text()], ids=name_of)
+def test_a_page_prints_what_it_says(page, subprocess_env, tmp_path):
+    text = page.read_text()
+    printed, wanted = run(text, tmp_path, subprocess_env), outputs_of(text)
+    assert len(printed) == len(wanted)
+    for own, should in zip(printed, wanted, strict=True):
+        if not fits(own, should):
+            assert own == should  # shows where they differ
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_block_says_what_it_is(page):
+    kinds = {block.kind for block in blocks_of(page.read_text())}
+    assert not {kind for kind in kinds if kind not in (FENCE, OUTPUT, "```sh") and not kind.startswith(TITLED)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_code_of_other_libraries_is_python(page):
+    for block in blocks_of(page.read_text()):
+        if block.kind.startswith(TITLED):
+            ast.parse("\n".join(block.lines))
+
+
+@pytest.mark.parametrize("module", ["rlstructs", "rlstructs.replay", "rlstructs.testing"])
+def test_every_public_name_is_in_the_reference(module):
+    reference = "\n".join(page.read_text() for page in (ROOT / "docs/api").glob("*.md"))
+    described = set(re.findall(r"^::: ([\w.]+)$", reference, re.MULTILINE))
+    named = set(re.findall(r"`(\w+)`", reference))  # second names of what is described
+    names = importlib.import_module(module).__all__
+    assert not [name for name in names if f"{module}.{name}" not in described and name not in named]
+
+
+def test_every_page_can_be_found():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]}
+    assert pages == set(re.findall(r"[\w/]+\.md", navigation))
+
+
+def test_a_block_that_prints_something_else_is_noticed(subprocess_env, tmp_path):
+    page = "# A page\n\n```python\nprint(1)\n```\n\n```text\n2\n```\n\n"
+    page += "```python\nprint(3, 0.5)\n```\n\n```text\n3 ...\n```\n"
+    printed, wanted = run(page, tmp_path, subprocess_env), outputs_of(page)
+    assert (printed, wanted) == (["1\n", "3 0.5\n"], ["2\n", "3 ...\n"])
+    assert [fits(*pair) for pair in zip(printed, wanted, strict=True)] == [False, True]
+
+
+def test_an_error_names_the_line_of_the_page(subprocess_env, tmp_path):
+    with pytest.raises(AssertionError, match="line 4, in"):
+        run("# A page\n\n```python\n1 / 0\n```\n", tmp_path, subprocess_env)
