@@ -80,7 +80,7 @@ class RL_Batcher:
         env_args: its arguments.
         n_processes: W, worker processes; 0 runs the same rollout in this process, for debugging.
         seeds: one for each process, handed to `create_env` as they are (environment k of process p
-            then has `seeds[p] + k`); or one int, from which streams that never overlap are derived.
+            then has `seeds[p] + k`); or one int, from which a stream for each environment is derived.
         agent_info: an example, one row, of what `reset` and `execute` will be given; empty if nothing.
         env_info: likewise.
         agent_seeds: one for each process, handed to `RL_Agent.seed`.

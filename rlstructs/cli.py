@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rlstructs import __version__
 from rlstructs.errors import OutOfMemoryError, RemoteTraceback, RLError, SpecError, WorkerError
 from workers.arena import available_bytes
+from workers.groups import n_cores
 from workers.start import default_start_method
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def _add_collect(commands: Any, common: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("env_id", metavar="ENV_ID", help="what gymnasium.make takes: CartPole-v1, ALE/Pong-v5, module:EnvId")
     for option, metavar, least, default, text in (
-        ("--workers", "W", 0, _n_cores(), "worker processes, 0 for none; default: the cores, %(default)s"),
+        ("--workers", "W", 0, n_cores(), "worker processes, 0 for none; default: the cores, %(default)s"),
         ("--envs", "N", 1, 8, "environments in each worker; default: %(default)s"),
         ("--timesteps", "T", 1, 128, "steps of each environment in one rollout; default: %(default)s"),
         ("--steps", "S", 1, 10_000, "environment steps in all, rounded up to whole rollouts; default: %(default)s"),
@@ -266,11 +267,11 @@ def _tune(options: argparse.Namespace) -> int:
     from rlstructs.tune import tune
 
     _find_modules_here()
-    env_id, n_cores = find_env(options.env_id), _n_cores()
-    print(f"{env_id}, random agent; the limit is bare loops in {n_cores} processes, one for each core")
+    env_id, n_workers = find_env(options.env_id), n_cores()
+    print(f"{env_id}, random agent; the limit is bare loops in {n_workers} processes, one for each core")
     print(f"{'workers':>7} {'envs':>5} {'timesteps':>9} {'steps/s':>12} {'limit':>12} {'share':>6}", flush=True)
     trials = []
-    for trial in tune(env_id, n_cores, options.seconds):
+    for trial in tune(env_id, n_workers, options.seconds):
         trials.append(trial)
         workers, envs, timesteps = trial.choice
         speeds = f"{trial.speed:12,.0f} {trial.limit:12,.0f} {trial.share:6.2f}"
@@ -312,7 +313,7 @@ def _system() -> Iterator[str]:
         except importlib.metadata.PackageNotFoundError:
             yield f"{package}: not installed"
     yield f"platform: {platform.platform()}"
-    yield f"cores: {_n_cores()} of {os.cpu_count()}"
+    yield f"cores: {n_cores()} of {os.cpu_count()}"
     available = available_bytes()
     yield f"memory available: {'unknown' if available is None else f'{available / 1e9:,.1f} GB'}"
     yield f"start method: {default_start_method()}"
@@ -328,16 +329,6 @@ def _cuda() -> str:
         return f"yes, {torch.cuda.device_count()} x {torch.cuda.get_device_name()}, version {torch.version.cuda}"
     except Exception as error:
         return f"unknown, {type(error).__name__}: {error}"
-
-
-def _n_cores() -> int:
-    """Cores that this process may use: those it is bound to, within its control group's quota."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return max(1, min(bound, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # "max" is no number: no quota
-        return bound
 
 
 def _at_least(least: int) -> Callable[[str], int]:

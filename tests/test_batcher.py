@@ -733,6 +733,18 @@ def test_environment_ids_that_the_program_registered_are_known_to_workers(start_
         del gymnasium.registry["TestCount-v0"]
 
 
+@pytest.mark.parametrize("env_id", ["TestShort-v0", "CartPole-v1"])
+def test_a_registration_of_an_environment_of_gymnasium_is_known_to_workers(env_id, start_method, monkeypatch):
+    cart_pole = gymnasium.spec("CartPole-v1").entry_point
+    monkeypatch.setitem(gymnasium.registry, env_id, gymnasium.registry["CartPole-v1"])  # and as it was afterwards
+    del gymnasium.registry[env_id]
+    gymnasium.register(env_id, entry_point=cart_pole, max_episode_steps=2)
+    arguments = {"env_id": env_id, "n_envs": 1}
+    with RL_Batcher(4, Counting, {}, create_gym, arguments, 1, 0, start_method=start_method) as batcher:
+        batcher.reset()
+        assert bits(rollout(batcher)[0], "_observation/truncated") == ["FTFT"]
+
+
 class History(RL_Agent):
     """Records how many steps of history it is given."""
 

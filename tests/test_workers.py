@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 
@@ -27,6 +28,7 @@ from workers import (
     WorkerPool,
     WorkerTimeout,
     arena,
+    groups,
 )
 from workers.channel import Channel
 from workers.messages import Post
@@ -572,6 +574,51 @@ def test_the_control_groups_limit_counts(tmp_path, line, folder, names):
     assert arena._group_bytes(tmp_path / "root", own) == [3500]
     (group / names[0]).write_text("max\n")
     assert arena._group_bytes(tmp_path / "root", own) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "files", "unlimited"),
+    [
+        ("0::/a/b", {"a/b/cpu.max": "50000 100000"}, {"a/b/cpu.max": "max 100000"}),
+        ("0::/a/b", {"a/cpu.max": "100000 100000", "a/b/cpu.max": "150000 100000"}, {"a/cpu.max": "max 100000"}),
+        (
+            "4:cpu,cpuacct:/a",
+            {"cpu,cpuacct/a/cpu.cfs_quota_us": "20000", "cpu,cpuacct/a/cpu.cfs_period_us": "100000"},
+            {"cpu,cpuacct/a/cpu.cfs_quota_us": "-1"},
+        ),
+    ],
+    ids=["v2", "v2-parent", "v1"],
+)
+def test_the_control_groups_quota_of_cores_counts(tmp_path, line, files, unlimited):
+    own = tmp_path / "own"
+    own.write_text(f"1:memory:/elsewhere\n{line}\n")
+    bound = len(os.sched_getaffinity(0))
+
+    def n_cores_with(contents):
+        for name, content in contents.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(f"{content}\n")
+        return groups.n_cores(tmp_path, own)
+
+    assert n_cores_with({}) == bound
+    assert n_cores_with(files) == 1
+    assert n_cores_with(unlimited) == min(bound, 2)
+
+
+def test_a_sandbox_without_descriptors_of_processes_is_enough(subprocess_env):
+    text = textwrap.dedent("""
+        import os
+        from workers import WorkerPool
+
+        def refuse(pid):
+            raise PermissionError(1, "not permitted")
+
+        os.pidfd_open = refuse
+        with WorkerPool(2, lambda index: [index]) as pool:
+            print(pool.call("pop"))
+    """)
+    done = subprocess.run([sys.executable, "-c", text], env=subprocess_env, timeout=60, capture_output=True, text=True)
+    assert done.stdout == "[0, 1]\n", done.stderr
 
 
 def test_the_inline_pool_answers_as_workers_do():

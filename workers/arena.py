@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
+from workers import groups
 from workers.descriptors import Descriptor
 
 
@@ -122,24 +123,14 @@ def _machine_bytes() -> int | None:
     return None
 
 
-def _group_bytes(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
+def _group_bytes(root: Path = groups.ROOT, own: Path = groups.OWN) -> list[int]:
     """What each limit of this process's control groups leaves: version 2, then version 1."""
     found = []
-    for line in own.read_text().splitlines() if own.exists() else []:
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        base = root / controllers
-        names = ("memory.max", "memory.current") if not controllers else (
-            "memory.limit_in_bytes", "memory.usage_in_bytes"
-        )  # fmt: skip
-        group = base / path.strip("/")
-        for folder in (group, *group.parents):
-            with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit there
-                limit, usage = (int((folder / name).read_text()) for name in names)
-                found.append(max(0, limit - usage + _reclaimable(folder / "memory.stat")))
-            if folder == base:
-                break
+    for folder, version in groups.folders("memory", root, own):
+        names = ("max", "current") if version == 2 else ("limit_in_bytes", "usage_in_bytes")
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit there
+            limit, usage = (int((folder / f"memory.{name}").read_text()) for name in names)
+            found.append(max(0, limit - usage + _reclaimable(folder / "memory.stat")))
     return found
 
 

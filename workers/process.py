@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -233,5 +234,8 @@ def _pidfd(pid: int) -> Descriptor | None:
         return None
     try:
         return Descriptor(os.pidfd_open(pid))
-    except ProcessLookupError:  # it has ended already: its own sentinel says so
+    except OSError as error:
+        # It has ended already, as its own sentinel says; or a sandbox does not allow it, as if the kernel had it not.
+        if error.errno not in (errno.ESRCH, errno.EPERM, errno.EACCES, errno.ENOSYS):
+            raise
         return None

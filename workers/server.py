@@ -5,6 +5,7 @@ The end of the server's pipe alone would not end it: a forked child of the main 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
@@ -18,7 +19,8 @@ def _prepare() -> None:
     # The watching thread does nothing but wait, so forking beside it is safe.
     warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
     if hasattr(os, "pidfd_open"):
-        loop.end_with(os.pidfd_open(os.getppid()))
+        with contextlib.suppress(OSError):  # a sandbox may not allow it
+            loop.end_with(os.pidfd_open(os.getppid()))
 
 
 # Any other process may import this module (a documentation tool does) and stays as it is.

@@ -10,17 +10,11 @@ import cloudpickle
 
 
 def registered() -> list[bytes]:
-    """The registrations of this process that are not gymnasium's own, pickled."""
+    """The registrations of this process, pickled."""
     registration = sys.modules.get("gymnasium.envs.registration")
     if registration is None:
         return []
-    specs = [
-        spec
-        for spec in registration.registry.values()
-        if not (isinstance(spec.entry_point, str) and spec.entry_point.startswith("gymnasium."))
-    ]
-    if not specs:
-        return []
+    specs = list(registration.registry.values())
     try:
         return [cloudpickle.dumps(specs)]
     except Exception:  # one of them cannot travel: the others do
@@ -28,7 +22,7 @@ def registered() -> list[bytes]:
 
 
 def register(pickled: list[bytes]) -> None:
-    """Registers what `registered` gave, unless the id is known here."""
+    """Registers what `registered` gave, in place of gymnasium's own; other ids that are known here stay."""
     if pickled:
         # The modules that register these ids are imported later, and register them again.
         warnings.filterwarnings("ignore", ".*Overriding environment")
@@ -37,7 +31,12 @@ def register(pickled: list[bytes]) -> None:
         from gymnasium.envs.registration import registry
 
         for spec in specs:
-            registry.setdefault(spec.id, spec)
+            if spec.id not in registry or _is_gymnasiums(registry[spec.id]):
+                registry[spec.id] = spec
+
+
+def _is_gymnasiums(spec: Any) -> bool:
+    return isinstance(spec.entry_point, str) and spec.entry_point.startswith("gymnasium.")
 
 
 def _pickled(specs: list[Any]) -> list[bytes]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
+from workers.groups import n_cores
 
 RESET_MASK = "reset_mask"
 
@@ -43,7 +43,7 @@ def group_count(n_groups: int, n_envs: int) -> int:
 
 
 def worker_count(n_workers: int | None, n_envs: int) -> int:
-    """How many workers there will be; by itself one for each core, or for each environment if those are fewer.
+    """How many workers there will be; by itself one for each core that it may use, at most `n_envs`.
 
     Args:
         n_workers: as it was given.
@@ -53,8 +53,7 @@ def worker_count(n_workers: int | None, n_envs: int) -> int:
         SpecError, TypeError: not an int from 0 to `n_envs`.
     """
     if n_workers is None:
-        n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return min(n_cores, n_envs)
+        return min(n_cores(), n_envs)
     if check_count("n_workers", n_workers, 0) > n_envs:
         raise SpecError(f"n_workers must be at most {n_envs}, the number of environments of a group, got {n_workers}")
     return int(n_workers)
