@@ -196,7 +196,7 @@ def limit(task: Task) -> Iterator[Run]:
         yield lambda seconds: sum(pool.call("run", seconds))
 
 
-def batcher(task: Task, n_processes: int) -> RL_Batcher:
+def batcher(task: Task, n_processes: int, run_ahead: int = 0) -> RL_Batcher:
     return RL_Batcher(
         task.n_timesteps,
         create_agent,
@@ -205,12 +205,13 @@ def batcher(task: Task, n_processes: int) -> RL_Batcher:
         {"env_id": task.env_id, "n_envs": task.n_envs, "native": task.native},
         n_processes,
         0,
+        run_ahead=run_ahead,
     )
 
 
 @contextlib.contextmanager
-def ours(task: Task, leases: bool = False) -> Iterator[Run]:
-    with batcher(task, task.n_workers) as collecting:
+def ours(task: Task, leases: bool = False, run_ahead: int = 0) -> Iterator[Run]:
+    with batcher(task, task.n_workers, run_ahead) as collecting:
         collecting.reset()
 
         def step() -> int:
@@ -222,7 +223,13 @@ def ours(task: Task, leases: bool = False) -> Iterator[Run]:
                 collecting.get()
             return task.n_all * task.n_timesteps
 
-        yield lambda seconds: timed(step, seconds)
+        def run(seconds: float) -> float:
+            step()  # what runs ahead has just begun then, as it has at the end
+            speed = timed(step, seconds)
+            collecting._crew.settle()  # or it would run while another is measured
+            return speed
+
+        yield run
 
 
 # --- the peers -----------------------------------------------------------------------------------
@@ -358,9 +365,11 @@ PEERS: dict[str, tuple[str, Callable[[Task], Any]]] = {
 def measure(task: Task, repeats: int, seconds: float, names: list[str]) -> dict[str, float]:
     """Medians of steps/s, every contender in turn."""
     contenders: dict[str, Callable[[Task], Any]] = {"limit": limit, "rlstructs": ours}
+    contenders["run-ahead"] = functools.partial(ours, run_ahead=1)
     if task.native:
         # The others step environments one by one, and the limit is what gymnasium does alone.
         contenders["lease"] = functools.partial(ours, leases=True)
+        contenders["run-ahead, lease"] = functools.partial(ours, leases=True, run_ahead=1)
         names = [name for name in names if name == "envpool"]
     contenders |= {name: PEERS[name][1] for name in names}
     speeds: dict[str, list[float]] = {}
