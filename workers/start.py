@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import contextlib
 import io
 import multiprocessing
@@ -37,6 +38,8 @@ SIGINT_DELAY = 100.0
 
 START_METHODS = ("forkserver", "spawn", "fork")
 
+SIGINT = int(signal.SIGINT)
+
 _CONFIG_LOCK = threading.Lock()
 _servers: dict[tuple[str, ...], forkserver.ForkServer] = {}
 
@@ -65,7 +68,9 @@ class uninterrupted:
     """Puts off what Ctrl-C raises until the block is through.
 
     By the handler and not by the mask of signals, which is each thread's own: the kernel gives the signal to any
-    thread that takes it, and Python runs the handler in the main thread all the same.
+    thread that takes it, and Python runs the handler in the main thread all the same. Not by the functions of `signal`
+    but by those that they call: this is around the reading of every reply, and the enumerations which `signal` makes of
+    what it gets and gives took longer than that.
     """
 
     #: How many were put off in all: who waits in such a block ends the waiting.
@@ -73,12 +78,12 @@ class uninterrupted:
 
     def __enter__(self) -> None:
         self._is_pending, self._before = False, None
-        if threading.current_thread() is threading.main_thread() and callable(signal.getsignal(signal.SIGINT)):
-            self._before = signal.signal(signal.SIGINT, self._note)
+        if threading.get_ident() == threading.main_thread().ident and callable(_signal.getsignal(SIGINT)):
+            self._before = _signal.signal(SIGINT, self._note)
 
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
+            _signal.signal(SIGINT, self._before)
             if self._is_pending:
                 signal.raise_signal(signal.SIGINT)
 
