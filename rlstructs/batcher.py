@@ -20,30 +20,27 @@ gone with the last of them, however they end.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 import rlstructs.errors  # noqa: F401 - first of ours: it sees whether `workers` is ours too
 from rlstructs import batcher_state, outputs
 from rlstructs.agent import RL_Agent
-from rlstructs.batch import ROW_INFO, Batch, write_info
+from rlstructs.batch import ROW_INFO, Batch
 from rlstructs.checks import check_count, check_timeout
 from rlstructs.crew import RAISE, Crew, check_policy, started
 from rlstructs.debug import is_on
 from rlstructs.envs.vec_env import VecEnv
-from rlstructs.episodes import EpisodeTracker
 from rlstructs.errors import SpecError, StateError
 from rlstructs.evaluation import quotas
-from rlstructs.generations import EVERY, Generations
+from rlstructs.generations import Generations
 from rlstructs.job import Specs
 from rlstructs.lease import Lease
+from rlstructs.ledger import Ledger
 from rlstructs.lifecycle import Lifecycle, Phase
 from rlstructs.member import Order
 from rlstructs.moments import Moments
@@ -53,6 +50,7 @@ from rlstructs.settings import (
     agent_seeds_of,
     check_info,
     info_example,
+    n_awaited,
     seeds_of,
     warn_of_overlap,
 )
@@ -178,9 +176,7 @@ class RL_Batcher:
             with contextlib.suppress(Exception):
                 self._pool.close()
             raise
-        self._episodes, self._version_before = EpisodeTracker(), 0
-        # Which environments run, by worker; None for all of its.
-        self._running: list[list[int] | None] = [None] * n_workers
+        self._version_before = 0
         # What a `get` was about to return when it was interrupted; the next one does.
         self._kept: tuple[Trajectories, int] | None = None
         self._life.phase = Phase.NEW
@@ -220,15 +216,9 @@ class RL_Batcher:
             check_info(name, info, self._examples[name], self.n_elems())
         with self._life.failing("reset"):
             self._crew.settle()
-            self._infos = {name: info.clone() for name, info in infos.items()}
-            self._stale.clear()
-            for slots in self._slots:
-                for name, info in infos.items():
-                    write_info(slots, name, info, slice(None))
+            self._ledger.put_infos(infos)
             self._crew.reset()
-        self._outbox.forget(self._crew.take_replaced())
-        self._running = [None] * self._pool.n_workers
-        self._episodes.reset()
+        self._begin_anew(range(self._pool.n_workers))
         self._life.phase = Phase.READY
 
     def execute(self, agent_info: DictTensor | None = None) -> None:
@@ -245,10 +235,9 @@ class RL_Batcher:
         self._life.check("execute", Phase.READY)
         if agent_info is not None and agent_info != NO_INFO:
             check_info("agent_info", agent_info, self._examples["agent_info"], self.n_elems())
-            self._infos["agent_info"] = agent_info.clone()
-            self._stale |= set(itertools.product(range(self._pool.n_workers), range(len(self._slots))))
+            self._ledger.put_agent_info(agent_info)
         with self._life.failing("execute"):
-            self._crew.begin(self._prepare)
+            self._crew.begin(self._ledger.prepare)
             self._begin_anew(self._crew.forget())
         self._life.phase = Phase.RUNNING
 
@@ -299,14 +288,15 @@ class RL_Batcher:
         self._life.check("get", Phase.RUNNING)
         if self._kept is not None:
             return self._handed_out(*self._kept)
-        n, cut = self._awaited(min_workers, preempt)
+        ledger = self._ledger
+        n = n_awaited(min_workers, preempt, self._pool.n_workers, ledger.n_workers_running())
         if out is not None:
-            info = {**self._layout.info, **ROW_INFO}
-            outputs.check(out, info, self._slots[0].specs, (self._n_running(), self._layout.n_timesteps))
+            size = ledger.n_running(), ledger.layout.n_timesteps
+            outputs.check(out, {**ledger.layout.info, **ROW_INFO}, ledger.slots[0].specs, size)
         with self._life.failing():
             if not blocking and not self._crew.is_ready(n):
                 return None, None
-            orders = self._crew.collect(n, cut)
+            orders = self._crew.collect(n, None if preempt is None else ledger.cut)
             batch = self._batch(orders)
             trajectories = batch.read(out)
         with uninterrupted():  # or a second `get` would hand out what is over
@@ -402,12 +392,12 @@ class RL_Batcher:
         if agent_info is not None:
             check_info("agent_info", agent_info, self._examples["agent_info"], self.n_elems())
         for key in ("reward", "done"):
-            if self._layout.observation.get(key, ((1,), torch.bool))[0] != ():
+            if self._ledger.layout.observation.get(key, ((1,), torch.bool))[0] != ():
                 raise SpecError(f"evaluate: the environment gives no {key!r} of shape (B, T)")
         seeds = seeds_of(seed, self._pool.n_workers, "seed")
         warn_of_overlap(seeds, self._n_envs)
         with self._life.failing("evaluate"):
-            infos = self._infos if agent_info is None else {**self._infos, "agent_info": agent_info.clone()}
+            infos = self._ledger.infos | ({} if agent_info is None else {"agent_info": agent_info.clone()})
             parts = self._crew.evaluate(quotas(n_episodes, self.n_elems()), seeds, infos)
         self._begin_anew(self._crew.forget())
         if isinstance(parts, Exception):
@@ -430,7 +420,7 @@ class RL_Batcher:
             SpecError: the environment gives no `reward` or `done`.
         """
         self._life.check_open("episodes")
-        return self._episodes.take()
+        return self._ledger.episodes.take()
 
     def statistics(self) -> dict[str, Moments]:
         """What `NormalizeObservation` and `NormalizeReward` go by: the moments of all rollouts handed out so far.
@@ -462,7 +452,7 @@ class RL_Batcher:
             "workers": workers,
             "restarts": self._crew.n_restarts,
             "lost_rollouts": sum(worker["lost_rollouts"] for worker in workers),
-            "dropped_episodes": self._episodes.n_dropped,
+            "dropped_episodes": self._ledger.episodes.n_dropped,
             "arena_bytes": self.nbytes,
         }
 
@@ -482,12 +472,12 @@ class RL_Batcher:
             "format": batcher_state.FORMAT,
             "version": batcher_state.VERSION,
             "batcher": batcher_state.batcher_of(
-                self._layout, self._pool.n_workers, settings.seeds, settings.agent_seeds
+                self._ledger.layout, self._pool.n_workers, settings.seeds, settings.agent_seeds
             ),
             "weights_version": self.policy_version,
             "workers": self._crew.state(),
-            "episodes": self._episodes.peek(),
-            "dropped_episodes": self._episodes.n_dropped,
+            "episodes": self._ledger.episodes.peek(),
+            "dropped_episodes": self._ledger.episodes.n_dropped,
             "statistics": batcher_state.of_statistics(self._crew.statistics),
         }
 
@@ -515,11 +505,10 @@ class RL_Batcher:
             for worker, kept in enumerate(state["workers"]):
                 settings = settings.again(worker, kept["stream"] + 1)
             self._crew.renew(state["workers"], settings.seeds, settings.agent_seeds)
-        self._outbox.forget(self._crew.take_replaced())
+        self._begin_anew(range(self._pool.n_workers))
         self._crew.know(statistics)
-        self._episodes.put(state["episodes"], state["dropped_episodes"])
+        self._ledger.episodes.put(state["episodes"], state["dropped_episodes"])
         self._version_before = state["weights_version"] - self._outbox.version
-        self._running = [None] * self._pool.n_workers
         self._life.phase = Phase.NEW
 
     def close(self) -> None:
@@ -533,9 +522,7 @@ class RL_Batcher:
                 self._pool.kill()  # those that an interrupted `close` has left
             return
         failed = self._life.close()
-        if hasattr(self, "_cuts"):
-            for worker in range(self._pool.n_workers):
-                self._cuts[worker] = EVERY  # nobody will ask for what is under way
+        self._ledger.cut_all()  # nobody will ask for what is under way
         try:
             self._pool.close()
         except Exception:
@@ -543,7 +530,7 @@ class RL_Batcher:
                 raise
             logger.debug("a worker raised while it was closed", exc_info=True)
         finally:
-            del self._slots, self._cuts  # views of the arena
+            self._ledger.close()
             self._arena.close()
             self._weights.close()
 
@@ -568,79 +555,24 @@ class RL_Batcher:
         info = {f"agent_state/{key}": spec for key, spec in specs.state.items()}
         for name, example in self._examples.items():
             info.update({f"{name}/{key}": spec for key, spec in specs_of(example).items()})
-        layout = self._layout = Layout(self.n_elems(), n_timesteps, specs.observation, specs.action, info)
+        layout = Layout(self.n_elems(), n_timesteps, specs.observation, specs.action, info)
         generations = self._generations = Generations(layout, n_generations, len(counts))
         self._arena.resize(generations.reserved_nbytes, expected=generations.nbytes)
-        self._slots = generations.slots(self._arena.map(), poisons=self._debug)
-        self._cuts = generations.cuts(self._arena.map())
-        self._infos = dict.fromkeys(self._examples, NO_INFO)
-        self._stale: set[tuple[int, int]] = set()
+        self._ledger = Ledger(generations, self._arena.map(), len(counts), self._debug)
         self._crew.attach(generations)
 
-    def _prepare(self, worker: int, number: int) -> None:
-        """Sees to it that a worker finds in its slots what the next rollout needs."""
-        place = worker, number % len(self._slots)
-        if place in self._stale:
-            self._stale.discard(place)
-            rows = slice(worker * self._n_envs, (worker + 1) * self._n_envs)
-            write_info(self._slots[place[1]], "agent_info", self._infos["agent_info"], rows)
-
-    def _awaited(
-        self, min_workers: int | None, preempt: float | None
-    ) -> tuple[int | None, Callable[[int, int], None] | None]:
-        """For how many workers `get` waits, None for all, and how it ends the others' rollouts."""
-        n_running = sum(slots != [] for slots in self._running)
-        if min_workers is not None:
-            if preempt is not None:
-                raise SpecError("get: min_workers lets the others go on and preempt ends them: give one of the two")
-            check_count("get: min_workers", min_workers, 1)
-            if min_workers > self._pool.n_workers:
-                raise SpecError(f"get: min_workers is {min_workers}, there are {self._pool.n_workers}")
-            return min(min_workers, n_running), None
-        if preempt is None:
-            return None, None
-        if isinstance(preempt, bool) or not isinstance(preempt, (int, float, np.number)):
-            raise TypeError(f"get: preempt must be a fraction of the workers or None, got {preempt!r}")
-        if not 0 < preempt <= 1:
-            raise SpecError(f"get: preempt must be above 0 and up to 1, got {preempt}")
-        return math.ceil(preempt * n_running), self._cuts.__setitem__
-
-    def _rows_of(self, worker: int, slots: list[int] | None = None) -> np.ndarray:
-        """The global indexes of a worker's environments, or of some of them."""
-        rows = np.arange(self._n_envs) if slots is None else np.array(slots, np.int64)
-        return np.asarray(worker * self._n_envs + rows)
-
-    def _begin_anew(self, replaced: set[int]) -> None:
-        """The next rollouts of these are their successors', with environments anew: what had begun has no end."""
+    def _begin_anew(self, replaced: Iterable[int]) -> None:
+        """The next rollouts of these workers begin with a reset."""
         self._outbox.forget(self._crew.take_replaced())
-        for worker in replaced:
-            self._running[worker] = None
-            self._episodes.forget(self._rows_of(worker))
+        self._ledger.begin_anew(replaced)
 
     def _batch(self, orders: Mapping[int, Order]) -> Batch:
         """What these rollouts have written."""
-        generations: dict[int, list[np.ndarray]] = {}
-        versions = np.full(self.n_elems(), self.policy_version)
-        for worker, order in sorted(orders.items()):
-            slots = self._slots[order.number % len(self._slots)]
-            rows = self._rows_of(worker, self._running[worker])
-            if order.is_lost:
-                slots.empty(rows)
-            else:
-                versions[rows] = self._version_before + order.asked.value[2]
-            generations.setdefault(order.number % len(self._slots), []).append(rows)
-        return Batch(
-            [(self._slots[index], np.concatenate(rows)) for index, rows in generations.items()], versions
-        )
+        return self._ledger.batch(orders, self._version_before, self.policy_version)
 
     def _end(self, orders: Mapping[int, Order], trajectories: Trajectories) -> int:
         """Goes on to the next rollout; how many environments will run in it."""
-        self._episodes.add(trajectories)
-        for worker, order in orders.items():
-            self._running[worker] = None if order.is_lost else order.asked.value[0]
+        self._ledger.end(orders, trajectories)
         self._crew.learn(orders)
         self._begin_anew(self._crew.forget(orders))
-        return self._n_running()
-
-    def _n_running(self) -> int:
-        return sum(self._n_envs if slots is None else len(slots) for slots in self._running)
+        return self._ledger.n_running()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from rlstructs.agent import RL_Agent
+from rlstructs.checks import check_count
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
 from rlstructs.rows import check_dtype, specs_of
@@ -140,3 +142,27 @@ def check_info(name: str, info: DictTensor, example: DictTensor, n_elems: int) -
             )
         if tensor.device.type != "cpu":
             raise SpecError(f"{name}: {key!r} is on {tensor.device}, expected the CPU")
+
+
+def n_awaited(min_workers: int | None, preempt: float | None, n_workers: int, n_running: int) -> int | None:
+    """For how many workers `get` waits, None for all.
+
+    Args:
+        min_workers, preempt: as `get` was given them.
+        n_workers: how many there are.
+        n_running: how many of them have environments that run.
+    """
+    if min_workers is not None:
+        if preempt is not None:
+            raise SpecError("get: min_workers lets the others go on and preempt ends them: give one of the two")
+        check_count("get: min_workers", min_workers, 1)
+        if min_workers > n_workers:
+            raise SpecError(f"get: min_workers is {min_workers}, there are {n_workers}")
+        return min(min_workers, n_running)
+    if preempt is None:
+        return None
+    if isinstance(preempt, bool) or not isinstance(preempt, (int, float, np.number)):
+        raise TypeError(f"get: preempt must be a fraction of the workers or None, got {preempt!r}")
+    if not 0 < preempt <= 1:
+        raise SpecError(f"get: preempt must be above 0 and up to 1, got {preempt}")
+    return math.ceil(preempt * n_running)
