@@ -31,6 +31,7 @@ import rlstructs.errors  # noqa: F401 - first of ours: it sees whether `workers`
 from rlstructs import batcher_state, outputs
 from rlstructs.agent import RL_Agent
 from rlstructs.batch import ROW_INFO, Batch
+from rlstructs.books import Books
 from rlstructs.checks import check_count, check_timeout
 from rlstructs.crew import RAISE, Crew, check_policy, started
 from rlstructs.debug import is_on
@@ -40,7 +41,6 @@ from rlstructs.evaluation import quotas
 from rlstructs.generations import Generations
 from rlstructs.job import Specs
 from rlstructs.lease import Lease
-from rlstructs.ledger import Ledger
 from rlstructs.lifecycle import Lifecycle, Phase
 from rlstructs.member import Order
 from rlstructs.moments import Moments
@@ -216,7 +216,7 @@ class RL_Batcher:
             check_info(name, info, self._examples[name], self.n_elems())
         with self._life.failing("reset"):
             self._crew.settle()
-            self._ledger.put_infos(infos)
+            self._books.put_infos(infos)
             self._crew.reset()
         self._begin_anew(range(self._pool.n_workers))
         self._life.phase = Phase.READY
@@ -235,9 +235,9 @@ class RL_Batcher:
         self._life.check("execute", Phase.READY)
         if agent_info is not None and agent_info != NO_INFO:
             check_info("agent_info", agent_info, self._examples["agent_info"], self.n_elems())
-            self._ledger.put_agent_info(agent_info)
+            self._books.put_agent_info(agent_info)
         with self._life.failing("execute"):
-            self._crew.begin(self._ledger.prepare)
+            self._crew.begin(self._books.prepare)
             self._begin_anew(self._crew.forget())
         self._life.phase = Phase.RUNNING
 
@@ -288,15 +288,15 @@ class RL_Batcher:
         self._life.check("get", Phase.RUNNING)
         if self._kept is not None:
             return self._handed_out(*self._kept)
-        ledger = self._ledger
-        n = n_awaited(min_workers, preempt, self._pool.n_workers, ledger.n_workers_running())
+        books = self._books
+        n = n_awaited(min_workers, preempt, self._pool.n_workers, books.n_workers_running())
         if out is not None:
-            size = ledger.n_running(), ledger.layout.n_timesteps
-            outputs.check(out, {**ledger.layout.info, **ROW_INFO}, ledger.slots[0].specs, size)
+            size = books.n_running(), books.layout.n_timesteps
+            outputs.check(out, {**books.layout.info, **ROW_INFO}, books.slots[0].specs, size)
         with self._life.failing():
             if not blocking and not self._crew.is_ready(n):
                 return None, None
-            orders = self._crew.collect(n, None if preempt is None else ledger.cut)
+            orders = self._crew.collect(n, None if preempt is None else books.cut)
             batch = self._batch(orders)
             trajectories = batch.read(out)
         with uninterrupted():  # or a second `get` would hand out what is over
@@ -392,12 +392,12 @@ class RL_Batcher:
         if agent_info is not None:
             check_info("agent_info", agent_info, self._examples["agent_info"], self.n_elems())
         for key in ("reward", "done"):
-            if self._ledger.layout.observation.get(key, ((1,), torch.bool))[0] != ():
+            if self._books.layout.observation.get(key, ((1,), torch.bool))[0] != ():
                 raise SpecError(f"evaluate: the environment gives no {key!r} of shape (B, T)")
         seeds = seeds_of(seed, self._pool.n_workers, "seed")
         warn_of_overlap(seeds, self._n_envs)
         with self._life.failing("evaluate"):
-            infos = self._ledger.infos | ({} if agent_info is None else {"agent_info": agent_info.clone()})
+            infos = self._books.infos | ({} if agent_info is None else {"agent_info": agent_info.clone()})
             parts = self._crew.evaluate(quotas(n_episodes, self.n_elems()), seeds, infos)
         self._begin_anew(self._crew.forget())
         if isinstance(parts, Exception):
@@ -420,7 +420,7 @@ class RL_Batcher:
             SpecError: the environment gives no `reward` or `done`.
         """
         self._life.check_open("episodes")
-        return self._ledger.episodes.take()
+        return self._books.episodes.take()
 
     def statistics(self) -> dict[str, Moments]:
         """What `NormalizeObservation` and `NormalizeReward` go by: the moments of all rollouts handed out so far.
@@ -452,7 +452,7 @@ class RL_Batcher:
             "workers": workers,
             "restarts": self._crew.n_restarts,
             "lost_rollouts": sum(worker["lost_rollouts"] for worker in workers),
-            "dropped_episodes": self._ledger.episodes.n_dropped,
+            "dropped_episodes": self._books.episodes.n_dropped,
             "arena_bytes": self.nbytes,
         }
 
@@ -472,12 +472,12 @@ class RL_Batcher:
             "format": batcher_state.FORMAT,
             "version": batcher_state.VERSION,
             "batcher": batcher_state.batcher_of(
-                self._ledger.layout, self._pool.n_workers, settings.seeds, settings.agent_seeds
+                self._books.layout, self._pool.n_workers, settings.seeds, settings.agent_seeds
             ),
             "weights_version": self.policy_version,
             "workers": self._crew.state(),
-            "episodes": self._ledger.episodes.peek(),
-            "dropped_episodes": self._ledger.episodes.n_dropped,
+            "episodes": self._books.episodes.peek(),
+            "dropped_episodes": self._books.episodes.n_dropped,
             "statistics": batcher_state.of_statistics(self._crew.statistics),
         }
 
@@ -507,7 +507,7 @@ class RL_Batcher:
             self._crew.renew(state["workers"], settings.seeds, settings.agent_seeds)
         self._begin_anew(range(self._pool.n_workers))
         self._crew.know(statistics)
-        self._ledger.episodes.put(state["episodes"], state["dropped_episodes"])
+        self._books.episodes.put(state["episodes"], state["dropped_episodes"])
         self._version_before = state["weights_version"] - self._outbox.version
         self._life.phase = Phase.NEW
 
@@ -522,7 +522,7 @@ class RL_Batcher:
                 self._pool.kill()  # those that an interrupted `close` has left
             return
         failed = self._life.close()
-        self._ledger.cut_all()  # nobody will ask for what is under way
+        self._books.cut_all()  # nobody will ask for what is under way
         try:
             self._pool.close()
         except Exception:
@@ -530,7 +530,7 @@ class RL_Batcher:
                 raise
             logger.debug("a worker raised while it was closed", exc_info=True)
         finally:
-            self._ledger.close()
+            self._books.close()
             self._arena.close()
             self._weights.close()
 
@@ -558,21 +558,21 @@ class RL_Batcher:
         layout = Layout(self.n_elems(), n_timesteps, specs.observation, specs.action, info)
         generations = self._generations = Generations(layout, n_generations, len(counts))
         self._arena.resize(generations.reserved_nbytes, expected=generations.nbytes)
-        self._ledger = Ledger(generations, self._arena.map(), len(counts), self._debug)
+        self._books = Books(generations, self._arena.map(), len(counts), self._debug)
         self._crew.attach(generations)
 
     def _begin_anew(self, replaced: Iterable[int]) -> None:
         """The next rollouts of these workers begin with a reset."""
         self._outbox.forget(self._crew.take_replaced())
-        self._ledger.begin_anew(replaced)
+        self._books.begin_anew(replaced)
 
     def _batch(self, orders: Mapping[int, Order]) -> Batch:
         """What these rollouts have written."""
-        return self._ledger.batch(orders, self._version_before, self.policy_version)
+        return self._books.batch(orders, self._version_before, self.policy_version)
 
     def _end(self, orders: Mapping[int, Order], trajectories: Trajectories) -> int:
         """Goes on to the next rollout; how many environments will run in it."""
-        self._ledger.end(orders, trajectories)
+        self._books.end(orders, trajectories)
         self._crew.learn(orders)
         self._begin_anew(self._crew.forget(orders))
-        return self._ledger.n_running()
+        return self._books.n_running()

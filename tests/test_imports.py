@@ -59,7 +59,7 @@ ROWS = {
     "rlstructs.evaluation": 5.1,
     "rlstructs.job": 5.2,
     "rlstructs.member": 5.3,
-    "rlstructs.ledger": 5.4,
+    "rlstructs.books": 5.4,
     "rlstructs.crew": 5.5,
     "rlstructs.batcher_state": 5.5,
     "rlstructs.batcher": 6,

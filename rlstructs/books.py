@@ -16,7 +16,7 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 
 
-class Ledger:
+class Books:
     """What is known of the rollouts of all workers.
 
     Args:
@@ -77,7 +77,7 @@ class Ledger:
 
     def cut_all(self) -> None:
         """Has every worker end every rollout."""
-        for worker in range(self._n_workers):
+        for worker in range(len(self._cuts)):
             self.cut(worker, EVERY)
 
     def batch(self, orders: Mapping[int, Order], version_before: int, version: int) -> Batch:
@@ -113,8 +113,8 @@ class Ledger:
             self.episodes.forget(self._rows_of(worker))
 
     def close(self) -> None:
-        """Lets go of the memory."""
-        del self.slots, self._cuts
+        """Lets go of the memory. Idempotent."""
+        self.slots, self._cuts = [], memoryview(b"")
 
     def _rows_of(self, worker: int, which: list[int] | None = None) -> np.ndarray:
         """The global indexes of a worker's environments, or of some of them."""
