@@ -17,8 +17,10 @@ AT_ONCE = 16384
 SMALL, LARGE = 1 << 13, 1 << 20
 # Before every message, how long it is.
 LENGTH = struct.Struct("!Q")
-# Where there is no such flag, a program that has SIGPIPE end it ends with its first worker.
-NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
+# As numbers: flags of an enumeration are joined by Python code, anew for every message. Where there is no MSG_NOSIGNAL,
+# a program that has SIGPIPE end it ends with its first worker.
+DONT_WAIT = int(socket.MSG_DONTWAIT)
+SEND_AT_ONCE = DONT_WAIT | int(getattr(socket, "MSG_NOSIGNAL", 0))
 # Milliseconds: the longest wait that poll takes.
 LONGEST = 2**31 - 1
 
@@ -83,7 +85,7 @@ class Channel:
     def _send(self, part: bytes | memoryview) -> int:
         """Sends what goes into the pipe at once; how much that was."""
         try:
-            return self._socket.send(part, NO_SIGNAL | socket.MSG_DONTWAIT)
+            return self._socket.send(part, SEND_AT_ONCE)
         except BlockingIOError:
             return 0
 
@@ -132,7 +134,7 @@ class Channel:
             EOFError: the other side is gone.
         """
         try:
-            self._fill(socket.MSG_DONTWAIT)
+            self._fill(DONT_WAIT)
         except BlockingIOError:
             return False
         return True
