@@ -7,10 +7,10 @@ What follows `--` is added to every command. Runs take turns, one at a time, and
     {"row": "ppo", "commit": "1c431aa", "command": "examples/ppo.py --seed 0", "seed": 0, "score": 500.0,
      "steps": 200704, "steps_per_second": 9120, "seconds": 28.3}
 
-(a run's seconds are those of the whole program, its steps/s those of the training alone). A run whose commit and
-command are in the file already is not done again, so that the same command goes on where one was ended; a commit
-with changes is called `-dirty` whatever they are: begin a new file then. At the end a table says how many seeds
-reached the target. Exits with 1 when a run failed.
+(a run's seconds are those of the whole program, its steps/s those of the training alone; some say for how much of it
+they waited for rollouts). A run whose commit and command are in the file already is not done again, so that the same
+command goes on where one was ended; a commit with changes is called `-dirty` whatever they are: begin a new file then.
+At the end a table says how many seeds reached the target. Exits with 1 when a run failed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-LAST_LINE = re.compile(r".+: score (-?[\d.]+), (\d+) steps, (\d+) steps/s")
+LAST_LINE = re.compile(
+    r".+: score (-?[\d.]+), (\d+) steps, (\d+) steps/s(?:, (\d+)% of the time waiting for rollouts)?"
+)
 
 
 @dataclass(frozen=True)
@@ -34,35 +36,39 @@ class Row:
     """One training.
 
     Attributes:
-        arguments: of the example, beside the seed.
+        program: an example, or what it is compared with.
+        arguments: of it, beside the seed.
         target: the score that is to be reached; None where none was set.
     """
 
     name: str
-    example: str
+    program: str
     arguments: tuple[str, ...] = ()
     target: float | None = None
 
 
 CHEETAH = ("--env-id", "HalfCheetah-v5", "--n-eval", "10")
 ROWS = (
-    Row("ppo", "ppo.py", target=475),
-    Row("dqn", "dqn.py", target=475),
-    Row("sac", "sac.py", target=-200),
-    Row("a2c_recurrent", "a2c_recurrent.py", target=400),
-    Row("reinforce", "reinforce.py"),
-    Row("evolution", "evolution.py", target=475),
-    Row("jax_dqn", "jax_dqn.py", target=475),
-    Row("diayn", "diayn.py"),
-    Row("ppo-pong", "ppo_atari.py"),
+    Row("ppo", "examples/ppo.py", target=475),
+    Row("ppo-in-turn", "examples/ppo.py", ("--run-ahead", "0"), target=475),
+    Row("ppo-sb3", "benchmarks/ppo_sb3.py", target=475),
+    Row("ppo-sb3-dummy", "benchmarks/ppo_sb3.py", ("--dummy",), target=475),
+    Row("dqn", "examples/dqn.py", target=475),
+    Row("sac", "examples/sac.py", target=-200),
+    Row("a2c_recurrent", "examples/a2c_recurrent.py", target=400),
+    Row("reinforce", "examples/reinforce.py"),
+    Row("evolution", "examples/evolution.py", target=475),
+    Row("jax_dqn", "examples/jax_dqn.py", target=475),
+    Row("diayn", "examples/diayn.py"),
+    Row("ppo-pong", "examples/ppo_atari.py"),
     Row(
-        "ppo-halfcheetah", "ppo.py",
+        "ppo-halfcheetah", "examples/ppo.py",
         (*CHEETAH, "--n-steps", "1000000", "--n-envs", "4", "--n-timesteps", "256", "--n-epochs", "10",
          "--minibatch-size", "256", "--learning-rate", "3e-4"),
     ),
     Row(
-        "sac-halfcheetah", "sac.py",
-        (*CHEETAH, "--n-steps", "100000", "--n-hidden", "256", "--batch-size", "256", "--n-before", "10000",
+        "sac-halfcheetah", "examples/sac.py",
+        (*CHEETAH, "--n-steps", "200000", "--n-hidden", "256", "--batch-size", "256", "--n-before", "10000",
          "--updates-per-step", "1", "--learning-rate", "3e-4"),
     ),
 )  # fmt: skip
@@ -87,8 +93,9 @@ def train(command: list[str]) -> dict[str, Any]:
     if found is None:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
     seconds = round(time.perf_counter() - start, 1)
-    score, steps, speed = found.groups()
-    return {"score": float(score), "steps": int(steps), "steps_per_second": int(speed), "seconds": seconds}
+    score, steps, speed, waiting = found.groups()
+    line = {"score": float(score), "steps": int(steps), "steps_per_second": int(speed), "seconds": seconds}
+    return line if waiting is None else {**line, "waiting": int(waiting) / 100}
 
 
 def table(lines: list[dict[str, Any]]) -> list[str]:
@@ -110,7 +117,7 @@ def main(options: argparse.Namespace) -> int:
     n_failed = 0
     for row in (row for row in ROWS if row.name in options.rows):
         for seed in options.seeds:
-            command = [f"examples/{row.example}", *row.arguments, *options.more, "--seed", str(seed)]
+            command = [row.program, *row.arguments, *options.more, "--seed", str(seed)]
             shown = " ".join(command)
             if shown in (line["command"] for line in lines):
                 continue

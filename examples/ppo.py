@@ -6,10 +6,10 @@ r"""Proximal policy optimisation (Schulman et al., 2017) with rollouts from para
 
 Actions may be discrete or continuous. Observations and rewards are normalised in the workers, which begin the next
 rollout while the learner learns from the last one (`--run-ahead 0`: they wait for it). It shows a progress bar, and
-prints at the end the mean return of `--n-eval` episodes in which the policy takes its most likely action, and how
-fast the training was:
+prints at the end the mean return of `--n-eval` episodes in which the policy takes its most likely action, how fast
+the training was, and for how much of it the learner had nothing to learn from:
 
-    CartPole-v1: score 500.0, 200704 steps, 14321 steps/s
+    CartPole-v1: score 500.0, 200704 steps, 14321 steps/s, 7% of the time waiting for rollouts
 
 `--plot curve.png` draws the returns of the training, `--tensorboard runs/ppo` writes scalars there; for either
 `pip install 'rlstructs[plot]'` first.
@@ -218,16 +218,20 @@ def main(args: Args) -> None:
     ) as batcher:  # fmt: skip
         greedy = torch.zeros(batcher.n_elems(), dtype=torch.bool)
         batcher.reset(agent_info=DictTensor({"greedy": greedy}))
+        waited = 0.0
         while log.n_steps < args.n_steps:
+            start = time.perf_counter()
             batcher.execute()
             batch, _ = batcher.get()
+            waited += time.perf_counter() - start
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - log.n_steps / args.n_steps)
             losses = learn(network, optimizer, batch, args)
             batcher.update(network.state_dict())
             log.add(int(batch.lengths.sum()), batcher.episodes(), losses)
         speed = log.close()
         episodes = batcher.evaluate(args.n_eval, args.seed + 1, agent_info=DictTensor({"greedy": ~greedy}))
-    print(f"{args.env_id}: score {episodes['return'].mean():.1f}, {log.n_steps} steps, {speed:.0f} steps/s")
+    print(f"{args.env_id}: score {episodes['return'].mean():.1f}, {log.n_steps} steps, {speed:.0f} steps/s, "
+          f"{waited * speed / log.n_steps:.0%} of the time waiting for rollouts")  # fmt: skip
 
 
 if __name__ == "__main__":
