@@ -12,7 +12,8 @@ the training was, and for how much of it the learner had nothing to learn from:
     CartPole-v1: score 500.0, 200704 steps, 14321 steps/s, 7% of the time waiting for rollouts
 
 `--plot curve.png` draws the returns of the training, `--tensorboard runs/ppo` writes scalars there; for either
-`pip install 'rlstructs[plot]'` first.
+`pip install 'rlstructs[plot]'` first. `--ray auto` has the workers run on a Ray cluster, `--ray local` on one that is
+started on this machine (`pip install 'rlstructs[ray]'` first); the score is the same.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import importlib
 import math
 import time
 from dataclasses import dataclass, fields
+from functools import partial
 
 import gymnasium
 import torch
@@ -33,6 +35,7 @@ from rlstructs import (
     GymEnvInf,
     NormalizeObservation,
     NormalizeReward,
+    RayBatcher,
     RL_Agent,
     RL_Batcher,
     Trajectories,
@@ -61,6 +64,7 @@ class Args:
     entropy_weight: float = 0.0
     n_eval: int = 100
     seed: int = 0
+    ray: str = ""
     plot: str = ""
     tensorboard: str = ""
 
@@ -211,7 +215,8 @@ def main(args: Args) -> None:
     network = create_network(args.env_id)
     optimizer = torch.optim.Adam(network.parameters(), lr=args.learning_rate, eps=1e-5)
     log = Log(args)
-    with RL_Batcher(
+    make = partial(RayBatcher, address=args.ray) if args.ray else RL_Batcher
+    with make(
         args.n_timesteps, Policy, {"network": network},
         create_env, {"env_id": args.env_id, "n_envs": args.n_envs, "gamma": args.gamma}, args.n_processes, args.seed,
         agent_info=DictTensor({"greedy": torch.tensor([False])}), run_ahead=args.run_ahead,

@@ -30,6 +30,7 @@ if sys.platform == "win32":
 if TYPE_CHECKING:
     from rlstructs.agent import RL_Agent, RL_Agent_CheckDevice, replay_agent, replay_agent_stateless
     from rlstructs.batcher import RL_Batcher
+    from rlstructs.distributed.batcher import RayBatcher
     from rlstructs.envs.device_env import DeviceEnv
     from rlstructs.envs.gym_env import GymEnv, GymEnvInf
     from rlstructs.envs.gym_vector import GymVectorEnv
@@ -74,6 +75,7 @@ _EXPORTS = {
     "RL_Agent_CheckDevice": "agent",
     "RL_Batcher": "batcher",
     "RandomAgent": "random_agent",
+    "RayBatcher": "distributed.batcher",
     "RemoteTraceback": "errors",
     "SharedVectorEnv": "envs.shared_vector_env",
     "SpecError": "errors",
@@ -113,6 +115,7 @@ __all__ = [
     "RL_Agent_CheckDevice",
     "RL_Batcher",
     "RandomAgent",
+    "RayBatcher",
     "RemoteTraceback",
     "SharedVectorEnv",
     "SpecError",

@@ -20,6 +20,7 @@ gone with the last of them, however they end.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -31,7 +32,7 @@ import rlstructs.errors  # noqa: F401 - first of ours: it sees whether `workers`
 from rlstructs import batcher_state, outputs
 from rlstructs.agent import RL_Agent
 from rlstructs.batch import ROW_INFO, Batch
-from rlstructs.books import Books
+from rlstructs.books import Books, SlotBooks
 from rlstructs.checks import check_count, check_timeout
 from rlstructs.crew import RAISE, Crew, check_policy, started
 from rlstructs.debug import is_on
@@ -44,9 +45,11 @@ from rlstructs.lease import Lease
 from rlstructs.lifecycle import Lifecycle, Phase
 from rlstructs.member import Order
 from rlstructs.moments import Moments
+from rlstructs.recorded import specs_of_steps
 from rlstructs.rows import specs_of
 from rlstructs.settings import (
     JobSettings,
+    RunSettings,
     agent_seeds_of,
     check_info,
     info_example,
@@ -155,7 +158,7 @@ class RL_Batcher:
         infos = {"agent_info": agent_info, "env_info": env_info}
         self._examples = {name: info_example(name, info) for name, info in infos.items()}
         n_workers = max(1, n_processes)
-        settings = self._settings = JobSettings(
+        self._settings = JobSettings(
             create_agent,
             dict(agent_args),
             create_env,
@@ -166,12 +169,12 @@ class RL_Batcher:
             self._examples["env_info"],
             None if self._device.type == "cpu" else self._device,
         )
-        self._arena, self._weights = SharedArena(), SharedArena()
-        self._pool = started(settings, n_processes, (self._arena, self._weights), start_method, timeout)
-        self._crew = Crew(self._pool, on_worker_failure, max_restarts, run_ahead)
-        self._outbox = Outbox(self._weights, run_ahead + 1, self._pool.settle)
+        self._run = RunSettings(
+            n_timesteps, n_processes, start_method, timeout, on_worker_failure, max_restarts, run_ahead
+        )
+        self._start(self._run)
         try:
-            self._attach(settings, n_timesteps, run_ahead + 1)
+            self._attach(self._run)
         except BaseException:
             with contextlib.suppress(Exception):
                 self._pool.close()
@@ -183,17 +186,17 @@ class RL_Batcher:
 
     def n_elems(self) -> int:
         """Number of environments over all workers, N = W * E."""
-        return int(self._n_envs * self._pool.n_workers)
+        return self._n_envs * len(self._settings.seeds)
 
     @property
     def nbytes(self) -> int:
         """Bytes of shared memory that rollouts take; known before the first of them takes it."""
-        return self._generations.nbytes
+        return int(self._books.nbytes)
 
     @property
     def policy_version(self) -> int:
         """How many times `update` was called."""
-        return self._version_before + self._outbox.version
+        return int(self._version_before + self._outbox.version)
 
     def reset(self, agent_info: DictTensor = NO_INFO, env_info: DictTensor = NO_INFO) -> None:
         """Starts an episode in every environment; drops agents' states, and episodes that had not ended.
@@ -233,10 +236,12 @@ class RL_Batcher:
             StateError: there was no `reset`, a rollout is under way, or every environment has ended.
         """
         self._life.check("execute", Phase.READY)
-        if agent_info is not None and agent_info != NO_INFO:
+        agent_info = None if agent_info == NO_INFO else agent_info
+        if agent_info is not None:
             check_info("agent_info", agent_info, self._examples["agent_info"], self.n_elems())
-            self._books.put_agent_info(agent_info)
         with self._life.failing("execute"):
+            if agent_info is not None:
+                self._books.put_agent_info(agent_info)
             self._crew.begin(self._books.prepare)
             self._begin_anew(self._crew.forget())
         self._life.phase = Phase.RUNNING
@@ -289,10 +294,11 @@ class RL_Batcher:
         if self._kept is not None:
             return self._handed_out(*self._kept)
         books = self._books
-        n = n_awaited(min_workers, preempt, self._pool.n_workers, books.n_workers_running())
+        n = n_awaited(min_workers, preempt, self._crew.noun, self._pool.n_workers, books.n_members_running())
         if out is not None:
-            size = books.n_running(), books.layout.n_timesteps
-            outputs.check(out, {**books.layout.info, **ROW_INFO}, books.slots[0].specs, size)
+            layout = books.layout
+            steps = specs_of_steps(layout.observation, layout.action)
+            outputs.check(out, {**layout.info, **ROW_INFO}, steps, (books.n_running(), layout.n_timesteps))
         with self._life.failing():
             if not blocking and not self._crew.is_ready(n):
                 return None, None
@@ -322,9 +328,7 @@ class RL_Batcher:
         Raises:
             StateError, WorkerError, Exception: as `get`.
         """
-        self._life.check("lease", Phase.RUNNING)
-        if self._kept is not None:
-            raise StateError("lease: an interrupted get has copied the rollout: get it")
+        self._check_lease()
         with self._life.failing():
             orders = self._crew.collect()
             batch = self._batch(orders)
@@ -333,6 +337,12 @@ class RL_Batcher:
             n_running = self._end(orders, trajectories)
             self._life.phase = Phase.LEASED
         return Lease(trajectories, n_running, partial(self._take_back, batch, n_running), is_guarded=self._debug)
+
+    def _check_lease(self) -> None:
+        """Raises StateError unless there is something to lease."""
+        self._life.check("lease", Phase.RUNNING)
+        if self._kept is not None:
+            raise StateError("lease: an interrupted get has copied the rollout: get it")
 
     def _take_back(self, batch: Batch, n_running: int) -> None:
         """What a lease calls at its end."""
@@ -354,7 +364,7 @@ class RL_Batcher:
             StateError: a rollout is under way, and there is no run-ahead: `get` it first.
             Exception: what an agent raised.
         """
-        ahead = (Phase.RUNNING,) if self._generations.n > 1 else ()
+        ahead = (Phase.RUNNING,) if self._run.run_ahead else ()
         self._life.check("update", Phase.NEW, Phase.READY, Phase.LEASED, Phase.ENDED, *ahead)
         packed = self._outbox.pack(info)
         with self._life.failing("update"):
@@ -394,7 +404,7 @@ class RL_Batcher:
         for key in ("reward", "done"):
             if self._books.layout.observation.get(key, ((1,), torch.bool))[0] != ():
                 raise SpecError(f"evaluate: the environment gives no {key!r} of shape (B, T)")
-        seeds = seeds_of(seed, self._pool.n_workers, "seed")
+        seeds = seeds_of(seed, len(self._settings.seeds), "seed")
         warn_of_overlap(seeds, self._n_envs)
         with self._life.failing("evaluate"):
             infos = self._books.infos | ({} if agent_info is None else {"agent_info": agent_info.clone()})
@@ -402,8 +412,8 @@ class RL_Batcher:
         self._begin_anew(self._crew.forget())
         if isinstance(parts, Exception):
             raise parts
-        for worker, part in enumerate(parts):
-            part["env_index"] += worker * self._n_envs
+        for block, part in zip(self._books.blocks, parts, strict=True):
+            part["env_index"] += block.start
         return DictTensor.cat([DictTensor.from_numpy(part) for part in parts])
 
     def episodes(self) -> DictTensor:
@@ -471,9 +481,7 @@ class RL_Batcher:
         return {
             "format": batcher_state.FORMAT,
             "version": batcher_state.VERSION,
-            "batcher": batcher_state.batcher_of(
-                self._books.layout, self._pool.n_workers, settings.seeds, settings.agent_seeds
-            ),
+            "batcher": batcher_state.batcher_of(self._books.layout, settings.seeds, settings.agent_seeds),
             "weights_version": self.policy_version,
             "workers": self._crew.state(),
             "episodes": self._books.episodes.peek(),
@@ -501,10 +509,7 @@ class RL_Batcher:
         batcher_state.check(state, self.state_dict())
         statistics = batcher_state.to_statistics(state["statistics"])
         with self._life.failing("load_state_dict"):
-            settings = self._settings
-            for worker, kept in enumerate(state["workers"]):
-                settings = settings.again(worker, kept["stream"] + 1)
-            self._crew.renew(state["workers"], settings.seeds, settings.agent_seeds)
+            self._renew(state["workers"])
         self._begin_anew(range(self._pool.n_workers))
         self._crew.know(statistics)
         self._books.episodes.put(state["episodes"], state["dropped_episodes"])
@@ -530,9 +535,7 @@ class RL_Batcher:
                 raise
             logger.debug("a worker raised while it was closed", exc_info=True)
         finally:
-            self._books.close()
-            self._arena.close()
-            self._weights.close()
+            self._free()
 
     def __enter__(self) -> RL_Batcher:
         return self
@@ -542,27 +545,50 @@ class RL_Batcher:
             self._life.fail(error, "the program failed before")
         self.close()
 
-    def _attach(self, settings: JobSettings, n_timesteps: int, n_generations: int) -> None:
+    def _start(self, run: RunSettings) -> None:
+        """Starts workers and what reaches them."""
+        self._arena, self._weights = SharedArena(), SharedArena()
+        shared = self._arena, self._weights
+        self._pool: Any = started(self._settings, run.n_processes, shared, run.start_method, run.timeout)
+        self._crew = Crew(self._pool, run.on_worker_failure, run.max_restarts, run.run_ahead)
+        self._outbox: Any = Outbox(self._weights, run.run_ahead + 1, self._pool.settle)
+
+    def _attach(self, run: RunSettings) -> None:
+        """Gives workers what they write to."""
+        layout, blocks = self._describe(run.n_timesteps)
+        warn_of_overlap(self._settings.seeds, self._n_envs)
+        generations = Generations(layout, run.run_ahead + 1, len(blocks))
+        self._arena.resize(generations.reserved_nbytes, expected=generations.nbytes)
+        self._books: Books = SlotBooks(generations, self._arena.map(), blocks, self._debug)
+        self._crew.attach(generations)
+
+    def _describe(self, n_timesteps: int) -> tuple[Layout, list[range]]:
+        """What rollouts hold, and which environments, by their global indexes, each member of the crew has."""
         answers = self._crew.describe()
         counts, specs = [n for n, _ in answers], answers[0][1]
         assert isinstance(specs, Specs)
+        noun, n_workers = self._crew.noun, self._crew.n_workers
         self._n_envs = counts[0]
-        for worker, count in enumerate(counts):
+        for member, count in enumerate(counts):
             if count != counts[0]:
-                raise SpecError(f"create_env: worker {worker} has {count} environments, worker 0 has {counts[0]}")
-        warn_of_overlap(settings.seeds, self._n_envs)
+                raise SpecError(f"create_env: {noun} {member} has {count} environments, {noun} 0 has {counts[0]}")
         self._crew.know(specs.statistics)
         info = {f"agent_state/{key}": spec for key, spec in specs.state.items()}
         for name, example in self._examples.items():
             info.update({f"{name}/{key}": spec for key, spec in specs_of(example).items()})
-        layout = Layout(self.n_elems(), n_timesteps, specs.observation, specs.action, info)
-        generations = self._generations = Generations(layout, n_generations, len(counts))
-        self._arena.resize(generations.reserved_nbytes, expected=generations.nbytes)
-        self._books = Books(generations, self._arena.map(), len(counts), self._debug)
-        self._crew.attach(generations)
+        ends = itertools.accumulate(n * self._n_envs for n in n_workers)
+        blocks = [range(end - n * self._n_envs, end) for n, end in zip(n_workers, ends, strict=True)]
+        return Layout(self.n_elems(), n_timesteps, specs.observation, specs.action, info), blocks
+
+    def _renew(self, workers: list[dict[str, Any]]) -> None:
+        """Has workers make environments with the next seeds of their streams; of each worker what `Crew.state` gave."""
+        settings = self._settings
+        for worker, kept in enumerate(workers):
+            settings = settings.again(worker, kept["stream"] + 1)
+        self._crew.renew(workers, settings.seeds, settings.agent_seeds)
 
     def _begin_anew(self, replaced: Iterable[int]) -> None:
-        """The next rollouts of these workers begin with a reset."""
+        """The next rollouts of these members of the crew begin with a reset."""
         self._outbox.forget(self._crew.take_replaced())
         self._books.begin_anew(replaced)
 
@@ -572,7 +598,17 @@ class RL_Batcher:
 
     def _end(self, orders: Mapping[int, Order], trajectories: Trajectories) -> int:
         """Goes on to the next rollout; how many environments will run in it."""
-        self._books.end(orders, trajectories)
+        self._books.add(orders, trajectories)
+        return self._advance(orders)
+
+    def _advance(self, orders: Mapping[int, Order]) -> int:
+        self._books.end(orders)
         self._crew.learn(orders)
         self._begin_anew(self._crew.forget(orders))
         return self._books.n_running()
+
+    def _free(self) -> None:
+        """Lets go of the memory."""
+        self._books.close()
+        self._arena.close()
+        self._weights.close()

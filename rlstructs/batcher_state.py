@@ -27,14 +27,14 @@ State = dict[str, Any]
 FORMAT, VERSION = "rlstructs.RL_Batcher", 1
 
 
-def batcher_of(layout: Layout, n_workers: int, seeds: Sequence[int], agent_seeds: Sequence[int] | None) -> State:
-    """What must be the same in the batcher that takes a state."""
+def batcher_of(layout: Layout, seeds: Sequence[int], agent_seeds: Sequence[int] | None) -> State:
+    """What must be the same in the batcher that takes a state; one seed for each worker."""
     keys = {f"observation/{key}": _shown(spec) for key, spec in layout.observation.items()}
     keys |= {f"action/{key}": _shown(spec) for key, spec in layout.action.items()}
     keys |= {key: _shown(spec) for key, spec in layout.info.items()}
     return {
-        "n_processes": n_workers,
-        "n_envs": layout.n_slots // n_workers,
+        "n_processes": len(seeds),
+        "n_envs": layout.n_slots // len(seeds),
         "seeds": [int(seed) for seed in seeds],
         "agent_seeds": None if agent_seeds is None else [int(seed) for seed in agent_seeds],
         "keys": keys,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,12 +40,17 @@ NOTHING: Mapping[int, Any] = {}
 class Crew:
     """Workers that run rollouts.
 
+    A subclass may have something else in the place of single workers, each a `Member`.
+
     Args:
         pool: the workers, built.
         policy: "raise" or "restart".
         max_restarts: how many failures may be mended in all; None for any number.
         run_ahead: how many rollouts may be ordered before the oldest is handed out, and that one not counted.
     """
+
+    #: What a member is called.
+    noun = "worker"
 
     def __init__(
         self, pool: WorkerPool | InlinePool, policy: str, max_restarts: int | None, run_ahead: int = 0
@@ -54,7 +59,7 @@ class Crew:
         self.members = [Member() for _ in range(pool.n_workers)]
         self._max_restarts, self._run_ahead = max_restarts, run_ahead
         # A job in this process cannot be replaced: what it raises is raised.
-        self._mends = policy == RESTART and isinstance(pool, WorkerPool)
+        self._mends = policy == RESTART and not isinstance(pool, InlinePool)
         self._replaced: set[int] = set()
         self._failed: dict[int, BaseException] = {}  # those who are yet to be replaced
         #: What all environments have gathered together, by name; replaced, never changed.
@@ -62,6 +67,11 @@ class Crew:
         # What a successor is told, in this order, before it is one of the crew.
         self._orders: dict[str, tuple[Any, ...]] = {"describe": ()}
         self._n_envs: int | None = None
+
+    @property
+    def n_workers(self) -> list[int]:
+        """How many workers each member is."""
+        return [1] * len(self.members)
 
     @property
     def n_restarts(self) -> int:
@@ -134,9 +144,22 @@ class Crew:
         self._call("renew", seeds, agent_seeds, clocks, is_lasting=False)
 
     def evaluate(self, *arguments: Any) -> list[dict[str, Any]] | Exception:
+        """What `evaluating` returns at its end."""
+        rounds = self.evaluating(*arguments)
+        while True:
+            try:
+                next(rounds)
+            except StopIteration as end:
+                found: list[dict[str, Any]] | Exception = end.value
+                return found
+
+    def evaluating(self, *arguments: Any) -> Generator[None, None, list[dict[str, Any]] | Exception]:
         """What `RolloutJob.end_evaluation` gives, by worker index, after an evaluation that these arguments begin.
 
         A successor begins its worker's part anew, unless its worker has failed so often that it always would.
+
+        Yields:
+            Between the rollouts, as long as there are episodes that have not ended.
 
         Returns:
             What the first one raised, if one did; nothing has happened to the workers then.
@@ -167,6 +190,11 @@ class Crew:
                     raise first[index]
             self._mend(failures)
             new = sorted(failures)
+            try:
+                yield
+            except GeneratorExit:  # nobody wants the rest
+                self._asked("end_evaluation", (), left)
+                raise
         return [found[index] for index in everyone]
 
     def reset(self) -> None:
@@ -248,10 +276,13 @@ class Crew:
         replaced, self._replaced = self._replaced, set()
         return replaced
 
+    def gathered(self, orders: Mapping[int, Order]) -> list[dict[str, Moments]]:
+        """What each worker gathered in these rollouts, in the order of the workers."""
+        return [order.asked.value[3] for _, order in sorted(orders.items()) if not order.is_lost]
+
     def learn(self, orders: Mapping[int, Order]) -> None:
         """Adds what rollouts gathered to the statistics, once, in the order of the workers."""
-        gathered = [order.asked.value[3] for _, order in sorted(orders.items()) if not order.is_lost]
-        self.know(merged(self.statistics, gathered))
+        self.know(merged(self.statistics, self.gathered(orders)))
 
     def stats(self) -> list[dict[str, Any]]:
         """For each worker what `RL_Batcher.stats` says of it."""
@@ -319,7 +350,7 @@ class Crew:
         n_attempts = dict.fromkeys(failures, 0)
         while failures:
             _, error = min(failures.items())
-            if self._max_restarts is not None and self.n_restarts + len(failures) > self._max_restarts:
+            if self._max_restarts is not None and self.n_restarts + self._count(failures) > self._max_restarts:
                 raise error
             for index, why in sorted(failures.items()):
                 if n_attempts[index]:
@@ -328,18 +359,26 @@ class Crew:
                     raise first[index]
                 n_attempts[index] += 1
             for index, why in failures.items():
-                logger.warning("worker %d is replaced: %r", index, why)
+                logger.warning("%s %d is replaced: %r", self.noun, index, why)
             failures = self._replace(sorted(failures))
         self._failed = {}
+
+    def _count(self, indexes: Collection[int]) -> int:
+        """How many workers these members are."""
+        return sum(self.n_workers[index] for index in indexes)
+
+    def _succession(self, index: int) -> tuple[Any, ...]:
+        """What the job of a successor is made with."""
+        return (self.members[index].stream,)
 
     def _replace(self, indexes: list[int]) -> dict[int, BaseException]:
         """Starts a successor for each of these; those that did not come up, and why."""
         pool = self.pool
-        assert isinstance(pool, WorkerPool)
+        assert not isinstance(pool, InlinePool)
         for index in indexes:
             self.members[index].begin_anew()
         self._replaced |= set(indexes)
-        asked = pool.restart({index: (self.members[index].stream,) for index in indexes})
+        asked = pool.restart({index: self._succession(index) for index in indexes})
         pool.settle(asked)
         failures = {each.index: each.error for each in asked if each.error is not None}
         for method, arguments in self._orders.items():
@@ -347,7 +386,7 @@ class Crew:
             failures |= more
             if method == "describe":
                 failures |= {
-                    index: SpecError(f"create_env: worker {index} has {n} environments now, it had {self._n_envs}")
+                    index: SpecError(f"create_env: {self.noun} {index} has {n} environments now, it had {self._n_envs}")
                     for index, (n, _) in replies.items() if n != self._n_envs
                 }  # fmt: skip
         for index in indexes:

@@ -15,6 +15,8 @@ NEEDED = ("_observation/reward", "_observation/done")
 NAMES = ("return", "length", "env_index", "terminated", "truncated")
 # The reward as it was before `NormalizeReward`.
 RAW = "_observation/raw_reward"
+# All that it looks at, of steps.
+NAMES_OF_STEPS = (*NEEDED, RAW, "_observation/terminated", "_observation/truncated")
 # How many episodes that nobody asks for are kept, at least: they must not add up to all memory.
 N_KEPT = 100_000
 # What one rollout adds is small arrays; that many of them become large ones, which take a tenth.

@@ -79,7 +79,9 @@ class RolloutJob:
         try:
             if self.index == 0 and self.is_first:
                 self.specs, used = self._probe(env)
-                env = self._make_env(settings.seeds[self.index]) if used else env
+                if used:  # made anew, from the streams that those of other workers are made from
+                    seed_global_streams(settings.seeds[self.index], self._agent_seed)
+                    env = self._make_env(settings.seeds[self.index])
             self._given, self._env = env, row_env(env)
             self._agent = settings.create_agent(**settings.agent_args)
             if self._agent_seed is not None:
@@ -125,7 +127,7 @@ class RolloutJob:
         Args:
             statistics: what all workers have gathered together; empty if environments keep none.
         """
-        with _Once(self):
+        with Once(self):
             load_statistics(self._given, statistics)
             observation = self._env.reset_rows(self._slots[0].info("env_info/").clone())
             self._progress = Progress(observation, np.arange(self._slots[0].n))
@@ -150,7 +152,7 @@ class RolloutJob:
         """
         slots, progress = self._slots[number % len(self._slots)], self._progress
         assert progress is not None
-        with _Once(self):
+        with Once(self):
             if progress.running.size < slots.n and getattr(self._env, "defers_resets", False):
                 progress = self._revived(progress, slots.info("agent_info/"))
             if not progress.running.size:
@@ -189,7 +191,7 @@ class RolloutJob:
 
     def update(self, packed: Packed) -> tuple[int, ...]:
         """Hands the agent an update; those of which it still has tensors."""
-        with _Once(self):
+        with Once(self):
             self._agent.update(self._inbox.unpack(packed))
         return self._inbox.held()
 
@@ -202,7 +204,7 @@ class RolloutJob:
             seeds, agent_seeds: as in `JobSettings`.
             clocks: for each worker the fields of the `Clock` that goes on.
         """
-        with _Once(self):
+        with Once(self):
             self.end_evaluation()
             seed, n = seeds[self.index], self._env.n_envs()
             self._agent_seed = None if agent_seeds is None else int(agent_seeds[self.index])
@@ -306,10 +308,14 @@ class RolloutJob:
         return Specs(specs_of(observation), specs_of(output), specs_of(state), kept), used
 
 
-class _Once:
-    """What comes behind an order that failed fails as it did: environments and agent are halfway."""
+class Once:
+    """What comes behind an order that failed fails as it did: environments and agent are halfway.
 
-    def __init__(self, job: RolloutJob) -> None:
+    Args:
+        job: has an `error`, None at first.
+    """
+
+    def __init__(self, job: Any) -> None:
         self._job = job
 
     def __enter__(self) -> None:

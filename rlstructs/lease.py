@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +16,8 @@ from rlstructs.slots import Lent
 from rlstructs.structures.base import missing_key
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
+
+B = TypeVar("B", bound="Borrowed")
 
 RELEASED = "the lease has been released: what it gave is written again; `get` gives what may be kept"
 
@@ -74,7 +76,57 @@ def _storage(tensor: torch.Tensor) -> int:
         return 0
 
 
-class Lease:
+class Borrowed:
+    """Something for a `with` block, given back at its end; unpacks into that and `n_running`.
+
+    Args:
+        given: what it is.
+        n_running: of environments.
+        give_back: is called once, by the release.
+
+    Attributes:
+        n_running: the number of environments that still run.
+    """
+
+    #: What is said to who asks for it later.
+    released = RELEASED
+
+    def __init__(self, given: Any, n_running: int, give_back: Callable[[], None]) -> None:
+        self._given, self.n_running = given, n_running
+        self._give_back, self._is_entered = give_back, False
+
+    @property
+    def given(self) -> Any:
+        """What it is.
+
+        Raises:
+            StateError: the lease has been released.
+        """
+        if self._given is None:
+            raise StateError(self.released)
+        return self._given
+
+    def release(self) -> None:
+        """Gives it back. Idempotent."""
+        self._given = None
+        give_back, self._give_back = self._give_back, _nothing
+        give_back()
+
+    def __enter__(self: B) -> B:
+        self._is_entered = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._is_entered:  # what it unpacks into would outlive it, and nobody would release it
+            self.release()
+            raise StateError("a lease is for a block: with batcher.lease() as (trajectories, n_running): ...")
+        return iter((self.given, self.n_running))
+
+
+class Lease(Borrowed):
     """A rollout without a copy; `RL_Batcher.lease` makes it.
 
     Use it in a `with` block, or `release` it. Its tensors are on the CPU; what lies behind a row's
@@ -96,14 +148,13 @@ class Lease:
     def __init__(
         self, trajectories: Trajectories, n_running: int, give_back: Callable[[], None], *, is_guarded: bool = False
     ) -> None:
-        steps, self.n_running = trajectories.trajectories, n_running
-        self._loan, self._give_back, self._is_entered = Loan(), give_back, False
+        steps, self._loan = trajectories.trajectories, Loan()
         assert isinstance(steps._tensors, Lent)
         self._lent = steps._tensors
         if is_guarded:
             guarded = {key: LeasedTensor.of(view, self._loan) for key, view in self._lent.views.items()}
             steps = TemporalDictTensor.trusted(self._lent.with_views(guarded), steps.lengths)
-        self._trajectories: Trajectories | None = Trajectories(trajectories.info, steps)
+        super().__init__(Trajectories(trajectories.info, steps), n_running, give_back)
 
     @property
     def trajectories(self) -> Trajectories:
@@ -112,9 +163,8 @@ class Lease:
         Raises:
             StateError: the lease has been released.
         """
-        if self._trajectories is None:
-            raise StateError(RELEASED)
-        return self._trajectories
+        given: Trajectories = self.given
+        return given
 
     def is_view(self, key: str) -> bool:
         """Whether what `trajectories` has under this key is a view of what the workers wrote, and no copy.
@@ -133,25 +183,10 @@ class Lease:
 
     def release(self) -> None:
         """Gives the memory back to the workers. Idempotent."""
-        if not self._loan.is_open:
-            return
-        self._trajectories, self._loan.is_open = None, False
-        self._lent.close(RELEASED)
-        give_back, self._give_back = self._give_back, _nothing
-        give_back()
-
-    def __enter__(self) -> Lease:
-        self._is_entered = True
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def __iter__(self) -> Iterator[Any]:
-        if not self._is_entered:  # what it unpacks into would outlive it, and nobody would release it
-            self.release()
-            raise StateError("a lease is for a block: with batcher.lease() as (trajectories, n_running): ...")
-        return iter((self.trajectories, self.n_running))
+        if self._loan.is_open:
+            self._loan.is_open = False
+            self._lent.close(RELEASED)
+            super().release()
 
 
 def _nothing() -> None:

@@ -65,6 +65,19 @@ class JobSettings:
         return None
 
 
+@dataclasses.dataclass(frozen=True)
+class RunSettings:
+    """How rollouts are run, as `RL_Batcher` is told."""
+
+    n_timesteps: int
+    n_processes: int
+    start_method: str | None
+    timeout: float | None
+    on_worker_failure: str
+    max_restarts: int | None
+    run_ahead: int
+
+
 def info_example(name: str, info: DictTensor | None) -> DictTensor:
     """One row of an example that the user gave, a copy on the CPU."""
     if info is None:
@@ -90,7 +103,7 @@ def seeds_of(seeds: int | Sequence[int], n_workers: int, name: str = "seeds") ->
             raise SpecError(f"{name}: must not be negative, got {seeds}")
         return [EnvSeed(int(seeds), worker) for worker in range(n_workers)]
     try:
-        found = [int(seed) for seed in seeds]
+        found = [seed if isinstance(seed, EnvSeed) else int(seed) for seed in seeds]
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name}: needs an int, or one for each of {n_workers} processes, got {seeds!r}") from error
     if len(found) != n_workers or min(found, default=0) < 0:
@@ -108,7 +121,7 @@ def agent_seeds_of(seeds: Sequence[int] | None, n_workers: int) -> list[int] | N
     return found
 
 
-def warn_of_overlap(seeds: Sequence[int], n_envs: int) -> None:
+def warn_of_overlap(seeds: Sequence[int], n_envs: int, stacklevel: int = 4) -> None:
     """Warns, once, when listed seeds give two environments the same stream."""
     if isinstance(seeds[0], EnvSeed):
         return
@@ -123,7 +136,7 @@ def warn_of_overlap(seeds: Sequence[int], n_envs: int) -> None:
                     f"{one * n_envs + first} and {other * n_envs + second}); "
                     f"space them by at least {n_envs}, or give one int",
                     UserWarning,
-                    stacklevel=4,
+                    stacklevel=stacklevel,
                 )
                 return
 
@@ -144,21 +157,22 @@ def check_info(name: str, info: DictTensor, example: DictTensor, n_elems: int) -
             raise SpecError(f"{name}: {key!r} is on {tensor.device}, expected the CPU")
 
 
-def n_awaited(min_workers: int | None, preempt: float | None, n_workers: int, n_running: int) -> int | None:
-    """For how many workers `get` waits, None for all.
+def n_awaited(at_least: int | None, preempt: float | None, noun: str, n_members: int, n_running: int) -> int | None:
+    """For how many members of a crew `get` waits, None for all.
 
     Args:
-        min_workers, preempt: as `get` was given them.
-        n_workers: how many there are.
+        at_least, preempt: as `get` was given them, the first as `min_workers` or `min_nodes`.
+        noun: what a member is called.
+        n_members: how many there are.
         n_running: how many of them have environments that run.
     """
-    if min_workers is not None:
+    if at_least is not None:
         if preempt is not None:
-            raise SpecError("get: min_workers lets the others go on and preempt ends them: give one of the two")
-        check_count("get: min_workers", min_workers, 1)
-        if min_workers > n_workers:
-            raise SpecError(f"get: min_workers is {min_workers}, there are {n_workers}")
-        return min(min_workers, n_running)
+            raise SpecError(f"get: min_{noun}s lets the others go on and preempt ends them: give one of the two")
+        check_count(f"get: min_{noun}s", at_least, 1)
+        if at_least > n_members:
+            raise SpecError(f"get: min_{noun}s is {at_least}, there are {n_members}")
+        return min(at_least, n_running)
     if preempt is None:
         return None
     if isinstance(preempt, bool) or not isinstance(preempt, (int, float, np.number)):

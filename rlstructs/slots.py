@@ -19,13 +19,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from mmap import mmap
-from typing import Any
 
 import numpy as np
 import torch
 
-from rlstructs.debug import poison
 from rlstructs.errors import MissingKeyError, SpecError, StateError
+from rlstructs.recorded import Recorded, blocks_of, sources_of, specs_of_steps
 from rlstructs.rows import Packing, Rows, TensorSpec, numpy_specs
 from rlstructs.steps import Mover, Steps, entries, put, raw_of, staged, tensor_of, type_name
 from rlstructs.structures.base import show
@@ -33,8 +32,6 @@ from rlstructs.structures.dict_tensor import DictTensor
 
 STATE = "agent_state/"
 
-# The bits of bfloat16's NaN.
-BFLOAT16_NAN = 0x7FC0
 # So many environments at least, with bytes of one step and of a whole rollout at most, write steps beside the slots
 # first: more bytes are copied as fast one by one, and a rollout should not take twice its memory unasked.
 STAGED_ENVS, STAGED_STEP, STAGED_ROLLOUT = 256, 256, 2**26
@@ -205,13 +202,11 @@ class Slots:
         # Where a rollout is written, and beside the slots if that is worth it.
         self._written, self._mover = self._steps, Mover(self.n)
         self._stage: Steps | None = None
-        # What is handed out: where it lies, and at which timestep it begins.
-        self._sources = {f"observation/{key}": (array, 0) for key, array in self._steps.arrays.items()}
-        self._sources |= {f"action/{key}": (array, 0) for key, array in self._steps.action.items()}
-        self._sources |= {f"_observation/{key}": (array, 1) for key, array in self._steps.arrays.items()}
-        specs = {"observation": layout.observation, "action": layout.action, "_observation": layout.observation}
         #: Of what is handed out: shapes without the first two axes, and dtypes.
-        self.specs = {name: specs[name.partition("/")[0]][name.partition("/")[2]] for name in self._sources}
+        self.specs = specs_of_steps(layout.observation, layout.action)
+        sources = sources_of(self._steps.arrays, self._steps.action)
+        finals = functools.partial(_finals, self._packing, self._final)  # no method: slots would hold themselves
+        self._recorded = Recorded(self.specs, sources, self.lengths, self._reset, finals, poisons)
         self._states = {key.removeprefix(STATE): spec for key, spec in layout.info.items() if key.startswith(STATE)}
 
     def column(self, name: str) -> torch.Tensor:
@@ -335,9 +330,9 @@ class Slots:
         """Nobody reads these slots (None: all) any more until they are written again: poisons them, if it is to."""
         if not self._poisons:
             return
-        for name, (array, start) in self._sources.items():
+        for name, (array, start) in self._recorded.sources.items():
             if not start:  # what follows is what is seen next
-                array[slice(None) if rows is None else rows] = self._nothing(name)
+                array[slice(None) if rows is None else rows] = self._recorded.nothing(name)
 
     def read(
         self, rows: np.ndarray | None, n_timesteps: int, out: Mapping[str, torch.Tensor] | None = None
@@ -352,28 +347,7 @@ class Slots:
         Returns:
             `observation/k`, `action/k`, `_observation/k` -> (B, n_timesteps, ...).
         """
-        lengths = self.lengths if rows is None else self.lengths[rows]
-        # Where environments reset in steps of their own, most slots have some padding, at their very end.
-        shortest = min(int(lengths.min(initial=n_timesteps)), n_timesteps)
-        padding = np.arange(shortest, n_timesteps) >= lengths[:, None]
-
-        def take(name: str, array: np.ndarray, start: int) -> np.ndarray:
-            steps = array[:, start : start + n_timesteps]
-            # numpy, not torch: the threads of a parallel copy would spin on the workers' cores for
-            # milliseconds after it, just when the next rollout begins.
-            if out is not None:
-                torch.autograd.graph.increment_version(out[name])
-                taken = raw_of(out[name])
-                taken[...] = steps if rows is None else steps[rows]
-            else:
-                taken = np.array(steps, order="C") if rows is None else steps[rows]
-            if shortest < n_timesteps:
-                taken[:, shortest:][padding] = self._nothing(name)
-            return taken
-
-        taken = {name: take(name, *source) for name, source in self._sources.items()}
-        self._put_finals(taken, rows, n_timesteps)
-        return {name: tensor_of(array, self.specs[name][1]) for name, array in taken.items()}
+        return self._recorded.read(rows, n_timesteps, out)
 
     def lend(self, rows: np.ndarray | None, n_timesteps: int) -> Lent:
         """As `read`, but views wherever they can be; what lies in the padding is of no meaning."""
@@ -394,28 +368,13 @@ class Slots:
         following[at] = self._packing.view(self._final, key)[at]
         return torch.from_numpy(following)
 
-    def _nothing(self, name: str) -> Any:
-        """What stands where there was no step."""
-        if not self._poisons:
-            return 0
-        return BFLOAT16_NAN if self.specs[name][1] is torch.bfloat16 else poison(self._sources[name][0].dtype)
-
-    def _put_finals(self, taken: dict[str, np.ndarray], rows: np.ndarray | None, n_timesteps: int) -> None:
-        reset = self._reset if rows is None else self._reset[rows]
-        at, times = np.nonzero(reset[:, :n_timesteps])
-        if not at.size:
-            return
-        slots = at if rows is None else rows[at]
-        finals = Rows(self._packing, {name: block[slots, times] for name, block in self._final.items()})
-        for key, final in finals.arrays().items():
-            taken[f"_observation/{key}"][at, times] = final
-
     def _blocks(self, prefix: str) -> dict[str, np.ndarray]:
-        found = {}
-        for name, (_, dtype) in self._packing.blocks.items():
-            block = self._columns[prefix + name].numpy()
-            found[name] = block.view(dtype)[..., 0] if dtype.kind == "V" else block
-        return found
+        names = [prefix + name for name in self._packing.blocks]
+        return blocks_of(self._packing, {name: self._columns[name].numpy() for name in names}, prefix)
+
+
+def _finals(packing: Packing, final: dict[str, np.ndarray], rows: np.ndarray, times: np.ndarray) -> Rows:
+    return Rows(packing, {name: block[rows, times] for name, block in final.items()})
 
 
 def _rows(column: torch.Tensor, rows: np.ndarray) -> torch.Tensor:

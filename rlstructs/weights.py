@@ -12,7 +12,7 @@ import io
 import mmap
 import pickle
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,45 @@ THERE, OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
 N_MAPS = 4
 
 Place = tuple[int, torch.Size, torch.dtype, bool, bool]  # offset, shape, dtype, parameter, gradient
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """An update as bytes.
+
+    Attributes:
+        tensors: each on the CPU, or its bytes (n,), and the offset at which it is to lie.
+        nbytes: of all tensors, gaps between them counted.
+        pickled: the rest, with places where tensors were.
+    """
+
+    tensors: Sequence[tuple[int, torch.Tensor | np.ndarray]]
+    nbytes: int
+    pickled: bytes
+
+    @classmethod
+    def of(cls, info: Any) -> Parcel:
+        """Any object that can be pickled."""
+        file = io.BytesIO()
+        packer = _Packer(file)
+        packer.dump(info)
+        tensors = [(offset, tensor.detach().cpu()) for offset, tensor in packer.tensors if tensor.numel()]
+        return cls(tensors, packer.nbytes, file.getvalue())
+
+    def as_bytes(self) -> Parcel:
+        """The same with bytes in the place of tensors, to be sent by those who know arrays of numpy only."""
+        tensors = [(offset, tensor if isinstance(tensor, np.ndarray) else _bytes_of(tensor))
+                   for offset, tensor in self.tensors]  # fmt: skip
+        return Parcel(tensors, self.nbytes, self.pickled)
+
+    def write(self, region: np.ndarray) -> None:
+        """Writes all of it, the tensors first."""
+        for offset, tensor in self.tensors:
+            if isinstance(tensor, np.ndarray):
+                region[offset : offset + tensor.size] = tensor
+            else:
+                _view(region, offset, tensor.shape, tensor.dtype).copy_(tensor)
+        region[self.nbytes : self.nbytes + len(self.pickled)] = np.frombuffer(self.pickled, np.uint8)
 
 
 class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
@@ -110,23 +149,15 @@ class Outbox:
         self._written: list[tuple[Packed, list[Asked]]] = []
 
     def pack(self, info: Any) -> Packed:
-        """Writes `info` into the arena.
+        """Writes `info`, or what a `Parcel` was made of, into the arena.
 
         Raises:
             Exception: `info` cannot be pickled; nothing was written.
         """
-        file = io.BytesIO()
-        packer = _Packer(file)
-        packer.dump(info)
-        pickled = file.getvalue()
-        # On the host first: what fails, fails before anything is written.
-        tensors = [(offset, tensor.detach().cpu()) for offset, tensor in packer.tensors if tensor.numel()]
-        packed = self._place(packer.nbytes, len(pickled))
+        parcel = info if isinstance(info, Parcel) else Parcel.of(info)  # what fails, fails before anything is written
+        packed = self._place(parcel.nbytes, len(parcel.pickled))
         self._arena.resize(packed.end)
-        region = np.frombuffer(self._arena.map(), np.uint8, packed.end - packed.offset, packed.offset)
-        for offset, tensor in tensors:
-            _view(region, offset, tensor.shape, tensor.dtype).copy_(tensor)
-        region[packed.nbytes : packed.nbytes + len(pickled)] = np.frombuffer(pickled, np.uint8)
+        parcel.write(np.frombuffer(self._arena.map(), np.uint8, packed.end - packed.offset, packed.offset))
         return packed
 
     def sent(self, packed: Packed, asked: list[Asked]) -> None:
@@ -217,6 +248,10 @@ def _view(region: np.ndarray, offset: int, shape: torch.Size, dtype: torch.dtype
     # Of a storage of its own: autograd counts the changes of all that share one together.
     part = region[offset : offset + shape.numel() * dtype.itemsize]
     return torch.from_numpy(part).view(dtype).view(shape)
+
+
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def _up(n: int, step: int) -> int:

@@ -44,6 +44,7 @@ ROWS = {
     "rlstructs.episodes": 3,
     "rlstructs.return_steps": 3,
     "rlstructs.returns": 3.5,
+    "rlstructs.recorded": 3.7,
     "rlstructs.steps": 3.5,
     "rlstructs.slots": 4,
     "rlstructs.generations": 4.5,
@@ -63,6 +64,7 @@ ROWS = {
     "rlstructs.crew": 5.5,
     "rlstructs.batcher_state": 5.5,
     "rlstructs.batcher": 6,
+    "rlstructs.distributed": 7,
     "rlstructs.cli": 7,
     "rlstructs.collect": 7,
     "rlstructs.play": 7,
@@ -71,7 +73,7 @@ ROWS = {
     "rlstructs": 7,
 }
 ALLOWED_BELOW = {"workers": {"cloudpickle", "_posixshmem"}}
-HEAVY = ("torch", "numpy", "gymnasium", "jax", "warp", "h5py", "tensordict", "matplotlib")
+HEAVY = ("torch", "numpy", "gymnasium", "jax", "warp", "h5py", "tensordict", "matplotlib", "ray")
 
 
 def modules():
@@ -167,6 +169,7 @@ def loaded_by(statement):
         ("from rlstructs import DictTensor, TemporalDictTensor, Trajectories", {"torch", "numpy"}),
         ("from rlstructs import RL_Batcher, RL_Agent, VecEnv, replay_agent", {"torch", "numpy"}),
         ("from rlstructs import gae, transitions", {"torch", "numpy"}),
+        ("from rlstructs import RayBatcher", {"torch", "numpy"}),
         ("import rlstructs.cli", set()),
         ("import rlstructs.memories.torch", {"torch", "numpy"}),
         ("import rlstructs.replay.storage", {"numpy"}),
@@ -190,7 +193,10 @@ ALIASES = {
     "TensorDictReplayBuffer": "DictTensorReplayBuffer",
     "TensorDictRoundRobinWriter": "RoundRobinWriter",
 }
-PACKAGES = ["workers", "rlstructs", "rlstructs.envs", "rlstructs.memories", "rlstructs.replay", "rlstructs.testing"]
+PACKAGES = [
+    "workers", "rlstructs", "rlstructs.distributed", "rlstructs.envs", "rlstructs.memories", "rlstructs.replay",
+    "rlstructs.testing",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PACKAGES)

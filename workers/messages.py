@@ -25,6 +25,8 @@ from workers.errors import RemoteTraceback, WorkerError
 # Begins a message that is bytes of the job's own; a pickled one begins with b"\x80".
 RAW = b"\0"
 LENGTH = struct.Struct("!I")
+# Begins the note on an exception that says where it comes from.
+RAISED = "raised in worker "
 
 
 class State(enum.Enum):
@@ -143,7 +145,7 @@ class Failure(NamedTuple):
 
     def to_exception(self, worker_index: int, request: str) -> BaseException:
         """The exception to raise in the parent: the original class where it can be had."""
-        where = f"raised in worker {worker_index} during {request!r}"
+        where = f"{RAISED}{worker_index} during {request!r}"
         error = _unpickled(self.exception)
         if error is None:
             error = WorkerError(f"{self.summary} ({where})", worker_index)

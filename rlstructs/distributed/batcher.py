@@ -1,0 +1,249 @@
+"""`RayBatcher`: the batcher's interface over a cluster that Ray runs.
+
+    trainer                                       node n: an actor of Ray
+    -------                                       -----------------------
+    RayBatcher()  ── factories, by value ──────>  an RL_Batcher for a block of the workers
+    reset()       ── infos, in the object store >  its environments are reset
+    execute()     ── one call for each node ───>  execute and get of its batcher
+    get()         <── columns, object store ────  what its slots hold
+    copies them into one batch
+    update()      ── object store, once ───────>  update of its batcher
+
+Nodes answer in the order in which they are asked. Actors are not detached: they end with the trainer, and worker
+processes with their actor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from rlstructs.agent import RL_Agent
+from rlstructs.batcher import RL_Batcher
+from rlstructs.checks import check_count
+from rlstructs.crew import RAISE
+from rlstructs.distributed import engine
+from rlstructs.distributed.books import PartBooks
+from rlstructs.distributed.broadcast import Broadcast
+from rlstructs.distributed.crew import NodeCrew
+from rlstructs.distributed.lease import PartsLease
+from rlstructs.distributed.node import NodeSettings
+from rlstructs.distributed.parts import PartsBatch
+from rlstructs.distributed.pool import NodePool
+from rlstructs.envs import registry
+from rlstructs.envs.vec_env import VecEnv
+from rlstructs.episodes import NAMES_OF_STEPS
+from rlstructs.errors import SpecError
+from rlstructs.lifecycle import Phase
+from rlstructs.settings import RunSettings, warn_of_overlap
+from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.structures.trajectories import Trajectories
+from workers import messages
+from workers.start import uninterrupted
+
+
+class RayBatcher(RL_Batcher):
+    """`RL_Batcher` with its workers on the nodes of a Ray cluster.
+
+    The arguments and methods are those of `RL_Batcher`, and so are the batches: with the same seeds, processes and
+    environments, their order and content do not depend on where the processes run, bit for bit (on machines whose
+    arithmetic is the same).
+
+    Trajectories come through Ray's object store; `get` copies them once. `rlstructs`, and what factories import, has to
+    be installed on every machine.
+
+    Args:
+        n_timesteps, create_agent, agent_args, create_env, env_args, seeds, agent_info, env_info, agent_seeds, device,
+            start_method, debug: as of `RL_Batcher`.
+        n_processes: W, worker processes in all, at least 1.
+        timeout: seconds within which workers must answer. A node gets twice that and 5 s, to mend what it can itself,
+            and a minute more to be placed by Ray. None for no limit: a node that dies is noticed all the same, as soon
+            as Ray notices.
+        on_worker_failure: "raise" what happened; or "restart": a node mends by itself what happens to its workers. One
+            that dies is replaced on what is left of the cluster; the lengths of what was lost with it are 0.
+        max_restarts: how many workers may be replaced in all; a node counts as all of its workers. A node knows of its
+            own workers only.
+        run_ahead: as of `RL_Batcher`; so many rollouts are in the object store besides.
+        n_nodes: how many actors share the processes, in contiguous blocks; the first ones have one more where it does
+            not divide. None for one for each machine of the cluster that has `resources`, at most W.
+        resources: what Ray reserves for each actor, such as `{"CPU": 8, "simulator": 1}`; None for Ray's default, which
+            needs one CPU to place an actor and reserves none.
+        placement: a scheduling strategy of Ray for the actors; None to spread them evenly.
+        address: of a cluster, for `ray.init`, if the program has not called it; None for where Ray finds one, or else
+            starts one on this machine. `close` leaves that to Ray.
+
+    Raises:
+        ImportError: Ray is not installed.
+        SpecError, TypeError: an argument is not what is needed.
+        OutOfMemoryError: an object store is too small for the rollouts.
+        WorkerError: a node or a worker did not come up.
+        Exception: what `create_env` or `create_agent` raised in a worker.
+    """
+
+    def __init__(
+        self,
+        n_timesteps: int,
+        create_agent: Callable[..., RL_Agent],
+        agent_args: Mapping[str, Any],
+        create_env: Callable[..., VecEnv],
+        env_args: Mapping[str, Any],
+        n_processes: int,
+        seeds: int | Sequence[int],
+        agent_info: DictTensor | None = None,
+        env_info: DictTensor | None = None,
+        agent_seeds: Sequence[int] | None = None,
+        device: torch.device | str = "cpu",
+        *,
+        start_method: str | None = None,
+        timeout: float | None = None,
+        on_worker_failure: str = RAISE,
+        max_restarts: int | None = None,
+        run_ahead: int = 0,
+        debug: bool | None = None,
+        n_nodes: int | None = None,
+        resources: Mapping[str, float] | None = None,
+        placement: Any = None,
+        address: str | None = None,
+    ) -> None:
+        engine.ray()
+        check_count("n_processes", n_processes, 1)
+        if n_nodes is not None and check_count("n_nodes", n_nodes, 1) > n_processes:
+            raise SpecError(f"n_nodes is {n_nodes}, which is more than n_processes, {n_processes}")
+        self._n_nodes, self._placement, self._address = n_nodes, engine.Placement(resources, placement), address
+        super().__init__(
+            n_timesteps, create_agent, agent_args, create_env, env_args, n_processes, seeds, agent_info, env_info,
+            agent_seeds, device, start_method=start_method, timeout=timeout, on_worker_failure=on_worker_failure,
+            max_restarts=max_restarts, run_ahead=run_ahead, debug=debug,
+        )  # fmt: skip
+
+    def get(  # type: ignore[override]
+        self,
+        blocking: bool = True,
+        out: Trajectories | None = None,
+        *,
+        min_nodes: int | None = None,
+    ) -> tuple[Trajectories, int] | tuple[None, None]:
+        """The rollout that `execute` started, in memory of its own, as `RL_Batcher.get` gives it.
+
+        Args:
+            blocking, out: as of `RL_Batcher.get`.
+            min_nodes: hand out the environments of so many nodes, or more, as soon as they are through, in place of
+                all: first come, first served. The others' rollouts come with a later `get`; `execute` starts one in
+                those who are through.
+
+        Returns, Raises: as `RL_Batcher.get`.
+        """
+        return super().get(blocking, out, min_workers=min_nodes)
+
+    def lease(self) -> PartsLease:  # type: ignore[override]
+        """The rollout that `execute` started, where it lies in the object store: `get` without a copy.
+
+        Returns:
+            A `PartsLease`, for a `with` block: it unpacks into a list of `Part`, one for each node, whose arrays of
+            numpy are read-only, and the number of environments that still run. The next `execute` or `reset` comes
+            after its release. Object store whose arrays are still looked at then stays taken until they are not.
+
+        Raises:
+            StateError, WorkerError, Exception: as `get`.
+        """
+        self._check_lease()
+        with self._life.failing():
+            orders = self._crew.collect()
+            batch = cast(PartsBatch, self._batch(orders))
+            trajectories = batch.some(NAMES_OF_STEPS)
+        with uninterrupted():
+            n_running = self._end(orders, trajectories)
+            self._life.phase = Phase.LEASED
+        return PartsLease(list(batch.parts), n_running, lambda: self._take_back(batch, n_running))
+
+    def stats(self) -> dict[str, Any]:
+        """What the workers do and have done, as of the last reply of their nodes.
+
+        Returns:
+            As `RL_Batcher.stats`; of each worker its `node` too. `nodes`: for each a dict of `node` (its index),
+            `node_id` and `address` (of the machine, by Ray), `pid` (of the actor), `state` ("idle", "busy" or "gone")
+            and `workers` (their indexes). `arena_bytes`: the object store that rollouts take.
+        """
+        found = super().stats()
+        nodes = self._pool.nodes
+        return {**found, "nodes": [
+            {"node": node.index, "node_id": node.node_id, "address": node.address, "pid": node.pid, "state": node.state,
+             "workers": list(node.workers)} for node in nodes
+        ]}  # fmt: skip
+
+    def _start(self, run: RunSettings) -> None:
+        engine.connect(self._address)
+        sizes = split(run.n_processes, self._n_nodes or self._placement.n_machines())
+        data, first = [], 0
+        for size in sizes:
+            data.append(self._node_settings(run, first, size))
+            first += size
+        self._pool = NodePool(data, sizes, self._placement, run.timeout)
+        self._crew: NodeCrew = NodeCrew(self._pool, run.on_worker_failure, run.max_restarts, run.run_ahead)
+        self._outbox = Broadcast(self._check_update)
+
+    def _node_settings(self, run: RunSettings, first: int, size: int) -> bytes:
+        """What one node's batcher is made of, pickled."""
+        workers, job = slice(first, first + size), self._settings
+        job = dataclasses.replace(
+            job, seeds=job.seeds[workers], agent_seeds=None if job.agent_seeds is None else job.agent_seeds[workers]
+        )
+        own = dataclasses.replace(run, n_processes=size, run_ahead=0)
+        try:
+            return messages.dumps(NodeSettings(job, own, first, self._debug, registry.registered()))
+        except Exception as error:
+            if culprit := job.unpicklable():
+                raise TypeError(f"{culprit[0]} cannot be sent to a worker: {culprit[1]}") from error
+            raise
+
+    def _attach(self, run: RunSettings) -> None:
+        layout, blocks = self._describe(run.n_timesteps)
+        warn_of_overlap(self._settings.seeds, self._n_envs, stacklevel=5)
+        self._books = PartBooks(layout, blocks, run.run_ahead + 1, self._inform, self._debug)
+        self._n_bytes_of_update = 0
+        self._check_store()
+
+    def _check_store(self) -> None:
+        """Raises OutOfMemoryError unless object stores can hold the rollouts, and two updates."""
+        here = engine.this_machine()
+        needs: Counter[str] = Counter()
+        books, n_rollouts = self._books, self._run.run_ahead + 1
+        for node, block in zip(self._pool.nodes, books.blocks, strict=True):
+            n_bytes = dataclasses.replace(books.layout, n_slots=len(block)).nbytes * n_rollouts
+            needs.update(dict.fromkeys({here, node.node_id}, n_bytes if n_bytes > engine.INLINE else 0))
+        for node_id in needs:
+            needs[node_id] += 2 * self._n_bytes_of_update
+        engine.check_store("rollouts and updates", needs)
+
+    def _check_update(self, n_bytes: int) -> None:
+        if n_bytes > max(engine.INLINE, self._n_bytes_of_update):
+            before, self._n_bytes_of_update = self._n_bytes_of_update, n_bytes
+            try:
+                self._check_store()
+            except BaseException:
+                self._n_bytes_of_update = before
+                raise
+
+    def _inform(self, infos: Mapping[str, DictTensor]) -> None:
+        self._crew.inform(engine.ray().put(messages.dumps(infos)))
+
+    def _free(self) -> None:
+        """Nothing: what is in the object store goes when nobody looks at it."""
+
+    def __enter__(self) -> RayBatcher:
+        return self
+
+
+def split(n_processes: int, n_nodes: int) -> list[int]:
+    """How many processes each node has: nearly the same, the first ones one more.
+
+    Example:
+        >>> split(7, 3), split(2, 4)
+        ([3, 2, 2], [1, 1])
+    """
+    n_nodes = min(n_nodes, n_processes)
+    return [n_processes // n_nodes + (node < n_processes % n_nodes) for node in range(n_nodes)]

@@ -1,0 +1,79 @@
+"""The trainer's side of rollouts that come from nodes: what is in force, which environments run, what came of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from rlstructs.books import Books
+from rlstructs.distributed.parts import Part, Parts, PartsBatch
+from rlstructs.member import Order
+from rlstructs.slots import Layout
+from rlstructs.steps import raw_of
+from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.structures.trajectories import Trajectories
+
+
+class PartBooks(Books):
+    """Of nodes that send parts.
+
+    Args:
+        layout, blocks: as of `Books`.
+        n_rollouts: how many of each node there may be at once.
+        inform: called with `agent_info` and `env_info` for nodes to take.
+        poisons: whether what was not written holds poison.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        blocks: Sequence[range],
+        n_rollouts: int,
+        inform: Callable[[Mapping[str, DictTensor]], None],
+        poisons: bool,
+    ) -> None:
+        super().__init__(layout, blocks)
+        self._n_rollouts, self._inform, self._parts = n_rollouts, inform, Parts(layout, poisons)
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.nbytes * self._n_rollouts
+
+    def batch(self, orders: Mapping[int, Order], version_before: int, version: int) -> PartsBatch:
+        parts, rows, versions = [], [], []
+        for node, order in sorted(orders.items()):
+            rows.append(self.rows_of(node))
+            parts.append(self._part(node, order, rows[-1]))
+            versions.append(np.full(rows[-1].size, version if order.is_lost else version_before + order.asked.value[2]))
+            parts[-1].add_info(env_index=rows[-1], policy_version=versions[-1])
+        return PartsBatch(parts, np.concatenate(rows), np.concatenate(versions), self.layout)
+
+    def put_infos(self, infos: Mapping[str, DictTensor]) -> None:
+        super().put_infos(infos)
+        if any(not info.empty() for info in infos.values()):
+            self._inform(self.infos)
+
+    def put_agent_info(self, info: DictTensor) -> None:
+        super().put_agent_info(info)
+        self._inform(self.infos)
+
+    def add(self, orders: Mapping[int, Order], trajectories: Trajectories) -> None:
+        """Takes down the episodes; what nodes began anew by themselves has no end."""
+        ran = {node: order.asked.value[4] for node, order in orders.items() if not order.is_lost}
+        for node, each in ran.items():
+            self.episodes.forget(self._of(node, each.before))
+        super().add(orders, trajectories)
+        for node, each in ran.items():
+            self.episodes.forget(self._of(node, each.after))
+
+    def _of(self, node: int, environments: list[int]) -> np.ndarray:
+        """The global indexes of environments that are counted from a node's first."""
+        return np.asarray(self.blocks[node].start + np.array(environments, np.int64))
+
+    def _part(self, node: int, order: Order, rows: np.ndarray) -> Part:
+        if not order.is_lost:
+            return self._parts.of(node, order.asked.value[-1])
+        infos = {f"{name}/{key}": raw_of(tensor)[rows]
+                 for name, info in self.infos.items() for key, tensor in info.items()}  # fmt: skip
+        return self._parts.lost(node, infos, rows.size)

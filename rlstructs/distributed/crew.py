@@ -1,0 +1,82 @@
+"""The nodes of a batcher, and what becomes of those that fail: a `Crew` whose members are nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, cast
+
+from rlstructs.crew import Crew
+from rlstructs.distributed.pool import NodePool
+from rlstructs.member import Member, Order
+from rlstructs.moments import Moments
+from workers import WorkerPool
+
+# What counts the failures of a worker in what `Crew.state` says of it.
+RESTARTS, LOST = "restarts", "lost_rollouts"
+
+
+class NodeCrew(Crew):
+    """Nodes that run rollouts, each with workers of its own.
+
+    A node mends by itself what happens to its workers. One that is gone takes all of them with it: each has a
+    successor, on another node, which goes on with the next seed of its stream.
+    """
+
+    noun = "node"
+
+    def __init__(self, pool: NodePool, policy: str, max_restarts: int | None, run_ahead: int) -> None:
+        super().__init__(cast(WorkerPool, pool), policy, max_restarts, run_ahead)
+        self._nodes = pool
+        # How many of the rollouts that were lost with a node its workers' counters know.
+        self._n_told = [0] * pool.n_workers
+
+    @property
+    def n_workers(self) -> list[int]:
+        """How many workers each node has."""
+        return [len(node.workers) for node in self._nodes.nodes]
+
+    @property
+    def n_restarts(self) -> int:
+        """How many workers were replaced, by their nodes or with them."""
+        return sum(worker[RESTARTS] for worker in self.state())
+
+    def inform(self, infos: Any) -> None:
+        """Has nodes take `agent_info` and `env_info`, a reference of Ray, for what comes behind."""
+        self._orders["inform"] = (infos,)  # where it stands first: before the reset
+        self._raise_gone(self.pool.ask("inform", infos))
+
+    def gathered(self, orders: Mapping[int, Order]) -> list[dict[str, Moments]]:
+        """What each worker gathered, in the order of the workers."""
+        return list(chain.from_iterable(cast(list[list[dict[str, Moments]]], super().gathered(orders))))
+
+    def state(self) -> list[dict[str, Any]]:
+        """Of each worker what `renew` needs, as its node said last."""
+        return [worker for node in self._nodes.nodes for worker in node.report["state"]]
+
+    def renew(self, state: list[dict[str, Any]], seeds: Sequence[int], agent_seeds: Sequence[int] | None) -> None:
+        """Has every worker make new environments, with the next seeds of its stream; nodes find them by themselves."""
+        self.settle()
+        self.members = [Member(n_ordered=member.n_ordered) for member in self.members]
+        self._n_told = [0] * len(self.members)
+        self._orders.pop("reset", None)
+        self._call("renew", state, is_lasting=False)
+
+    def stats(self) -> list[dict[str, Any]]:
+        """For each worker what `RL_Batcher.stats` says of it, and its node; as of the node's last reply."""
+        return [
+            {**worker, "worker": index, "node": node.index, "state": node.state}
+            for node in self._nodes.nodes
+            for index, worker in zip(node.workers, node.report["stats"], strict=True)
+        ]
+
+    def _succession(self, index: int) -> tuple[Any, ...]:
+        """What the workers of a node that is gone have been through; each has one more restart."""
+        n_lost = self.members[index].n_lost - self._n_told[index]
+        self._n_told[index] = self.members[index].n_lost
+        report = self._nodes.nodes[index].report
+        workers = [
+            {**worker, RESTARTS: worker[RESTARTS] + 1, LOST: worker[LOST] + n_lost} for worker in report["state"]
+        ]
+        report["state"] = workers  # for the successor's successor, if that never says anything
+        return (workers,)

@@ -1,0 +1,143 @@
+"""What is asked of Ray itself: to be there, machines to run on, and how large their object stores are."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlstructs.errors import OutOfMemoryError
+
+# Bytes: what is smaller travels with a reply, and does not go through the object store.
+INLINE = 100 * 1024
+# Seconds that a machine has to answer.
+CONNECTING = 1.0
+# The resources that Ray has options of their own for.
+OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+
+
+def ray() -> Any:
+    """The module, connected to a cluster or not.
+
+    Raises:
+        ImportError: it is not installed; says what to install.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError("RayBatcher needs ray: pip install 'rlstructs[ray]'") from error
+    return ray
+
+
+def connect(address: str | None) -> None:
+    """Connects to a cluster, or starts one, if there is no connection yet."""
+    if not ray().is_initialized():
+        ray().init(address=address, log_to_driver=True)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One of the cluster.
+
+    Attributes:
+        node_id: as Ray names it.
+        address, port: where Ray listens on it.
+        resources: how much of each it has in all.
+    """
+
+    node_id: str
+    address: str
+    port: int
+    resources: Mapping[str, float]
+
+    @property
+    def store_nbytes(self) -> int:
+        """Size of its object store."""
+        return int(self.resources.get("object_store_memory", 0))
+
+    def answers(self) -> bool:
+        """Whether it does; one that is dead is among those of the cluster until Ray notices, for a minute or more."""
+        try:
+            socket.create_connection((self.address, self.port), CONNECTING).close()
+        except OSError:
+            return False
+        return True
+
+
+def this_machine() -> str:
+    """`node_id` of the one that this process is on."""
+    node_id: str = ray().get_runtime_context().get_node_id()
+    return node_id
+
+
+def machines() -> dict[str, Machine]:
+    """Those that are alive, by `node_id`."""
+    found = (Machine(node["NodeID"], node["NodeManagerAddress"], node["NodeManagerPort"], node["Resources"])
+             for node in ray().nodes() if node["Alive"])  # fmt: skip
+    return {machine.node_id: machine for machine in found}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where actors run.
+
+    Attributes:
+        resources: what each reserves, by Ray's names; None for Ray's default, which reserves nothing.
+        strategy: Ray's scheduling strategy; None to spread them over the machines that have what they reserve.
+    """
+
+    resources: Mapping[str, float] | None = None
+    strategy: Any = None
+
+    def choose(self, taken: list[str]) -> str | None:
+        """The machine with the fewest actors, of those that have what one reserves, by `node_id`; None if none has.
+
+        Args:
+            taken: on which machines those run that there are.
+        """
+        if self.strategy is not None:
+            return None
+        fitting = sorted(self._fitting(), key=lambda machine: taken.count(machine.node_id))
+        return next((machine.node_id for machine in fitting if machine.answers()), None)
+
+    def n_machines(self) -> int:
+        """How many have what an actor reserves; 1 if none has."""
+        return len(self._fitting()) or 1
+
+    def _fitting(self) -> list[Machine]:
+        wanted = self.resources or {"CPU": 1}  # Ray asks for that much to place an actor
+        fitting = (machine for machine in machines().values()
+                   if all(machine.resources.get(name, 0) >= n for name, n in wanted.items()))  # fmt: skip
+        return sorted(fitting, key=lambda machine: machine.node_id)
+
+    def options(self, node_id: str | None) -> dict[str, Any]:
+        """Ray's options for an actor that is to run on a machine, if it can, or wherever it can."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        resources = {"CPU": 0.0, **self.resources} if self.resources else {}  # with others Ray would reserve a CPU too
+        options: dict[str, Any] = {name: resources.pop(key) for key, name in OPTIONS.items() if key in resources}
+        strategy = self.strategy if node_id is None else NodeAffinitySchedulingStrategy(node_id, soft=True)
+        options |= {} if strategy is None else {"scheduling_strategy": strategy}
+        return {**options, "resources": resources, "max_restarts": 0, "max_task_retries": 0}
+
+    def __str__(self) -> str:
+        return str(dict(self.resources or {"CPU": 1}))
+
+
+def check_store(what: str, needs: Mapping[str, int]) -> None:
+    """Raises OutOfMemoryError unless object stores can hold what they have to.
+
+    Args:
+        what: it is.
+        needs: bytes by `node_id`.
+    """
+    found = machines()
+    for node_id, nbytes in needs.items():
+        machine = found.get(node_id)
+        if machine is not None and nbytes > machine.store_nbytes:
+            raise OutOfMemoryError(
+                f"{what} take {nbytes:,} bytes of the object store of {machine.address} (node {node_id[:8]} of Ray), "
+                f"which has {machine.store_nbytes:,}: start Ray there with a larger object_store_memory, "
+                "or take fewer environments, timesteps or nodes, or less run_ahead"
+            )

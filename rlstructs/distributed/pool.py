@@ -1,0 +1,304 @@
+"""Actors behind the interface of `WorkerPool`, as far as a `Crew` uses it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlstructs.distributed import engine
+from rlstructs.distributed.actor import BUILD, NodeActor
+from rlstructs.distributed.engine import Placement
+from rlstructs.errors import WorkerCrashed, WorkerError, WorkerTimeout
+from workers import messages
+from workers.errors import bare
+from workers.messages import Asked, Call, Failure, Result
+from workers.start import uninterrupted
+
+# Seconds that Ray has to place an actor and to start its process.
+PLACING = 60.0
+# Seconds that a node has, beside what its workers have and once more for a successor, to mend what it can itself.
+MENDING = 5.0
+# Seconds that nodes get to close their batchers.
+CLOSING = 6.0
+
+
+@dataclass
+class Node:
+    """One actor and what it was asked.
+
+    Attributes:
+        index: of the node.
+        workers: its workers, of all.
+        actor: Ray's handle of it.
+        node_id, address, pid: where it runs, once that is known.
+        asked: what it has not replied to, the oldest first, each with Ray's reference and the seconds that it has.
+        since: since when the oldest is waited for, in the time of `time.monotonic`.
+        report: what it said last of its workers.
+        error: why it is gone.
+        is_late: whether it has outrun a deadline, and has not replied since.
+    """
+
+    index: int
+    workers: range
+    actor: Any
+    node_id: str = ""
+    address: str = ""
+    pid: int = 0
+    asked: deque[tuple[Any, Asked, float | None]] = field(default_factory=deque)
+    since: float = field(default_factory=time.monotonic)
+    report: dict[str, Any] = field(default_factory=dict)
+    error: WorkerError | None = None
+    is_late: bool = False
+
+    def is_overdue(self) -> bool:
+        """Whether its next reply is later than it may be."""
+        limit = self.asked[0][2] if self.asked else None
+        return limit is not None and time.monotonic() >= self.since + limit
+
+    @property
+    def state(self) -> str:
+        """"idle", "busy" or "gone"."""
+        if self.error is not None:
+            return "gone"
+        return "busy" if self.asked else "idle"
+
+    def __str__(self) -> str:
+        return f"node {self.index}" + (f" ({self.address})" if self.address else "")
+
+
+class NodePool:
+    """Jobs in actors of Ray, one each.
+
+    Args:
+        settings: for each node what its job is built from, pickled.
+        sizes: how many workers each has.
+        placement: where they run.
+        timeout: seconds that their workers have to answer, None for no limit.
+    """
+
+    def __init__(self, settings: Sequence[bytes], sizes: Sequence[int], placement: Placement, timeout: float | None):
+        self._settings, self._placement, self.timeout = settings, placement, timeout
+        ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+        self._workers = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        self.nodes: list[Node] = []
+        try:
+            for index in range(len(settings)):
+                self.nodes.append(self._started(index))
+            self._settle_or_raise([self._build(node) for node in self.nodes])
+        except BaseException as error:
+            if isinstance(error, Exception) and not isinstance(error, WorkerError):
+                with contextlib.suppress(Exception):  # of a factory: the others may have something to close
+                    self.close()
+            self.kill()
+            raise
+
+    @property
+    def n_workers(self) -> int:
+        """How many members the crew has."""
+        return len(self._settings)
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of every job; the values, by node."""
+        return self._settle_or_raise(self.ask(method, *args))
+
+    def ask(self, method: str, *args: Any, only: Iterable[int] | None = None) -> list[Asked]:
+        """Asks nodes to call a method of their jobs, and returns at once; what comes of it is in what is returned.
+
+        A node takes several requests, one behind another.
+
+        Args:
+            method: of the job.
+            args: its arguments; those that are references of Ray come last, and arrive as what they refer to.
+            only: the indexes of those who are asked; None for all.
+        """
+        kind = engine.ray().ObjectRef
+        shared = [arg for arg in args if isinstance(arg, kind)]
+        call = Call(method, tuple(arg for arg in args if not isinstance(arg, kind)))
+        request = messages.dumps(call)  # once for all
+        nodes = self.nodes if only is None else [self.nodes[index] for index in only]
+        return [self._ask(node, method, request, shared, self._limit()) for node in nodes]
+
+    def settle(self, asked: Sequence[Asked], n: int | None = None, *, fails_fast: bool = False) -> None:
+        """Waits until `n` of what was asked (None: all) is over, or outruns its deadline, which is a failure.
+
+        Args:
+            asked: what `ask` gave.
+            n: how many.
+            fails_fast: whether one failure is enough.
+        """
+        while not self.is_settled(asked, n, fails_fast=fails_fast):
+            self._wait(self._waits_for(asked))
+        for each in asked:
+            if not each.is_over and not each.error and self.nodes[each.index].is_overdue():
+                each.error = self._late(self.nodes[each.index])
+                self.nodes[each.index].is_late = True
+
+    def is_settled(self, asked: Sequence[Asked], n: int | None = None, *, fails_fast: bool = False) -> bool:
+        """Whether `settle` would return at once."""
+        while self._take(0.0):
+            pass
+        if fails_fast and any(each.error for each in asked):
+            return True
+        return sum(each.is_over for each in asked) >= (len(asked) if n is None else n) or not self._waits_for(asked)
+
+    def check(self) -> dict[int, BaseException]:
+        """The failures of nodes that are known to be gone."""
+        return {node.index: node.error for node in self.nodes if node.error is not None}
+
+    def restart(self, successors: Mapping[int, tuple[Any, ...]]) -> list[Asked]:
+        """Replaces nodes, whatever they are doing; nothing comes any more of what those were asked.
+
+        Args:
+            successors: index -> what the job is built with behind its settings.
+
+        Returns:
+            For `settle`: whether their jobs are built.
+        """
+        for index in successors:
+            self._end(self.nodes[index], WorkerCrashed(f"{self.nodes[index]} was replaced"))
+        for index in successors:
+            report, self.nodes[index] = self.nodes[index].report, self._started(index)
+            self.nodes[index].report = report
+        return [self._build(self.nodes[index], *args) for index, args in successors.items()]
+
+    def close(self) -> None:
+        """Closes every job and ends every actor, by force after some seconds. Idempotent.
+
+        Raises:
+            Exception: what the first job raised while it closed; everything is gone all the same.
+        """
+        deadline, left = time.monotonic() + CLOSING, CLOSING
+        asked: list[Asked] = []
+        if engine.ray().is_initialized():
+            asked = self.ask("close", only=[node.index for node in self.nodes if not (node.error or node.is_late)])
+        while not all(each.is_over for each in asked) and left > 0:
+            self._take(left)
+            left = deadline - time.monotonic()
+        errors = [each.error for each in asked if each.error and not isinstance(each.error, WorkerError)]
+        self.kill()
+        if errors:
+            raise errors[0]
+
+    def kill(self) -> None:
+        """Ends every actor; its worker processes end with it."""
+        for node in self.nodes:
+            if node.error is None:
+                self._end(node, WorkerCrashed(f"{node} was closed"))
+
+    def _end(self, node: Node, error: WorkerError) -> None:
+        if node.error is None:
+            node.error = error
+        if engine.ray().is_initialized():  # or it would be begun anew
+            with contextlib.suppress(Exception):
+                engine.ray().kill(node.actor)
+        while node.asked:
+            node.asked.popleft()[1].end(error=bare(node.error))
+
+    def _started(self, index: int) -> Node:
+        """An actor that Ray is to place; it takes requests already."""
+        others = [node.node_id for node in self.nodes if node.index != index and node.state != "gone"]
+        node_id, workers = self._placement.choose(others), self._workers[index]
+        actor = engine.ray().remote(NodeActor).options(**self._placement.options(node_id)).remote(workers.start)
+        return Node(index, workers, actor, node_id or "")
+
+    def _build(self, node: Node, *args: Any) -> Asked:
+        request = messages.dumps(Call(BUILD, (sys.path, self._settings[node.index], *args)))
+        limit = self._limit()
+        return self._ask(node, BUILD, request, [], None if limit is None else PLACING + limit)
+
+    def _limit(self) -> float | None:
+        """Seconds that a node has to answer."""
+        return None if self.timeout is None else 2 * self.timeout + MENDING
+
+    def _ask(self, node: Node, method: str, request: bytes, shared: list[Any], limit: float | None) -> Asked:
+        asked = Asked(node.index, method)
+        if node.error is not None:
+            asked.end(error=bare(node.error))
+            return asked
+        if not node.asked:
+            node.since = time.monotonic()
+        node.asked.append((node.actor.call.remote(request, *shared), asked, limit))
+        return asked
+
+    def _settle_or_raise(self, asked: Sequence[Asked]) -> list[Any]:
+        self.settle(asked, fails_fast=True)
+        for each in asked:
+            if each.error is not None:
+                raise each.error
+        return [each.value for each in asked]
+
+    def _waits_for(self, asked: Sequence[Asked]) -> list[Node]:
+        """Those whose reply to any of this may yet come in time."""
+        indexes = {each.index for each in asked if not each.is_over}
+        return [node for node in self.nodes if node.index in indexes and node.asked and not node.is_overdue()]
+
+    def _wait(self, nodes: Sequence[Node]) -> None:
+        """Takes what comes first, until the first of these is overdue."""
+        limits = [node.since + limit for node in nodes if (limit := node.asked[0][2]) is not None]
+        self._take(max(0.0, min(limits) - time.monotonic()) if limits else None)
+
+    def _take(self, timeout: float | None) -> bool:
+        """Takes replies that come within so many seconds, None for any number; whether there were any."""
+        heads = {node.asked[0][0]: node for node in self.nodes if node.asked}
+        if not heads:
+            return False
+        # They are there when what they hold has been brought to this machine.
+        ready, _ = engine.ray().wait(list(heads), num_returns=len(heads) if timeout == 0.0 else 1, timeout=timeout)
+        for reference in ready:
+            with uninterrupted():
+                self._receive(heads[reference], reference)
+        return bool(ready)
+
+    def _receive(self, node: Node, reference: Any) -> None:
+        """Takes the reply to what a node was asked first."""
+        try:
+            data, columns = engine.ray().get(reference)
+            reply = messages.loads(data)
+        except Exception as error:  # of Ray: it says why there is none
+            self._end(node, self._gone(node, error))
+            return
+        asked = node.asked.popleft()[1]
+        node.since, node.is_late = time.monotonic(), False
+        if not isinstance(reply, Result):
+            asked.end(error=self._failure(node, asked, *reply))
+            return
+        value, node.report = reply.value
+        if asked.label == BUILD:
+            self._placed(node, *value)
+        asked.end((*value, columns) if columns else value)
+
+    def _placed(self, node: Node, node_id: str, pid: int) -> None:
+        machine = engine.machines().get(node_id)
+        node.node_id, node.pid, node.address = node_id, pid, machine.address if machine else "unknown"
+
+    def _failure(self, node: Node, asked: Asked, worker_index: int, failure: Failure) -> BaseException:
+        """What to raise for what a node, or a worker of it, has raised."""
+        error = failure.to_exception(worker_index, asked.label)
+        where = f"on {node}, whose worker 0 is worker {node.workers.start} of all"
+        if isinstance(error, WorkerError):
+            error.args, error.worker_index = (f"{where}: {error}",), worker_index
+        else:
+            messages.add_note(error, where)
+        return error
+
+    def _gone(self, node: Node, error: Exception) -> WorkerError:
+        """The error that says how a node ended."""
+        label = node.asked[0][1].label
+        workers = f"workers {node.workers.start} to {node.workers.stop - 1}"
+        gone = WorkerCrashed(f"{node} is gone, with {workers}; last request: {label}", node.workers.start)
+        gone.__cause__ = error.with_traceback(None)
+        return gone
+
+    def _late(self, node: Node) -> WorkerTimeout:
+        _, asked, limit = node.asked[0]
+        if asked.label != BUILD:
+            text = f"no reply within {limit} s to {asked.label!r} from {node}"
+        else:
+            text = (f"{node} was not placed and built within {limit} s; it needs {self._placement}, "
+                    f"and free are {engine.ray().available_resources()}")  # fmt: skip
+        return WorkerTimeout(text, node.workers.start)

@@ -1,0 +1,543 @@
+"""`RayBatcher` over real Ray clusters: the batches of `RL_Batcher`, wherever workers run; nothing hangs or is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from clusters import (
+    Broken,
+    Noisy,
+    add_node,
+    create_cartpoles,
+    create_failing,
+    pids_in,
+    pids_of,
+    ray_cluster,
+    wait_until_gone,
+)
+from helpers import Counting, rollout
+from processes import exists
+
+from rlstructs import (
+    ClosedError,
+    DictTensor,
+    OutOfMemoryError,
+    RayBatcher,
+    RemoteTraceback,
+    RL_Batcher,
+    SpecError,
+    StateError,
+    WorkerCrashed,
+    WorkerTimeout,
+)
+
+pytest.importorskip("ray", reason="ray is not installed: pip install 'rlstructs[ray]'")
+
+LIMIT = 30.0
+N_ENVS = 3
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with ray_cluster(3) as made:
+        yield made
+
+
+# --- the same as on one machine ---------------------------------------------------------------------
+
+
+def agent_info(n, right):
+    return DictTensor({"right": torch.full((n,), right)})
+
+
+def cartpoles(make, n_processes, autoreset=True, **arguments):
+    return make(
+        12, Noisy, {}, create_cartpoles, {"n_envs": N_ENVS, "autoreset": autoreset}, n_processes, 5,
+        agent_info=agent_info(1, 0.5), env_info=DictTensor({"low": torch.zeros(1), "high": torch.zeros(1)}),
+        agent_seeds=list(range(n_processes)), **arguments,
+    )  # fmt: skip
+
+
+def reset(batcher):
+    n = batcher.n_elems()
+    low = torch.linspace(-0.05, -0.01, n)
+    batcher.reset(agent_info(n, 0.6), DictTensor({"low": low, "high": -low}))
+
+
+def story(batcher, n_rollouts):
+    """All that a trainer may see of some rollouts between which this and that is done."""
+    seen = []
+    reset(batcher)
+    for number in range(n_rollouts):
+        batcher.execute(agent_info(batcher.n_elems(), 0.3) if number == 2 else None)
+        trajectories, n_running = batcher.get()
+        seen.append((trajectories.info, trajectories.trajectories, n_running))
+        if not n_running:
+            reset(batcher)
+        weights = {"a": torch.arange(3.0) + number, "b": torch.tensor(number, dtype=torch.bfloat16)}
+        batcher.update(weights)
+        weights["a"].fill_(-1)  # which is the trainer's own business
+        if number == 1:
+            seen.append(batcher.evaluate(10, seed=1))
+    statistics = batcher.statistics()
+    seen.append([(name, kept.count, kept.mean.tolist(), kept.m2.tolist()) for name, kept in statistics.items()])
+    seen += [batcher.episodes(), batcher.policy_version, batcher.n_elems()]
+    state = batcher.state_dict()
+    times = ("seconds", "environment", "agent", "busy")
+    seen.append([{key: value for key, value in worker.items() if key not in times} for worker in state["workers"]])
+    seen.append({key: state[key] for key in ("batcher", "weights_version", "dropped_episodes")})
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("n_nodes", "n_processes", "arguments"),
+    [
+        (1, 2, {}),
+        (2, 3, {"run_ahead": 1}),
+        (3, 3, {"autoreset": False, "debug": True}),
+    ],
+    ids=["1 node", "2 nodes ahead", "3 nodes that end"],
+)
+def test_all_is_as_on_one_machine(cluster, n_nodes, n_processes, arguments):
+    with cartpoles(RL_Batcher, n_processes, **arguments) as batcher:
+        expected = story(batcher, 6)
+    with cartpoles(RayBatcher, n_processes, n_nodes=n_nodes, **arguments) as batcher:
+        assert len({node["node_id"] for node in batcher.stats()["nodes"]}) == n_nodes
+        for one, other in zip(story(batcher, 6), expected, strict=True):
+            assert one == other
+
+
+def test_a_state_goes_on_with_nodes_and_without(cluster):
+    def numbers(batcher, state):
+        batcher.load_state_dict(state)
+        reset(batcher)
+        return rollout(batcher)[0]
+
+    with cartpoles(RL_Batcher, 2) as alone, cartpoles(RayBatcher, 2, n_nodes=2) as nodes:
+        reset(nodes)
+        rollout(nodes)
+        state = nodes.state_dict()
+        expected = numbers(alone, state)
+        assert numbers(nodes, state) == expected
+        assert nodes.state_dict()["workers"][1]["stream"] == 1
+        reset(nodes)  # and an instance of before the state goes on too
+        assert rollout(nodes)[0].info["policy_version"].tolist() == [0] * 6
+
+
+def test_an_example_trains_to_the_same_score(cluster, subprocess_env):
+    example = str(Path(__file__).parent.parent / "examples" / "ppo.py")
+    arguments = ["--n-envs", "2", "--n-timesteps", "16", "--n-steps", "1024", "--n-eval", "10"]
+    scores = []
+    for where in ([], ["--ray", cluster.address]):
+        command = [sys.executable, example, *arguments, *where]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=subprocess_env)
+        assert done.returncode == 0, done.stderr
+        scores.append(re.search(r"CartPole-v1: score ([0-9.]+), 1024 steps", done.stdout)[1])
+    assert scores[0] == scores[1]
+
+
+# --- handing out --------------------------------------------------------------------------------------
+
+
+def test_a_lease_is_what_get_copies_and_cannot_be_written_to(cluster):
+    with cartpoles(RL_Batcher, 3) as alone, cartpoles(RayBatcher, 3, n_nodes=2) as batcher:
+        reset(alone)
+        reset(batcher)
+        for _ in range(4):  # there are episodes that end
+            expected, _ = rollout(alone)
+            batcher.execute()
+            with batcher.lease() as (parts, n_running):
+                assert n_running == 9 and [part.node for part in parts] == [0, 1]
+                for name, tensor in expected.trajectories.items():
+                    if tensor.dtype is not torch.bfloat16:
+                        assert (np.concatenate([part[name] for part in parts]) == tensor.numpy()).all()
+                for name, tensor in expected.info.items():
+                    assert (np.concatenate([part.info[name] for part in parts]) == tensor.numpy()).all()
+                assert [length for part in parts for length in part.lengths] == [12] * 9
+                assert not any(array.flags.writeable for part in parts for array in (*part.values(), part.lengths))
+                assert not any(array.flags.writeable for part in parts for array in part.info.values())
+                with pytest.raises(StateError, match="^execute: a rollout is leased, release it first$"):
+                    batcher.execute()
+        assert batcher.episodes() == alone.episodes()
+        batcher.execute()
+        lease = batcher.lease()
+        lease.release()
+        lease.release()
+        with pytest.raises(StateError, match="^the lease has been released; `get` gives what may be kept$"):
+            _ = lease.parts
+        batcher.execute()
+
+
+def counting(n_processes=4, n_nodes=2, env_args=None, **arguments):
+    """Workers of two environments that count, or fail as `env_args` say."""
+    return RayBatcher(
+        5, Counting, {}, create_failing, env_args or {}, n_processes, 7, n_nodes=n_nodes, **arguments
+    )
+
+
+def steps_of(trajectories):
+    """Of each row the number of its first step."""
+    return trajectories.trajectories["observation/frame"][:, 0, 1].tolist()
+
+
+def test_what_is_handed_out_and_how(cluster):
+    with counting(n_processes=3, run_ahead=1) as batcher:
+        batcher.reset()
+        batcher.execute()
+        kept, _ = batcher.get()
+        batcher.execute()
+        same, _ = batcher.get(out=kept)
+        assert steps_of(kept) == steps_of(same) == [5] * 6
+        batcher.execute()
+        while (found := batcher.get(blocking=False)) == (None, None):
+            pass
+        assert steps_of(found[0]) == [10] * 6
+        rows = []
+        for _ in range(6):
+            batcher.execute()
+            some, n_running = batcher.get(min_nodes=1)
+            rows += zip(some.info["env_index"].tolist(), steps_of(some), strict=True)
+            assert n_running == 6 and some.n_elems() in (2, 4, 6)
+        for row in range(6):  # nothing is left out, and nothing twice
+            steps = [step for index, step in rows if index == row]
+            assert steps == list(range(15, 15 + 5 * len(steps), 5))
+        batcher.execute()
+        for arguments, error, message in (
+            ({"min_nodes": 3}, SpecError, "^get: min_nodes is 3, there are 2$"),
+            ({"min_nodes": 0}, SpecError, "^get: min_nodes must be at least 1, got 0$"),
+            ({"out": kept.slice(0, 2)}, SpecError, "needed is"),
+        ):
+            with pytest.raises(error, match=message):
+                batcher.get(**arguments)
+        pids = pids_of(batcher)
+        assert len(set(pids)) == 5 and all(exists(pid) for pid in pids)
+        batcher.close()
+        batcher.close()
+        wait_until_gone(pids)
+        for call in (batcher.reset, batcher.execute, batcher.get, batcher.lease, batcher.stats):
+            with pytest.raises(ClosedError, match=": the batcher is closed$"):
+                call()
+
+
+def test_a_rollout_survives_an_interrupted_get(cluster, tmp_path):
+    file = tmp_path / "go"
+    env_args = {"how": "interrupt", "worker": 0, "n_envs": 1, "file": str(file), "pid": os.getpid()}
+    with counting(n_processes=1, n_nodes=1, env_args=env_args) as batcher:
+        batcher.reset()
+        batcher.execute()
+        with pytest.raises(KeyboardInterrupt):
+            file.touch()
+            batcher.get()
+        assert steps_of(batcher.get()[0]) == [0] and steps_of(rollout(batcher)[0]) == [5]
+
+
+# --- failures -----------------------------------------------------------------------------------------
+
+
+def wait_until(happened):
+    deadline = time.monotonic() + LIMIT
+    while not happened():
+        assert time.monotonic() < deadline
+        os.sched_yield()
+
+
+def kill(pid, signum=signal.SIGKILL):
+    """Sends a signal that ends a process, and waits until it has."""
+    process = psutil.Process(pid)
+    process.send_signal(signum)
+    process.wait(LIMIT)
+
+
+def of_actors(batcher):
+    return [node["pid"] for node in batcher.stats()["nodes"]]
+
+
+def check_lost(batcher, lost, n_restarts):
+    """What was handed out last is nothing of node 1, and all of node 0; then all goes on."""
+    trajectories, n_running = batcher.get()
+    assert n_running == 8 and trajectories.info["env_index"].tolist() == list(range(8))
+    assert trajectories.lengths.tolist() == [5] * 4 + [0] * 4
+    assert not any(tensor[4:].any() for _, tensor in trajectories.trajectories.items())
+    first = steps_of(trajectories)[0]
+    for turn in range(2):
+        following, _ = rollout(batcher)
+        assert following.lengths.tolist() == [5] * 8
+        assert steps_of(following) == [first + 5 * (turn + 1)] * 4 + [5 * turn] * 4
+        assert (following.info["policy_version"] == batcher.policy_version).all()
+        assert (following.trajectories["action/given"] == batcher.policy_version).all()
+    stats = batcher.stats()
+    assert (stats["restarts"], stats["lost_rollouts"]) == (n_restarts, lost)
+
+
+def waiting(file, worker=3, **arguments):
+    """Worker 3, of node 1, waits in its first rollout for its end; `file` is there when it does."""
+    return counting(env_args={"how": "wait", "worker": worker, "file": str(file)}, **arguments)
+
+
+def test_a_node_that_is_removed_in_the_middle_of_a_rollout_is_replaced_on_what_is_left(cluster, tmp_path):
+    added = [add_node(cluster, resources={"simulator": 2}) for _ in range(2)]
+    machines = {node_id: machine for machine, node_id in added}
+    file = tmp_path / "there"
+    with waiting(file, on_worker_failure="restart", resources={"simulator": 1}) as batcher:
+        before = batcher.stats()
+        assert {node["node_id"] for node in before["nodes"]} == set(machines)
+        batcher.reset()
+        batcher.update(1.0)
+        batcher.execute()
+        wait_until(file.exists)
+        left, lost = (node["node_id"] for node in before["nodes"])
+        cluster.remove_node(machines[lost])
+        check_lost(batcher, 2, 2)
+        after = batcher.stats()
+        assert [node["node_id"] for node in after["nodes"]] == [left, left]
+        assert [worker["restarts"] for worker in after["workers"]] == [0, 0, 1, 1]
+        assert [worker["stream"] for worker in batcher.state_dict()["workers"]] == [0, 0, 1, 1]
+    cluster.remove_node(machines[left])
+    wait_until_gone(pids_in(before) + pids_in(after))
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_an_actor_that_is_killed_is_replaced(cluster, tmp_path, run_ahead):
+    file = tmp_path / "there"
+    with waiting(file, on_worker_failure="restart", run_ahead=run_ahead, max_restarts=2) as batcher:
+        before = batcher.stats()
+        batcher.reset()
+        batcher.update(1.0)
+        batcher.execute()
+        wait_until(file.exists)
+        kill(of_actors(batcher)[1])
+        check_lost(batcher, 2, 2)
+        kill(of_actors(batcher)[0])
+        with pytest.raises(WorkerCrashed, match=r"^node 0 \(.*\) is gone, with workers 0 to 1; last request: rollout$"):
+            rollout(batcher)  # that is two more than may be replaced
+            rollout(batcher)
+        after = batcher.stats()
+    wait_until_gone(pids_in(before) + pids_in(after))
+
+
+def test_without_restarts_it_is_said_which_node_is_gone(cluster, tmp_path):
+    file = tmp_path / "there"
+    batcher = waiting(file)
+    pids = pids_of(batcher)
+    batcher.reset()
+    batcher.execute()
+    wait_until(file.exists)
+    kill(of_actors(batcher)[1])
+    message = r"^node 1 \(.*\) is gone, with workers 2 to 3; last request: rollout$"
+    with pytest.raises(WorkerCrashed, match=message) as caught:
+        batcher.get()
+    assert caught.value.worker_index == 2 and "ActorDiedError" in type(caught.value.__cause__).__name__
+    with pytest.raises(StateError, match="^execute: a worker failed before, close the batcher$"):
+        batcher.execute()
+    batcher.close()
+    wait_until_gone(pids)
+
+
+def test_a_node_replaces_its_workers_by_itself_as_one_machine_does(cluster):
+    env_args = {"how": "kill", "worker": 3, "length": 7, "in_episode": 1}  # in the second rollout
+    arguments = {"on_worker_failure": "restart"}
+    with counting(env_args=env_args, **arguments) as batcher:
+        with RL_Batcher(5, Counting, {}, create_failing, env_args, 4, 7, **arguments) as alone:
+            alone.reset()
+            expected = [(rollout(alone), alone.episodes()) for _ in range(4)]
+        actors = of_actors(batcher)
+        batcher.reset()
+        assert [(rollout(batcher), batcher.episodes()) for _ in range(4)] == expected
+        assert expected[1][0][0].lengths.tolist() == [5] * 6 + [0] * 2
+        stats = batcher.stats()
+        assert of_actors(batcher) == actors and (stats["restarts"], stats["lost_rollouts"]) == (1, 1)
+        assert [worker["restarts"] for worker in stats["workers"]] == [0, 0, 0, 1]
+        kill(actors[1])  # while it does nothing: what it is asked next is lost
+        assert rollout(batcher)[0].lengths.tolist() == [5] * 4 + [0] * 4
+        assert rollout(batcher)[0].lengths.tolist() == [5] * 8
+        stats = batcher.stats()
+        assert [worker["restarts"] for worker in stats["workers"]] == [0, 0, 1, 2]
+        assert [worker["lost_rollouts"] for worker in stats["workers"]] == [0, 0, 1, 2]
+        assert [worker["stream"] for worker in batcher.state_dict()["workers"]] == [0, 0, 1, 2]
+        assert set(batcher.episodes()["length"].tolist()) == {7}
+
+
+def test_a_node_that_does_not_answer_is_late(cluster, monkeypatch):
+    monkeypatch.setattr("rlstructs.distributed.pool.MENDING", 0.5)
+    batcher = counting(n_processes=2, timeout=60.0)
+    batcher._pool.timeout = 0.5  # not before: workers have to start
+    pids = pids_of(batcher)
+    batcher.reset()
+    os.kill(of_actors(batcher)[1], signal.SIGSTOP)
+    with pytest.raises(WorkerTimeout, match=r"^no reply within 1.5 s to 'rollout' from node 1 \("):
+        rollout(batcher)
+    batcher.close()
+    wait_until_gone(pids)
+
+
+class FailingUpdate(Counting):
+    def update(self, info):
+        raise Broken("lost in update", 7)
+
+
+@pytest.mark.parametrize("how", ["constructor", "raise", "kill", "update"])
+def test_what_an_environment_or_agent_raises_arrives_as_it_is(cluster, how):
+    class Own(Broken):
+        """Of the script: no other process can import it."""
+
+    def create_env(seed):
+        try:
+            return create_failing(seed, 2, how, 3)
+        except Broken as error:
+            raise Own("here", 8) from error
+
+    kind = {"constructor": Own, "kill": WorkerCrashed}.get(how, Broken)
+    update = how == "update"
+    with pytest.raises(kind) as caught:
+        with RayBatcher(
+            5, FailingUpdate if update else Counting, {}, create_env, {}, 4, 7, n_nodes=2
+        ) as batcher:  # fmt: skip
+            batcher.reset()
+            if update:
+                batcher.update(1.0)
+            rollout(batcher)
+    error = caught.value
+    worker = error.__cause__.worker_index if update else 3
+    if how == "kill":
+        assert error.worker_index == 3 and "SIGKILL" in str(error)
+        assert str(error).startswith("on node 1 (") and "whose worker 0 is worker 2 of all: worker 1 (pid" in str(error)
+        return
+    assert type(error) is kind and error.code == (8 if how == "constructor" else 7)
+    assert isinstance(error.__cause__, RemoteTraceback) and error.__cause__.worker_index == worker
+    assert "lost in" in str(error.__cause__) or "no licence" in str(error.__cause__)
+    raised, where = error.__notes__
+    assert raised.startswith(f"raised in worker {worker} during ")
+    assert where.startswith(f"on node {worker // 2} (") and where.endswith(f"worker {worker // 2 * 2} of all")
+
+
+def test_what_an_evaluation_raises_changes_nothing(cluster):
+    def create_env(seed):
+        how = "raise" if seed.root == 3 else ""
+        return create_failing(seed, 2, how, 3)
+
+    with RayBatcher(5, Counting, {}, create_env, {}, 4, 7, n_nodes=2) as batcher:
+        batcher.reset()
+        rollout(batcher)
+        for _ in range(2):
+            with pytest.raises(Broken, match="lost in step") as caught:
+                batcher.evaluate(8, seed=3)
+            assert caught.value.__cause__.worker_index == 3
+        assert steps_of(rollout(batcher)[0]) == [5] * 8
+
+
+DRIVER = """
+    import sys
+    import ray
+    from clusters import create_failing, pids_of
+    from helpers import Counting
+    from rlstructs import RayBatcher
+
+    batcher = RayBatcher(
+        5, Counting, {}, create_failing, {"how": "wait", "worker": 3, "file": sys.argv[2]}, 4, 7, n_nodes=2,
+        address=sys.argv[1],
+    )
+    batcher.reset()
+    batcher.execute()
+    print(*pids_of(batcher), flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_trainer_that_is_killed_leaves_nothing(cluster, subprocess_env, tmp_path):
+    command = [sys.executable, "-c", textwrap.dedent(DRIVER), cluster.address, str(tmp_path / "there")]
+    driver = subprocess.Popen(
+        command, env=subprocess_env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    line = ""
+    while not line[:1].isdigit():  # Ray may print as well
+        line = driver.stdout.readline()
+        assert line
+    pids = [int(pid) for pid in line.split()]
+    assert len(pids) == 6 and all(exists(pid) for pid in pids)
+    wait_until((tmp_path / "there").exists)
+    driver.kill()
+    driver.communicate()
+    wait_until_gone(pids)
+
+
+# --- what cannot be -----------------------------------------------------------------------------------
+
+
+class Large(Counting):
+    """Puts out a megabyte in each step."""
+
+    def __call__(self, state, observation, agent_info, history=None):
+        output, state = super().__call__(state, observation, agent_info)
+        return output + DictTensor({"large": torch.zeros(observation.n_elems(), 2**20, dtype=torch.uint8)}), state
+
+
+def test_an_object_store_that_is_too_small_is_said_to_be(cluster):
+    message = (
+        r"^rollouts and updates take 10[0-9],[0-9,]+ bytes of the object store of .*, which has 83,886,080: "
+        "start Ray there with a larger object_store_memory, or"
+    )
+    with pytest.raises(OutOfMemoryError, match=message):
+        RayBatcher(25, Large, {}, create_failing, {}, 2, 7, n_nodes=1)
+    with RayBatcher(2, Large, {}, create_failing, {}, 1, 7, n_nodes=1) as batcher:
+        batcher.reset()
+        rollout(batcher)
+        with pytest.raises(OutOfMemoryError, match="^rollouts and updates take 8[0-9],"):
+            batcher.update(torch.zeros(10 * 2**20))
+        batcher.update(1.0)
+        for turn in range(40):  # what is handed out is given back
+            assert rollout(batcher)[0].info["policy_version"].tolist() == [1, 1], turn
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"n_nodes": 3, "n_processes": 2}, SpecError, "^n_nodes is 3, which is more than n_processes, 2$"),
+        ({"n_nodes": 0}, SpecError, "^n_nodes must be at least 1, got 0$"),
+        ({"n_processes": 0}, SpecError, "^n_processes must be at least 1, got 0$"),
+        ({"timeout": 0}, SpecError, "^timeout must be above 0 seconds, got 0$"),
+        ({"seeds": [1]}, SpecError, "^seeds: needs 2 seeds of at least 0, one for each process, got"),
+        ({"agent_args": {"lock": threading.Lock()}}, TypeError, r"^agent_args\['lock'\] cannot be sent to a worker: "),
+    ],
+    ids=["nodes", "no nodes", "no processes", "no time", "seeds", "lock"],
+)
+def test_what_is_wrong_with_an_argument_is_said_before_anything_starts(cluster, arguments, error, message):
+    needed = {
+        "n_timesteps": 5, "create_agent": Counting, "agent_args": {}, "create_env": create_failing, "env_args": {},
+        "n_processes": 2, "seeds": 7,
+    }  # fmt: skip
+    with pytest.raises(error, match=message):
+        RayBatcher(**{**needed, **arguments})
+
+
+def test_a_node_that_cannot_be_placed_is_said_to_need_what_it_does(cluster, monkeypatch):
+    monkeypatch.setattr("rlstructs.distributed.pool.PLACING", 0.5)
+    monkeypatch.setattr("rlstructs.distributed.pool.MENDING", 0.5)
+    with pytest.raises(WorkerTimeout, match=r"^node 0 was not placed and built within 2.0 s; it needs {'GPU': 1}"):
+        counting(n_nodes=1, timeout=0.5, resources={"GPU": 1})
+
+
+def test_without_ray_it_is_said_what_to_install(subprocess_env):
+    text = textwrap.dedent("""
+        import sys
+        sys.modules["ray"] = None
+        import rlstructs
+        print(rlstructs.RayBatcher.__name__)
+        try:
+            rlstructs.RayBatcher(1, None, {}, None, {}, 1, 0)
+        except ImportError as error:
+            print(error)
+    """)
+    done = subprocess.run([sys.executable, "-c", text], env=subprocess_env, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["RayBatcher", "RayBatcher needs ray: pip install 'rlstructs[ray]'"]
