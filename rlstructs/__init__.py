@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rlstructs.agent import RL_Agent, RL_Agent_CheckDevice, replay_agent, replay_agent_stateless
     from rlstructs.batcher import RL_Batcher
     from rlstructs.distributed.batcher import RayBatcher
+    from rlstructs.distributed.replay import RayReplay
     from rlstructs.envs.device_env import DeviceEnv
     from rlstructs.envs.gym_env import GymEnv, GymEnvInf
     from rlstructs.envs.gym_vector import GymVectorEnv
@@ -76,6 +77,7 @@ _EXPORTS = {
     "RL_Batcher": "batcher",
     "RandomAgent": "random_agent",
     "RayBatcher": "distributed.batcher",
+    "RayReplay": "distributed.replay",
     "RemoteTraceback": "errors",
     "SharedVectorEnv": "envs.shared_vector_env",
     "SpecError": "errors",
@@ -116,6 +118,7 @@ __all__ = [
     "RL_Batcher",
     "RandomAgent",
     "RayBatcher",
+    "RayReplay",
     "RemoteTraceback",
     "SharedVectorEnv",
     "SpecError",

@@ -186,7 +186,7 @@ class RL_Batcher:
 
     def n_elems(self) -> int:
         """Number of environments over all workers, N = W * E."""
-        return self._n_envs * len(self._settings.seeds)
+        return int(self._n_envs * len(self._settings.seeds))
 
     @property
     def nbytes(self) -> int:

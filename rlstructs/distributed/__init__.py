@@ -7,7 +7,8 @@
         batcher.execute()
         trajectories, n_running = batcher.get()
 
-A *node* is here what one Ray actor runs: one `RL_Batcher`, with its worker processes and their shared memory.
+A *node* is here what one Ray actor runs: one `RL_Batcher`, with its worker processes and their shared memory. A *shard*
+of a `RayReplay` is an actor that keeps the rows of some of the environments.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlstructs.distributed.batcher import RayBatcher
     from rlstructs.distributed.parts import Part
+    from rlstructs.distributed.replay import RayReplay
 
-_EXPORTS = {"Part": "parts", "RayBatcher": "batcher"}
+_EXPORTS = {"Part": "parts", "RayBatcher": "batcher", "RayReplay": "replay"}
 
-__all__ = ["Part", "RayBatcher"]
+__all__ = ["Part", "RayBatcher", "RayReplay"]
 
 
 def __getattr__(name: str) -> Any:

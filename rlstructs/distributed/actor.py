@@ -2,8 +2,8 @@
 
     trainer                                          actor
     -------                                          -----
-    call(Call("build", settings))  ───────────────>  makes a NodeJob, its workers start
-    call(Call("rollout", ...))  ──────────────────>  one rollout of all its workers
+    call(Call("build", settings))  ───────────────>  makes the job
+    call(Call("rollout", ...))  ──────────────────>  calls this method of it
            <── Result and its columns, or Failure ─
 
 Bytes, because what Ray pickles it unpickles in its own way: classes of the script would come back as others, and
@@ -14,19 +14,28 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
-from rlstructs.distributed.node import NodeJob
-from rlstructs.distributed.parts import Columns
+import numpy as np
+
 from workers import messages
 from workers.errors import RemoteTraceback, WorkerError
 from workers.messages import RAISED, Call, Failure, Result
 
 BUILD = "build"
 
+Columns = dict[str, np.ndarray]
+
+
+class WithColumns(NamedTuple):
+    """What a method of a job returns that gives arrays: a tuple, and the arrays, which go through the object store."""
+
+    value: tuple[Any, ...]
+    columns: Columns
+
 
 class NodeActor:
-    """One node.
+    """One job; what it is built from has a method `build`, and it has a method `report`.
 
     Args:
         first: index of its first worker, of all.
@@ -34,7 +43,7 @@ class NodeActor:
 
     def __init__(self, first: int) -> None:
         self._first = first
-        self._job: NodeJob | None = None
+        self._job: Any = None
 
     def call(self, request: bytes, *shared: Any) -> tuple[bytes, Columns]:
         """Does what is asked.
@@ -44,17 +53,16 @@ class NodeActor:
             shared: more arguments, from the object store.
 
         Returns:
-            A `Result` of the value and of `NodeJob.report`, or a `Failure` with the worker's index before it, pickled;
-            and the columns of a rollout.
+            A `Result` of the value and of the job's `report`, or a `Failure` with the worker's index before it,
+            pickled; and columns.
         """
         columns: Columns = {}
         reply: Any
         try:
             call: Call = messages.loads(request)
             value: Any = self._build(*call.args) if call.method == BUILD else self._ask(call, shared)
-            if call.method == "rollout":
+            if isinstance(value, WithColumns):
                 value, columns = value
-            assert self._job is not None
             reply = Result((value, self._job.report()))
         except Exception as error:
             reply = self._failed(error)
@@ -66,7 +74,7 @@ class NodeActor:
 
         # What the trainer finds on its machine may be at the same place on this one, or not.
         sys.path.extend(folder for folder in path if folder not in sys.path)
-        self._job = NodeJob(messages.loads(settings), *args)
+        self._job = messages.loads(settings).build(*args)
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def _ask(self, call: Call, shared: tuple[Any, ...]) -> Any:

@@ -17,8 +17,11 @@ CONNECTING = 1.0
 OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 
 
-def ray() -> Any:
+def ray(what: str = "RayBatcher") -> Any:
     """The module, connected to a cluster or not.
+
+    Args:
+        what: needs it.
 
     Raises:
         ImportError: it is not installed; says what to install.
@@ -26,7 +29,7 @@ def ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ImportError("RayBatcher needs ray: pip install 'rlstructs[ray]'") from error
+        raise ImportError(f"{what} needs ray: pip install 'rlstructs[ray]'") from error
     return ray
 
 

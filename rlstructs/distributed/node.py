@@ -12,7 +12,8 @@ import numpy as np
 from rlstructs.batch import Batch
 from rlstructs.batcher import NO_INFO, RL_Batcher
 from rlstructs.books import SlotBooks
-from rlstructs.distributed.parts import Columns, columns_of
+from rlstructs.distributed.actor import Columns, WithColumns
+from rlstructs.distributed.parts import columns_of
 from rlstructs.envs import registry
 from rlstructs.job import Once, Specs
 from rlstructs.lifecycle import Phase
@@ -45,6 +46,10 @@ class NodeSettings:
     def workers(self) -> slice:
         """Its workers, of all."""
         return slice(self.first, self.first + self.run.n_processes)
+
+    def build(self, workers: Sequence[dict[str, Any]] | None = None) -> NodeJob:
+        """As of `NodeJob`."""
+        return NodeJob(self, workers)
 
 
 @dataclass(frozen=True)
@@ -177,7 +182,7 @@ class NodeJob:
             self._batcher.reset(**self._infos)
             self._agent_info = NO_INFO
 
-    def rollout(self, number: int, statistics: dict[str, Moments]) -> tuple[tuple[Any, ...], Columns]:
+    def rollout(self, number: int, statistics: dict[str, Moments]) -> WithColumns:
         """Runs one.
 
         Returns:
@@ -186,7 +191,7 @@ class NodeJob:
         with Once(self):
             ran, columns = self._batcher.rollout(statistics, self._agent_info)
             self._agent_info = NO_INFO
-            return (ran.running, (), self._version, ran.gathered, ran), columns
+            return WithColumns((ran.running, (), self._version, ran.gathered, ran), columns)
 
     def update(self, packed: tuple[int, Parcel]) -> None:
         """Updates every agent; of how many updates this one is the last, and what it is."""

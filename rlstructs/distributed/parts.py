@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from rlstructs.batch import Batch
+from rlstructs.distributed.actor import Columns
 from rlstructs.recorded import Recorded, blocks_of, sources_of, specs_of_steps
 from rlstructs.rows import Packing, Rows, TensorSpec
 from rlstructs.slots import Layout, Slots
@@ -21,8 +22,6 @@ from rlstructs.steps import raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
-
-Columns = dict[str, np.ndarray]
 
 SEEN, ACTION, FINAL = "observation/", "action/", "_observation/"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import time
 from collections import deque
@@ -39,6 +40,7 @@ class Node:
         asked: what it has not replied to, the oldest first, each with Ray's reference and the seconds that it has.
         since: since when the oldest is waited for, in the time of `time.monotonic`.
         report: what it said last of its workers.
+        noun: what it is called.
         error: why it is gone.
         is_late: whether it has outrun a deadline, and has not replied since.
     """
@@ -46,6 +48,7 @@ class Node:
     index: int
     workers: range
     actor: Any
+    noun: str = "node"
     node_id: str = ""
     address: str = ""
     pid: int = 0
@@ -68,7 +71,7 @@ class Node:
         return "busy" if self.asked else "idle"
 
     def __str__(self) -> str:
-        return f"node {self.index}" + (f" ({self.address})" if self.address else "")
+        return f"{self.noun} {self.index}" + (f" ({self.address})" if self.address else "")
 
 
 class NodePool:
@@ -80,6 +83,9 @@ class NodePool:
         placement: where they run.
         timeout: seconds that their workers have to answer, None for no limit.
     """
+
+    #: What one is called.
+    noun = "node"
 
     def __init__(self, settings: Sequence[bytes], sizes: Sequence[int], placement: Placement, timeout: float | None):
         self._settings, self._placement, self.timeout = settings, placement, timeout
@@ -96,6 +102,10 @@ class NodePool:
                     self.close()
             self.kill()
             raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process may ask the same actors; what this one waits for is not for it."""
+        return {**vars(self), "nodes": [dataclasses.replace(node, asked=deque()) for node in self.nodes]}
 
     @property
     def n_workers(self) -> int:
@@ -204,7 +214,7 @@ class NodePool:
         others = [node.node_id for node in self.nodes if node.index != index and node.state != "gone"]
         node_id, workers = self._placement.choose(others), self._workers[index]
         actor = engine.ray().remote(NodeActor).options(**self._placement.options(node_id)).remote(workers.start)
-        return Node(index, workers, actor, node_id or "")
+        return Node(index, workers, actor, self.noun, node_id or "")
 
     def _build(self, node: Node, *args: Any) -> Asked:
         request = messages.dumps(Call(BUILD, (sys.path, self._settings[node.index], *args)))
@@ -279,18 +289,25 @@ class NodePool:
     def _failure(self, node: Node, asked: Asked, worker_index: int, failure: Failure) -> BaseException:
         """What to raise for what a node, or a worker of it, has raised."""
         error = failure.to_exception(worker_index, asked.label)
-        where = f"on {node}, whose worker 0 is worker {node.workers.start} of all"
+        where = self._where(node)
         if isinstance(error, WorkerError):
             error.args, error.worker_index = (f"{where}: {error}",), worker_index
         else:
             messages.add_note(error, where)
         return error
 
+    def _where(self, node: Node) -> str:
+        """How what happened on a node is described."""
+        return f"on {node}, whose worker 0 is worker {node.workers.start} of all"
+
+    def _held(self, node: Node) -> str:
+        """What is gone with a node."""
+        return f"workers {node.workers.start} to {node.workers.stop - 1}"
+
     def _gone(self, node: Node, error: Exception) -> WorkerError:
         """The error that says how a node ended."""
         label = node.asked[0][1].label
-        workers = f"workers {node.workers.start} to {node.workers.stop - 1}"
-        gone = WorkerCrashed(f"{node} is gone, with {workers}; last request: {label}", node.workers.start)
+        gone = WorkerCrashed(f"{node} is gone, with {self._held(node)}; last request: {label}", node.workers.start)
         gone.__cause__ = error.with_traceback(None)
         return gone
 

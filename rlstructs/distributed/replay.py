@@ -1,0 +1,410 @@
+"""`RayReplay`: a replay memory that is spread over the machines of a cluster.
+
+    trainers                                     shard s: an actor of Ray
+    --------                                     ------------------------
+    extend()             ── object store ─────>  appends the steps of its environments
+    sample()             ── how many rows ────>  draws them
+                         <── object store ─────  rows, priorities, and what all of its rows sum up to
+    update_priorities()  ── object store ─────>  of its rows
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlstructs.checks import check_count, check_timeout
+from rlstructs.distributed import engine
+from rlstructs.distributed.pool import Node, NodePool
+from rlstructs.distributed.shard import (
+    DATA,
+    ENV_INDEX,
+    FORMAT,
+    INDEX,
+    LEAF,
+    LENGTHS,
+    ShardSettings,
+)
+from rlstructs.errors import ClosedError, FileError, MissingKeyError, SpecError, StateError
+from rlstructs.memories.trajectories import NAMES
+from rlstructs.replay.prioritised import exponent
+from rlstructs.replay.trajectories import STEP_ENDS, STEP_START
+from rlstructs.replay.values import host_array
+from rlstructs.steps import raw_of, tensor_of
+from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.structures.trajectories import Trajectories
+from workers import messages
+from workers.messages import Asked
+
+FORMAT_OF_FOLDER, VERSION, HEADER = "rlstructs.RayReplay", 1, "replay.json"
+WEIGHT = "weight"
+
+
+class ShardPool(NodePool):
+    """The actors of a `RayReplay`."""
+
+    noun = "shard"
+
+    def _where(self, node: Node) -> str:
+        return f"on {node}"
+
+    def _held(self, node: Node) -> str:
+        return "its rows"
+
+
+class RayReplay:
+    """A replay memory in shards, each an actor of Ray that keeps the rows of some of the environments.
+
+    Of environment e the rows are in shard e modulo `n_shards`; each environment has a ring of its own, so that n-step
+    returns and sequences go on from one rollout to the next. A copy of this object, pickled, is another trainer's way
+    to the same rows: `ray.remote` functions and actors may be given it. The shards end with the program that made it.
+
+    Args:
+        memory_size: rows of each environment; the newest are kept.
+        num_envs: environments, of all batchers.
+        n_shards: how many actors; None for one for each machine of the cluster that has `resources`, at most
+            `num_envs`.
+        alpha: exponent of priorities, at least 0; None draws all rows alike.
+        beta: exponent of importance weights, at least 0.
+        names: name here -> key of the trajectories; None for what `Memory.add_trajectories` takes: observations,
+            next_observations, actions, rewards, terminated and truncated.
+        seed: of all draws; None for any.
+        timeout: seconds within which a shard must answer; None for no limit. Twice that and 5 s are given.
+        resources, placement, address: as of `RayBatcher`.
+
+    Attributes:
+        beta: may be set at any time.
+
+    Raises:
+        ImportError: Ray is not installed.
+        SpecError, TypeError: an argument is not what is needed.
+        WorkerError: a shard did not come up.
+
+    Example:
+        memory = RayReplay(memory_size=100_000, num_envs=batcher.n_elems(), n_shards=4, alpha=0.6)
+        memory.extend(trajectories)
+        batch = memory.sample(256, n_step=3)
+        memory.update_priorities(batch["index"], td_errors)
+    """
+
+    def __init__(
+        self,
+        memory_size: int,
+        num_envs: int,
+        n_shards: int | None = None,
+        *,
+        alpha: float | None = None,
+        beta: float = 0.4,
+        names: Mapping[str, str] | None = None,
+        seed: int | None = None,
+        timeout: float | None = None,
+        resources: Mapping[str, float] | None = None,
+        placement: Any = None,
+        address: str | None = None,
+    ) -> None:
+        engine.ray("RayReplay")
+        check_timeout(timeout)
+        self.beta = exponent("beta", beta)
+        self._memory_size, self._num_envs = check_count("memory_size", memory_size), check_count("num_envs", num_envs)
+        if n_shards is not None and check_count("n_shards", n_shards) > num_envs:
+            raise SpecError(f"n_shards is {n_shards}, which is more than num_envs, {num_envs}")
+        self._alpha, self._names = None if alpha is None else exponent("alpha", alpha), dict(names or NAMES)
+        engine.connect(address)
+        where = engine.Placement(resources, placement)
+        self._n_shards = n_shards or min(where.n_machines(), num_envs)
+        own, *of_shards = np.random.SeedSequence(seed).spawn(self._n_shards + 1)
+        self._rng, self._is_closed, self._is_owner = np.random.default_rng(own), False, True
+        settings = [self._settings(shard, of_shards[shard]) for shard in range(self._n_shards)]
+        self._pool = ShardPool([messages.dumps(each) for each in settings], [1] * self._n_shards, where, timeout)
+
+    def _settings(self, shard: int, seed: np.random.SeedSequence) -> ShardSettings:
+        n_envs = len(range(shard, self._num_envs, self._n_shards))
+        return ShardSettings(
+            self._memory_size, n_envs, self._alpha or 0.0, int(seed.generate_state(1)[0]), self._names
+        )
+
+    def extend(self, trajectories: Trajectories) -> None:
+        """Appends the valid steps of what a batcher's `get` gives.
+
+        Args:
+            trajectories: with `env_index` in their info.
+
+        Raises:
+            MissingKeyError, SpecError, TypeError: something does not fit; the memory is as it was.
+            WorkerError: a shard is gone.
+        """
+        self._check_open("extend")
+        if not isinstance(trajectories, Trajectories):
+            raise TypeError(f"extend: needs Trajectories, got {type(trajectories).__name__}")
+        steps, keys = trajectories.trajectories, sorted(set(self._names.values()) | self._ends(trajectories))
+        if absent := [key for key in keys if key not in steps]:
+            raise MissingKeyError(f"extend: no {absent} in the trajectories, there are {sorted(steps.keys())}")
+        environments = self._environments(trajectories)
+        columns = {key: raw_of(steps[key].detach().cpu()) for key in keys}
+        columns[LENGTHS] = host_array(LENGTHS, steps.lengths)
+        dtypes = {key: steps[key].dtype for key in keys}
+        asked: list[Asked] = []
+        for shard in range(self._n_shards):
+            # Those too of which nothing comes: they make the same tensors.
+            rows = np.flatnonzero(environments % self._n_shards == shard)
+            part = {name: column[rows] for name, column in columns.items()}
+            part[ENV_INDEX] = environments[rows] // self._n_shards
+            asked += self._pool.ask("extend", dtypes, engine.ray().put(part), only=[shard])
+        self._settled(asked)
+
+    def sample(
+        self,
+        batch_size: int,
+        names: Sequence[str] | None = None,
+        *,
+        sequence_length: int = 1,
+        n_step: int = 1,
+        gamma: float = 0.99,
+        episode_ends: str = "cross",
+    ) -> DictTensor:
+        """Rows drawn at random, over all shards in proportion to what their rows sum up to.
+
+        That is as of each shard's last answer to this trainer: what others have added since is known with the next one.
+
+        Args:
+            batch_size: rows, or sequences.
+            names: of tensors; None for all.
+            sequence_length, n_step, gamma, episode_ends: as of `RandomMemory.sample`.
+
+        Returns:
+            `batch_size` rows, private memory: of each name `(B, *data)`, of sequences `(B, sequence_length, *data)`;
+            and with as many axes `index` (int64, for `update_priorities`), `mask` (bool), `discount` (float32, gamma
+            to the number of steps) and, if something says where episodes end, `is_first` (bool); and `weight`,
+            float32 (B,): (smallest priority of all / priority) ** (alpha * beta).
+
+        Raises:
+            SpecError: an argument is not what is needed, or there is nothing to draw.
+            WorkerError: a shard is gone.
+        """
+        self._check_open("sample")
+        n, names = check_count("batch_size", batch_size), list(self._names if names is None else names)
+        if unknown := sorted(set(names) - set(self._names)):
+            raise MissingKeyError(f"sample: no tensor(s) {unknown}, there are {sorted(self._names)}")
+        length = max(1, sequence_length)
+        settings = {"sequence_length": length, "n_step": n_step, "gamma": gamma, "episode_ends": episode_ends}
+        counts = self._counts(n)
+        shards = [shard for shard, count in enumerate(counts) if count]
+        asked = [self._pool.ask("sample", names, counts[shard], settings, only=[shard])[0] for shard in shards]
+        parts = self._settled(asked)
+        dtypes, columns = parts[0][0], [part[1] for part in parts]
+        for shard, part in zip(shards, columns, strict=True):
+            part["/" + INDEX] = part["/" + INDEX] * self._n_shards + shard
+        leaves = np.concatenate([part.pop("/" + LEAF) for part in columns])
+        least = min(report["least"] for report in self._reports() if report["rows"])
+        joined = {name: np.concatenate([part[name] for part in columns]) for name in columns[0]}
+        lead = (n,) if length == 1 else (n, length)
+        found = {name: tensor_of(joined[name].reshape(*lead, *joined[name].shape[1:]), dtypes[name]) for name in names}
+        known = {name.removeprefix("/"): torch.from_numpy(joined[name].reshape(lead))
+                 for name in joined if name.startswith("/")}  # fmt: skip
+        weights = (np.minimum(least, leaves.min()) / leaves).astype(np.float32) ** np.float32(self.beta)
+        return DictTensor({**found, **known, WEIGHT: torch.from_numpy(weights)})
+
+    def update_priorities(self, index: Any, priorities: Any) -> None:
+        """Sets the priorities of rows; of equal indexes the last counts.
+
+        Those of rows that were overwritten since they were drawn are dropped.
+
+        Args:
+            index: int (n,), as samples have it; of sequences the first column.
+            priorities: (n,), finite, at least 0.
+
+        Raises:
+            StateError: the memory draws all rows alike.
+            IndexError, SpecError: something does not fit; nothing has changed.
+            WorkerError: a shard is gone.
+        """
+        self._check_open("update_priorities")
+        if self._alpha is None:
+            raise StateError("update_priorities: this memory draws all rows alike; make it with alpha=")
+        rows = host_array(INDEX, index).reshape(-1).astype(np.int64)
+        values = host_array("priorities", priorities).astype(np.float64).reshape(-1)
+        if values.shape != rows.shape:
+            raise SpecError(f"update_priorities: {values.size} priorities came for {rows.size} indexes")
+        if not (values >= 0).all() or np.isinf(values).any():  # NaN is not at least 0
+            raise SpecError("update_priorities: priorities must be finite and at least 0, got "
+                            f"{values[~(values >= 0) | np.isinf(values)][0]}")  # fmt: skip
+        shards, rows = rows % self._n_shards, rows // self._n_shards
+        sizes = np.array([len(range(shard, self._num_envs, self._n_shards)) for shard in range(self._n_shards)])
+        if rows.size and (rows.min() < 0 or (rows >= self._memory_size * sizes[shards]).any()):
+            raise IndexError("update_priorities: an index is none that a sample has had")
+        asked: list[Asked] = []
+        for shard in np.unique(shards):
+            part = {INDEX: rows[shards == shard], "priority": values[shards == shard]}
+            asked += self._pool.ask("update_priorities", engine.ray().put(part), only=[shard])
+        self._settled(asked)
+
+    def __len__(self) -> int:
+        """Rows of all shards, asked for now."""
+        self._check_open("len")
+        self._refresh()
+        return sum(report["rows"] for report in self._reports())
+
+    def stats(self) -> dict[str, Any]:
+        """What each shard has said last.
+
+        Returns:
+            `shards`: for each a dict of `shard`, `node_id` and `address` (of the machine, by Ray), `pid`, `state`
+            ("idle", "busy" or "gone"), `rows` and `nbytes`; `rows` and `nbytes` of all.
+        """
+        self._check_open("stats")
+        nodes = self._pool.nodes
+        shards = [
+            {"shard": node.index, "node_id": node.node_id, "address": node.address, "pid": node.pid,
+             "state": node.state, "rows": node.report["rows"], "nbytes": node.report["nbytes"]} for node in nodes
+        ]  # fmt: skip
+        return {"shards": shards, **{key: sum(shard[key] for shard in shards) for key in ("rows", "nbytes")}}
+
+    def save(self, folder: str | Path) -> None:
+        """Writes a folder: a file for each shard, and one that names them, which is written last.
+
+        What an earlier `save` has left there stays whole until then, and goes afterwards.
+
+        Args:
+            folder: is made if there is none; on the trainer's machine.
+
+        Raises:
+            OSError: it cannot be written to.
+            WorkerError: a shard is gone.
+        """
+        self._check_open("save")
+        folder, run = Path(folder), secrets.token_hex(4)
+        folder.mkdir(parents=True, exist_ok=True)
+        names = [f"shard-{shard}-{run}.{FORMAT}" for shard in range(self._n_shards)]
+        try:
+            for shard, name in enumerate(names):  # one after another: each may be large
+                [(columns,)] = self._settled(self._pool.ask("save", only=[shard]))
+                columns[DATA].tofile(folder / name)
+            header = {**self._header(), "shards": names, "generator": self._rng.bit_generator.state}
+            (folder / f"{HEADER}.{run}").write_text(json.dumps(header))
+            (folder / f"{HEADER}.{run}").rename(folder / HEADER)
+        except BaseException:
+            for name in (*names, f"{HEADER}.{run}"):
+                (folder / name).unlink(missing_ok=True)
+            raise
+        for path in folder.glob(f"shard-*.{FORMAT}"):
+            if path.name not in names:
+                path.unlink()
+
+    def load(self, folder: str | Path) -> None:
+        """Restores what `save` wrote: rows, priorities and random streams.
+
+        Args:
+            folder: of a memory with the same sizes, `alpha` and `names`.
+
+        Raises:
+            FileError: it is not, or damaged; the memory is as it was.
+            FileNotFoundError: there is none.
+            WorkerError: a shard is gone.
+        """
+        self._check_open("load")
+        path = Path(folder) / HEADER
+        try:
+            header = json.loads(path.read_text())
+            names, state = header.pop("shards"), header.pop("generator")
+            generator = np.random.default_rng()
+            generator.bit_generator.state = state
+        except OSError:
+            raise
+        except Exception as error:  # whatever it holds
+            raise FileError(f"{path}: damaged: {error}") from error
+        if header != self._header():
+            raise FileError(f"{path}: of another memory: {header}, this one is {self._header()}")
+        if len(names) != self._n_shards or any(Path(name).name != name for name in names):
+            raise FileError(f"{path}: damaged: it names the files {names}")
+        for shard, name in enumerate(names):
+            data = {DATA: np.fromfile(path.parent / name, np.uint8)}
+            self._settled(self._pool.ask("load", engine.ray().put(data), only=[shard]))
+        self._settled(self._pool.ask("take_loaded"))
+        self._rng = generator
+
+    def close(self) -> None:
+        """Ends the shards, if this is the object that made them. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            if self._is_owner:
+                self._pool.close()
+
+    def __enter__(self) -> RayReplay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_open("pickle")
+        return {**vars(self), "_rng": None, "_is_owner": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._rng = np.random.default_rng()  # or trainers would draw alike
+
+    def _header(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT_OF_FOLDER,
+            "version": VERSION,
+            "memory_size": self._memory_size,
+            "num_envs": self._num_envs,
+            "n_shards": self._n_shards,
+            "alpha": self._alpha,
+            "names": self._names,
+        }
+
+    def _check_open(self, method: str) -> None:
+        if self._is_closed:
+            raise ClosedError(f"{method}: the memory is closed")
+
+    @staticmethod
+    def _ends(trajectories: Trajectories) -> set[str]:
+        """Keys that say where episodes end and begin, whatever the tensors are."""
+        return {key for key in (*STEP_ENDS, STEP_START) if key in trajectories.trajectories}
+
+    def _environments(self, trajectories: Trajectories) -> np.ndarray:
+        if ENV_INDEX not in trajectories.info:
+            raise MissingKeyError("extend: no 'env_index' in the trajectories' info: it says whose rows they are")
+        found = host_array(ENV_INDEX, trajectories.info[ENV_INDEX]).reshape(-1).astype(np.int64)
+        if found.size and (found.min() < 0 or found.max() >= self._num_envs):
+            wrong = found.max() if found.min() >= 0 else found.min()
+            raise SpecError(f"extend: env_index {wrong} is not in [0, {self._num_envs}), the memory's num_envs")
+        return found
+
+    def _counts(self, n: int) -> list[int]:
+        """How many of `n` rows each shard draws: one for each n-th of the total."""
+        masses = self._masses()
+        if not masses.sum() > 0:
+            self._refresh()
+            masses = self._masses()
+        if not masses.sum() > 0:
+            raise SpecError("nothing to sample: there are no rows, or none has a priority above zero")
+        ends = np.cumsum(masses)
+        at = (np.arange(n) + self._rng.random(n)) / n * ends[-1]
+        shards = np.minimum(np.searchsorted(ends, at, side="right"), np.flatnonzero(masses)[-1])
+        counts: list[int] = np.bincount(shards, minlength=len(masses)).tolist()
+        return counts
+
+    def _masses(self) -> np.ndarray:
+        return np.array([report["mass"] for report in self._reports()])
+
+    def _reports(self) -> list[dict[str, Any]]:
+        return [node.report for node in self._pool.nodes]
+
+    def _refresh(self) -> None:
+        self._settled(self._pool.ask("report"))
+
+    def _settled(self, asked: list[Asked]) -> list[Any]:
+        """The values; raises what was raised first, once all of it is over."""
+        self._pool.settle(asked)
+        for each in asked:
+            if each.error is not None:
+                raise each.error
+        return [each.value for each in asked]

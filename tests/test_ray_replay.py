@@ -1,0 +1,289 @@
+"""`RayReplay` over a real Ray cluster: the rows of one memory, in shards; several trainers; files; failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from clusters import ray_cluster, wait_until_gone
+
+from rlstructs import (
+    ClosedError,
+    DictTensor,
+    FileError,
+    MissingKeyError,
+    RayReplay,
+    SpecError,
+    StateError,
+    TemporalDictTensor,
+    Trajectories,
+    WorkerCrashed,
+)
+
+pytest.importorskip("ray", reason="ray is not installed: pip install 'rlstructs[ray]'")
+
+N_ENVS, T, EPISODE = 5, 12, 7
+NAMES = {"obs": "observation/frame", "rewards": "_observation/reward", "next_obs": "_observation/frame",
+         "terminated": "_observation/terminated"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with ray_cluster(2) as made:
+        yield made
+
+
+def rollout(start=0, environments=range(N_ENVS), n_timesteps=T, lengths=None):
+    """Steps `start` to `start + n_timesteps - 1` of environments whose episodes take 7 steps: frame 1000 e + t."""
+    environments = torch.tensor(list(environments), dtype=torch.int64)
+    times = torch.arange(start, start + n_timesteps).expand(len(environments), -1)
+    frames = (1000 * environments[:, None] + times).float()
+    ends = (times + 1) % EPISODE == 0
+    steps = {
+        "observation/frame": frames[..., None],
+        "observation/initial_state": times % EPISODE == 0,
+        "_observation/frame": frames[..., None] + 1,
+        "_observation/reward": times.double(),
+        "_observation/terminated": ends,
+        "_observation/truncated": torch.zeros_like(ends),
+        "_observation/done": ends,
+        "action/action": times,
+    }
+    lengths = torch.full((len(environments),), n_timesteps) if lengths is None else torch.tensor(lengths)
+    return Trajectories(DictTensor({"env_index": environments}), TemporalDictTensor(steps, lengths))
+
+
+def replay(**arguments):
+    return RayReplay(**{"memory_size": 20, "num_envs": N_ENVS, "n_shards": 2, "names": NAMES, "seed": 0, **arguments})
+
+
+def frames_of(batch):
+    return batch["obs"][..., 0].long()
+
+
+def test_rows_of_all_shards_are_drawn_alike(cluster):
+    with replay() as memory:
+        memory.extend(rollout())
+        memory.extend(rollout(T, range(3), lengths=[12, 5, 0]))  # of the oldest rows some are overwritten
+        batch = memory.sample(4 * 73)
+        kept = {1000 * e + t for e in range(N_ENVS) for t in range(T)} | {12 + t for t in range(12)}
+        kept = (kept | {1012 + t for t in range(5)}) - set(range(4))
+        assert len(memory) == len(kept) == 73
+        assert set(frames_of(batch).tolist()) <= kept
+        # One for each n-th of all rows: of shard 0, environments 0, 2 and 4, nearly exactly its share.
+        in_first = (frames_of(batch) // 1000 % 2 == 0).sum().item()
+        assert abs(in_first - 4 * 44) <= 1
+        assert (batch["weight"] == 1).all() and batch["mask"].all()
+        assert batch["obs"].dtype is torch.float32 and batch["rewards"].dtype is torch.float64
+        assert (batch["next_obs"] == batch["obs"] + 1).all()
+        assert {name: tuple(batch[name].shape) for name in ("obs", "rewards", "index", "weight", "discount")} == {
+            "obs": (292, 1), "rewards": (292, 1), "index": (292,), "weight": (292,), "discount": (292,)
+        }  # fmt: skip
+        # An index means a row, and a row has one index.
+        assert len({(i, f) for i, f in zip(batch["index"].tolist(), frames_of(batch).tolist(), strict=True)}) == len(
+            set(batch["index"].tolist())
+        )
+        batch["obs"][:] = 0  # private memory
+        assert (memory.sample(8, ["obs"])["obs"] != 0).any()
+
+
+def test_priorities_count_over_all_shards(cluster):
+    with replay(alpha=0.5, beta=1.0) as memory:
+        memory.extend(rollout())
+        everything = memory.sample(2000, ["obs"])
+        assert (everything["weight"] == 1).all()
+        of_index = dict(zip(everything["index"].tolist(), frames_of(everything).tolist(), strict=True))
+        assert len(of_index) == N_ENVS * T
+        index = torch.tensor(list(of_index))
+        priorities = torch.tensor([1.0 + (frame % 1000) + 4 * (frame // 1000) for frame in of_index.values()]).double()
+        memory.update_priorities(index, priorities)
+        n, batch = 60_000, memory.sample(60_000, ["obs"])
+        mass = priorities.sqrt()
+        counts = torch.tensor([(batch["index"] == i).sum() for i in index]).double()
+        assert torch.allclose(counts / n, mass / mass.sum(), atol=0.002)
+        weights = dict(zip(batch["index"].tolist(), batch["weight"].tolist(), strict=True))
+        assert [weights[i] for i in index.tolist()] == pytest.approx((mass.min() / mass).tolist(), rel=1e-5)
+        memory.beta = 0.0
+        assert (memory.sample(10)["weight"] == 1).all()
+
+
+def test_n_steps_and_sequences_go_on_from_one_rollout_to_the_next(cluster):
+    with replay() as memory:
+        memory.extend(rollout(n_timesteps=5))
+        memory.extend(rollout(5, n_timesteps=9))
+        batch = memory.sample(500, n_step=3, gamma=0.5)
+        for frame, reward, discount, end, after in zip(
+            frames_of(batch).tolist(), batch["rewards"][:, 0].tolist(), batch["discount"].tolist(),
+            batch["terminated"][:, 0].tolist(), batch["next_obs"][:, 0].tolist(), strict=True,
+        ):  # fmt: skip
+            t = frame % 1000
+            steps = range(t, min(t + 3, (t // EPISODE + 1) * EPISODE, 14))
+            assert reward == sum(s * 0.5 ** (s - t) for s in steps)
+            assert discount == 0.5 ** len(steps) and after == frame + len(steps)
+            assert end == ((steps[-1] + 1) % EPISODE == 0)
+        batch = memory.sample(200, ["obs"], sequence_length=4, episode_ends="mask")
+        assert batch["obs"].shape == (200, 4, 1) and batch["index"].shape == batch["is_first"].shape == (200, 4)
+        assert batch["weight"].shape == (200,)
+        times = frames_of(batch) % 1000
+        begins = times[:, :1]
+        inside = torch.arange(4) < torch.minimum(EPISODE - begins % EPISODE, 14 - begins)
+        assert (batch["mask"] == inside).all()
+        assert (times == begins + torch.arange(4))[inside].all()
+        assert (batch["is_first"][inside] == (times % EPISODE == 0)[inside]).all()
+
+
+def test_several_trainers_write_and_draw_at_once(cluster):
+    import ray
+
+    @ray.remote(num_cpus=0)
+    def train(memory, environment):
+        torch.set_num_threads(1)
+        for start in range(0, 60, T):
+            memory.extend(rollout(start, [environment]))
+            batch = memory.sample(16)
+            assert (batch["next_obs"] == batch["obs"] + 1).all()
+            memory.update_priorities(batch["index"], batch["rewards"][:, 0] + 1)
+        memory.close()  # its own way to the rows only
+        return memory is not None and len(set(batch["index"].tolist()))
+
+    with replay(alpha=0.6, memory_size=60) as memory:
+        assert all(n > 1 for n in ray.get([train.remote(memory, e) for e in range(N_ENVS)], timeout=120))
+        assert len(memory) == N_ENVS * 60
+        drawn = memory.sample(3000, ["obs"])
+        assert {frame // 1000 for frame in frames_of(drawn).tolist()} == set(range(N_ENVS))
+        assert len(set(drawn["weight"].tolist())) > 3
+
+
+def test_what_is_saved_is_gone_on_with(cluster, tmp_path):
+    with replay(alpha=0.6) as memory:
+        memory.extend(rollout())
+        batch = memory.sample(30)
+        memory.update_priorities(batch["index"], batch["rewards"][:, 0] + 1)
+        memory.save(tmp_path / "kept")
+        before = sorted(path.name for path in (tmp_path / "kept").iterdir())
+        batches = [memory.sample(20) for _ in range(3)]
+        memory.extend(rollout(T))
+        memory.load(tmp_path / "kept")
+        assert len(memory) == N_ENVS * T
+        for batch in batches:
+            again = memory.sample(20)
+            assert all(torch.equal(batch[key], again[key]) for key in batch.keys())  # noqa: SIM118
+        memory.save(tmp_path / "kept")
+        after = sorted(path.name for path in (tmp_path / "kept").iterdir())
+        assert len(after) == len(before) == 3 and after != before
+        with replay(alpha=0.6, seed=9) as other:
+            other.load(tmp_path / "kept")
+            mine, its = memory.sample(20), other.sample(20)
+            assert all(torch.equal(mine[key], its[key]) for key in mine.keys())  # noqa: SIM118
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "header", "other", "outside"])
+def test_a_damaged_folder_changes_nothing(cluster, tmp_path, damage):
+    with replay(alpha=0.6) as memory:
+        memory.extend(rollout())
+        memory.save(tmp_path)
+        header = json.loads((tmp_path / "replay.json").read_text())
+        last = tmp_path / header["shards"][-1]
+        data = bytearray(last.read_bytes())
+        if damage == "cut":
+            last.write_bytes(data[: len(data) // 2])
+        elif damage == "flip":
+            data[data.index(np.float32(1003).tobytes())] ^= 0xFF  # not in the gaps between what is kept
+            last.write_bytes(data)
+        elif damage == "header":
+            (tmp_path / "replay.json").write_text("{")
+        elif damage == "other":
+            (tmp_path / "replay.json").write_text(json.dumps({**header, "num_envs": 4}))
+        else:
+            (tmp_path / "replay.json").write_text(json.dumps({**header, "shards": ["../a", "../b"]}))
+        memory.extend(rollout(T, n_timesteps=3))
+        with pytest.raises(FileError, match="replay.json|memory.npz"):
+            memory.load(tmp_path)
+        assert len(memory) == N_ENVS * 15
+        assert (frames_of(memory.sample(500)) % 1000).max() == 14
+
+
+def test_what_does_not_fit_is_said_and_nothing_is_kept(cluster):
+    with replay(alpha=0.6) as memory:
+        with pytest.raises(SpecError, match="no rows"):
+            memory.sample(4)
+        memory.extend(rollout(environments=[0]))
+        wrong = rollout()
+        for trajectories, error, message in (
+            (wrong.trajectories, TypeError, "needs Trajectories"),
+            (rollout(environments=[0, 5]), SpecError, r"env_index 5 is not in \[0, 5\)"),
+            (Trajectories(DictTensor(), wrong.trajectories), MissingKeyError, "env_index"),
+        ):
+            with pytest.raises(error, match=message):
+                memory.extend(trajectories)
+        steps = {**dict(wrong.trajectories.items()), "observation/frame": torch.zeros(N_ENVS, T, 2)}
+        with pytest.raises(SpecError, match="obs"):
+            memory.extend(Trajectories(wrong.info, TemporalDictTensor(steps, wrong.trajectories.lengths)))
+        del steps["observation/frame"]
+        with pytest.raises(MissingKeyError, match="observation/frame"):
+            memory.extend(Trajectories(wrong.info, TemporalDictTensor(steps, wrong.trajectories.lengths)))
+        assert len(memory) == T
+        index = memory.sample(4)["index"]
+        for arguments, error, message in (
+            ((index, torch.tensor([1.0, float("nan"), 1.0, 1.0])), SpecError, "nan"),
+            ((index, torch.tensor([1.0, -1.0, 1.0, 1.0])), SpecError, "-1.0"),
+            ((index, torch.ones(3)), SpecError, "3 priorities came for 4"),
+            ((index + 10**6, torch.ones(4)), IndexError, "index"),
+            ((index - 10**6, torch.ones(4)), IndexError, "index"),
+        ):
+            with pytest.raises(error, match=message):
+                memory.update_priorities(*arguments)
+        assert (memory.sample(50)["weight"] == 1).all()
+        with pytest.raises(MissingKeyError, match=r"\['action'\]"):
+            memory.sample(4, ["action"])
+        with pytest.raises(SpecError, match="episode_ends"):
+            memory.sample(4, episode_ends="sometimes")
+    with pytest.raises(ClosedError, match="sample"):
+        memory.sample(4)
+    with replay() as memory:
+        memory.extend(rollout())
+        with pytest.raises(StateError, match="alpha"):
+            memory.update_priorities(memory.sample(4)["index"], torch.ones(4))
+    for arguments, message in (({"n_shards": 6}, "n_shards is 6"), ({"alpha": -1}, "alpha"), ({"beta": -1}, "beta"),
+                               ({"memory_size": 0}, "memory_size"), ({"num_envs": 0}, "num_envs")):  # fmt: skip
+        with pytest.raises(SpecError, match=message):
+            replay(**arguments)
+
+
+def test_a_shard_that_is_killed_is_said_to_be(cluster):
+    with replay() as memory:
+        memory.extend(rollout())
+        shards = memory.stats()["shards"]
+        assert [shard["rows"] for shard in shards] == [3 * T, 2 * T] and all(shard["nbytes"] > 0 for shard in shards)
+        assert len({shard["node_id"] for shard in shards}) == 2
+        os.kill(shards[1]["pid"], signal.SIGKILL)
+        with pytest.raises(WorkerCrashed, match=r"shard 1 \(.*\) is gone, with its rows"):
+            for _ in range(2):
+                memory.sample(100)
+        assert [shard["state"] for shard in memory.stats()["shards"]] == ["idle", "gone"]
+    wait_until_gone([shard["pid"] for shard in shards])
+
+
+def test_it_takes_what_a_batcher_gives(cluster):
+    import gymnasium
+
+    from rlstructs import GymEnvInf, RandomAgent, RL_Batcher
+
+    with RL_Batcher(
+        16, lambda: RandomAgent(gymnasium.spaces.Discrete(2)), {},
+        lambda n_envs, seed: GymEnvInf([gymnasium.make("CartPole-v1") for _ in range(n_envs)], seed), {"n_envs": 4},
+        n_processes=0, seeds=0,
+    ) as batcher, RayReplay(100, batcher.n_elems(), seed=0) as memory:  # fmt: skip
+        batcher.reset()
+        batcher.execute()
+        trajectories, _ = batcher.get()
+        memory.extend(trajectories)
+        steps = trajectories.trajectories
+        batch = memory.sample(64)
+        assert np.isin(batch["observations"][:, 0].numpy(), steps["observation/frame"][..., 0].numpy()).all()
+        names = {"observations", "next_observations", "actions", "rewards", "terminated", "truncated"}
+        assert names <= set(batch.keys())
