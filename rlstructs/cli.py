@@ -104,6 +104,8 @@ def _add_collect(commands: Any, common: argparse.ArgumentParser) -> None:
     ):
         add(option, metavar=metavar, type=_at_least(least), default=default, help=text)
     _add_agent(parser)
+    add("--ray", metavar="ADDRESS", help="of a Ray cluster to run the workers on; auto for the one of this machine")
+    add("--nodes", metavar="N", type=_at_least(1), help="actors of Ray that share the workers; default: one a machine")
     add("--out", metavar="FILE", type=Path, help="write the trajectories: .npz, .pt or .h5")
     add("--plot", metavar="FILE.png", type=Path, help="draw returns and lengths of the episodes")
 
@@ -174,6 +176,8 @@ def _collect(options: argparse.Namespace) -> int:
     ):
         if path is not None:
             report.check_path(name, path, endings)
+    if options.nodes is not None and options.ray is None:
+        raise SpecError("--nodes: is for --ray")
     settings = _settings(options)
     with one_interrupt() as no_more_interrupts:
         collected = collect(settings, keep=options.out is not None)
@@ -229,6 +233,8 @@ def _settings(options: argparse.Namespace) -> Settings:
         n_timesteps=options.timesteps,
         n_rollouts=math.ceil(options.steps / n_per_rollout),
         seed=options.seed,
+        ray=options.ray,
+        n_nodes=options.nodes,
     )
 
 

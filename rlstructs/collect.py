@@ -39,6 +39,8 @@ class Settings:
         n_timesteps: of each environment in one rollout.
         n_rollouts: how many.
         seed: of all random streams.
+        ray: address of the cluster that workers run on; None for this machine.
+        n_nodes: as of `RayBatcher`.
     """
 
     env_id: str
@@ -48,6 +50,8 @@ class Settings:
     n_timesteps: int
     n_rollouts: int
     seed: int
+    ray: str | None = None
+    n_nodes: int | None = None
 
     @property
     def n_steps(self) -> int:
@@ -234,15 +238,20 @@ def _run(batcher: RL_Batcher, settings: Settings, collected: Collected, keep: bo
 def make_batcher(settings: Settings) -> RL_Batcher:
     """The batcher that runs the rollouts."""
     maker = GymMaker(settings.agent, partial(gymnasium.make, settings.env_id), settings.n_envs)
-    return RL_Batcher(
-        n_timesteps=settings.n_timesteps,
-        create_agent=maker.create_agent,
-        agent_args={},
-        create_env=maker.create_env,
-        env_args={},
-        n_processes=settings.n_workers,
-        seeds=settings.seed,
-    )
+    arguments: dict[str, Any] = {
+        "n_timesteps": settings.n_timesteps,
+        "create_agent": maker.create_agent,
+        "agent_args": {},
+        "create_env": maker.create_env,
+        "env_args": {},
+        "n_processes": settings.n_workers,
+        "seeds": settings.seed,
+    }
+    if settings.ray is None:
+        return RL_Batcher(**arguments)
+    from rlstructs.distributed import RayBatcher
+
+    return RayBatcher(**arguments, n_nodes=settings.n_nodes, address=settings.ray)
 
 
 def _check_memory(settings: Settings, batcher: RL_Batcher) -> None:

@@ -39,6 +39,7 @@ from rlstructs import (
     RL_Batcher,
     SpecError,
     StateError,
+    Trajectories,
     WorkerCrashed,
     WorkerTimeout,
 )
@@ -146,6 +147,17 @@ def test_an_example_trains_to_the_same_score(cluster, subprocess_env):
         assert done.returncode == 0, done.stderr
         scores.append(re.search(r"CartPole-v1: score ([0-9.]+), 1024 steps", done.stdout)[1])
     assert scores[0] == scores[1]
+
+
+def test_the_command_collects_on_a_cluster_what_it_does_on_a_machine(cluster, subprocess_env, tmp_path):
+    arguments = ["collect", "CartPole-v1", "--workers", "3", "--envs", "2", "--timesteps", "20", "--steps", "240"]
+    for name, where in (("alone", []), ("nodes", ["--ray", cluster.address, "--nodes", "2"])):
+        code = "import sys; from rlstructs.cli import main; sys.exit(main(sys.argv[1:]))"
+        command = [sys.executable, "-c", code, *arguments, *where, "--out", f"{name}.npz"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=subprocess_env, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("CartPole-v1: 240 steps, ")
+    assert Trajectories.load(tmp_path / "alone.npz") == Trajectories.load(tmp_path / "nodes.npz")
 
 
 # --- handing out --------------------------------------------------------------------------------------
@@ -534,10 +546,12 @@ def test_without_ray_it_is_said_what_to_install(subprocess_env):
         sys.modules["ray"] = None
         import rlstructs
         print(rlstructs.RayBatcher.__name__)
-        try:
-            rlstructs.RayBatcher(1, None, {}, None, {}, 1, 0)
-        except ImportError as error:
-            print(error)
+        for make in (lambda: rlstructs.RayBatcher(1, None, {}, None, {}, 1, 0), lambda: rlstructs.RayReplay(1, 1)):
+            try:
+                make()
+            except ImportError as error:
+                print(error)
     """)
     done = subprocess.run([sys.executable, "-c", text], env=subprocess_env, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["RayBatcher", "RayBatcher needs ray: pip install 'rlstructs[ray]'"]
+    needs = [f"{name} needs ray: pip install 'rlstructs[ray]'" for name in ("RayBatcher", "RayReplay")]
+    assert done.stdout.splitlines() == ["RayBatcher", *needs]

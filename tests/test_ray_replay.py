@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import zlib
 
 import numpy as np
 import pytest
@@ -181,12 +182,18 @@ def test_what_is_saved_is_gone_on_with(cluster, tmp_path):
             assert all(torch.equal(mine[key], its[key]) for key in mine.keys())  # noqa: SIM118
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "header", "other", "outside"])
+def write_header(folder, header):
+    text = json.dumps(header)
+    whole = {"checksum": zlib.crc32(text.encode()), "header": text}
+    (folder / "replay.json").write_text(json.dumps(whole))
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "header", "sum", "other", "outside"])
 def test_a_damaged_folder_changes_nothing(cluster, tmp_path, damage):
     with replay(alpha=0.6) as memory:
         memory.extend(rollout())
         memory.save(tmp_path)
-        header = json.loads((tmp_path / "replay.json").read_text())
+        header = json.loads(json.loads((tmp_path / "replay.json").read_text())["header"])
         last = tmp_path / header["shards"][-1]
         data = bytearray(last.read_bytes())
         if damage == "cut":
@@ -196,10 +203,13 @@ def test_a_damaged_folder_changes_nothing(cluster, tmp_path, damage):
             last.write_bytes(data)
         elif damage == "header":
             (tmp_path / "replay.json").write_text("{")
+        elif damage == "sum":
+            text = (tmp_path / "replay.json").read_text()
+            (tmp_path / "replay.json").write_text(text.replace("terminated", "determined"))
         elif damage == "other":
-            (tmp_path / "replay.json").write_text(json.dumps({**header, "num_envs": 4}))
+            write_header(tmp_path, {**header, "num_envs": 4})
         else:
-            (tmp_path / "replay.json").write_text(json.dumps({**header, "shards": ["../a", "../b"]}))
+            write_header(tmp_path, {**header, "shards": ["../a", "../b"]})
         memory.extend(rollout(T, n_timesteps=3))
         with pytest.raises(FileError, match="replay.json|memory.npz"):
             memory.load(tmp_path)

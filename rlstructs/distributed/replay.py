@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -284,9 +285,11 @@ class RayReplay:
         try:
             for shard, name in enumerate(names):  # one after another: each may be large
                 [(columns,)] = self._settled(self._pool.ask("save", only=[shard]))
-                columns[DATA].tofile(folder / name)
-            header = {**self._header(), "shards": names, "generator": self._rng.bit_generator.state}
-            (folder / f"{HEADER}.{run}").write_text(json.dumps(header))
+                with (folder / name).open("xb") as file:
+                    columns[DATA].tofile(file)
+            header = json.dumps({**self._header(), "shards": names, "generator": self._rng.bit_generator.state})
+            with (folder / f"{HEADER}.{run}").open("x") as file:
+                json.dump({"checksum": zlib.crc32(header.encode()), "header": header}, file)
             (folder / f"{HEADER}.{run}").rename(folder / HEADER)
         except BaseException:
             for name in (*names, f"{HEADER}.{run}"):
@@ -310,7 +313,10 @@ class RayReplay:
         self._check_open("load")
         path = Path(folder) / HEADER
         try:
-            header = json.loads(path.read_text())
+            outer = json.loads(path.read_text())
+            if zlib.crc32(outer["header"].encode()) != outer["checksum"]:
+                raise ValueError("its checksum is another")
+            header = json.loads(outer["header"])
             names, state = header.pop("shards"), header.pop("generator")
             generator = np.random.default_rng()
             generator.bit_generator.state = state
