@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="*", type=float, default=[1e4, 1e5, 1e6, 1e7, 1e8])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    ray.init(num_cpus=N_NODES + 2, object_store_memory=STORE, include_dashboard=False, logging_level="ERROR",
+    ray.init("local", num_cpus=N_NODES + 2, object_store_memory=STORE, include_dashboard=False, logging_level="ERROR",
              log_to_driver=False)  # fmt: skip
     print(f"{os.cpu_count()} cores, ray {ray.__version__}; steps/s (share of RL_Batcher)")
     for task in TASKS:

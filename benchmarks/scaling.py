@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,10 @@ ROOT = Path(__file__).parent.parent
 PAYLOAD = 1448 / 1514
 # The prediction is to be so near.
 TOLERANCE = 0.2
+# Rollouts of a turn, those before them that do not count, and how many there are in all at least.
+BLOCK, SKIPPED, LEAST = 8, 2, 24
+# Nodes, and the seconds within which all of them have surely answered.
+MANY, SETTLED = 4, 0.3
 
 
 @dataclass(frozen=True)
@@ -41,13 +45,15 @@ class Constants:
         per_node: seconds that the trainer is busy with each node of a rollout.
         store: bytes/s that a node puts into its object store.
         copy: bytes/s that `get` copies out of the trainer's.
+        pull: seconds until an object begins to come from another machine.
         link: bits/s of a machine's network.
     """
 
-    call: float = 1.2e-3
-    per_node: float = 0.3e-3
-    store: float = 2e9
-    copy: float = 3e9
+    call: float = 3e-3
+    per_node: float = 1e-3
+    store: float = 4.4e9
+    copy: float = 3.4e9
+    pull: float = 6e-3
     link: float = 10e9
 
     @property
@@ -88,7 +94,7 @@ def parts(work: Work, machine: Constants, n_nodes: int, n_workers: int) -> dict[
     steps = n_workers * work.n_envs * work.n_timesteps
     return {
         "environments": work.step * work.n_envs * work.n_timesteps + machine.call + steps * work.nbytes / machine.store,
-        "network": n_nodes * (steps * work.nbytes + work.weights) / machine.network,
+        "network": machine.pull + n_nodes * (steps * work.nbytes + work.weights) / machine.network,
         "trainer": n_nodes * (machine.per_node + steps * work.nbytes / machine.copy),
     }
 
@@ -121,19 +127,8 @@ def table(machine: Constants, n_workers: int) -> list[str]:
 # --- measuring -----------------------------------------------------------------------------------------
 
 
-def seconds_of(step: Callable[[], Any], seconds: float, least: int = 5) -> float:
-    """Median seconds of a call."""
-    step()
-    found, end = [], time.perf_counter() + seconds
-    while len(found) < least or time.perf_counter() < end:
-        start = time.perf_counter()
-        step()
-        found.append(time.perf_counter() - start)
-    return statistics.median(found)
-
-
-def rollouts(work: Work, seconds: float, run_ahead: int, **where: Any) -> tuple[float, int]:
-    """Seconds of a rollout of one node with one worker, and its bytes."""
+def batcher(work: Work, run_ahead: int, n_nodes: int = 1, **where: Any) -> Any:
+    """Nodes with one worker each."""
     import gymnasium
     from distributed import create_frames
     from rollouts import create_agent, create_env
@@ -146,51 +141,61 @@ def rollouts(work: Work, seconds: float, run_ahead: int, **where: Any) -> tuple[
     else:
         env = {"env_id": env_id, "n_envs": work.n_envs, "native": False}
         made = create_agent, {"env_id": env_id, "policy": False}, create_env, env
-    with RayBatcher(work.n_timesteps, *made, 1, 0, n_nodes=1, run_ahead=run_ahead, **where) as batcher:
-        batcher.reset()
+    return RayBatcher(work.n_timesteps, *made, n_nodes, 0, n_nodes=n_nodes, run_ahead=run_ahead, **where)
 
-        def step() -> None:
-            batcher.execute()
-            batcher.get()
 
-        return seconds_of(step, seconds), batcher.nbytes // (run_ahead + 1)
+def rollouts(batchers: Sequence[Any], seconds: float) -> list[float]:
+    """Median seconds of a rollout of each; they take turns, in blocks."""
+    found: list[list[float]] = [[] for _ in batchers]
+    for each in batchers:
+        each.reset()
+    end = time.perf_counter() + seconds * len(batchers)
+    while time.perf_counter() < end or len(found[-1]) < LEAST:
+        for each, times in zip(batchers, found, strict=True):
+            for number in range(SKIPPED + BLOCK):
+                start = time.perf_counter()
+                each.execute()
+                each.get()
+                if number >= SKIPPED:  # what runs ahead has done so while the other was measured
+                    times.append(time.perf_counter() - start)
+    return [statistics.median(times) for times in found]
 
 
 def measure(seconds: float) -> Constants:
     """The constants of this machine, but its network's."""
     import ray
 
-    ray.init(num_cpus=2, object_store_memory=2**30, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init("local", num_cpus=2, object_store_memory=2**30, include_dashboard=False, logging_level="ERROR",
+             log_to_driver=False)  # fmt: skip
     n_small, n_large = 100, 4_000_000
     small = replace(WORKS[0], name="frames", nbytes=n_small, n_envs=1, n_timesteps=16)
-    call, _ = rollouts(small, seconds, 0)
-    from rlstructs import RL_Batcher  # the same without Ray
-
     large = replace(small, nbytes=n_large)
-    took, nbytes = rollouts(large, seconds, 0)
-    alone = _alone(large, seconds, RL_Batcher)
-    both = max(took - call - alone, 1e-6)
+    with batcher(small, 0) as first, batcher(large, 0) as second, batcher(large, 0) as third:
+        third.get = _leased.__get__(third)  # nothing is copied
+        call, whole, stored = rollouts([first, second, third], seconds)
+        nbytes = second.nbytes
+    per_node = []
+    with batcher(small, 0, n_nodes=MANY) as many:
+        many.reset()
+        for _ in range(LEAST):
+            start = time.perf_counter()
+            many.execute()
+            ordered = time.perf_counter()
+            time.sleep(SETTLED)  # until all nodes have answered: only the trainer's own time is wanted
+            arrived = time.perf_counter()
+            many.get()
+            per_node.append((time.perf_counter() - arrived + ordered - start) / MANY)
     ray.shutdown()
-    print(f"call {call * 1e3:.2f} ms; {nbytes / 1e6:.0f} MB more than without Ray: {both * 1e3:.1f} ms, "
-          f"{nbytes / both / 1e9:.2f} GB/s")  # fmt: skip
-    return replace(Constants(), call=call, store=nbytes / both)
+    store, copy = nbytes / (stored - call), nbytes / (whole - stored)
+    each = statistics.median(per_node)
+    print(f"call {call * 1e3:.2f} ms; trainer, for each node {each * 1e3:.2f} ms; {nbytes / 1e6:.0f} MB: "
+          f"into the object store {store / 1e9:.2f} GB/s, out of it {copy / 1e9:.2f} GB/s")  # fmt: skip
+    return replace(Constants(), call=call, per_node=each, store=store, copy=copy)
 
 
-def _alone(work: Work, seconds: float, make: Any) -> float:
-    import gymnasium
-    from distributed import create_frames
-
-    from rlstructs import RandomAgent
-
-    agent = {"action_space": gymnasium.spaces.Discrete(2)}
-    with make(work.n_timesteps, RandomAgent, agent, create_frames, {"n_bytes": work.nbytes}, 1, 0) as batcher:
-        batcher.reset()
-
-        def step() -> None:
-            batcher.execute()
-            batcher.get()
-
-        return seconds_of(step, seconds)
+def _leased(self: Any) -> None:
+    with self.lease():
+        pass
 
 
 # --- a network -----------------------------------------------------------------------------------------
@@ -204,6 +209,11 @@ TRIED = (
     Work("ALE Pong, 84x84x4", 0, 0, 2, 64),
     Work("frames of 100 kB", 0, 100_000, 1, 64),
 )
+
+
+def bits_of(rate: str) -> float:
+    """Bits/s, of what `tc` calls 100mbit or 1gbit."""
+    return float(rate.removesuffix("mbit").removesuffix("gbit")) * (1e9 if rate.endswith("gbit") else 1e6)
 
 
 def run(*command: str, **arguments: Any) -> subprocess.CompletedProcess[str]:
@@ -222,7 +232,9 @@ def link(rate: str) -> Iterator[None]:
             run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "veth0")
             for device in ("lo", "veth0"):
                 run("ip", "-n", name, "link", "set", device, "up")
-            run("tc", "-n", name, "qdisc", "add", "dev", "veth0", "root", "tbf", "rate", rate, "burst", "256kb",
+            # What passes at once is no more than what passes in a millisecond, or one packet.
+            burst = str(max(int(bits_of(rate) / 8 / 1000), 16_000))
+            run("tc", "-n", name, "qdisc", "add", "dev", "veth0", "root", "tbf", "rate", rate, "burst", burst,
                 "latency", "50ms")  # fmt: skip
         yield
     finally:
@@ -238,25 +250,27 @@ def network(rate: str, seconds: float) -> bool:
     """Measures with a link of such a rate; whether the model was right."""
     near, far = SPACES
     ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus=1", "--object-store-memory=300000000"]
-    quiet = {"stdout": subprocess.DEVNULL, "env": {**os.environ, "PYTHONPATH": _python_path()}}
+    # A proxy is not for such a network.
+    environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    environment |= {"PYTHONPATH": _python_path(), "RAY_AUTH_MODE": "disabled"}
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "env": environment}
     with link(rate):
         run("ip", "netns", "exec", near, *ray, "--head", f"--node-ip-address={SPACES[near]}", f"--port={PORT}",
             "--include-dashboard=false", '--resources={"near": 9}', **quiet)  # fmt: skip
         run("ip", "netns", "exec", far, *ray, f"--address={SPACES[near]}:{PORT}", f"--node-ip-address={SPACES[far]}",
             '--resources={"far": 9}', **quiet)  # fmt: skip
         command = [sys.executable, __file__, "--inside", f"{SPACES[near]}:{PORT}", "--seconds", str(seconds)]
-        done = run("ip", "netns", "exec", near, *command, capture_output=True, env=quiet["env"])
-    bits = float(rate.removesuffix("mbit").removesuffix("gbit")) * (1e9 if rate.endswith("gbit") else 1e6)
+        done = run("ip", "netns", "exec", near, *command, capture_output=True, env=environment)
     is_right = True
     for line in done.stdout.splitlines():
         if line.startswith("{"):
-            is_right &= judge(rate, json.loads(line), replace(Constants(), link=bits))
+            is_right &= judge(rate, json.loads(line), replace(Constants(), link=bits_of(rate)))
     return is_right
 
 
 def judge(rate: str, found: Mapping[str, Any], machine: Constants) -> bool:
     """Prints what was predicted and what came."""
-    sending = found["nbytes"] / machine.network
+    sending = machine.pull + found["nbytes"] / machine.network
     is_right = True
     for name, suffix in (("in turn", ""), ("ahead", "_ahead")):
         near, far, steps = found["near" + suffix], found["far" + suffix], found["n_steps"]
@@ -275,9 +289,11 @@ def inside(address: str, seconds: float) -> None:
     ray.init(address=address, logging_level="ERROR", log_to_driver=False)
     for work in TRIED:
         found: dict[str, Any] = {"name": work.name, "n_steps": work.n_envs * work.n_timesteps}
-        for where in ("near", "far"):
-            for name, run_ahead in ((where, 0), (f"{where}_ahead", 1)):
-                found[name], found["nbytes"] = rollouts(work, seconds, run_ahead, resources={where: 1})
+        for suffix, run_ahead in (("", 0), ("_ahead", 1)):
+            with batcher(work, run_ahead, resources={"near": 1}) as near:
+                with batcher(work, run_ahead, resources={"far": 1}) as far:
+                    found["near" + suffix], found["far" + suffix] = rollouts([near, far], seconds)
+                    found["nbytes"] = near.nbytes // (run_ahead + 1)
         print(json.dumps(found), flush=True)
     ray.shutdown()
 

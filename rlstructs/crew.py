@@ -49,14 +49,14 @@ class Crew:
         run_ahead: how many rollouts may be ordered before the oldest is handed out, and that one not counted.
     """
 
-    #: What a member is called.
-    noun = "worker"
+    #: What a member is called, and what is known of one.
+    noun, member = "worker", Member
 
     def __init__(
         self, pool: WorkerPool | InlinePool, policy: str, max_restarts: int | None, run_ahead: int = 0
     ) -> None:
         self.pool = pool
-        self.members = [Member() for _ in range(pool.n_workers)]
+        self.members = [self.member() for _ in range(pool.n_workers)]
         self._max_restarts, self._run_ahead = max_restarts, run_ahead
         # A job in this process cannot be replaced: what it raises is raised.
         self._mends = policy == RESTART and not isinstance(pool, InlinePool)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from rlstructs.rollout import Clock
 from workers.messages import Asked
@@ -68,8 +69,12 @@ class Member:
         order = self.orders.popleft()
         self.runs = order.is_lost or order.asked.value[0] != []
         if not order.is_lost and (self.anew is None or order.number >= self.anew):
-            self.clock = Clock(*order.asked.value[1])
+            self.tell_time(order.asked.value[1])
         return self.is_anew()
+
+    def tell_time(self, told: Any) -> None:
+        """What came with a rollout that is handed out: the fields of a `Clock`."""
+        self.clock = Clock(*told)
 
     def is_anew(self) -> bool:
         """Whether everything of those before is handed out; says so once."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
 
@@ -10,10 +12,38 @@ from rlstructs.crew import Crew
 from rlstructs.distributed.pool import NodePool
 from rlstructs.member import Member, Order
 from rlstructs.moments import Moments
+from rlstructs.rollout import Clock
 from workers import WorkerPool
 
-# What counts the failures of a worker in what `Crew.state` says of it.
+# What counts the failures of a worker in what `Crew.state` says of it, and what a clock that has just begun shows.
 RESTARTS, LOST = "restarts", "lost_rollouts"
+BEGUN = dataclasses.asdict(Clock())
+
+
+@dataclass(eq=False)
+class NodeMember(Member):
+    """A node.
+
+    Attributes:
+        told: what `Crew.state` gave on it after the last rollout that was handed out; None if there was none.
+    """
+
+    told: list[dict[str, Any]] | None = None
+
+    def tell_time(self, told: Any) -> None:
+        self.told = told
+
+    def begin_anew(self) -> None:
+        super().begin_anew()
+        self.told = None
+
+    def timed(self, now: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What is known now, with the clocks of what was handed out: a node that runs ahead is further."""
+        then = self.told or [{RESTARTS: None}] * len(now)
+        return [
+            {**worker, **({name: before[name] for name in BEGUN} if before[RESTARTS] == worker[RESTARTS] else BEGUN)}
+            for worker, before in zip(now, then, strict=True)
+        ]
 
 
 class NodeCrew(Crew):
@@ -23,7 +53,7 @@ class NodeCrew(Crew):
     successor, on another node, which goes on with the next seed of its stream.
     """
 
-    noun = "node"
+    noun, member = "node", NodeMember
 
     def __init__(self, pool: NodePool, policy: str, max_restarts: int | None, run_ahead: int) -> None:
         super().__init__(cast(WorkerPool, pool), policy, max_restarts, run_ahead)
@@ -52,15 +82,18 @@ class NodeCrew(Crew):
 
     def state(self) -> list[dict[str, Any]]:
         """Of each worker what `renew` needs, as its node said last."""
-        return [worker for node in self._nodes.nodes for worker in node.report["state"]]
+        both = zip(self._nodes.nodes, cast(list[NodeMember], self.members), strict=True)
+        return [worker for node, member in both for worker in member.timed(node.report["state"])]
 
     def renew(self, state: list[dict[str, Any]], seeds: Sequence[int], agent_seeds: Sequence[int] | None) -> None:
         """Has every worker make new environments, with the next seeds of its stream; nodes find them by themselves."""
         self.settle()
-        self.members = [Member(n_ordered=member.n_ordered) for member in self.members]
+        self.members = [NodeMember(n_ordered=member.n_ordered) for member in self.members]
         self._n_told = [0] * len(self.members)
         self._orders.pop("reset", None)
         self._call("renew", state, is_lasting=False)
+        for node, member in zip(self._nodes.nodes, cast(list[NodeMember], self.members), strict=True):
+            member.told = node.report["state"]
 
     def stats(self) -> list[dict[str, Any]]:
         """For each worker what `RL_Batcher.stats` says of it, and its node; as of the node's last reply."""
@@ -76,7 +109,8 @@ class NodeCrew(Crew):
         self._n_told[index] = self.members[index].n_lost
         report = self._nodes.nodes[index].report
         workers = [
-            {**worker, RESTARTS: worker[RESTARTS] + 1, LOST: worker[LOST] + n_lost} for worker in report["state"]
+            {**worker, **BEGUN, RESTARTS: worker[RESTARTS] + 1, LOST: worker[LOST] + n_lost}
+            for worker in report["state"]
         ]
         report["state"] = workers  # for the successor's successor, if that never says anything
         return (workers,)

@@ -186,12 +186,14 @@ class NodeJob:
         """Runs one.
 
         Returns:
-            What `RolloutJob.rollout` returns, in place of a clock nothing, and what became of it; what the slots hold.
+            What `RolloutJob.rollout` returns, in place of a clock what `Crew.state` gives, and what became of it; and
+            what the slots hold.
         """
         with Once(self):
             ran, columns = self._batcher.rollout(statistics, self._agent_info)
             self._agent_info = NO_INFO
-            return WithColumns((ran.running, (), self._version, ran.gathered, ran), columns)
+            state = self._batcher._crew.state()
+            return WithColumns((ran.running, state, self._version, ran.gathered, ran), columns)
 
     def update(self, packed: tuple[int, Parcel]) -> None:
         """Updates every agent; of how many updates this one is the last, and what it is."""

@@ -214,7 +214,8 @@ class NodePool:
         others = [node.node_id for node in self.nodes if node.index != index and node.state != "gone"]
         node_id, workers = self._placement.choose(others), self._workers[index]
         actor = engine.ray().remote(NodeActor).options(**self._placement.options(node_id)).remote(workers.start)
-        return Node(index, workers, actor, self.noun, node_id or "")
+        machine = engine.machines().get(node_id or "")
+        return Node(index, workers, actor, self.noun, node_id or "", machine.address if machine else "")
 
     def _build(self, node: Node, *args: Any) -> Asked:
         request = messages.dumps(Call(BUILD, (sys.path, self._settings[node.index], *args)))
