@@ -26,7 +26,7 @@ def ray_cluster(n_nodes, store=STORE):
     import ray
     from ray.cluster_utils import Cluster
 
-    before = set(psutil.Process().children(recursive=True))
+    before, handler = set(psutil.Process().children(recursive=True)), signal.getsignal(signal.SIGTERM)
     path = os.environ.get("PYTHONPATH")
     # Actors find what tests are made of.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent.parent), str(Path(__file__).parent)])
@@ -42,6 +42,7 @@ def ray_cluster(n_nodes, store=STORE):
             ray.shutdown()
             cluster.shutdown()
     finally:
+        signal.signal(signal.SIGTERM, handler)  # `ray.init` sets its own
         if path is None:
             del os.environ["PYTHONPATH"]
         else:

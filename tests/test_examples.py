@@ -18,6 +18,7 @@ SMALL = ["--n-envs", "2", "--n-timesteps", "30", "--n-rollouts", "2"]
 MEMORY = [*SMALL, "--memory-size", "40"]
 TRAINING = ["--n-envs", "2", "--n-timesteps", "8", "--n-steps", "64", "--n-eval", "2"]
 SCORE = r"-?[\d.]+, \d+ steps, \d+ steps/s"
+WAITED = r"\d+% of the time waiting for rollouts"
 # What to run, and what its last line is.
 RUNS = {
     "1_structures.py": ([], r"jax: \(3, 4\) float32, and back: True"),
@@ -38,8 +39,8 @@ RUNS = {
     "offline_dataset.py": (
         [*SMALL, "--n-epochs", "1", "--n-eval", "2"], r"weighted: 2 episodes, mean return [\d.]+"
     ),
-    "ppo.py": ([*TRAINING, "--plot", "curve.png"], rf"CartPole-v1: score {SCORE}"),
-    "ppo.py HalfCheetah-v5": ([*TRAINING, "--env-id", "HalfCheetah-v5"], rf"HalfCheetah-v5: score {SCORE}"),
+    "ppo.py": ([*TRAINING, "--plot", "curve.png"], rf"CartPole-v1: score {SCORE}, {WAITED}"),
+    "ppo.py HalfCheetah-v5": ([*TRAINING, "--env-id", "HalfCheetah-v5"], rf"HalfCheetah-v5: score {SCORE}, {WAITED}"),
     "ppo_atari.py": (
         [*TRAINING, "--n-processes", "1", "--n-envs", "1", "--n-eval", "1"], rf"ALE/Pong-v5: score {SCORE}"
     ),
