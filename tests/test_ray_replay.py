@@ -112,6 +112,20 @@ def test_priorities_count_over_all_shards(cluster):
         assert (memory.sample(10)["weight"] == 1).all()
 
 
+def test_a_new_row_has_the_largest_priority_that_any_shard_was_given(cluster):
+    with replay(alpha=1.0, beta=1.0) as memory:
+        memory.extend(rollout(environments=[0, 1], n_timesteps=4))
+        batch = memory.sample(100, ["obs"])
+        in_first = batch["index"][frames_of(batch) < 1000][:1]
+        memory.update_priorities(in_first, torch.tensor([50.0]))
+        memory.extend(rollout(4, [1], n_timesteps=1))  # of the other shard
+        batch = memory.sample(2000, ["obs"])
+        share = (frames_of(batch) == 1004).double().mean().item()
+        assert share == pytest.approx(50 / 107, abs=0.01)
+        with pytest.raises(SpecError, match="at most"):
+            memory.update_priorities(batch["index"][:2], torch.tensor([1.0, 1e299], dtype=torch.float64))
+
+
 def test_n_steps_and_sequences_go_on_from_one_rollout_to_the_next(cluster):
     with replay() as memory:
         memory.extend(rollout(n_timesteps=5))
@@ -207,7 +221,7 @@ def test_a_damaged_folder_changes_nothing(cluster, tmp_path, damage):
             text = (tmp_path / "replay.json").read_text()
             (tmp_path / "replay.json").write_text(text.replace("terminated", "determined"))
         elif damage == "other":
-            write_header(tmp_path, {**header, "num_envs": 4})
+            write_header(tmp_path, {**header, "memory": {**header["memory"], "num_envs": 4}})
         else:
             write_header(tmp_path, {**header, "shards": ["../a", "../b"]})
         memory.extend(rollout(T, n_timesteps=3))

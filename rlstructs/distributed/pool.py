@@ -95,7 +95,7 @@ class NodePool:
         try:
             for index in range(len(settings)):
                 self.nodes.append(self._started(index))
-            self._settle_or_raise([self._build(node) for node in self.nodes])
+            self.values([self._build(node) for node in self.nodes], fails_fast=True)
         except BaseException as error:
             if isinstance(error, Exception) and not isinstance(error, WorkerError):
                 with contextlib.suppress(Exception):  # of a factory: the others may have something to close
@@ -114,7 +114,7 @@ class NodePool:
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Calls a method of every job; the values, by node."""
-        return self._settle_or_raise(self.ask(method, *args))
+        return self.values(self.ask(method, *args), fails_fast=True)
 
     def ask(self, method: str, *args: Any, only: Iterable[int] | None = None) -> list[Asked]:
         """Asks nodes to call a method of their jobs, and returns at once; what comes of it is in what is returned.
@@ -236,8 +236,9 @@ class NodePool:
         node.asked.append((node.actor.call.remote(request, *shared), asked, limit))
         return asked
 
-    def _settle_or_raise(self, asked: Sequence[Asked]) -> list[Any]:
-        self.settle(asked, fails_fast=True)
+    def values(self, asked: Sequence[Asked], *, fails_fast: bool = False) -> list[Any]:
+        """Waits for what was asked; raises what the first of them has failed with, once all, or one, is over."""
+        self.settle(asked, fails_fast=fails_fast)
         for each in asked:
             if each.error is not None:
                 raise each.error

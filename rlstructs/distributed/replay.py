@@ -10,9 +10,6 @@
 
 from __future__ import annotations
 
-import json
-import secrets
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,20 +18,19 @@ import numpy as np
 import torch
 
 from rlstructs.checks import check_count, check_timeout
-from rlstructs.distributed import engine
+from rlstructs.distributed import engine, folder
 from rlstructs.distributed.pool import Node, NodePool
 from rlstructs.distributed.shard import (
     DATA,
     ENV_INDEX,
-    FORMAT,
     INDEX,
     LEAF,
     LENGTHS,
     ShardSettings,
 )
-from rlstructs.errors import ClosedError, FileError, MissingKeyError, SpecError, StateError
-from rlstructs.memories.trajectories import NAMES
-from rlstructs.replay.prioritised import exponent
+from rlstructs.errors import ClosedError, MissingKeyError, SpecError, StateError
+from rlstructs.memories.trajectories import NAMES, lanes_of
+from rlstructs.replay.prioritised import exponent, largest_of, limit_of
 from rlstructs.replay.trajectories import STEP_ENDS, STEP_START
 from rlstructs.replay.values import host_array
 from rlstructs.steps import raw_of, tensor_of
@@ -43,7 +39,7 @@ from rlstructs.structures.trajectories import Trajectories
 from workers import messages
 from workers.messages import Asked
 
-FORMAT_OF_FOLDER, VERSION, HEADER = "rlstructs.RayReplay", 1, "replay.json"
+FORMAT, VERSION = "rlstructs.RayReplay", 1
 WEIGHT = "weight"
 
 
@@ -146,18 +142,19 @@ class RayReplay:
         steps, keys = trajectories.trajectories, sorted(set(self._names.values()) | self._ends(trajectories))
         if absent := [key for key in keys if key not in steps]:
             raise MissingKeyError(f"extend: no {absent} in the trajectories, there are {sorted(steps.keys())}")
-        environments = self._environments(trajectories)
+        environments = lanes_of(trajectories, self._num_envs, "extend")
         columns = {key: raw_of(steps[key].detach().cpu()) for key in keys}
         columns[LENGTHS] = host_array(LENGTHS, steps.lengths)
         dtypes = {key: steps[key].dtype for key in keys}
+        largest = max(report["largest"] for report in self._reports())  # which new rows have, in every shard
         asked: list[Asked] = []
         for shard in range(self._n_shards):
             # Those too of which nothing comes: they make the same tensors.
             rows = np.flatnonzero(environments % self._n_shards == shard)
             part = {name: column[rows] for name, column in columns.items()}
             part[ENV_INDEX] = environments[rows] // self._n_shards
-            asked += self._pool.ask("extend", dtypes, engine.ray().put(part), only=[shard])
-        self._settled(asked)
+            asked += self._pool.ask("extend", dtypes, largest, engine.ray().put(part), only=[shard])
+        self._pool.values(asked)
 
     def sample(
         self,
@@ -197,7 +194,7 @@ class RayReplay:
         counts = self._counts(n)
         shards = [shard for shard, count in enumerate(counts) if count]
         asked = [self._pool.ask("sample", names, counts[shard], settings, only=[shard])[0] for shard in shards]
-        parts = self._settled(asked)
+        parts = self._pool.values(asked)
         dtypes, columns = parts[0][0], [part[1] for part in parts]
         for shard, part in zip(shards, columns, strict=True):
             part["/" + INDEX] = part["/" + INDEX] * self._n_shards + shard
@@ -222,7 +219,8 @@ class RayReplay:
 
         Raises:
             StateError: the memory draws all rows alike.
-            IndexError, SpecError: something does not fit; nothing has changed.
+            IndexError, SpecError: something does not fit; nothing has changed, unless it is that an index holds no row
+                yet: then the other shards have theirs.
             WorkerError: a shard is gone.
         """
         self._check_open("update_priorities")
@@ -232,18 +230,18 @@ class RayReplay:
         values = host_array("priorities", priorities).astype(np.float64).reshape(-1)
         if values.shape != rows.shape:
             raise SpecError(f"update_priorities: {values.size} priorities came for {rows.size} indexes")
-        if not (values >= 0).all() or np.isinf(values).any():  # NaN is not at least 0
-            raise SpecError("update_priorities: priorities must be finite and at least 0, got "
-                            f"{values[~(values >= 0) | np.isinf(values)][0]}")  # fmt: skip
+        if not rows.size:
+            return
+        largest_of(values, limit_of(self._memory_size * self._num_envs, self._alpha))  # here: for all shards or none
         shards, rows = rows % self._n_shards, rows // self._n_shards
         sizes = np.array([len(range(shard, self._num_envs, self._n_shards)) for shard in range(self._n_shards)])
-        if rows.size and (rows.min() < 0 or (rows >= self._memory_size * sizes[shards]).any()):
+        if rows.min() < 0 or (rows >= self._memory_size * sizes[shards]).any():
             raise IndexError("update_priorities: an index is none that a sample has had")
         asked: list[Asked] = []
         for shard in np.unique(shards):
             part = {INDEX: rows[shards == shard], "priority": values[shards == shard]}
             asked += self._pool.ask("update_priorities", engine.ray().put(part), only=[shard])
-        self._settled(asked)
+        self._pool.values(asked)
 
     def __len__(self) -> int:
         """Rows of all shards, asked for now."""
@@ -266,44 +264,29 @@ class RayReplay:
         ]  # fmt: skip
         return {"shards": shards, **{key: sum(shard[key] for shard in shards) for key in ("rows", "nbytes")}}
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, path: str | Path) -> None:
         """Writes a folder: a file for each shard, and one that names them, which is written last.
 
         What an earlier `save` has left there stays whole until then, and goes afterwards.
 
         Args:
-            folder: is made if there is none; on the trainer's machine.
+            path: of the folder, which is made if there is none; on the trainer's machine.
 
         Raises:
             OSError: it cannot be written to.
             WorkerError: a shard is gone.
         """
         self._check_open("save")
-        folder, run = Path(folder), secrets.token_hex(4)
-        folder.mkdir(parents=True, exist_ok=True)
-        names = [f"shard-{shard}-{run}.{FORMAT}" for shard in range(self._n_shards)]
-        try:
-            for shard, name in enumerate(names):  # one after another: each may be large
-                [(columns,)] = self._settled(self._pool.ask("save", only=[shard]))
-                with (folder / name).open("xb") as file:
-                    columns[DATA].tofile(file)
-            header = json.dumps({**self._header(), "shards": names, "generator": self._rng.bit_generator.state})
-            with (folder / f"{HEADER}.{run}").open("x") as file:
-                json.dump({"checksum": zlib.crc32(header.encode()), "header": header}, file)
-            (folder / f"{HEADER}.{run}").rename(folder / HEADER)
-        except BaseException:
-            for name in (*names, f"{HEADER}.{run}"):
-                (folder / name).unlink(missing_ok=True)
-            raise
-        for path in folder.glob(f"shard-*.{FORMAT}"):
-            if path.name not in names:
-                path.unlink()
+        shards = range(self._n_shards)
+        # One after another: each may be large.
+        data = (self._pool.values(self._pool.ask("save", only=[shard]))[0][0][DATA] for shard in shards)
+        folder.write(Path(path), self._header(), self._rng.bit_generator.state, data)
 
-    def load(self, folder: str | Path) -> None:
+    def load(self, path: str | Path) -> None:
         """Restores what `save` wrote: rows, priorities and random streams.
 
         Args:
-            folder: of a memory with the same sizes, `alpha` and `names`.
+            path: of the folder of a memory with the same sizes, `alpha` and `names`.
 
         Raises:
             FileError: it is not, or damaged; the memory is as it was.
@@ -311,27 +294,11 @@ class RayReplay:
             WorkerError: a shard is gone.
         """
         self._check_open("load")
-        path = Path(folder) / HEADER
-        try:
-            outer = json.loads(path.read_text())
-            if zlib.crc32(outer["header"].encode()) != outer["checksum"]:
-                raise ValueError("its checksum is another")
-            header = json.loads(outer["header"])
-            names, state = header.pop("shards"), header.pop("generator")
-            generator = np.random.default_rng()
-            generator.bit_generator.state = state
-        except OSError:
-            raise
-        except Exception as error:  # whatever it holds
-            raise FileError(f"{path}: damaged: {error}") from error
-        if header != self._header():
-            raise FileError(f"{path}: of another memory: {header}, this one is {self._header()}")
-        if len(names) != self._n_shards or any(Path(name).name != name for name in names):
-            raise FileError(f"{path}: damaged: it names the files {names}")
-        for shard, name in enumerate(names):
-            data = {DATA: np.fromfile(path.parent / name, np.uint8)}
-            self._settled(self._pool.ask("load", engine.ray().put(data), only=[shard]))
-        self._settled(self._pool.ask("take_loaded"))
+        generator, files = folder.read(Path(path), self._header(), self._n_shards)
+        for shard, file in enumerate(files):
+            data = {DATA: np.fromfile(file, np.uint8)}
+            self._pool.values(self._pool.ask("load", engine.ray().put(data), only=[shard]))
+        self._pool.values(self._pool.ask("take_loaded"))
         self._rng = generator
 
     def close(self) -> None:
@@ -357,7 +324,7 @@ class RayReplay:
 
     def _header(self) -> dict[str, Any]:
         return {
-            "format": FORMAT_OF_FOLDER,
+            "format": FORMAT,
             "version": VERSION,
             "memory_size": self._memory_size,
             "num_envs": self._num_envs,
@@ -374,15 +341,6 @@ class RayReplay:
     def _ends(trajectories: Trajectories) -> set[str]:
         """Keys that say where episodes end and begin, whatever the tensors are."""
         return {key for key in (*STEP_ENDS, STEP_START) if key in trajectories.trajectories}
-
-    def _environments(self, trajectories: Trajectories) -> np.ndarray:
-        if ENV_INDEX not in trajectories.info:
-            raise MissingKeyError("extend: no 'env_index' in the trajectories' info: it says whose rows they are")
-        found = host_array(ENV_INDEX, trajectories.info[ENV_INDEX]).reshape(-1).astype(np.int64)
-        if found.size and (found.min() < 0 or found.max() >= self._num_envs):
-            wrong = found.max() if found.min() >= 0 else found.min()
-            raise SpecError(f"extend: env_index {wrong} is not in [0, {self._num_envs}), the memory's num_envs")
-        return found
 
     def _counts(self, n: int) -> list[int]:
         """How many of `n` rows each shard draws: one for each n-th of the total."""
@@ -405,12 +363,4 @@ class RayReplay:
         return [node.report for node in self._pool.nodes]
 
     def _refresh(self) -> None:
-        self._settled(self._pool.ask("report"))
-
-    def _settled(self, asked: list[Asked]) -> list[Any]:
-        """The values; raises what was raised first, once all of it is over."""
-        self._pool.settle(asked)
-        for each in asked:
-            if each.error is not None:
-                raise each.error
-        return [each.value for each in asked]
+        self._pool.values(self._pool.ask("report"))

@@ -58,6 +58,15 @@ class ShardMemory(PrioritizedMemory):
         self._prioritised.follow(self._store().span())
         return float(self._prioritised.tree.total), float(self._prioritised.tree.minimum)
 
+    @property
+    def largest(self) -> float:
+        """The largest priority ever, of all shards that this one has heard of: what a new row gets."""
+        return self._prioritised.max_priority
+
+    @largest.setter
+    def largest(self, largest: float) -> None:
+        self._prioritised.max_priority = max(largest, self._prioritised.max_priority)
+
     def drawn(self) -> Columns:
         """What is known of the last `sample`."""
         picked = self._sampled()
@@ -84,20 +93,23 @@ class Shard:
         self._loaded: ShardMemory | None = None
 
     def report(self) -> dict[str, Any]:
-        """How many rows there are, what `ShardMemory.mass` gives, and bytes."""
-        mass, least = self._memory.mass()
-        return {"rows": len(self._memory), "mass": mass, "least": least, "nbytes": self._memory.nbytes}
+        """How many rows there are, what `ShardMemory` tells of them, and bytes."""
+        memory = self._memory
+        mass, least = memory.mass()
+        return {"rows": len(memory), "mass": mass, "least": least, "largest": memory.largest, "nbytes": memory.nbytes}
 
-    def extend(self, dtypes: Dtypes, columns: Columns) -> None:
+    def extend(self, dtypes: Dtypes, largest: float, columns: Columns) -> None:
         """Appends the steps of trajectories.
 
         Args:
             dtypes: by key.
+            largest: priority that other shards have been given.
             columns: by key, (B, T, ...); `lengths`; and which environments they are of here, `env_index`.
         """
         tensors = {key: tensor_of(np.array(columns[key]), dtype) for key, dtype in dtypes.items()}
         info = DictTensor({ENV_INDEX: torch.from_numpy(np.array(columns[ENV_INDEX]))})
         steps = TemporalDictTensor(tensors, torch.from_numpy(np.array(columns[LENGTHS])))
+        self._memory.largest = largest
         self._memory.add_trajectories(Trajectories(info, steps), self._settings.names)
 
     def sample(self, names: Sequence[str], n: int, settings: Mapping[str, Any]) -> WithColumns:

@@ -37,7 +37,7 @@ def add(memory: Memory, batch: Trajectories, names: Mapping[str, str] | None) ->
     for key in names.values():
         if key not in steps:
             raise MissingKeyError(f"add_trajectories: no {key!r} in the trajectories, there are {sorted(steps.keys())}")
-    lanes, lengths = _lanes(memory, batch), host_array("lengths", steps.lengths)
+    lanes, lengths = lanes_of(batch, memory.num_envs, "add_trajectories"), host_array("lengths", steps.lengths)
     shapes = {name: _row_shape(memory, name, tuple(steps[key].shape)) for name, key in names.items()}
     lead = (len(lanes), steps.n_timesteps())
     columns, block, missing = memory._storage.columns, {}, {}
@@ -68,13 +68,18 @@ def add(memory: Memory, batch: Trajectories, names: Mapping[str, str] | None) ->
         )
 
 
-def _lanes(memory: Memory, batch: Trajectories) -> np.ndarray:
+def lanes_of(batch: Trajectories, n_lanes: int, owner: str) -> np.ndarray:
+    """Which environment each row is of, int64 (B,).
+
+    Raises:
+        MissingKeyError, SpecError: that is not said, or it is none of `n_lanes`.
+    """
     if "env_index" not in batch.info:
-        raise MissingKeyError("add_trajectories: no 'env_index' in the trajectories' info: it says which lane a row is")
+        raise MissingKeyError(f"{owner}: no 'env_index' in the trajectories' info: it says which lane a row is")
     lanes = host_array("env_index", batch.info["env_index"]).reshape(-1).astype(np.int64)
-    if lanes.size and (lanes.min() < 0 or lanes.max() >= memory.num_envs):
+    if lanes.size and (lanes.min() < 0 or lanes.max() >= n_lanes):
         wrong = lanes.max() if lanes.min() >= 0 else lanes.min()
-        raise SpecError(f"add_trajectories: env_index {wrong} is not in [0, {memory.num_envs}), the memory's num_envs")
+        raise SpecError(f"{owner}: env_index {wrong} is not in [0, {n_lanes}), the memory's num_envs")
     return lanes
 
 

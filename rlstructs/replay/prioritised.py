@@ -73,6 +73,20 @@ def limit_of(n_rows: int, alpha: float) -> float:
     return float((LARGEST / n_rows) ** min(1.0, 1 / alpha)) if alpha else LARGEST
 
 
+def largest_of(priorities: np.ndarray, limit: float) -> float:
+    """The largest of some priorities, of which there is one at least.
+
+    Raises:
+        SpecError: one is above the limit, below 0 or no number.
+    """
+    largest = float(np.maximum.reduce(priorities))
+    if not (np.minimum.reduce(priorities) >= 0 and largest <= limit):  # not true of NaN
+        wrong = priorities[~((priorities >= 0) & (priorities <= limit))][0]
+        most = f", and here at most {limit:.3g}" if limit < wrong < np.inf else ""
+        raise SpecError(f"priorities must be finite and at least 0{most}, got {wrong}")
+    return largest
+
+
 class Prioritised:
     """Priorities of a store's rows; a new row gets the largest priority ever given, at first 1.
 
@@ -171,11 +185,7 @@ class Prioritised:
             raise SpecError(f"priorities: {priorities.size} came for {rows.size} indexes")
         if not rows.size:
             return
-        largest = float(np.maximum.reduce(priorities))
-        if not (np.minimum.reduce(priorities) >= 0 and largest <= self._limit):  # not true of NaN
-            wrong = priorities[~((priorities >= 0) & (priorities <= self._limit))][0]
-            most = f", and here at most {self._limit:.3g}" if self._limit < wrong < np.inf else ""
-            raise SpecError(f"priorities must be finite and at least 0{most}, got {wrong}")
+        largest = largest_of(priorities, self._limit)
         powers = priorities**self.alpha
         self.follow(span)
         if not (span.is_settled and is_last):
