@@ -139,13 +139,14 @@ class Log:
     """A progress bar, and scalars for TensorBoard and a learning curve where they are asked for."""
 
     def __init__(self, args: Args) -> None:
-        # Before the training: who lacks a package is to know it now.
+        # Before the training: who lacks a package or a folder is to know it now.
         self.writer = optional("torch.utils.tensorboard").SummaryWriter(args.tensorboard) if args.tensorboard else None
         self.figure = optional("matplotlib.figure").Figure() if args.plot else None
+        if self.figure is not None:
+            self.figure.savefig(args.plot)
         self.bar = tqdm(total=args.n_steps, unit=" steps", unit_scale=True)
         self.path, self.n_steps, self.start = args.plot, 0, time.perf_counter()
-        self.steps, self.returns = [], []  # of each episode: steps so far when it was handed out
-        self.curve = []  # steps so far, and the mean return of the latest 100 episodes
+        self.steps, self.returns, self.curve = [], [], []  # of each episode; steps and mean return of the latest 100
 
     def add(self, n_steps: int, episodes: DictTensor, scalars: dict[str, float]) -> None:
         self.n_steps += n_steps

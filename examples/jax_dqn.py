@@ -171,13 +171,14 @@ class Log:
     """A progress bar, and scalars for TensorBoard and a learning curve where they are asked for."""
 
     def __init__(self, args: Args) -> None:
-        # Before the training: who lacks a package is to know it now.
+        # Before the training: who lacks a package or a folder is to know it now.
         self.writer = optional("torch.utils.tensorboard").SummaryWriter(args.tensorboard) if args.tensorboard else None
         self.figure = optional("matplotlib.figure").Figure() if args.plot else None
+        if self.figure is not None:
+            self.figure.savefig(args.plot)
         self.bar = tqdm(total=args.n_steps, unit=" steps", unit_scale=True)
         self.path, self.n_steps, self.start = args.plot, 0, time.perf_counter()
-        self.steps, self.returns = [], []  # of each episode: steps so far when it was handed out
-        self.curve = []  # steps so far, and the mean return of the latest 100 episodes
+        self.steps, self.returns, self.curve = [], [], []  # of each episode; steps and mean return of the latest 100
 
     def add(self, n_steps: int, episodes: DictTensor, scalars: dict[str, float]) -> None:
         self.n_steps += n_steps
@@ -218,8 +219,7 @@ def optional(module: str):
 def main(args: Args) -> None:
     n_all = args.n_envs * max(args.n_processes, 1)
     memory = RandomMemory(memory_size=max(args.memory_size // n_all, 1), num_envs=n_all, seed=args.seed)
-    learner, losses = Learner(memory, args), {}
-    log = Log(args)
+    learner, losses, log = Learner(memory, args), {}, Log(args)
     with RL_Batcher(
         args.n_timesteps, Policy, {"params": jax.device_get(learner.learnt.params)},
         create_env, {"env_id": args.env_id, "n_envs": args.n_envs}, args.n_processes, args.seed,

@@ -11,9 +11,9 @@ the training was, and for how much of it the learner had nothing to learn from:
 
     CartPole-v1: score 500.0, 200704 steps, 14321 steps/s, 7% of the time waiting for rollouts
 
-`--plot curve.png` draws the returns of the training, `--tensorboard runs/ppo` writes scalars there; for either
-`pip install 'rlstructs[plot]'` first. `--ray auto` has the workers run on a Ray cluster, `--ray local` on one that is
-started on this machine (`pip install 'rlstructs[ray]'` first); the score is the same.
+`--save policy.pt` keeps the policy: `play_ppo.py` plays it. `--plot curve.png` draws the returns of the training,
+`--tensorboard runs/ppo` writes scalars there (both need `rlstructs[plot]`). `--ray auto` has the workers run on a Ray
+cluster, `--ray local` on one that is started on this machine (`rlstructs[ray]`); the score is the same.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class Args:
     n_eval: int = 100
     seed: int = 0
     ray: str = ""
+    save: str = ""
     plot: str = ""
     tensorboard: str = ""
 
@@ -165,13 +166,14 @@ class Log:
     """A progress bar, and scalars for TensorBoard and a learning curve where they are asked for."""
 
     def __init__(self, args: Args) -> None:
-        # Before the training: who lacks a package is to know it now.
+        # Before the training: who lacks a package or a folder is to know it now.
         self.writer = optional("torch.utils.tensorboard").SummaryWriter(args.tensorboard) if args.tensorboard else None
         self.figure = optional("matplotlib.figure").Figure() if args.plot else None
+        if self.figure is not None:
+            self.figure.savefig(args.plot)
         self.bar = tqdm(total=args.n_steps, unit=" steps", unit_scale=True)
         self.path, self.n_steps, self.start = args.plot, 0, time.perf_counter()
-        self.steps, self.returns = [], []  # of each episode: steps so far when it was handed out
-        self.curve = []  # steps so far, and the mean return of the latest 100 episodes
+        self.steps, self.returns, self.curve = [], [], []  # of each episode; steps and mean return of the latest 100
 
     def add(self, n_steps: int, episodes: DictTensor, scalars: dict[str, float]) -> None:
         self.n_steps += n_steps
@@ -212,9 +214,8 @@ def optional(module: str):
 def main(args: Args) -> None:
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)  # for networks this small more are slower, and the workers need the cores
-    network = create_network(args.env_id)
+    network, log = create_network(args.env_id), Log(args)
     optimizer = torch.optim.Adam(network.parameters(), lr=args.learning_rate, eps=1e-5)
-    log = Log(args)
     make = partial(RayBatcher, address=args.ray) if args.ray else RL_Batcher
     with make(
         args.n_timesteps, Policy, {"network": network},
@@ -234,6 +235,8 @@ def main(args: Args) -> None:
             batcher.update(network.state_dict())
             log.add(int(batch.lengths.sum()), batcher.episodes(), losses)
         speed = log.close()
+        if args.save:
+            torch.save({"network": network.state_dict(), "batcher": batcher.state_dict()}, args.save)
         episodes = batcher.evaluate(args.n_eval, args.seed + 1, agent_info=DictTensor({"greedy": ~greedy}))
     print(f"{args.env_id}: score {episodes['return'].mean():.1f}, {log.n_steps} steps, {speed:.0f} steps/s, "
           f"{waited * speed / log.n_steps:.0%} of the time waiting for rollouts")  # fmt: skip

@@ -4,11 +4,12 @@ r"""Proximal policy optimisation on Atari games, from frames.
     python examples/ppo_atari.py --seed 1
 
 Hyperparameters and preparation of frames are those of CleanRL's `ppo_atari.py`: no-ops and fire after a reset, an
-action for four frames of the game, 84x84 grey, stacks of four, the sign of rewards. So are the games: gymnasium's own
-repeat the last action now and then (`--repeat-action-probability 0.25`). An episode is a whole game, whatever lives
-there are. Each worker draws its actions, from a copy of the network, and writes frames as bytes to shared memory; most
-of the time goes to learning. It shows a progress bar, and prints at the end the mean return of `--n-eval` games, in
-which the policy draws its actions as in the training, and how fast the training was:
+action for four frames of the game, 84x84 grey, stacks of four, the sign of rewards, and a learning rate that falls to 0
+in `--n-annealing` steps, of which these are the first tenth. So are the games: gymnasium's own repeat the last action
+now and then (`--repeat-action-probability 0.25`). An episode is a whole game, whatever lives there are. Each worker
+draws its actions, from a copy of the network, and writes frames as bytes to shared memory; most of the time goes to
+learning. It shows a progress bar, and prints at the end the mean return of `--n-eval` games, in which the policy draws
+its actions as in the training, and how fast the training was:
 
     ALE/Pong-v5: score ..., 1000448 steps, ... steps/s
 
@@ -49,6 +50,7 @@ class Args:
     n_epochs: int = 4
     n_minibatches: int = 4
     learning_rate: float = 2.5e-4
+    n_annealing: int = 10_000_000
     gamma: float = 0.99
     gae_lambda: float = 0.95
     clip: float = 0.1
@@ -169,13 +171,14 @@ class Log:
     """A progress bar, and scalars for TensorBoard and a learning curve where they are asked for."""
 
     def __init__(self, args: Args) -> None:
-        # Before the training: who lacks a package is to know it now.
+        # Before the training: who lacks a package or a folder is to know it now.
         self.writer = optional("torch.utils.tensorboard").SummaryWriter(args.tensorboard) if args.tensorboard else None
         self.figure = optional("matplotlib.figure").Figure() if args.plot else None
+        if self.figure is not None:
+            self.figure.savefig(args.plot)
         self.bar = tqdm(total=args.n_steps, unit=" steps", unit_scale=True)
         self.path, self.n_steps, self.start = args.plot, 0, time.perf_counter()
-        self.steps, self.returns = [], []  # of each episode: steps so far when it was handed out
-        self.curve = []  # steps so far, and the mean return of the latest 100 episodes
+        self.steps, self.returns, self.curve = [], [], []  # of each episode; steps and mean return of the latest 100
 
     def add(self, n_steps: int, episodes: DictTensor, scalars: dict[str, float]) -> None:
         self.n_steps += n_steps
@@ -228,7 +231,7 @@ def main(args: Args) -> None:
         while log.n_steps < args.n_steps:
             batcher.execute()
             batch, _ = batcher.get()
-            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - log.n_steps / args.n_steps)
+            optimizer.param_groups[0]["lr"] = args.learning_rate * max(1 - log.n_steps / args.n_annealing, 0)
             losses = learn(network, optimizer, batch, args)
             batcher.update(network.state_dict())
             log.add(int(batch.lengths.sum()), batcher.episodes(), losses)

@@ -76,7 +76,30 @@ def test_an_example_runs(name, subprocess_env, tmp_path):
 
 
 def test_every_example_is_run():
-    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {name.split()[0] for name in RUNS}
+    run_below = {"play_ppo.py"}
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {name.split()[0] for name in RUNS} | run_below
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_an_example_is_short_and_uses_what_is_public(path):
+    text = path.read_text()
+    assert len(text.splitlines()) < 250
+    imported = re.findall(r"^\s*from (rlstructs[\w.]*|workers[\w.]*) import \(?([\w\s,]+)", text, re.MULTILINE)
+    names = {name for module, found in imported for name in [*module.split("."), *re.findall(r"\w+", found)]}
+    assert imported and "workers" not in names and not [name for name in names if name.startswith("_")]
+
+
+def test_what_a_training_saved_can_be_played(subprocess_env, tmp_path):
+    run([str(ROOT / "examples/ppo.py"), *TRAINING, "--save", "policy.pt"], env=subprocess_env, cwd=tmp_path)
+    command = ["play", "CartPole-v1", "--agent", "examples.play_ppo:agent", "--video", "ppo.mp4"]
+    lines = run(["-m", "rlstructs.cli", *command], env=subprocess_env, cwd=tmp_path).splitlines()
+    assert re.fullmatch(r"episode 1: return (\d+)\.00, \1 steps", lines[0]) and lines[1] == "wrote ppo.mp4"
+
+
+def test_a_plot_that_cannot_be_written_is_known_before_the_training(subprocess_env, tmp_path):
+    command = [sys.executable, str(ROOT / "examples/ppo.py"), "--plot", "missing/curve.png"]
+    done = subprocess.run(command, capture_output=True, text=True, env=subprocess_env, cwd=tmp_path, timeout=100)
+    assert done.returncode == 1 and "missing/curve.png" in done.stderr.splitlines()[-1]
 
 
 def test_a_training_draws_its_curve_and_writes_scalars(subprocess_env, tmp_path):
