@@ -139,6 +139,8 @@ class Failing(Count):
         return super().reset(**arguments)
 
     def step(self, action):
+        if self.how == "slow":
+            time.sleep(0.1)
         if self.how and self.steps == 2 and self.episode == self.in_episode:
             if self.how == "interrupt":  # the trainer, when that is about to wait
                 self.how = ""

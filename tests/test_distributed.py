@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ import threading
 import time
 from pathlib import Path
 
+import cloudpickle
 import numpy as np
 import psutil
 import pytest
@@ -137,6 +139,22 @@ def test_a_state_goes_on_with_nodes_and_without(cluster):
         assert rollout(nodes)[0].info["policy_version"].tolist() == [0] * 6
 
 
+def test_a_state_goes_on_in_the_same_way_when_a_node_is_found_dead(cluster):
+    arguments = {"on_worker_failure": "restart"}
+    with cartpoles(RL_Batcher, 2) as alone, cartpoles(RayBatcher, 2, n_nodes=2, **arguments) as nodes:
+        reset(nodes)
+        state = nodes.state_dict()
+        nodes.load_state_dict(state)  # whose streams are behind those that follow
+        nodes.load_state_dict(nodes.state_dict())
+        for batcher in (alone, nodes):
+            if batcher is nodes:
+                kill(of_actors(nodes)[1])
+            batcher.load_state_dict(state)
+            reset(batcher)
+        assert rollout(nodes)[0] == rollout(alone)[0]
+        assert [worker["stream"] for worker in nodes.state_dict()["workers"]] == [1, 1]
+
+
 def test_an_example_trains_to_the_same_score(cluster, subprocess_env):
     example = str(Path(__file__).parent.parent / "examples" / "ppo.py")
     arguments = ["--n-envs", "2", "--n-timesteps", "16", "--n-steps", "1024", "--n-eval", "10"]
@@ -227,6 +245,8 @@ def test_what_is_handed_out_and_how(cluster):
             assert steps == list(range(15, 15 + 5 * len(steps), 5))
         batcher.execute()
         for arguments, error, message in (
+            ({"min_workers": 1}, SpecError, "^get: min_workers is for RL_Batcher; .* give min_nodes$"),
+            ({"min_nodes": 1, "preempt": 0.5}, SpecError, "^get: min_nodes lets the others go on and preempt ends"),
             ({"min_nodes": 3}, SpecError, "^get: min_nodes is 3, there are 2$"),
             ({"min_nodes": 0}, SpecError, "^get: min_nodes must be at least 1, got 0$"),
             ({"out": kept.slice(0, 2)}, SpecError, "needed is"),
@@ -253,6 +273,91 @@ def test_a_rollout_survives_an_interrupted_get(cluster, tmp_path):
             file.touch()
             batcher.get()
         assert steps_of(batcher.get()[0]) == [0] and steps_of(rollout(batcher)[0]) == [5]
+
+
+class Endless(Counting):
+    """Slow; leaves a file when it has begun, and when it is closed."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def __call__(self, state, observation, agent_info, history=None):
+        (self.folder / f"steps-{os.getpid()}").touch()
+        time.sleep(0.01)
+        return super().__call__(state, observation, agent_info)
+
+    def close(self):
+        (self.folder / f"closed-{os.getpid()}").touch()
+
+
+def endless(folder):
+    """Rollouts whose end nobody will see, of a worker on each of two nodes."""
+    env_args = {"n_envs": 1, "length": 10**9}
+    return RayBatcher(
+        10**5, Endless, {"folder": folder}, create_failing, env_args, 2, 7, n_nodes=2
+    )
+
+
+def test_close_ends_rollouts_that_are_under_way_and_closes_agents(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr("rlstructs.distributed.pool.CLOSING", LIMIT)
+    with endless(tmp_path) as batcher:
+        pids = [worker["pid"] for worker in batcher.stats()["workers"]]
+        batcher.reset()
+        batcher.execute()
+        wait_until(lambda: len(list(tmp_path.glob("steps-*"))) == 2)
+        start = time.monotonic()
+    assert time.monotonic() - start < LIMIT  # not by force
+    assert {path.name for path in tmp_path.glob("closed-*")} == {f"closed-{pid}" for pid in pids}
+    wait_until_gone(pids)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_nodes_that_are_late_can_be_preempted(cluster, run_ahead):
+    env_args = {"how": "slow", "worker": 1, "n_envs": 1, "length": 10**9}  # a minute for a whole rollout
+    with RayBatcher(
+        600, Counting, {}, create_failing, env_args, 2, 7, n_nodes=2, run_ahead=run_ahead
+    ) as batcher:  # fmt: skip
+        batcher.reset()
+        batcher.execute()
+        first, _ = batcher.get(preempt=0.5)
+        batcher.execute()
+        second, _ = batcher.get(preempt=0.5)
+        for trajectories in (first, second):
+            whole, part = trajectories.lengths.tolist()
+            assert whole == 600 and 0 < part < 600
+        assert steps_of(first) == [0, 0] and steps_of(second) == first.lengths.tolist()
+
+
+def test_close_in_another_thread_ends_a_get(cluster, tmp_path):
+    batcher = endless(tmp_path)
+    pids = pids_of(batcher)
+    batcher.reset()
+    batcher.execute()
+    caught = []
+
+    def get():
+        try:
+            batcher.get()
+        except ClosedError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=get, daemon=True)
+    thread.start()
+    wait_until(lambda: len(list(tmp_path.glob("steps-*"))) == 2)
+    batcher.close()
+    thread.join(LIMIT)
+    assert not thread.is_alive() and [str(error) for error in caught] == ["the batcher was closed meanwhile"]
+    wait_until_gone(pids)
+    assert len(list(tmp_path.glob("closed-*"))) == 2
+
+
+def test_it_cannot_be_pickled(cluster):
+    with counting(n_processes=1, n_nodes=1) as batcher:
+        with pytest.raises(TypeError, match="^the nodes of a batcher cannot be copied or pickled, nor what holds them"):
+            cloudpickle.dumps(batcher._pool)
+        with pytest.raises(TypeError, match="pickle"):
+            cloudpickle.dumps(batcher)
 
 
 # --- failures -----------------------------------------------------------------------------------------
@@ -533,11 +638,24 @@ def test_what_is_wrong_with_an_argument_is_said_before_anything_starts(cluster, 
         RayBatcher(**{**needed, **arguments})
 
 
-def test_a_node_that_cannot_be_placed_is_said_to_need_what_it_does(cluster, monkeypatch):
-    monkeypatch.setattr("rlstructs.distributed.pool.PLACING", 0.5)
-    monkeypatch.setattr("rlstructs.distributed.pool.MENDING", 0.5)
-    with pytest.raises(WorkerTimeout, match=r"^node 0 was not placed and built within 2.0 s; it needs {'GPU': 1}"):
-        counting(n_nodes=1, timeout=0.5, resources={"GPU": 1})
+def test_what_no_machine_has_is_said_at_once(cluster):
+    message = "^resources: no machine of the cluster has {'GPU': 1}; all together have {.*'CPU': 3.0"
+    with pytest.raises(SpecError, match=message):
+        counting(n_nodes=1, resources={"GPU": 1})
+
+
+def test_actors_run_where_there_is_room_and_the_one_that_finds_none_says_so(cluster, monkeypatch, caplog):
+    with contextlib.ExitStack() as stack:
+        places = []
+        for _ in range(3):  # each takes all of a machine
+            batcher = stack.enter_context(counting(n_processes=1, n_nodes=1, resources={"CPU": 1}, timeout=LIMIT))
+            places.append(batcher.stats()["nodes"][0]["node_id"])
+        assert len(set(places)) == 3
+        monkeypatch.setattr("rlstructs.distributed.pool.PLACING", 0.5)
+        monkeypatch.setattr("rlstructs.distributed.pool.MENDING", 0.5)
+        with pytest.raises(WorkerTimeout, match=r"^node 0 was not placed and built within 2.0 s; it needs {'CPU': 1}"):
+            counting(n_nodes=1, timeout=0.5, resources={"CPU": 1})
+        assert "node 0 was not placed and built within 0.5 s; it needs {'CPU': 1}, and free are {" in caplog.text
 
 
 def test_without_ray_it_is_said_what_to_install(subprocess_env):

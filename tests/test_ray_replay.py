@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
+import textwrap
+import time
 import zlib
 
 import numpy as np
@@ -23,6 +28,7 @@ from rlstructs import (
     TemporalDictTensor,
     Trajectories,
     WorkerCrashed,
+    WorkerError,
 )
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'rlstructs[ray]'")
@@ -171,6 +177,76 @@ def test_several_trainers_write_and_draw_at_once(cluster):
         drawn = memory.sample(3000, ["obs"])
         assert {frame // 1000 for frame in frames_of(drawn).tolist()} == set(range(N_ENVS))
         assert len(set(drawn["weight"].tolist())) > 3
+
+
+def test_a_trainer_that_only_draws_sees_what_others_add_and_take_away(cluster):
+    import ray
+
+    @ray.remote(num_cpus=0)
+    class Trainer:
+        def __init__(self, memory):
+            self.memory = memory
+
+        def drawn(self, n_times=1):
+            return {frame // 1000 for _ in range(n_times) for frame in frames_of(self.memory.sample(60)).tolist()}
+
+    with replay(alpha=1.0) as memory:
+        memory.extend(rollout(environments=[0]))
+        trainer = Trainer.remote(memory)
+        assert ray.get(trainer.drawn.remote()) == {0}
+        memory.extend(rollout(environments=[1]))  # in the other shard
+        deadline = time.monotonic() + 30.0
+        while ray.get(trainer.drawn.remote()) != {0, 1}:
+            assert time.monotonic() < deadline
+        batch = memory.sample(500)
+        index = torch.unique(batch["index"][frames_of(batch) >= 1000])
+        memory.update_priorities(index, torch.zeros(len(index)))
+        assert ray.get(trainer.drawn.remote(3)) == {0}
+
+
+def test_a_request_that_does_not_arrive_costs_no_rows(cluster):
+    import ray
+
+    failures = {"num_failures": 1, "req_failure_prob": 100, "resp_failure_prob": 0, "in_flight_failure_prob": 0}
+    chaos = {"RAY_testing_rpc_failure": json.dumps({"CoreWorkerService.grpc_client.PushTask": failures})}
+
+    @ray.remote(num_cpus=0, runtime_env={"env_vars": chaos})
+    def train(memory):
+        with pytest.raises(WorkerError, match=r"^the reply of shard 0 \(.*\) to 'sample' is lost: .* is unavailable"):
+            memory.sample(20)
+        return len(set(frames_of(memory.sample(20)).tolist()))
+
+    with replay() as memory:
+        memory.extend(rollout())
+        assert ray.get(train.remote(memory), timeout=60) > 1
+        assert len(memory) == N_ENVS * T
+
+
+FULL = """
+    import os, sys
+    os.environ["RAY_local_fs_capacity_threshold"] = "0.0"  # Ray would go on with files in place of memory
+    import torch
+    from clusters import ray_cluster
+    from rlstructs import DictTensor, OutOfMemoryError, RayReplay, TemporalDictTensor, Trajectories
+
+    frames = torch.arange(8.0)[:, None].expand(8, 2**18)[None]
+    steps = TemporalDictTensor({"frame": frames}, torch.tensor([8]))
+    with ray_cluster(1), RayReplay(200, 1, 1, names={"obs": "frame"}, seed=0) as memory:
+        for _ in range(20):
+            memory.extend(Trajectories(DictTensor({"env_index": torch.tensor([0])}), steps))
+        try:
+            memory.save(sys.argv[1])
+        except OutOfMemoryError as error:
+            print(error)
+        print(len(memory), len(memory.sample(8)["obs"]), os.listdir(sys.argv[1]))
+"""
+
+
+def test_a_shard_that_is_larger_than_the_object_store_outlives_a_save(subprocess_env, tmp_path):
+    command = [sys.executable, "-c", textwrap.dedent(FULL), str(tmp_path / "kept")]
+    done = subprocess.run(command, env=subprocess_env, capture_output=True, text=True, timeout=100)
+    assert re.search(r"the reply of shard 0 \(.*\) to 'save' is lost: its machine's object store is full", done.stdout)
+    assert done.stdout.splitlines()[-1] == "160 8 []"
 
 
 def test_what_is_saved_is_gone_on_with(cluster, tmp_path):

@@ -23,6 +23,8 @@ from workers.errors import RemoteTraceback, WorkerError
 from workers.messages import RAISED, Call, Failure, Result
 
 BUILD = "build"
+# Ray's name for what does not wait behind other requests.
+ASIDE = "aside"
 
 Columns = dict[str, np.ndarray]
 
@@ -60,7 +62,7 @@ class NodeActor:
         reply: Any
         try:
             call: Call = messages.loads(request)
-            value: Any = self._build(*call.args) if call.method == BUILD else self._ask(call, shared)
+            value: Any = self._build(*shared, *call.args) if call.method == BUILD else self._ask(call, shared)
             if isinstance(value, WithColumns):
                 value, columns = value
             reply = Result((value, self._job.report()))
@@ -68,7 +70,12 @@ class NodeActor:
             reply = self._failed(error)
         return messages.dumps(reply), columns
 
-    def _build(self, path: list[str], settings: bytes, *args: Any) -> tuple[str, int]:
+    def cut(self, number: int) -> None:
+        """Has the job end what it runs, in another thread than `call`."""
+        if self._job is not None:
+            self._job.cut(number)
+
+    def _build(self, settings: bytes, path: list[str], *args: Any) -> tuple[str, int]:
         """Makes the job; where this is: Ray's name of the machine, and the process."""
         import ray
 

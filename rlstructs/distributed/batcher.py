@@ -16,6 +16,7 @@ processes with their actor.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -62,7 +63,7 @@ class RayBatcher(RL_Batcher):
         n_processes: W, worker processes in all, at least 1.
         timeout: seconds within which workers must answer. A node gets twice that and 5 s, to mend what it can itself,
             and a minute more to be placed by Ray. None for no limit: a node that dies is noticed all the same, as soon
-            as Ray notices.
+            as Ray notices, and one that finds no free machine is warned of each minute.
         on_worker_failure: "raise" what happened; or "restart": a node mends by itself what happens to its workers. One
             that dies is replaced on what is left of the cluster; the lengths of what was lost with it are 0.
         max_restarts: how many workers may be replaced in all; a node counts as all of its workers. A node knows of its
@@ -78,7 +79,7 @@ class RayBatcher(RL_Batcher):
 
     Raises:
         ImportError: Ray is not installed.
-        SpecError, TypeError: an argument is not what is needed.
+        SpecError, TypeError: an argument is not what is needed, or no machine of the cluster has `resources`.
         OutOfMemoryError: an object store is too small for the rollouts.
         WorkerError: a node or a worker did not come up.
         Exception: what `create_env` or `create_agent` raised in a worker.
@@ -126,6 +127,8 @@ class RayBatcher(RL_Batcher):
         out: Trajectories | None = None,
         *,
         min_nodes: int | None = None,
+        preempt: float | None = None,
+        min_workers: None = None,
     ) -> tuple[Trajectories, int] | tuple[None, None]:
         """The rollout that `execute` started, in memory of its own, as `RL_Batcher.get` gives it.
 
@@ -134,10 +137,14 @@ class RayBatcher(RL_Batcher):
             min_nodes: hand out the environments of so many nodes, or more, as soon as they are through, in place of
                 all: first come, first served. The others' rollouts come with a later `get`; `execute` starts one in
                 those who are through.
+            preempt: as of `RL_Batcher.get`, a fraction of the nodes.
+            min_workers: not here: give `min_nodes`.
 
         Returns, Raises: as `RL_Batcher.get`.
         """
-        return super().get(blocking, out, min_workers=min_nodes)
+        if min_workers is not None:
+            raise SpecError("get: min_workers is for RL_Batcher; a RayBatcher waits for nodes: give min_nodes")
+        return super().get(blocking, out, min_workers=min_nodes, preempt=preempt)
 
     def lease(self) -> PartsLease:  # type: ignore[override]
         """The rollout that `execute` started, where it lies in the object store: `get` without a copy.
@@ -178,23 +185,17 @@ class RayBatcher(RL_Batcher):
     def _start(self, run: RunSettings) -> None:
         engine.connect(self._address)
         sizes = split(run.n_processes, self._n_nodes or self._placement.n_machines())
-        data, first = [], 0
-        for size in sizes:
-            data.append(self._node_settings(run, first, size))
-            first += size
-        self._pool = NodePool(data, sizes, self._placement, run.timeout)
+        ends = itertools.accumulate(sizes)
+        workers = [(slice(end - size, end),) for size, end in zip(sizes, ends, strict=True)]
+        self._pool = NodePool(self._node_settings(run), workers, sizes, self._placement, run.timeout)
         self._crew: NodeCrew = NodeCrew(self._pool, run.on_worker_failure, run.max_restarts, run.run_ahead)
         self._outbox = Broadcast(self._check_update)
 
-    def _node_settings(self, run: RunSettings, first: int, size: int) -> bytes:
-        """What one node's batcher is made of, pickled."""
-        workers, job = slice(first, first + size), self._settings
-        job = dataclasses.replace(
-            job, seeds=job.seeds[workers], agent_seeds=None if job.agent_seeds is None else job.agent_seeds[workers]
-        )
-        own = dataclasses.replace(run, n_processes=size, run_ahead=0)
+    def _node_settings(self, run: RunSettings) -> bytes:
+        """What the nodes' batchers are made of, pickled."""
+        job = self._settings
         try:
-            return messages.dumps(NodeSettings(job, own, first, self._debug, registry.registered()))
+            return messages.dumps(NodeSettings(job, run, self._debug, registry.registered()))
         except Exception as error:
             if culprit := job.unpicklable():
                 raise TypeError(f"{culprit[0]} cannot be sent to a worker: {culprit[1]}") from error
@@ -203,7 +204,7 @@ class RayBatcher(RL_Batcher):
     def _attach(self, run: RunSettings) -> None:
         layout, blocks = self._describe(run.n_timesteps)
         warn_of_overlap(self._settings.seeds, self._n_envs, stacklevel=5)
-        self._books = PartBooks(layout, blocks, run.run_ahead + 1, self._inform, self._debug)
+        self._books = PartBooks(layout, blocks, run.run_ahead + 1, self._inform, self._pool.cut, self._debug)
         self._n_bytes_of_update = 0
         self._check_store()
 

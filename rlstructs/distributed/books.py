@@ -8,6 +8,7 @@ import numpy as np
 
 from rlstructs.books import Books
 from rlstructs.distributed.parts import Part, Parts, PartsBatch
+from rlstructs.generations import EVERY
 from rlstructs.member import Order
 from rlstructs.slots import Layout
 from rlstructs.steps import raw_of
@@ -22,6 +23,7 @@ class PartBooks(Books):
         layout, blocks: as of `Books`.
         n_rollouts: how many of each node there may be at once.
         inform: called with `agent_info` and `env_info` for nodes to take.
+        cut: called with the index of a node that is to end its rollouts, and the number that they are below.
         poisons: whether what was not written holds poison.
     """
 
@@ -31,9 +33,11 @@ class PartBooks(Books):
         blocks: Sequence[range],
         n_rollouts: int,
         inform: Callable[[Mapping[str, DictTensor]], None],
+        cut: Callable[[int, int], None],
         poisons: bool,
     ) -> None:
         super().__init__(layout, blocks)
+        self._cut = cut
         self._n_rollouts, self._inform, self._parts = n_rollouts, inform, Parts(layout, poisons)
 
     @property
@@ -57,6 +61,13 @@ class PartBooks(Books):
     def put_agent_info(self, info: DictTensor) -> None:
         super().put_agent_info(info)
         self._inform(self.infos)
+
+    def cut(self, member: int, number: int) -> None:
+        self._cut(member, number)
+
+    def cut_all(self) -> None:
+        for node in range(len(self.blocks)):
+            self.cut(node, EVERY)
 
     def add(self, orders: Mapping[int, Order], trajectories: Trajectories) -> None:
         """Takes down the episodes; what nodes began anew by themselves has no end."""

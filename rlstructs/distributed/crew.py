@@ -91,6 +91,8 @@ class NodeCrew(Crew):
         self.members = [NodeMember(n_ordered=member.n_ordered) for member in self.members]
         self._n_told = [0] * len(self.members)
         self._orders.pop("reset", None)
+        for node in self._nodes.nodes:  # one that is found dead has a successor of the same streams
+            node.report["state"] = state[node.workers.start : node.workers.stop]
         self._call("renew", state, is_lasting=False)
         for node, member in zip(self._nodes.nodes, cast(list[NodeMember], self.members), strict=True):
             member.told = node.report["state"]

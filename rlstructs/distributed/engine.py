@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlstructs.errors import OutOfMemoryError
+from rlstructs.errors import OutOfMemoryError, SpecError
 
 # Bytes: what is smaller travels with a reply, and does not go through the object store.
 INLINE = 100 * 1024
@@ -81,6 +81,30 @@ def machines() -> dict[str, Machine]:
     return {machine.node_id: machine for machine in found}
 
 
+def free() -> dict[str, dict[str, float]]:
+    """What of each resource nobody has reserved, by `node_id`; it is known some moments after it has changed."""
+    from ray._private.state import available_resources_per_node  # Ray's public functions give the sum of all
+
+    found: dict[str, dict[str, float]] = available_resources_per_node()
+    return found
+
+
+def is_death(error: Exception) -> bool:
+    """Whether what Ray says in place of a reply is that the actor is gone, and not that the reply is."""
+    from ray import exceptions
+
+    gone = (exceptions.RayActorError, exceptions.NodeDiedError, exceptions.ActorUnschedulableError,
+            exceptions.ActorPlacementGroupRemoved, exceptions.RuntimeEnvSetupError)  # fmt: skip
+    return isinstance(error, gone) and not isinstance(error, exceptions.ActorUnavailableError)
+
+
+def is_full(error: Exception) -> bool:
+    """Whether Ray says that there is no place to keep a reply."""
+    from ray import exceptions
+
+    return isinstance(error, (exceptions.ObjectStoreFullError, exceptions.OutOfDiskError))
+
+
 @dataclass(frozen=True)
 class Placement:
     """Where actors run.
@@ -93,39 +117,61 @@ class Placement:
     resources: Mapping[str, float] | None = None
     strategy: Any = None
 
-    def choose(self, taken: list[str]) -> str | None:
-        """The machine with the fewest actors, of those that have what one reserves, by `node_id`; None if none has.
+    def check(self) -> None:
+        """Raises SpecError if no machine has what an actor reserves, all of it being free."""
+        if self.strategy is None and not self._fitting():
+            raise SpecError(f"resources: no machine of the cluster has {self}; all together have "
+                            f"{ray().cluster_resources()}")  # fmt: skip
+
+    def choose(self, taken: list[str]) -> Machine | None:
+        """The machine with the fewest actors, of those where one can run at once; None to leave it to Ray.
 
         Args:
             taken: on which machines those run that there are.
         """
         if self.strategy is not None:
             return None
-        fitting = sorted(self._fitting(), key=lambda machine: taken.count(machine.node_id))
-        return next((machine.node_id for machine in fitting if machine.answers()), None)
+        unreserved = free()
+        with_room = (machine for machine in self._fitting()
+                     if self._has_room(machine, unreserved.get(machine.node_id, {}), taken))  # fmt: skip
+        fitting = sorted(with_room, key=lambda machine: taken.count(machine.node_id))
+        return next((machine for machine in fitting if machine.answers()), None)
 
     def n_machines(self) -> int:
         """How many have what an actor reserves; 1 if none has."""
         return len(self._fitting()) or 1
 
+    @property
+    def _needed(self) -> Mapping[str, float]:
+        return self.resources or {"CPU": 1}  # Ray asks for that much to place an actor
+
+    def _has_room(self, machine: Machine, unreserved: Mapping[str, float], taken: list[str]) -> bool:
+        """Whether an actor can run there; what those that were just made reserve is not known to Ray yet."""
+        n, reserved = taken.count(machine.node_id), self.resources or {}
+        return all(
+            min(unreserved.get(name, 0), machine.resources[name] - n * reserved.get(name, 0)) >= amount
+            for name, amount in self._needed.items()
+        )
+
     def _fitting(self) -> list[Machine]:
-        wanted = self.resources or {"CPU": 1}  # Ray asks for that much to place an actor
         fitting = (machine for machine in machines().values()
-                   if all(machine.resources.get(name, 0) >= n for name, n in wanted.items()))  # fmt: skip
+                   if all(machine.resources.get(name, 0) >= n for name, n in self._needed.items()))  # fmt: skip
         return sorted(fitting, key=lambda machine: machine.node_id)
 
-    def options(self, node_id: str | None) -> dict[str, Any]:
-        """Ray's options for an actor that is to run on a machine, if it can, or wherever it can."""
+    def options(self, machine: Machine | None) -> dict[str, Any]:
+        """Ray's options for an actor that is to run on a machine, if it can, or wherever it can first."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         resources = {"CPU": 0.0, **self.resources} if self.resources else {}  # with others Ray would reserve a CPU too
         options: dict[str, Any] = {name: resources.pop(key) for key, name in OPTIONS.items() if key in resources}
-        strategy = self.strategy if node_id is None else NodeAffinitySchedulingStrategy(node_id, soft=True)
-        options |= {} if strategy is None else {"scheduling_strategy": strategy}
-        return {**options, "resources": resources, "max_restarts": 0, "max_task_retries": 0}
+        strategy = self.strategy or "SPREAD"
+        if machine is not None:
+            strategy = NodeAffinitySchedulingStrategy(machine.node_id, soft=True)
+        return {**options, "scheduling_strategy": strategy, "resources": resources, "max_restarts": 0,
+                "max_task_retries": 0}  # fmt: skip
 
     def __str__(self) -> str:
-        return str(dict(self.resources or {"CPU": 1}))
+        return str(dict(self._needed))
 
 
 def check_store(what: str, needs: Mapping[str, int]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,29 +29,31 @@ from workers import messages
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """What a node needs to make its batcher; this is what is pickled.
+    """What nodes need to make their batchers; this is what is pickled.
 
     Attributes:
-        job, run: for its workers alone.
-        first: index of its first worker, of all.
+        job, run: of all workers.
         debug: as of `RL_Batcher`.
         registered: environment ids that the trainer's process has registered with gymnasium.
     """
 
     job: JobSettings
     run: RunSettings
-    first: int
     debug: bool
     registered: list[bytes]
 
-    @property
-    def workers(self) -> slice:
-        """Its workers, of all."""
-        return slice(self.first, self.first + self.run.n_processes)
+    def of(self, workers: slice) -> NodeSettings:
+        """For some workers alone."""
+        agent_seeds = self.job.agent_seeds
+        job = dataclasses.replace(
+            self.job, seeds=self.job.seeds[workers], agent_seeds=None if agent_seeds is None else agent_seeds[workers]
+        )
+        run = dataclasses.replace(self.run, n_processes=workers.stop - workers.start, run_ahead=0)
+        return dataclasses.replace(self, job=job, run=run)
 
-    def build(self, workers: Sequence[dict[str, Any]] | None = None) -> NodeJob:
+    def build(self, workers: slice, states: Sequence[dict[str, Any]] | None = None) -> NodeJob:
         """As of `NodeJob`."""
-        return NodeJob(self, workers)
+        return NodeJob(self.of(workers), workers, states)
 
 
 @dataclass(frozen=True)
@@ -94,11 +98,12 @@ class NodeBatcher(RL_Batcher):
         return self._n_envs, Specs(dict(layout.observation), dict(layout.action), state, self._crew.statistics)
 
     def rollout(
-        self, statistics: dict[str, Moments], agent_info: DictTensor
+        self, number: int, statistics: dict[str, Moments], agent_info: DictTensor
     ) -> tuple[Ran, Columns]:
         """Runs one rollout.
 
         Args:
+            number: how many the trainer ordered before.
             statistics: that environments go by.
             agent_info: as of `execute`.
 
@@ -110,6 +115,8 @@ class NodeBatcher(RL_Batcher):
         books = cast(SlotBooks, self._books)
         if self._life.phase is Phase.ENDED:
             return Ran([], [], self._take_anew(), []), columns_of(books.slots[0], np.zeros(0, np.int64), 0)
+        for member in self._crew.members:  # not all that the trainer ordered were run: some came after the end
+            member.n_ordered = number
         self._crew.know(statistics)
         self.execute(agent_info)
         before = self._take_anew()
@@ -122,6 +129,12 @@ class NodeBatcher(RL_Batcher):
         self._life.phase = Phase.READY if n_running else Phase.ENDED
         running = None if n_running == self.n_elems() else books.running().tolist()
         return Ran(running, gathered, before, self._take_anew()), columns
+
+    def cut(self, number: int) -> None:
+        """Ends rollouts below this number after the step that they are in; called while another thread runs one."""
+        with contextlib.suppress(IndexError):  # closed meanwhile
+            for worker in range(len(self._books.blocks)):
+                self._books.cut(worker, number)
 
     def _begin_anew(self, replaced: Iterable[int]) -> None:
         replaced = list(replaced)
@@ -142,17 +155,20 @@ class NodeJob:
 
     Args:
         settings: how to make the batcher.
-        workers: of each worker what `Crew.state` said of the one before it; None if there was none.
+        workers: which these are, of all.
+        states: of each worker what `Crew.state` said of the one before it; None if there was none.
     """
 
-    def __init__(self, settings: NodeSettings, workers: Sequence[dict[str, Any]] | None = None) -> None:
-        self._settings = settings
+    def __init__(
+        self, settings: NodeSettings, workers: slice, states: Sequence[dict[str, Any]] | None = None
+    ) -> None:
+        self._workers = workers
         registry.register(settings.registered)
         # The trainer's process says so, of all workers.
         warnings.filterwarnings("ignore", "seeds: environments of processes")
         self._batcher = NodeBatcher.of(settings)
-        if workers is not None:
-            self._batcher._renew(list(workers))
+        if states is not None:
+            self._batcher._renew(list(states))
         self.error: BaseException | None = None
         self._infos: dict[str, DictTensor] = {}
         self._agent_info = NO_INFO  # for the next rollout
@@ -171,9 +187,10 @@ class NodeJob:
 
     def inform(self, data: bytes) -> None:
         """Takes `agent_info` and `env_info` of all environments, pickled; each N rows, or empty."""
-        mine = self._rows()
-        self._infos = {name: _part(info, mine) for name, info in messages.loads(data).items()}
-        self._agent_info = self._infos["agent_info"]
+        with Once(self):
+            mine = self._rows()
+            self._infos = {name: _part(info, mine) for name, info in messages.loads(data).items()}
+            self._agent_info = self._infos["agent_info"]
 
     def reset(self, statistics: dict[str, Moments]) -> None:
         """Starts an episode in every environment."""
@@ -190,10 +207,14 @@ class NodeJob:
             what the slots hold.
         """
         with Once(self):
-            ran, columns = self._batcher.rollout(statistics, self._agent_info)
+            ran, columns = self._batcher.rollout(number, statistics, self._agent_info)
             self._agent_info = NO_INFO
             state = self._batcher._crew.state()
             return WithColumns((ran.running, state, self._version, ran.gathered, ran), columns)
+
+    def cut(self, number: int) -> None:
+        """As of `NodeBatcher`."""
+        self._batcher.cut(number)
 
     def update(self, packed: tuple[int, Parcel]) -> None:
         """Updates every agent; of how many updates this one is the last, and what it is."""
@@ -204,7 +225,7 @@ class NodeJob:
     def renew(self, workers: Sequence[dict[str, Any]]) -> None:
         """Makes environments anew; of all workers what `Crew.state` gave."""
         with Once(self):
-            self._batcher._renew(list(workers)[self._settings.workers])
+            self._batcher._renew(list(workers)[self._workers])
             self._batcher._life.phase = Phase.NEW
 
     def begin_evaluation(
@@ -221,7 +242,7 @@ class NodeJob:
         mine, crew = self._rows(), self._batcher._crew
         own = {name: _part(info, mine) for name, info in infos.items()}
         crew.know(statistics)
-        self._evaluation = crew.evaluating(wanted[mine], list(seeds)[self._settings.workers], own)
+        self._evaluation = crew.evaluating(wanted[mine], list(seeds)[self._workers], own)
 
     def evaluate(self) -> bool:
         """Goes on with it; whether all episodes have ended."""
@@ -252,7 +273,7 @@ class NodeJob:
         self._batcher.close()
 
     def _rows(self) -> slice:
-        n_envs, workers = self._batcher._n_envs, self._settings.workers
+        n_envs, workers = self._batcher._n_envs, self._workers
         return slice(workers.start * n_envs, workers.stop * n_envs)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import logging
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,15 +13,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlstructs.distributed import engine
-from rlstructs.distributed.actor import BUILD, NodeActor
+from rlstructs.distributed.actor import ASIDE, BUILD, Columns, NodeActor
 from rlstructs.distributed.engine import Placement
-from rlstructs.errors import WorkerCrashed, WorkerError, WorkerTimeout
+from rlstructs.errors import OutOfMemoryError, WorkerCrashed, WorkerError, WorkerTimeout
 from workers import messages
 from workers.errors import bare
 from workers.messages import Asked, Call, Failure, Result
 from workers.start import uninterrupted
 
-# Seconds that Ray has to place an actor and to start its process.
+logger = logging.getLogger("rlstructs")
+
+# Seconds that Ray has to place an actor and to start its process; without a limit, from one warning to the next.
 PLACING = 60.0
 # Seconds that a node has, beside what its workers have and once more for a successor, to mend what it can itself.
 MENDING = 5.0
@@ -42,6 +45,7 @@ class Node:
         report: what it said last of its workers.
         noun: what it is called.
         error: why it is gone.
+        waited: since when, or since which warning, it is to be placed and built, in the time of `time.monotonic`.
         is_late: whether it has outrun a deadline, and has not replied since.
     """
 
@@ -56,12 +60,17 @@ class Node:
     since: float = field(default_factory=time.monotonic)
     report: dict[str, Any] = field(default_factory=dict)
     error: WorkerError | None = None
+    waited: float = field(default_factory=time.monotonic)
     is_late: bool = False
 
     def is_overdue(self) -> bool:
         """Whether its next reply is later than it may be."""
         limit = self.asked[0][2] if self.asked else None
         return limit is not None and time.monotonic() >= self.since + limit
+
+    def is_built(self) -> bool:
+        """Whether it has its job, or is gone."""
+        return not self.asked or self.asked[0][1].label != BUILD
 
     @property
     def state(self) -> str:
@@ -78,22 +87,35 @@ class NodePool:
     """Jobs in actors of Ray, one each.
 
     Args:
-        settings: for each node what its job is built from, pickled.
+        settings: what jobs are built from, pickled; goes into the object store, once.
+        parts: for each node what makes its job of that.
         sizes: how many workers each has.
         placement: where they run.
         timeout: seconds that their workers have to answer, None for no limit.
+
+    Raises:
+        SpecError: no machine can ever have one.
+        WorkerError: one did not come up.
+        Exception: what a job raised as it was built.
     """
 
     #: What one is called.
     noun = "node"
 
-    def __init__(self, settings: Sequence[bytes], sizes: Sequence[int], placement: Placement, timeout: float | None):
-        self._settings, self._placement, self.timeout = settings, placement, timeout
+    def __init__(
+        self, settings: bytes, parts: Sequence[tuple[Any, ...]], sizes: Sequence[int], placement: Placement,
+        timeout: float | None,
+    ) -> None:  # fmt: skip
+        placement.check()
+        self._settings, self._parts = engine.ray().put(settings), parts
+        self._placement, self.timeout = placement, timeout
+        # Replies are taken under it: `close` may be called while another thread waits for some.
+        self._lock, self._is_over = threading.RLock(), False
         ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
         self._workers = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         self.nodes: list[Node] = []
         try:
-            for index in range(len(settings)):
+            for index in range(len(parts)):
                 self.nodes.append(self._started(index))
             self.values([self._build(node) for node in self.nodes], fails_fast=True)
         except BaseException as error:
@@ -104,13 +126,12 @@ class NodePool:
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        """Another process may ask the same actors; what this one waits for is not for it."""
-        return {**vars(self), "nodes": [dataclasses.replace(node, asked=deque()) for node in self.nodes]}
+        raise TypeError("the nodes of a batcher cannot be copied or pickled, nor what holds them")
 
     @property
     def n_workers(self) -> int:
         """How many members the crew has."""
-        return len(self._settings)
+        return len(self._parts)
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Calls a method of every job; the values, by node."""
@@ -150,11 +171,18 @@ class NodePool:
 
     def is_settled(self, asked: Sequence[Asked], n: int | None = None, *, fails_fast: bool = False) -> bool:
         """Whether `settle` would return at once."""
+        self._check_open()
         while self._take(0.0):
             pass
         if fails_fast and any(each.error for each in asked):
             return True
         return sum(each.is_over for each in asked) >= (len(asked) if n is None else n) or not self._waits_for(asked)
+
+    def cut(self, index: int, number: int) -> None:
+        """Has a node end its rollouts below this number after the step that it is in; nobody waits for it."""
+        node = self.nodes[index]
+        if node.error is None and engine.ray().is_initialized():
+            node.actor.cut.options(concurrency_group=ASIDE).remote(number)
 
     def check(self) -> dict[int, BaseException]:
         """The failures of nodes that are known to be gone."""
@@ -171,9 +199,11 @@ class NodePool:
         """
         for index in successors:
             self._end(self.nodes[index], WorkerCrashed(f"{self.nodes[index]} was replaced"))
-        for index in successors:
-            report, self.nodes[index] = self.nodes[index].report, self._started(index)
-            self.nodes[index].report = report
+        with self._lock:  # or `kill` could miss one
+            self._check_open()
+            for index in successors:
+                report, self.nodes[index] = self.nodes[index].report, self._started(index)
+                self.nodes[index].report = report
         return [self._build(self.nodes[index], *args) for index, args in successors.items()]
 
     def close(self) -> None:
@@ -182,45 +212,60 @@ class NodePool:
         Raises:
             Exception: what the first job raised while it closed; everything is gone all the same.
         """
+        self._is_over = True
         deadline, left = time.monotonic() + CLOSING, CLOSING
         asked: list[Asked] = []
-        if engine.ray().is_initialized():
-            asked = self.ask("close", only=[node.index for node in self.nodes if not (node.error or node.is_late)])
-        while not all(each.is_over for each in asked) and left > 0:
-            self._take(left)
-            left = deadline - time.monotonic()
-        errors = [each.error for each in asked if each.error and not isinstance(each.error, WorkerError)]
-        self.kill()
-        if errors:
+        try:
+            if engine.ray().is_initialized():
+                asked = self.ask("close", only=[node.index for node in self.nodes if not (node.error or node.is_late)])
+            while not all(each.is_over for each in asked) and left > 0:
+                self._take(left)
+                left = deadline - time.monotonic()
+        finally:
+            self.kill()
+        if errors := [each.error for each in asked if each.error and not isinstance(each.error, WorkerError)]:
             raise errors[0]
 
     def kill(self) -> None:
         """Ends every actor; its worker processes end with it."""
-        for node in self.nodes:
-            if node.error is None:
-                self._end(node, WorkerCrashed(f"{node} was closed"))
+        with self._lock:
+            self._is_over = True
+            for node in self.nodes:
+                if node.error is None:
+                    self._end(node, WorkerCrashed(f"{node} was closed"))
+
+    def _check_open(self) -> None:
+        if self._is_over:  # by another thread
+            raise WorkerError("the nodes were ended meanwhile")
 
     def _end(self, node: Node, error: WorkerError) -> None:
-        if node.error is None:
-            node.error = error
+        """Ends an actor, by force."""
         if engine.ray().is_initialized():  # or it would be begun anew
             with contextlib.suppress(Exception):
                 engine.ray().kill(node.actor)
-        while node.asked:
-            node.asked.popleft()[1].end(error=bare(node.error))
+        self._give_up(node, error)
+
+    def _give_up(self, node: Node, error: WorkerError) -> None:
+        """Nothing comes any more of what a node was asked."""
+        with self._lock:
+            if node.error is None:
+                node.error = error
+            while node.asked:
+                node.asked.popleft()[1].end(error=bare(node.error))
 
     def _started(self, index: int) -> Node:
         """An actor that Ray is to place; it takes requests already."""
         others = [node.node_id for node in self.nodes if node.index != index and node.state != "gone"]
-        node_id, workers = self._placement.choose(others), self._workers[index]
-        actor = engine.ray().remote(NodeActor).options(**self._placement.options(node_id)).remote(workers.start)
-        machine = engine.machines().get(node_id or "")
-        return Node(index, workers, actor, self.noun, node_id or "", machine.address if machine else "")
+        machine, workers = self._placement.choose(others), self._workers[index]
+        options = self._placement.options(machine)
+        actor = engine.ray().remote(concurrency_groups={ASIDE: 1})(NodeActor).options(**options).remote(workers.start)
+        found = (machine.node_id, machine.address) if machine else ("", "")
+        return Node(index, workers, actor, self.noun, *found)
 
     def _build(self, node: Node, *args: Any) -> Asked:
-        request = messages.dumps(Call(BUILD, (sys.path, self._settings[node.index], *args)))
+        request = messages.dumps(Call(BUILD, (sys.path, *self._parts[node.index], *args)))
         limit = self._limit()
-        return self._ask(node, BUILD, request, [], None if limit is None else PLACING + limit)
+        return self._ask(node, BUILD, request, [self._settings], None if limit is None else PLACING + limit)
 
     def _limit(self) -> float | None:
         """Seconds that a node has to answer."""
@@ -228,12 +273,13 @@ class NodePool:
 
     def _ask(self, node: Node, method: str, request: bytes, shared: list[Any], limit: float | None) -> Asked:
         asked = Asked(node.index, method)
-        if node.error is not None:
-            asked.end(error=bare(node.error))
-            return asked
-        if not node.asked:
-            node.since = time.monotonic()
-        node.asked.append((node.actor.call.remote(request, *shared), asked, limit))
+        with self._lock:
+            if node.error is not None:
+                asked.end(error=bare(node.error))
+                return asked
+            if not node.asked:
+                node.since = time.monotonic()
+            node.asked.append((node.actor.call.remote(request, *shared), asked, limit))
         return asked
 
     def values(self, asked: Sequence[Asked], *, fails_fast: bool = False) -> list[Any]:
@@ -250,9 +296,15 @@ class NodePool:
         return [node for node in self.nodes if node.index in indexes and node.asked and not node.is_overdue()]
 
     def _wait(self, nodes: Sequence[Node]) -> None:
-        """Takes what comes first, until the first of these is overdue."""
-        limits = [node.since + limit for node in nodes if (limit := node.asked[0][2]) is not None]
-        self._take(max(0.0, min(limits) - time.monotonic()) if limits else None)
+        """Takes what comes first, until the first of these is overdue; warns of those that are long to be placed."""
+        ends = [node.since + limit for node in nodes if (limit := node.asked[0][2]) is not None]
+        ends += [node.waited + PLACING for node in nodes if not node.is_built()]
+        self._take(max(0.0, min(ends) - time.monotonic()) if ends else None)
+        now = time.monotonic()
+        for node in nodes:
+            if not node.is_built() and now >= node.waited + PLACING:
+                node.waited = now
+                logger.warning("%s", self._unplaced(node, now - node.since))
 
     def _take(self, timeout: float | None) -> bool:
         """Takes replies that come within so many seconds, None for any number; whether there were any."""
@@ -267,22 +319,35 @@ class NodePool:
         return bool(ready)
 
     def _receive(self, node: Node, reference: Any) -> None:
-        """Takes the reply to what a node was asked first."""
+        """Takes the reply to what a node was asked first, unless another thread has."""
+        with self._lock:
+            if not node.asked or node.asked[0][0] != reference:
+                return
+            reply, columns = self._reply(node, reference)
+            if node.error is not None:
+                return
+            asked = node.asked.popleft()[1]
+            node.since, node.is_late = time.monotonic(), False
+            if isinstance(reply, Exception):
+                asked.end(error=reply)
+            elif not isinstance(reply, Result):
+                asked.end(error=self._failure(node, asked, *reply))
+            else:
+                value, node.report = reply.value
+                if asked.label == BUILD:
+                    self._placed(node, *value)
+                asked.end((*value, columns) if columns else value)
+
+    def _reply(self, node: Node, reference: Any) -> tuple[Any, Columns]:
+        """What a node has replied, or the exception to raise when just that is lost."""
         try:
             data, columns = engine.ray().get(reference)
-            reply = messages.loads(data)
+            return messages.loads(data), columns
         except Exception as error:  # of Ray: it says why there is none
-            self._end(node, self._gone(node, error))
-            return
-        asked = node.asked.popleft()[1]
-        node.since, node.is_late = time.monotonic(), False
-        if not isinstance(reply, Result):
-            asked.end(error=self._failure(node, asked, *reply))
-            return
-        value, node.report = reply.value
-        if asked.label == BUILD:
-            self._placed(node, *value)
-        asked.end((*value, columns) if columns else value)
+            if engine.is_death(error):
+                self._give_up(node, self._gone(node, error))
+                return None, {}
+            return self._lost(node, error), {}
 
     def _placed(self, node: Node, node_id: str, pid: int) -> None:
         machine = engine.machines().get(node_id)
@@ -313,11 +378,21 @@ class NodePool:
         gone.__cause__ = error.with_traceback(None)
         return gone
 
+    def _lost(self, node: Node, error: Exception) -> Exception:
+        """What to raise for a reply that does not come from a node that is there."""
+        text = f"the reply of {node} to {node.asked[0][1].label!r} is lost"
+        lost: Exception = WorkerError(f"{text}: {error}", node.workers.start)
+        if engine.is_full(error):
+            lost = OutOfMemoryError(f"{text}: its machine's object store is full: {error}")
+        lost.__cause__ = error.with_traceback(None)
+        return lost
+
     def _late(self, node: Node) -> WorkerTimeout:
         _, asked, limit = node.asked[0]
-        if asked.label != BUILD:
-            text = f"no reply within {limit} s to {asked.label!r} from {node}"
-        else:
-            text = (f"{node} was not placed and built within {limit} s; it needs {self._placement}, "
-                    f"and free are {engine.ray().available_resources()}")  # fmt: skip
-        return WorkerTimeout(text, node.workers.start)
+        assert limit is not None
+        late = f"no reply within {limit} s to {asked.label!r} from {node}"
+        return WorkerTimeout(late if node.is_built() else self._unplaced(node, limit), node.workers.start)
+
+    def _unplaced(self, node: Node, seconds: float) -> str:
+        return (f"{node} was not placed and built within {seconds:.1f} s; it needs {self._placement}, "
+                f"and free are {engine.ray().available_resources()}")  # fmt: skip

@@ -10,6 +10,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ import torch
 
 from rlstructs.checks import check_count, check_timeout
 from rlstructs.distributed import engine, folder
+from rlstructs.distributed.actor import Columns
 from rlstructs.distributed.pool import Node, NodePool
 from rlstructs.distributed.shard import (
     DATA,
@@ -26,6 +30,7 @@ from rlstructs.distributed.shard import (
     INDEX,
     LEAF,
     LENGTHS,
+    Dtypes,
     ShardSettings,
 )
 from rlstructs.errors import ClosedError, MissingKeyError, SpecError, StateError
@@ -47,6 +52,15 @@ class ShardPool(NodePool):
     """The actors of a `RayReplay`."""
 
     noun = "shard"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Another trainer may ask the same actors; what this one waits for, and how they were made, is not for it."""
+        nodes = [dataclasses.replace(node, asked=deque()) for node in self.nodes]
+        return {**vars(self), "nodes": nodes, "_settings": None, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._lock = threading.RLock()
 
     def _where(self, node: Node) -> str:
         return f"on {node}"
@@ -117,14 +131,14 @@ class RayReplay:
         self._n_shards = n_shards or min(where.n_machines(), num_envs)
         own, *of_shards = np.random.SeedSequence(seed).spawn(self._n_shards + 1)
         self._rng, self._is_closed, self._is_owner = np.random.default_rng(own), False, True
-        settings = [self._settings(shard, of_shards[shard]) for shard in range(self._n_shards)]
-        self._pool = ShardPool([messages.dumps(each) for each in settings], [1] * self._n_shards, where, timeout)
+        settings = messages.dumps(ShardSettings(self._memory_size, self._alpha or 0.0, self._names))
+        seeds = [int(seed.generate_state(1)[0]) for seed in of_shards]
+        parts = list(zip(self._sizes(), seeds, strict=True))
+        self._pool = ShardPool(settings, parts, [1] * self._n_shards, where, timeout)
 
-    def _settings(self, shard: int, seed: np.random.SeedSequence) -> ShardSettings:
-        n_envs = len(range(shard, self._num_envs, self._n_shards))
-        return ShardSettings(
-            self._memory_size, n_envs, self._alpha or 0.0, int(seed.generate_state(1)[0]), self._names
-        )
+    def _sizes(self) -> list[int]:
+        """How many environments each shard has."""
+        return [len(range(shard, self._num_envs, self._n_shards)) for shard in range(self._n_shards)]
 
     def extend(self, trajectories: Trajectories) -> None:
         """Appends the valid steps of what a batcher's `get` gives.
@@ -191,13 +205,11 @@ class RayReplay:
             raise MissingKeyError(f"sample: no tensor(s) {unknown}, there are {sorted(self._names)}")
         length = max(1, sequence_length)
         settings = {"sequence_length": length, "n_step": n_step, "gamma": gamma, "episode_ends": episode_ends}
-        counts = self._counts(n)
-        shards = [shard for shard, count in enumerate(counts) if count]
-        asked = [self._pool.ask("sample", names, counts[shard], settings, only=[shard])[0] for shard in shards]
-        parts = self._pool.values(asked)
-        dtypes, columns = parts[0][0], [part[1] for part in parts]
-        for shard, part in zip(shards, columns, strict=True):
-            part["/" + INDEX] = part["/" + INDEX] * self._n_shards + shard
+        try:
+            dtypes, columns = self._drawn(n, names, settings)
+        except SpecError:
+            self._refresh()  # others may have left nothing to draw in a shard
+            dtypes, columns = self._drawn(n, names, settings)
         leaves = np.concatenate([part.pop("/" + LEAF) for part in columns])
         least = min(report["least"] for report in self._reports() if report["rows"])
         joined = {name: np.concatenate([part[name] for part in columns]) for name in columns[0]}
@@ -234,8 +246,7 @@ class RayReplay:
             return
         largest_of(values, limit_of(self._memory_size * self._num_envs, self._alpha))  # here: for all shards or none
         shards, rows = rows % self._n_shards, rows // self._n_shards
-        sizes = np.array([len(range(shard, self._num_envs, self._n_shards)) for shard in range(self._n_shards)])
-        if rows.min() < 0 or (rows >= self._memory_size * sizes[shards]).any():
+        if rows.min() < 0 or (rows >= self._memory_size * np.array(self._sizes())[shards]).any():
             raise IndexError("update_priorities: an index is none that a sample has had")
         asked: list[Asked] = []
         for shard in np.unique(shards):
@@ -342,12 +353,22 @@ class RayReplay:
         """Keys that say where episodes end and begin, whatever the tensors are."""
         return {key for key in (*STEP_ENDS, STEP_START) if key in trajectories.trajectories}
 
+    def _drawn(self, n: int, names: list[str], settings: dict[str, Any]) -> tuple[Dtypes, list[Columns]]:
+        """The tensors' dtypes, and what each shard that draws some of `n` rows gives."""
+        counts = self._counts(n)
+        shards = [shard for shard, count in enumerate(counts) if count]
+        # The others say, some time, what has become of them meanwhile: nothing else would tell.
+        self._pool.ask("report", only=[node.index for node in self._pool.nodes
+                                       if not (counts[node.index] or node.asked)])  # fmt: skip
+        asked = [self._pool.ask("sample", names, counts[shard], settings, only=[shard])[0] for shard in shards]
+        parts = self._pool.values(asked)
+        for shard, (_, columns) in zip(shards, parts, strict=True):
+            columns["/" + INDEX] = columns["/" + INDEX] * self._n_shards + shard
+        return parts[0][0], [columns for _, columns in parts]
+
     def _counts(self, n: int) -> list[int]:
         """How many of `n` rows each shard draws: one for each n-th of the total."""
-        masses = self._masses()
-        if not masses.sum() > 0:
-            self._refresh()
-            masses = self._masses()
+        masses = np.array([report["mass"] for report in self._reports()])
         if not masses.sum() > 0:
             raise SpecError("nothing to sample: there are no rows, or none has a priority above zero")
         ends = np.cumsum(masses)
@@ -355,9 +376,6 @@ class RayReplay:
         shards = np.minimum(np.searchsorted(ends, at, side="right"), np.flatnonzero(masses)[-1])
         counts: list[int] = np.bincount(shards, minlength=len(masses)).tolist()
         return counts
-
-    def _masses(self) -> np.ndarray:
-        return np.array([report["mass"] for report in self._reports()])
 
     def _reports(self) -> list[dict[str, Any]]:
         return [node.report for node in self._pool.nodes]

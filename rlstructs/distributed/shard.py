@@ -29,25 +29,21 @@ Dtypes = dict[str, torch.dtype]
 
 @dataclass(frozen=True)
 class ShardSettings:
-    """What a shard is made of; this is what is pickled.
+    """What shards are made of; this is what is pickled.
 
     Attributes:
         memory_size: rows of each environment.
-        num_envs: its environments.
         alpha: exponent of priorities.
-        seed: of its draws.
         names: as of `Memory.add_trajectories`.
     """
 
     memory_size: int
-    num_envs: int
     alpha: float
-    seed: int
     names: Mapping[str, str]
 
-    def build(self) -> Shard:
-        """The shard, without rows."""
-        return Shard(self)
+    def build(self, num_envs: int, seed: int) -> Shard:
+        """As of `Shard`."""
+        return Shard(self, num_envs, seed)
 
 
 class ShardMemory(PrioritizedMemory):
@@ -85,10 +81,12 @@ class Shard:
 
     Args:
         settings: how to make its memory.
+        num_envs: its environments.
+        seed: of its draws.
     """
 
-    def __init__(self, settings: ShardSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: ShardSettings, num_envs: int, seed: int) -> None:
+        self._settings, self._num_envs, self._seed = settings, num_envs, seed
         self._memory = self._made()
         self._loaded: ShardMemory | None = None
 
@@ -159,6 +157,6 @@ class Shard:
     def _made(self) -> ShardMemory:
         settings = self._settings
         return ShardMemory(
-            memory_size=settings.memory_size, num_envs=settings.num_envs, alpha=settings.alpha, seed=settings.seed,
+            memory_size=settings.memory_size, num_envs=self._num_envs, alpha=settings.alpha, seed=self._seed,
             device="cpu",
         )  # fmt: skip
