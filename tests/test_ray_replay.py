@@ -266,6 +266,14 @@ def test_what_is_saved_is_gone_on_with(cluster, tmp_path):
         memory.save(tmp_path / "kept")
         after = sorted(path.name for path in (tmp_path / "kept").iterdir())
         assert len(after) == len(before) == 3 and after != before
+        others = {"shard-mine.npz", "shard-0-01234567.npz"}  # which nothing names
+        for name in others:
+            (tmp_path / "kept" / name).touch()
+        memory.save(tmp_path / "kept")
+        left = {path.name for path in (tmp_path / "kept").iterdir()}
+        assert len(left) == 5 and others < left and left & set(after) == {"replay.json"}
+        with replay(alpha=0.6, n_shards=1) as other, pytest.raises(FileError, match=r"\{'n_shards': 1\} differ"):
+            other.load(tmp_path / "kept")
         with replay(alpha=0.6, seed=9) as other:
             other.load(tmp_path / "kept")
             mine, its = memory.sample(20), other.sample(20)
@@ -326,6 +334,10 @@ def test_what_does_not_fit_is_said_and_nothing_is_kept(cluster):
         del steps["observation/frame"]
         with pytest.raises(MissingKeyError, match="observation/frame"):
             memory.extend(Trajectories(wrong.info, TemporalDictTensor(steps, wrong.trajectories.lengths)))
+        values = {**dict(wrong.trajectories.items()), "observation/frame": torch.ones(N_ENVS, T, 1).double()}
+        values["observation/frame"][1, -1] = 1e300  # of the second shard
+        with pytest.raises(SpecError, match="'obs' holds float64 values that do not fit float32"):
+            memory.extend(Trajectories(wrong.info, TemporalDictTensor(values, wrong.trajectories.lengths)))
         assert len(memory) == T
         index = memory.sample(4)["index"]
         for arguments, error, message in (

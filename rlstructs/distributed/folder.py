@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import secrets
 import zlib
 from collections.abc import Iterable, Mapping
@@ -13,12 +15,14 @@ import numpy as np
 
 from rlstructs.distributed.shard import FORMAT
 from rlstructs.errors import FileError
+from rlstructs.structures.files import replacing
 
 HEADER = "replay.json"
+NAME = re.compile(rf"shard-\d+-[0-9a-f]{{8}}\.{FORMAT}")
 
 
 def write(folder: Path, memory: Mapping[str, Any], generator: Mapping[str, Any], shards: Iterable[np.ndarray]) -> None:
-    """Writes a folder, the file that names the others last; what an earlier call has left goes after that.
+    """Writes a folder, the file that names the others last; those that the one before it has named go after that.
 
     Args:
         folder: is made if there is none.
@@ -27,24 +31,23 @@ def write(folder: Path, memory: Mapping[str, Any], generator: Mapping[str, Any],
         shards: the bytes of each.
     """
     run, names = secrets.token_hex(4), list[str]()
-    new = folder / f"{HEADER}.{run}"
     folder.mkdir(parents=True, exist_ok=True)
     try:
         for shard, data in enumerate(shards):
             names.append(f"shard-{shard}-{run}.{FORMAT}")
             with (folder / names[-1]).open("xb") as file:
                 data.tofile(file)
+                os.fsync(file.fileno())
         header = json.dumps({"memory": memory, "generator": generator, "shards": names})
-        with new.open("x") as text:
+        with replacing(folder / HEADER) as new, new.open("x") as text:
             json.dump({"checksum": zlib.crc32(header.encode()), "header": header}, text)
-        new.rename(folder / HEADER)
+            text.flush()
+            os.fsync(text.fileno())
+            before = _named(folder)
     except BaseException:
-        for path in (new, *(folder / name for name in names)):
-            path.unlink(missing_ok=True)
+        _remove(folder, names)
         raise
-    for path in folder.glob(f"shard-*.{FORMAT}"):
-        if path.name not in names:
-            path.unlink()
+    _remove(folder, before)
 
 
 def read(folder: Path, memory: Mapping[str, Any], n_shards: int) -> tuple[np.random.Generator, list[Path]]:
@@ -57,16 +60,43 @@ def read(folder: Path, memory: Mapping[str, Any], n_shards: int) -> tuple[np.ran
     path = folder / HEADER
     text = path.read_text(errors="replace")
     try:
-        outer = json.loads(text)
-        if zlib.crc32(outer["header"].encode()) != outer["checksum"]:
-            raise ValueError("its checksum is another")
-        header = json.loads(outer["header"])
+        header = _header(text)
         found, names, generator = header["memory"], header["shards"], np.random.default_rng()
         generator.bit_generator.state = header["generator"]
-        if found == memory and (len(names) != n_shards or any(Path(name).name != name for name in names)):
+        if found == memory and len(names) != n_shards:
             raise ValueError(f"it names the files {names}")
     except Exception as error:  # whatever it holds
         raise FileError(f"{path}: damaged: {error}") from error
     if found != memory:
-        raise FileError(f"{path}: of another memory: {found}, this one is {dict(memory)}")
+        differ = {key: value for key, value in memory.items() if found.get(key) != value}
+        raise FileError(f"{path}: of another memory, {found}; make this one, whose {differ} differ, like that")
     return generator, [folder / name for name in names]
+
+
+def _header(text: str) -> dict[str, Any]:
+    """What a header says.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is damaged.
+    """
+    outer = json.loads(text)
+    if zlib.crc32(outer["header"].encode()) != outer["checksum"]:
+        raise ValueError("its checksum is another")
+    header: dict[str, Any] = json.loads(outer["header"])
+    if not all(NAME.fullmatch(name) for name in header["shards"]):
+        raise ValueError(f"it names the files {header['shards']}")
+    return header
+
+
+def _named(folder: Path) -> list[str]:
+    """The files that the header names; none if there is no header, or it is not one of ours."""
+    try:
+        names: list[str] = _header((folder / HEADER).read_text(errors="replace"))["shards"]
+        return names
+    except (OSError, AttributeError, KeyError, TypeError, ValueError):
+        return []
+
+
+def _remove(folder: Path, names: Iterable[str]) -> None:
+    for name in names:
+        (folder / name).unlink(missing_ok=True)

@@ -139,6 +139,8 @@ class Parts:
         columns |= {field.name: np.zeros((0, *field.shape[2:]), _raw_dtype(field.dtype))
                     for field in self.layout.fields() if field.sparse}  # fmt: skip
         columns |= {name: raw_of(tensor) for name, tensor in infos.items()}
+        for column in columns.values():
+            column.flags.writeable = False
         return self.of(node, columns)
 
 

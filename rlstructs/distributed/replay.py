@@ -35,6 +35,7 @@ from rlstructs.distributed.shard import (
 )
 from rlstructs.errors import ClosedError, MissingKeyError, SpecError, StateError
 from rlstructs.memories.trajectories import NAMES, lanes_of
+from rlstructs.replay.columns import cast
 from rlstructs.replay.prioritised import exponent, largest_of, limit_of
 from rlstructs.replay.trajectories import STEP_ENDS, STEP_START
 from rlstructs.replay.values import host_array
@@ -43,6 +44,7 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from workers import messages
 from workers.messages import Asked
+from workers.start import uninterrupted
 
 FORMAT, VERSION = "rlstructs.RayReplay", 1
 WEIGHT = "weight"
@@ -159,15 +161,18 @@ class RayReplay:
         environments = lanes_of(trajectories, self._num_envs, "extend")
         columns = {key: raw_of(steps[key].detach().cpu()) for key in keys}
         columns[LENGTHS] = host_array(LENGTHS, steps.lengths)
-        dtypes = {key: steps[key].dtype for key in keys}
+        dtypes = self._dtypes(columns, {key: steps[key].dtype for key in keys})
         largest = max(report["largest"] for report in self._reports())  # which new rows have, in every shard
-        asked: list[Asked] = []
+        parts = []
         for shard in range(self._n_shards):
             # Those too of which nothing comes: they make the same tensors.
             rows = np.flatnonzero(environments % self._n_shards == shard)
             part = {name: column[rows] for name, column in columns.items()}
             part[ENV_INDEX] = environments[rows] // self._n_shards
-            asked += self._pool.ask("extend", dtypes, largest, engine.ray().put(part), only=[shard])
+            parts.append(engine.ray().put(part))
+        with uninterrupted():  # all take it, or none does
+            asked = [self._pool.ask("extend", dtypes, largest, part, only=[shard])[0]
+                     for shard, part in enumerate(parts)]  # fmt: skip
         self._pool.values(asked)
 
     def sample(
@@ -297,7 +302,7 @@ class RayReplay:
         """Restores what `save` wrote: rows, priorities and random streams.
 
         Args:
-            path: of the folder of a memory with the same sizes, `alpha` and `names`.
+            path: of the folder of a memory with the same sizes, `n_shards`, `alpha` and `names`.
 
         Raises:
             FileError: it is not, or damaged; the memory is as it was.
@@ -306,9 +311,13 @@ class RayReplay:
         """
         self._check_open("load")
         generator, files = folder.read(Path(path), self._header(), self._n_shards)
-        for shard, file in enumerate(files):
-            data = {DATA: np.fromfile(file, np.uint8)}
-            self._pool.values(self._pool.ask("load", engine.ray().put(data), only=[shard]))
+        try:
+            for shard, file in enumerate(files):
+                data = {DATA: np.fromfile(file, np.uint8)}
+                self._pool.values(self._pool.ask("load", engine.ray().put(data), only=[shard]))
+        except BaseException:
+            self._pool.ask("drop_loaded")
+            raise
         self._pool.values(self._pool.ask("take_loaded"))
         self._rng = generator
 
@@ -352,6 +361,19 @@ class RayReplay:
     def _ends(trajectories: Trajectories) -> set[str]:
         """Keys that say where episodes end and begin, whatever the tensors are."""
         return {key for key in (*STEP_ENDS, STEP_START) if key in trajectories.trajectories}
+
+    def _dtypes(self, columns: Columns, dtypes: Dtypes) -> Dtypes:
+        """Of all columns; those that the shards hold otherwise are cast, here: for all shards or none.
+
+        Raises:
+            SpecError: a value does not fit; the columns may be cast in part.
+        """
+        held: Dtypes = next((report["dtypes"] for report in self._reports() if report["dtypes"]), {})
+        for name, key in self._names.items():
+            dtype = held.get(name, dtypes[key])
+            if torch.bfloat16 not in (dtype, dtypes[key]) and dtype is not dtypes[key]:  # which numpy has not
+                columns[key], dtypes[key] = cast(name, columns[key], raw_of(torch.empty(0, dtype=dtype)).dtype), dtype
+        return dtypes
 
     def _drawn(self, n: int, names: list[str], settings: dict[str, Any]) -> tuple[Dtypes, list[Columns]]:
         """The tensors' dtypes, and what each shard that draws some of `n` rows gives."""

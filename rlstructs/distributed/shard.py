@@ -91,10 +91,12 @@ class Shard:
         self._loaded: ShardMemory | None = None
 
     def report(self) -> dict[str, Any]:
-        """How many rows there are, what `ShardMemory` tells of them, and bytes."""
+        """How many rows there are, what `ShardMemory` tells of them, bytes, and dtypes by name, if it has any rows."""
         memory = self._memory
         mass, least = memory.mass()
-        return {"rows": len(memory), "mass": mass, "least": least, "largest": memory.largest, "nbytes": memory.nbytes}
+        dtypes = {name: memory.get_tensor_by_name(name).dtype for name in self._settings.names} if len(memory) else {}
+        return {"rows": len(memory), "mass": mass, "least": least, "largest": memory.largest, "nbytes": memory.nbytes,
+                "dtypes": dtypes}  # fmt: skip
 
     def extend(self, dtypes: Dtypes, largest: float, columns: Columns) -> None:
         """Appends the steps of trajectories.
@@ -150,6 +152,10 @@ class Shard:
         """Goes on with what `load` has read."""
         assert self._loaded is not None
         self._memory, self._loaded = self._loaded, None
+
+    def drop_loaded(self) -> None:
+        """Does not."""
+        self._loaded = None
 
     def close(self) -> None:
         """Nothing: it ends with its actor."""
