@@ -4,7 +4,7 @@
 
 Steps/s, in turns, with RLlib's environment runners on the same work (random actions, two runners) where they are
 installed. Then what a batch costs as its bytes grow: environments do nothing but hand out a frame, so that what is left
-is what it takes to bring it to the trainer.
+is what it takes to bring it to the trainer. The exit code is 1 if a row is slower than it must be.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import functools
 import importlib.util
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -84,8 +85,8 @@ def rllib(task: Task) -> Iterator[Run]:
             ray.kill(runner)
 
 
-def compare(task: Task, repeats: int, seconds: float) -> None:
-    """One row: every contender in turn."""
+def compare(task: Task, repeats: int, seconds: float) -> bool:
+    """One row: every contender in turn; whether it is as quick as it must be."""
     contenders: dict[str, Callable[[Task], Any]] = {"RL_Batcher": ours, "RayBatcher": nodes}
     contenders["with lease"] = functools.partial(nodes, leases=True)
     if importlib.util.find_spec("tree"):  # what Ray's extra `rllib` installs
@@ -101,9 +102,11 @@ def compare(task: Task, repeats: int, seconds: float) -> None:
         for name, found in speeds.items()
     }
     cells = [f"{name} {statistics.median(found):,.0f} ({shares[name]:.2f})" for name, found in speeds.items()]
-    verdict = "ok" if shares["RayBatcher"] >= MUST[task.name] else "TOO SLOW"
+    is_quick = shares["RayBatcher"] >= MUST[task.name]
     print(f"{task.name:15} " + " | ".join(cells))
+    verdict = "ok" if is_quick else "TOO SLOW"
     print(f"{'':15} share {shares['RayBatcher']:.2f}, must {MUST[task.name]:.2f}: {verdict}", flush=True)
+    return is_quick
 
 
 class Frames(gymnasium.Env):  # type: ignore[misc]
@@ -160,13 +163,13 @@ def main() -> None:
     ray.init("local", num_cpus=N_NODES + 2, object_store_memory=STORE, include_dashboard=False, logging_level="ERROR",
              log_to_driver=False)  # fmt: skip
     print(f"{os.cpu_count()} cores, ray {ray.__version__}; steps/s (share of RL_Batcher)")
-    for task in TASKS:
-        if task.name in arguments.rows:
-            compare(task, arguments.repeats, arguments.seconds)
+    chosen = [task for task in TASKS if task.name in arguments.rows]
+    are_quick = [compare(task, arguments.repeats, arguments.seconds) for task in chosen]
     print("a batch of two nodes, median milliseconds:")
     for size in arguments.sizes:
         cost(size, 10 * arguments.repeats if size < 1e7 else arguments.repeats)
     ray.shutdown()
+    sys.exit(0 if all(are_quick) else 1)
 
 
 if __name__ == "__main__":

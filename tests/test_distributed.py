@@ -431,7 +431,9 @@ def test_an_actor_that_is_killed_is_replaced(cluster, tmp_path, run_ahead):
     with waiting(file, on_worker_failure="restart", run_ahead=run_ahead, max_restarts=2) as batcher:
         before = batcher.stats()
         batcher.reset()
-        batcher.update(1.0)
+        weights = torch.tensor(1.0)
+        batcher.update(weights)
+        weights.fill_(-1)  # the successor gets what it was
         batcher.execute()
         wait_until(file.exists)
         kill(of_actors(batcher)[1])

@@ -230,7 +230,8 @@ class RayBatcher(RL_Batcher):
                 raise
 
     def _inform(self, infos: Mapping[str, DictTensor]) -> None:
-        self._crew.inform(engine.ray().put(messages.dumps(infos)))
+        data = messages.dumps(infos)
+        self._crew.inform(engine.shared(data, len(data)))
 
     def _free(self) -> None:
         """Nothing: what is in the object store goes when nobody looks at it."""

@@ -1,4 +1,4 @@
-"""What `RayBatcher.update` sends: into the object store once, from where every node takes it."""
+"""What `RayBatcher.update` sends: into the object store once, from where every node takes it, if it is not small."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ class Broadcast:
         self._check, self.version = check, 0
 
     def pack(self, info: Any) -> Any:
-        """Puts any object into the object store; Ray's reference of it.
+        """What to send for any object: Ray's reference of it, if it is not small.
 
         Raises:
             OutOfMemoryError: that is too small.
             Exception: `info` cannot be pickled.
         """
         parcel = Parcel.of(info)
-        self._check(parcel.nbytes + len(parcel.pickled))
-        return engine.ray().put((self.version + 1, parcel.as_bytes()))
+        n_bytes = parcel.nbytes + len(parcel.pickled)
+        self._check(n_bytes)
+        return engine.shared((self.version + 1, parcel.as_bytes()), n_bytes)
 
     def sent(self, packed: Any, asked: list[Asked]) -> None:
         """It is an update: nodes were told of it."""

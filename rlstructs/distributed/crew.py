@@ -72,7 +72,7 @@ class NodeCrew(Crew):
         return sum(worker[RESTARTS] for worker in self.state())
 
     def inform(self, infos: Any) -> None:
-        """Has nodes take `agent_info` and `env_info`, a reference of Ray, for what comes behind."""
+        """Has nodes take `agent_info` and `env_info`, pickled, or a reference of that, for what comes behind."""
         self._orders["inform"] = (infos,)  # where it stands first: before the reset
         self._raise_gone(self.pool.ask("inform", infos))
 
