@@ -114,7 +114,7 @@ class Crew:
                 "restarts": member.n_restarts,
                 "lost_rollouts": member.n_lost,
                 "seconds": time.monotonic() - member.since,
-                **dataclasses.asdict(member.clock),
+                **vars(member.clock),
             }
             for member in self.members
         ]
@@ -293,7 +293,7 @@ class Crew:
                 "state": state,
                 "restarts": member.n_restarts,
                 "lost_rollouts": member.n_lost,
-                **_times(member),
+                **times(time.monotonic() - member.since, member.clock),
             }
             for index, (pid, state, member) in enumerate(
                 zip(self.pool.pids, self.pool.states, self.members, strict=True)
@@ -441,8 +441,8 @@ def check_policy(policy: str, max_restarts: int | None) -> None:
         check_count("max_restarts", max_restarts, 0)
 
 
-def _times(member: Member) -> dict[str, Any]:
-    elapsed, clock = time.monotonic() - member.since, member.clock
+def times(elapsed: float, clock: Clock) -> dict[str, Any]:
+    """What `RL_Batcher.stats` says of a worker's time, so many seconds after it began."""
     return {
         "steps": clock.steps,
         "steps_per_second": clock.steps / elapsed,
