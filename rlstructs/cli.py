@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rlstructs.collect import Collected, Settings
 
 INTERRUPTED, FAILED = 130, 2
-PACKAGES = ("torch", "numpy", "gymnasium", "jax", "warp-lang", "cloudpickle", "h5py", "matplotlib")
+PACKAGES = ("torch", "numpy", "gymnasium", "jax", "warp-lang", "cloudpickle", "h5py", "matplotlib", "ray")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -178,6 +178,8 @@ def _collect(options: argparse.Namespace) -> int:
             report.check_path(name, path, endings)
     if options.nodes is not None and options.ray is None:
         raise SpecError("--nodes: is for --ray")
+    if options.ray is not None and options.workers == 0:
+        raise SpecError("--workers: 0 runs in this process; --ray needs at least 1")
     settings = _settings(options)
     with one_interrupt() as no_more_interrupts:
         collected = collect(settings, keep=options.out is not None)

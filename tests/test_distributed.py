@@ -45,6 +45,7 @@ from rlstructs import (
     WorkerCrashed,
     WorkerTimeout,
 )
+from rlstructs.cli import main
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'rlstructs[ray]'")
 
@@ -176,6 +177,19 @@ def test_the_command_collects_on_a_cluster_what_it_does_on_a_machine(cluster, su
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("CartPole-v1: 240 steps, ")
     assert Trajectories.load(tmp_path / "alone.npz") == Trajectories.load(tmp_path / "nodes.npz")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workers", "0", "--ray", "auto"], "--workers: 0 runs in this process; --ray needs at least 1"),
+        (["--nodes", "2"], "--nodes: is for --ray"),
+    ],
+    ids=["workers", "nodes"],
+)
+def test_what_does_not_go_with_a_cluster_is_said(capsys, arguments, message):
+    assert main(["collect", "CartPole-v1", *arguments]) == 2
+    assert capsys.readouterr().err == f"rlstructs: error: {message}\n"
 
 
 # --- handing out --------------------------------------------------------------------------------------
@@ -604,16 +618,16 @@ class Large(Counting):
 
 def test_an_object_store_that_is_too_small_is_said_to_be(cluster):
     message = (
-        r"^rollouts and updates take 10[0-9],[0-9,]+ bytes of the object store of .*, which has 83,886,080: "
-        "start Ray there with a larger object_store_memory, or"
+        r"^rollouts and updates take 10[0-9],[0-9,]+ bytes of the object store of .*, which has 83,886,080, and "
+        "writes what is above 80% of it to a disk: start Ray there with a larger object_store_memory, or take"
     )
     with pytest.raises(OutOfMemoryError, match=message):
         RayBatcher(25, Large, {}, create_failing, {}, 2, 7, n_nodes=1)
     with RayBatcher(2, Large, {}, create_failing, {}, 1, 7, n_nodes=1) as batcher:
         batcher.reset()
         rollout(batcher)
-        with pytest.raises(OutOfMemoryError, match="^rollouts and updates take 8[0-9],"):
-            batcher.update(torch.zeros(10 * 2**20))
+        with pytest.raises(OutOfMemoryError, match="^rollouts and updates take 7[0-9],"):
+            batcher.update(torch.zeros(8 * 2**20))
         batcher.update(1.0)
         for turn in range(40):  # what is handed out is given back
             assert rollout(batcher)[0].info["policy_version"].tolist() == [1, 1], turn

@@ -55,7 +55,8 @@ class RayBatcher(RL_Batcher):
     arithmetic is the same).
 
     Trajectories come through Ray's object store; `get` copies them once. `rlstructs`, and what factories import, has to
-    be installed on every machine.
+    be installed on every machine. Environment variables and the working directory are those of Ray's processes, not
+    this program's: `ray.init(runtime_env=)` sets them.
 
     Args:
         n_timesteps, create_agent, agent_args, create_env, env_args, seeds, agent_info, env_info, agent_seeds, device,
@@ -209,7 +210,8 @@ class RayBatcher(RL_Batcher):
         self._check_store()
 
     def _check_store(self) -> None:
-        """Raises OutOfMemoryError unless object stores can hold the rollouts, and two updates."""
+        """Raises OutOfMemoryError unless object stores can hold the rollouts, the updates that are on their way to
+        nodes, and the next one."""
         here = engine.this_machine()
         needs: Counter[str] = Counter()
         books, n_rollouts = self._books, self._run.run_ahead + 1
@@ -217,7 +219,7 @@ class RayBatcher(RL_Batcher):
             n_bytes = dataclasses.replace(books.layout, n_slots=len(block)).nbytes * n_rollouts
             needs.update(dict.fromkeys({here, node.node_id}, n_bytes if n_bytes > engine.INLINE else 0))
         for node_id in needs:
-            needs[node_id] += 2 * self._n_bytes_of_update
+            needs[node_id] += (n_rollouts + 1) * self._n_bytes_of_update
         engine.check_store("rollouts and updates", needs)
 
     def _check_update(self, n_bytes: int) -> None:

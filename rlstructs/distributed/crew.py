@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
 
-from rlstructs.crew import Crew
+from rlstructs.crew import Crew, times
 from rlstructs.distributed.pool import NodePool
 from rlstructs.member import Member, Order
 from rlstructs.moments import Moments
@@ -100,9 +100,16 @@ class NodeCrew(Crew):
     def stats(self) -> list[dict[str, Any]]:
         """For each worker what `RL_Batcher.stats` says of it, and its node; as of the node's last reply."""
         return [
-            {**worker, "worker": index, "node": node.index, "state": node.state}
+            {
+                "worker": index,
+                "node": node.index,
+                "pid": pid,
+                "state": node.state,
+                **{name: worker[name] for name in (RESTARTS, LOST)},
+                **times(worker["seconds"], Clock(*(worker[name] for name in BEGUN))),
+            }
             for node in self._nodes.nodes
-            for index, worker in zip(node.workers, node.report["stats"], strict=True)
+            for index, pid, worker in zip(node.workers, node.report["pids"], node.report["state"], strict=True)
         ]
 
     def _succession(self, index: int) -> tuple[Any, ...]:

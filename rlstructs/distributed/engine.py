@@ -15,6 +15,8 @@ from rlstructs.errors import OutOfMemoryError, SpecError
 INLINE = 2**20
 # Bytes: what is smaller is sent with each request, which Ray takes up to twice as much of.
 SMALL = 50 * 1024
+# Share of an object store above which Ray begins to write what is in it to a disk.
+USABLE = 0.8
 # Seconds that a machine has to answer.
 CONNECTING = 1.0
 # The resources that Ray has options of their own for.
@@ -194,9 +196,10 @@ def check_store(what: str, needs: Mapping[str, int]) -> None:
     found = machines()
     for node_id, nbytes in needs.items():
         machine = found.get(node_id)
-        if machine is not None and nbytes > machine.store_nbytes:
+        if machine is not None and nbytes > USABLE * machine.store_nbytes:
             raise OutOfMemoryError(
                 f"{what} take {nbytes:,} bytes of the object store of {machine.address} (node {node_id[:8]} of Ray), "
-                f"which has {machine.store_nbytes:,}: start Ray there with a larger object_store_memory, "
+                f"which has {machine.store_nbytes:,}, and writes what is above {USABLE:.0%} of it to a disk: start Ray "
+                "there with a larger object_store_memory, "
                 "or take fewer environments, timesteps or nodes, or less run_ahead"
             )

@@ -175,15 +175,18 @@ class NodeJob:
         self._version = 0
         self._evaluation: Generator[None, None, Any] | None = None
         self._episodes: list[dict[str, Any]] = []
+        # What the rollout that is being replied to says of its workers; it is pickled once.
+        self._told: list[dict[str, Any]] | None = None
 
     def describe(self) -> tuple[int, Specs]:
         """As of `NodeBatcher`."""
         return self._batcher.describe()
 
     def report(self) -> dict[str, Any]:
-        """What is known of its workers: `stats` and `state` as of `Crew`."""
+        """What is known of its workers: `pids`, and `state` as of `Crew`."""
         crew = self._batcher._crew
-        return {"stats": crew.stats(), "state": crew.state()}
+        told, self._told = self._told or crew.state(), None
+        return {"pids": crew.pool.pids, "state": told}
 
     def inform(self, data: bytes) -> None:
         """Takes `agent_info` and `env_info` of all environments, pickled; each N rows, or empty."""
@@ -209,8 +212,8 @@ class NodeJob:
         with Once(self):
             ran, columns = self._batcher.rollout(number, statistics, self._agent_info)
             self._agent_info = NO_INFO
-            state = self._batcher._crew.state()
-            return WithColumns((ran.running, state, self._version, ran.gathered, ran), columns)
+            self._told = self._batcher._crew.state()
+            return WithColumns((ran.running, self._told, self._version, ran.gathered, ran), columns)
 
     def cut(self, number: int) -> None:
         """As of `NodeBatcher`."""
