@@ -1,9 +1,11 @@
-"""What `examples/ppo.py` does, by Stable-Baselines3: the same environments, network, hyperparameters and evaluation.
+"""What `examples/ppo.py` does, by Stable-Baselines3: the same environments, layers, hyperparameters and evaluation.
 
     python benchmarks/ppo_sb3.py [--seed 0] [--n-steps 200000] [--dummy]
 
 Environments run in a process each (`SubprocVecEnv`), or, with `--dummy`, all in this one (`DummyVecEnv`). The last line
-is as that of the example. Needs `stable_baselines3`.
+is as that of the example. Needs `stable_baselines3`. What it has no arguments for is as it is there: first weights are
+orthogonal in every layer (here in the last), advantages are normalised in each minibatch (here in the rollout), and the
+learning rate is that of a rollout's end (here of its beginning).
 """
 
 from __future__ import annotations

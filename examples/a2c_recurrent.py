@@ -34,7 +34,7 @@ from rlstructs import DictTensor, GymEnvInf, RL_Agent, RL_Batcher, Trajectories,
 class Args:
     """What the command line sets."""
 
-    n_steps: int = 1_000_000
+    n_steps: int = 1_000_000  # rounded up to whole rollouts
     n_processes: int = 2
     n_envs: int = 16
     n_timesteps: int = 32

@@ -50,7 +50,7 @@ class Args:
     """What the command line sets."""
 
     env_id: str = "CartPole-v1"
-    n_steps: int = 200_000
+    n_steps: int = 200_000  # rounded up to whole rollouts
     n_processes: int = 2
     n_envs: int = 16
     n_timesteps: int = 64

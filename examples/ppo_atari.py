@@ -42,7 +42,7 @@ class Args:
 
     env_id: str = "ALE/Pong-v5"
     repeat_action_probability: float = 0.0
-    n_steps: int = 1_000_000
+    n_steps: int = 1_000_000  # rounded up to whole rollouts
     n_processes: int = 2
     n_envs: int = 4
     n_timesteps: int = 128

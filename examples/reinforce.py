@@ -42,7 +42,7 @@ class Args:
     """What the command line sets."""
 
     env_id: str = "CartPole-v1"
-    n_steps: int = 500_000
+    n_steps: int = 500_000  # rounded up to whole rollouts
     n_processes: int = 2
     n_envs: int = 8
     n_timesteps: int = 500

@@ -39,7 +39,7 @@ class Args:
     """What the command line sets."""
 
     env_id: str = "Pendulum-v1"
-    n_steps: int = 20_000
+    n_steps: int = 20_000  # rounded up to whole rollouts
     n_processes: int = 2
     n_envs: int = 2
     n_timesteps: int = 8

@@ -8,6 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -173,8 +174,52 @@ def test_scores_are_written_down_and_not_measured_again(subprocess_env, tmp_path
     arguments = ["--rows", "reinforce", "--seeds", "3", "--out", "scores.jsonl", "--", *TRAINING]
     for n_runs in (1, 0):
         lines = run([str(ROOT / "benchmarks/scores.py"), *arguments], env=subprocess_env, cwd=tmp_path).splitlines()
-        assert len(lines) == n_runs + 2 and lines[-1].startswith("reinforce")
+        assert len(lines) == n_runs + 3 and lines[-1].startswith("| reinforce | ")
     [line] = (tmp_path / "scores.jsonl").read_text().splitlines()
     found = json.loads(line)
     assert found["command"] == f"examples/reinforce.py {' '.join(TRAINING)} --seed 3"
     assert found["seed"] == 3 and found["score"] > 0 and found["steps"] >= 64
+
+
+def test_a_score_stands_until_what_it_ran_changes(tmp_path):
+    scores = runpy.run_path(str(ROOT / "benchmarks/scores.py"))
+    scores["git"].__globals__["ROOT"] = tmp_path
+
+    def commit(*names):
+        for name in names:
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(str(time.time_ns()))
+        author = ["-c", "user.name=me", "-c", "user.email=me@example.org"]
+        for command in (["add", "."], [*author, "commit", "-q", "-m", "a change"]):
+            assert scores["git"](*command).returncode == 0
+
+    assert scores["git"]("init", "-q").returncode == 0
+    commit("examples/ppo.py", "examples/dqn.py", "rlstructs/rollout.py", "rlstructs/cli.py", "README.md")
+    line = {"command": "examples/ppo.py --seed 0", "commit": scores["commit_of"]("examples/ppo.py")}
+    commit("README.md", "examples/dqn.py", "rlstructs/cli.py")
+    assert scores["stands"](line)
+    (tmp_path / "examples/ppo.py").write_text("a change that is not committed")
+    assert not scores["stands"](line)
+    assert scores["commit_of"]("examples/ppo.py").endswith("-dirty")
+    assert not scores["commit_of"]("examples/dqn.py").endswith("-dirty")
+    commit("examples/ppo.py")
+    newer = {**line, "commit": scores["commit_of"]("examples/ppo.py")}
+    assert scores["stands"](newer) and not scores["stands"](line)
+    commit("rlstructs/rollout.py")
+    assert not scores["stands"](newer)
+
+
+def test_tables_of_scores_have_means_spreads_and_how_long_collecting_took():
+    scores = runpy.run_path(str(ROOT / "benchmarks/scores.py"))
+    line = {"row": "ppo-in-turn", "steps": 2048, "steps_per_second": 900, "waiting": 0.25}
+    ours = [{**line, "score": score} for score in (470.0, 480.0)]
+    peers = [{**line, "row": "ppo-sb3", "score": 400.0, "steps_per_second": 300, "waiting": 0.5}]
+    *_, first, second = scores["table"]([*peers, *ours, {**line, "row": "diayn", "score": 0.8}])[:4]
+    assert first == "| ppo-in-turn | 2,048 | 475 | 1 of 2 | 475.0 ± 7.1 | 900 | 25% |"
+    assert second == "| ppo-sb3 | 2,048 | 475 | 0 of 1 | 400.0 | 300 | 50% |"
+    assert scores["parts"]([*peers, *ours])[2:] == [
+        "| ppo-in-turn | 475.0 ± 7.1 | 900 | 25% | 3,600 | 75% | 1,200 |",
+        "| ppo-sb3 | 400.0 | 300 | 50% | 600 | 50% | 600 |",
+    ]
+    assert scores["parts"](ours) == []
