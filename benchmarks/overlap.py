@@ -1,10 +1,10 @@
 """What does it save to collect while the trainer learns, and what do batches and updates cost?
 
-    python benchmarks/overlap.py [--seconds 4] [--repeats 5]
+    python benchmarks/overlap.py [--rows learners leases updates] [--seconds 4] [--repeats 5]
 
-Transitions per second with `run_ahead=1` and without, in turns, with a learner that takes as long as the collection of
-a batch: on the CPU, or waiting as for a GPU. Then a lease of a batch of 500 MB, and an update of ten million parameters
-beside as many bytes copied in this process.
+A table in Markdown: transitions per second with `run_ahead=1` and without, in turns, with a learner that takes as long
+as the collection of a batch: on the CPU, or waiting as for a GPU. Then a lease of a batch of 500 MB, and an update of
+ten million parameters beside as many bytes copied in this process.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def overlap(what: str, n_workers: int, waits: bool, must: float | None, argument
         one_by_one = collected(n_workers, 0, learn, arguments.seconds)
         ratios.append(collected(n_workers, 1, learn, arguments.seconds) / one_by_one)
     found = statistics.median(ratios)
-    verdict = "ceiling 1.33" if must is None else f"must {must}: {'ok' if found >= must else 'TOO SLOW'}"
-    print(f"{what}: {found:.2f} times ({min(ratios):.2f} to {max(ratios):.2f}), {verdict}", flush=True)
+    verdict = "at most 1.33" if must is None else f"{must}: {'ok' if found >= must else 'TOO SLOW'}"
+    show(what, f"**{found:.2f} times** ({min(ratios):.2f} to {max(ratios):.2f})", verdict)
 
 
 def leases(repeats: int) -> None:
@@ -128,8 +128,8 @@ def leases(repeats: int) -> None:
             found.append(time.perf_counter() - started)
             lease.release()
     milliseconds = statistics.median(found) * 1e3
-    print(f"lease of {nbytes / 1e6:.0f} MB: {milliseconds:.2f} ms, must 1: "
-          f"{'ok' if milliseconds < 1 else 'TOO SLOW'}", flush=True)  # fmt: skip
+    verdict = "ok" if milliseconds < 1 else "TOO SLOW"
+    show(f"`lease` of {nbytes / 1e6:.0f} MB", f"{milliseconds:.2f} ms", f"1: {verdict}")
 
 
 def updates(copied: bool, repeats: int) -> None:
@@ -151,22 +151,35 @@ def updates(copied: bool, repeats: int) -> None:
             ratios.append((time.perf_counter() - half) / (half - started))
     found = statistics.median(ratios)
     what = "copied by the agents" if copied else "kept as they are"
-    print(f"update of {N_PARAMETERS:,} parameters to 2 workers, {what}: {found:.2f} copies of them "
-          f"({statistics.median(copies) * 1e3:.1f} ms), must 3: {'ok' if found <= 3 else 'TOO SLOW'}")  # fmt: skip
+    show(f"`update` of {N_PARAMETERS:,} parameters to 2 workers, {what}",
+         f"{found:.2f} copies of them ({statistics.median(copies) * 1e3:.1f} ms)",
+         f"3: {'ok' if found <= 3 else 'TOO SLOW'}")  # fmt: skip
+
+
+def show(what: str, found: str, must: str) -> None:
+    """A row of the table."""
+    print(f"| {what} | {found} | {must} |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    rows = ("learners", "leases", "updates")
+    parser.add_argument("--rows", nargs="+", choices=rows, default=rows)
     parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    overlap("one worker, a learner on the CPU", 1, False, 1.4, arguments)
-    overlap("two workers, a learner that waits", 2, True, 1.4, arguments)
-    overlap("two workers, a learner on the CPU", 2, False, None, arguments)
-    leases(arguments.repeats)
-    updates(True, arguments.repeats)
-    updates(False, arguments.repeats)
+    show("on two cores", "found", "must")
+    show(*["---"] * 3)
+    if "learners" in arguments.rows:
+        overlap("one worker, a learner on the CPU", 1, False, 1.4, arguments)
+        overlap("two workers, a learner that waits", 2, True, 1.4, arguments)
+        overlap("two workers, a learner on the CPU", 2, False, None, arguments)
+    if "leases" in arguments.rows:
+        leases(arguments.repeats)
+    if "updates" in arguments.rows:
+        updates(True, arguments.repeats)
+        updates(False, arguments.repeats)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,12 @@ TASKS = [
 ]
 
 
+def is_playable(env_id: str) -> bool:
+    """Whether the packages are installed that the environment needs."""
+    packages = {"ALE/Pong-v5": ("ale_py", "cv2"), "HalfCheetah-v5": ("mujoco",)}.get(env_id, ())
+    return all(importlib.util.find_spec(package) for package in packages)
+
+
 def make_env(env_id: str) -> gymnasium.Env[Any, Any]:
     """One environment, as every contender but envpool steps it."""
     if not env_id.startswith("ALE/"):
@@ -470,7 +476,8 @@ def show(task: Task, speeds: dict[str, float]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="*", default=[task.name for task in TASKS] + ["start"])
+    rows = [task.name for task in TASKS if is_playable(task.env_id)]
+    parser.add_argument("--rows", nargs="*", default=[*rows, "start"])
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=0.5)
     parser.add_argument("--profile", action="store_true")

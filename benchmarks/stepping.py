@@ -26,7 +26,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
-from rollouts import MOST_PROCESSES, Run, make_env, makers, timed
+from rollouts import MOST_PROCESSES, Run, is_playable, make_env, makers, timed
 
 from rlstructs import DictTensor, GymVectorEnv, RL_Agent, RL_Batcher, SharedVectorEnv
 
@@ -255,7 +255,8 @@ def show(row: Row, speeds: dict[str, float]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="*", default=[*(row.name for row in ROWS), CENTRAL])
+    rows = [row.name for row in ROWS if is_playable(row.env_id)]
+    parser.add_argument("--rows", nargs="*", default=[*rows, CENTRAL])
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=0.5)
     parser.add_argument("--no-peers", action="store_true")

@@ -3,6 +3,9 @@
 The python blocks of a page are one program, in order, run in a process of its own. A `text` block right after one of
 them is all that it prints, `...` standing for what differs from run to run; a block without one prints nothing. What
 has a title (```python title="...") is the code of another library: it has to be python, and is not run.
+
+The commands of a `sh` block run one after another in a folder that has the examples and benchmarks, with small sizes
+added to them. A `text` block after it shows lines that they print, other numbers perhaps.
 """
 
 from __future__ import annotations
@@ -14,15 +17,32 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE, TITLED, OUTPUT = "```python", "```python title=", "```text"
+FENCE, TITLED, OUTPUT, SHELL = "```python", "```python title=", "```text", "```sh"
 END_OF_BLOCK = "-- end of a block --"
 # Seconds: a page should be run in less than 10, on a machine that does nothing else.
 TIMEOUT = 100
+# What makes a command of the pages small; those that begin otherwise are an error. The last value of an option counts.
+SMALL = {
+    "python benchmarks/frames.py": "--steps 400",
+    "python benchmarks/overlap.py": "--rows updates --repeats 1",
+    "python benchmarks/replay.py": "--rows uniform --capacity 2000 --repeats 1 --no-peers",
+    "python benchmarks/returns.py": "--rows 64x128 --repeats 1 --no-peers",
+    "python benchmarks/rollouts.py": "--rows cartpole-8 --seconds 0.02 --repeats 1 --no-peers",
+    "python benchmarks/scores.py": "--rows dqn --seeds 0 -- --n-steps 128 --n-before 64 --n-eval 1",
+    "python benchmarks/stepping.py": "--rows cartpole-2 --seconds 0.02 --repeats 1 --no-peers",
+    "python examples/ppo.py": "--n-steps 64 --n-envs 2 --n-timesteps 8 --n-eval 2",
+    "rlstructs bench tune": "--seconds 0.1",
+    "rlstructs collect": "--envs 2 --steps 400",
+    "rlstructs play": "--max-steps 20",
+}
+# What is not run: an installation, which `.ci/run` does, and what takes minutes whatever it is told.
+NOT_RUN = ("#", "pip ", "python3 -m venv ", "mkdocs ", "python benchmarks/replay.py --growth ", "python tests/soak.py")
 
 
 @dataclass(frozen=True)
@@ -104,7 +124,57 @@ def test_a_page_prints_what_it_says(page, subprocess_env, tmp_path):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_block_says_what_it_is(page):
     kinds = {block.kind for block in blocks_of(page.read_text())}
-    assert not {kind for kind in kinds if kind not in (FENCE, OUTPUT, "```sh") and not kind.startswith(TITLED)}
+    assert not {kind for kind in kinds if kind not in (FENCE, OUTPUT, SHELL) and not kind.startswith(TITLED)}
+
+
+def small(command: str) -> str | None:
+    """A command as it is run here; None for one that is not."""
+    if command.startswith(NOT_RUN):
+        return None
+    [sizes] = [sizes for start, sizes in SMALL.items() if f"{command} ".startswith(f"{start} ")]
+    return f"{command} {sizes}"
+
+
+def shape(line: str) -> str:
+    """A line without its numbers."""
+    return re.sub(r"-?[\d.,]*\d", "0", line)
+
+
+def commands() -> list[Any]:
+    """Blocks with commands that are run, and the lines that are shown below them, of all pages."""
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        blocks = blocks_of(text)
+        following = {block.line: block.lines for block in blocks if block.kind == OUTPUT}
+        for block in blocks:
+            own = [command for line in block.lines if block.kind == SHELL and (command := small(line))]
+            if own:
+                shown = following.get(block.line + len(block.lines) + 3, [])
+                found.append(pytest.param(own, shown, id=f"{name_of(page)}:{block.line}"))
+    return found
+
+
+@pytest.mark.parametrize(("lines", "shown"), commands())
+def test_commands_run(lines, shown, subprocess_env, tmp_path):
+    for folder in ("examples", "benchmarks"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    programs = {"python": sys.executable, "rlstructs": f"{sys.executable} -m rlstructs.cli"}
+    script = [f"{name}() {{ {program} \"$@\"; }}" for name, program in programs.items()]
+    done = subprocess.run(
+        ["bash", "-euc", "\n".join([*script, *lines])], capture_output=True, text=True, timeout=TIMEOUT,
+        env=subprocess_env, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {shape(line) for line in shown} <= {shape(line) for line in done.stdout.splitlines()}
+
+
+def test_a_command_without_a_small_size_is_noticed():
+    assert small("rlstructs play CartPole-v1") == "rlstructs play CartPole-v1 --max-steps 20"
+    assert small("python3 -m venv .venv") is None
+    for command in ("rlstructs collects", "python setup.py", "ls"):
+        with pytest.raises(ValueError, match="not enough values"):
+            small(command)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
