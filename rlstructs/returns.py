@@ -21,7 +21,8 @@ gradient flows through them, or a value would be moved towards its target and th
 
 Raises:
     TypeError: an argument is no tensor, or no number; names it, as the following do.
-    SpecError: it has another shape, device or kind of dtype, or is out of range.
+    SpecError: it has another shape, device or kind of dtype, or is a number out of range. What is in the tensors is not
+        looked at: that would wait for a GPU.
 
 All are one recurrence, x_t = a_t + b_t x_{t+1}, with an a and a b of their own; n-step returns take n steps of it.
 """

@@ -121,6 +121,15 @@ def test_an_example_that_lacks_a_package_says_so_before_it_trains(subprocess_env
     assert done.stderr == "no tensorboard: --plot and --tensorboard need pip install 'rlstructs[plot]'\n"
 
 
+def test_a_memory_of_jax_says_what_it_needs(subprocess_env, tmp_path):
+    (tmp_path / "jax.py").write_text("raise ImportError('no jax')")
+    path = os.pathsep.join([str(tmp_path), subprocess_env["PYTHONPATH"]])
+    command = [sys.executable, str(ROOT / "examples/collect_to_memory.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**subprocess_env, "PYTHONPATH": path})
+    assert done.returncode == 1
+    assert "jax is needed for its memories: pip install 'rlstructs[jax]'" in done.stderr.splitlines()[-1]
+
+
 def test_what_trainings_share_is_the_same_in_each():
     texts = [path.read_text() for path in (ROOT / "examples").glob("*.py")]
     shared = [text[text.index("class Log:") : text.index("def main(")] for text in texts if "class Log:" in text]

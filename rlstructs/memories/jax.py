@@ -12,7 +12,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
+try:
+    import jax
+except ImportError as error:
+    raise ImportError("jax is needed for its memories: pip install 'rlstructs[jax]'") from error
 import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
