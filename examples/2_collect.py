@@ -4,9 +4,9 @@
 
 prints a line for each rollout, and at the end how many episodes there were:
 
-    rollout 1: 32 trajectories of up to 64 steps, loss 0.03
+    rollout 1: 32 trajectories of up to 64 steps, loss 0.00
     ...
-    401 episodes, mean return 23.5
+    322 episodes, mean return 29.1
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 import gymnasium
 import torch
 
-from rlstructs import DictTensor, GymEnvInf, RL_Agent, RL_Batcher, replay_agent
+from rlstructs import DictTensor, GymEnvInf, RL_Agent, RL_Batcher, discounted_returns, replay_agent, transitions
 
 
 @dataclass
@@ -58,14 +58,13 @@ def create_env(env_id: str, n_envs: int, seed: int) -> GymEnvInf:
 
 def advantages(steps):
     """(B, T): how much better than the mean the rewards from t to the episode's end are, in deviations."""
-    rewards, going = steps["_observation/reward"], ~steps["_observation/done"]
-    to_go, future = torch.zeros_like(rewards), torch.zeros(steps.n_elems())
-    for t in reversed(range(steps.n_timesteps())):
-        future = to_go[:, t] = rewards[:, t] + future * going[:, t]
-    return (to_go - to_go.mean()) / to_go.std()
+    told = transitions(steps)
+    returns = discounted_returns(next_values=torch.zeros_like(told["rewards"]), gamma=1.0, **told)
+    return (returns - returns.mean()) / returns.std()
 
 
 def main(args: Args) -> None:
+    torch.manual_seed(args.seed)
     space = gymnasium.make(args.env_id)
     policy = Policy(space.observation_space.shape[0], int(space.action_space.n))
     optimizer = torch.optim.Adam(policy.network.parameters(), lr=1e-2)

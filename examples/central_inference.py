@@ -20,7 +20,15 @@ import gymnasium
 import torch
 from torch.distributions import Categorical
 
-from rlstructs import DictTensor, GymVectorEnv, RL_Agent, RL_Batcher, SharedVectorEnv
+from rlstructs import (
+    DictTensor,
+    GymVectorEnv,
+    RL_Agent,
+    RL_Batcher,
+    SharedVectorEnv,
+    discounted_returns,
+    transitions,
+)
 
 
 @dataclass
@@ -60,11 +68,9 @@ def create_env(env_id: str, n_workers: int, n_groups: int, n_envs: int, seed: in
 
 def advantages(steps):
     """(B, T): how much better than the mean the rewards from t to the episode's end are, in deviations."""
-    rewards, going = steps["_observation/reward"], ~steps["_observation/done"]
-    to_go, future = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
-    for t in reversed(range(steps.n_timesteps())):
-        future = to_go[:, t] = rewards[:, t] + future * going[:, t]
-    return (to_go - to_go.mean()) / to_go.std()
+    told = transitions(steps)
+    returns = discounted_returns(next_values=torch.zeros_like(told["rewards"]), gamma=1.0, **told)
+    return (returns - returns.mean()) / returns.std()
 
 
 def main(args: Args) -> None:

@@ -125,7 +125,7 @@ class Strategy:
         # All 0 where every policy is as good as the others.
         fitness = (returns - returns.mean()) / (returns.std() + 1e-8)
         tried = batch.info["agent_info/parameters"] - self.mean.detach()
-        self.mean.grad = -(fitness @ tried) / (len(tried) * self.noise)
+        self.mean.grad = -(fitness @ tried) / (len(tried) * self.noise**2)
         self.optimizer.step()
         return {"best": returns.max().item(), "worst": returns.min().item()}
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+import multiprocessing
 import time
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -95,7 +96,8 @@ class Policy(RL_Agent):
     """
 
     def __init__(self, params: Params) -> None:
-        jax.config.update("jax_platforms", "cpu")
+        if multiprocessing.parent_process() is not None:  # in a worker: with --n-processes 0 the learner is here too
+            jax.config.update("jax_platforms", "cpu")
         self.key = jax.random.PRNGKey(np.random.randint(2**31))  # numpy has a seed of its own in every worker
         self.update(params)
 
@@ -133,15 +135,13 @@ def loss_of(params: Params, target: Params, discounts: jax.Array, batch: list[ja
 
 
 @jax.jit
-def improved(
-    learnt: Learnt, target: Params, discounts: jax.Array, batch: list[jax.Array], learning_rate: float
-) -> tuple[Learnt, jax.Array]:
+def improved(learnt: Learnt, target: Params, discounts: jax.Array, batch: list, rate: float) -> tuple[Learnt, Any]:
     """What one step of Adam (Kingma and Ba, 2015) makes of the network, and the loss before it."""
     loss, gradients = jax.value_and_grad(loss_of)(learnt.params, target, discounts, batch)
     count = learnt.count + 1
     means = jax.tree.map(lambda mean, g: 0.9 * mean + 0.1 * g, learnt.means, gradients)
     squares = jax.tree.map(lambda square, g: 0.999 * square + 0.001 * g * g, learnt.squares, gradients)
-    rate = learning_rate * jnp.sqrt(1 - 0.999**count) / (1 - 0.9**count)
+    rate = rate * jnp.sqrt(1 - 0.999**count) / (1 - 0.9**count)
     params = jax.tree.map(lambda p, mean, s: p - rate * mean / (jnp.sqrt(s) + 1e-8), learnt.params, means, squares)
     return Learnt(params, count, means, squares), loss
 

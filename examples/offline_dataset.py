@@ -1,9 +1,10 @@
 """Collects a dataset, saves it, and learns from the file alone: behaviour cloning, and offline reinforcement learning.
 
-    python examples/offline_dataset.py --path cartpole.h5
+    python examples/offline_dataset.py --path cartpole.npz
 
-Controllers of very different skill play CartPole-v1 in parallel workers; what they did goes to a file: `.h5` for other
-programs, `.npz`, or `.pt`; `rlstructs info` says what is in it. `--stage collect` and `--stage train` do one half each.
+Controllers of very different skill play CartPole-v1 in parallel workers; what they did goes to a file: `.npz`, `.pt`,
+or `.h5` for other programs (`rlstructs[hdf5]`); `rlstructs info` says what is in it. `--stage collect` and `--stage
+train` do one half each.
 From the file two policies are trained, and play without exploration:
 
 - a clone learns to do what is done most often (behaviour cloning), and is hardly better than those who did it;
@@ -12,7 +13,7 @@ From the file two policies are trained, and play without exploration:
 
 It prints:
 
-    cartpole.h5: 32768 steps of 16 environments, 2.4 MB, 1706 episodes, mean return 18.9
+    cartpole.npz: 32768 steps of 16 environments, 2.4 MB, 1706 episodes, mean return 18.9
     clone: loss 0.644 after 20 epochs
     weighted: loss 0.575 after 20 epochs
     clone: 20 episodes, mean return 34.1
@@ -38,7 +39,7 @@ ENV_ID = "CartPole-v1"
 class Args:
     """What the command line sets."""
 
-    path: str = "cartpole.h5"
+    path: str = "cartpole.npz"
     stage: str = "both"
     n_processes: int = 2
     n_envs: int = 8

@@ -13,7 +13,7 @@ the training was, and for how much of it the learner had nothing to learn from:
 
 `--save policy.pt` keeps the policy: `play_ppo.py` plays it. `--plot curve.png` draws the returns of the training,
 `--tensorboard runs/ppo` writes scalars there (both need `rlstructs[plot]`). `--ray auto` has the workers run on a Ray
-cluster, `--ray local` on one that is started on this machine (`rlstructs[ray]`); the score is the same.
+cluster, `--ray local` on one of this machine (`rlstructs[ray]`). HalfCheetah needs `gymnasium[mujoco]`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ Workers act while the learner draws from the memory. It shows a progress bar, an
     Pendulum-v1: score -148.5, 20000 steps, 420 steps/s
 
 `--plot curve.png` draws the returns of the training, `--tensorboard runs/sac` writes scalars there; for either
-`pip install 'rlstructs[plot]'` first.
+`pip install 'rlstructs[plot]'` first. HalfCheetah needs `gymnasium[mujoco]`.
 """
 
 from __future__ import annotations
