@@ -8,7 +8,7 @@ others run when `--rows` names them: Pong and HalfCheetah take long, one seed (`
 added to every command. Runs take turns, one at a time, and each appends a line to `--out`:
 
     {"row": "ppo", "commit": "1c431aa", "command": "examples/ppo.py --n-steps 198656 --seed 0", "seed": 0,
-     "score": 500.0, "steps": 198656, "steps_per_second": 9120, "seconds": 28.3}
+     "task": "CartPole-v1", "score": 500.0, "steps": 198656, "steps_per_second": 9120, "seconds": 28.3}
 
 (a run's seconds are those of the whole program, its steps/s those of the training alone; some say for how much of it
 they waited for rollouts). The same command goes on where one was ended: a run that has a line is not done again, unless
@@ -37,7 +37,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 LAST_LINE = re.compile(
-    r".+: score (-?[\d.]+), (\d+) steps, (\d+) steps/s(?:, (\d+)% of the time waiting for rollouts)?"
+    r"(.+): score (-?[\d.]+), (\d+) steps, (\d+) steps/s(?:, (\d+)% of the time waiting for rollouts)?"
 )
 SB3 = "benchmarks/ppo_sb3.py"
 # The library, as git names files, but for what no training here runs.
@@ -130,8 +130,9 @@ def train(command: list[str]) -> Line:
     if found is None:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
     seconds = round(time.perf_counter() - start, 1)
-    score, steps, speed, waiting = found.groups()
-    line = {"score": float(score), "steps": int(steps), "steps_per_second": int(speed), "seconds": seconds}
+    task, score, steps, speed, waiting = found.groups()
+    line = {"task": task, "score": float(score), "steps": int(steps), "steps_per_second": int(speed)}
+    line["seconds"] = seconds
     return line if waiting is None else {**line, "waiting": int(waiting) / 100}
 
 
@@ -158,7 +159,8 @@ def table(lines: list[Line]) -> list[str]:
             reached = "" if row.target is None else f"{sum(s >= row.target for s in scores)} of {len(scores)}"
             waiting = f"{mean(own, 'waiting'):.0%}" if all("waiting" in line for line in own) else ""
             steps, speed = (f"{mean(own, key):,.0f}" for key in ("steps", "steps_per_second"))
-            rows.append(f"| {' | '.join([row.name, steps, target, reached, shown(scores), speed, waiting])} |")
+            name = ", ".join([row.name, *{line["task"] for line in own if "task" in line}])
+            rows.append(f"| {' | '.join([name, steps, target, reached, shown(scores), speed, waiting])} |")
     return rows
 
 

@@ -127,6 +127,12 @@ def test_every_block_says_what_it_is(page):
     assert not {kind for kind in kinds if kind not in (FENCE, OUTPUT, SHELL) and not kind.startswith(TITLED)}
 
 
+def test_the_readme_installs_and_shows_a_program_at_once():
+    shell, program, output, *_ = blocks_of((ROOT / "README.md").read_text())
+    assert [block.kind for block in (shell, program, output)] == [SHELL, FENCE, OUTPUT]
+    assert "pip install" in shell.lines[-1] and shell.line < 20 and output.line + len(output.lines) <= 30
+
+
 def small(command: str) -> str | None:
     """A command as it is run here; None for one that is not."""
     if command.startswith(NOT_RUN):

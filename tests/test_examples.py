@@ -183,7 +183,7 @@ def test_scores_are_written_down_and_not_measured_again(subprocess_env, tmp_path
     arguments = ["--rows", "reinforce", "--seeds", "3", "--out", "scores.jsonl", "--", *TRAINING]
     for n_runs in (1, 0):
         lines = run([str(ROOT / "benchmarks/scores.py"), *arguments], env=subprocess_env, cwd=tmp_path).splitlines()
-        assert len(lines) == n_runs + 3 and lines[-1].startswith("| reinforce | ")
+        assert len(lines) == n_runs + 3 and lines[-1].startswith("| reinforce, CartPole-v1 | ")
     [line] = (tmp_path / "scores.jsonl").read_text().splitlines()
     found = json.loads(line)
     assert found["command"] == f"examples/reinforce.py {' '.join(TRAINING)} --seed 3"
@@ -221,12 +221,12 @@ def test_a_score_stands_until_what_it_ran_changes(tmp_path):
 
 def test_tables_of_scores_have_means_spreads_and_how_long_collecting_took():
     scores = runpy.run_path(str(ROOT / "benchmarks/scores.py"))
-    line = {"row": "ppo-in-turn", "steps": 2048, "steps_per_second": 900, "waiting": 0.25}
+    line = {"row": "ppo-in-turn", "task": "CartPole-v1", "steps": 2048, "steps_per_second": 900, "waiting": 0.25}
     ours = [{**line, "score": score} for score in (470.0, 480.0)]
     peers = [{**line, "row": "ppo-sb3", "score": 400.0, "steps_per_second": 300, "waiting": 0.5}]
     *_, first, second = scores["table"]([*peers, *ours, {**line, "row": "diayn", "score": 0.8}])[:4]
-    assert first == "| ppo-in-turn | 2,048 | 475 | 1 of 2 | 475.0 ± 7.1 | 900 | 25% |"
-    assert second == "| ppo-sb3 | 2,048 | 475 | 0 of 1 | 400.0 | 300 | 50% |"
+    assert first == "| ppo-in-turn, CartPole-v1 | 2,048 | 475 | 1 of 2 | 475.0 ± 7.1 | 900 | 25% |"
+    assert second == "| ppo-sb3, CartPole-v1 | 2,048 | 475 | 0 of 1 | 400.0 | 300 | 50% |"
     assert scores["parts"]([*peers, *ours])[2:] == [
         "| ppo-in-turn | 475.0 ± 7.1 | 900 | 25% | 3,600 | 75% | 1,200 |",
         "| ppo-sb3 | 400.0 | 300 | 50% | 600 | 50% | 600 |",
