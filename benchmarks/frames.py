@@ -1,6 +1,6 @@
 """How much does a replay of frames take, and how fast are stacks drawn from it?
 
-    python benchmarks/frames.py [--steps 200000] [--env-id ALE/Pong-v5]
+    python benchmarks/frames.py [--steps 200000] [--repeats 9] [--env-id ALE/Pong-v5]
 
 Parallel workers play an Atari game, 84x84 grey frames; the buffer keeps each frame once, though it gives stacks of
 four and next observations. Bytes are what the process holds more than before, and what the buffer says; a draw of 32
@@ -54,7 +54,7 @@ def filled(env_id: str, n_steps: int) -> tuple[Any, int]:
         return buffer, psutil.Process().memory_info().rss - before
 
 
-def timed(call: Any, repeats: int = 9, seconds: float = 0.2) -> float:
+def timed(call: Any, repeats: int, seconds: float = 0.2) -> float:
     """Microseconds, the median of some repetitions."""
     found = []
     for _ in range(repeats):
@@ -69,6 +69,7 @@ def timed(call: Any, repeats: int = 9, seconds: float = 0.2) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200_000)
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--env-id", default="ALE/Pong-v5")
     arguments = parser.parse_args()
     started = time.perf_counter()
@@ -82,10 +83,11 @@ def main() -> None:
     frames = np.random.default_rng(0).integers(0, 255, (n, 84, 84), np.uint8)
     rng = np.random.default_rng(1)
     rows = itertools.cycle([rng.integers(n - STACK, size=BATCH)[:, None] + np.arange(STACK) for _ in range(300)])
-    limit = timed(lambda: np.take(frames, next(rows), axis=0))
-    stacks = timed(lambda: buffer.get(buffer.sample_indices(BATCH), "obs"))
-    both = timed(lambda: [np.take(frames, next(rows), axis=0) for _ in range(2)])
-    samples = timed(lambda: buffer.sample(BATCH))
+    repeats = arguments.repeats
+    limit = timed(lambda: np.take(frames, next(rows), axis=0), repeats)
+    stacks = timed(lambda: buffer.get(buffer.sample_indices(BATCH), "obs"), repeats)
+    both = timed(lambda: [np.take(frames, next(rows), axis=0) for _ in range(2)], repeats)
+    samples = timed(lambda: buffer.sample(BATCH), repeats)
     for what, micros, bare in (
         (f"{BATCH} stacks of {STACK}", stacks, limit),
         (f"a sample of {BATCH}, stacks of observations and next ones", samples, both),

@@ -29,7 +29,7 @@ END_OF_BLOCK = "-- end of a block --"
 TIMEOUT = 100
 # What makes a command of the pages small; those that begin otherwise are an error. The last value of an option counts.
 SMALL = {
-    "python benchmarks/frames.py": "--steps 400",
+    "python benchmarks/frames.py": "--steps 400 --repeats 1",
     "python benchmarks/overlap.py": "--rows updates --repeats 1",
     "python benchmarks/replay.py": "--rows uniform --capacity 2000 --repeats 1 --no-peers",
     "python benchmarks/returns.py": "--rows 64x128 --repeats 1 --no-peers",
