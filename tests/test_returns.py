@@ -406,7 +406,10 @@ def test_torchrl_says_the_same(function, peers_arguments):
 
 @functions
 def test_rlax_says_the_same(function, peers_arguments):
-    rlax = pytest.importorskip("rlax")
+    try:
+        rlax = pytest.importorskip("rlax")
+    except AttributeError as error:  # where a package that it needs lags behind jax
+        pytest.skip(f"could not import rlax: {error}")
     peers_arguments["truncated"][:] = False  # which it does not know
     peers_arguments["next_values"][:, :-1] = peers_arguments["values"][:, 1:]
     mine = call(function, peers_arguments)
