@@ -171,6 +171,7 @@ def minimise(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> float:
 def train(args: Args) -> dict[str, nn.Module]:
     """Trains policies from the file alone."""
     torch.manual_seed(args.seed)
+    torch.set_num_threads(1)  # for networks this small more are slower
     dataset = Trajectories.load(args.path)
     critic = Critic(dataset, args)
     for _ in range(args.n_epochs):
