@@ -333,10 +333,12 @@ class RL_Batcher:
             orders = self._crew.collect()
             batch = self._batch(orders)
             trajectories = batch.lend()
-        with uninterrupted():
+        with uninterrupted():  # what is leased has somebody who gives it back, or lets go of the lease
             n_running = self._end(orders, trajectories)
+            give_back = partial(self._take_back, batch, n_running)
+            lease = Lease(trajectories, n_running, give_back, is_guarded=self._debug)
             self._life.phase = Phase.LEASED
-        return Lease(trajectories, n_running, partial(self._take_back, batch, n_running), is_guarded=self._debug)
+        return lease
 
     def _check_lease(self) -> None:
         """Raises StateError unless there is something to lease."""
@@ -346,7 +348,7 @@ class RL_Batcher:
 
     def _take_back(self, batch: Batch, n_running: int) -> None:
         """What a lease calls at its end."""
-        if self._life.phase is Phase.LEASED:  # and not closed, or failed, meanwhile
+        if self._life.is_ours and self._life.phase is Phase.LEASED:  # and not closed, or failed, meanwhile
             batch.release()
             self._life.phase = Phase.READY if n_running else Phase.ENDED
 
@@ -523,13 +525,14 @@ class RL_Batcher:
             Exception: what an environment or agent raised as it was closed; all is gone all the same.
         """
         if self._life.is_closed:
-            if hasattr(self, "_pool"):
+            if hasattr(self, "_pool") and self._life.is_ours:
                 self._pool.kill()  # those that an interrupted `close` has left
             return
         failed = self._life.close()
-        self._books.cut_all()  # nobody will ask for what is under way
         try:
-            self._pool.close()
+            if self._life.is_ours:
+                self._books.cut_all()  # nobody will ask for what is under way
+                self._pool.close()
         except Exception:
             if not failed:  # otherwise the first failure has been reported
                 raise

@@ -134,7 +134,7 @@ class SlotBooks(Books):
             index = order.number % len(self.slots)
             rows = self.rows_of(worker)
             if order.is_lost:
-                self.slots[index].empty(rows)
+                self.slots[index].lose(rows)
             else:
                 versions[rows] = version_before + order.asked.value[2]
             generations.setdefault(index, []).append(rows)

@@ -16,6 +16,7 @@ from rlstructs.slots import Lent
 from rlstructs.structures.base import missing_key
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
+from workers.start import uninterrupted
 
 B = TypeVar("B", bound="Borrowed")
 
@@ -91,9 +92,12 @@ class Borrowed:
     #: What is said to who asks for it later.
     released = RELEASED
 
+    # Whether its block has begun, or somebody has seen what it is.
+    _is_entered = _is_seen = False
+    _given: Any = None
+
     def __init__(self, given: Any, n_running: int, give_back: Callable[[], None]) -> None:
-        self._given, self.n_running = given, n_running
-        self._give_back, self._is_entered = give_back, False
+        self._given, self.n_running, self._give_back = given, n_running, give_back
 
     @property
     def given(self) -> Any:
@@ -104,13 +108,21 @@ class Borrowed:
         """
         if self._given is None:
             raise StateError(self.released)
+        self._is_seen = True
         return self._given
 
     def release(self) -> None:
         """Gives it back. Idempotent."""
-        self._given = None
-        give_back, self._give_back = self._give_back, _nothing
-        give_back()
+        with uninterrupted():
+            self._given = None
+            give_back, self._give_back = self._give_back, _nothing
+            give_back()
+
+    def __del__(self) -> None:
+        # An interrupt may come before its block begins, or as that ends: nobody could release it any more. Nor can who
+        # dropped it having seen what it is, but there may be views of that.
+        if self._given is not None and (self._is_entered or not self._is_seen):
+            self.release()
 
     def __enter__(self: B) -> B:
         self._is_entered = True
@@ -183,10 +195,11 @@ class Lease(Borrowed):
 
     def release(self) -> None:
         """Gives the memory back to the workers. Idempotent."""
-        if self._loan.is_open:
-            self._loan.is_open = False
-            self._lent.close(RELEASED)
-            super().release()
+        with uninterrupted():
+            if self._loan.is_open:
+                self._loan.is_open = False
+                self._lent.close(RELEASED)
+                super().release()
 
 
 def _nothing() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import os
 from collections.abc import Iterator
 
 from rlstructs.errors import ClosedError, StateError
+from workers.errors import check_owner
 
 logger = logging.getLogger("rlstructs")
 
@@ -34,16 +36,33 @@ NEEDED = {
 
 
 class Lifecycle:
-    """The phase of a batcher, and what made it fail.
-
-    Attributes:
-        phase: CLOSED until there is something to close.
-    """
+    """The phase of a batcher, and what made it fail."""
 
     def __init__(self) -> None:
-        self.phase = Phase.CLOSED
+        self._phase, self._is_over = Phase.CLOSED, False
         self._failure: BaseException | None = None
         self._why = ""
+        self._made_by = os.getpid()
+
+    @property
+    def phase(self) -> Phase:
+        """CLOSED until there is something to close.
+
+        Raises:
+            ClosedError: it is set when another thread, or a signal handler, has closed the batcher meanwhile.
+        """
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        if self._is_over:
+            raise ClosedError("the batcher was closed meanwhile")
+        self._phase = phase
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this is the process that has made it, and no forked copy."""
+        return os.getpid() == self._made_by
 
     @property
     def is_closed(self) -> bool:
@@ -56,10 +75,11 @@ class Lifecycle:
             raise ClosedError(f"{call}: the batcher is closed")
 
     def check(self, call: str, *allowed: Phase) -> None:
-        """Raises, with what is to be done first, unless the batcher is in one of these phases."""
+        """Raises, with what is to be done first, unless the batcher is in one of these phases, and of this process."""
+        self.check_open(call)
+        check_owner(self._made_by)
         if self.phase in allowed:
             return
-        self.check_open(call)
         if self.phase is Phase.FAILED:
             raise StateError(f"{call}: {self._why}, close the batcher") from self._failure
         raise StateError(f"{call}: {self.phase.value}, {NEEDED[self.phase]}")
@@ -86,10 +106,12 @@ class Lifecycle:
     def close(self) -> bool:
         """Ends it; whether it had failed. What failed is forgotten: its traceback holds whatever was in use."""
         failed = self.phase is Phase.FAILED
-        self.phase, self._failure = Phase.CLOSED, None
+        self._phase, self._is_over, self._failure = Phase.CLOSED, True, None
         return failed
 
     def fail(self, error: BaseException, why: str) -> None:
         """From now on the batcher can only be closed."""
-        self.phase, self._failure, self._why = Phase.FAILED, error, why
+        if self._is_over:
+            return
+        self._phase, self._failure, self._why = Phase.FAILED, error, why
         logger.info("%s: %r", why, error)

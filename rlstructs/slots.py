@@ -267,6 +267,12 @@ class Slots:
         self.lengths[index] = 0
         self._reset[index] = False
 
+    def lose(self, rows: np.ndarray) -> None:
+        """Leaves nothing of what a worker that failed has written of these rows, nor of its agent's state."""
+        self.empty(rows)
+        for key in self._states:
+            raw_of(self._columns[STATE + key])[rows] = 0
+
     def write_reset(self, t: int, rows: np.ndarray, finals: Rows, fresh: Rows) -> None:
         """Replaces rows that were written for t + 1: there was a reset in step t."""
         # Mostly there is one; a slice is then the faster index by far.

@@ -15,7 +15,19 @@ sys.path.insert(0, str(Path(__file__).parent))  # workers import `helpers` by na
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-START_METHODS = ["forkserver", "spawn"]
+# `fork` copies the locks that threads of other tests hold: its cases have a process of their own (test_fork.py).
+IS_FORK = "TEST_FORK" in os.environ
+START_METHODS = ["fork"] if IS_FORK else ["forkserver", "spawn"]
+
+
+def pytest_collection_modifyitems(items):
+    items[:] = [item for item in items if (start_method_of(item) == "fork") == IS_FORK]
+
+
+def start_method_of(item):
+    """Of a test that has it as a parameter, None of others."""
+    found = getattr(item, "callspec", None)
+    return found.params.get("start_method") if found else None
 
 
 @pytest.fixture(params=START_METHODS)

@@ -3,9 +3,11 @@
     python tests/soak.py --minutes 15
     python tests/soak.py --table
 
-CartPole and HalfCheetah run under `on_worker_failure="restart"`, each with a replay memory that fills and is drawn
-from. About every two seconds a worker is killed, or stopped so that it outruns its deadline. Every observation holds
-a checksum that its environment put in: every transition that is handed out, and every row that is drawn, is verified.
+CartPole and HalfCheetah run under `on_worker_failure="restart"`, with and without a run-ahead, copied and leased, each
+with a replay memory that fills and is drawn from. About every two seconds a worker is killed, or stopped so that it
+outruns its deadline; now and then an environment raises or hangs by itself. Every observation holds a checksum that its
+environment put in, the action before it, and its number, which is the reward; every agent puts out which update it has
+had. All of it is verified, in every transition that is handed out and every row that is drawn.
 `--table` measures how long it takes until each kind of failure is over.
 """
 
@@ -34,7 +36,9 @@ from rlstructs import GymEnvInf, RandomAgent, RL_Batcher
 from rlstructs.memories.torch import RandomMemory
 from rlstructs.testing import Fault, create_faulty_envs
 
-N_FIELDS = 5  # environment, generation, episode, step, checksum
+N_FIELDS = 6  # checksum of the action, environment, generation, episode, step, checksum
+# Steps after which an environment has failed by itself, on average.
+MEAN_STEPS = 100_000
 TIMEOUT, EVERY = 2.0, 2.0  # seconds
 # Seconds that a rollout may take beyond its deadline: successors start meanwhile.
 PATIENCE = 3.0
@@ -51,17 +55,22 @@ class Checked(gymnasium.Wrapper):
         self.observation_space = gymnasium.spaces.Box(
             np.concatenate([space.low.astype(np.float32), low]), np.concatenate([space.high.astype(np.float32), high])
         )
-        self.fields = [env_index, generation, -1, 0]
+        self.fields = [0, env_index, generation, -1, 0]
+        self.rng = random.Random(1000 * env_index + generation)
 
     def reset(self, **arguments):
         observation, info = self.env.reset(**arguments)
-        self.fields[2:] = self.fields[2] + 1, 0
+        self.fields = [0, *self.fields[1:3], self.fields[3] + 1, 0]
         return self._checked(observation), info
 
     def step(self, action):
-        observation, *rest = self.env.step(action)
-        self.fields[3] += 1
-        return (self._checked(observation), *rest)
+        if self.rng.random() < 1 / MEAN_STEPS:
+            if self.rng.random() < 0.5:
+                raise RuntimeError("the environment has failed by itself")
+            signal.pause()
+        observation, _, *rest = self.env.step(action)
+        self.fields[0], self.fields[4] = crc_of(np.asarray(action)), self.fields[4] + 1
+        return (self._checked(observation), float(self.fields[4]), *rest)
 
     def _checked(self, observation):
         found = np.concatenate([observation, self.fields, [0]]).astype(np.float32)
@@ -71,7 +80,11 @@ class Checked(gymnasium.Wrapper):
 
 def checksum(observation):
     """Of all but the last number; float32 holds it exactly."""
-    return zlib.crc32(observation[:-1].tobytes()) % (1 << 24)
+    return crc_of(observation[:-1])
+
+
+def crc_of(array):
+    return zlib.crc32(array.tobytes()) % (1 << 24)
 
 
 def create_env(env_id, n_envs, seed):
@@ -81,8 +94,22 @@ def create_env(env_id, n_envs, seed):
     )
 
 
+class Agent(RandomAgent):
+    """Puts out how many updates it has had; each is that number, many times."""
+
+    version = 0.0
+
+    def __call__(self, *arguments, **named):
+        output, state = super().__call__(*arguments, **named)
+        output.set("version", torch.full((output.n_elems(),), self.version))
+        return output, state
+
+    def update(self, info):
+        [self.version] = info.unique().tolist()
+
+
 def create_agent(env_id):
-    return RandomAgent(gymnasium.make(env_id).action_space)
+    return Agent(gymnasium.make(env_id).action_space)
 
 
 @dataclass
@@ -95,6 +122,8 @@ class Soak:
     n_timesteps: int
     timeout: float = TIMEOUT
     patience: float = PATIENCE
+    run_ahead: int = 0
+    leases: bool = False
     transitions: int = 0
     drawn: int = 0
     lost: int = 0
@@ -105,8 +134,9 @@ class Soak:
         arguments = {"env_id": self.env_id}
         self.batcher = RL_Batcher(
             self.n_timesteps, create_agent, arguments, create_env, {**arguments, "n_envs": self.n_envs},
-            self.n_workers, 0, timeout=self.timeout, on_worker_failure="restart",
+            self.n_workers, 0, timeout=self.timeout, on_worker_failure="restart", run_ahead=self.run_ahead,
         )  # fmt: skip
+        self.name = f"{self.env_id}, run_ahead={self.run_ahead}{', leased' * self.leases}"
         self.batcher.reset()
         self.memory = RandomMemory(memory_size=2000, num_envs=self.n_workers * self.n_envs, seed=0)
 
@@ -114,24 +144,35 @@ class Soak:
         """One rollout, harmed or not, verified."""
         self._timed(self.batcher.execute)
         harmed = harm(self.batcher.stats()["workers"]) if harm else None
-        trajectories, _ = self._timed(self.batcher.get)
+        if self.leases:
+            with self._timed(self.batcher.lease) as (trajectories, _):
+                self._keep(trajectories)
+        else:
+            self._keep(self._timed(self.batcher.get)[0])
+        before, after = (rows.numpy() for rows in self.memory.sample(NAMES, batch_size=64)[0])
+        self._check_pairs(before, after)
+        self.drawn += len(before)
+        self._timed(self.batcher.update, torch.full((10_000,), self.batcher.policy_version + 1.0))
+        return harmed
+
+    def _keep(self, trajectories):
         self._verify(trajectories)
         self.memory.add_trajectories(trajectories)
-        for rows in self.memory.sample(NAMES, batch_size=64)[0]:
-            self._check_rows(rows.numpy())
-            self.drawn += 64
-        return harmed
 
     def _verify(self, trajectories):
         lengths = trajectories.lengths.tolist()
+        assert set(lengths) <= {0, self.n_timesteps}, f"{self.name}: lengths {lengths}"
         self.lost += sum(length == 0 for length in lengths)
         mask = trajectories.mask(torch.bool)
         steps = trajectories.trajectories
         before, after = (steps[f"{side}/frame"][mask].numpy() for side in ("observation", "_observation"))
-        self._check_rows(before)
-        self._check_rows(after)
-        follows = (before[:, -5:-2] == after[:, -5:-2]).all(axis=1) & (before[:, -2] + 1 == after[:, -2])
-        assert follows.all(), f"{self.env_id}: a transition leads elsewhere"
+        self._check_pairs(before, after)
+        assert (steps["_observation/reward"][mask].numpy() == after[:, -2]).all(), f"{self.name}: another's reward"
+        actions = [crc_of(action) for action in steps["action/action"][mask].numpy()]
+        assert (np.array(actions, np.float32) == after[:, -N_FIELDS]).all(), f"{self.name}: another's action"
+        versions = trajectories.info["policy_version"][:, None]
+        assert (steps["action/version"] == versions)[mask].all(), f"{self.name}: another's weights"
+        assert (versions >= self.batcher.policy_version - self.run_ahead).all(), f"{self.name}: weights are too old"
         at, done = 0, steps["_observation/done"][mask].tolist()
         for env_index, length in zip(trajectories.info["env_index"].tolist(), lengths, strict=True):
             for row in range(at, at + length):
@@ -145,20 +186,22 @@ class Soak:
         _, generation, episode, step = place
         expected = self.expected.get(env_index, (0, 0, 0))
         is_first = generation > expected[0] and (episode, step) == (0, 0)
-        assert is_first or (generation, episode, step) == expected, f"{self.env_id}: {place}, expected {expected}"
+        assert is_first or (generation, episode, step) == expected, f"{self.name}: {place}, expected {expected}"
         self.expected[env_index] = (generation, episode + 1, 0) if done else (generation, episode, step + 1)
 
-    def _timed(self, call):
+    def _timed(self, call, *arguments):
         started = time.monotonic()
-        found = call()
+        found = call(*arguments)
         took = time.monotonic() - started
         self.slowest = max(self.slowest, took)
-        assert took < self.timeout + self.patience, f"{self.env_id}: {took:.1f} s for {call.__name__}"
+        assert took < self.timeout + self.patience, f"{self.name}: {took:.1f} s for {call.__name__}"
         return found
 
-    def _check_rows(self, rows):
-        for row in rows:
-            assert row[-1] == checksum(row), f"{self.env_id}: {row} is not what an environment gave"
+    def _check_pairs(self, before, after):
+        for row in (*before, *after):
+            assert row[-1] == checksum(row), f"{self.name}: {row} is not what an environment gave"
+        follows = (before[:, -5:-2] == after[:, -5:-2]).all(axis=1) & (before[:, -2] + 1 == after[:, -2])
+        assert follows.all(), f"{self.name}: a transition leads elsewhere"
 
     def close(self):
         stats = self.batcher.stats()
@@ -181,7 +224,10 @@ def harm(rng, workers):
 def soak(minutes, *limits):
     Soak("CartPole-v1", 1, 1, 1, None).close()  # what the fork server takes is taken once
     rng, before = random.Random(0), held()
-    soaks = [Soak("CartPole-v1", 2, 8, 64, *limits), Soak("HalfCheetah-v5", 2, 2, 32, *limits)]
+    soaks = [
+        Soak("CartPole-v1", 2, 8, 64, *limits), Soak("HalfCheetah-v5", 2, 2, 32, *limits, run_ahead=2),
+        Soak("CartPole-v1", 2, 4, 32, *limits, run_ahead=1, leases=True),
+    ]  # fmt: skip
     end, next_harm, sizes, counts = time.monotonic() + 60 * minutes, 0.0, [], {}
     while (now := time.monotonic()) < end:
         victim = None
@@ -194,7 +240,7 @@ def soak(minutes, *limits):
         sizes.append(psutil.Process().memory_info().rss)
     for each in soaks:
         stats = each.close()
-        print(f"{each.env_id}: {each.transitions:,} transitions and {each.drawn:,} drawn rows verified, "
+        print(f"{each.name}: {each.transitions:,} transitions and {each.drawn:,} drawn rows verified, "
               f"{stats['restarts']} restarts, {each.lost} rollouts of environments lost and counted, "
               f"slowest rollout {each.slowest:.2f} s")  # fmt: skip
     half = len(sizes) // 2

@@ -57,8 +57,7 @@ def test_slots_are_poisoned_before_they_are_written_again(debugged):
 def test_poison_is_of_each_keys_own_dtype(debugged):
     with count_batcher([[9], [9]], 3, autoreset=True, **debugged) as batcher:
         batcher.reset()
-        rollout(batcher)
-        batcher._books.slots[0].release()
+        rollout(batcher)  # which gives its slots back
         for name, tensor in batcher._books.slots[0].read(None, 3).items():
             wanted = poison(tensor[:0].numpy().dtype)
             same = tensor.isnan() if wanted != wanted else tensor == wanted

@@ -17,19 +17,24 @@ from collections import Counter
 
 import psutil
 import pytest
+import torch
 from helpers import Count, Counting, count_batcher, create_gym, rollout
 from processes import exists, named_memory, worker_pids
 
 from rlstructs import (
     ClosedError,
+    DictTensor,
     GymEnvInf,
     OutOfMemoryError,
     RemoteTraceback,
+    RL_Agent,
     RL_Batcher,
     StateError,
     WorkerCrashed,
+    WorkerError,
     WorkerTimeout,
 )
+from rlstructs.batch import Batch
 from rlstructs.testing import Fault, create_faulty_envs
 from workers.pool import CLOSE_DELAY
 from workers.process import WorkerProcess
@@ -47,7 +52,7 @@ class Failing(Count):
 
     def __init__(self, where, armed):
         if armed and where == "constructor":
-            raise SimulatorError("no licence")
+            raise SimulatorError("lost in constructor")
         super().__init__(100)
         self.where, self.armed = where, armed
 
@@ -76,6 +81,13 @@ class FailingAgent(Counting):
     def __init__(self, where):
         super().__init__()
         self.where, self.calls = where, 0
+        if where == "constructor":
+            raise SimulatorError("lost in constructor")
+
+    def initial_state(self, agent_info, B):
+        if self.where == "initial_state":
+            raise SimulatorError("lost in initial_state")
+        return super().initial_state(agent_info, B)
 
     def __call__(self, *arguments, **named):
         self.calls += 1
@@ -118,15 +130,16 @@ def run_through(where, **arguments):
 @pytest.mark.parametrize("where", ["constructor", "reset", "step", "close"])
 def test_what_an_environment_raises_arrives_as_it_is(where, start_method):  # CV76, CV77, R36
     before = worker_pids()
-    with pytest.raises(SimulatorError, match="no licence|lost in") as caught:
+    with pytest.raises(SimulatorError, match=rf"^lost in {where}(\n|$)") as caught:
         run_through(where, start_method=start_method)
     cause = caught.value.__cause__
     assert isinstance(cause, RemoteTraceback) and cause.worker_index == 1
-    assert "SimulatorError" in str(cause) and "worker 1" in str(cause)
+    assert f"SimulatorError: lost in {where}" in str(cause) and "worker 1" in str(cause)
+    assert 'test_failures.py", line' in str(cause)
     assert worker_pids() == before
 
 
-@pytest.mark.parametrize("where", ["call", "update", "close"])
+@pytest.mark.parametrize("where", ["constructor", "initial_state", "call", "update", "close"])
 def test_what_an_agent_raises_arrives_as_it_is(where, start_method):
     with pytest.raises(SimulatorError, match=f"lost in {where}") as caught, RL_Batcher(
         10, FailingAgent, {"where": where}, create_gym, {"env_id": "CartPole-v1", "n_envs": 1}, 2, 0,
@@ -248,7 +261,8 @@ REQUESTS = {"init": "build", "reset": "reset", "step": "rollout", "call": "build
 @pytest.mark.parametrize(
     ("how", "where", "start_method"),
     [*itertools.product(WORDS, [*REQUESTS, "close"], ["forkserver"]),
-     *itertools.product(["kill"], ["init", "update", "close"], ["spawn"])],
+     *itertools.product(["kill"], ["init", "update", "close"], ["spawn"]),
+     *itertools.product(["kill", "exit"], ["step", "close"], ["fork"])],
 )  # fmt: skip
 def test_a_worker_may_end_in_any_phase(how, where, start_method):
     """Also in its constructor, in `update` and in `close`; of what it had to say no more is expected."""
@@ -581,6 +595,139 @@ def test_a_forked_copy_that_leaves_the_block_ends_nobody():
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
         assert batcher.get()[1] == 2
         assert rollout(batcher)[1] == 2
+
+
+# What a forked copy of the trainer may try. Nothing of it may be seen in the trainer's own rollouts.
+TRIES = {
+    "close": lambda batcher, lease: batcher.close(),
+    "leave the block": lambda batcher, lease: batcher.__exit__(None, None, None),
+    "get": lambda batcher, lease: batcher.get(),
+    "execute": lambda batcher, lease: batcher.execute(agent_info=DictTensor({"add": torch.full((2,), 7.0)})),
+    "reset": lambda batcher, lease: batcher.reset(agent_info=DictTensor({"add": torch.full((2,), 7.0)})),
+    "update": lambda batcher, lease: batcher.update(torch.full((1000,), 7.0)),
+    "evaluate": lambda batcher, lease: batcher.evaluate(2, 0),
+    "load_state_dict": lambda batcher, lease: batcher.load_state_dict(batcher.state_dict()),
+    "release a lease": lambda batcher, lease: lease and lease.release(),
+}
+
+
+class Adding(RL_Agent):
+    """Puts out what its `agent_info` and its last update say."""
+
+    updated = 0.0
+
+    def initial_state(self, agent_info, B):
+        return DictTensor()
+
+    def __call__(self, state, observation, agent_info, history=None):
+        said = agent_info["add"] + self.updated
+        return DictTensor({"action": torch.zeros(len(said), dtype=torch.int64), "said": said}), state
+
+    def update(self, info):
+        self.updated = float(info.mean())
+
+
+@pytest.mark.parametrize("n_processes", [0, 2])
+@pytest.mark.parametrize("phase", ["ready", "running", "leased"])
+def test_nothing_that_a_forked_copy_of_the_trainer_does_is_seen_in_its_rollouts(phase, n_processes):
+    """Also in a rollout that is under way, and in memory that is lent: all of it is shared with the copy."""
+    n_envs = 2 // (n_processes or 1)
+    with RL_Batcher(
+        5, Adding, {}, lambda seed: GymEnvInf([Count(1000) for _ in range(n_envs)], seed), {}, n_processes, 0,
+        agent_info=DictTensor({"add": torch.zeros(1)}), debug=True,
+    ) as batcher:  # fmt: skip
+        batcher.update(torch.full((1000,), 0.5))
+        batcher.reset(agent_info=DictTensor({"add": torch.full((2,), 1.0)}))
+        rollout(batcher)
+        first, lease = 5, None
+        for name, attempt in TRIES.items():
+            if phase != "ready":
+                batcher.execute()
+            if phase == "leased":
+                lease = batcher.lease()
+                frames = lease.trajectories.trajectories["observation/frame"][:, :, 1]
+                assert frames.tolist() == [[first + t for t in range(5)]] * 2
+            pid = os.fork()
+            if not pid:
+                try:
+                    attempt(batcher, lease)
+                    status = 1 + 2 * (name in ("close", "leave the block", "release a lease"))
+                except WorkerError as error:
+                    status = 2 + ("forked copy" in str(error))
+                except StateError:
+                    status = 3
+                finally:
+                    os._exit(status)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3, name
+            if phase == "leased":
+                assert frames.tolist() == [[first + t for t in range(5)]] * 2, name
+                lease.release()
+                first += 5
+            for _ in range(2):
+                if phase != "running":
+                    batcher.execute()
+                batch, n_running = batcher.get()
+                steps = batch.trajectories
+                assert (n_running, batch.lengths.tolist()) == (2, [5, 5]), name
+                assert steps["observation/frame"][:, :, 1].tolist() == [[first + t for t in range(5)]] * 2, name
+                assert (steps["action/said"] == 1.5).all() and (batch.info["policy_version"] == 1).all(), name
+                first += 5
+                if phase == "running":
+                    break
+
+
+@pytest.mark.parametrize("timeout", [None, 1.0])
+def test_a_hang_in_close_is_over_in_time(timeout, start_method):
+    fault = Fault("hang", at="close", worker=1, ignore_sigterm=True)
+    batcher = faulty(fault, n_workers=2, start_method=start_method)
+    batcher._pool.timeout = timeout  # not before: a first start may take longer
+    pids = batcher._pool.pids
+    batcher.reset()
+    rollout(batcher)
+    with Deadline():
+        batcher.close()
+    assert not any(map(exists, pids))
+
+
+def test_a_program_ends_though_the_fork_server_never_tells_it_how_a_worker_ended(subprocess_env):
+    text = """
+        import psutil
+        from test_failures import faulty
+        batcher = faulty()
+        server = psutil.Process(psutil.Process(batcher._pool.pids[0]).ppid())
+        server.suspend()
+        batcher.close()
+        print(server.pid, flush=True)
+    """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(text)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=subprocess_env) as program:
+        server = psutil.Process(int(program.stdout.readline()))  # it has the program's output too
+        try:
+            assert program.wait(LIMIT) == 0
+        finally:
+            server.kill()
+
+
+def test_a_handler_of_a_signal_may_close_while_a_rollout_is_copied(monkeypatch):
+    batcher = faulty(n_workers=2)
+    batcher.reset()
+    batcher.execute()
+    read = Batch.read
+
+    def closing(batch, out=None):
+        signal.raise_signal(signal.SIGUSR1)
+        return read(batch, out)
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: batcher.close())
+    try:
+        monkeypatch.setattr(Batch, "read", closing)
+        with pytest.raises(ClosedError):
+            batcher.get()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    for call in (batcher.execute, batcher.get, batcher.reset, batcher.lease, batcher.stats):
+        with pytest.raises(ClosedError):
+            call()
 
 
 def test_an_interrupted_close_leaves_no_worker(subprocess_env):

@@ -261,6 +261,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", folder], check=True)
 
 
+@pytest.mark.root
 def test_a_full_disk_leaves_old_files_whole(small_disk):
     printed = run("fill_disk", str(small_disk), *SUBJECTS)
     assert re.findall(r"^[A-Z]\w+\.\w+$", printed, re.M) == list(SUBJECTS)

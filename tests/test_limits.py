@@ -92,8 +92,9 @@ def test_shared_memory_has_no_name(subprocess_env):
     assert done.stdout == "set()\n", done.stderr
 
 
+@pytest.mark.root
 def test_4_megabytes_of_dev_shm_hold_an_arena_of_20(subprocess_env):
-    """Needs root: the program gets a /dev/shm of its own."""
+    """The program gets a /dev/shm of its own."""
     text = """
         class Big(Counting):
             def __call__(self, *arguments, **named):
@@ -132,6 +133,39 @@ def test_slots_beyond_the_memory_limit_are_refused_before_the_first_write(subpro
     assert "bytes are needed" in done.stdout
 
 
+@pytest.mark.parametrize(("limit", "said"), [("AS", "Cannot allocate memory"), ("FSIZE", "File too large")])
+def test_slots_beyond_a_limit_of_the_process_are_refused_before_the_first_write(limit, said, subprocess_env):
+    """A gigabyte, which the machine has."""
+    done = run(
+        f"""
+        import psutil, signal
+        def make(n_timesteps):
+            return RL_Batcher(n_timesteps, Wide, {{}}, lambda seed: GymEnvInf([Count(3)], seed), {{}}, 1, 0)
+        class Big(Counting):
+            def __call__(self, *arguments, **named):
+                output, state = super().__call__(*arguments, **named)
+                output.set("big", torch.ones(output.n_elems(), 1_000_000))
+                return output, state
+        Wide = Counting
+        make(5).close()
+        Wide = Big
+        taken = psutil.Process().memory_info().vms
+        resource.setrlimit(resource.RLIMIT_{limit}, ({{"AS": taken + (1 << 28), "FSIZE": 1 << 20}}[{limit!r}],) * 2)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        try:
+            make(250)
+        except MemoryError as error:
+            print(type(error).__name__, error)
+        print(psutil.Process().memory_info().shared < 1 << 28, len(psutil.Process().children()) < 3)
+        """,
+        subprocess_env,
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2, done.stderr
+    assert lines[0].startswith("OutOfMemoryError shared memory: 1,000,") and f"({said})" in lines[0], done.stderr
+    assert lines[1] == "True True"
+
+
 def test_64_workers_on_two_cores():
     before = worker_pids()
     with count_batcher([[3]] * 64, 4, autoreset=True) as batcher:
@@ -148,8 +182,10 @@ PHASES = ("start", "reset", "execute", "get", "update", "close")
 @pytest.mark.parametrize(
     ("how", "phase", "method"),
     # Within a call of ours nothing of the program's own can raise.
-    [*itertools.product(["SIGTERM", "SIGINT", "SIGKILL"], PHASES, ["forkserver"]), ("raise", "execute", "forkserver"),
-     *itertools.product(["SIGINT"], PHASES, ["spawn"]), *itertools.product(["SIGKILL"], PHASES, ["fork"])],
+    [*itertools.product(["SIGTERM", "SIGINT", "SIGKILL"], PHASES, ["forkserver"]),
+     *itertools.product(["SIGINT"], PHASES, ["spawn", "fork"]), *itertools.product(["SIGKILL"], PHASES, ["fork"]),
+     *itertools.product(["SIGTERM"], ["execute", "get", "close"], ["spawn", "fork"]),
+     *itertools.product(["raise"], ["execute"], ["forkserver", "spawn", "fork"])],
 )
 def test_a_program_that_ends_in_any_phase_leaves_no_worker(how, phase, method, subprocess_env):
     """Ctrl-C goes to the whole group, as a terminal sends it."""
@@ -230,6 +266,8 @@ def test_close_from_another_thread_ends_a_get_that_waits():
 
         waiting = threading.Thread(target=wait)
         waiting.start()
+        while not batcher._pool._watch._n_waiting:  # or it would hear of it before it waits
+            assert waiting.is_alive()
         started = time.monotonic()
         batcher.close()
         waiting.join(10)

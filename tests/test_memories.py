@@ -222,7 +222,6 @@ def write_one_row_each(memories):
         memory.add_samples(t=np.full((2, 1), 7.0, np.float32))
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "fork"])
 def test_a_process_that_it_is_given_to_writes_rows_that_this_one_sees(start_method):  # CV17, S25
     memories = [make(kind, 3, 2, ["t"]) for kind in ON_HOST]
     for memory in memories:

@@ -111,7 +111,7 @@ def wait_until(happened):
     [
         *itertools.product(["kill", "raise", "exit", "hang"], [0, 1], ["forkserver"]),
         # A hang needs a deadline, which a start has to keep too: spawned workers import torch for many seconds.
-        *itertools.product(["kill", "raise", "exit"], [1], ["spawn"]),
+        *itertools.product(["kill", "raise", "exit"], [1], ["spawn", "fork"]),
     ],
 )
 def test_the_others_are_kept_and_the_lost_one_is_counted(how, index, start_method, caplog):

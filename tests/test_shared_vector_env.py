@@ -101,7 +101,6 @@ def test_it_gives_what_gymnasium_gives(task, n_workers, mode):
         assert getattr(ours, name) == getattr(theirs, name)
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
 @pytest.mark.parametrize("n_workers", [1, 3])
 def test_it_gives_the_same_however_the_work_is_shared(n_workers, start_method):
     ours, theirs = twins([Basket] * 4, n_workers, AutoresetMode.SAME_STEP, start_method=start_method)

@@ -25,12 +25,6 @@ from rlstructs import RemoteTraceback, SharedVectorEnv, StateError, WorkerCrashe
 # Seconds in which a failure has to arrive, and `close` to return.
 LIMIT = 5.0
 ACTIONS = [0] * 4
-METHODS = ["forkserver", "spawn", "fork"]
-
-
-@pytest.fixture(params=METHODS)
-def start_method(request):
-    return request.param
 
 
 class Deadline:
@@ -321,7 +315,6 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 @pytest.mark.parametrize(("ending", "status"), [("idle", 0), ("pending", 0), ("raise", 7), ("kill", -9)])
 def test_a_program_that_ends_without_closing_leaves_no_process(ending, status, start_method, tmp_path, subprocess_env):
     # A script without a guard, whose classes come back as they are.

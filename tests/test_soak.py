@@ -14,6 +14,7 @@ def test_workers_are_killed_and_stopped_and_nothing_wrong_is_handed_out(subproce
     done = subprocess.run(program, capture_output=True, text=True, env=subprocess_env, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     verified = re.findall(r"^(.*): ([\d,]+) transitions .* verified, (\d+) restarts", done.stdout, re.MULTILINE)
-    assert [env_id for env_id, _, _ in verified] == ["CartPole-v1", "HalfCheetah-v5"]
+    names = ["CartPole-v1, run_ahead=0", "HalfCheetah-v5, run_ahead=2", "CartPole-v1, run_ahead=1, leased"]
+    assert [name for name, _, _ in verified] == names
     assert sum(int(restarts) for _, _, restarts in verified) > 0
     assert done.stdout.endswith("nothing is left: processes, descriptors and shared memory are as before\n")

@@ -38,9 +38,9 @@ from workers.start import uninterrupted
 LIMIT = 20.0
 
 
-@pytest.fixture(params=["forkserver", "spawn", "fork"])
-def method(request):
-    return request.param
+@pytest.fixture
+def method(start_method):
+    return start_method
 
 
 class OwnError(Exception):
@@ -469,6 +469,16 @@ def test_closing_does_not_wait_for_posts_that_hang():
     pool.post(Post.of("answer", b"hang", b"a"), [1])
     pool.close(0.05)
     assert_gone(pids)
+
+
+def test_a_worker_may_start_workers_of_its_own(method):
+    def factory(index):
+        with WorkerPool(1, Job, start_method=method, timeout=LIMIT) as own:
+            assert own.call("identify") != [(0, os.getpid())]
+        return Job(index)
+
+    with WorkerPool(2, factory, start_method=method, timeout=LIMIT) as pool:
+        assert len(set(pool.call("identify"))) == 2
 
 
 def test_environment_variables_and_directory_are_those_of_the_start(method, monkeypatch, tmp_path):

@@ -8,6 +8,7 @@ RemoteTraceback             never raised: the `__cause__` of an exception that a
 
 from __future__ import annotations
 
+import os
 import signal
 
 
@@ -59,6 +60,15 @@ class RemoteTraceback(Exception):
 
     def __str__(self) -> str:
         return f'in worker {self.worker_index}:\n"""\n{self.text}"""'
+
+
+def check_owner(pid: int) -> None:
+    """Raises WorkerError unless this process is `pid`, which has made the workers, and no forked copy of it.
+
+    A copy would read replies that are for the other, and write to memory that the other shares with its workers.
+    """
+    if os.getpid() != pid:
+        raise WorkerError("the workers belong to the process that this one is a forked copy of")
 
 
 def bare(error: WorkerError) -> WorkerError:

@@ -12,7 +12,7 @@ from typing import Any
 
 from workers import messages
 from workers.descriptors import check_enough
-from workers.errors import WorkerError, WorkerTimeout, bare
+from workers.errors import WorkerError, WorkerTimeout, bare, check_owner
 from workers.messages import Asked, Build, Call, Close, Failure, Post, Result, State
 from workers.process import WorkerProcess, end_all
 from workers.start import default_start_method, uninterrupted
@@ -79,7 +79,7 @@ class WorkerPool:
         try:
             check_enough(n_workers)
             for index in range(n_workers):
-                self._workers.append(self._started(index))
+                self._begin(index)
             self._send(self._workers, self._first)
             self.gather()
         except BaseException as error:
@@ -224,6 +224,10 @@ class WorkerPool:
         replies, self._replies = self._replies, {}
         return [replies[index] for index in sorted(replies)]
 
+    def check_owner(self) -> None:
+        """Raises WorkerError in a forked copy of the process that has made the workers."""
+        check_owner(self._made_by)
+
     def check(self) -> dict[int, BaseException]:
         """The failures of workers that are gone."""
         self._drain()
@@ -254,7 +258,7 @@ class WorkerPool:
             try:
                 self._watch.check()
                 check_enough(1)  # or the fork server would fail, and with it the workers of others
-                self._workers[index] = self._started(index)
+                self._begin(index)
             except WorkerError as error:
                 asked.append(Asked(index, Build.label, is_over=True, error=bare(error)))
             else:
@@ -329,10 +333,12 @@ class WorkerPool:
             with contextlib.suppress(Exception):
                 self.close()
 
-    def _started(self, index: int) -> WorkerProcess:
-        worker = WorkerProcess(index, *self._arguments, self.timeout)
-        self._watch.add(worker)
-        return worker
+    def _begin(self, index: int) -> None:
+        """Starts a worker, in the place of the one that was there."""
+        with uninterrupted():  # one that is known by half is neither watched nor ended
+            worker = WorkerProcess(index, *self._arguments, self.timeout)
+            self._watch.add(worker)
+            self._workers[index : index + 1] = [worker]
 
     def _wait(self, deadline: float | None, workers: list[WorkerProcess]) -> bool:
         """Reads what comes first; False when nothing came before the deadline, or one that these workers have."""
@@ -383,8 +389,7 @@ class WorkerPool:
         is_kept: bool = False,
     ) -> list[Asked]:  # fmt: skip
         """Sends a request to workers, under one deadline; what fails is raised, unless it is to be kept."""
-        if os.getpid() != self._made_by:  # whose replies would be read by the other
-            raise WorkerError("the workers belong to the process that this one is a forked copy of")
+        self.check_owner()
         data = messages.dumps(request) if data is None else data  # once for all
         deadline = None if self.timeout is None else time.monotonic() + self.timeout
         asked = []

@@ -207,6 +207,8 @@ class WorkerProcess:
         self._exit_code = self._process.exitcode
         if self._exit_code is not None:
             self._process.close()
+        else:  # the fork server, which would tell it, is gone or stopped
+            start.forget_child(self._process)
 
 
 def end_all(workers: list[WorkerProcess], patience: float = 0.0) -> None:

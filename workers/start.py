@@ -136,8 +136,15 @@ def _forget(server: forkserver.ForkServer) -> None:
         del _servers[preload]
 
 
+def forget_child(child: process.BaseProcess) -> None:
+    """Has this program not wait at its exit for a process whose end nobody will tell it."""
+    process._children.discard(child)  # type: ignore[attr-defined]
+
+
 def _disown() -> None:
     """In a forked copy of this process: it starts its own server, and waits for no worker at its exit."""
+    global _CONFIG_LOCK
+    _CONFIG_LOCK = threading.Lock()  # held, if it was copied while a worker was started: it may be that worker
     _servers.clear()
     children: set[Any] = process._children  # type: ignore[attr-defined]
     children -= {child for child in children if isinstance(child, (_SpawnProcess, _ForkServerProcess))}

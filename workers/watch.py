@@ -10,7 +10,7 @@ from collections.abc import Callable
 from multiprocessing import util
 
 from workers.channel import milliseconds
-from workers.errors import WorkerError
+from workers.errors import WorkerError, check_owner
 from workers.process import WorkerProcess
 from workers.start import uninterrupted
 
@@ -54,8 +54,9 @@ class Watch:
         Raises:
             WorkerError: as `check`.
         """
+        check_owner(self._made_by)  # before the lock, which the other may have held as it was copied
         with self._lock:
-            self.check()
+            self._check_going_on()
             self._n_waiting += 1
         try:
             events = self._poll.poll(milliseconds(deadline))
@@ -84,8 +85,7 @@ class Watch:
 
     def check(self) -> None:
         """Raises WorkerError if the watch is over, or kept by the process that this one is a forked copy of."""
-        if os.getpid() != self._made_by:
-            raise WorkerError("the workers belong to the process that this one is a forked copy of")
+        check_owner(self._made_by)
         self._check_going_on()
 
     def _check_going_on(self) -> None:

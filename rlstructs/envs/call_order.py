@@ -75,10 +75,10 @@ class CallOrder:
         """
         try:
             request()
+            self.pending = pending  # in here: an interrupt must not leave answers that nobody waits for
         except BaseException as error:
             self.failure = error
             raise
-        self.pending = pending
 
     def answered(self, answer: Callable[[float | None], T], timeout: float | None) -> T:
         """Waits. After an interrupt, or a timeout of the caller's own, it can be waited for again."""

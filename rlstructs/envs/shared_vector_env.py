@@ -249,8 +249,12 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         self._check_running("send", envs)
         group = self._group_of(envs)
         request = self._host.step_some(envs, actions) if group is None else self._host.step_group(group, actions)
-        self._is_out[envs] = True
-        self._order.ask(Pending.SEND, request)
+
+        def send() -> None:
+            request()
+            self._is_out[envs] = True
+
+        self._order.ask(Pending.SEND, send)
 
     def recv(
         self,

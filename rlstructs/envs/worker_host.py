@@ -109,6 +109,7 @@ class WorkerHost:
 
     def step(self, actions: Any) -> Request:
         """As `Host.step`."""
+        self._pool.check_owner()  # before actions are written where those of another process lie
         if types := self._actions.write(actions):
             if types not in self._steps:
                 parts = [HEAD.pack(EVERY, group, 0) + types.encode("ascii") for group in range(len(self._shares[0]))]
@@ -119,6 +120,7 @@ class WorkerHost:
 
     def step_some(self, envs: np.ndarray, actions: Any) -> Request:
         """As `Host.step_some`."""
+        self._pool.check_owner()
         each = [self._actions.write(actions, envs, len(envs)).encode("ascii")] * len(envs)
         if not each[0]:
             each = [messages.dumps([action]) for action in self._actions.apart(actions, len(envs))]
@@ -130,6 +132,7 @@ class WorkerHost:
 
     def step_group(self, group: int, actions: Any) -> Request:
         """As `Host.step_group`."""
+        self._pool.check_owner()
         shares = [mine[group] for mine in self._shares]
         start, stop = shares[0].start, shares[-1].stop
         types, head = self._actions.write(actions, slice(start, stop), stop - start), HEAD.pack(EVERY, group, 0)
