@@ -276,8 +276,8 @@ def table():
             runs = [_over(fault, policy) for _ in range(3)]
             over, closed = (statistics.median(column) for column in zip(*[run[1:] for run in runs], strict=True))
             print(f"| {event} | {policy} | {runs[0][0]} | {over:.2f} | {closed:.2f} |", flush=True)
-    orphaned = statistics.median(map(_orphaned, range(3)))
-    print(f"| the trainer is killed (SIGKILL) | | no worker is left | {orphaned:.2f} | |")
+    for event, signum in ENDINGS.items():
+        print(f"| {event} | | no worker is left | {statistics.median(_ended(signum) for _ in range(3)):.2f} | |")
 
 
 def _over(fault, policy):
@@ -298,7 +298,13 @@ def _over(fault, policy):
     return seen, over - started, time.monotonic() - over
 
 
-def _orphaned(_):
+FOLDER = os.path.dirname(os.path.abspath(__file__))
+# Ctrl-C goes to the whole group, as a terminal sends it.
+ENDINGS = {"the trainer is killed (SIGKILL)": signal.SIGKILL, "Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}
+
+
+def _ended(signum):
+    """Seconds until a trainer and its workers have ended."""
     program = textwrap.dedent("""
         import signal
         from soak import Soak
@@ -306,10 +312,16 @@ def _orphaned(_):
         print(*[worker["pid"] for worker in kept.batcher.stats()["workers"]], flush=True)
         signal.pause()
     """)
-    trainer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=os.path.dirname(__file__))
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=FOLDER,
+        start_new_session=True,
+    )  # fmt: skip
     workers = [psutil.Process(int(pid)) for pid in trainer.stdout.readline().split()]
     started = time.monotonic()
-    trainer.kill()
+    if signum == signal.SIGINT:
+        os.killpg(trainer.pid, signum)
+    else:
+        trainer.send_signal(signum)
     trainer.wait()
     while any(runs(worker) for worker in workers):  # not until they are reaped, which is not ours to do
         assert time.monotonic() < started + 30
