@@ -39,16 +39,16 @@ class Once(Count):
     def __init__(self, seed, index, how, generations):
         super().__init__(100)
         self.fails = seed.worker_index == index and seed.generation < generations
-        self.seed, self.how = float(seed % 1000), how
+        self.seed, self.how, self.generation = float(seed % 1000), how, seed.generation
         if self.fails and how == "constructor" and seed.generation:
-            raise Broken("no licence")
+            raise Broken(f"no licence for worker {seed.generation}")
 
     def _observation(self):
         return np.array([self.seed, self.steps], np.float32)
 
     def reset(self, **arguments):
         if self.fails and self.how == "reset":
-            raise Broken("lost in reset")
+            raise Broken(f"lost in reset of worker {self.generation}")
         return super().reset(**arguments)
 
     def step(self, action):
@@ -300,7 +300,8 @@ def test_all_workers_may_fail_at_once():
 def test_one_that_never_comes_up_ends_the_batcher_with_the_first_error(how):
     before = worker_pids()
     started = time.monotonic()
-    with pytest.raises(Broken, match="no licence|lost in reset"), batcher(how, generations=99) as made:
+    first = {"constructor": "^no licence for worker 1\n", "reset": "^lost in reset of worker 1\n"}[how]
+    with pytest.raises(Broken, match=first), batcher(how, generations=99) as made:
         made.reset()
         rollout(made)
     assert worker_pids() == before and time.monotonic() - started < LIMIT

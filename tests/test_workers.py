@@ -51,6 +51,14 @@ class OwnError(Exception):
         self.code, self.detail = code, detail
 
 
+class NeedsThree(Exception):
+    """Takes three arguments, and hands on one."""
+
+    def __init__(self, one, two, three):
+        super().__init__(one)
+        self.all = one, two, three
+
+
 class Wordy(Exception):
     """`cls(*args)` makes another message."""
 
@@ -87,6 +95,8 @@ class Job:
     def fail_oddly(self, how):
         if how == "own":
             raise OwnError(7, detail="odd")
+        if how == "three":
+            raise NeedsThree("first", 2, [3])
         raise Wordy(3) if how == "wordy" else ValueError(threading.Lock())
 
     def leave(self):
@@ -173,6 +183,9 @@ def test_an_exception_arrives_as_it_was_whatever_its_constructor_does():
         with pytest.raises(OwnError, match="^code 7: odd\n") as caught:
             pool.call("fail_oddly", "own")
         assert (caught.value.code, caught.value.detail) == (7, "odd")
+        with pytest.raises(NeedsThree, match="^first\n") as caught:
+            pool.call("fail_oddly", "three")
+        assert caught.value.all == ("first", 2, [3])
         with pytest.raises(Wordy, match="^failed with 3\n"):
             pool.call("fail_oddly", "wordy")
 
