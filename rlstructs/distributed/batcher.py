@@ -165,8 +165,9 @@ class RayBatcher(RL_Batcher):
             trajectories = batch.some(NAMES_OF_STEPS)
         with uninterrupted():
             n_running = self._end(orders, trajectories)
+            lease = PartsLease(list(batch.parts), n_running, lambda: self._take_back(batch, n_running))
             self._life.phase = Phase.LEASED
-        return PartsLease(list(batch.parts), n_running, lambda: self._take_back(batch, n_running))
+        return lease
 
     def stats(self) -> dict[str, Any]:
         """What the workers do and have done, as of the last reply of their nodes.
