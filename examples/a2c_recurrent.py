@@ -139,7 +139,7 @@ class Log:
     """A progress bar, and scalars for TensorBoard and a learning curve where they are asked for."""
 
     def __init__(self, args: Args) -> None:
-        # Before the training: who lacks a package or a folder is to know it now.
+        # Before the first rollout: who lacks a package or a folder is to know it now.
         self.writer = optional("torch.utils.tensorboard").SummaryWriter(args.tensorboard) if args.tensorboard else None
         self.figure = optional("matplotlib.figure").Figure() if args.plot else None
         if self.figure is not None:
@@ -189,11 +189,11 @@ def main(args: Args) -> None:
     torch.set_num_threads(1)  # for networks this small more are slower, and the workers need the cores
     network = Network(n_inputs=2, n_actions=2, n_hidden=args.n_hidden)
     policy, optimizer = Policy(network), torch.optim.Adam(network.parameters(), lr=args.learning_rate)
-    log = Log(args)
     with RL_Batcher(
         args.n_timesteps, Policy, {"network": network}, create_env, {"n_envs": args.n_envs},
         args.n_processes, args.seed, agent_info=DictTensor({"greedy": torch.tensor([False])}),
     ) as batcher:  # fmt: skip
+        log = Log(args)
         greedy = torch.zeros(batcher.n_elems(), dtype=torch.bool)
         batcher.reset(agent_info=DictTensor({"greedy": greedy}))
         while log.n_steps < args.n_steps:

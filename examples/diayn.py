@@ -167,7 +167,7 @@ class Log:
     """A progress bar, and scalars for TensorBoard and a learning curve where they are asked for."""
 
     def __init__(self, args: Args) -> None:
-        # Before the training: who lacks a package or a folder is to know it now.
+        # Before the first rollout: who lacks a package or a folder is to know it now.
         self.writer = optional("torch.utils.tensorboard").SummaryWriter(args.tensorboard) if args.tensorboard else None
         self.figure = optional("matplotlib.figure").Figure() if args.plot else None
         if self.figure is not None:
@@ -217,11 +217,11 @@ def main(args: Args) -> None:
     torch.set_num_threads(1)  # for networks this small more are slower, and the workers need the cores
     networks = create_networks(args.env_id, args.n_skills)
     optimizer = torch.optim.Adam(networks.parameters(), lr=args.learning_rate, eps=1e-5)
-    log = Log(args)
     with RL_Batcher(
         args.n_timesteps, Policy, {"networks": networks}, create_env, {"env_id": args.env_id, "n_envs": args.n_envs},
         args.n_processes, args.seed, agent_info=info_of(args, args.n_skills, False),
     ) as batcher:  # fmt: skip
+        log = Log(args)
         batcher.reset(agent_info=info_of(args, batcher.n_elems(), False))
         while log.n_steps < args.n_steps:
             batcher.execute()

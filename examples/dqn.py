@@ -139,7 +139,7 @@ class Log:
     """A progress bar, and scalars for TensorBoard and a learning curve where they are asked for."""
 
     def __init__(self, args: Args) -> None:
-        # Before the training: who lacks a package or a folder is to know it now.
+        # Before the first rollout: who lacks a package or a folder is to know it now.
         self.writer = optional("torch.utils.tensorboard").SummaryWriter(args.tensorboard) if args.tensorboard else None
         self.figure = optional("matplotlib.figure").Figure() if args.plot else None
         if self.figure is not None:
@@ -188,11 +188,11 @@ def main(args: Args) -> None:
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)  # for networks this small more are slower, and the workers need the cores
     network = create_network(args.env_id)
-    log = Log(args)
     with RL_Batcher(
         args.n_timesteps, Policy, {"network": network}, create_env, {"env_id": args.env_id, "n_envs": args.n_envs},
         args.n_processes, args.seed, agent_info=DictTensor({"epsilon": torch.zeros(1)}),
     ) as batcher:  # fmt: skip
+        log = Log(args)
         n_all = batcher.n_elems()
         memory = PrioritizedMemory(memory_size=max(args.memory_size // n_all, 1), num_envs=n_all, device="cpu")
         learner, losses = Learner(network, memory, args), {}

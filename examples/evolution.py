@@ -134,7 +134,7 @@ class Log:
     """A progress bar, and scalars for TensorBoard and a learning curve where they are asked for."""
 
     def __init__(self, args: Args) -> None:
-        # Before the training: who lacks a package or a folder is to know it now.
+        # Before the first rollout: who lacks a package or a folder is to know it now.
         self.writer = optional("torch.utils.tensorboard").SummaryWriter(args.tensorboard) if args.tensorboard else None
         self.figure = optional("matplotlib.figure").Figure() if args.plot else None
         if self.figure is not None:
@@ -184,11 +184,11 @@ def main(args: Args) -> None:
     torch.set_num_threads(1)  # for networks this small more are slower, and the workers need the cores
     sizes = sizes_of(args)
     strategy = Strategy(sum(math.prod(shape) for shape in shapes_of(sizes)), args)
-    log = Log(args)
     with RL_Batcher(
         args.n_timesteps, Policies, {"sizes": sizes}, create_env, {"env_id": args.env_id, "n_envs": args.n_envs},
         args.n_processes, args.seed, agent_info=DictTensor({"parameters": strategy.mean.detach()[None]}),
     ) as batcher:  # fmt: skip
+        log = Log(args)
         n_all = batcher.n_elems()
         while log.n_steps < args.n_steps:
             batcher.reset(agent_info=DictTensor({"parameters": strategy.drawn(n_all)}))

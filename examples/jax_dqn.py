@@ -65,10 +65,8 @@ def create_params(env_id: str, seed: int) -> Params:
     with gymnasium.make(env_id) as env:
         sizes = env.observation_space.shape[0], 128, 128, int(env.action_space.n)
     keys = jax.random.split(jax.random.PRNGKey(seed), len(sizes) - 1)
-    return [
-        (jax.random.normal(key, shape) * math.sqrt(2 / shape[0]), jnp.zeros(shape[1]))
-        for key, shape in zip(keys, pairwise(sizes), strict=True)
-    ]
+    pairs = zip(keys, pairwise(sizes), strict=True)
+    return [(jax.random.normal(key, shape) * math.sqrt(2 / shape[0]), jnp.zeros(shape[1])) for key, shape in pairs]
 
 
 def q_values(params: Params, observations: jax.Array) -> jax.Array:
@@ -171,7 +169,7 @@ class Log:
     """A progress bar, and scalars for TensorBoard and a learning curve where they are asked for."""
 
     def __init__(self, args: Args) -> None:
-        # Before the training: who lacks a package or a folder is to know it now.
+        # Before the first rollout: who lacks a package or a folder is to know it now.
         self.writer = optional("torch.utils.tensorboard").SummaryWriter(args.tensorboard) if args.tensorboard else None
         self.figure = optional("matplotlib.figure").Figure() if args.plot else None
         if self.figure is not None:
@@ -219,12 +217,13 @@ def optional(module: str):
 def main(args: Args) -> None:
     n_all = args.n_envs * max(args.n_processes, 1)
     memory = RandomMemory(memory_size=max(args.memory_size // n_all, 1), num_envs=n_all, seed=args.seed)
-    learner, losses, log = Learner(memory, args), {}, Log(args)
+    learner, losses = Learner(memory, args), {}
     with RL_Batcher(
         args.n_timesteps, Policy, {"params": jax.device_get(learner.learnt.params)},
         create_env, {"env_id": args.env_id, "n_envs": args.n_envs}, args.n_processes, args.seed,
         agent_info=DictTensor({"epsilon": torch.zeros(1)}),
     ) as batcher:  # fmt: skip
+        log = Log(args)
         batcher.reset(agent_info=DictTensor({"epsilon": torch.ones(n_all)}))
         while log.n_steps < args.n_steps:
             share = min(log.n_steps / args.n_steps, 1.0)

@@ -166,7 +166,7 @@ class Log:
     """A progress bar, and scalars for TensorBoard and a learning curve where they are asked for."""
 
     def __init__(self, args: Args) -> None:
-        # Before the training: who lacks a package or a folder is to know it now.
+        # Before the first rollout: who lacks a package or a folder is to know it now.
         self.writer = optional("torch.utils.tensorboard").SummaryWriter(args.tensorboard) if args.tensorboard else None
         self.figure = optional("matplotlib.figure").Figure() if args.plot else None
         if self.figure is not None:
@@ -214,7 +214,7 @@ def optional(module: str):
 def main(args: Args) -> None:
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)  # for networks this small more are slower, and the workers need the cores
-    network, log = create_network(args.env_id), Log(args)
+    network = create_network(args.env_id)
     optimizer = torch.optim.Adam(network.parameters(), lr=args.learning_rate, eps=1e-5)
     make = partial(RayBatcher, address=args.ray) if args.ray else RL_Batcher
     with make(
@@ -222,9 +222,9 @@ def main(args: Args) -> None:
         create_env, {"env_id": args.env_id, "n_envs": args.n_envs, "gamma": args.gamma}, args.n_processes, args.seed,
         agent_info=DictTensor({"greedy": torch.tensor([False])}), run_ahead=args.run_ahead,
     ) as batcher:  # fmt: skip
+        log, waited = Log(args), 0.0
         greedy = torch.zeros(batcher.n_elems(), dtype=torch.bool)
         batcher.reset(agent_info=DictTensor({"greedy": greedy}))
-        waited = 0.0
         while log.n_steps < args.n_steps:
             start = time.perf_counter()
             batcher.execute()

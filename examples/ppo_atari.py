@@ -171,7 +171,7 @@ class Log:
     """A progress bar, and scalars for TensorBoard and a learning curve where they are asked for."""
 
     def __init__(self, args: Args) -> None:
-        # Before the training: who lacks a package or a folder is to know it now.
+        # Before the first rollout: who lacks a package or a folder is to know it now.
         self.writer = optional("torch.utils.tensorboard").SummaryWriter(args.tensorboard) if args.tensorboard else None
         self.figure = optional("matplotlib.figure").Figure() if args.plot else None
         if self.figure is not None:
@@ -221,12 +221,12 @@ def main(args: Args) -> None:
     with make(args.env_id, args.repeat_action_probability) as env:
         network = ActorCritic(int(env.action_space.n))
     optimizer = torch.optim.Adam(network.parameters(), lr=args.learning_rate, eps=1e-5)
-    log = Log(args)
     env_args = {name: getattr(args, name) for name in ("env_id", "repeat_action_probability", "n_envs")}
     with RL_Batcher(
         args.n_timesteps, Policy, {"network": network}, create_env, env_args, args.n_processes, args.seed,
         run_ahead=args.run_ahead,
     ) as batcher:  # fmt: skip
+        log = Log(args)
         batcher.reset()
         while log.n_steps < args.n_steps:
             batcher.execute()

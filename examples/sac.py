@@ -170,7 +170,7 @@ class Log:
     """A progress bar, and scalars for TensorBoard and a learning curve where they are asked for."""
 
     def __init__(self, args: Args) -> None:
-        # Before the training: who lacks a package or a folder is to know it now.
+        # Before the first rollout: who lacks a package or a folder is to know it now.
         self.writer = optional("torch.utils.tensorboard").SummaryWriter(args.tensorboard) if args.tensorboard else None
         self.figure = optional("matplotlib.figure").Figure() if args.plot else None
         if self.figure is not None:
@@ -218,12 +218,12 @@ def optional(module: str):
 def main(args: Args) -> None:
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)  # for networks this small more are slower, and the workers need the cores
-    learner, losses, log = Learner(args), {}, Log(args)
+    learner, losses = Learner(args), {}
     with RL_Batcher(
         args.n_timesteps, Policy, {"actor": learner.actor}, create_env, {"env_id": args.env_id, "n_envs": args.n_envs},
         args.n_processes, args.seed, agent_info=DictTensor({"greedy": torch.tensor([False])}),
     ) as batcher:  # fmt: skip
-        n_all, greedy = batcher.n_elems(), torch.zeros(batcher.n_elems(), dtype=torch.bool)
+        log, n_all, greedy = Log(args), batcher.n_elems(), torch.zeros(batcher.n_elems(), dtype=torch.bool)
         n_updates = max(round(args.updates_per_step * n_all * args.n_timesteps), 1)
         rows = max(min(args.memory_size, args.n_steps) // n_all, args.n_timesteps)
         memory = RandomMemory(memory_size=rows, num_envs=n_all, device="cpu")
