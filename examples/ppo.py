@@ -9,7 +9,7 @@ rollout while the learner learns from the last one (`--run-ahead 0`: they wait f
 prints at the end the mean return of `--n-eval` episodes in which the policy takes its most likely action, how fast
 the training was, and for how much of it the learner had nothing to learn from:
 
-    CartPole-v1: score 500.0, 200704 steps, 45357 steps/s, 8% of the time waiting for rollouts
+    CartPole-v1: score 500.0, 200704 steps, 47925 steps/s, 9% of the time waiting for rollouts
 
 `--save policy.pt` keeps the policy: `play_ppo.py` plays it. `--plot curve.png` draws the returns of the training,
 `--tensorboard runs/ppo` writes scalars there (both need `rlstructs[plot]`). `--ray auto` has the workers run on a Ray

@@ -205,7 +205,8 @@ def test_a_step_of_a_shared_vector_environment_that_is_interrupted_anywhere_give
                 steps = [int(frame[1]) for frame in found[0]]
                 assert steps in ([last + 1] * 2, [last + 2] * 2)  # the next one, or that was lost in the very return
                 last, at = steps[0], at + 1
-            except StateError:  # halfway asked: it can only be closed
+            except StateError as error:  # halfway asked: it can only be closed, and says so
+                assert str(error).endswith("an environment failed before, close this one")
                 envs.close()
                 envs = SharedVectorEnv([lambda: Count(10**6)] * 2, 2)
                 envs.reset()
