@@ -39,4 +39,6 @@ def start_method(request):
 def subprocess_env():
     """The environment of a program that the test runs: finds the library and the helpers."""
     root = Path(__file__).parent
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(root.parent), str(root)])}
+    # Unbuffered, a line and its end are two writes: what several workers print at once would be mixed.
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return {**inherited, "PYTHONPATH": os.pathsep.join([str(root.parent), str(root)])}

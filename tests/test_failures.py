@@ -533,13 +533,10 @@ import torch
 from helpers import Count, Counting
 from rlstructs import GymEnvInf, RL_Batcher
 
-def tell(*pids):  # in one write: three processes tell at once, and an unbuffered print writes twice
-    os.write(1, (" ".join(map(str, pids)) + "\\n").encode())
-
 class Slow(Count):
     def step(self, action):
         if LONG_STEP and self.steps == 2:
-            tell(os.getpid())
+            print(os.getpid(), flush=True)
             while True:
                 sum(range(10**9)) if LONG_STEP == "in C" else signal.pause()
         return super().step(action)
@@ -548,11 +545,11 @@ batcher = RL_Batcher(
     5, Counting, {}, lambda seed: GymEnvInf([Slow(9)], seed), {}, 2, 0, start_method=METHOD
 )
 batcher.reset()
-tell(*batcher._pool.pids)
+print(*batcher._pool.pids, flush=True)
 if LONG_STEP:
     batcher.execute()
 if FORKED and not os.fork():
-    tell(os.getpid())
+    print(os.getpid(), flush=True)
 while True:
     signal.pause()
 """
