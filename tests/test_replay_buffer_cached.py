@@ -73,7 +73,7 @@ def test_a_main_buffer_of_size_0_keeps_no_complete_episode():  # A22 test_cached
     assert buffer.subbuffer_edges.tolist() == [0, 0, 5, 10, 15, 20]
     assert buffer.obs.shape == (20,) and buffer[:].rew.shape == (6, 4)
     with pytest.raises(StateError, match="size 0"):
-        buffer.main.add(row(0))
+        buffer.main_buffer.add(row(0))
 
 
 def test_stacks_over_main_buffer_and_caches():  # A22 test_multibuf_stack
@@ -129,7 +129,7 @@ def test_the_main_buffer_keeps_what_it_holds_and_wraps():
     buffer = CachedReplayBuffer(main, 2, 3)
     for t in range(3):
         added = listed(buffer.add(rows([10 + t, 20 + t], [t == 1, t == 2], info=[t, t])))
-    assert buffer.main is main and main.last_index.tolist() == [2]
+    assert buffer.main_buffer is main and main.last_index.tolist() == [2]
     assert main[:].obs.tolist() == [3, 10, 11, 20, 21, 22] and main[:].info.tolist() == [5, 0, 1, 0, 1, 2]
     assert added == [[6, 2], [0, 63], [0, 3], [6, 0]]
     index = main.sample_indices(0)
@@ -144,7 +144,7 @@ def test_frames_are_stored_once_and_move_with_what_followed_them():
         done = t % 7 == 6
         after = video[[t + 1, t + 1]] + done
         buffer.add({**rows([t, t], [done] * 2), "obs": video[[t, t]], "obs_next": after})
-    assert buffer._storage.links and buffer.main._storage.links
+    assert buffer._storage.links and buffer.main_buffer._storage.links
     batch = buffer[:]
     assert batch.act.tolist() == [*range(7), *range(7), *range(7, 14), *range(7, 14), *range(14, 20), *range(14, 20)]
     np.testing.assert_array_equal(batch.obs, video[batch.act])
@@ -172,7 +172,7 @@ def test_an_episode_longer_than_its_cache_changes_nothing():  # A18: its tail re
         buffer.add(rows([9, 9, 9], [0, 0, 0]), [1, 1, 1])
     assert state_of(buffer) == before and issubclass(MalformedBufferError, RuntimeError)
     buffer.reset()
-    assert len(buffer) == len(buffer.main) == 0
+    assert len(buffer) == len(buffer.main_buffer) == 0
     assert listed(buffer.add(rows([9, 9], [0, 1]))) == [[20, 0], [0, 9], [0, 1], [20, 0]]
 
 
@@ -187,8 +187,14 @@ def test_an_environment_may_end_several_episodes_in_one_call():
     "main", [PrioritizedReplayBuffer(9, 0.5, 0.5), VectorReplayBuffer(9, 3), HERReplayBuffer(9, max, 3), 9], ids=str
 )
 def test_the_main_buffer_is_a_plain_one(main):  # A18
-    with pytest.raises(TypeError, match="^main must be a plain ReplayBuffer, got"):
+    with pytest.raises(TypeError, match="^main_buffer must be a plain ReplayBuffer, got"):
         CachedReplayBuffer(main, 2, 3)
+
+
+def test_its_arguments_have_the_names_of_tianshou_and_are_attributes():
+    main = ReplayBuffer(10)
+    buffer = CachedReplayBuffer(main_buffer=main, cached_buffer_num=3, max_episode_length=5)
+    assert buffer.main_buffer is main and buffer.cached_buffer_num == 3 and buffer.max_episode_length == 5
 
 
 def test_wrong_sizes_and_environments():
@@ -240,7 +246,8 @@ def test_n_step_sums_over_main_buffer_and_caches():
 def test_rows_in_main_buffer_and_caches_can_be_changed():
     buffer = some()
     buffer.set_array_at_key(np.arange(8.0), "returns", index=buffer.sample_indices(0), default_value=-1)
-    assert buffer[:].returns.tolist() == list(range(8)) and buffer.returns[3] == -1 and buffer.main.returns[2] == 2
+    assert buffer[:].returns.tolist() == list(range(8))
+    assert buffer.returns[3] == -1 and buffer.main_buffer.returns[2] == 2
     buffer.set_array_at_key([True], "truncated", index=[11])
     assert buffer.next([10, 11]).tolist() == [11, 11]
     buffer.set_array_at_key(np.zeros(14, bool), "terminated")
@@ -288,7 +295,7 @@ def test_an_episode_that_was_cut_short_is_dropped():
     batch = trajectories([[3.0, 4]], [[False, True]])
     batch.trajectories["observation/initial_state"][0, 0] = True
     buffer.add_trajectories(batch)
-    assert buffer[:].obs.tolist() == [3, 4] and len(buffer.main) == 2
+    assert buffer[:].obs.tolist() == [3, 4] and len(buffer.main_buffer) == 2
     assert listed(buffer.add(rows([5.0], [1], act=[5], obs_next=[5.0])))[1:3] == [[5], [1]]
 
 
@@ -320,7 +327,7 @@ def test_copies_pickles_and_files_give_the_identical_stream(tmp_path):  # A21.2
 
 def test_its_bytes_and_its_text():
     buffer = some()
-    assert buffer.nbytes > buffer.main.nbytes > 6 * 34
+    assert buffer.nbytes > buffer.main_buffer.nbytes > 6 * 34
     assert repr(buffer).startswith("CachedReplayBuffer(8 of 14 rows: obs int64, ")
     assert buffer.max_episode_length == 4
 

@@ -31,7 +31,7 @@ class CachedReplayBuffer(VectorReplayBuffer):
     those of the main buffer, and after them those of one cache after the other. Samples are of all rows.
 
     Args:
-        main: a plain `ReplayBuffer`, of size 0 if complete episodes are not to be kept. What it holds stays.
+        main_buffer: a plain `ReplayBuffer`, of size 0 if complete episodes are not to be kept. What it holds stays.
         cached_buffer_num: environments.
         max_episode_length: rows of a cache; an episode that is longer is an error.
 
@@ -47,35 +47,39 @@ class CachedReplayBuffer(VectorReplayBuffer):
         ...     )
         >>> add([0, 0])[0], add([0, 1])[0]  # where they lie now
         (array([10, 15]), array([11,  1]))
-        >>> buffer.sample_indices(0), buffer.unfinished_index(), len(buffer.main)
+        >>> buffer.sample_indices(0), buffer.unfinished_index(), len(buffer.main_buffer)
         (array([ 0,  1, 10, 11]), array([11]), 2)
     """
 
-    def __init__(self, main: ReplayBuffer, cached_buffer_num: int, max_episode_length: int) -> None:
-        if type(main) is not ReplayBuffer:
-            raise TypeError(f"main must be a plain ReplayBuffer, got {type(main).__name__}")
+    def __init__(self, main_buffer: ReplayBuffer, cached_buffer_num: int, max_episode_length: int) -> None:
+        if type(main_buffer) is not ReplayBuffer:
+            raise TypeError(f"main_buffer must be a plain ReplayBuffer, got {type(main_buffer).__name__}")
         n = check_count("cached_buffer_num", cached_buffer_num)
         length = check_count("max_episode_length", max_episode_length)
-        settings = main._settings()
+        settings = main_buffer._settings()
         del settings["size"]
-        self.main = main
-        super().__init__(
-            n * length, n, random_seed=int(main._rng.integers(2**63 - 1)), device=main._export.device, **settings
-        )
-        if main._specs:
-            super()._make(dict(main._specs))
+        self.main_buffer = main_buffer
+        seed, device = int(main_buffer._rng.integers(2**63 - 1)), main_buffer._export.device
+        super().__init__(n * length, n, random_seed=seed, device=device, **settings)
+        if main_buffer._specs:
+            super()._make(dict(main_buffer._specs))
 
     def __len__(self) -> int:
-        return len(self.main) + super().__len__()
+        return len(self.main_buffer) + super().__len__()
 
     @property
     def nbytes(self) -> int:
-        return self.main.nbytes + super().nbytes
+        return self.main_buffer.nbytes + super().nbytes
 
     @property
     def maxsize(self) -> int:
         """Rows there is room for, in the main buffer and in the caches."""
-        return self.main.maxsize + super().maxsize
+        return self.main_buffer.maxsize + super().maxsize
+
+    @property
+    def cached_buffer_num(self) -> int:
+        """How many caches there are."""
+        return self._n_lanes
 
     @property
     def max_episode_length(self) -> int:
@@ -85,28 +89,28 @@ class CachedReplayBuffer(VectorReplayBuffer):
     @property
     def subbuffer_edges(self) -> np.ndarray:
         """Where the main buffer and each cache begin among the row ids, and where the last one ends."""
-        return np.concatenate([[0], self.main.maxsize + super().subbuffer_edges])
+        return np.concatenate([[0], self.main_buffer.maxsize + super().subbuffer_edges])
 
     def _rows(self) -> Rows:
-        return Joined([self.main._own_rows(), self._own_rows()], [self.main.maxsize, super().maxsize])
+        return Joined([self.main_buffer._own_rows(), self._own_rows()], [self.main_buffer.maxsize, super().maxsize])
 
     def _whole(self, name: str) -> np.ndarray:
         own = super()._whole(name)
-        if not self.main.maxsize:
+        if not self.main_buffer.maxsize:
             return own
-        return np.concatenate([self.main._whole(name), own])
+        return np.concatenate([self.main_buffer._whole(name), own])
 
     # Writing
 
     def _make(self, made: dict[str, Spec]) -> None:
-        theirs = self.main._specs
+        theirs = self.main_buffer._specs
         if other := [name for name, spec in made.items() if theirs.get(name, spec) != spec]:
             one, its = made[other[0]], theirs[other[0]]
             raise SpecError(
                 f"{other[0]!r} is {one.dtype}{list(one.shape)}, in the main buffer {its.dtype}{list(its.shape)}"
             )
-        if lacking := {name: spec for name, spec in made.items() if name not in self.main._specs}:
-            self.main._make(lacking)
+        if lacking := {name: spec for name, spec in made.items() if name not in self.main_buffer._specs}:
+            self.main_buffer._make(lacking)
         super()._make(made)
 
     def _check_room(self, lanes: np.ndarray, done: np.ndarray) -> None:
@@ -137,7 +141,7 @@ class CachedReplayBuffer(VectorReplayBuffer):
         for part in parts:
             rows = {name: values[part] for name, values in block.items()}
             index, ep_return, ep_len, start = super()._added(rows, lanes[part], rewards[part], done[part])
-            index, start = index + self.main.maxsize, start + self.main.maxsize
+            index, start = index + self.main_buffer.maxsize, start + self.main_buffer.maxsize
             for at in np.flatnonzero(done[part]):
                 start[at], index[at] = self._move(int(lanes[part][at]))
             for whole, own in zip(added, (index, ep_return, ep_len, start), strict=True):
@@ -146,11 +150,11 @@ class CachedReplayBuffer(VectorReplayBuffer):
 
     def _move(self, lane: int) -> tuple[int, int]:
         """Moves the episode in a cache to the main buffer; where its first and last rows are then, -1 if nowhere."""
-        main, rows = self.main._storage, self._own_rows()
+        main, rows = self.main_buffer._storage, self._own_rows()
         at = rows.every_row()
         at = at[at // self._size == lane]
         placed = np.array([-1])
-        if self.main.maxsize:
+        if self.main_buffer.maxsize:
             names = list(self._specs)
             block = {name: values[None] for name, values in zip(names, rows.gather(names, at), strict=True)}
             done = np.zeros((1, at.size), bool)
@@ -158,8 +162,8 @@ class CachedReplayBuffer(VectorReplayBuffer):
             capacity = main.columns.capacity
             placed = (int(main.ring.head[0]) + np.arange(at.size)[-capacity:]) % capacity
             main.write(block, done=done, starts=(rows.prev(at) == at)[None])
-            self.main._running.clear()
-            self.main._find_begins()
+            self.main_buffer._running.clear()
+            self.main_buffer._find_begins()
         self._storage.clear(np.array([lane]))
         self._find_begins()
         return int(placed[0]), int(placed[-1])
@@ -191,7 +195,7 @@ class CachedReplayBuffer(VectorReplayBuffer):
         self._running.lengths[lane] = 0
 
     def reset(self, keep_statistics: bool = False) -> None:
-        self.main.reset(keep_statistics)
+        self.main_buffer.reset(keep_statistics)
         super().reset(keep_statistics)
 
     reset.__doc__ = ReplayBuffer.reset.__doc__
@@ -210,17 +214,17 @@ class CachedReplayBuffer(VectorReplayBuffer):
         super().set_batch(batch)
 
     def _put(self, name: str, at: np.ndarray, values: Any) -> None:
-        in_main = at < self.main.maxsize
+        in_main = at < self.main_buffer.maxsize
         if in_main.any():
-            self.main._put(name, at[in_main], values[in_main])
-        super()._put(name, at[~in_main] - self.main.maxsize, values[~in_main])
+            self.main_buffer._put(name, at[in_main], values[in_main])
+        super()._put(name, at[~in_main] - self.main_buffer.maxsize, values[~in_main])
 
     def _fill(self, name: str, value: Any) -> None:
-        self.main._fill(name, value)
+        self.main_buffer._fill(name, value)
         super()._fill(name, value)
 
     def _rebuilder(self) -> Callable[[], None]:
-        rebuild_main, rebuild_caches = self.main._rebuilder(), super()._rebuilder()
+        rebuild_main, rebuild_caches = self.main_buffer._rebuilder(), super()._rebuilder()
 
         def rebuild() -> None:
             rebuild_main()
@@ -229,7 +233,7 @@ class CachedReplayBuffer(VectorReplayBuffer):
         return rebuild
 
     def dropnull(self) -> None:
-        self.main.dropnull()
+        self.main_buffer.dropnull()
         super().dropnull()
 
     dropnull.__doc__ = ReplayBuffer.dropnull.__doc__
@@ -237,11 +241,11 @@ class CachedReplayBuffer(VectorReplayBuffer):
     # Files
 
     def _inner(self) -> dict[str, Buffer]:
-        return {"main": self.main}
+        return {"main": self.main_buffer}
 
     def _settings(self) -> dict[str, Any]:
         own = {"cached_buffer_num": self._n_lanes, "max_episode_length": self._size, "stack_num": self.stack_num}
-        return {"main": self.main._settings(), **own}
+        return {"main": self.main_buffer._settings(), **own}
 
     @classmethod
     def _of_settings(cls, settings: Any, given: Mapping[str, Any]) -> Self:
