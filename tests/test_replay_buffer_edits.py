@@ -37,6 +37,11 @@ def test_more_rows_than_there_is_room_for_leave_the_last_ones():  # C1
     assert listed(first.add(row(18, True))) == [[1], [sum(range(10, 19))], [9], [2]]
 
 
+def test_an_empty_buffer_appends_nothing_even_to_itself():  # A22 test_replaybuffer
+    empty, other = ReplayBuffer(4), fill(ReplayBuffer(4), 2)
+    assert empty.update(empty).tolist() == other.update(empty).tolist() == [] and len(empty) == 0 and len(other) == 2
+
+
 def test_all_environments_of_another_buffer_come_one_after_the_other():
     first, second = ReplayBuffer(10), VectorReplayBuffer(8, 2)
     for t in range(5):

@@ -32,15 +32,16 @@ class EpisodeEdits(EpisodeReads):
             Where they lie, int64 (n,); -1 for those for which there was no room.
 
         Raises:
-            TypeError, SpecError: it is no such buffer, this one, or its rows do not fit; nothing has changed.
+            TypeError, SpecError: it is no such buffer, this one with rows in it, or its rows do not fit; nothing has
+                changed.
         """
         if not isinstance(other, EpisodeReads):
             raise TypeError(f"update: needs a ReplayBuffer, got {type(other).__name__}")
-        if other is self:
-            raise SpecError("update: a buffer cannot be appended to itself")
         rows = other._rows()
         if not rows.total or not self._size:
             return np.zeros(0, np.int64)
+        if other is self:
+            raise SpecError("update: a buffer cannot be appended to itself")
         at = rows.every_row()
         block = self._rows_of_other(other, at)
         head, n, capacity = int(self._storage.ring.head[0]), at.size, self._storage.columns.capacity
