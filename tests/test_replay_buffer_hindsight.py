@@ -115,6 +115,13 @@ def test_each_episode_is_relabelled_as_a_whole_with_what_comes_later_in_it(lanes
     assert (buffer[:]["obs/desired_goal"] == ORIGINAL).all() and (buffer[:].rew == -0.5).all()
 
 
+def test_another_buffer_is_made_with_the_options_of_one():
+    buffer = filled([4, 1], future_k=3.0, stack_num=2)
+    again = HERReplayBuffer(5, **buffer.options)
+    assert again.options == buffer.options and again.compute_reward_fn is reward
+    assert (again.horizon, again.future_k, again.stack_num) == (50, 3.0, 2)
+
+
 def test_every_step_from_the_last_drawn_row_on_may_be_the_goal():
     buffer, offsets = filled([6], future_k=1e12), []
     for _ in range(600):

@@ -11,7 +11,12 @@ import torch
 from replay_rows import draws, fill, listed, row, rows, state_of
 
 from rlstructs import DictTensor, MissingKeyError, SpecError, TemporalDictTensor, Trajectories
-from rlstructs.replay import ReplayBuffer, VectorReplayBuffer
+from rlstructs.replay import (
+    PrioritizedReplayBuffer,
+    PrioritizedVectorReplayBuffer,
+    ReplayBuffer,
+    VectorReplayBuffer,
+)
 
 
 def test_rings_of_several_environments():  # A22 test_replaybuffermanager
@@ -57,6 +62,17 @@ def test_rings_of_several_environments():  # A22 test_replaybuffermanager
 def test_the_size_is_rounded_up():  # A15
     buffer = VectorReplayBuffer(10, 3)
     assert buffer.maxsize == 12 and buffer.subbuffer_edges.tolist() == [0, 4, 8, 12] and buffer.buffer_num == 3
+
+
+def test_another_buffer_is_made_with_the_options_of_one():  # A0
+    buffer = VectorReplayBuffer(10, 2, stack_num=3, save_only_last_obs=True)
+    buffer.stack_num = 4
+    options = {"stack_num": 4, "ignore_obs_next": False, "save_only_last_obs": True, "sample_avail": False}
+    assert buffer.options == options and ReplayBuffer(5, **buffer.options).options == options
+    prioritized = PrioritizedReplayBuffer(5, 0.6, 0.4, weight_norm=False, ignore_obs_next=True)
+    prioritized.set_beta(0.7)
+    again = PrioritizedVectorReplayBuffer(6, 2, **prioritized.options)
+    assert again.options == prioritized.options and (again.alpha, again.beta, again.weight_norm) == (0.6, 0.7, False)
 
 
 def test_rows_of_one_environment_may_come_several_times():  # A15

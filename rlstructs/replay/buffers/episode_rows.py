@@ -97,6 +97,12 @@ class EpisodeRows(Buffer):
         self._stack_num = check_count("stack_num", stack_num)
 
     @property
+    def options(self) -> dict[str, Any]:
+        """The settings as they are now, to make another one with: `type(buffer)(size, **buffer.options)`."""
+        names = ("stack_num", "ignore_obs_next", "save_only_last_obs", "sample_avail")
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def maxsize(self) -> int:
         """Rows there is room for."""
         return self._n_lanes * self._size

@@ -80,6 +80,11 @@ class HERReplayBuffer(ReplayBuffer):
         self.horizon, self.future_k = check_count("horizon", horizon), float(future_k)
 
     @property
+    def options(self) -> dict[str, Any]:
+        own = {"compute_reward_fn": self.compute_reward_fn, "horizon": self.horizon, "future_k": self.future_k}
+        return {**super().options, **own}
+
+    @property
     def future_p(self) -> float:
         """The share of episodes that are relabelled."""
         return 1 - 1 / self.future_k

@@ -59,6 +59,10 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         self._prioritised = Prioritised(self._storage.columns.n_rows, self._n_lanes, self._alpha)
 
     @property
+    def options(self) -> dict[str, Any]:
+        return {**super().options, "alpha": self._alpha, "beta": self._beta, "weight_norm": self.weight_norm}
+
+    @property
     def alpha(self) -> float:
         """Exponent of priorities."""
         return self._alpha
