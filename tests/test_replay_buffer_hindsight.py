@@ -122,6 +122,20 @@ def test_another_buffer_is_made_with_the_options_of_one():
     assert (again.horizon, again.future_k, again.stack_num) == (50, 3.0, 2)
 
 
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_the_share_of_relabelled_episodes_may_be_set(lanes, tmp_path):  # A22 test_herreplaybuffer
+    buffer = filled([4, 1, 5, 3], lanes=lanes)
+    for future_p in (0, 1):
+        buffer.future_p = future_p
+        n_relabelled, n_groups = check(buffer, 50, *buffer.sample(0))
+        assert buffer.future_p == future_p and n_relabelled == n_groups * future_p
+    buffer.save_hdf5(tmp_path / "x.h5")
+    assert type(buffer).load_hdf5(tmp_path / "x.h5", reward).future_p == 1
+    for wrong in (-0.1, 1.1, float("nan"), True, "1"):
+        with pytest.raises(SpecError, match=r"^future_p must be a number in \[0, 1\], got "):
+            buffer.future_p = wrong
+
+
 def test_every_step_from_the_last_drawn_row_on_may_be_the_goal():
     buffer, offsets = filled([6], future_k=1e12), []
     for _ in range(600):

@@ -86,8 +86,14 @@ class HERReplayBuffer(ReplayBuffer):
 
     @property
     def future_p(self) -> float:
-        """The share of episodes that are relabelled."""
+        """The share of episodes that are relabelled; may be set at any time, and `future_k` with it."""
         return 1 - 1 / self.future_k
+
+    @future_p.setter
+    def future_p(self, future_p: float) -> None:
+        if isinstance(future_p, bool) or not isinstance(future_p, (int, float, np.number)) or not 0 <= future_p <= 1:
+            raise SpecError(f"future_p must be a number in [0, 1], got {future_p!r}")
+        self.future_k = 1 / (1 - float(future_p)) if future_p < 1 else float("inf")
 
     def _checked(self, rows: Mapping[str, Any], unknown: str, missing: str) -> dict[str, Any]:
         for first in (OBS, OBS_NEXT):
