@@ -15,7 +15,7 @@ import torch
 from replay_rows import draws, fill, row, rows
 
 from rlstructs import DictTensor, MissingKeyError, SpecError, StateError
-from rlstructs.replay import ArrayDict, ReplayBuffer, VectorReplayBuffer
+from rlstructs.replay import ArrayDict, PrioritizedReplayBuffer, ReplayBuffer, VectorReplayBuffer
 
 # Indexing
 
@@ -172,6 +172,52 @@ def test_none_is_a_permutation_zero_is_the_order_and_below_is_nothing():  # A8, 
         batch, index = buffer.sample(size)
         assert index.dtype == np.int64 and index.shape == batch.obs.shape == batch.done.shape == (n,)
         assert batch.obs.tolist() == buffer.obs[index].tolist()
+
+
+class Newest:
+    """Draws the newest rows only, by tianshou's way to change what is drawn."""
+
+    def sample_indices(self, batch_size):
+        return super().sample_indices(0)[-batch_size:]
+
+
+def test_a_subclass_may_draw_in_a_way_of_its_own():
+    class Plain(Newest, ReplayBuffer):
+        pass
+
+    class Several(Newest, VectorReplayBuffer):
+        pass
+
+    class Prioritized(Newest, PrioritizedReplayBuffer):
+        pass
+
+    buffer = fill(Plain(8, n_step=2, gamma=0.5, stack_num=2), 6)
+    batch, index = buffer.sample(3)
+    assert index.tolist() == [3, 4, 5] and batch.rew.tolist() == [5, 6.5, 5]  # n-step sums as of any
+    assert batch.obs.tolist() == [[2, 3], [3, 4], [4, 5]]
+    several = Several(8, 2)
+    several.add({name: [value, value] for name, value in row(1).items()})
+    assert several.sample(1)[1].tolist() == [4]
+    prioritized = fill(Prioritized(8, 1.0, 1.0), 4)
+    prioritized.update_weight([2, 3], [1.0, 4.0])
+    np.testing.assert_allclose(prioritized.sample(2)[0].weight, [1, 0.25], rtol=1e-6)
+
+
+def test_a_subclass_may_read_in_a_way_of_its_own_and_draw_sequences():
+    class Scaled(ReplayBuffer):
+        def __getitem__(self, index):
+            batch = super().__getitem__(index)
+            batch.rew = batch.rew * 10
+            return batch
+
+    class Sequences(ReplayBuffer):
+        def sample_indices(self, batch_size):
+            return self._rng.integers(0, len(self) - 1, batch_size)[:, None] + np.arange(2)
+
+    batch, index = fill(Scaled(8), 4).sample(0)
+    assert batch.rew.tolist() == [0, 10, 20, 30] and index.tolist() == [0, 1, 2, 3]
+    batch, index = fill(Sequences(8), 4).sample(5)
+    assert batch.rew.tolist() == index.tolist() and index.shape == (5, 2)
 
 
 def test_an_empty_buffer_gives_empty_indexes_and_no_sample():  # issue 4, A21.15

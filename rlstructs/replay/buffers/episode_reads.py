@@ -212,7 +212,8 @@ class EpisodeReads(EpisodeRows):
         """Draws rows and reads them, as indexing does.
 
         With an `n_step` above 1, `rew` is the discounted sum of so many rewards, what comes after a step comes from
-        the last of them, and `discount` is gamma to the number of steps.
+        the last of them, and `discount` is gamma to the number of steps. A subclass may draw in a way of its own by a
+        `sample_indices`, and read in one by a `__getitem__`.
 
         Args:
             batch_size: as of `sample_indices`.
@@ -223,7 +224,16 @@ class EpisodeReads(EpisodeRows):
         Raises:
             StateError, SpecError: there is nothing to draw from.
         """
-        frames, fields, arrays = self._drawn(*self._selector(_checked_size(batch_size)))
+        own = type(self)
+        reads_itself = own.__getitem__ is not EpisodeReads.__getitem__
+        if reads_itself or own.sample_indices is not EpisodeReads.sample_indices:
+            index = self.sample_indices(batch_size)
+            if reads_itself or np.ndim(index) != 1:
+                return self[index], index
+            selector = self._selector_of(index)
+        else:
+            selector = self._selector(_checked_size(batch_size))
+        frames, fields, arrays = self._drawn(*selector)
         at = frames[:, -1].copy()
         return self._hand_over(arrays | self._beside(at, fields)), at
 
@@ -262,6 +272,16 @@ class EpisodeReads(EpisodeRows):
             return self._picked(rows, waiting.pop(), {}) if waiting else self._pick(count)
 
         return at.size, pick
+
+    def _selector_of(self, index: Any) -> tuple[int, Callable[[int], Pick]]:
+        """As `_selector`, of the rows (n,) that a subclass has drawn."""
+        waiting = [self._rows_at(index)]
+
+        def pick(count: int) -> Pick:
+            at = waiting.pop() if waiting else self._rows_at(self.sample_indices(count))
+            return self._picked(self._rows(), at, {})
+
+        return waiting[0].size, pick
 
     def _candidates(self, rows: Rows) -> np.ndarray:
         """The rows that may be drawn, in order."""
