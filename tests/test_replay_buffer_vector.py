@@ -128,6 +128,25 @@ def test_rows_of_each_environment_are_taken_in_any_form():
         expected = state
 
 
+@pytest.mark.parametrize("form", [list, tuple, lambda dicts: np.array(dicts, object)], ids=["list", "tuple", "objects"])
+def test_mappings_of_each_environment_are_taken(form):  # A22 test_multibuf_stack; so environments give their infos
+    buffer = VectorReplayBuffer(8, 2)
+    obs = [{"x": np.ones(3), "y": {"z": 1}}, {"x": np.zeros(3), "y": {"z": 2.5}}]
+    buffer.add({**rows([1, 2]), "obs": form(obs), "info": form([{}, {}])})
+    assert sorted(buffer._specs) == ["act", "obs/x", "obs/y/z", "rew", "terminated", "truncated"]
+    ended = {"lives": np.int64(3), "episode": {"r": 7.0}, "nothing": None}
+    buffer.add({**rows([1, 2]), "obs": form(obs), "info": form([{"lives": np.int64(4)}, ended])})
+    assert buffer[[1, 5]].obs.y.z.tolist() == [1, 2.5] and buffer[[0, 4]].obs.x.tolist() == [[1, 1, 1], [0, 0, 0]]
+    assert buffer[[1, 5]].info.lives.tolist() == [4, 3] and buffer[[1, 5]].info.episode.r.tolist() == [0, 7]
+    before = state_of(buffer)
+    obs[1]["x"] = np.zeros(4)
+    with pytest.raises(SpecError, match=r"^add: 'x' has not the same shape in all rows, but \[\(3,\), \(4,\)\]$"):
+        buffer.add({**rows([1, 2]), "obs": form(obs)})
+    with pytest.raises(SpecError, match="^'info/lives' has 3 rows, needed is one for each of 2"):
+        buffer.add({**rows([1, 2]), "obs": form(obs[:1] * 2), "info": form([ended] * 3)})
+    assert state_of(buffer) == before
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_naming_every_environment_is_naming_none(n):
     def added(ids):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,16 @@ PYTHON: dict[str, type] = {"b": bool, "i": int, "u": int, "f": float}
 def flat_items(batch: Any, owner: str) -> dict[str, Any]:
     """A batch as one dict, nested names joined with `/`; the values as they are.
 
+    A list or an array of mappings, as environments give their infos, is as one of arrays with a row for each; what some
+    of them lack is zero there.
+
     Args:
         batch: a mapping, a `DictTensor`, or whatever has `keys` and `[]` as tensordict's and tianshou's have.
         owner: who asks, for messages.
 
     Raises:
         TypeError: it is nothing of these, or a key is no string.
-        SpecError: two keys are the same once joined.
+        SpecError: two keys are the same once joined, or mappings of a list do not fit.
     """
     if isinstance(batch, TensorMap):
         return dict(batch.items())
@@ -40,7 +44,10 @@ def flat_items(batch: Any, owner: str) -> dict[str, Any]:
         if not isinstance(key, str):
             raise TypeError(f"{owner}: a key must be a string, got {key!r}")
         value = batch[key]
-        inside = {key: value} if not is_mapping(value) else _prefixed(key, flat_items(value, owner))
+        if is_mapping(value):
+            inside = _prefixed(key, flat_items(value, owner))
+        else:
+            inside = _prefixed(key, _stacked(value, owner)) if _are_mappings(value) else {key: value}
         if twice := flat.keys() & inside.keys():
             raise SpecError(f"{owner}: key {sorted(twice)[0]!r} is given twice")
         flat |= inside
@@ -50,6 +57,27 @@ def flat_items(batch: Any, owner: str) -> dict[str, Any]:
 def is_mapping(value: Any) -> bool:
     """Whether it has keys."""
     return isinstance(value, (Mapping, TensorMap)) or (hasattr(value, "keys") and hasattr(value, "__getitem__"))
+
+
+def _are_mappings(value: Any) -> bool:
+    """Whether it is a list, or an array of objects, each of which has keys."""
+    is_array = type(value) is np.ndarray and value.dtype == object and value.ndim == 1
+    return (is_array or type(value) in (list, tuple)) and len(value) > 0 and all(map(is_mapping, value))
+
+
+def _stacked(values: Iterable[Any], owner: str) -> dict[str, Any]:
+    """Mappings as one of arrays, with a row for each."""
+    rows = [{k: v for k, v in flat_items(value, owner).items() if v is not None} for value in values]
+    stacked = {}
+    for name in dict.fromkeys(itertools.chain.from_iterable(rows)):
+        arrays = {at: host_array(name, row[name]) for at, row in enumerate(rows) if name in row}
+        absent = np.zeros_like(next(iter(arrays.values())))
+        try:
+            stacked[name] = np.stack([arrays.get(at, absent) for at in range(len(rows))])
+        except ValueError as error:
+            shapes = sorted({array.shape for array in arrays.values()})
+            raise SpecError(f"{owner}: {name!r} has not the same shape in all rows, but {shapes}") from error
+    return stacked
 
 
 def _prefixed(key: str, inside: Mapping[str, Any]) -> dict[str, Any]:
