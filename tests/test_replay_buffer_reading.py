@@ -102,6 +102,29 @@ def test_attributes_of_a_batch_are_its_items():  # as tianshou's algorithms set 
     assert type(again) is type(batch) and again.returns.tolist() == [1, 1] and list(again) == list(batch)
 
 
+def test_a_batch_has_the_length_of_its_rows_and_is_indexed_by_them():  # A19
+    buffer = fill(ReplayBuffer(6), 5, info={"a": {"b": 1}, "c": 2})
+    batch, _ = buffer.sample(0)
+    assert len(batch) == len(batch.info) == len(batch.info.a) == len(buffer[:]) == 5 and len(buffer.sample(-1)[0]) == 0
+    batch.name = "not of rows"
+    for index, expected in ((slice(1, 3), [1, 2]), ([4, 0], [4, 0]), (batch.obs > 2, [3, 4]), (np.int64(-1), 4)):
+        part = batch[index]
+        assert type(part) is type(batch) and part.act.tolist() == expected
+        assert part.info.a.b.shape == part.rew.shape and part.name == "not of rows"
+    assert batch.info[:2].c.tolist() == [2, 2] and [next(iter(batch)), len(dict(batch))] == ["obs", 10]
+    assert len(batch.policy) == 0 and not batch.policy and buffer.sample(-1)[0] and buffer[0]
+    with pytest.raises(TypeError):
+        len(buffer[0])
+
+
+def test_what_is_nested_may_be_taken_out_of_a_batch():
+    batch = fill(ReplayBuffer(3), 2, info={"a": {"b": 1}, "c": 2})[:]
+    assert batch.pop("weight", 1.0) == 1.0 and batch.pop("rew").tolist() == [0, 1]
+    assert batch.pop("info").a.b.tolist() == [1, 1] and "info" not in batch and batch.pop("info", None) is None
+    with pytest.raises(KeyError, match="rew"):
+        batch.pop("rew")
+
+
 def test_an_index_is_left_alone():  # R12, A6
     buffer = fill(ReplayBuffer(4, stack_num=3), 4)
     index = np.array([-1, 2, -3])

@@ -36,6 +36,15 @@ class ArrayDict(dict[str, Any]):
         except KeyError:
             return default
 
+    def pop(self, name: str, *default: Any) -> Any:
+        """Takes out what is there under a name, all that is nested too."""
+        if name not in self or super().__contains__(name):
+            return super().pop(name, *default)
+        inside = self[name]
+        for key in inside:
+            del self[f"{name}/{key}"]
+        return inside
+
     def __getattr__(self, name: str) -> Any:
         try:
             return self[name]

@@ -31,18 +31,47 @@ class Pick(NamedTuple):
     fields: Fields
 
 
-class TransitionDict(ArrayDict):
-    """An `ArrayDict` in which what was never stored of `info`, `policy` and `obs_next` is empty rather than not there.
+class RowDict(ArrayDict):
+    """An `ArrayDict` of arrays with a row each: its length is theirs, and an index that is no name picks rows.
+
+    As of a `DictTensor`, iterating gives the names.
+
+    Example:
+        >>> batch = RowDict({"obs/x": np.arange(4), "rew": np.ones(4)})
+        >>> len(batch), list(batch), batch[1:3], batch.obs[[3, 0]].x
+        (4, ['obs/x', 'rew'], RowDict(obs/x=(2,) int64, rew=(2,) float64), array([3, 0]))
+    """
+
+    def __len__(self) -> int:
+        first = next((value for value in self.values() if hasattr(value, "shape")), ())
+        return len(first)
+
+    def __bool__(self) -> bool:
+        """Whether it holds anything, of which there may be no rows, or a single one without an axis for rows."""
+        return any(True for _ in self)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, str):
+            return super().__getitem__(index)
+        picked = {name: value[index] if hasattr(value, "shape") else value for name, value in self.items()}
+        return type(self)(picked)
+
+    def __missing__(self, name: str) -> Any:
+        return RowDict(super().__missing__(name))
+
+
+class TransitionDict(RowDict):
+    """A `RowDict` in which what was never stored of `info`, `policy` and `obs_next` is empty rather than not there.
 
     Example:
         >>> batch = TransitionDict({"obs/x": 1})
         >>> batch.obs.x, batch.info, "info" in batch
-        (1, ArrayDict(), False)
+        (1, RowDict(), False)
     """
 
     def __missing__(self, name: str) -> Any:
         if name in ("info", "policy", OBS_NEXT) and name not in self:
-            return ArrayDict()
+            return RowDict()
         return super().__missing__(name)
 
 
