@@ -835,8 +835,8 @@ def test_samples_are_what_the_framework_has(framework, mode):
 def test_a_framework_that_there_is_not_is_refused():
     with pytest.raises(SpecError, match="^framework must be one of .*, got 'tf'$"):
         ChunkReplayBuffer(4, 0, framework="tf")
-    with pytest.raises(SpecError, match="^device must be None for numpy, got 'cpu'$"):
-        ChunkReplayBuffer(4, 0, device="cpu")
+    with pytest.raises(SpecError, match="^device must be None or the CPU for numpy, got 'cuda'$"):
+        ChunkReplayBuffer(4, 0, device="cuda")
 
 
 # Generators, copies, files

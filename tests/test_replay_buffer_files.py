@@ -135,6 +135,15 @@ def test_the_settings_come_from_the_file_and_the_device_from_the_caller(tmp_path
     assert same._settings() == buffer._settings() and same.sample(2)[0]["obs"].device.type == "cpu"
 
 
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")], ids=["name", "device"])
+def test_the_device_may_be_the_cpu_that_numpy_has(device, tmp_path):  # as programs ask for that run without cuda
+    buffer = fill(ReplayBuffer(3, device=device), 2)
+    buffer.save_hdf5(tmp_path / "x")
+    assert ReplayBuffer.load_hdf5(tmp_path / "x", device=device)[:].obs.tolist() == [0, 1]
+    with pytest.raises(FileError, match="device must be None or the CPU for numpy, got 'cuda'$"):
+        ReplayBuffer.load_hdf5(tmp_path / "x", device="cuda")
+
+
 def test_no_pickle_is_in_a_file(tmp_path):  # A12: loading executed code there
     vector(5).save_hdf5(tmp_path / "x")
     with h5py.File(tmp_path / "x") as file:

@@ -24,17 +24,19 @@ class Exporter:
 
     Args:
         framework: "torch" (a `DictTensor`), "numpy", "jax" or "warp" (an `ArrayDict` of its arrays).
-        device: of torch, jax or warp; None for the CPU in torch, else the library's default one.
+        device: of torch, jax or warp; None for the CPU in torch, else the library's default one. numpy has the CPU.
 
     Raises:
-        SpecError: no such framework.
+        SpecError: no such framework, or not on that device.
     """
 
     def __init__(self, framework: str, device: Any = None) -> None:
         if framework not in FRAMEWORKS:
             raise SpecError(f"framework must be one of {FRAMEWORKS}, got {framework!r}")
         if framework == "numpy" and device is not None:
-            raise SpecError(f"device must be None for numpy, got {device!r}")
+            if str(device) != "cpu":
+                raise SpecError(f"device must be None or the CPU for numpy, got {device!r}")
+            device = None
         self.framework, self.device = framework, device
         self._library: Any = None
 
