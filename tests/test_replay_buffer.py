@@ -420,6 +420,8 @@ def test_edges():  # A7
     [
         ({"size": -1}, SpecError, "^size must be at least 1, got -1$"),
         ({"size": 2.5}, TypeError, "^size must be an int, got 2.5$"),
+        ({"size": float("inf")}, TypeError, "^size must be an int, got inf$"),
+        ({"size": -1e2}, SpecError, "^size must be at least 1, got -100$"),
         ({"stack_num": 0}, SpecError, "^stack_num must be at least 1, got 0$"),
         ({"stack_nun": 4}, TypeError, "unexpected keyword argument 'stack_nun'"),  # A1: swallowed there
         ({"framework": "tensorflow"}, SpecError, "^framework must be one of"),
@@ -431,6 +433,12 @@ def test_edges():  # A7
 def test_wrong_arguments_are_errors(arguments, error, message):
     with pytest.raises(error, match=message):
         ReplayBuffer(**{"size": 4, **arguments})
+
+
+@pytest.mark.parametrize("size", [1e1, np.float64(10), np.int32(10)], ids=repr)
+def test_a_size_may_be_written_as_a_whole_float(size):  # as tianshou's users do
+    assert ReplayBuffer(size).maxsize == VectorReplayBuffer(size, 2).maxsize == 10
+    assert type(ReplayBuffer(size).maxsize) is int
 
 
 def test_stack_num_is_checked_when_it_is_assigned():

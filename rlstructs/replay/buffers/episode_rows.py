@@ -26,6 +26,11 @@ from rlstructs.structures.trajectories import Trajectories
 Added = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
+def check_size(name: str, size: Any) -> int:
+    """As `check_count`; floats that are whole numbers are counts too, for sizes are written as 1e6."""
+    return check_count(name, int(size) if isinstance(size, (float, np.floating)) and size.is_integer() else size)
+
+
 class MalformedBufferError(StateError):
     """An episode does not fit into the rows that are kept for it."""
 
@@ -56,7 +61,7 @@ class EpisodeRows(Buffer):
     ) -> None:
         # One of size 0 is a placeholder; no store is that small.
         is_zero = isinstance(size, (int, np.integer)) and not isinstance(size, bool) and size == 0
-        self._size = 0 if is_zero else check_count("size", size)
+        self._size = 0 if is_zero else check_size("size", size)
         if new_keys not in (ERROR, GROW) or missing_keys not in (ERROR, FILL):
             raise SpecError(
                 f"new_keys must be {ERROR!r} or {GROW!r} and missing_keys {ERROR!r} or {FILL!r}, "

@@ -9,6 +9,7 @@ import numpy as np
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
 from rlstructs.replay.buffers.episode_reads import EpisodeReads
+from rlstructs.replay.buffers.episode_rows import check_size
 from rlstructs.replay.buffers.replay_buffer import ReplayBuffer
 from rlstructs.replay.buffers.snapshot import Rows
 from rlstructs.replay.values import host_array
@@ -41,7 +42,7 @@ class VectorReplayBuffer(ReplayBuffer):
 
     def __init__(self, total_size: int, buffer_num: int, *args: Any, **settings: Any) -> None:
         self._n_lanes = check_count("buffer_num", buffer_num)
-        super().__init__(-(-check_count("total_size", total_size) // self._n_lanes), *args, **settings)
+        super().__init__(-(-check_size("total_size", total_size) // self._n_lanes), *args, **settings)
 
     @property
     def buffer_num(self) -> int:
