@@ -181,6 +181,34 @@ def test_a_priority_for_a_row_that_was_overwritten_is_dropped():  # C1
     assert buffer.weight.tolist() == [1] * 8
 
 
+def test_rows_that_were_added_since_the_last_draw_may_be_given_priorities():  # as of the TD error that came with them
+    buffer = made(8, alpha=1.0)
+    assert buffer.maxsize == 8
+    buffer.sample(64)  # every row, once at least
+    buffer.update_weight(buffer.add(row(8))[0], [5.0])
+    np.testing.assert_allclose(buffer.weight, [5] + [1] * 7, rtol=1e-6)
+    fill(buffer, 2, start=9)
+    buffer.update_weight([2, 1], [3.0, 2.0])
+    np.testing.assert_allclose(buffer.weight, [5, 2, 3] + [1] * 5, rtol=1e-6)
+    buffer.sample(64)
+    fill(buffer, 5, start=11)
+    buffer.update_weight(np.arange(8), np.arange(8.0))  # all, the overwritten ones too
+    np.testing.assert_allclose(buffer.weight, np.arange(8), atol=1e-6)
+    _, drawn = buffer.sample(3)
+    fill(buffer, 8, start=16)
+    buffer.update_weight(drawn, [50.0] * 3)  # of a draw they are what was drawn, though all of them are new
+    assert (buffer.weight <= 7.1).all()
+
+
+def test_rows_that_were_added_to_several_environments_may_be_given_priorities():
+    buffer = PrioritizedVectorReplayBuffer(8, 2, alpha=1.0, beta=1.0)
+    for t in range(4):
+        buffer.add(rows([t, t]))
+    buffer.sample(64)
+    buffer.update_weight(buffer.add(rows([4, 4]))[0], [5.0, 6.0])
+    np.testing.assert_allclose(buffer.weight, [5, 1, 1, 1, 6, 1, 1, 1], rtol=1e-6)
+
+
 def test_a_reset_clears_priorities():  # A21.3, R29
     buffer = made(8)
     buffer.update_weight(np.arange(8), np.full(8, 9.0))

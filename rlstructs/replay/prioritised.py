@@ -169,6 +169,21 @@ class Prioritised:
             return False
         return rows.tobytes() == last.rows.tobytes()  # of the same dtype, as a rule: then several times faster than ==
 
+    def are_of_now(self, rows: np.ndarray, span: Span) -> bool:
+        """Whether these can only be rows as they are now: all of them came since the last draw, or they are all.
+
+        So they are where the caller has them from a write. Just the rows of a draw are those that were drawn.
+        """
+        last = self._draws[0].span if self._draws else None
+        if last is None or not rows.size:
+            return False
+        now, (lanes, _) = span.steps(rows), span.columns.places(rows)
+        is_every = rows.size >= span.total and np.unique(rows).size == span.total
+        if not is_every and not (now >= last.head[lanes]).all():
+            return False
+        is_drawn = any(np.array_equal(draw.rows, rows) for draw in self._draws)
+        return not is_drawn and bool(span.holds(rows, now).all())
+
     def update(self, span: Span, rows: np.ndarray, priorities: np.ndarray, is_last: bool = False) -> None:
         """Sets priorities; those of rows that were overwritten since they were drawn are dropped.
 
@@ -176,7 +191,7 @@ class Prioritised:
             span: what can be drawn now.
             rows: int64 (n,), row ids; of equal ones the last counts.
             priorities: (n,), finite, at least 0.
-            is_last: what the method of this name says, where it has been asked.
+            is_last: what the method of this name or `are_of_now` says, where it has been asked.
 
         Raises:
             SpecError: something is not so; nothing has changed.

@@ -89,7 +89,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     def update_weight(self, index: Any, new_weight: Any) -> None:
         """Sets priorities to |new_weight| and a little more; of equal rows the last counts.
 
-        Those of rows that were overwritten since they were drawn are dropped.
+        Those of rows that were overwritten since they were drawn are dropped. Rows that were added since the last draw,
+        and all rows together, are meant as they are now.
 
         Args:
             index: int (n,), row ids.
@@ -108,8 +109,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         given = host_array("new_weight", new_weight).reshape(-1)
         if given.dtype.kind not in "biuf":
             raise SpecError(f"new_weight must hold numbers, got {given.dtype}")
-        is_last = self._prioritised.is_last(rows, now.span)
-        self._prioritised.update(now.span, rows, np.abs(given.astype(np.float64)) + EPSILON, is_last)
+        is_plain = self._prioritised.is_last(rows, now.span) or self._prioritised.are_of_now(rows, now.span)
+        self._prioritised.update(now.span, rows, np.abs(given.astype(np.float64)) + EPSILON, is_plain)
 
     def get_weight(self, index: Any) -> Any:
         """The importance weights of rows, over the largest in the buffer, float64 of the shape of `index`."""
