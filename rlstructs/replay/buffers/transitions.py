@@ -72,7 +72,8 @@ def check_required(names: Iterable[str]) -> None:
     every = set(names)
     tops = {top(name) for name in every}
     if lacking := [name for name in REQUIRED if name not in tops]:
-        raise MissingKeyError(f"key(s) {lacking} are missing, got {sorted(tops)}")
+        hint = "" if tops.issuperset(FLAGS) else "; 'done' does not say which of them an end is"
+        raise MissingKeyError(f"key(s) {lacking} are missing, got {sorted(tops)}{hint}")
     if nested := [name for name in (REW, *FLAGS) if name not in every]:
         raise SpecError(f"{nested[0]!r} must be an array, got one that is nested")
 
