@@ -155,6 +155,13 @@ def test_get_takes_names_of_arrays_and_of_what_is_nested():  # A6
         buffer.get([0], "obs", stack_num=0)
 
 
+def test_what_is_nested_in_columns_is_indexed_by_rows():
+    buffer = fill(ReplayBuffer(4), 3, info={"step": 7, "b": {"c": np.arange(2)}})
+    assert len(buffer.info) == 4 and buffer.info[0].step == 7 and buffer.info[[2, 3]].b.c.tolist() == [[0, 1], [0, 0]]
+    with pytest.raises(ValueError, match="read-only"):
+        buffer.info.step[0] = 1
+
+
 def test_columns_are_read_only_and_have_all_rows():  # A2
     buffer = fill(ReplayBuffer(4), 2, x=np.ones(3), obs_next=np.int64(9))
     assert buffer.obs.tolist() == [0, 1, 0, 0] and buffer.x.shape == (4, 3) and buffer.obs_next.tolist() == [9, 9, 0, 0]

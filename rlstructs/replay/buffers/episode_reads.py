@@ -139,7 +139,7 @@ class EpisodeReads(EpisodeRows):
             if name in self._specs:
                 return _read_only(self._whole(name))
             if inside := [key for key in self._specs if key.startswith(f"{name}/")]:
-                return ArrayDict({key[len(name) + 1 :]: _read_only(self._whole(key)) for key in inside})
+                return RowDict({key[len(name) + 1 :]: _read_only(self._whole(key)) for key in inside})
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
