@@ -81,6 +81,11 @@ def test_a_batch_with_an_axis_for_rows_needs_the_buffer_id_0():  # A3.3, A22 tes
 # add: what it takes
 
 
+def test_the_keys_of_a_transition_are_there_to_be_read():  # as tianshou's tutorial reads them
+    assert set(ReplayBuffer._required_keys_for_add) == set(row(1))
+    assert set(ReplayBuffer._reserved_keys) == {*row(1), "done", "obs_next", "info", "policy"}
+
+
 def test_columns_have_the_dtypes_and_shapes_of_the_first_row():  # R31, A22
     buffer = ReplayBuffer(3)
     frame = np.arange(12, dtype=np.uint8).reshape(3, 4)

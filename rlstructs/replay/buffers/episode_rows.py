@@ -38,6 +38,8 @@ class MalformedBufferError(StateError):
 class EpisodeRows(Buffer):
     """Lanes of transitions; see `ReplayBuffer` for the arguments."""
 
+    # As tianshou calls them, for programs that look; whatever else is in a batch is a column too.
+    _reserved_keys, _required_keys_for_add = transitions.RESERVED, transitions.REQUIRED
     # How many lanes there are; those who have several say so before this constructor.
     _n_lanes = 1
     # Whether a batch always has an axis for them.
