@@ -318,11 +318,23 @@ def test_given_data_may_lie_in_a_file_be_nested_or_of_torch(tmp_path):
     assert ReplayBuffer.from_data(*tensors, framework="torch")[:]["obs"].dtype is torch.bfloat16
 
 
+def test_an_end_of_given_data_that_is_not_terminated_was_truncated():  # as data of D4RL has them
+    flags = {"terminated": np.array([0, 1, 0, 0, 0.0]), "truncated": np.array([0, 0, 0, 1, 0.0])}
+    data = {**rows(np.arange(5)), **flags}
+    for done, truncated in (([0, 1, 0, 0, 0], [3]), ([1, 1, 0, 1, 0], [0, 3]), ([0] * 5, [3]), (None, [3])):
+        buffer = ReplayBuffer.from_data(**data, done=done)
+        assert np.flatnonzero(buffer.truncated).tolist() == truncated
+        assert np.flatnonzero(buffer.terminated).tolist() == [1]
+        assert np.flatnonzero(buffer.next(np.arange(4)) == np.arange(4)).tolist() == sorted([1, *truncated])
+    assert data["truncated"].tolist() == [0, 0, 0, 1, 0]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"act": np.zeros(5)}, "^'act' has 5 rows, 'terminated' has 6$"),
-        ({"done": [0, 0, 1, 0, 1, 0]}, "^'done' is not terminated or truncated; say of each end which it is$"),
+        ({"done": [0, 0, 1, 0, 2, 0]}, "^'done' must hold bools, or 0 and 1, got int64"),
+        ({"done": [0, 0, 1]}, r"^'done' has shape \(3,\), needed is \(6,\)$"),
         ({"obs": 3}, r"^'obs' has shape \(\), needed is a first axis of rows$"),
         ({"obs_next": np.zeros(2)}, "^'obs_next' has 2 rows, 'terminated' has 6$"),
         ({"obs": None}, r"^key\(s\) \['obs'\] are missing"),

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from rlstructs.errors import FileError, SpecError
@@ -75,12 +74,13 @@ class ReplayBuffer(EpisodeEdits):
 
         Args:
             obs, act, rew, terminated, truncated: (n, ...).
-            done: (n,), terminated or truncated, as those say; None for that.
+            done: (n,), where episodes end. An end that is not terminated is one that was truncated; None for the ends
+                that the flags say.
             obs_next: (n, ...), or None.
             settings: of the constructor, but `size`.
 
         Raises:
-            MissingKeyError, SpecError: one is missing, they have not all n rows, or `done` is something else.
+            MissingKeyError, SpecError: one is missing, or they have not all n rows.
         """
         given = {"obs": obs, "act": act, "rew": rew, "terminated": terminated, "truncated": truncated,
                  OBS_NEXT: obs_next}  # fmt: skip
@@ -94,8 +94,11 @@ class ReplayBuffer(EpisodeEdits):
         rows = transitions.as_transitions(arrays, "from_data", buffer._ignored, 1, buffer.save_only_last_obs)
         if wrong := [name for name, values in rows.items() if len(values) != n]:
             raise SpecError(f"{wrong[0]!r} has {len(rows[wrong[0]])} rows, 'terminated' has {n}")
-        if done is not None and not np.array_equal(host_array(DONE, done) != 0, transitions.ends_of(rows)):
-            raise SpecError("'done' is not terminated or truncated; say of each end which it is")
+        if done is not None:
+            ends = transitions.as_flags(DONE, host_array(DONE, done))
+            if ends.shape != (n,):
+                raise SpecError(f"'done' has shape {ends.shape}, needed is ({n},)")
+            rows[FLAGS[1]] = rows[FLAGS[1]] | (ends & ~rows[FLAGS[0]])
         if n:
             buffer._write({name: values[None] for name, values in rows.items()}, unknown=GROW, missing=FILL)
             buffer._recount()
