@@ -237,6 +237,7 @@ def test_where_rows_are_nan():  # A11
     buffer = gaps()
     assert buffer.hasnull() and not fill(ReplayBuffer(4), 3).hasnull() and not ReplayBuffer(4).hasnull()
     null = buffer.isnull()
+    assert len(null) == len(buffer)
     assert null.info.x.tolist() == [[False, t in (3, 7)] for t in range(2, 8)] and null.obs.tolist() == [False] * 6
     unwritten = fill(ReplayBuffer(4), 3)
     unwritten.set_array_at_key([1.0, 2.0, 3.0], "x", index=[0, 1, 2])  # the row that is not there has NaN

@@ -147,7 +147,8 @@ def test_get_takes_names_of_arrays_and_of_what_is_nested():  # A6
     assert buffer.get(3, "done") and not buffer.get(2, "done")
     assert buffer.get([0], "info/a/b").tolist() == [1]
     nested = buffer.get([0, 2], "info")
-    assert type(nested) is ArrayDict and nested.a.b.tolist() == [1, 1]
+    assert isinstance(nested, ArrayDict) and nested.a.b.tolist() == [1, 1]
+    assert len(nested) == 2 and nested[:1].a.b.tolist() == [1]
     assert buffer.get([0], "inf", default_value=7) == 7
     with pytest.raises(MissingKeyError, match="^no 'inf' in this buffer, there are "):
         buffer.get([0], "inf")

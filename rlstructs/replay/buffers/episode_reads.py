@@ -125,7 +125,7 @@ class EpisodeReads(EpisodeRows):
             return self._export.one(key, arrays[key], self._known_specs[key])
         start = len(key) + 1
         inside = {name[start:]: array for name, array in arrays.items()}
-        return self._export(inside, {name[start:]: self._known_specs[name] for name in names})
+        return of_rows(self._export(inside, {name[start:]: self._known_specs[name] for name in names}), RowDict)
 
     def __getattr__(self, name: str) -> Any:
         """A whole column, `(maxsize, ...)`, as a read-only array of numpy; what is nested as a dict of them.
@@ -375,8 +375,12 @@ class EpisodeReads(EpisodeRows):
         return {}
 
     def _hand_over(self, arrays: Mapping[str, Any]) -> Any:
-        batch = self._export(arrays, self._known_specs)
-        return TransitionDict(batch) if type(batch) is ArrayDict else batch
+        return of_rows(self._export(arrays, self._known_specs), TransitionDict)
+
+
+def of_rows(batch: Any, kind: type[RowDict]) -> Any:
+    """A batch as this kind, unless it is a `DictTensor`."""
+    return kind(batch) if type(batch) is ArrayDict else batch
 
 
 def _checked_size(batch_size: Any) -> int | None:
