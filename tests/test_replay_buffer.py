@@ -81,6 +81,16 @@ def test_a_batch_with_an_axis_for_rows_needs_the_buffer_id_0():  # A3.3, A22 tes
 # add: what it takes
 
 
+@pytest.mark.parametrize("form", [list, np.array, torch.tensor, np.atleast_2d], ids=["list", "1", "torch", "2"])
+def test_the_flags_of_one_transition_may_be_arrays_of_one(form):  # A22 test_custom_key
+    buffer = ReplayBuffer(4)
+    for t in range(3):  # the first row, one like those before, and one that ends
+        flags = {"terminated": form([t == 2]), "truncated": form([0])}
+        added = buffer.add({**row(0), "obs": np.zeros((1, 3)), "rew": np.ones(1), **flags})
+    assert listed(added) == [[2], [[3.0]], [3], [0]]
+    assert buffer.terminated.tolist() == [False, False, True, False] and buffer[:].obs.shape == (3, 1, 3)
+
+
 def test_the_keys_of_a_transition_are_there_to_be_read():  # as tianshou's tutorial reads them
     assert set(ReplayBuffer._required_keys_for_add) == set(row(1))
     assert set(ReplayBuffer._reserved_keys) == {*row(1), "done", "obs_next", "info", "policy"}
@@ -258,7 +268,7 @@ BAD = {
     "vector reward": ({**row(1), "rew": [1.0, 2.0]}, SpecError, r"^'rew' has shape \(1, 1, 2\), needed is \(1, 1\)$"),
     "flag": ({**row(1), "terminated": 2}, SpecError, "^'terminated' must hold bools, or 0 and 1, got int64"),
     "flag nan": ({**row(1), "truncated": nan}, SpecError, "^'truncated' must hold bools, or 0 and 1, got float64"),
-    "flags": ({**row(1), "terminated": [False]}, SpecError, r"^'terminated' has shape \(1,\), needed is one bool"),
+    "flags": ({**row(1), "terminated": [0, 0]}, SpecError, r"^'terminated' has shape \(2,\), needed is one bool"),
     "leaf and parent": ({**row(1), "obs/x": 1}, SpecError, "^'obs' cannot be an array and have 'obs/x' in it$"),
     "twice": ({**row(1), "a/b": 1, "a": {"b": 2}}, SpecError, "^add: key 'a/b' is given twice$"),
     "no mapping": ([1, 2], TypeError, "^add: needs a mapping of names to arrays, got list$"),

@@ -10,6 +10,7 @@ Each may be nested: `obs` is then `obs/image`, `obs/speed` and so on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -115,9 +116,11 @@ def as_column(name: str, value: Any, n_axes: int, only_last: bool = False) -> An
             raise SpecError(f"{name!r} has shape {tuple(value.shape)}: there is no axis of which to save the last")
         value = value[(slice(None),) * n_axes + (-1,)]
     if name in FLAGS:
-        if value.ndim != n_axes:
+        is_one = n_axes == 0 and math.prod(value.shape) == 1  # of one row, as single environments in an array give it
+        if value.ndim != n_axes and not is_one:
             raise SpecError(f"{name!r} has shape {tuple(value.shape)}, needed is one bool for each row")
-        return as_flags(name, value)
+        flags = as_flags(name, value)
+        return flags.reshape(()) if is_one else flags
     return as_rewards(name, value) if top(name) == REW else value
 
 
