@@ -15,7 +15,13 @@ import torch
 from replay_rows import draws, fill, row, rows
 
 from rlstructs import DictTensor, MissingKeyError, SpecError, StateError
-from rlstructs.replay import ArrayDict, PrioritizedReplayBuffer, ReplayBuffer, VectorReplayBuffer
+from rlstructs.replay import (
+    ArrayDict,
+    CachedReplayBuffer,
+    PrioritizedReplayBuffer,
+    ReplayBuffer,
+    VectorReplayBuffer,
+)
 
 # Indexing
 
@@ -139,6 +145,19 @@ def test_numpy_takes_buffers_for_objects_and_rows_are_iterated_over():  # A14, A
     with pytest.raises(IndexError, match="^index 0 holds no row; 0 of 3 are there$"):
         _ = ReplayBuffer(3)[0]
     assert dict(ReplayBuffer(3)[:]) == {}
+
+
+def test_rows_of_every_lane_are_iterated_over():
+    several = VectorReplayBuffer(8, 2)
+    for t in range(3):
+        several.add(rows([t, 10 + t]))
+    several.add(rows([13]), [1])
+    assert [int(one.obs) for one in several] == [0, 1, 2, 10, 11, 12, 13]
+    cached = CachedReplayBuffer(ReplayBuffer(4), 2, 3)
+    for t in range(2):
+        cached.add(rows([t, 10 + t], [t == 1, 0]))
+    assert [int(one.obs) for one in cached] == [0, 1, 10, 11]
+    assert [int(one.obs) for one in wrapped()] == [5, 6, 2, 3, 4] and list(ReplayBuffer(0)) == []
 
 
 def test_get_takes_names_of_arrays_and_of_what_is_nested():  # A6

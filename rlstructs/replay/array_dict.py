@@ -1,4 +1,4 @@
-"""`ArrayDict`: what a sample is when it is no `DictTensor`."""
+"""`ArrayDict` and `RowDict`: what a sample is when it is no `DictTensor`."""
 
 from __future__ import annotations
 
@@ -57,6 +57,36 @@ class ArrayDict(dict[str, Any]):
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={_show(value)}" for name, value in self.items())
         return f"{type(self).__name__}({shown})"
+
+
+class RowDict(ArrayDict):
+    """An `ArrayDict` of arrays with a row each: its length is theirs, and an index that is no name picks rows.
+
+    As of a `DictTensor`, iterating gives the names.
+
+    Example:
+        >>> import numpy as np
+        >>> batch = RowDict({"obs/x": np.arange(4), "rew": np.ones(4)})
+        >>> len(batch), list(batch), batch[1:3], batch.obs[[3, 0]].x
+        (4, ['obs/x', 'rew'], RowDict(obs/x=(2,) int64, rew=(2,) float64), array([3, 0]))
+    """
+
+    def __len__(self) -> int:
+        first = next((value for value in self.values() if hasattr(value, "shape")), ())
+        return len(first)
+
+    def __bool__(self) -> bool:
+        """Whether it holds anything, of which there may be no rows, or a single one without an axis for rows."""
+        return any(True for _ in self)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, str):
+            return super().__getitem__(index)
+        picked = {name: value[index] if hasattr(value, "shape") else value for name, value in self.items()}
+        return type(self)(picked)
+
+    def __missing__(self, name: str) -> Any:
+        return RowDict(super().__missing__(name))
 
 
 def _show(value: Any) -> str:

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import SpecError
+from rlstructs.replay.array_dict import RowDict
 from rlstructs.replay.buffers import transitions
 from rlstructs.replay.buffers.base import FILL, GROW
-from rlstructs.replay.buffers.episode_reads import EpisodeReads, RowDict, of_rows
+from rlstructs.replay.buffers.episode_reads import EpisodeReads, of_rows
 from rlstructs.replay.buffers.rows_in import as_rows
 from rlstructs.replay.buffers.snapshot import Rows
 from rlstructs.replay.buffers.transition_reading import How, read

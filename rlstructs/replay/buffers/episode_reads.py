@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, SpecError, StateError
-from rlstructs.replay.array_dict import ArrayDict
+from rlstructs.replay.array_dict import ArrayDict, RowDict
 from rlstructs.replay.buffers.episode_rows import EpisodeRows
 from rlstructs.replay.buffers.snapshot import Rows, Snapshot
 from rlstructs.replay.buffers.transition_reading import How, read
@@ -29,35 +29,6 @@ class Pick(NamedTuple):
     rows: Rows
     at: np.ndarray
     fields: Fields
-
-
-class RowDict(ArrayDict):
-    """An `ArrayDict` of arrays with a row each: its length is theirs, and an index that is no name picks rows.
-
-    As of a `DictTensor`, iterating gives the names.
-
-    Example:
-        >>> batch = RowDict({"obs/x": np.arange(4), "rew": np.ones(4)})
-        >>> len(batch), list(batch), batch[1:3], batch.obs[[3, 0]].x
-        (4, ['obs/x', 'rew'], RowDict(obs/x=(2,) int64, rew=(2,) float64), array([3, 0]))
-    """
-
-    def __len__(self) -> int:
-        first = next((value for value in self.values() if hasattr(value, "shape")), ())
-        return len(first)
-
-    def __bool__(self) -> bool:
-        """Whether it holds anything, of which there may be no rows, or a single one without an axis for rows."""
-        return any(True for _ in self)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, str):
-            return super().__getitem__(index)
-        picked = {name: value[index] if hasattr(value, "shape") else value for name, value in self.items()}
-        return type(self)(picked)
-
-    def __missing__(self, name: str) -> Any:
-        return RowDict(super().__missing__(name))
 
 
 class TransitionDict(RowDict):
@@ -93,6 +64,11 @@ class EpisodeReads(EpisodeRows):
         at = self._rows_at(index)
         arrays = read(self._rows(), self._specs, self._names(), at, How(self.stack_num))
         return self._hand_over(arrays | self._beside(at))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Each row that is there, in the order of row ids."""
+        # Without it indexes would be counted up to the first that holds no row: those of one lane.
+        return (self[row] for row in np.sort(self._rows().every_row()))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Itself, as one object: numpy would take it for a sequence otherwise."""
