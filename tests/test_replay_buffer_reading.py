@@ -123,12 +123,30 @@ def test_a_batch_has_the_length_of_its_rows_and_is_indexed_by_them():  # A19
         len(buffer[0])
 
 
+def test_what_is_put_into_a_batch_replaces_what_was_nested():
+    batch = fill(ReplayBuffer(3), 2, info={"a": {"b": 1}, "c": 2})[:]
+    batch.info = {"d": {"e": np.ones(2)}, "f": np.zeros(2)}
+    assert sorted(key for key in batch if key.startswith("info")) == ["info/d/e", "info/f"]
+    assert batch.info.d.e.tolist() == [1, 1] and batch[:1].info.f.tolist() == [0]
+    batch.info = np.arange(2)
+    assert batch.info.tolist() == [0, 1] and "info/f" not in batch
+    batch["info"] = {"g": np.ones(2)}
+    assert batch.info.g.tolist() == [1, 1]
+    other = ReplayBuffer(3)
+    other.add({name: value[0] for name, value in batch.items()})
+    assert other[:].info.g.tolist() == [1]
+
+
 def test_what_is_nested_may_be_taken_out_of_a_batch():
     batch = fill(ReplayBuffer(3), 2, info={"a": {"b": 1}, "c": 2})[:]
     assert batch.pop("weight", 1.0) == 1.0 and batch.pop("rew").tolist() == [0, 1]
     assert batch.pop("info").a.b.tolist() == [1, 1] and "info" not in batch and batch.pop("info", None) is None
     with pytest.raises(KeyError, match="rew"):
         batch.pop("rew")
+    del batch.act
+    assert "act" not in batch
+    with pytest.raises(AttributeError, match="act"):
+        del batch.act
 
 
 def test_an_index_is_left_alone():  # R12, A6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -36,6 +37,17 @@ class ArrayDict(dict[str, Any]):
         except KeyError:
             return default
 
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Puts something under a name, in the place of what was nested there; what is nested gets names of its own."""
+        for key in [key for key in self if key.startswith(f"{name}/")]:
+            del self[key]
+        if not isinstance(value, Mapping):
+            super().__setitem__(name, value)
+            return
+        super().pop(name, None)
+        for key, inside in value.items():
+            self[f"{name}/{key}"] = inside
+
     def pop(self, name: str, *default: Any) -> Any:
         """Takes out what is there under a name, all that is nested too."""
         if name not in self or super().__contains__(name):
@@ -53,6 +65,12 @@ class ArrayDict(dict[str, Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        try:
+            self.pop(name)
+        except KeyError as error:
+            raise AttributeError(str(error.args[0])) from None
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={_show(value)}" for name, value in self.items())
