@@ -144,6 +144,26 @@ def test_the_device_may_be_the_cpu_that_numpy_has(device, tmp_path):  # as progr
         ReplayBuffer.load_hdf5(tmp_path / "x", device="cuda")
 
 
+def test_a_subclass_with_a_constructor_of_its_own_can_be_loaded(tmp_path):  # tianshou calls none
+    class Named(ReplayBuffer):
+        def __init__(self, name, buffer_size, **settings):
+            super().__init__(buffer_size, **settings)
+            self.name = name
+
+    class Known(VectorReplayBuffer):
+        def __init__(self, *args, color="red", **settings):
+            super().__init__(*args, **settings)
+            self.color = color
+
+    fill(Named("x", 4, stack_num=2), 3).save_hdf5(tmp_path / "x")
+    same = Named.load_hdf5(tmp_path / "x")
+    assert type(same) is Named and len(same) == 3 and same.stack_num == 2 and not hasattr(same, "name")
+    several = Known(8, 2, color="blue")
+    several.add(rows([1, 2]))
+    several.save_hdf5(tmp_path / "y")
+    assert len(Known.load_hdf5(tmp_path / "y")) == 2 and Known.load_hdf5(tmp_path / "y").color == "red"
+
+
 def test_no_pickle_is_in_a_file(tmp_path):  # A12: loading executed code there
     vector(5).save_hdf5(tmp_path / "x")
     with h5py.File(tmp_path / "x") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,6 +120,8 @@ class ReplayBuffer(EpisodeEdits):
     def load_hdf5(cls, path: str | Path, device: Any = None) -> Self:
         """A buffer just as it was when `save_hdf5` wrote it: the next samples are those that would have come then.
 
+        Of a subclass its constructor is called if it takes the same arguments. What it has of its own is in no file.
+
         Args:
             path: of the file.
             device: where samples are wanted.
@@ -142,7 +145,15 @@ class ReplayBuffer(EpisodeEdits):
     @classmethod
     def _of_settings(cls, settings: Any, given: Mapping[str, Any]) -> Self:
         """A buffer with settings from a file, and others."""
-        return cls(**settings, **given)
+        arguments = {**settings, **given}
+        try:
+            inspect.signature(cls).bind(**arguments)
+        except TypeError:  # of a subclass: those of its constructor are in no file
+            buffer, ours = cls.__new__(cls), f"{__name__.partition('.')[0]}."
+            known: Any = next(kind for kind in cls.__mro__ if kind.__module__.startswith(ours))
+            known.__init__(buffer, **arguments)
+            return buffer
+        return cls(**arguments)
 
     def _settings(self) -> dict[str, Any]:
         """The arguments of the constructor, as JSON has them."""
