@@ -286,6 +286,9 @@ def test_a_subclass_may_read_in_a_way_of_its_own_and_draw_sequences():
     assert batch.rew.tolist() == [0, 10, 20, 30] and index.tolist() == [0, 1, 2, 3]
     batch, index = fill(Sequences(8), 4).sample(5)
     assert batch.rew.tolist() == index.tolist() and index.shape == (5, 2)
+    for kind in (Scaled, Sequences):
+        with pytest.raises(SpecError, match=f"^sample: {kind.__name__} reads by index, which gives no n-step"):
+            fill(kind(8, n_step=2), 4).sample(2)
 
 
 def test_an_empty_buffer_gives_empty_indexes_and_no_sample():  # issue 4, A21.15

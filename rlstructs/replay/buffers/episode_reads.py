@@ -227,20 +227,28 @@ class EpisodeReads(EpisodeRows):
             A batch, private copies, and its row ids, int64 (n,).
 
         Raises:
-            StateError, SpecError: there is nothing to draw from.
+            StateError, SpecError: there is nothing to draw from, or a subclass reads in a way of its own what is not
+                as indexing gives it.
         """
         own = type(self)
         reads_itself = own.__getitem__ is not EpisodeReads.__getitem__
-        if reads_itself or own.sample_indices is not EpisodeReads.sample_indices:
+        if not reads_itself and own.sample_indices is EpisodeReads.sample_indices:
+            selector = self._selector(_checked_size(batch_size))
+        else:
             index = self.sample_indices(batch_size)
             if reads_itself or np.ndim(index) != 1:
+                if not self._is_as_indexed:
+                    raise SpecError(f"sample: {own.__name__} reads by index, which gives no n-step sums or goals")
                 return self[index], index
             selector = self._selector_of(index)
-        else:
-            selector = self._selector(_checked_size(batch_size))
         frames, fields, arrays = self._drawn(*selector)
         at = frames[:, -1].copy()
         return self._hand_over(arrays | self._beside(at, fields)), at
+
+    @property
+    def _is_as_indexed(self) -> bool:
+        """Whether a sample holds what indexing gives."""
+        return self._reading.n_step == 1
 
     def sample_indices(self, batch_size: int | None) -> np.ndarray:
         """Draws rows; of those only that have `stack_num - 1` others before them in their episode, if `sample_avail`.

@@ -95,6 +95,10 @@ class HERReplayBuffer(ReplayBuffer):
             raise SpecError(f"future_p must be a number in [0, 1], got {future_p!r}")
         self.future_k = 1 / (1 - float(future_p)) if future_p < 1 else float("inf")
 
+    @property
+    def _is_as_indexed(self) -> bool:
+        return False
+
     def _checked(self, rows: Mapping[str, Any], unknown: str, missing: str) -> dict[str, Any]:
         for first in (OBS, OBS_NEXT):
             names = [name for name in rows if top(name) == first]
