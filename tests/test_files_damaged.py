@@ -238,7 +238,7 @@ def test_a_csv_file_of_more_columns_than_there_is_memory_changes_nothing(tmp_pat
     with mock.patch.object(type(memory._storage.columns), "available_bytes", lambda self: 64):
         with pytest.raises(OutOfMemoryError, match=r"csv: 120 bytes are needed, 64 are available$"):
             memory.load(path)
-    assert list(memory.get_tensor_names()) == []
+    assert memory.get_tensor_names() == []
 
 
 # --- a full disk --------------------------------------------------------------------------------------

@@ -317,7 +317,7 @@ def test_a_tensor_takes_as_many_numbers_as_its_size_says(kind, size, n):
 def test_a_size_of_none_makes_nothing(kind):
     memory = make(kind, 4, 2)
     assert memory.create_tensor("states", size=None, dtype="nonsense") is False
-    assert memory.get_tensor_names() == ()
+    assert memory.get_tensor_names() == []
 
 
 def test_dimensions_can_be_kept(kind):  # S5
@@ -377,7 +377,7 @@ def test_tensors_that_cannot_be_are_refused(kind, name, arguments, error, messag
 def test_names_may_hold_anything(kind, name):
     memory = make(kind, 2, 1, ["z", name])
     add(memory, kind, **{name: [[1.0]], "z": [[2.0]]})
-    assert (memory.get_tensor_names(), every(memory, name)) == (tuple(sorted([name, "z"])), [[[1]]])
+    assert (memory.get_tensor_names(), every(memory, name)) == (sorted([name, "z"]), [[[1]]])
 
 
 DTYPES = ["uint8", "bool", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
@@ -1197,7 +1197,7 @@ def test_integers_that_jax_cannot_hold_make_no_tensor():
     batch = trajectories([1, 1], [0, 1], a=grid(2, 1), n=np.full((2, 1), 2**40))
     with pytest.raises(SpecError, match="'n' holds int64 values that do not fit int32"):
         memory.add_trajectories(batch, {"a": "a", "n": "n"})
-    assert (memory.get_tensor_names(), len(memory)) == ((), 0)
+    assert (memory.get_tensor_names(), len(memory)) == ([], 0)
 
 
 KEYS = {
@@ -1238,7 +1238,7 @@ def test_rollouts_are_stored_step_by_step(kind, memory_size, autoreset):  # R1, 
                 append(model, batch)
     assert sum(step["ends"] for steps in model.lanes for step in steps) >= 6
     assert any(step["truncated"] for steps in model.lanes for step in steps)
-    assert memory.get_tensor_names() == tuple(sorted(KEYS))
+    assert memory.get_tensor_names() == sorted(KEYS)
     assert len(memory) == len(model.valid())
     dtypes = {"actions": name_of(kind, "int64"), "terminated": "bool", "truncated": "bool"}
     for name in KEYS:

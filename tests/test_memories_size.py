@@ -57,4 +57,4 @@ def test_tensors_beyond_what_the_machine_has_are_refused_before_they_are_taken()
     message = r"^tensor 'x': 68,000,000,000,000 bytes are needed, [\d,]+ are available$"
     with pytest.raises(OutOfMemoryError, match=message):
         memory.create_tensor("x", size=17)
-    assert memory.get_tensor_names() == ()
+    assert memory.get_tensor_names() == []

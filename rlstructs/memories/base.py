@@ -65,7 +65,7 @@ class Memory(NamedTensors, ABC):
             if name in specs:
                 block[name] = self._shaped(name, values, rows, specs[name]).reshape(lead + specs[name].shape)
         if not block:
-            known = list(self.get_tensor_names())
+            known = self.get_tensor_names()
             raise MissingKeyError(f"none of {sorted(tensors)} is a tensor of this memory, there are {known}")
         self._write(block, lanes, ends_of(block, lead))
 
@@ -86,7 +86,7 @@ class Memory(NamedTensors, ABC):
         given = {name: self._taken(name, value) for name, value in tensors.items() if value is not None}
         if self.strict:
             if unknown := sorted(set(tensors) - set(self._dtypes)):
-                raise MissingKeyError(f"add_samples: no tensor(s) {unknown}, there are {list(self.get_tensor_names())}")
+                raise MissingKeyError(f"add_samples: no tensor(s) {unknown}, there are {self.get_tensor_names()}")
             if nothing := sorted(set(tensors) - set(given)):
                 raise SpecError(f"add_samples: {nothing} are None")
         if not given:
@@ -189,7 +189,7 @@ class Memory(NamedTensors, ABC):
         if isinstance(names, str):
             raise TypeError(f"names must be a list of names, got the string {names!r}")
         if self.strict and (unknown := sorted(set(names) - set(self._dtypes))):
-            raise MissingKeyError(f"no tensor(s) {unknown} in this memory, there are {list(self.get_tensor_names())}")
+            raise MissingKeyError(f"no tensor(s) {unknown} in this memory, there are {self.get_tensor_names()}")
         return list(names)
 
     def _known(self, names: list[str]) -> list[str]:

@@ -115,9 +115,9 @@ class NamedTensors:
         """Every flat index, one environment after another, int64."""
         return np.arange(self.memory_size * self.num_envs).reshape(self.memory_size, self.num_envs).T.ravel()
 
-    def get_tensor_names(self) -> tuple[str, ...]:
+    def get_tensor_names(self) -> list[str]:
         """Names in alphabetical order."""
-        return tuple(sorted(self._dtypes))
+        return sorted(self._dtypes)
 
     def get_tensor_by_name(self, name: str) -> Any:
         """The live tensor `(memory_size, num_envs, *data)`, unwritten rows included; in jax a copy of it.
@@ -157,7 +157,7 @@ class NamedTensors:
 
     def _check_name(self, name: str) -> None:
         if name not in self._dtypes:
-            raise MissingKeyError(f"no tensor {name!r} in this memory, there are {list(self.get_tensor_names())}")
+            raise MissingKeyError(f"no tensor {name!r} in this memory, there are {self.get_tensor_names()}")
 
     # Making tensors
 
