@@ -730,8 +730,6 @@ def test_samples_that_cannot_be_are_refused(kind, settings, error, message, repl
     for t in range(3):
         add(memory, kind, t=np.full((2, 1), float(t)), terminated=np.full((2, 1), t == 1))
     before = snapshot(memory)
-    if "never" in settings.values() and not replacement:
-        message = "^cannot sample 1 sequences without replacement, there are 0$"
     with pytest.raises(error, match=message):
         memory.sample(**{"names": ["t"], "batch_size": 1} | settings)
     assert snapshot(memory) == before
@@ -745,14 +743,16 @@ def test_an_empty_memory_gives_no_sample(kind):
             memory.sample(["t"], batch_size=1)
 
 
-def test_no_more_is_drawn_without_replacement_than_there_is(kind):
+@pytest.mark.parametrize("more", [0, 1, 60])
+def test_without_replacement_a_batch_has_no_more_than_there_is(kind, more):
     memory = counted(kind, 4, 2, 3, replacement=False)
-    with pytest.raises(SpecError, match="^cannot sample 7 rows without replacement, there are 6$"):
-        memory.sample(["t"], batch_size=7)
-    with pytest.raises(SpecError, match="^cannot sample 5 rows without replacement, there are 4$"):
-        memory.sample(["t"], batch_size=5, sequence_length=2)
-    [[t]] = memory.sample(["t"], batch_size=4, sequence_length=2)
-    assert sorted(map(tuple, host(t).reshape(4, 2).tolist())) == [(0, 1), (0, 1), (1, 2), (1, 2)]
+    [[t]] = memory.sample(["t"], batch_size=6 + more)
+    assert (sorted(flat(t)), host(memory.get_sampling_mask()).tolist()) == ([0, 0, 1, 1, 2, 2], [True] * 6)
+    parts = memory.sample(["t", "e"], batch_size=4 + more, sequence_length=2, mini_batches=3)
+    assert [host(t).shape for t, _ in parts] == [(4, 1), (2, 1), (2, 1)]
+    t = np.concatenate([host(t) for t, _ in parts]).reshape(4, 2).tolist()
+    assert sorted(map(tuple, t)) == [(0, 1), (0, 1), (1, 2), (1, 2)]
+    assert len(memory.get_sampling_indexes()) == 8
 
 
 def test_what_episodes_decide_needs_a_tensor_that_says_where_they_end(kind):
@@ -993,7 +993,7 @@ def sequences(memory, length, batch_size=300, **settings):
     """For each of many sequences its indexes, mask and is_first, and what it holds."""
     [[observations]] = memory.sample(["observations"], batch_size=batch_size, sequence_length=length, **settings)
     tensors = (memory.get_sampling_indexes(), memory.get_sampling_mask(), memory.get_sampling_is_first(), observations)
-    arrays = [host(tensor).reshape(batch_size, length).tolist() for tensor in tensors]
+    arrays = [host(tensor).reshape(-1, length).tolist() for tensor in tensors]
     return list(zip(*arrays, strict=True))
 
 
@@ -1030,10 +1030,9 @@ def test_sequences_are_what_a_plain_loop_gives(kind, n_rows, episode_ends):  # R
 def test_sequences_without_replacement_are_all_that_there_are(kind, n_rows):
     memory, model = episodic(kind, 10, 2, n_rows, seed=3, replacement=False)
     allowed = {(lane, step) for lane, step in starts_of_windows(model, 2) if model.episode_end(lane, step) >= step + 2}
-    found = sequences(memory, 2, len(allowed), episode_ends="never")
-    assert {model.at(indexes[0]) for indexes, *_ in found} == allowed
-    with pytest.raises(SpecError, match="^cannot sample .* sequences without replacement, there are"):
-        sequences(memory, 2, len(allowed) + 1, episode_ends="never")
+    for more in (0, 1, 100):
+        found = sequences(memory, 2, len(allowed) + more, episode_ends="never")
+        assert len(found) == len(allowed) and {model.at(indexes[0]) for indexes, *_ in found} == allowed
 
 
 def test_rare_sequences_are_found(kind):  # R25

@@ -518,9 +518,9 @@ def test_uniform_without_replacement_gives_each_row_at_most_once():
     storage = make_storage()
     storage.write(block(np.zeros((2, 3))))
     rng = np.random.default_rng(0)
-    assert len(set(Uniform(False).draw(storage.span(), 6, rng).tolist())) == 6
-    with pytest.raises(SpecError, match="^cannot sample 7 rows without replacement, there are 6$"):
-        Uniform(False).draw(storage.span(), 7, rng)
+    for n in (2, 6, 7):
+        rows = Uniform(False).draw(storage.span(), n, rng).tolist()
+        assert len(set(rows)) == len(rows) == min(n, 6)
 
 
 @pytest.mark.parametrize("n_rows, length", [(0, 1), (2, 3), (4, 5)])
@@ -634,6 +634,23 @@ def test_sample_gives_up_on_a_ring_that_is_overwritten_faster_than_read():
 
     with pytest.raises(StateError, match="overwritten faster than they are read; use a larger memory$"):
         storage.sample(4, drawing(storage), read)
+
+
+def test_sample_says_that_too_few_rows_are_left_to_draw_again():
+    storage = make_storage(1, 8)
+    storage.write(block(np.arange(8)[None]))
+
+    def read(selection):
+        if len(storage) == 8:
+            storage.clear()
+            storage.write(block(np.zeros((1, 2))))
+        return storage.columns.gather(["x"], selection.rows)
+
+    def select(n):
+        return drawing(storage)(min(n, len(storage)))
+
+    with pytest.raises(StateError, match="^sample: rows were dropped while they were read$"):
+        storage.sample(6, select, read)
 
 
 @pytest.mark.parametrize("value", [True, np.True_, 1.0, "1", None], ids=repr)

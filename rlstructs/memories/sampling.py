@@ -29,7 +29,8 @@ class RandomMemory(base.Memory):
     """A memory that draws its rows uniformly.
 
     Args:
-        replacement: whether one batch may hold a row twice.
+        replacement: whether one batch may hold a row twice. If not, and there are fewer rows than are asked for,
+            a batch has those that there are.
         memory_size, num_envs, device, export, export_format, export_directory, seed, strict: as of `Memory`.
     """
 
@@ -54,7 +55,7 @@ class RandomMemory(base.Memory):
 
         Args:
             names: of tensors; those that there are not give None.
-            batch_size: rows, or sequences.
+            batch_size: rows, or sequences; without replacement at most as many as there are.
             mini_batches: into how many parts, of whole sequences and nearly the same size.
             sequence_length: consecutive rows of one environment, one behind the other in the result; they
                 never cross from the newest row to the oldest.
@@ -82,6 +83,7 @@ class RandomMemory(base.Memory):
             lambda count: self._select(count, length, n_step, episode_ends),
             lambda chosen: self._read(known, chosen, n_step, gamma),
         )
+        n = len(picked.rows)
         rows = picked.rows if n_step == 1 else picked.rows[:, :1]
         self.sampling_indexes = self.framework.indexes(rows.reshape(-1))
         self._last, self._discount = picked, gamma
@@ -151,9 +153,9 @@ class RandomMemory(base.Memory):
             return draw_fitting(lambda k: uniform.draw(span, k, rng), fits, n, rng.choice, span), {}
         rows = span.every_row()
         rows = rows[fits(rows)]
-        if n > rows.size:
-            raise SpecError(f"cannot sample {n} sequences without replacement, there are {rows.size}")
-        return np.asarray(rng.choice(rows, n, replace=False)), {}
+        if not rows.size:
+            raise SpecError("nothing to sample: no window of this length is stored")
+        return np.asarray(rng.choice(rows, min(n, rows.size), replace=False)), {}
 
     def _read(self, names: Sequence[str], picked: Selection, n_step: int, gamma: float) -> list[Any]:
         columns = self._storage.columns

@@ -193,19 +193,17 @@ class Uniform:
         self.replacement = replacement
 
     def draw(self, span: Span, n: int, rng: np.random.Generator) -> np.ndarray:
-        """`n` row ids.
+        """`n` row ids, without replacement at most as many as there are.
 
         Raises:
-            SpecError: there are none, or fewer than `n` to draw without replacement.
+            SpecError: there are none.
         """
         total = span.total
         if total == 0:
             raise SpecError("nothing to sample: no row, or no window of this length, is stored")
         if self.replacement:
             return span.row_ids(rng.integers(total, size=n))
-        if n > total:
-            raise SpecError(f"cannot sample {n} rows without replacement, there are {total}")
-        return span.row_ids(rng.choice(total, n, replace=False))
+        return span.row_ids(rng.choice(total, min(n, total), replace=False))
 
 
 class Epoch:

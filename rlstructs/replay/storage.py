@@ -323,7 +323,7 @@ class Storage:
             redraws: how often some may be drawn again.
 
         Raises:
-            StateError: writers overwrite rows faster than they can be read.
+            StateError: writers overwrite or drop rows faster than they can be read.
         """
         picked = select(n)
         arrays = read(picked)
@@ -334,6 +334,8 @@ class Storage:
             raise StateError("sample: rows are overwritten faster than they are read; use a larger memory")
         # The others were whole when they were looked at, whatever becomes of their rows now.
         again, replacements = self.sample(int(stale.sum()), select, read, redraws - 1)
+        if len(again.rows) < stale.sum():  # without replacement there may be fewer
+            raise StateError("sample: rows were dropped while they were read")
         picked.put(stale, again)
         for array, replacement in zip(arrays, replacements, strict=True):
             array[stale] = replacement
