@@ -755,6 +755,24 @@ def test_without_replacement_a_batch_has_no_more_than_there_is(kind, more):
     assert len(memory.get_sampling_indexes()) == 8
 
 
+@pytest.mark.parametrize("replacement", [True, False])
+def test_a_derived_memory_may_draw_by_itself_as_those_of_skrl_do(kind, replacement):
+    class Newest(KINDS[kind].RandomMemory):
+        def sample(self, names, *, batch_size, mini_batches=1, sequence_length=1):
+            n_rows = self.memory_size * self.num_envs if self.filled else self.memory_index * self.num_envs
+            drawn = min(batch_size, n_rows) if not self._replacement else batch_size
+            self.sampling_indexes = np.arange(n_rows - drawn, n_rows) % n_rows
+            return self.sample_by_index(names=names, indexes=self.sampling_indexes, mini_batches=mini_batches)
+
+    memory = Newest(memory_size=4, num_envs=2, replacement=replacement)
+    memory.create_tensor("t", size=1)
+    for t in range(3):
+        add(memory, kind, t=np.full((2, 1), float(t)))
+    [[t]] = memory.sample(["t"], batch_size=7)
+    assert flat(t) == ([2.0] if replacement else []) + [0, 0, 1, 1, 2, 2]
+    assert len(memory.get_sampling_indexes()) == len(flat(t))
+
+
 def test_what_episodes_decide_needs_a_tensor_that_says_where_they_end(kind):
     memory = counted(kind, 4, 2, 4)
     for settings in ({"n_step": 2}, {"sequence_length": 2, "episode_ends": "mask"}, {"episode_ends": "never"}):

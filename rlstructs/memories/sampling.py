@@ -37,6 +37,7 @@ class RandomMemory(base.Memory):
     def __init__(self, *, replacement: bool = True, **settings: Any) -> None:
         super().__init__(**settings)
         self._uniform = Uniform(replacement)
+        self._replacement = replacement  # skrl's name of it, which classes derived from its memory read
         self._last: Selection | None = None
         self._discount = 1.0
 
