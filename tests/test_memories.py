@@ -290,9 +290,37 @@ def test_settings_that_make_no_sense_are_refused(kind, settings, error, message)
         KINDS[kind].RandomMemory(**settings)
 
 
-def test_settings_are_given_by_name(kind):
-    with pytest.raises(TypeError, match="positional"):
-        KINDS[kind].RandomMemory(3)
+@pytest.mark.parametrize("cls", ["RandomMemory", "PrioritizedMemory"])
+def test_arguments_may_come_by_place_as_skrl_had_them(kind, cls, tmp_path):
+    class Derived(getattr(KINDS[kind], cls)):
+        def create_tensor(self, name, size, dtype=None, keep_dimensions=False):
+            return super().create_tensor(name, size, dtype, keep_dimensions)
+
+    if cls == "RandomMemory":
+        memory = Derived(3, 2, None, True, "npz", tmp_path, False, seed=1)
+        assert (memory.export, memory.export_format, memory.export_directory) == (True, "npz", tmp_path)
+        assert memory._replacement is False
+    else:
+        memory = Derived(memory_size=3, num_envs=2)
+    assert (memory.memory_size, memory.num_envs) == (3, 2)
+    memory.create_tensor("x", (2, 3), dtype(kind, "float32"), True)
+    memory.create_tensor("y", 2)
+    for t in range(2):
+        add(memory, kind, x=np.full((2, 2, 3), float(t)), y=np.full((2, 2), float(t)))
+    parts = memory.sample(["x", "y"], 2, 2, 2)
+    assert [[host(tensor).shape for tensor in part] for part in parts] == [[(2, 2, 3), (2, 2)]] * 2
+    assert [flat(y) for [y] in memory.sample_all(["y"], 2, 2)] == [[0, 0, 1, 1]] * 2
+    assert [flat(y) for [y] in memory.sample_by_index(["y"], [0, 3], 2)] == [[0, 0], [1, 1]]
+    assert memory.save(tmp_path, "pt").suffix == ".pt"
+
+
+def test_a_tensor_is_given_by_flat_index_too(kind):
+    memory = make(kind, 4, 3, {"x": ("float32", (2, 5))})
+    add(memory, kind, x=np.arange(30.0).reshape(3, 2, 5))
+    by_row, by_index = (memory.get_tensor_by_name("x", keepdim=keepdim) for keepdim in (True, False))
+    assert (host(by_row).shape, host(by_index).shape) == ((4, 3, 2, 5), (12, 2, 5))
+    np.testing.assert_array_equal(host(by_row).reshape(12, 2, 5), host(by_index))
+    assert flat(memory.tensors_view["x"])[:30] == flat(by_index)[:30] == list(range(30))
 
 
 SIZES = {

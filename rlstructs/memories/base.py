@@ -22,6 +22,8 @@ from rlstructs.replay.values import encoded, host_array
 class Memory(NamedTensors, ABC):
     """Named tensors `(memory_size, num_envs, *data)` in which the newest rows of every environment are kept.
 
+    What skrl has takes its arguments by name, or by place as skrl did before its version 2.
+
     Args:
         memory_size: rows per environment.
         num_envs: environments.
@@ -140,7 +142,7 @@ class Memory(NamedTensors, ABC):
 
     # Reading
 
-    def sample_by_index(self, names: Sequence[str], *, indexes: Any, mini_batches: int = 1) -> list[list[Any]]:
+    def sample_by_index(self, names: Sequence[str], indexes: Any, mini_batches: int = 1) -> list[list[Any]]:
         """The rows with these flat indexes, private copies.
 
         Args:
@@ -159,7 +161,7 @@ class Memory(NamedTensors, ABC):
         known = self._known(names)
         return self._batches(names, known, self._store().columns.gather(known, rows), rows.size, mini_batches)
 
-    def sample_all(self, names: Sequence[str], *, mini_batches: int = 1, sequence_length: int = 1) -> list[list[Any]]:
+    def sample_all(self, names: Sequence[str], mini_batches: int = 1, sequence_length: int = 1) -> list[list[Any]]:
         """Every valid row exactly once: by time, or, for sequences, one environment after another.
 
         Args:
@@ -177,7 +179,7 @@ class Memory(NamedTensors, ABC):
 
     @abstractmethod
     def sample(
-        self, names: Sequence[str], *, batch_size: int, mini_batches: int = 1, sequence_length: int = 1
+        self, names: Sequence[str], batch_size: int, mini_batches: int = 1, sequence_length: int = 1
     ) -> list[list[Any]]:
         """Rows drawn at random, private copies: for each mini-batch a list in the order of `names`."""
 
@@ -238,7 +240,7 @@ class Memory(NamedTensors, ABC):
 
     # Files
 
-    def save(self, directory: str | Path = "", *, format: str = "pt") -> Path:  # noqa: A002 - skrl's name
+    def save(self, directory: str | Path = "", format: str = "pt") -> Path:  # noqa: A002 - skrl's name
         """Writes all to a file in `directory`/memories, whole or not at all.
 
         Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,18 @@ class RandomMemory(base.Memory):
         memory_size, num_envs, device, export, export_format, export_directory, seed, strict: as of `Memory`.
     """
 
-    def __init__(self, *, replacement: bool = True, **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(
+        self,
+        memory_size: int,
+        num_envs: int = 1,
+        device: Any = None,
+        export: bool = False,
+        export_format: str = "pt",
+        export_directory: str | Path = "",
+        replacement: bool = True,
+        **settings: Any,
+    ) -> None:
+        super().__init__(memory_size, num_envs, device, export, export_format, export_directory, **settings)
         self._uniform = Uniform(replacement)
         self._replacement = replacement  # skrl's name of it, which classes derived from its memory read
         self._last: Selection | None = None
@@ -44,10 +55,10 @@ class RandomMemory(base.Memory):
     def sample(
         self,
         names: Sequence[str],
-        *,
         batch_size: int,
         mini_batches: int = 1,
         sequence_length: int = 1,
+        *,
         n_step: int = 1,
         gamma: float = 0.99,
         episode_ends: str = "cross",
@@ -212,9 +223,9 @@ class PrioritizedMemory(RandomMemory):
         """Bytes that the memory takes once it is written to."""
         return super().nbytes + Prioritised.nbytes_of(self.memory_size * self.num_envs, self.num_envs)
 
-    def sample(self, names: Sequence[str], **settings: Any) -> list[list[Any]]:
+    def sample(self, names: Sequence[str], *sizes: int, **settings: Any) -> list[list[Any]]:
         beta = exponent("beta", self.beta(self.n_samples)) if callable(self.beta) else self.beta
-        batches = super().sample(names, **settings)
+        batches = super().sample(names, *sizes, **settings)
         self._beta, self.n_samples = beta, self.n_samples + 1
         return batches
 

@@ -35,13 +35,13 @@ class NamedTensors:
 
     def __init__(
         self,
-        *,
         memory_size: int,
         num_envs: int = 1,
         device: Any = None,
         export: bool = False,
         export_format: str = "pt",
         export_directory: str | Path = "",
+        *,
         seed: int | None = None,
         strict: bool = False,
     ) -> None:
@@ -119,14 +119,19 @@ class NamedTensors:
         """Names in alphabetical order."""
         return sorted(self._dtypes)
 
-    def get_tensor_by_name(self, name: str) -> Any:
+    def get_tensor_by_name(self, name: str, keepdim: bool = True) -> Any:
         """The live tensor `(memory_size, num_envs, *data)`, unwritten rows included; in jax a copy of it.
+
+        Args:
+            name: of the tensor.
+            keepdim: False for the tensor by flat index, as `tensors_view` has it.
 
         Raises:
             MissingKeyError: there is no such tensor.
         """
         self._check_name(name)
-        return self.framework.live(self._rows_of(name), self._dtypes[name], repr(name))
+        rows = self._rows_of(name) if keepdim else self._store().columns.flat[name]
+        return self.framework.live(rows, self._dtypes[name], repr(name))
 
     def set_tensor_by_name(self, name: str, tensor: Any) -> None:
         """Copies into a tensor, with broadcasting. Which rows are valid does not change.
@@ -161,7 +166,7 @@ class NamedTensors:
 
     # Making tensors
 
-    def create_tensor(self, name: str, *, size: Any, dtype: Any = None, keep_dimensions: bool = False) -> bool:
+    def create_tensor(self, name: str, size: Any, dtype: Any = None, keep_dimensions: bool = False) -> bool:
         """Adds a tensor: NaN in unwritten rows if it is a float one, zeros otherwise.
 
         Args:
