@@ -492,6 +492,12 @@ def test_an_episode_that_gets_too_long_changes_nothing():  # bug R7
     assert buffer.max_episode_steps == 3
 
 
+@pytest.mark.parametrize("limit", [None, np.inf, float("inf")])
+def test_episodes_without_a_limit_may_get_as_long_as_they_like(limit):  # rlberry's agents give infinity
+    buffer = made(5, 1000, max_episode_steps=limit)
+    assert buffer.max_episode_steps is None and buffer.data["x"].tolist() == [995, 996, 997, 998, 999]
+
+
 def test_an_episode_longer_than_the_buffer_keeps_its_newest_rows():  # R17
     buffer = made(5, 1000, episode_ends="never", max_episode_steps=2000)
     for mode in MODES:
@@ -1116,6 +1122,8 @@ BAD_SETTINGS = {
     "rng": ({"rng": "0"}, "^a seed must be a Generator or an int of at least 0, got '0'$"),
     "negative seed": ({"rng": -1}, "^a seed must be"),
     "no steps": ({"max_episode_steps": 0}, "^max_episode_steps must be at least 1, got 0$"),
+    "minus infinity": ({"max_episode_steps": -np.inf}, "^max_episode_steps must be an int, got -inf$"),
+    "half a step": ({"max_episode_steps": 0.5}, "^max_episode_steps must be an int, got 0.5$"),
     "alpha": ({"alpha": -0.5}, "^alpha must be a number of at least 0, got -0.5$"),
     "beta": ({"beta": nan}, "^beta must be a number of at least 0, got nan$"),
     "lanes": ({"n_lanes": 0}, "^n_lanes must be at least 1, got 0$"),

@@ -50,7 +50,7 @@ class ChunkReplayBuffer(TaggedBuffer):
     Args:
         max_replay_size: rows; the oldest are overwritten. Several lanes share it, rounded up to as many for each.
         rng: a generator, which the buffer then draws from, or an int to seed one with.
-        max_episode_steps: an episode that would get longer is an error; None for no limit.
+        max_episode_steps: an episode that would get longer is an error; None or infinity for no limit.
         enable_prioritized: whether there are priorities.
         alpha: exponent of priorities, at least 0; 0 draws uniformly.
         beta: exponent of importance weights, at least 0; may be set anew at any time.
@@ -86,7 +86,7 @@ class ChunkReplayBuffer(TaggedBuffer):
         self,
         max_replay_size: int,
         rng: np.random.Generator | int,
-        max_episode_steps: int | None = None,
+        max_episode_steps: float | None = None,
         enable_prioritized: bool = False,
         alpha: float = 0.5,
         beta: float = 0.5,

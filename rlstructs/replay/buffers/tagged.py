@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -38,14 +39,15 @@ class TaggedBuffer(Buffer):
 
     Args:
         n_lanes, capacity: as of `Buffer`.
-        max_episode_steps: an episode that would get longer is an error; None for no limit.
+        max_episode_steps: an episode that would get longer is an error; None or infinity for no limit.
         settings: the others of `Buffer`.
     """
 
-    def __init__(self, n_lanes: int, capacity: int, max_episode_steps: int | None, **settings: Any) -> None:
+    def __init__(self, n_lanes: int, capacity: int, max_episode_steps: float | None, **settings: Any) -> None:
         super().__init__(n_lanes, capacity, **settings)
-        limit = None if max_episode_steps is None else check_count("max_episode_steps", max_episode_steps)
-        self._max_episode_steps = limit
+        # Infinity is what rlberry's agents give for an environment without a limit.
+        has_limit = max_episode_steps is not None and max_episode_steps != math.inf
+        self._max_episode_steps = check_count("max_episode_steps", max_episode_steps) if has_limit else None
         self._tags: dict[str, Spec] = {}
         self._quick: _Quick | None = None
 
