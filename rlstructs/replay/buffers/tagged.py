@@ -106,8 +106,9 @@ class TaggedBuffer(Buffer):
         """Copies a row into the buffer.
 
         Args:
-            data: tag -> value, of any library, one for each tag; no more may be lost than precision of floats.
-                Where several lanes get a row, values are `(n_lanes, ...)`.
+            data: tag -> value, of any library, one for each tag; no more may be lost than precision of floats, so
+                that a tag of whole numbers takes a float of 1.0, and none of 0.5. Where several lanes get a row,
+                values are `(n_lanes, ...)`.
             lane: which gets it; None for every lane.
 
         Raises:
@@ -189,7 +190,7 @@ class TaggedBuffer(Buffer):
             return super()._as_rows(name, value)
         spec = self._tags[name]
         rows, _ = as_rows(name, value, spec)
-        return rows if rows.dtype == spec.dtype else cast(name, rows, spec.dtype), spec
+        return rows if rows.dtype == spec.dtype else cast(name, _as_whole(rows, spec), spec.dtype), spec
 
     def _check_longer(self, lanes: slice, limit: int) -> None:
         """That one more row makes no episode too long."""
@@ -277,6 +278,14 @@ class _StoredRows(Mapping[str, np.ndarray]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({list(self._tags)}, {len(self._storage)} rows)"
+
+
+def _as_whole(rows: np.ndarray, spec: Spec) -> np.ndarray:
+    """Rows for a tag of whole numbers as such, where they are floats that lose nothing by it: rewards often do."""
+    if rows.dtype.kind != "f" or spec.is_bfloat16 or spec.dtype.kind not in "biu":
+        return rows
+    wide = rows.astype(np.float64)
+    return rows.astype(np.int64) if ((np.trunc(wide) == wide) & (np.abs(wide) <= 2**53)).all() else rows
 
 
 def _dtype_name(spec: Spec) -> str:
