@@ -8,7 +8,7 @@ RLError                     everything that rlstructs itself raises
     FileError               a file is not ours, damaged, or of another version (also a ValueError)
 WorkerError                 a worker process failed (a RuntimeError)
     WorkerCrashed           it is gone
-    WorkerTimeout           it did not reply in time (also a TimeoutError)
+    WorkerTimeout           it did not reply in time (also a TimeoutError, Python's and multiprocessing's)
 OutOfMemoryError            more shared memory was asked for than there is (a MemoryError)
 
 What a user's own environment or agent raises in a worker arrives as its own class, with a

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import signal
 
@@ -501,8 +502,9 @@ def test_a_step_that_was_waited_for_in_vain_can_be_waited_for_again(gate):
         env.reset()
         env.step_async([1, 0])
         for _ in range(2):
-            with pytest.raises(WorkerTimeout, match="no reply within 0.01 s to 'step' from worker"):
+            with pytest.raises(WorkerTimeout, match="no reply within 0.01 s to 'step' from worker") as caught:
                 env.step_wait(timeout=0.01)
+            assert isinstance(caught.value, TimeoutError) and isinstance(caught.value, multiprocessing.TimeoutError)
         let_through()
         assert env.step_wait()[0].tolist() == [[1], [1]]
         env.reset_async()

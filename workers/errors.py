@@ -2,12 +2,13 @@
 
 WorkerError                 anything that went wrong in or with a worker
     WorkerCrashed           the process is gone: killed, exited, or it could not start
-    WorkerTimeout           no reply in time (also a TimeoutError)
+    WorkerTimeout           no reply in time (also a TimeoutError, Python's and multiprocessing's)
 RemoteTraceback             never raised: the `__cause__` of an exception that a worker sent
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 
@@ -42,8 +43,8 @@ class WorkerCrashed(WorkerError):
         return type(self), (str(self), self.worker_index, self.exitcode)
 
 
-class WorkerTimeout(WorkerError, TimeoutError):
-    """A worker did not reply within the deadline."""
+class WorkerTimeout(WorkerError, TimeoutError, multiprocessing.TimeoutError):
+    """A worker did not reply within the deadline."""  # gymnasium's AsyncVectorEnv raises multiprocessing's
 
 
 class RemoteTraceback(Exception):
