@@ -109,6 +109,17 @@ def test_it_gives_the_same_however_the_work_is_shared(n_workers, start_method):
         assert assert_same_steps(ours, theirs, 50) > 20
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [{"shared_memory": False}, {"shared_memory": True, "context": None}, {"context": "spawn", "daemon": False}],
+    ids=str,
+)
+def test_it_takes_the_arguments_that_gymnasiums_takes(arguments):
+    ours, theirs = twins([Basket] * 2, 1, AutoresetMode.SAME_STEP, **arguments)
+    with ours:
+        assert assert_same_steps(ours, theirs, 20) > 2
+
+
 @pytest.mark.parametrize(("n_groups", "n_workers"), [(2, 2), (3, 2), (7, 1), (2, 0)])
 def test_it_gives_the_same_as_a_whole_when_it_has_groups(n_groups, n_workers):
     ours, theirs = twins([Basket] * 7, n_workers, AutoresetMode.SAME_STEP, n_groups=n_groups)
@@ -681,7 +692,10 @@ def test_what_is_wrong_with_an_argument_is_refused_and_nothing_is_left(arguments
     before = worker_pids()
     with pytest.raises(kind, match=words):
         SharedVectorEnv(*arguments)
-    for wrong in ({"timeout": 0}, {"autoreset_mode": "Sometimes"}, {"start_method": "magic"}):
+    for wrong in (
+        {"timeout": 0}, {"autoreset_mode": "Sometimes"}, {"start_method": "magic"}, {"context": "magic"},
+        {"start_method": "spawn", "context": "fork"},
+    ):  # fmt: skip
         with pytest.raises(ValueError):
             SharedVectorEnv([Basket], 1, **wrong)
     assert worker_pids() == before

@@ -36,6 +36,7 @@ from rlstructs.envs.vector_arguments import (
     group_count,
     options_of,
     seeds_of,
+    start_method_of,
     value_for_each,
     worker_count,
 )
@@ -69,6 +70,9 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         n_groups: how many groups the environments form, one after another and as equal as can be. Every worker has
             some of each, and steps a group that is sent as one: the trainer can compute for one group while the
             workers step another (`GymVectorEnv` does, in a rollout).
+        context: gymnasium's name of `start_method`.
+        shared_memory, daemon: gymnasium's, and without effect: arrays are always shared and all else is pickled;
+            workers always end with this process, and may start processes of their own.
 
     Attributes:
         groups: int64, which environments each group has.
@@ -100,11 +104,15 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         start_method: str | None = None,
         timeout: float | None = None,
         n_groups: int = 1,
+        context: str | None = None,
+        shared_memory: bool = True,
+        daemon: bool = True,
     ) -> None:
         self._order = CallOrder()
         self.closed = True  # until there is something to close
         makers = env_fns_of(env_fns)
         check_timeout(timeout)
+        start_method = start_method_of(start_method, context)
         self.num_envs, self.copy = len(makers), bool(copy)
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         groups = shares_of(range(self.num_envs), group_count(n_groups, self.num_envs))

@@ -59,6 +59,17 @@ def worker_count(n_workers: int | None, n_envs: int) -> int:
     return int(n_workers)
 
 
+def start_method_of(start_method: str | None, context: str | None) -> str | None:
+    """How workers are started, which gymnasium calls the context.
+
+    Raises:
+        SpecError: both are given, and differ.
+    """
+    if start_method is not None and context not in (None, start_method):
+        raise SpecError(f"start_method and context mean the same, got {start_method!r} and {context!r}")
+    return context if start_method is None else start_method
+
+
 def seeds_of(seed: int | Sequence[int | None] | None, n_envs: int) -> list[int | None]:
     """A seed for each environment: `seed + k`, those of a sequence, or None.
 
