@@ -96,7 +96,7 @@ def test_it_gives_what_gymnasium_gives(task, n_workers, mode):
     with ours:
         assert assert_same_steps(ours, theirs, n_steps) > least_ended
     theirs.close()
-    for name in ("metadata", "render_mode", "num_envs", "spec"):
+    for name in ("metadata", "render_mode", "num_envs", "spec", "env_fns"):
         assert getattr(ours, name) == getattr(theirs, name)
     for name in ("single_observation_space", "observation_space", "single_action_space", "action_space"):
         assert getattr(ours, name) == getattr(theirs, name)

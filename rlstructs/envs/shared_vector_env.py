@@ -75,6 +75,7 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
             workers always end with this process, and may start processes of their own.
 
     Attributes:
+        env_fns: those that were given.
         groups: int64, which environments each group has.
 
     Raises:
@@ -113,7 +114,7 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         makers = env_fns_of(env_fns)
         check_timeout(timeout)
         start_method = start_method_of(start_method, context)
-        self.num_envs, self.copy = len(makers), bool(copy)
+        self.env_fns, self.num_envs, self.copy = makers, len(makers), bool(copy)
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         groups = shares_of(range(self.num_envs), group_count(n_groups, self.num_envs))
         self.groups = tuple(np.array(group) for group in groups)
