@@ -801,6 +801,26 @@ def test_a_derived_memory_may_draw_by_itself_as_those_of_skrl_do(kind, replaceme
     assert len(memory.get_sampling_indexes()) == len(flat(t))
 
 
+@pytest.mark.parametrize("cls", ["RandomMemory", "PrioritizedMemory"])
+def test_samples_come_by_what_a_derived_memory_makes_of_rows_by_index(kind, cls):
+    class Hosted(getattr(KINDS[kind], cls)):
+        def sample_by_index(self, names, *, indexes, mini_batches=1):
+            batches = super().sample_by_index(names, indexes=indexes, mini_batches=mini_batches)
+            return [[None if tensor is None else host(tensor) for tensor in batch] for batch in batches]
+
+    memory = Hosted(memory_size=4, num_envs=2, seed=0)
+    memory.create_tensor("t", size=1)
+    for t in range(6):
+        add(memory, kind, t=np.full((2, 1), float(t)))
+    parts = memory.sample(["t", "absent"], batch_size=6, sequence_length=2, mini_batches=3)
+    assert [(type(t), t.shape, absent) for t, absent in parts] == [(np.ndarray, (4, 1), None)] * 3
+    t = np.concatenate([t for t, _ in parts]).reshape(6, 2)
+    assert (t[:, 1] - t[:, 0] == 1).all()
+    indexes = np.asarray(memory.get_sampling_indexes())
+    assert t.ravel().tolist() == np.array([4, 5, 2, 3])[indexes // 2].tolist()
+    assert host(memory.get_sampling_mask()).all()
+
+
 def test_what_episodes_decide_needs_a_tensor_that_says_where_they_end(kind):
     memory = counted(kind, 4, 2, 4)
     for settings in ({"n_step": 2}, {"sequence_length": 2, "episode_ends": "mask"}, {"episode_ends": "never"}):

@@ -99,6 +99,9 @@ class RandomMemory(base.Memory):
         rows = picked.rows if n_step == 1 else picked.rows[:, :1]
         self.sampling_indexes = self.framework.indexes(rows.reshape(-1))
         self._last, self._discount = picked, gamma
+        if n_step == 1 and type(self).sample_by_index is not base.Memory.sample_by_index:
+            # A derived class hands rows out in its own way, on another device say: skrl's samples come by it too.
+            return self.sample_by_index(names=names, indexes=self.sampling_indexes, mini_batches=mini_batches)
         if length > 1:
             arrays = [array.reshape(n * length, *array.shape[2:]) for array in arrays]
         starts = None if mini_batches <= 1 else np.arange(0, n * length, length)
