@@ -161,6 +161,7 @@ def test_one_librarys_files_load_in_the_others(name, tmp_path):
 def test_pt_files_are_dictionaries_of_tensors(kind, tmp_path):
     memory = counted(kind, 4, 2, 2)
     tensors = torch.load(memory.save(tmp_path, format="pt"), weights_only=True)
+    assert list(tensors)[:2] == ["e", "t"]  # as in skrl's files, which programs read by place too
     for name in ("t", "e"):
         assert tensors[name].shape == (4, 2, 1) and tensors[name].dtype == torch.float32
         np.testing.assert_array_equal(tensors[name].numpy(), host(memory.get_tensor_by_name(name)))
@@ -169,6 +170,7 @@ def test_pt_files_are_dictionaries_of_tensors(kind, tmp_path):
 def test_npz_files_are_arrays_by_name(kind, tmp_path):
     memory = counted(kind, 4, 2, 2)
     with np.load(memory.save(tmp_path, format="npz"), allow_pickle=False) as arrays:
+        assert list(arrays)[:2] == ["e", "t"]
         for name in ("t", "e"):
             assert arrays[name].shape == (4, 2, 1) and arrays[name].dtype == np.float32
             np.testing.assert_array_equal(arrays[name], host(memory.get_tensor_by_name(name)))

@@ -81,8 +81,8 @@ def load(memory: Memory, path: Path) -> None:
 
 def _tensors(memory: Memory) -> dict[str, Any]:
     lead = (memory.memory_size, memory.num_envs)
-    columns = memory._store().columns
-    return {name: columns.to_file(name, (*lead, *columns.specs[name].shape)) for name in memory._dtypes}
+    columns, names = memory._store().columns, memory.get_tensor_names()  # in the order in which skrl's files have them
+    return {name: columns.to_file(name, (*lead, *columns.specs[name].shape)) for name in names}
 
 
 def _bookkeeping(memory: Memory) -> dict[str, np.ndarray]:

@@ -310,7 +310,7 @@ def _write_pt(path: Path, header: str, arrays: Mapping[str, np.ndarray], dtypes:
     # numpy's own copies would be needed if torch wrote what a view is a view of, or shared memory only once.
     tensors = {name: _own(array, dtypes[name]) for name, array in arrays.items()}
     with closing(NewFile(path)) as new, _checksums():
-        torch.save({HEADER: header, **tensors}, new)  # type: ignore[arg-type]  # it calls no more than write
+        torch.save({**tensors, HEADER: header}, new)  # type: ignore[arg-type]  # it calls no more than write
 
 
 @contextmanager
