@@ -34,6 +34,22 @@ def kind(request):
     return request.param
 
 
+def test_rows_that_first_came_in_inference_mode_are_written_outside_of_it_too(kind):
+    memory = make(kind, 4, 2, {"x": ("float32", 3), "terminated": ("bool", 1)})
+    with torch.inference_mode():
+        memory.add_samples(x=array(kind, np.zeros((2, 3))), terminated=array(kind, [[False], [True]]))
+        copied = pickle.loads(pickle.dumps(memory))
+        given = array(kind, np.full((2, 3), 2.0))
+    for written in (memory, copied):
+        written.add_samples(x=array(kind, np.ones((2, 3))), terminated=array(kind, [[True], [False]]))
+        written.add_samples(x=given)
+        assert flat(written.sample_all(["x"])[0][0]) == [0] * 6 + [1] * 6 + [2] * 6
+        written.set_tensor_by_name("x", array(kind, np.full((4, 2, 3), 5.0)))
+        [[x]] = written.sample(["x"], batch_size=3)
+        assert flat(x) == [5] * 9
+        assert library(kind) != "torch" or not (x.is_inference() or written.tensors["x"].is_inference())
+
+
 @pytest.mark.parametrize("order", ["lane", "slot"])
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_of_every_dtype_are_as_on_the_host(device, order, name):

@@ -122,6 +122,13 @@ class TensorColumns(Columns):
     def _rows_of(self, name: str) -> Any:
         return self._tensors[name]
 
+    # Tensors that are made in inference mode cannot be written to outside of it.
+
+    @torch.inference_mode(False)
+    def _map_one(self, name: str) -> None:
+        super()._map_one(name)
+
+    @torch.inference_mode(False)
     def _allocate(self, name: str, spec: Spec) -> None:
         dtype = _named(spec)
         shape = (self.n_rows, *spec.shape)
@@ -132,6 +139,7 @@ class TensorColumns(Columns):
         arrays = {name: tensor.cpu().numpy() for name, tensor in self._tensors.items()}
         return {**super().__getstate__(), "_tensors": arrays}
 
+    @torch.inference_mode(False)
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.device = state["device"]
         tensors = {name: self._moved(array) for name, array in state["_tensors"].items()}
