@@ -570,6 +570,19 @@ def test_unknown_names_and_none_are_skipped(kind):
     assert (len(memory), every(memory, "x", "z")[0][0]) == (6, [1, 2, 1, 2, 3, 4])
 
 
+def test_what_there_is_no_tensor_of_may_be_anything(kind):
+    class Unreadable:
+        def __array__(self, *arguments, **settings):
+            raise RuntimeError("never to be read")
+
+    memory = make(kind, 4, 2, ["x", "y"])
+    for values in (np.array([[1.0], [2.0]]), np.array([[3.0]])):  # a row, and a part of one
+        rows = {name: array(kind, values) for name in ("x", "y")}
+        memory.add_samples(**rows, infos=[[1], [2, 3]], state=Unreadable(), text="so", nothing=None)
+    memory.add_samples(x=array(kind, [[4.0]]), infos=Unreadable())
+    assert every(memory, "x") == [[[1, 2, 3, 4]]]
+
+
 def test_a_strict_memory_skips_nothing(kind):
     memory = make(kind, 4, 2, ["x", "y"], strict=True)
     values = array(kind, [[1.0], [2.0]])

@@ -66,6 +66,8 @@ def test_both_ways_leave_the_same(seed):
                 del rows["frame"]
             if rng.random() < 0.5:
                 rows = {name: torch.from_numpy(values) for name, values in rows.items()}
+            if rng.random() < 0.5:  # as skrl's agents give them: there are no such tensors
+                rows = {"states": None, **rows, "next_x": rows["x"]}
             try:
                 version = quick._storage.version
                 quick.add_samples(**rows)
@@ -87,6 +89,15 @@ def store(n_lanes=2, order="slot", **ends):
     if ends:
         storage.track_episodes()
     return storage
+
+
+def test_what_there_are_no_tensors_of_takes_no_other_way():
+    quick = memory(True)
+    rows = rows_of(np.random.default_rng(0))
+    quick.add_samples(**rows)
+    version = quick._storage.version
+    quick.add_samples(**rows, next_x=rows["x"], states=None, infos=[[1], [2, 3]])
+    assert (quick._storage.version, len(quick)) == (version, 2 * LANES)
 
 
 GOOD = np.ones((2, 3), np.float32)

@@ -54,7 +54,7 @@ class Memory(NamedTensors, ABC):
         Raises:
             SpecError: something does not fit; the memory is as it was.
         """
-        if not self.export and self._write_step(tensors):
+        if not self.export and self._write_quickly(tensors):
             return
         given = self._given(tensors)
         n = self._n_rows_given(given)
@@ -71,6 +71,15 @@ class Memory(NamedTensors, ABC):
             raise MissingKeyError(f"none of {sorted(tensors)} is a tensor of this memory, there are {known}")
         self._write(block, lanes, ends_of(block, lead))
 
+    def _write_quickly(self, tensors: Mapping[str, Any]) -> bool:
+        """Writes them if it is plain that they fit; whether it did. skrl's agents always give more than there is."""
+        if self._write_step(tensors):
+            return True
+        if self.strict:
+            return False
+        known = {name: value for name, value in tensors.items() if value is not None and name in self._dtypes}
+        return len(known) < len(tensors) and self._write_step(known)
+
     def _write(self, block: Mapping[str, Any], lanes: Any, done: np.ndarray | None, **more: Any) -> None:
         storage = self._store()
         before = self._laps() if self.export else 0
@@ -85,7 +94,7 @@ class Memory(NamedTensors, ABC):
     def _given(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         if not tensors:
             raise SpecError("add_samples: needs at least one tensor, got none")
-        given = {name: self._taken(name, value) for name, value in tensors.items() if value is not None}
+        given = {name: value for name, value in tensors.items() if value is not None}
         if self.strict:
             if unknown := sorted(set(tensors) - set(self._dtypes)):
                 raise MissingKeyError(f"add_samples: no tensor(s) {unknown}, there are {self.get_tensor_names()}")
@@ -93,7 +102,9 @@ class Memory(NamedTensors, ABC):
                 raise SpecError(f"add_samples: {nothing} are None")
         if not given:
             raise SpecError("add_samples: every tensor is None")
-        return given
+        # What there is no tensor of is not looked at, but for the one that says how many rows come.
+        first = "observations" if "observations" in given else next(iter(given))
+        return {n: self._taken(n, value) for n, value in given.items() if n in self._dtypes or n == first}
 
     def _n_rows_given(self, given: Mapping[str, Any]) -> int | None:
         """How many rows come; None for one without an axis for them."""
