@@ -97,7 +97,13 @@ def test_what_there_are_no_tensors_of_takes_no_other_way():
     quick.add_samples(**rows)
     version = quick._storage.version
     quick.add_samples(**rows, next_x=rows["x"], states=None, infos=[[1], [2, 3]])
-    assert (quick._storage.version, len(quick)) == (version, 2 * LANES)
+    del rows["frame"]  # as an agent leaves out returns, which it computes later
+    quick.add_samples(**rows)
+    assert (quick._storage.version, len(quick)) == (version, 3 * LANES)
+    assert not quick.tensors["frame"][2].any()
+    del rows["truncated"]  # says nothing of where episodes end
+    quick.add_samples(**rows)
+    assert (quick._storage.version > version, len(quick)) == (True, 4 * LANES)
 
 
 GOOD = np.ones((2, 3), np.float32)

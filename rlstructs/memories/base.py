@@ -16,6 +16,7 @@ from rlstructs.memories.formats import checked_format
 from rlstructs.memories.names import ends_of
 from rlstructs.memories.tensors import NamedTensors
 from rlstructs.replay.columns import Spec
+from rlstructs.replay.roles import ENDS
 from rlstructs.replay.values import encoded, host_array
 
 
@@ -72,13 +73,20 @@ class Memory(NamedTensors, ABC):
         self._write(block, lanes, ends_of(block, lead))
 
     def _write_quickly(self, tensors: Mapping[str, Any]) -> bool:
-        """Writes them if it is plain that they fit; whether it did. skrl's agents always give more than there is."""
+        """Writes them if it is plain that they fit; whether it did. skrl's agents give what there is no tensor of, or
+        leave out what they compute later."""
         if self._write_step(tensors):
             return True
         if self.strict:
             return False
         known = {name: value for name, value in tensors.items() if value is not None and name in self._dtypes}
-        return len(known) < len(tensors) and self._write_step(known)
+        missing = self._dtypes.keys() - known.keys()
+        if missing.intersection(ENDS) or not known:
+            return False
+        for name in missing:
+            spec = self._spec(name)
+            known[name] = np.full((self.num_envs, *spec.shape), spec.unwritten, spec.dtype)
+        return (bool(missing) or len(known) < len(tensors)) and self._write_step(known)
 
     def _write(self, block: Mapping[str, Any], lanes: Any, done: np.ndarray | None, **more: Any) -> None:
         storage = self._store()
