@@ -683,6 +683,7 @@ def test_workers_draw_different_numbers_and_have_no_torch():
         (([Basket] * 2, 1.0), TypeError, "n_workers must be an int"),
         (([Basket, lambda held=(i for i in range(3)): held], 2), TypeError, r"env_fns\[1\] cannot be sent to a worker"),
         (([Basket, Same], 2), SpecError, "env_fns: observation_space of environment 1 is .*, of environment 0 "),
+        (([Basket, Same], 2), RuntimeError, "observation_space of environment 1 is .*, of environment 0 "),
         (([Basket, Same], 0), SpecError, "env_fns: observation_space of environment 1 is .*, of environment 0 "),
         (([functools.partial(Echo, spaces.Discrete(n)) for n in (2, 2, 3)], 2), SpecError, "action_space of en.* 2 is"),
     ],

@@ -20,6 +20,10 @@ from rlstructs.errors import SpecError
 from workers import messages
 
 
+class OtherSpacesError(SpecError, RuntimeError):
+    """Environments that are to be stepped together have different spaces; gymnasium raises a RuntimeError."""
+
+
 class Description(NamedTuple):
     """What the first environment says of itself."""
 
@@ -70,12 +74,12 @@ class EnvGroup:
             buffer: where the columns lie.
 
         Raises:
-            SpecError: an environment has other spaces.
+            OtherSpacesError: an environment has other spaces.
         """
         for k, env in enumerate(self._envs):
             for name in ("observation_space", "action_space"):
                 if getattr(env, name) != getattr(described, name):
-                    raise SpecError(
+                    raise OtherSpacesError(
                         f"env_fns: {name} of environment {self._first + k} is {getattr(env, name)}, "
                         f"of environment 0 {getattr(described, name)}"
                     )

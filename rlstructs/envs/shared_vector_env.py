@@ -79,7 +79,7 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         groups: int64, which environments each group has.
 
     Raises:
-        SpecError, TypeError: an argument is not what is needed, or spaces differ.
+        SpecError, TypeError: an argument is not what is needed, or spaces differ (also a RuntimeError then).
         OutOfMemoryError: the observations do not fit into memory.
         WorkerError: a worker did not come up.
         Exception: what an environment raised, with a note that names it, and the worker's traceback as its
