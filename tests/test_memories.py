@@ -624,7 +624,8 @@ def test_what_is_left_out_is_poisoned_and_never_stale(kind):  # S19
         ({"x": np.zeros((3, 2)), "r": np.zeros((2, 1))}, r"^add_samples: 'r' has shape \(2, 1\), needed is \(3, 1\)$"),
         ({"x": np.zeros((3, 2)), "r": np.zeros((3, 3))}, r"^add_samples: 'r' has shape \(3, 3\), needed is \(3, 1\)$"),
         ({"x": np.zeros((3, 2)), "k": np.zeros((3, 4))}, r"^add_samples: 'k' has shape \(3, 4\), needed .*2, 2\)$"),
-        ({"x": np.zeros((3, 2)), "n": np.ones((3, 1))}, "^'n' is float64, which would lose its values as uint8"),
+        ({"x": np.zeros((3, 2)), "n": np.full((3, 1), 0.5)}, "^'n' is float64, which would lose its values as uint8"),
+        ({"x": np.zeros((3, 2)), "n": np.full((3, 1), 300.0)}, "^'n' holds int64 values that do not fit uint8$"),
         ({"x": np.zeros((3, 2)), "n": np.full((3, 1), 300)}, "^'n' holds int64 values that do not fit uint8$"),
         ({"x": np.zeros((3, 2)), "n": np.full((3, 1), -1)}, "^'n' holds int64 values that do not fit uint8$"),
         ({"x": np.zeros((3, 2), complex)}, "^'x' is complex128, which would lose its values as float32"),
@@ -643,6 +644,22 @@ def test_rows_that_do_not_fit_change_nothing(kind, tensors, message):  # S18
     with pytest.raises(SpecError, match=message):
         memory.add_samples(**tensors)
     assert snapshot(memory) == before
+
+
+@pytest.mark.parametrize("name", ["bool", "uint8", "int64"])
+def test_floats_that_are_whole_are_flags_and_integers(kind, name):
+    memory = make(kind, 3, 2, {"n": (name, 1)})
+    add(memory, kind, n=[[1.0], [0.0]])
+    memory.add_samples(n=array(kind, [[0.0], [1.0]], "float16"))
+    assert every(memory, "n") == [[[1, 0, 0, 1]]]
+    memory.set_tensor_by_name("n", array(kind, np.ones((3, 2, 1)), "float32"))
+    assert every(memory, "n") == [[[1, 1, 1, 1]]]
+    for wrong in (0.5, np.nan, np.inf):
+        with pytest.raises(SpecError, match="^'n' is float32, which would lose its values as"):
+            add(memory, kind, n=[[1.0], [wrong]])
+        with pytest.raises(SpecError, match="^'n' is float32, which would lose its values as"):
+            memory.set_tensor_by_name("n", array(kind, np.full((3, 2, 1), wrong), "float32"))
+    assert every(memory, "n") == [[[1, 1, 1, 1]]]
 
 
 def test_a_two_is_no_bool(kind):

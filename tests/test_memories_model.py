@@ -162,7 +162,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 self.memory.add_samples(observations=np.ones(shape, np.float32))
         with pytest.raises(SpecError, match="would lose its values"):
             self.memory.add_samples(
-                observations=np.ones((self.num_envs, 2), np.float32), n=np.ones((self.num_envs, 1), np.float32)
+                observations=np.ones((self.num_envs, 2), np.float32), n=np.full((self.num_envs, 1), 0.5, np.float32)
             )
 
     # Else

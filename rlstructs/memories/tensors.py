@@ -25,7 +25,7 @@ from rlstructs.replay.roles import ENDS
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.storage import Storage
 from rlstructs.replay.tensor_columns import TensorColumns
-from rlstructs.replay.values import encoded, host_array
+from rlstructs.replay.values import as_whole, encoded, host_array
 
 
 class NamedTensors:
@@ -242,13 +242,15 @@ class NamedTensors:
         self._storage.clear()
 
     def _taken(self, name: str, value: Any) -> Any:
-        """A value as it is, if it lies where the rows do and has the tensor's dtype; else as an array of numpy."""
-        columns = self._storage.columns
-        if not columns.on_host and name in self._dtypes:
-            own = columns.own(self.framework.tensor_of(value), self._spec(name))
-            if own is not None:
-                return own
-        return host_array(name, value)
+        """A value as it is, if it lies where the rows do and has the tensor's dtype; else as an array of numpy.
+
+        skrl casts whatever comes. Here only the precision of floats may be lost: 1.0 is a bool, and 0.5 is none.
+        """
+        if name not in self._dtypes:
+            return host_array(name, value)
+        columns, spec = self._storage.columns, self._spec(name)
+        own = None if columns.on_host else columns.own(self.framework.tensor_of(value), spec)
+        return as_whole(host_array(name, value), spec) if own is None else own
 
     def __getstate__(self) -> dict[str, Any]:
         # Devices of jax and warp belong to their process.

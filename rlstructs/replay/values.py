@@ -32,6 +32,14 @@ def encoded(name: str, values: Any, spec: Spec) -> Any:
     return values if not spec.is_bfloat16 or isinstance(values, torch.Tensor) else to_bits(name, values)
 
 
+def as_whole(values: np.ndarray, spec: Spec) -> np.ndarray:
+    """Values for a column of whole numbers as such, where they are floats that lose nothing by it, as flags often."""
+    if values.dtype.kind != "f" or spec.is_bfloat16 or spec.dtype.kind not in "biu":
+        return values
+    wide = values.astype(np.float64)
+    return values.astype(np.int64) if ((np.trunc(wide) == wide) & (np.abs(wide) <= 2**53)).all() else values
+
+
 def from_bits(values: np.ndarray) -> np.ndarray:
     """The bits of bfloat16 as float32."""
     numbers: np.ndarray = torch.from_numpy(values).view(torch.bfloat16).float().numpy()

@@ -19,7 +19,7 @@ from rlstructs.replay.reading import DISCOUNT
 from rlstructs.replay.roles import ends_among
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.storage import ALL, Storage
-from rlstructs.replay.values import host_array
+from rlstructs.replay.values import as_whole, host_array
 from rlstructs.structures.trajectories import Trajectories
 
 # Tag -> key of trajectories: what is set up if no tag is, and what else a tag may be called.
@@ -190,7 +190,7 @@ class TaggedBuffer(Buffer):
             return super()._as_rows(name, value)
         spec = self._tags[name]
         rows, _ = as_rows(name, value, spec)
-        return rows if rows.dtype == spec.dtype else cast(name, _as_whole(rows, spec), spec.dtype), spec
+        return rows if rows.dtype == spec.dtype else cast(name, as_whole(rows, spec), spec.dtype), spec
 
     def _check_longer(self, lanes: slice, limit: int) -> None:
         """That one more row makes no episode too long."""
@@ -278,14 +278,6 @@ class _StoredRows(Mapping[str, np.ndarray]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({list(self._tags)}, {len(self._storage)} rows)"
-
-
-def _as_whole(rows: np.ndarray, spec: Spec) -> np.ndarray:
-    """Rows for a tag of whole numbers as such, where they are floats that lose nothing by it: rewards often do."""
-    if rows.dtype.kind != "f" or spec.is_bfloat16 or spec.dtype.kind not in "biu":
-        return rows
-    wide = rows.astype(np.float64)
-    return rows.astype(np.int64) if ((np.trunc(wide) == wide) & (np.abs(wide) <= 2**53)).all() else rows
 
 
 def _dtype_name(spec: Spec) -> str:
