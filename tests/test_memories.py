@@ -831,6 +831,82 @@ def test_a_derived_memory_may_draw_by_itself_as_those_of_skrl_do(kind, replaceme
     assert len(memory.get_sampling_indexes()) == len(flat(t))
 
 
+def writing_by_itself(cls):
+    """A class of torch's memories that adds rows in the way of skrl's: into the tensors, and then the indexes."""
+
+    class Writing(cls):
+        def add_samples(self, **tensors):
+            n = len(tensors["x"])
+            for name, values in tensors.items():
+                if n == self.num_envs:
+                    self.tensors[name][self.memory_index].copy_(values)
+                else:
+                    self.tensors[name][self.memory_index, self.env_index : self.env_index + n].copy_(values)
+            if n == self.num_envs:
+                self.memory_index += 1
+            else:
+                self.env_index += n
+            if self.env_index >= self.num_envs:
+                self.env_index = 0
+                self.memory_index += 1
+            if self.memory_index >= self.memory_size:
+                self.memory_index = 0
+                self.filled = True
+
+    return Writing
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("kind", ["torch", "torch-tensors"])
+def test_a_derived_memory_may_write_and_count_by_itself(kind, seed):
+    rng = np.random.default_rng(seed)
+    size, num_envs = (int(n) for n in rng.integers(1, 6, 2))
+    memories = []
+    for cls in (KINDS[kind].RandomMemory, writing_by_itself(KINDS[kind].RandomMemory)):
+        memories.append(cls(memory_size=size, num_envs=num_envs, device="cpu", seed=0))
+        memories[-1].create_tensor("x", size=2)
+        memories[-1].create_tensor("terminated", size=1, dtype=torch.bool)
+    for _ in range(25):
+        left = num_envs - memories[0].env_index
+        n = num_envs if left == num_envs and rng.random() < 0.7 else int(rng.integers(1, left + 1))
+        x, terminated = torch.from_numpy(rng.random((n, 2), np.float32)), torch.from_numpy(rng.random((n, 1)) < 0.3)
+        found = []
+        for memory in memories:
+            memory.add_samples(x=x, terminated=terminated)
+            [drawn] = memory.sample(["x", "terminated"], batch_size=5, episode_ends="mask", sequence_length=1)
+            told = memory.get_sampling_is_first(), memory.get_sampling_mask(), *drawn
+            rows = [flat(tensor) for tensor in memory.sample_all(["x", "terminated"], sequence_length=2)[0]]
+            counts = len(memory), memory.filled, memory.memory_index, memory.env_index
+            found.append((counts, rows, [flat(tensor) for tensor in told]))
+        assert found[0] == found[1]
+        if rng.random() < 0.1:
+            for memory in memories:
+                memory.reset()
+
+
+def test_how_many_rows_there_are_may_be_said(kind):
+    memory = make(kind, 5, 2, ["x"])
+    values = np.arange(10.0).reshape(5, 2, 1)
+    memory.set_tensor_by_name("x", array(kind, values))
+    memory.filled = True
+    assert (len(memory), every(memory, "x")) == (10, [[list(range(10))]])
+    memory.memory_index = 3
+    assert (memory.filled, memory.memory_index, every(memory, "x")) == (True, 3, [[[6, 7, 8, 9, 0, 1, 2, 3, 4, 5]]])
+    memory.filled = False
+    assert (memory.filled, memory.memory_index, every(memory, "x")) == (False, 3, [[list(range(6))]])
+    memory.env_index = 1
+    assert (len(memory), memory.env_index, every(memory, "x")) == (7, 1, [[list(range(7))]])
+    memory.memory_index = 0
+    memory.env_index = 0
+    assert len(memory) == 0
+    for name, value, error in [
+        ("memory_index", 6, SpecError), ("memory_index", -1, SpecError), ("env_index", 3, SpecError),
+        ("env_index", 1.0, TypeError),
+    ]:  # fmt: skip
+        with pytest.raises(error, match=f"^{name} must be"):
+            setattr(memory, name, value)
+
+
 @pytest.mark.parametrize("cls", ["RandomMemory", "PrioritizedMemory"])
 def test_samples_come_by_what_a_derived_memory_makes_of_rows_by_index(kind, cls):
     class Hosted(getattr(KINDS[kind], cls)):

@@ -78,10 +78,16 @@ class NamedTensors:
         untracked = self._storage.episodes is None and any(name in ENDS for name in self._planned)
         return self._storage.nbytes + rows * (planned + BYTES_PER_ROW * untracked)
 
+    # These three may be set: classes derived from skrl's memories do, that write to the tensors by themselves.
+
     @property
     def filled(self) -> bool:
         """Whether every environment has wrapped."""
         return bool(self._storage.ring.is_full().all())
+
+    @filled.setter
+    def filled(self, value: bool) -> None:
+        self._move(bool(value), self.memory_index, self.env_index)
 
     @property
     def memory_index(self) -> int:
@@ -89,11 +95,34 @@ class NamedTensors:
         low, high = self._heads()
         return (high if high - low > 1 else low) % self.memory_size
 
+    @memory_index.setter
+    def memory_index(self, value: int) -> None:
+        self._move(self.filled, _up_to("memory_index", value, self.memory_size), self.env_index)
+
     @property
     def env_index(self) -> int:
         """How many environments have been written in that row, while all are within one row; else 0."""
         low, high = self._heads()
         return int((self._storage.ring.head > low).sum()) if high - low == 1 else 0
+
+    @env_index.setter
+    def env_index(self, value: int) -> None:
+        self._move(self.filled, self.memory_index, _up_to("env_index", value, self.num_envs))
+
+    def _move(self, filled: bool, memory_index: int, env_index: int) -> None:
+        """Makes what lies in the tensors up to there the rows of the memory, or, further back, the only ones."""
+        storage, lanes, (low, high) = self._store(), np.arange(self.num_envs), self._heads()
+        now = self.memory_size * self.filled + self.memory_index + (lanes < self.env_index)
+        then = self.memory_size * filled + memory_index + (lanes < env_index)
+        starts_anew = high - low > 1 or bool((then < now).any())
+        first, counts = (0, then) if starts_anew else (storage.ring.head[:, None], then - now)
+        slots = (first + np.zeros((lanes.size, 1), np.int64) + np.arange(counts.max())) % self.memory_size
+        found = storage.columns.gather(self._dtypes, storage.columns.rows(lanes[:, None], slots))
+        if starts_anew:
+            storage.clear()
+        if counts.any():
+            block = dict(zip(self._dtypes, found, strict=True))
+            storage.write(block, lengths=counts, done=ends_of(block, slots.shape))
 
     def _heads(self) -> tuple[int, int]:
         head = self._storage.ring.head
@@ -268,6 +297,12 @@ class NamedTensors:
 
 def _never(tensors: Mapping[str, Any]) -> bool:
     return False
+
+
+def _up_to(name: str, value: Any, most: int) -> int:
+    if check_count(name, value, 0) > most:
+        raise SpecError(f"{name} must be at most {most}, got {value}")
+    return int(value)
 
 
 def _kept(size: Any) -> tuple[int, ...]:
