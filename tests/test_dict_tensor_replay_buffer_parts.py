@@ -147,6 +147,18 @@ def test_files_lie_in_the_folder_that_was_named_and_stay(tmp_path):
         made(MemmapStorage(6, folder, existsok=True))
 
 
+@pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")])
+def test_files_are_mapped_on_the_cpu(device, tmp_path):  # what torchrl's own trainings pass
+    buffer = made(LazyMemmapStorage(5, scratch_dir=tmp_path, device=device))
+    buffer.extend(numbers(0, 3))
+    assert buffer["x"].tolist() == [0, 1, 2]
+
+
+def test_files_are_mapped_on_no_other_device():
+    with pytest.raises(SpecError, match="^device must be the CPU, where files are mapped, got cuda:0; give that to"):
+        LazyMemmapStorage(5, device="cuda:0")
+
+
 def folder_of(buffer):
     return buffer._storage.columns.folder.path
 

@@ -135,13 +135,18 @@ class MemmapStorage(ReplayStorage):
         max_size: rows there is room for.
         scratch_dir: the folder, new or empty, which stays; None for a temporary one.
         existsok: whether it may hold the files of an earlier buffer, which are then overwritten.
+        device: None or the CPU, as files are mapped there; batches can be on another, that of the buffer.
 
     Raises:
-        SpecError: there is something else in the folder.
+        SpecError: there is something else in the folder, or the device is another.
     """
 
-    def __init__(self, max_size: int, scratch_dir: str | Path | None = None, *, existsok: bool = False) -> None:
+    def __init__(
+        self, max_size: int, scratch_dir: str | Path | None = None, *, existsok: bool = False, device: Any = None
+    ) -> None:
         super().__init__(max_size)
+        if device is not None and torch.device(device).type != "cpu":
+            raise SpecError(f"device must be the CPU, where files are mapped, got {device}; give that to the buffer")
         self.scratch_dir, self.existsok = scratch_dir, existsok
 
     def columns(self) -> Columns:
