@@ -690,6 +690,18 @@ def test_priorities_say_where_slices_begin_and_weigh_every_step():  # B3, C1
     torch.testing.assert_close(each["priority_weight"], (1 / first)[:, None].expand(-1, 3))
 
 
+@pytest.mark.parametrize("sampler", [SliceSampler, PrioritizedSliceSampler])
+def test_nothing_is_cached_whatever_is_asked_for(sampler):  # most examples of torchrl ask for it
+    drawn = []
+    for cache_values in (False, True):
+        buffer = made(sampler(slice_len=3, traj_key="id", cache_values=cache_values), max_size=30, batch_size=30)
+        for at in range(4):
+            buffer.extend({"x": torch.arange(9) + 9 * at, "id": torch.full((9,), at)})
+            drawn.append((cache_values, buffer.sample()["x"].tolist()))
+    assert [x for is_cached, x in drawn if is_cached] == [x for is_cached, x in drawn if not is_cached]
+    assert set(drawn[-1][1]) <= set(range(6, 36)) and max(drawn[-1][1]) > 27
+
+
 def test_slices_of_one_step_are_rows():  # B5.8
     buffer = made(PrioritizedSliceSampler(alpha=1.0, beta=0.0, slice_len=1), 20)
     buffer.extend(episodes([2, 2]))

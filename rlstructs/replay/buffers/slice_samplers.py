@@ -39,6 +39,7 @@ class SliceSampler(Sampler):
         pad_output: whether these are as long as others, their last step repeated, and `mask` says which steps count.
         per: every "window" of so many steps is as likely as any other, or every "trajectory" is.
         truncated_key: the column where the last step is marked; "auto" for that beside the other ends; None for none.
+        cache_values: changes nothing: where episodes end is noted as rows come, and never looked up again.
 
     Raises:
         TypeError: not one of `num_slices` and `slice_len` is given.
@@ -58,6 +59,7 @@ class SliceSampler(Sampler):
         pad_output: bool = False,
         per: str = WINDOW,
         truncated_key: Any = AUTO,
+        cache_values: bool = False,
     ) -> None:
         if (num_slices is None) == (slice_len is None):
             raise TypeError("a SliceSampler needs num_slices or slice_len, and not both")
@@ -154,7 +156,8 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
 
     Args:
         max_capacity, alpha, beta, eps, reduction: as of `PrioritizedSampler`.
-        num_slices, slice_len, end_key, traj_key, strict_length, pad_output, truncated_key: as of `SliceSampler`.
+        num_slices, slice_len, end_key, traj_key, strict_length, pad_output, truncated_key, cache_values: as of
+            `SliceSampler`.
     """
 
     def __init__(
