@@ -159,6 +159,25 @@ def test_files_are_mapped_on_no_other_device():
         LazyMemmapStorage(5, device="cuda:0")
 
 
+@pytest.mark.parametrize("compilable", [False, True])
+@pytest.mark.parametrize("kind", [DictTensorReplayBuffer, DictTensorPrioritizedReplayBuffer])
+def test_what_torchrls_own_trainings_pass_changes_nothing(kind, compilable):
+    exponents = {} if kind is DictTensorReplayBuffer else {"alpha": 0.7, "beta": 0.5}
+    for storage in (ListStorage(3, compilable=compilable), LazyTensorStorage(3, ndim=1, compilable=compilable),
+                    LazyMemmapStorage(3, ndim=1, compilable=compilable)):  # fmt: skip
+        buffer = kind(storage=storage, shared=False, compilable=compilable, generator=0, **exponents)
+        assert buffer.extend(numbers(0, 4)).tolist() == [-1, 1, 2, 0]
+        assert buffer["x"].tolist() == [1, 2, 3]
+
+
+def test_what_a_buffer_is_not_says_what_is():
+    with pytest.raises(SpecError, match="^shared must be False: a buffer is of one process; processes can share a Ray"):
+        DictTensorReplayBuffer(shared=True)
+    for kind in (LazyTensorStorage, LazyMemmapStorage):
+        with pytest.raises(SpecError, match="^ndim must be 1, got 2: rows have one axis; extend a TemporalDictTensor"):
+            kind(10, ndim=2)
+
+
 def folder_of(buffer):
     return buffer._storage.columns.folder.path
 

@@ -57,6 +57,8 @@ class DictTensorReplayBuffer(DictTensorParts):
         gamma: discount per step.
         stack_num: observations become the last so many of their episode, on a new axis in front of their own.
         stack_keys: which; None for all observations.
+        shared: False: a buffer is of one process, whose threads may share it.
+        compilable: changes nothing, as nothing is compiled.
 
     Raises:
         TypeError, SpecError, StateError: an argument is not what is needed.
@@ -91,7 +93,11 @@ class DictTensorReplayBuffer(DictTensorParts):
         gamma: float = 0.99,
         stack_num: int = 1,
         stack_keys: Sequence[str] | None = None,
+        shared: bool = False,
+        compilable: bool = False,
     ) -> None:
+        if shared:
+            raise SpecError("shared must be False: a buffer is of one process; processes can share a RayReplay")
         self._settings = part("storage", storage, ReplayStorage, ListStorage)
         self._sampler = part("sampler", sampler, Sampler, RandomSampler)
         self._writer = part("writer", writer, Writer, RoundRobinWriter)

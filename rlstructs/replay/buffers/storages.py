@@ -40,8 +40,12 @@ class ReplayStorage(Part):
     data: Any = None
     device: torch.device | None = None
 
-    def __init__(self, max_size: int) -> None:
+    def __init__(self, max_size: int, ndim: int = 1) -> None:
         self.max_size = self.capacity = check_count("max_size", max_size)
+        if ndim != 1:
+            raise SpecError(
+                f"ndim must be 1, got {ndim}: rows have one axis; extend a TemporalDictTensor (B, T) by its steps"
+            )
 
     @property
     def alignment(self) -> int:
@@ -65,13 +69,14 @@ class ListStorage(ReplayStorage):
 
     Args:
         max_size: rows there will be room for.
+        compilable: changes nothing, as nothing is compiled.
 
     Example:
         >>> ListStorage(100)
         ListStorage(max_size=100)
     """
 
-    def __init__(self, max_size: int = 1_000_000) -> None:
+    def __init__(self, max_size: int = 1_000_000, *, compilable: bool = False) -> None:
         super().__init__(max_size)
         self.capacity = min(self.max_size, FEW_ROWS)
 
@@ -98,23 +103,33 @@ class TensorStorage(ReplayStorage):
         storage: how many rows, or rows that are there from the start, a copy of which is kept: whatever `extend` takes.
         max_size: rows there is room for; None for as many as are there.
         device: where they lie; None for the host.
+        ndim: 1.
+        compilable: changes nothing, as nothing is compiled.
 
     Raises:
-        TypeError, SpecError: neither says how many, or both do and there are more.
+        TypeError, SpecError: neither says how many, or both do and there are more; or `ndim` is another.
 
     Example:
         >>> TensorStorage(100), TensorStorage({"x": torch.zeros(3, 2)}).max_size
         (TensorStorage(max_size=100), 3)
     """
 
-    def __init__(self, storage: Any = None, max_size: int | None = None, *, device: Any = None) -> None:
+    def __init__(
+        self,
+        storage: Any = None,
+        max_size: int | None = None,
+        *,
+        device: Any = None,
+        ndim: int = 1,
+        compilable: bool = False,
+    ) -> None:
         if isinstance(storage, (int, np.integer)) and max_size is None:
             storage, max_size = None, storage
         n_rows = 0
         if storage is not None:
             self.data, n_rows = storage, rows_of(storage, "TensorStorage").n
             max_size = n_rows if max_size is None else max_size
-        super().__init__(check_count("max_size", max_size))
+        super().__init__(check_count("max_size", max_size), ndim)
         if n_rows > self.max_size:
             raise SpecError(f"max_size is {self.max_size}, but there are {n_rows} rows")
         named = torch.device("cpu" if device is None else device)
@@ -136,15 +151,24 @@ class MemmapStorage(ReplayStorage):
         scratch_dir: the folder, new or empty, which stays; None for a temporary one.
         existsok: whether it may hold the files of an earlier buffer, which are then overwritten.
         device: None or the CPU, as files are mapped there; batches can be on another, that of the buffer.
+        ndim: 1.
+        compilable: changes nothing, as nothing is compiled.
 
     Raises:
-        SpecError: there is something else in the folder, or the device is another.
+        SpecError: there is something else in the folder, or the device or `ndim` is another.
     """
 
     def __init__(
-        self, max_size: int, scratch_dir: str | Path | None = None, *, existsok: bool = False, device: Any = None
+        self,
+        max_size: int,
+        scratch_dir: str | Path | None = None,
+        *,
+        existsok: bool = False,
+        device: Any = None,
+        ndim: int = 1,
+        compilable: bool = False,
     ) -> None:
-        super().__init__(max_size)
+        super().__init__(max_size, ndim)
         if device is not None and torch.device(device).type != "cpu":
             raise SpecError(f"device must be the CPU, where files are mapped, got {device}; give that to the buffer")
         self.scratch_dir, self.existsok = scratch_dir, existsok
