@@ -120,6 +120,23 @@ def test_rows_that_are_there_from_the_start():
 
 
 @pytest.mark.parametrize("kind", [ListStorage, TensorStorage, MemmapStorage])
+def test_a_storage_is_as_long_as_its_buffer(kind):
+    storage = kind(5)
+    buffer = made(storage)
+    assert len(storage) == len(buffer.storage) == 0
+    for n, length in ((3, 3), (4, 5)):
+        buffer.extend(numbers(0, n))
+        assert len(storage) == len(buffer.storage) == len(pickle.loads(pickle.dumps(buffer)).storage) == length
+    buffer.empty()
+    assert len(storage) == 0
+
+
+def test_a_storage_of_rows_has_them_before_it_has_a_buffer():
+    storage = TensorStorage(numbers(0, 4))
+    assert len(storage) == 4 and len(made(storage)) == len(storage) == 4
+
+
+@pytest.mark.parametrize("kind", [ListStorage, TensorStorage, MemmapStorage])
 def test_a_storage_needs_room(kind):
     with pytest.raises(SpecError, match="^max_size must be at least 1, got 0$"):
         kind(0)

@@ -47,6 +47,13 @@ class ReplayStorage(Part):
                 f"ndim must be 1, got {ndim}: rows have one axis; extend a TemporalDictTensor (B, T) by its steps"
             )
 
+    def __len__(self) -> int:
+        """Rows that the buffer has to which it belongs; before it does, rows that are there from the start."""
+        buffer = None if self._owner is None else self._owner()
+        if buffer is not None:
+            return len(buffer)
+        return 0 if self.data is None else rows_of(self.data, type(self).__name__).n
+
     @property
     def alignment(self) -> int:
         """What every number of rows divides that there will be room for."""
