@@ -6,6 +6,7 @@ each time.
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 
@@ -189,6 +190,55 @@ def test_a_new_row_has_the_largest_priority_so_far():  # R21, R22; B6 "new item 
     buffer.update_priority([1, 2], [2.25, 2.25])  # the largest one stays what it was
     buffer.extend(numbers(3, 2))
     np.testing.assert_allclose(leaves(buffer), [0.5, 1.5, 1.5, 2, 2])
+
+
+def test_a_new_row_may_have_the_largest_priority_of_those_that_are_there():  # torchrl's max_priority_within_buffer
+    sampler = PrioritizedSampler(3, 0.5, 0.5, 0.0, dtype=torch.float32, max_priority_within_buffer=True)
+    buffer = made(sampler, max_size=3)
+    buffer.extend(numbers(0, 3))
+    buffer.update_priority([0, 1, 2], [16.0, 4.0, 1.0])
+    assert sampler.max_priority == 16
+    buffer.add({"x": 3})  # in the place of the largest
+    np.testing.assert_allclose(leaves(buffer), [2, 2, 1])
+    assert sampler.max_priority == 4
+    buffer.update_priority([0, 1], 0.25)
+    assert sampler.max_priority == 1
+    buffer.extend(numbers(4, 3))  # nobody is left
+    np.testing.assert_allclose(leaves(buffer), [1, 1, 1])
+    buffer.update_priority([0, 1, 2], 0.25)
+    assert sampler.max_priority == 0.25
+    twin = made(PrioritizedSampler(3, 0.5, 0.5, 0.0, max_priority_within_buffer=True), max_size=3)
+    twin.load_state_dict(buffer.state_dict())
+    for each in (buffer, twin, copy.deepcopy(buffer)):
+        each.update_priority(0, 0.0625)
+        each.add({"x": 7})
+        np.testing.assert_allclose(leaves(each), [0.25, 0.5, 0.5])
+        each.empty()
+        assert each.sampler.max_priority == 1
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.1])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_largest_priorities_of_those_that_are_there_are_those_of_a_plain_list(alpha, eps):
+    rng, known = np.random.default_rng(0), [0.0] * 7
+    sampler = PrioritizedSampler(7, alpha, 0.5, eps, max_priority_within_buffer=True)
+    buffer = made(sampler, max_size=7)
+    for _ in range(200):
+        if rng.random() < 0.5:
+            rows = [int(row) for row in buffer.extend(numbers(0, int(rng.integers(1, 4))))]
+            largest = max((p for row, p in enumerate(known) if row not in rows), default=0.0) or 1.0
+            given = [largest] * len(rows)
+        elif len(buffer):
+            rows = rng.choice(len(buffer), int(rng.integers(1, len(buffer) + 1)), replace=False).tolist()
+            given = rng.choice([0.5, 1.0, 2.0, 5.0], len(rows)).tolist()
+            buffer.update_priority(rows, given)
+        else:
+            continue
+        for row, priority in zip(rows, given, strict=True):
+            known[row] = priority
+        np.testing.assert_allclose(leaves(buffer), [(p + eps) ** alpha for p in known[: len(buffer)]])
+        if alpha:
+            assert sampler.max_priority == pytest.approx(max(known))
 
 
 def test_a_strong_update_dominates():  # B6 test_prioritized
@@ -675,6 +725,15 @@ def test_slices_follow_ends_that_are_changed():
 
 
 # Slices and priorities
+
+
+def test_slices_know_the_largest_priority_of_those_that_are_there():
+    sampler = PrioritizedSliceSampler(4, 1.0, 1.0, 0.0, slice_len=2, traj_key="id", max_priority_within_buffer=True)
+    buffer = made(sampler, max_size=4)
+    buffer.extend({"x": torch.arange(4), "id": torch.zeros(4)})
+    buffer.update_priority([0, 1, 2, 3], [8.0, 2.0, 1.0, 1.0])
+    buffer.add({"x": 4, "id": 0.0})
+    assert leaves(buffer).tolist() == [2, 2, 1, 1]
 
 
 def test_priorities_say_where_slices_begin_and_weigh_every_step():  # B3, C1

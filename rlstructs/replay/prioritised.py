@@ -94,13 +94,18 @@ class Prioritised:
         n_rows: of the store.
         n_lanes: of the store.
         alpha: exponent of priorities, at least 0; 0 draws uniformly.
+        first: what the very first rows get.
+        of_present: whether new rows get the largest priority of those that are there, in place of the largest ever.
     """
 
-    def __init__(self, n_rows: int, n_lanes: int, alpha: float) -> None:
+    def __init__(
+        self, n_rows: int, n_lanes: int, alpha: float, *, first: float = 1.0, of_present: bool = False
+    ) -> None:
         from rlstructs.replay.sum_tree import SumTree  # warp loads with the first tree
 
         self.alpha = alpha
-        self.max_priority = 1.0
+        self.max_priority = self.first = first
+        self.of_present = of_present
         self.tree = SumTree(n_rows)
         self.synced = np.zeros(n_lanes, np.int64)
         self._snapshot = b""  # of the counters that were last followed
@@ -123,12 +128,27 @@ class Prioritised:
             # Lanes were cleared, or wrapped meanwhile.
             self._drop(np.flatnonzero((self.synced < span.low) | (self.synced > span.head)), span)
         rows = span.newer(self.synced)
+        self._let_go(rows)
         self.tree.update(rows, np.full(rows.size, self.max_priority**self.alpha))
         self.synced = span.head.copy()
+
+    def _let_go(self, rows: np.ndarray, given: float = 0.0) -> None:
+        """Before rows get other priorities, the largest of them `given`: what the largest one is then."""
+        if not self.of_present:
+            self.max_priority = max(self.max_priority, given)
+            return
+        leaves, largest = self.tree.values, self.max_priority
+        # The root of a power is not quite what the power was of. With alpha 0 leaves do not say what priorities were.
+        if self.alpha and rows.size and leaves[rows].max() >= 0.999999 * largest**self.alpha:
+            others = np.ones(leaves.size, bool)
+            others[rows] = False
+            largest = float(leaves.max(where=others, initial=0.0)) ** (1 / self.alpha)
+        self.max_priority = max(largest, given) or self.first
 
     def _drop(self, lanes: np.ndarray, span: Span) -> None:
         columns = span.columns
         rows = columns.rows(lanes[:, None], np.arange(columns.capacity)).ravel()
+        self._let_go(rows)
         self.tree.update(rows, np.zeros(rows.size))
         self.synced = self.synced.copy()
         self.synced[lanes] = span.low[lanes]
@@ -207,7 +227,7 @@ class Prioritised:
             same = self._same(span, rows)
             rows, powers = rows[same], powers[same]
             largest = float(priorities[same].max(initial=0.0))
-        self.max_priority = max(self.max_priority, largest)
+        self._let_go(rows, largest)
         self.tree.update(rows, powers)
 
     def _same(self, span: Span, rows: np.ndarray) -> np.ndarray:
@@ -256,6 +276,7 @@ class Prioritised:
             steps = draw.steps().copy()
             steps[np.isin(draw.rows, rows)] = REPLACED
             draw.span, draw.known, draw.in_order = None, steps, None
+        self._let_go(rows)
         self.tree.update(rows, np.full(rows.size, self.max_priority**self.alpha))
 
     def set_alpha(self, alpha: float) -> None:
@@ -297,7 +318,9 @@ class Prioritised:
         Raises:
             ValueError: they do not fit.
         """
-        new = Prioritised(self.tree.n_leaves, self.synced.size, self.alpha)
+        new = Prioritised(
+            self.tree.n_leaves, self.synced.size, self.alpha, first=self.first, of_present=self.of_present
+        )
         if LEAVES not in arrays:
             return new
         leaves, synced, drawn = arrays[LEAVES], arrays[SYNCED], arrays[DRAWN]

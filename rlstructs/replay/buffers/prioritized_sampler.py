@@ -33,6 +33,9 @@ class PrioritizedSampler(Sampler):
         beta: exponent of weights, at least 0.
         eps: what is added to priorities.
         reduction: what becomes of several priorities of a row: "max", "min", "mean", "median" or "sum".
+        dtype: changes nothing: priorities are float64.
+        max_priority_within_buffer: whether a new row gets the largest priority of the rows that are there, in place
+            of the largest ever given. To look for it takes longer the more rows there are.
 
     Raises:
         SpecError: an argument is not what is needed.
@@ -47,10 +50,14 @@ class PrioritizedSampler(Sampler):
         beta: float = 0.5,
         eps: float = 1e-8,
         reduction: str = "max",
+        *,
+        dtype: Any = None,
+        max_priority_within_buffer: bool = False,
     ) -> None:
         self.max_capacity = None if max_capacity is None else check_count("max_capacity", max_capacity)
         self._alpha, self._beta = exponent("alpha", alpha), exponent("beta", beta)
         self.eps, self.reduction = exponent("eps", eps), checked_reduction(reduction)
+        self.max_priority_within_buffer = bool(max_priority_within_buffer)
         self._priorities: Prioritised | None = None
 
     @property
@@ -80,15 +87,18 @@ class PrioritizedSampler(Sampler):
 
     @property
     def max_priority(self) -> float:
-        """The largest priority so far, which a new row gets."""
+        """The largest priority so far, or of the rows that are there, which a new row gets."""
         return 1.0 if self._priorities is None else self._priorities.max_priority - self.eps
 
     def start(self, storage: Storage, max_size: int) -> None:
         """See `Sampler`."""
         if self.max_capacity is not None and self.max_capacity < max_size:
             raise SpecError(f"max_capacity is {self.max_capacity}, the storage has room for {max_size} rows")
-        self._priorities = Prioritised(storage.columns.n_rows, 1, self._alpha)
+        self._priorities = self._made(storage.columns.n_rows, self._alpha)
         super().start(storage, max_size)
+
+    def _made(self, n_rows: int, alpha: float) -> Prioritised:
+        return Prioritised(n_rows, 1, alpha, first=1.0 + self.eps, of_present=self.max_priority_within_buffer)
 
     def _of(self) -> Prioritised:
         assert self._priorities is not None, "a sampler is started before it draws"
@@ -151,7 +161,7 @@ class PrioritizedSampler(Sampler):
 
     def cleared(self) -> None:
         """See `Sampler`."""
-        self._of().max_priority = 1.0 + self.eps
+        self._of().max_priority = self._of().first
         self.version += 1
 
     def grown(self, n_rows: int) -> None:
@@ -179,7 +189,7 @@ class PrioritizedSampler(Sampler):
         alpha, beta = exponent("alpha", state["alpha"]), exponent("beta", state["beta"])
         if LEAVES not in arrays:
             raise ValueError("it has no priorities")
-        priorities = Prioritised(n_rows, 1, alpha).restored(arrays, state["max_priority"])
+        priorities = self._made(n_rows, alpha).restored(arrays, state["max_priority"])
 
         def restore() -> None:
             self._alpha, self._beta, self._priorities = alpha, beta, priorities

@@ -155,7 +155,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
     for, with any. Every step of a slice has the `priority_weight` of the first.
 
     Args:
-        max_capacity, alpha, beta, eps, reduction: as of `PrioritizedSampler`.
+        max_capacity, alpha, beta, eps, reduction, dtype, max_priority_within_buffer: as of `PrioritizedSampler`.
         num_slices, slice_len, end_key, traj_key, strict_length, pad_output, truncated_key, cache_values: as of
             `SliceSampler`.
     """
@@ -167,9 +167,14 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         beta: float = 0.5,
         eps: float = 1e-8,
         reduction: str = "max",
+        *,
+        dtype: Any = None,
+        max_priority_within_buffer: bool = False,
         **slices: Any,
     ) -> None:
-        PrioritizedSampler.__init__(self, max_capacity, alpha, beta, eps, reduction)
+        PrioritizedSampler.__init__(
+            self, max_capacity, alpha, beta, eps, reduction, max_priority_within_buffer=max_priority_within_buffer
+        )
         if "per" in slices:
             raise TypeError("per: priorities say where slices begin")
         SliceSampler.__init__(self, **slices)
