@@ -394,6 +394,17 @@ def test_names_that_every_observation_has_are_refused(name, nested):
 ONE = Recording()
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("name", ["observation_space", "action_space"])
+def test_an_environment_without_a_space_is_refused_by_name(name, is_there):  # rlstructures needed none
+    envs = [Recording(), Recording()]
+    delattr(envs[1], name)
+    if is_there:
+        setattr(envs[1], name, None)
+    with pytest.raises(SpecError, match=f"^envs: number 1 has no {name}, which says what keys, dtypes and shapes"):
+        GymEnv(envs, 0)
+
+
 @pytest.mark.parametrize(
     ("envs", "seed", "error", "message"),
     [

@@ -45,7 +45,7 @@ class GymEnv:
 
     Raises:
         TypeError: `envs` are not gymnasium environments.
-        SpecError: none are given, one twice, a space is not supported, or spaces differ.
+        SpecError: none are given, one twice, a space is not there or not supported, or spaces differ.
 
     Example:
         >>> import gymnasium
@@ -273,6 +273,8 @@ def _checked(envs: Sequence[gymnasium.Env[Any, Any]]) -> list[gymnasium.Env[Any,
         if any(env is other for other in envs[:k]):
             raise SpecError(f"envs: number {k} is given twice, each must be an environment of its own")
         for name in ("observation_space", "action_space"):
+            if getattr(env, name, None) is None:
+                raise SpecError(f"envs: number {k} has no {name}, which says what keys, dtypes and shapes there are")
             if getattr(env, name) != getattr(envs[0], name):
                 raise SpecError(
                     f"envs: {name} of number {k} is {getattr(env, name)}, of number 0 {getattr(envs[0], name)}"
