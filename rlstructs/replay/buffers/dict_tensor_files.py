@@ -21,6 +21,15 @@ class DictTensorFiles(DictTensorIndex):
     _version: int  # raised by what changes batches beside rows and the sampler
 
     def save(self, path: str | Path) -> None:
+        """Writes rows, counters, episodes, priorities and the random stream, whole or not at all.
+
+        Args:
+            path: a file, which ends in `.npz`, `.pt` or `.h5` (which needs the extra `hdf5`); or a folder, which has
+                no such ending, for what `dumps` does.
+        """
+        if Path(path).is_dir() or not Path(path).suffix:
+            self.dumps(path)
+            return
         with self._lock:
             super().save(path)
 
@@ -30,7 +39,7 @@ class DictTensorFiles(DictTensorIndex):
         with self._lock:
             super().load(path)
 
-    save.__doc__, load.__doc__ = DictTensorIndex.save.__doc__, DictTensorIndex.load.__doc__
+    load.__doc__ = DictTensorIndex.load.__doc__
 
     def dumps(self, path: str | Path) -> None:
         """Writes a folder with what `save` writes; a file that is there stays whole until the new one is."""
