@@ -57,7 +57,8 @@ def rows_of(batch: Any, owner: str, names: Mapping[str, str] | None = None) -> R
     first, n = next(iter(flat), ""), 0
     for name, value in flat.items():
         if not value.ndim:
-            raise SpecError(f"{owner}: {name!r} is one number, its first axis should be the rows")
+            what = "one number" if getattr(value.dtype, "kind", "f") in "biufcV" else repr(value.item())
+            raise SpecError(f"{owner}: {name!r} is {what}, its first axis should be the rows, and hold numbers")
         n = value.shape[0] if name == first else n
         if value.shape[0] != n:
             raise SpecError(f"{owner}: {name!r} has {value.shape[0]} rows, {first!r} has {n}")
