@@ -608,6 +608,24 @@ def test_a_batch_is_collated_before_it_is_transformed():  # B4
         wrong.sample(2)
 
 
+@pytest.mark.parametrize("way", ["collate_fn", "transform"])
+def test_what_is_made_a_tensordict_stays_one(way):  # the nearest way from torchrl
+    TensorDict = pytest.importorskip("tensordict").TensorDict
+    buffer = DictTensorPrioritizedReplayBuffer(
+        storage=ListStorage(9), alpha=1.0, beta=1.0, generator=0, **{way: DictTensor.to_tensordict}
+    )
+    buffer.extend({"x": torch.arange(3), "next": {"reward": torch.arange(3.0)}})
+    batch = buffer.sample(5)
+    assert isinstance(batch, TensorDict) and batch.batch_size == (5,)
+    assert (batch["next", "reward"] == batch["index"]).all() and batch["priority_weight"].shape == (5,)
+    batch["td_error"] = batch["next", "reward"] + 7
+    buffer.update_tensordict_priority(batch)
+    assert buffer.sampler.max_priority >= 7
+    if way == "transform":
+        assert buffer["next", "reward"].tolist() == buffer["next"]["reward"].tolist() == [0, 1, 2]
+        assert buffer[1]["next", "reward"] == 1 and buffer["x"].tolist() == [0, 1, 2]
+
+
 def test_composed_transforms_are_one():
     inner = Compose(Scaled(2))
     inner.append(doubled)

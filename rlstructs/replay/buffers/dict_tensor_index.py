@@ -31,14 +31,15 @@ class DictTensorIndex(DictTensorRows):
             IndexError, MissingKeyError: there is no such row or column.
         """
         if isinstance(index, (str, tuple)):
-            return self._column(joined(index))
+            return self._column(index)
         with self._lock:
             rows = self._rows_at(index)
             arrays = dict(zip(self._specs, self._storage.gather(list(self._specs), np.atleast_1d(rows)), strict=True))
         batch = self._transform(self._hand_over(arrays))
         return batch if rows.ndim else _first(batch)
 
-    def _column(self, key: str) -> Any:
+    def _column(self, given: Any) -> Any:
+        key = joined(given)
         nested = [name for name in self._specs if name.startswith(f"{key}/")]
         if not len(self._transform) and key not in self._specs and not nested:
             raise MissingKeyError(f"no {key!r} in this buffer, there are {sorted(self._specs)}")
@@ -50,7 +51,7 @@ class DictTensorIndex(DictTensorRows):
         if isinstance(batch, DictTensor) and key not in batch:
             inside = batch.truncate_key(f"{key}/")
             return batch[key] if inside.empty() else inside  # the one or the other raises
-        return batch[key]
+        return batch[key if isinstance(batch, (DictTensor, dict)) else given]  # a tensordict is nested
 
     def __setitem__(self, index: Any, values: Any) -> None:
         """Changes rows in place; priorities, and which rows there are, stay.

@@ -113,4 +113,8 @@ def _with(batch: Any, info: dict[str, Any]) -> Any:
     """A batch with more columns."""
     if isinstance(batch, DictTensor):
         return DictTensor({**dict(batch.items()), **info}) if info else batch
+    if not isinstance(batch, dict) and hasattr(batch, "__setitem__"):  # tensordict's, which stays one
+        for name, value in info.items():
+            batch[name] = value
+        return batch
     return ArrayDict({**{key: batch[key] for key in batch.keys()}, **info})  # noqa: SIM118
