@@ -582,6 +582,23 @@ def test_shorter_episodes_are_shorter_slices_if_that_is_allowed(sampler):  # R13
 
 
 @pytest.mark.parametrize("sampler", [SliceSampler, PrioritizedSliceSampler])
+@pytest.mark.parametrize("max_size", [20, 11])
+def test_only_shorter_episodes_are_shorter_slices(sampler, max_size):  # torchrl's test_slice_sampler_prioritized
+    buffer = made(sampler(slice_len=4, strict_length=False, pad_output=True), max_size)
+    buffer.extend(episodes([2, 6, 3, 4]))  # the second begins with 4 where there is less room
+    found = set()
+    for _ in range(50):
+        each = slices_of(buffer.sample(40), 4)
+        found |= {tuple(x[mask].tolist()) for x, mask in zip(each["x"], each["mask"], strict=True)}
+    whole = {(8, 9, 10), (11, 12, 13, 14), (4, 5, 6, 7)}
+    assert found == whole | ({(0, 1), (2, 3, 4, 5), (3, 4, 5, 6)} if max_size == 20 else set())
+    part = made(sampler(slice_len=4, strict_length=False), 9)
+    part.extend(episodes([8, 4]))  # of the first the last 5 are left, and then 2
+    part.extend(episodes([3], 12))
+    assert {tuple(part.sample(4)["x"].tolist()) for _ in range(50)} == {(6, 7), (8, 9, 10, 11), (12, 13, 14)}
+
+
+@pytest.mark.parametrize("sampler", [SliceSampler, PrioritizedSliceSampler])
 def test_shorter_slices_are_padded_with_a_mask(sampler):  # B6 mask_*, pad_output_*
     buffer = made(sampler(slice_len=4, strict_length=False, pad_output=True), 20)
     buffer.extend(episodes([2, 3, 6]))

@@ -152,7 +152,8 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
     """Slices of episodes that begin with rows drawn in proportion to their priorities.
 
     A slice begins with a row after which there are enough of the same episode; if `strict_length` is not asked
-    for, with any. Every step of a slice has the `priority_weight` of the first.
+    for, with the first of an episode that is shorter, too. Every step of a slice has the `priority_weight` of the
+    first.
 
     Args:
         max_capacity, alpha, beta, eps, reduction, dtype, max_priority_within_buffer: as of `PrioritizedSampler`.
@@ -185,7 +186,11 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         priorities.follow(span)
 
         def fits(rows: np.ndarray) -> np.ndarray:
-            return self._n_steps(storage, span, rows) >= (length if self.strict_length else 1)
+            n_steps = self._n_steps(storage, span, rows)
+            if self.strict_length:
+                return np.asarray(n_steps >= length)
+            begins = storage.track_episodes().begin(rows) | (span.steps(rows) == span.low[0])
+            return np.asarray((n_steps >= length) | ((n_steps > 0) & begins))
 
         rows = draw_fitting(
             lambda k: priorities.draw(k, rng),
