@@ -558,6 +558,25 @@ def test_marks_go_where_the_data_has_its_ends():
     assert not none.sample(4)["next/truncated"].any()
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_what_was_done_before_a_step_is_neither_an_end_nor_marked(first):  # torchrl's collectors give both
+    before = {name: torch.arange(6)[:, None] == 2 for name in ("done", "terminated", "truncated")}
+    rows = episodes([5, 1])
+    buffer = made(SliceSampler(slice_len=5), 20)
+    buffer.extend({**before, **rows} if first else {**rows, **before})
+    batch = buffer.sample(10)
+    last = [False, False, False, False, True] * 2
+    assert batch["x"].tolist() == [0, 1, 2, 3, 4] * 2
+    for name in ("done", "terminated", "truncated"):
+        assert batch[name][:, 0].tolist() == [False, False, True, False, False] * 2
+        assert batch[f"next/{name}"].tolist() == last
+    steps = made(n_step=3, gamma=1.0, batch_size=200)
+    steps.extend({**before, "next": {**rows["next"], "reward": torch.ones(6)}})
+    batch = steps.sample()
+    found = dict(zip(batch["index"].tolist(), batch["next/reward"].tolist(), strict=True))
+    assert found == {0: 3.0, 1: 3.0, 2: 3.0, 3: 2.0, 4: 1.0, 5: 1.0}
+
+
 @pytest.mark.parametrize("sampler", [SliceSampler, PrioritizedSliceSampler])
 def test_shorter_episodes_are_shorter_slices_if_that_is_allowed(sampler):  # R13, B6 strictlength
     buffer = made(sampler(slice_len=4, strict_length=False), 20)

@@ -52,5 +52,9 @@ def is_observation(name: str) -> bool:
 
 
 def ends_among(names: Iterable[str]) -> list[str]:
-    """Those whose truth ends an episode."""
-    return [name for name in names if is_end(name)]
+    """Those whose truth ends an episode.
+
+    Beside `next/done` a `done` is what was there before the step, as torchrl has it, and ends nothing.
+    """
+    ends = [name for name in names if is_end(name)]
+    return [name for name in ends if "/" in name] or ends
