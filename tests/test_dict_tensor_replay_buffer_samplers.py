@@ -289,7 +289,21 @@ def test_priorities_that_cannot_be_change_nothing(case):  # B5.7
     assert (leaves(buffer) == before).all() and buffer.sampler.max_priority == pytest.approx(1)
 
 
-@pytest.mark.parametrize("settings", [{"alpha": -1}, {"beta": -0.1}, {"eps": -1}, {"alpha": nan}, {"beta": "x"}])
+@pytest.mark.parametrize("of", [torch.tensor, np.array, np.float32])
+def test_exponents_may_be_tensors(of):  # as torchrl's schedulers set them
+    buffer = prioritised(2, alpha=of(0.5), beta=of(1.0), eps=0.0)
+    buffer.update_priority([0, 1], [4.0, 1.0])
+    np.testing.assert_allclose(leaves(buffer), [2, 1])
+    buffer.sampler.beta = of(0.25)
+    buffer.sampler.alpha = of(1.0)
+    assert (buffer.sampler.alpha, buffer.sampler.beta) == (1.0, 0.25) and type(buffer.sampler.beta) is float
+    np.testing.assert_allclose(leaves(buffer), [4, 1])
+
+
+@pytest.mark.parametrize("settings", [
+    {"alpha": -1}, {"beta": -0.1}, {"eps": -1}, {"alpha": nan}, {"beta": "x"},
+    {"alpha": torch.tensor(-1.0)}, {"beta": torch.ones(1)},
+])  # fmt: skip
 def test_exponents_that_cannot_be_are_refused(settings):
     with pytest.raises(SpecError, match=f"^{next(iter(settings))} must be a number of at least 0"):
         prioritised(**settings)

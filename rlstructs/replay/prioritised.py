@@ -58,11 +58,13 @@ class Draw:
 
 
 def exponent(name: str, value: Any) -> float:
-    """`value` as a float.
+    """`value`, a number or an array of none but one, as a float.
 
     Raises:
         SpecError: it is no number of at least 0.
     """
+    if getattr(value, "ndim", None) == 0:  # a tensor, as schedules of torchrl have it
+        value = value.item()
     if not (isinstance(value, (int, float, np.number)) and 0 <= value < np.inf):
         raise SpecError(f"{name} must be a number of at least 0, got {value!r}")
     return float(value)
