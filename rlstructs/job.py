@@ -331,9 +331,12 @@ def first_step(agent: RL_Agent, observation: DictTensor, info: DictTensor, n: in
     """What an agent puts out in its very first step, and its initial state; checks both."""
     state = checked("agent: initial_state", agent.initial_state(info, n), n)
     if agent.require_history():
-        output, following = agent(state, observation, info, history=EmptyHistory.of(observation))
+        result: Any = agent(state, observation, info, history=EmptyHistory.of(observation))
     else:
-        output, following = agent(state, observation, info)
+        result = agent(state, observation, info)
+    if not isinstance(result, (tuple, list)) or len(result) != 2:  # a DictTensor would be taken apart into its keys
+        raise TypeError(f"agent: it must return its output and its next state, got {type(result).__name__}")
+    output, following = result
     checked("agent: its output", output, n)
     checked("agent: its next state", following, n)
     if state.specs() != following.specs():

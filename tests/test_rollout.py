@@ -631,6 +631,19 @@ def test_an_agent_that_is_wrong_from_the_start_is_refused_by_name(wrong, error, 
 
 
 @pytest.mark.usefixtures("private")
+@pytest.mark.parametrize("kind", [Odd, Historian])
+@pytest.mark.parametrize("returned", [DictTensor({"action": torch.zeros(2), "n": torch.zeros(2)}), None, (1, 2, 3)])
+def test_an_agent_that_returns_no_pair_is_refused_by_name(returned, kind):
+    class Alone(kind):
+        def __call__(self, *arguments, **more):
+            return returned
+
+    name = type(returned).__name__
+    with pytest.raises(TypeError, match=f"^agent: it must return its output and its next state, got {name}$"):
+        Jobs(count_env, Alone)
+
+
+@pytest.mark.usefixtures("private")
 def test_an_agent_may_read_any_key_of_its_history_from_the_start():
     class Reading(Historian):
         def __call__(self, state, observation, agent_info, history=None):
