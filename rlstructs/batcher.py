@@ -51,6 +51,7 @@ from rlstructs.settings import (
     JobSettings,
     RunSettings,
     agent_seeds_of,
+    arguments_of,
     check_info,
     info_example,
     n_awaited,
@@ -160,9 +161,9 @@ class RL_Batcher:
         n_workers = max(1, n_processes)
         self._settings = JobSettings(
             create_agent,
-            dict(agent_args),
+            arguments_of("agent_args", agent_args),
             create_env,
-            dict(env_args),
+            arguments_of("env_args", env_args),
             seeds_of(seeds, n_workers),
             agent_seeds_of(agent_seeds, n_workers),
             self._examples["agent_info"],

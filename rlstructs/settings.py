@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -111,11 +111,25 @@ def seeds_of(seeds: int | Sequence[int], n_workers: int, name: str = "seeds") ->
     return found
 
 
+def arguments_of(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a factory, a dict of their own.
+
+    Raises:
+        TypeError: these are no names and values.
+    """
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{name} must be a mapping of names to values, got {type(given).__name__}")
+    return dict(given)
+
+
 def agent_seeds_of(seeds: Sequence[int] | None, n_workers: int) -> list[int] | None:
     """The agent's seed for each worker, None for none."""
     if seeds is None:
         return None
-    found = [int(seed) for seed in seeds]
+    try:
+        found = [int(seed) for seed in seeds]
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"agent_seeds: needs one for each of {n_workers} processes, got {seeds!r}") from error
     if len(found) != n_workers:
         raise SpecError(f"agent_seeds: needs {n_workers}, one for each process, got {found}")
     return found

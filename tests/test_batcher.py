@@ -587,6 +587,8 @@ def test_numbers_of_elements_and_bytes_are_known_at_once():
         ({"seeds": [1, -2]}, SpecError, "seeds: needs 2 seeds of at least 0"),
         ({"seeds": -1}, SpecError, "seeds: must not be negative, got -1"),
         ({"agent_seeds": [1, 2, 3]}, SpecError, "agent_seeds: needs 2"),
+        ({"agent_seeds": 3}, TypeError, "^agent_seeds: needs one for each of 2 processes, got 3$"),
+        ({"agent_args": None}, TypeError, "^agent_args must be a mapping of names to values, got NoneType$"),
         ({"agent_info": {"x": 1}}, TypeError, "agent_info must be a DictTensor, got dict"),
         ({"env_info": DictTensor({"x": torch.zeros(0)})}, SpecError, "env_info: example 'x' has shape"),
         ({"start_method": "thread"}, ValueError, "start_method must be one of"),
@@ -605,6 +607,11 @@ def test_bad_arguments_are_refused_by_name(changed, error, message):
     }  # fmt: skip
     with pytest.raises(error, match=message):
         RL_Batcher(**arguments)
+
+
+def test_arguments_of_environments_must_be_named():
+    with pytest.raises(TypeError, match="^env_args must be a mapping of names to values, got list$"):
+        RL_Batcher(5, Counting, {}, create_gym, ["CartPole-v1", 2], 1, [0])
 
 
 def test_workers_must_have_equally_many_environments():
