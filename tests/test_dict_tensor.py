@@ -367,6 +367,14 @@ def test_cat_takes_structures_only(d):
         DictTensor.cat(d)
 
 
+def test_arguments_have_the_names_of_rlstructures():
+    d = DictTensor({"x": torch.zeros(3)})
+    d.copy_(source=DictTensor({"x": torch.ones(3)}), source_indexes=[0], destination_indexes=[2])
+    assert d["x"].tolist() == [0, 0, 1]
+    assert DictTensor.cat(tensors=[d, d]).n_elems() == 6
+    assert d.slice(index_from=0, index_to=2).n_elems() == d.get(keys=["x"], clone=True).slice(0, 2).n_elems() == 2
+
+
 def test_truncate_key_takes_only_names_that_start_with_the_prefix():  # CV12
     x, y = torch.zeros(1), torch.ones(1)
     both = DictTensor({"a/x": x, "b/y": y})

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import lengths_and_time, make_temporal, schemas, steps, temporals
 
-from rlstructs import DictTensor, MissingKeyError, SpecError, TemporalDictTensor
+from rlstructs import DictTensor, MissingKeyError, SpecError, TemporalDictTensor, Trajectories
 
 quick = settings(deadline=None, max_examples=60)
 
@@ -453,6 +453,18 @@ def test_slices_of_cat_are_its_parts(schema, sizes):
         assert rows.temporal_slice(0, part.n_timesteps()) == part
         assert all(not tensor[:, part.n_timesteps() :].any() for tensor in rows.values())
         row += part.n_elems()
+
+
+def test_arguments_have_the_names_of_rlstructures():
+    m = TemporalDictTensor(from_dict={"y": torch.arange(12).view(3, 4)}, lengths=torch.tensor([2, 4, 1]))
+    assert m.temporal_slice(index_from=1, index_to=3).lengths.tolist() == [1, 2, 0]
+    assert m.temporal_index(index_t=1)["y"].tolist() == [1, 5, 9]
+    assert m.temporal_multi_index(index_t=m.lengths - 1)["y"].tolist() == [1, 7, 8]
+    assert m.masked_temporal_index(index_t=1)[1].tolist() == [0, 1]
+    m.copy_(source=m.clone(), source_indexes=torch.tensor([1]), destination_indexes=torch.tensor([0]))
+    assert m.expand(new_batch_size=4).lengths.tolist() == [4, 4, 1, 0]
+    assert TemporalDictTensor.cat(tensors=[m, m]).n_elems() == 6
+    assert Trajectories.cat(trajectories=[Trajectories(DictTensor(), m)]).n_elems() == 3
 
 
 @quick

@@ -136,19 +136,19 @@ class DictTensor(TensorMap):
         return [self.slice(row, row + 1) for row in range(self.n_elems())]
 
     @staticmethod
-    def cat(items: Iterable[DictTensor]) -> DictTensor:
+    def cat(tensors: Iterable[DictTensor]) -> DictTensor:
         """All rows one after another, a copy. Dtypes are promoted as `torch.cat` does.
 
         Raises:
             MissingKeyError, SpecError: the items have not all the same keys, row shapes or devices.
         """
-        parts = parts_of(DictTensor, items)
+        parts = parts_of(DictTensor, tensors)
         for number, part in enumerate(parts):
             check_same_keys(f"DictTensor.cat: item {number}", parts[0], part)
         columns = {key: [part[key] for part in parts] for key in (parts[0] if parts else ())}
-        for key, tensors in columns.items():
-            check_alike("DictTensor.cat", key, tensors, axes=1)
-        return DictTensor.trusted({key: torch.cat(tensors) for key, tensors in columns.items()})
+        for key, column in columns.items():
+            check_alike("DictTensor.cat", key, column, axes=1)
+        return DictTensor.trusted({key: torch.cat(column) for key, column in columns.items()})
 
     def prepend_key(self, prefix: str) -> DictTensor:
         """The same tensors with `prefix` before each name."""
@@ -172,18 +172,18 @@ class DictTensor(TensorMap):
             raise SpecError(f"DictTensor: key(s) {sorted(both)} are on both sides of +")
         return DictTensor({**self._tensors, **other._tensors})
 
-    def copy_(self, source: DictTensor, source_index: Index, destination_index: Index) -> None:
+    def copy_(self, source: DictTensor, source_indexes: Index, destination_indexes: Index) -> None:
         """Writes rows of `source` into own rows, in place, for every own key.
 
         Args:
             source: has at least the keys of this object, of the same dtypes and row shapes.
-            source_index: long (K,) or a list, which rows.
-            destination_index: long (K,) or a list, where to.
+            source_indexes: long (K,) or a list, which rows.
+            destination_indexes: long (K,) or a list, where to.
 
         Raises:
             MissingKeyError, SpecError, IndexError: and nothing has changed.
         """
-        rows_from, rows_to = check_copy("DictTensor.copy_", self, source, source_index, destination_index)
+        rows_from, rows_to = check_copy("DictTensor.copy_", self, source, source_indexes, destination_indexes)
         for key, tensor in self._tensors.items():
             put_rows(tensor, rows_to, source[key][rows_from])
 

@@ -21,7 +21,7 @@ class TemporalDictTensor(TensorMap):
     Positions t >= lengths[b] are padding. The mapping is copied, the tensors are not.
 
     Args:
-        tensors: name -> tensor (B, T, ...); nested mappings are flattened to keys joined with `/`.
+        from_dict: name -> tensor (B, T, ...); nested mappings are flattened to keys joined with `/`.
         lengths: int64 (B,), each in [0, T]; None when every row is full.
 
     Raises:
@@ -42,9 +42,9 @@ class TemporalDictTensor(TensorMap):
     lengths: torch.Tensor
 
     def __init__(
-        self, tensors: Mapping[str, Any] | TensorMap | None = None, lengths: torch.Tensor | None = None
+        self, from_dict: Mapping[str, Any] | TensorMap | None = None, lengths: torch.Tensor | None = None
     ) -> None:
-        self._tensors = {} if tensors is None else flatten(tensors, "TemporalDictTensor")
+        self._tensors = {} if from_dict is None else flatten(from_dict, "TemporalDictTensor")
         self.lengths = _full_lengths(self._tensors) if lengths is None else lengths
         self._check()
 
@@ -177,29 +177,29 @@ class TemporalDictTensor(TensorMap):
         longest = int(self.lengths.max()) if self.lengths.numel() else 0
         return self.trusted({key: t[:, :longest] for key, t in self._tensors.items()}, self.lengths)
 
-    def temporal_slice(self, time_from: int, time_to: int) -> TemporalDictTensor:
-        """Timesteps `time_from` to `time_to - 1` of every row, views, with the lengths that remain.
+    def temporal_slice(self, index_from: int, index_to: int) -> TemporalDictTensor:
+        """Timesteps `index_from` to `index_to - 1` of every row, views, with the lengths that remain.
 
         Raises:
-            SpecError: unless 0 <= time_from <= time_to.
+            SpecError: unless 0 <= index_from <= index_to.
         """
-        if not 0 <= time_from <= time_to:
-            raise SpecError(f"temporal_slice: needs 0 <= from <= to, got {time_from} and {time_to}")
-        time_to = min(time_to, max(time_from, self.n_timesteps()))
-        lengths = (self.lengths - time_from).clamp(0, time_to - time_from)
-        return self.trusted({key: t[:, time_from:time_to] for key, t in self._tensors.items()}, lengths)
+        if not 0 <= index_from <= index_to:
+            raise SpecError(f"temporal_slice: needs 0 <= from <= to, got {index_from} and {index_to}")
+        index_to = min(index_to, max(index_from, self.n_timesteps()))
+        lengths = (self.lengths - index_from).clamp(0, index_to - index_from)
+        return self.trusted({key: t[:, index_from:index_to] for key, t in self._tensors.items()}, lengths)
 
-    def temporal_index(self, t: int) -> DictTensor:
-        """All B rows at time t, padding included, views. Negative counts from the end of the axis."""
-        return DictTensor.trusted({key: tensor[:, t] for key, tensor in self._tensors.items()})
+    def temporal_index(self, index_t: int) -> DictTensor:
+        """All B rows at time `index_t`, padding included, views. Negative counts from the end of the axis."""
+        return DictTensor.trusted({key: tensor[:, index_t] for key, tensor in self._tensors.items()})
 
-    def temporal_multi_index(self, times: torch.Tensor | Sequence[int] | int) -> DictTensor:
-        """Row b at time `times[b]`, a copy; `lengths - 1` gives the last valid step.
+    def temporal_multi_index(self, index_t: torch.Tensor | Sequence[int] | int) -> DictTensor:
+        """Row b at time `index_t[b]`, a copy; `lengths - 1` gives the last valid step.
 
         Args:
-            times: integers (B,), or one time for all.
+            index_t: integers (B,), or one time for all.
         """
-        times = torch.as_tensor(times, device=self.device())
+        times = torch.as_tensor(index_t, device=self.device())
         if times.dtype == torch.bool or times.dtype.is_floating_point or times.dtype.is_complex:
             raise IndexError(f"temporal_multi_index: times must be integers, got {show(times)}")
         times = times.long().reshape(1) if times.ndim == 0 else times.long()
@@ -208,64 +208,64 @@ class TemporalDictTensor(TensorMap):
         rows = torch.arange(self.n_elems(), device=self.device())
         return DictTensor.trusted({key: tensor[rows, times] for key, tensor in self._tensors.items()})
 
-    def masked_temporal_index(self, t: int) -> tuple[DictTensor, torch.Tensor]:
-        """The rows that are still valid at time t, and their row numbers.
+    def masked_temporal_index(self, index_t: int) -> tuple[DictTensor, torch.Tensor]:
+        """The rows that are still valid at time `index_t`, and their row numbers.
 
         Returns:
-            A DictTensor of B' rows, a copy, and int64 (B',), ascending. t >= T gives 0 rows.
+            A DictTensor of B' rows, a copy, and int64 (B',), ascending. `index_t` >= T gives 0 rows.
         """
-        if t < 0:
-            raise IndexError(f"masked_temporal_index: t must not be negative, got {t}")
-        rows = torch.nonzero(self.lengths > t).flatten()
-        step = min(t, self.n_timesteps() - 1)
+        if index_t < 0:
+            raise IndexError(f"masked_temporal_index: t must not be negative, got {index_t}")
+        rows = torch.nonzero(self.lengths > index_t).flatten()
+        step = min(index_t, self.n_timesteps() - 1)
         if step < 0:
             return DictTensor.trusted({key: x.flatten(0, 1) for key, x in self._tensors.items()}), rows
         return DictTensor.trusted({key: x[rows, step] for key, x in self._tensors.items()}), rows
 
-    def expand(self, n_elems: int) -> TemporalDictTensor:
-        """A copy with rows of length 0, zeros, appended up to `n_elems` rows."""
-        missing = n_elems - self.n_elems()
+    def expand(self, new_batch_size: int) -> TemporalDictTensor:
+        """A copy with rows of length 0, zeros, appended up to `new_batch_size` rows."""
+        missing = new_batch_size - self.n_elems()
         if missing < 0:
-            raise SpecError(f"expand: has {self.n_elems()} rows, cannot have {n_elems}")
+            raise SpecError(f"expand: has {self.n_elems()} rows, cannot have {new_batch_size}")
         grown = {
             key: torch.cat([t, t.new_zeros(missing, *t.shape[1:])]) for key, t in self._tensors.items()
         }
         return self.trusted(grown, torch.cat([self.lengths, self.lengths.new_zeros(missing)]))
 
     @staticmethod
-    def cat(items: Iterable[TemporalDictTensor]) -> TemporalDictTensor:
+    def cat(tensors: Iterable[TemporalDictTensor]) -> TemporalDictTensor:
         """All rows one after another, a copy; shorter ones are padded with zeros to the longest T.
 
         Raises:
             MissingKeyError, SpecError: the items have not all the same keys, trailing shapes or devices.
         """
-        parts = parts_of(TemporalDictTensor, items)
+        parts = parts_of(TemporalDictTensor, tensors)
         if not parts:
             return TemporalDictTensor()
         check_alike("TemporalDictTensor.cat", LENGTHS, [part.lengths for part in parts], axes=1)
         for number, part in enumerate(parts):
             check_same_keys(f"TemporalDictTensor.cat: item {number}", parts[0], part)
         columns = {key: [part[key] for part in parts] for key in parts[0]}
-        for key, tensors in columns.items():
-            check_alike("TemporalDictTensor.cat", key, tensors, axes=2)
-        cat = {key: _cat_padded(tensors) for key, tensors in columns.items()}
+        for key, column in columns.items():
+            check_alike("TemporalDictTensor.cat", key, column, axes=2)
+        cat = {key: _cat_padded(column) for key, column in columns.items()}
         return TemporalDictTensor.trusted(cat, torch.cat([part.lengths for part in parts]))
 
-    def copy_(self, source: TemporalDictTensor, source_index: Index, destination_index: Index) -> None:
+    def copy_(self, source: TemporalDictTensor, source_indexes: Index, destination_indexes: Index) -> None:
         """Writes rows of `source`, and their lengths, into own rows, in place.
 
         Each row is copied up to its own length; the rest of the row becomes zeros.
 
         Args:
             source: has at least the keys of this object, of the same dtypes and trailing shapes.
-            source_index: long (K,) or a list, which rows.
-            destination_index: long (K,) or a list, where to.
+            source_indexes: long (K,) or a list, which rows.
+            destination_indexes: long (K,) or a list, where to.
 
         Raises:
             MissingKeyError, SpecError, IndexError: also when a row is longer than T here; nothing has changed.
         """
         owner = "TemporalDictTensor.copy_"
-        rows_from, rows_to = check_copy(owner, self, source, source_index, destination_index)
+        rows_from, rows_to = check_copy(owner, self, source, source_indexes, destination_indexes)
         rows = source.get(self).index(rows_from).shorten().zero_padding()
         steps = rows.n_timesteps()
         if not self.empty() and steps > self.n_timesteps():

@@ -123,9 +123,9 @@ class Trajectories(Structure):
         return self.index(drawn.to(self.device()))
 
     @staticmethod
-    def cat(items: Iterable[Trajectories]) -> Trajectories:
+    def cat(trajectories: Iterable[Trajectories]) -> Trajectories:
         """All trajectories one after another, a copy; shorter ones are padded with zeros."""
-        parts = parts_of(Trajectories, items)
+        parts = parts_of(Trajectories, trajectories)
         return Trajectories(
             DictTensor.cat(part.info for part in parts),
             TemporalDictTensor.cat(part.trajectories for part in parts),
