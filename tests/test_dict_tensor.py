@@ -367,6 +367,20 @@ def test_cat_takes_structures_only(d):
         DictTensor.cat(d)
 
 
+def test_tensors_are_removed_in_place():  # as of rlstructures in March 2021
+    d = DictTensor({"a/x": torch.zeros(2), "a/y": torch.ones(2), "b": torch.arange(2)})
+    other = DictTensor(d)
+    d.unset("b")
+    assert list(d) == ["a/x", "a/y"] and list(other) == ["a/x", "a/y", "b"]
+    with pytest.raises(MissingKeyError, match="^DictTensor: no key 'b', there are"):
+        d.unset("b")
+    other.unset_key("a/")
+    other.unset_key("c")
+    assert list(other) == ["b"]
+    d.unset_key("")
+    assert d.empty() and d.n_elems() == 0
+
+
 def test_arguments_have_the_names_of_rlstructures():
     d = DictTensor({"x": torch.zeros(3)})
     d.copy_(source=DictTensor({"x": torch.ones(3)}), source_indexes=[0], destination_indexes=[2])

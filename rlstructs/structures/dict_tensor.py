@@ -114,6 +114,19 @@ class DictTensor(TensorMap):
         """
         self._tensors = DictTensor({**self._tensors, key: value})._tensors
 
+    def unset(self, key: str) -> None:
+        """Removes a tensor, in place.
+
+        Raises:
+            MissingKeyError: it is not there.
+        """
+        self[key]  # raises
+        self._tensors = {name: tensor for name, tensor in self._tensors.items() if name != key}
+
+    def unset_key(self, prefix: str) -> None:
+        """Removes the tensors whose name starts with `prefix`, in place."""
+        self._tensors = {name: tensor for name, tensor in self._tensors.items() if not name.startswith(prefix)}
+
     def index(self, index: Index) -> DictTensor:
         """The rows at `index`.
 
