@@ -13,11 +13,18 @@ from rlstructs.rows import as_array
 
 
 def host_array(name: str, value: Any) -> np.ndarray:
-    """What any library calls an array as numpy's, without a copy where that can be; bfloat16 as float32."""
+    """What any library calls an array as numpy's, without a copy where that can be; bfloat16 as float32.
+
+    Raises:
+        SpecError: it is none, or one that numpy cannot have.
+    """
     if isinstance(value, np.ndarray):
         return value
     if isinstance(value, torch.Tensor):
-        return as_array(value.float() if value.dtype is torch.bfloat16 else value)
+        try:
+            return as_array(value.float() if value.dtype is torch.bfloat16 else value)
+        except TypeError as error:  # sparse, or of 8-bit floats
+            raise SpecError(f"{name!r} is a tensor that numpy cannot have; convert it first: {error}") from error
     if hasattr(value, "numpy") and not hasattr(value, "__array__"):  # a warp array
         value = value.numpy()
     try:
