@@ -626,6 +626,20 @@ def test_what_is_made_a_tensordict_stays_one(way):  # the nearest way from torch
         assert buffer[1]["next", "reward"] == 1 and buffer["x"].tolist() == [0, 1, 2]
 
 
+@pytest.mark.parametrize("prefetch", [None, 2])
+def test_a_transform_that_is_put_among_those_of_the_buffer_counts_at_once(prefetch):
+    buffer = made(batch_size=2, prefetch=prefetch)
+    for _ in range(4):
+        buffer.add({"x": 1, "reward": 4.0})
+    for _ in range(4):
+        assert buffer.sample()["reward"].tolist() == [4, 4]
+    buffer.transform.append(Scaled(2))
+    assert buffer.sample()["reward"].tolist() == [8, 8]
+    buffer.add({"x": 1, "reward": 4.0})
+    buffer.extend({"x": [1], "reward": [4.0]})
+    assert buffer["reward"].tolist() == [8, 8, 8, 8, 4, 4]
+
+
 def test_composed_transforms_are_one():
     inner = Compose(Scaled(2))
     inner.append(doubled)

@@ -199,7 +199,8 @@ class DictTensorReplayBuffer(DictTensorParts):
     def _content(self) -> Any:
         """Equal to what it was only if nothing has changed that draws depend on."""
         storage = self._storage
-        return storage.version, storage.ring.counters.tobytes(), self._sampler.version, self._version
+        own = self._version, len(self._transform)
+        return storage.version, storage.ring.counters.tobytes(), self._sampler.version, own
 
     # Priorities
 

@@ -211,8 +211,8 @@ class DictTensorRows(Buffer):
         """Adds a row, if that takes no more than to copy it; its row id."""
         with self._lock:
             quick = self._quick
-            if not isinstance(quick, tuple):
-                return None
+            if not isinstance(quick, tuple) or (len(self._transform) and self._transform.has_inverse):
+                return None  # somebody may have put a transform into those that there are
             try:
                 rows = quick[0](row)
             except (TypeError, IndexError):  # no numbers
