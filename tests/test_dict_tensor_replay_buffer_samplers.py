@@ -380,6 +380,20 @@ def test_priorities_that_come_with_rows_are_theirs():  # B4 extend(update_priori
     np.testing.assert_allclose(leaves(nested), [5, 3])
 
 
+def test_the_column_of_priorities_can_be_asked_for_and_changed():
+    buffer = prioritised(0, alpha=1.0, eps=0.0, priority_key=("a", "p"))
+    assert buffer.priority_key == "a/p"
+    for _ in range(3):
+        buffer.add({"a": {"p": 2.0}, "q": 5.0})
+    buffer.priority_key = "q"
+    buffer.add({"a": {"p": 2.0}, "q": 5.0})
+    assert buffer.priority_key == "q" and leaves(buffer).tolist() == [2, 2, 2, 5]
+    batch = buffer.sample(20)
+    batch.set(buffer.priority_key, torch.ones(20))
+    buffer.update_tensordict_priority(batch)
+    assert set(leaves(buffer)[batch["index"].unique()].tolist()) == {1}
+
+
 def test_a_first_bad_priority_makes_no_columns():
     buffer = prioritised()
     with pytest.raises(SpecError, match="^priorities must be finite"):

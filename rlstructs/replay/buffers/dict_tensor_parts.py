@@ -11,7 +11,7 @@ from rlstructs.errors import SpecError
 from rlstructs.replay.buffers.base import generator_of
 from rlstructs.replay.buffers.buffer_samplers import RandomSampler, Sampler
 from rlstructs.replay.buffers.dict_tensor_files import DictTensorFiles
-from rlstructs.replay.buffers.parts import part
+from rlstructs.replay.buffers.parts import joined, part
 from rlstructs.replay.buffers.storages import ReplayStorage
 from rlstructs.replay.buffers.transforms import Compose, Inverted, as_transform
 from rlstructs.replay.buffers.writers import RoundRobinWriter, Writer
@@ -29,6 +29,16 @@ class DictTensorParts(DictTensorFiles):
     def batch_size(self) -> int | None:
         """Of `sample`, unless it is told."""
         return self._batch_size
+
+    @property
+    def priority_key(self) -> str:
+        """The column of new priorities."""
+        return self._priority_key
+
+    @priority_key.setter
+    def priority_key(self, priority_key: Any) -> None:
+        with self._lock:
+            self._priority_key, self._quick = joined(priority_key), None
 
     @property
     def storage(self) -> ReplayStorage:
