@@ -15,7 +15,7 @@ import pytest
 import torch
 from replay_storages import DeviceStorage
 
-from rlstructs import MissingKeyError, SpecError, TemporalDictTensor
+from rlstructs import MissingKeyError, SpecError, StateError, TemporalDictTensor
 from rlstructs.replay import (
     DictTensorPrioritizedReplayBuffer,
     DictTensorReplayBuffer,
@@ -378,6 +378,17 @@ def test_priorities_that_come_with_rows_are_theirs():  # B4 extend(update_priori
     nested = prioritised(alpha=1.0, eps=0.0, priority_key=("next", "error"))
     nested.extend({"x": torch.arange(2), "next": {"error": torch.tensor([[1.0, 5.0], [2.0, 3.0]])}})
     np.testing.assert_allclose(leaves(nested), [5, 3])
+
+
+@pytest.mark.parametrize("kind", [PrioritizedSampler, PrioritizedSliceSampler])
+def test_a_sampler_takes_priorities_for_its_buffer(kind):  # as torchrl's does
+    sampler = kind(5, 1.0, 1.0, 0.0, **({} if kind is PrioritizedSampler else {"slice_len": 1}))
+    with pytest.raises(StateError, match=f"^update_priority: this {kind.__name__} belongs to no buffer yet"):
+        sampler.update_priority([0], [1.0])
+    buffer = made(sampler, 5)
+    index = buffer.extend({**numbers(0, 3), "done": torch.ones(3)})
+    sampler.update_priority(index, torch.tensor([1.0, 2.0, 3.0]))
+    assert leaves(buffer).tolist() == [1, 2, 3]
 
 
 def test_the_column_of_priorities_can_be_asked_for_and_changed():

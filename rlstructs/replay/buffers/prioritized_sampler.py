@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlstructs.checks import check_count
-from rlstructs.errors import SpecError
+from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.buffers.buffer_samplers import WEIGHT, Sampler
 from rlstructs.replay.prioritised import LEAVES, Prioritised, exponent
 from rlstructs.replay.selection import Selection
@@ -89,6 +89,17 @@ class PrioritizedSampler(Sampler):
     def max_priority(self) -> float:
         """The largest priority so far, or of the rows that are there, which a new row gets."""
         return 1.0 if self._priorities is None else self._priorities.max_priority - self.eps
+
+    def update_priority(self, index: Any, priority: Any) -> None:
+        """As of the buffer that it belongs to.
+
+        Raises:
+            StateError: it belongs to none.
+        """
+        buffer = None if self._owner is None else self._owner()
+        if buffer is None:
+            raise StateError(f"update_priority: this {type(self).__name__} belongs to no buffer yet, and has no rows")
+        buffer.update_priority(index, priority)
 
     def start(self, storage: Storage, max_size: int) -> None:
         """See `Sampler`."""
