@@ -502,6 +502,8 @@ def test_to_moves_every_tensor(d):
 def test_as_device_takes_names_and_devices():
     assert as_device("cpu") == as_device(torch.device("cpu")) == torch.device("cpu")
     assert as_device("cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(TypeError, match=r"^a device must be a torch.device or its name, got torch.float64$"):
+        DictTensor({"x": torch.zeros(2)}).to(torch.float64)
 
 
 def test_pin_memory_pins_or_says_that_there_is_no_accelerator(d):

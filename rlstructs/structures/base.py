@@ -286,8 +286,16 @@ def check_alike(owner: str, key: str, tensors: Iterable[torch.Tensor], axes: int
 
 
 def as_device(device: torch.device | str) -> torch.device:
-    """A device as tensors name theirs: "cuda" is the current cuda device."""
-    device = torch.device(device)
+    """A device as tensors name theirs: "cuda" is the current cuda device.
+
+    Raises:
+        TypeError: it is none, but a dtype, say.
+        RuntimeError: torch has no device of this name.
+    """
+    try:
+        device = torch.device(device)
+    except TypeError as error:
+        raise TypeError(f"a device must be a torch.device or its name, got {device!r}") from error
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return device
