@@ -29,8 +29,8 @@ from rollouts import TASKS, Run, Task, create_agent, create_env, ours, timed
 
 from rlstructs import GymEnvInf, RandomAgent, RayBatcher, RL_Batcher
 
-# Share of what `RL_Batcher` reaches; 0 where it is just told.
-MUST = {"cartpole-64": 0.85, "halfcheetah-64": 0.95, "halfcheetah-8": 0.0}
+# Share of what `RL_Batcher` reaches.
+MUST = {"cartpole-64": 0.85, "halfcheetah-64": 0.95, "halfcheetah-8": 0.95}
 ROWS = {task.name: task for task in TASKS}
 ROWS["halfcheetah-64"] = dataclasses.replace(ROWS["halfcheetah-8"], name="halfcheetah-64", n_envs=64)
 # Bytes of the object store: two of the largest batches, and some more.
@@ -105,12 +105,10 @@ def compare(task: Task, repeats: int, seconds: float) -> bool:
         for name, found in speeds.items()
     }
     cells = [f"{name} {statistics.median(found):,.0f} ({shares[name]:.2f})" for name, found in speeds.items()]
-    must = MUST[task.name]
-    is_quick = shares["RayBatcher"] >= must
-    print(f"{task.name:15} " + " | ".join(cells), flush=True)
-    if must:
-        verdict = "ok" if is_quick else "TOO SLOW"
-        print(f"{'':15} share {shares['RayBatcher']:.2f}, must {must:.2f}: {verdict}", flush=True)
+    is_quick = shares["RayBatcher"] >= MUST[task.name]
+    print(f"{task.name:15} " + " | ".join(cells))
+    verdict = "ok" if is_quick else "TOO SLOW"
+    print(f"{'':15} share {shares['RayBatcher']:.2f}, must {MUST[task.name]:.2f}: {verdict}", flush=True)
     return is_quick
 
 
