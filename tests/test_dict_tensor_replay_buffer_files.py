@@ -34,6 +34,7 @@ from rlstructs.replay import (
     RandomSampler,
     SamplerWithoutReplacement,
     SliceSampler,
+    SliceSamplerWithoutReplacement,
 )
 
 SAMPLERS = {
@@ -44,6 +45,7 @@ SAMPLERS = {
     "slices": lambda: SliceSampler(slice_len=2),
     "trajectories": lambda: SliceSampler(slice_len=2, strict_length=False, per="trajectory"),
     "prioritised slices": lambda: PrioritizedSliceSampler(alpha=0.7, beta=0.5, slice_len=2, strict_length=False),
+    "slices without replacement": lambda: SliceSamplerWithoutReplacement(slice_len=2),
 }
 STORAGES = {"list": ListStorage, "device": DeviceStorage, "memmap": MemmapStorage}
 

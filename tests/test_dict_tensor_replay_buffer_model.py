@@ -25,6 +25,7 @@ from rlstructs.replay import (
     RandomSampler,
     SamplerWithoutReplacement,
     SliceSampler,
+    SliceSamplerWithoutReplacement,
     TensorStorage,
 )
 from rlstructs.replay.buffers import storages
@@ -346,6 +347,39 @@ class PrioritisedSliceMachine(SliceMachine):
     make_sampler = lambda: PrioritizedSliceSampler(slice_len=2)  # noqa: E731
 
 
-for machine in (RandomMachine, PassMachine, PrioritisedMachine, SliceMachine, PrioritisedSliceMachine):
+class SlicePassMachine(SliceMachine):
+    make_sampler = lambda: SliceSamplerWithoutReplacement(slice_len=2)  # noqa: E731
+    waiting = None  # of each episode that this pass has not served yet: its pairs of numbers
+
+    def left(self):
+        """Of each episode of which a slice is left: its pairs."""
+        held = list(self.held().values())
+        if self.waiting is None:
+            self.waiting = [set()]
+            for a, b in itertools.pairwise(held):
+                self.waiting += [set()] if b.begins else []
+                self.waiting[-1] |= set() if b.begins else {(a.number, b.number)}
+        oldest = held[0].number
+        present = [{pair for pair in pairs if pair[0] >= oldest} for pairs in self.waiting]
+        return [pairs for pairs in present if pairs]
+
+    @rule()
+    def sample(self):
+        if not self.rows or not self.pairs():
+            return super().sample()
+        if self.buffer.sampler._order is None or not self.left():  # what changes ends begins a pass, too
+            self.waiting = None
+        self.waiting = self.left()
+        n_left = len(self.waiting)
+        numbers = [row.number for row in self.sampled(self.buffer.sample())]
+        for pair in zip(numbers[::2], numbers[1::2], strict=True):
+            self.waiting.remove(next(pairs for pairs in self.waiting if pair in pairs))
+        assert len(self.waiting) == max(n_left - 2, 0)
+        assert self.buffer.sampler.ran_out == (not self.waiting)
+
+
+for machine in (
+    RandomMachine, PassMachine, PrioritisedMachine, SliceMachine, PrioritisedSliceMachine, SlicePassMachine,
+):  # fmt: skip
     machine.TestCase.settings = SETTINGS
     globals()[f"Test{machine.__name__}"] = machine.TestCase

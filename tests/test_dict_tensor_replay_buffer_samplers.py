@@ -25,6 +25,7 @@ from rlstructs.replay import (
     RandomSampler,
     SamplerWithoutReplacement,
     SliceSampler,
+    SliceSamplerWithoutReplacement,
 )
 
 inf, nan = float("inf"), float("nan")
@@ -546,6 +547,11 @@ def episodes(lengths, start=0, name="next"):
     return {"x": torch.arange(n) + start, "e": e, name: {"terminated": ends, "truncated": zeros, "done": ends.clone()}}
 
 
+def some(rows, part):
+    """Some of the rows."""
+    return {key: some(value, part) if isinstance(value, dict) else value[part] for key, value in rows.items()}
+
+
 def slices_of(batch, length):
     """The batch with an axis for slices: name -> (n_slices, length, ...)."""
     return {key: value.unflatten(0, (-1, length)) for key, value in batch.items()}
@@ -656,7 +662,7 @@ def test_only_shorter_episodes_are_shorter_slices(sampler, max_size):  # torchrl
     assert {tuple(part.sample(4)["x"].tolist()) for _ in range(50)} == {(6, 7), (8, 9, 10, 11), (12, 13, 14)}
 
 
-@pytest.mark.parametrize("sampler", [SliceSampler, PrioritizedSliceSampler])
+@pytest.mark.parametrize("sampler", [SliceSampler, PrioritizedSliceSampler, SliceSamplerWithoutReplacement])
 def test_shorter_slices_are_padded_with_a_mask(sampler):  # B6 mask_*, pad_output_*
     buffer = made(sampler(slice_len=4, strict_length=False, pad_output=True), 20)
     buffer.extend(episodes([2, 3, 6]))
@@ -716,6 +722,8 @@ def test_the_number_of_steps_must_be_one_of_whole_slices():  # B3
         SliceSampler(slice_len=2, per="episode")
     with pytest.raises(TypeError, match="^per: priorities say where slices begin$"):
         PrioritizedSliceSampler(slice_len=2, per="window")
+    with pytest.raises(TypeError, match="^per: of every trajectory there is one slice$"):
+        SliceSamplerWithoutReplacement(slice_len=2, per="trajectory")
 
 
 @pytest.mark.parametrize(("per", "share"), [("window", 2 / 30), ("trajectory", 1 / 2)])
@@ -799,6 +807,79 @@ def test_slices_follow_ends_that_are_changed():
     assert set(buffer.sample(300)["x"][::3].tolist()) == {0, 1, 2, 3}
 
 
+# Slices without replacement
+
+
+@pytest.mark.parametrize("prefetch", [None, 3])
+@pytest.mark.parametrize(("drop_last", "sizes"), [(False, [2, 2, 1]), (True, [2, 2])])
+@pytest.mark.parametrize("size", [{"num_slices": 2}, {"slice_len": 3}], ids=str)
+def test_a_pass_holds_a_slice_of_every_episode_once(size, drop_last, sizes, prefetch):  # B3, B6 test_slice_sampler
+    sampler = SliceSamplerWithoutReplacement(drop_last=drop_last, **size)
+    buffer = made(sampler, 40, batch_size=6, prefetch=prefetch)
+    buffer.extend(episodes([5, 2, 3, 9, 4, 3]))
+    orders, firsts = set(), set()
+    for _ in range(30):
+        passed = [slices_of(batch, 3) for batch in buffer]
+        assert [len(each["e"]) for each in passed] == sizes
+        each = {key: torch.cat([part[key] for part in passed]) for key in passed[0]}
+        assert (each["e"] == each["e"][:, :1]).all() and (each["x"].diff(dim=1) == 1).all()
+        assert each["next/truncated"].equal(torch.tensor([[False, False, True]] * sum(sizes)))
+        order = tuple(each["e"][:, 0].tolist())
+        assert len(set(order)) == len(order) and set(order) <= {0, 2, 3, 4, 5}
+        orders.add(order)
+        firsts |= set(each["x"][:, 0].tolist())
+    assert len(orders) > 10
+    assert firsts == {0, 1, 2, 7, *range(10, 17), 19, 20, 23}  # every window
+
+
+def test_slices_go_on_from_pass_to_pass():
+    buffer = made(SliceSamplerWithoutReplacement(slice_len=2, shuffle=False, strict_length=False), 40)
+    buffer.extend(episodes([2, 1, 2]))
+    assert [buffer.sample(4)["x"].tolist() for _ in range(3)] == [[0, 1, 2], [3, 4], [0, 1, 2]]
+    assert not buffer.sampler.ran_out
+    assert buffer.sample(4)["x"].tolist() == [3, 4] and buffer.sampler.ran_out
+    buffer.sample(2)
+    other = made(SliceSamplerWithoutReplacement(num_slices=2), 40)
+    other.extend(episodes([2, 3, 4]))
+    other.sample(4)
+    assert slices_of(other.sample(6), 3)["e"][:, 0].sort().values.tolist() == [1, 2]  # a pass is of one length
+
+
+def test_of_the_episode_that_goes_on_there_is_a_slice_too():
+    buffer = made(SliceSamplerWithoutReplacement(slice_len=3, shuffle=False), 40, batch_size=3)
+    buffer.extend(episodes([3]))
+    buffer.extend(some(episodes([4], 3), slice(3)))
+    stream = iter(buffer)
+    assert next(stream)["x"].tolist() == [0, 1, 2]
+    buffer.extend(some(episodes([4], 3), slice(3, 4)))  # the pass is over what was there
+    assert [batch["x"].tolist() for batch in stream] == [[3, 4, 5]]
+    assert {first for batch in [*buffer, *buffer, *buffer, *buffer] for first in batch["x"][:1].tolist()} == {0, 3, 4}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_what_is_left_of_an_episode_before_its_turn_is_served(strict):
+    buffer = made(SliceSamplerWithoutReplacement(slice_len=2, shuffle=False, strict_length=strict), 12, batch_size=2)
+    buffer.extend(episodes([2, 2, 5, 3]))
+    stream = iter(buffer)
+    assert next(stream)["x"].tolist() == [0, 1]
+    buffer.extend(episodes([7], 12))  # 0 to 6 are gone
+    assert next(stream)["x"].tolist() == [7, 8]
+    assert sorted(e for batch in buffer for e in batch["e"][:1].tolist()) == [2, 3, 1200]
+
+
+def test_batches_of_more_slices_than_there_are():
+    buffer = made(SliceSamplerWithoutReplacement(slice_len=2), 40, batch_size=20)
+    buffer.extend(episodes([4, 1, 2]))
+    assert [sorted(batch["e"].tolist()) for batch in buffer] == [[0, 0, 2, 2]]
+    strict = made(SliceSamplerWithoutReplacement(slice_len=2, drop_last=True), 40, batch_size=6)
+    strict.extend(episodes([4, 1, 2]))
+    with pytest.raises(SpecError, match="^a batch is of 3 slices, there are 2 episodes of 2 steps, and"):
+        strict.sample()
+    with pytest.raises(SpecError, match="^nothing to sample: no episode of 5 steps is stored$"):
+        buffer.set_sampler(SliceSamplerWithoutReplacement(slice_len=5))
+        buffer.sample()
+
+
 # Slices and priorities
 
 
@@ -824,7 +905,7 @@ def test_priorities_say_where_slices_begin_and_weigh_every_step():  # B3, C1
     torch.testing.assert_close(each["priority_weight"], (1 / first)[:, None].expand(-1, 3))
 
 
-@pytest.mark.parametrize("sampler", [SliceSampler, PrioritizedSliceSampler])
+@pytest.mark.parametrize("sampler", [SliceSampler, PrioritizedSliceSampler, SliceSamplerWithoutReplacement])
 def test_nothing_is_cached_whatever_is_asked_for(sampler):  # most examples of torchrl ask for it
     drawn = []
     for cache_values in (False, True):

@@ -28,7 +28,11 @@ if TYPE_CHECKING:
     from rlstructs.replay.buffers.prioritized import PrioritizedReplayBuffer, PrioritizedVectorReplayBuffer
     from rlstructs.replay.buffers.prioritized_sampler import PrioritizedSampler
     from rlstructs.replay.buffers.replay_buffer import ReplayBuffer
-    from rlstructs.replay.buffers.slice_samplers import PrioritizedSliceSampler, SliceSampler
+    from rlstructs.replay.buffers.slice_samplers import (
+        PrioritizedSliceSampler,
+        SliceSampler,
+        SliceSamplerWithoutReplacement,
+    )
     from rlstructs.replay.buffers.storages import (
         LazyMemmapStorage,
         LazyTensorStorage,
@@ -74,6 +78,7 @@ _EXPORTS = {
     "RoundRobinWriter": "buffers.writers",
     "SamplerWithoutReplacement": "buffers.buffer_samplers",
     "SliceSampler": "buffers.slice_samplers",
+    "SliceSamplerWithoutReplacement": "buffers.slice_samplers",
     "TensorDictMaxValueWriter": "buffers.writers",
     "TensorDictPrioritizedReplayBuffer": "buffers.dict_tensor_buffer",
     "TensorDictReplayBuffer": "buffers.dict_tensor_buffer",
@@ -110,6 +115,7 @@ __all__ = [
     "RoundRobinWriter",
     "SamplerWithoutReplacement",
     "SliceSampler",
+    "SliceSamplerWithoutReplacement",
     "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",

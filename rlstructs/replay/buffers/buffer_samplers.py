@@ -122,8 +122,9 @@ class RandomSampler(Sampler):
 class _Order:
     """Steps in the order in which a pass serves them. Two are never equal."""
 
-    def __init__(self, steps: np.ndarray, low: int) -> None:
+    def __init__(self, steps: np.ndarray, low: int, length: int) -> None:
         self.steps, self.low = steps, low  # what was the oldest one then
+        self.length = length  # how many rows are read for each
         self.replaced: np.ndarray | None = None  # bool, by slot
 
 
@@ -147,19 +148,25 @@ class SamplerWithoutReplacement(Sampler):
     def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
         """See `Sampler`."""
         span = storage.span()
-        steps, at = self._next(span, n)
-        if not steps.size or (self.drop_last and steps.size < n):
-            self._order, self._at = self._shuffled(span, rng), 0
-            steps, at = self._next(span, n)
-            if self.drop_last and steps.size < n:
-                raise SpecError(f"batch_size is {n}, there are {steps.size} rows, and drop_last drops what is smaller")
-        self._at = at
-        self.ran_out = not self._is_left(span, n)
+        steps = self._served(span, n, length, rng, lambda: int(span.low[0]) + np.arange(span.total))
+        if self.drop_last and steps.size < n:
+            raise SpecError(f"batch_size is {n}, there are {steps.size} rows, and drop_last drops what is smaller")
         return Selection((steps % span.columns.capacity)[:, None], span)
 
-    def _shuffled(self, span: Span, rng: np.random.Generator) -> _Order:
-        low = int(span.low[0])
-        return _Order(low + (rng.permutation(span.total) if self.shuffle else np.arange(span.total)), low)
+    def _served(
+        self, span: Span, n: int, length: int, rng: np.random.Generator, every: Callable[[], np.ndarray]
+    ) -> np.ndarray:
+        """The next `n` steps of a pass, fewer at its end; a new one serves those that `every` gives."""
+        if self._order is not None and self._order.length != length:
+            self.begin_pass()
+        steps, at = self._next(span, n)
+        if not steps.size or (self.drop_last and steps.size < n):
+            order = rng.permutation(every()) if self.shuffle else every()
+            self._order, self._at = _Order(order, int(span.low[0]), length), 0
+            steps, at = self._next(span, n)
+        self._at = at
+        self.ran_out = not self._is_left(span, n)
+        return steps
 
     def _next(self, span: Span, n: int) -> tuple[np.ndarray, int]:
         """The next steps that are still there, `n` or as many as are left, and where the others begin."""
@@ -216,7 +223,8 @@ class SamplerWithoutReplacement(Sampler):
     def state(self) -> dict[str, Any]:
         """See `Sampler`."""
         order = self._order
-        return {"pass": None if order is None else order.low, "ran_out": self.ran_out}
+        known = {"pass": None, "length": 1} if order is None else {"pass": order.low, "length": order.length}
+        return known | {"ran_out": self.ran_out}
 
     def arrays(self) -> dict[str, np.ndarray]:
         """See `Sampler`."""
@@ -233,7 +241,7 @@ class SamplerWithoutReplacement(Sampler):
         """See `Sampler`."""
         order, ran_out = None, bool(state["ran_out"])
         if state["pass"] is not None:
-            order = _Order(arrays["order"], int(state["pass"]))
+            order = _Order(arrays["order"], int(state["pass"]), int(state.get("length", 1)))  # not in older files
             order.replaced = arrays.get("replaced")
             marks = order.replaced
             if order.steps.dtype != np.int64 or order.steps.ndim != 1:

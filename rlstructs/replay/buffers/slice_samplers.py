@@ -10,12 +10,13 @@ import torch
 
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
-from rlstructs.replay.buffers.buffer_samplers import INDEX, MASK, WEIGHT, Sampler
+from rlstructs.replay.buffers.buffer_samplers import INDEX, MASK, WEIGHT, Sampler, SamplerWithoutReplacement
 from rlstructs.replay.buffers.parts import joined
 from rlstructs.replay.buffers.prioritized_sampler import PrioritizedSampler
+from rlstructs.replay.episodes import Episodes
 from rlstructs.replay.samplers import Span, draw_fitting
 from rlstructs.replay.selection import Selection
-from rlstructs.replay.slices import WINDOW, Slices, window
+from rlstructs.replay.slices import TRAJECTORY, WINDOW, Slices, window
 from rlstructs.replay.storage import Storage
 
 AUTO = "auto"
@@ -208,3 +209,62 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         """How many rows of the same episode each of these begins, itself included; 0 if it is not there."""
         left = np.minimum(storage.track_episodes().remaining(rows), span.head[0] - span.steps(rows))
         return np.asarray(np.where(span.has(rows), left, 0))
+
+
+class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
+    """Slices of episodes, one of each in random order, and then again.
+
+    A pass is over the episodes that are there when it begins, that which goes on included. Of each there is one
+    slice, and any of its windows may be it. One of which no slice is left before its turn is left out.
+
+    Args:
+        drop_last: whether a pass ends before a batch that would have fewer slices.
+        shuffle: whether the order is random; otherwise it is that in which the episodes came.
+        num_slices, slice_len, end_key, traj_key, strict_length, pad_output, truncated_key, cache_values: as of
+            `SliceSampler`.
+
+    Example:
+        >>> from rlstructs.replay import DictTensorReplayBuffer
+        >>> sampler = SliceSamplerWithoutReplacement(slice_len=2, shuffle=False)
+        >>> buffer = DictTensorReplayBuffer(sampler=sampler, batch_size=4)
+        >>> rows = buffer.extend({"x": torch.arange(6), "done": torch.tensor([0, 1, 0, 1, 0, 1])})
+        >>> [batch["x"].tolist() for batch in buffer]
+        [[0, 1, 2, 3], [4, 5]]
+    """
+
+    def __init__(self, *, drop_last: bool = False, shuffle: bool = True, **slices: Any) -> None:
+        if "per" in slices:
+            raise TypeError("per: of every trajectory there is one slice")
+        SamplerWithoutReplacement.__init__(self, drop_last, shuffle)
+        SliceSampler.__init__(self, per=TRAJECTORY, **slices)
+
+    def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
+        """See `Sampler`."""
+        span, episodes = storage.span(), storage.track_episodes()
+        latest = self._served(span, n, length, rng, lambda: self._latest(span, episodes, length))
+        if not latest.size:
+            raise SpecError(f"nothing to sample: no episode of {length} steps is stored")
+        if self.drop_last and latest.size < n:
+            raise SpecError(
+                f"a batch is of {n} slices, there are {latest.size} episodes of {length} steps, "
+                "and drop_last drops what is smaller"
+            )
+        rows = latest % span.columns.capacity
+        first = np.maximum(latest - episodes.times(rows), span.low[0])
+        counts = np.minimum(np.minimum(episodes.remaining(rows), span.head[0] - latest), length)
+        around, inside = window(span, rng.integers(first, latest + 1), counts, length)
+        return Selection(around, span, {INSIDE: inside})
+
+    def _latest(self, span: Span, episodes: Episodes, length: int) -> np.ndarray:
+        """The latest step of each episode with which a slice may begin."""
+        low = int(span.low[0])
+        begins = np.flatnonzero(episodes.begin(span.every_row()))
+        bounds = np.unique(np.concatenate([[0], begins, [span.total]]))
+        first, n_steps = bounds[:-1], np.diff(bounds)
+        latest = np.maximum(n_steps - length, 0) + first
+        return np.asarray(low + (latest[n_steps >= length] if self.strict_length else latest))
+
+    def reordered(self) -> None:
+        """See `Sampler`."""
+        super().reordered()
+        self.begin_pass()
