@@ -42,6 +42,7 @@ class Args:
 
     env_id: str = "ALE/Pong-v5"
     repeat_action_probability: float = 0.0
+    max_frames: int = 108_000  # of a game, half an hour of it
     n_steps: int = 1_000_000  # rounded up to whole rollouts
     n_processes: int = 2
     n_envs: int = 4
@@ -73,16 +74,17 @@ class FireReset(gymnasium.Wrapper):
         return observation, info
 
 
-def make(env_id: str, repeat_action_probability: float) -> gymnasium.Env:
-    env = gymnasium.make(env_id, frameskip=1, repeat_action_probability=repeat_action_probability)
+def make(env_id: str, repeat_action_probability: float, max_frames: int) -> gymnasium.Env:
+    settings = {"repeat_action_probability": repeat_action_probability, "max_num_frames_per_episode": max_frames}
+    env = gymnasium.make(env_id, frameskip=1, **settings)
     env = gymnasium.wrappers.AtariPreprocessing(env)  # 1 to 30 no-ops, 4 frames for each step, 84x84 grey
     if "FIRE" in env.unwrapped.get_action_meanings():
         env = FireReset(env)
     return gymnasium.wrappers.FrameStackObservation(env, 4)
 
 
-def create_env(env_id: str, repeat_action_probability: float, n_envs: int, seed: int) -> GymEnvInf:
-    return GymEnvInf([make(env_id, repeat_action_probability) for _ in range(n_envs)], seed)
+def create_env(n_envs: int, seed: int, **game) -> GymEnvInf:
+    return GymEnvInf([make(**game) for _ in range(n_envs)], seed)
 
 
 def scaled(layer: nn.Module, scale: float = math.sqrt(2)) -> nn.Module:
@@ -218,13 +220,13 @@ def optional(module: str):
 
 def main(args: Args) -> None:
     torch.manual_seed(args.seed)
-    with make(args.env_id, args.repeat_action_probability) as env:
+    game = {name: getattr(args, name) for name in ("env_id", "repeat_action_probability", "max_frames")}
+    with make(**game) as env:
         network = ActorCritic(int(env.action_space.n))
     optimizer = torch.optim.Adam(network.parameters(), lr=args.learning_rate, eps=1e-5)
-    env_args = {name: getattr(args, name) for name in ("env_id", "repeat_action_probability", "n_envs")}
     with RL_Batcher(
-        args.n_timesteps, Policy, {"network": network}, create_env, env_args, args.n_processes, args.seed,
-        run_ahead=args.run_ahead,
+        args.n_timesteps, Policy, {"network": network}, create_env, {"n_envs": args.n_envs, **game}, args.n_processes,
+        args.seed, run_ahead=args.run_ahead,
     ) as batcher:  # fmt: skip
         log = Log(args)
         batcher.reset()

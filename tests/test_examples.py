@@ -43,7 +43,8 @@ RUNS = {
     "ppo.py": ([*TRAINING, "--plot", "curve.png"], rf"CartPole-v1: score {SCORE}, {WAITED}"),
     "ppo.py HalfCheetah-v5": ([*TRAINING, "--env-id", "HalfCheetah-v5"], rf"HalfCheetah-v5: score {SCORE}, {WAITED}"),
     "ppo_atari.py": (
-        [*TRAINING, "--n-processes", "1", "--n-envs", "1", "--n-eval", "1"], rf"ALE/Pong-v5: score {SCORE}"
+        [*TRAINING, "--n-processes", "1", "--n-envs", "1", "--n-eval", "1", "--max-frames", "500"],
+        rf"ALE/Pong-v5: score {SCORE}",
     ),
     "dqn.py": ([*TRAINING, "--n-before", "32"], rf"CartPole-v1: score {SCORE}"),
     "sac.py": ([*TRAINING, "--n-before", "32"], rf"Pendulum-v1: score {SCORE}"),

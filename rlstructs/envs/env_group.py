@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
+from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import AutoresetMode
 
 from rlstructs.envs.columns import Columns
@@ -25,12 +26,24 @@ class OtherSpacesError(SpecError, RuntimeError):
 
 
 class Description(NamedTuple):
-    """What the first environment says of itself."""
+    """What the first environment says of itself, and whether bounds of what others observe may differ from that."""
 
     observation_space: gymnasium.Space[Any]
     action_space: gymnasium.Space[Any]
     metadata: dict[str, Any]
     render_mode: str | None
+    bounds_differ: bool = False
+
+    def check(self, k: int, env: gymnasium.Env[Any, Any]) -> None:
+        """Raises OtherSpacesError if environment k is not like this."""
+        found, wanted = env.observation_space, self.observation_space
+        if found != wanted and not (self.bounds_differ and is_space_dtype_shape_equiv(found, wanted)):
+            rule = "shapes and dtypes must be equal" if self.bounds_differ else 'observation_mode="same"'
+            raise OtherSpacesError(f"env_fns: observation_space of environment {k} is {found}, not {wanted} ({rule})")
+        if env.action_space != self.action_space:
+            raise OtherSpacesError(
+                f"env_fns: action_space of environment {k} is {env.action_space}, not {self.action_space}"
+            )
 
 
 class EnvGroup:
@@ -77,12 +90,7 @@ class EnvGroup:
             OtherSpacesError: an environment has other spaces.
         """
         for k, env in enumerate(self._envs):
-            for name in ("observation_space", "action_space"):
-                if getattr(env, name) != getattr(described, name):
-                    raise OtherSpacesError(
-                        f"env_fns: {name} of environment {self._first + k} is {getattr(env, name)}, "
-                        f"of environment 0 {getattr(described, name)}"
-                    )
+            described.check(self._first + k, env)
         spaces = described.observation_space, described.action_space
         columns, mine = Columns(*spaces, n_envs, buffer), self.rows
         self._objects = columns.objects

@@ -23,17 +23,20 @@ import gymnasium
 import numpy as np
 from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import batch_space
+from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from rlstructs.checks import check_count, check_timeout
 from rlstructs.envs.call_order import CallOrder, Pending
+from rlstructs.envs.env_group import Description
 from rlstructs.envs.hosts import Arguments, Host, LocalHost, shares_of
 from rlstructs.envs.outcomes import Outcome, infos_of_all, infos_of_some
 from rlstructs.envs.vector_arguments import (
     RESET_MASK,
+    SAME,
     env_fns_of,
     env_ids_of,
     group_count,
+    observation_spaces_of,
     options_of,
     seeds_of,
     start_method_of,
@@ -70,6 +73,9 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         n_groups: how many groups the environments form, one after another and as equal as can be. Every worker has
             some of each, and steps a group that is sent as one: the trainer can compute for one group while the
             workers step another (`GymVectorEnv` does, in a rollout).
+        observation_mode: "same" if what they observe has one space; "different" if bounds differ, but not shapes and
+            dtypes; or such spaces of one's own, of all environments and of a single one.
+        max_concurrency: at most so many workers, of which each steps one environment at a time.
         context: gymnasium's name of `start_method`.
         shared_memory, daemon: gymnasium's, and without effect: arrays are always shared and all else is pickled;
             workers always end with this process, and may start processes of their own.
@@ -105,6 +111,8 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         start_method: str | None = None,
         timeout: float | None = None,
         n_groups: int = 1,
+        observation_mode: str | tuple[gymnasium.Space[Any], gymnasium.Space[Any]] = SAME,
+        max_concurrency: int | None = None,
         context: str | None = None,
         shared_memory: bool = True,
         daemon: bool = True,
@@ -113,18 +121,22 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         self.closed = True  # until there is something to close
         makers = env_fns_of(env_fns)
         check_timeout(timeout)
+        spaces = observation_spaces_of(observation_mode)
         start_method = start_method_of(start_method, context)
         self.env_fns, self.num_envs, self.copy = makers, len(makers), bool(copy)
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         groups = shares_of(range(self.num_envs), group_count(n_groups, self.num_envs))
         self.groups = tuple(np.array(group) for group in groups)
-        n_workers = worker_count(n_workers, len(groups[-1]))
+        n_workers = worker_count(n_workers, len(groups[-1]), max_concurrency)
         self._host: Host = (
             WorkerHost(makers, n_workers, groups, start_method, timeout) if n_workers else LocalHost(makers, groups)
         )
         try:
-            described = self._host.describe()
+            described = self._host.describe()._replace(bounds_differ=observation_mode != SAME)
+            if spaces is not None:
+                described = described._replace(observation_space=spaces[1])
             self._columns = self._host.attach(described, self.num_envs, self.autoreset_mode)
+            self.observation_space = self._batched(described) if spaces is None else spaces[0]
         except BaseException:
             self._host.kill()
             raise
@@ -132,13 +144,18 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         self.render_mode = described.render_mode
         self.single_observation_space = described.observation_space
         self.single_action_space = described.action_space
-        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         # Which environments have an observation, will have one when a reset is over, were sent and not received.
         self._was_reset, self._will_be, self._is_out = (np.zeros(self.num_envs, bool) for _ in range(3))
         self._are_all_reset = False
         self._call_errors: list[Exception] = []
         self.closed = False
+
+    def _batched(self, described: Description) -> gymnasium.Space[Any]:
+        if not described.bounds_differ:
+            return batch_space(described.observation_space, self.num_envs)
+        self._host.call("call", lambda rows: ("observation_space", (), {}))()
+        return batch_differing_spaces([space for some in self._host.answers(None) for space in some])
 
     @property
     def np_random(self) -> tuple[np.random.Generator, ...]:

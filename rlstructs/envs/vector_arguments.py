@@ -14,6 +14,7 @@ from rlstructs.errors import SpecError
 from workers.groups import n_cores
 
 RESET_MASK = "reset_mask"
+SAME, DIFFERENT = "same", "different"
 
 
 def env_fns_of(env_fns: Iterable[Callable[[], gymnasium.Env[Any, Any]]]) -> list[Callable[[], Any]]:
@@ -42,21 +43,38 @@ def group_count(n_groups: int, n_envs: int) -> int:
     return int(n_groups)
 
 
-def worker_count(n_workers: int | None, n_envs: int) -> int:
+def observation_spaces_of(mode: Any) -> tuple[gymnasium.Space[Any], gymnasium.Space[Any]] | None:
+    """The spaces, of all environments and of one, that what they observe is said to have; None if they tell.
+
+    Raises:
+        SpecError: neither such spaces nor "same" nor "different".
+    """
+    if isinstance(mode, str) and mode in (SAME, DIFFERENT):
+        return None
+    if isinstance(mode, tuple) and len(mode) == 2 and all(isinstance(space, gymnasium.Space) for space in mode):
+        return mode
+    raise SpecError(
+        f"observation_mode must be {SAME!r}, {DIFFERENT!r} or two spaces, of all environments and of one, got {mode!r}"
+    )
+
+
+def worker_count(n_workers: int | None, n_envs: int, max_concurrency: int | None = None) -> int:
     """How many workers there will be; by itself one for each core that it may use, at most `n_envs`.
 
     Args:
         n_workers: as it was given.
         n_envs: how many environments there are, of the smallest group.
+        max_concurrency: at most so many.
 
     Raises:
-        SpecError, TypeError: not an int from 0 to `n_envs`.
+        SpecError, TypeError: not an int from 0 to `n_envs`, or no limit from 1 on.
     """
+    limit = n_envs if max_concurrency is None else check_count("max_concurrency", max_concurrency)
     if n_workers is None:
-        return min(n_cores(), n_envs)
+        return min(n_cores(), n_envs, limit)
     if check_count("n_workers", n_workers, 0) > n_envs:
         raise SpecError(f"n_workers must be at most {n_envs}, the number of environments of a group, got {n_workers}")
-    return int(n_workers)
+    return min(int(n_workers), limit)
 
 
 def start_method_of(start_method: str | None, context: str | None) -> str | None:
