@@ -307,6 +307,7 @@ def _ended(signum):
     """Seconds until a trainer and its workers have ended."""
     program = textwrap.dedent("""
         import signal
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs have it ignored
         from soak import Soak
         kept = Soak("CartPole-v1", 2, 8, 64, timeout=60.0)
         print(*[worker["pid"] for worker in kept.batcher.stats()["workers"]], flush=True)
