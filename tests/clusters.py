@@ -12,7 +12,6 @@ import gymnasium
 import psutil
 import torch
 from helpers import Count, create_gym
-from processes import exists
 
 from rlstructs import DictTensor, GymEnvInf, NormalizeObservation, NormalizeReward, RL_Agent
 
@@ -71,14 +70,6 @@ def pids_in(stats):
 def pids_of(batcher):
     """The actors and their worker processes."""
     return pids_in(batcher.stats())
-
-
-def wait_until_gone(pids, seconds=20.0):
-    """Waits until none of these processes is there."""
-    deadline = time.monotonic() + seconds
-    while left := [pid for pid in pids if exists(pid)]:
-        assert time.monotonic() < deadline, left
-        os.sched_yield()
 
 
 class Noisy(RL_Agent):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import psutil
 
@@ -28,6 +29,19 @@ def exists(pid):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def wait_until(happened, seconds=30.0):
+    """Waits for what another process does; it is an error that it has not after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline
+        os.sched_yield()
+
+
+def wait_until_gone(pids):
+    """Waits until none of these processes is there."""
+    wait_until(lambda: not any(map(exists, pids)))
 
 
 def named_memory(*pids):

@@ -27,10 +27,9 @@ from clusters import (
     pids_in,
     pids_of,
     ray_cluster,
-    wait_until_gone,
 )
 from helpers import Counting, rollout
-from processes import exists
+from processes import exists, wait_until, wait_until_gone
 
 from rlstructs import (
     ClosedError,
@@ -375,13 +374,6 @@ def test_it_cannot_be_pickled(cluster):
 
 
 # --- failures -----------------------------------------------------------------------------------------
-
-
-def wait_until(happened):
-    deadline = time.monotonic() + LIMIT
-    while not happened():
-        assert time.monotonic() < deadline
-        os.sched_yield()
 
 
 def kill(pid, signum=signal.SIGKILL):

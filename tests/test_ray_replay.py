@@ -15,7 +15,8 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from clusters import ray_cluster, wait_until_gone
+from clusters import ray_cluster
+from processes import wait_until_gone
 
 from rlstructs import (
     ClosedError,

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import Count, Counting, count_batcher, rollout
-from processes import worker_pids
+from processes import wait_until, worker_pids
 
 from rlstructs import GymEnv, GymEnvInf, OutOfMemoryError, RL_Batcher, SpecError, WorkerCrashed, WorkerTimeout
 from rlstructs.seeding import EnvSeed, next_seed
@@ -96,14 +96,6 @@ def kill(pid):
     poll.register(pidfd, select.POLLIN)
     assert poll.poll(LIMIT * 1000)
     os.close(pidfd)
-
-
-def wait_until(happened):
-    """Waits for what another process does, and for `LIMIT` seconds at most."""
-    deadline = time.monotonic() + LIMIT
-    while not happened():
-        assert time.monotonic() < deadline
-        os.sched_yield()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import time
 
 import psutil
 import pytest
-from processes import exists, named_memory, worker_pids
+from processes import exists, named_memory, wait_until_gone, worker_pids
 
 from workers import (
     InlinePool,
@@ -341,6 +341,48 @@ def test_what_came_before_a_death_counts_also_when_the_next_request_finds_it():
         pool.settle(asked + late)
         assert asked[0].value == (0, pool.pids[0])
         assert isinstance(asked[1].error, WorkerCrashed) and isinstance(late[0].error, WorkerCrashed)
+
+
+def test_a_fork_server_that_is_killed_at_this_moment_is_followed_by_another():
+    with WorkerPool(1, Job) as pool:
+        server = psutil.Process(pool.pids[0]).ppid()
+    for _ in range(10):
+        os.kill(server, signal.SIGKILL)
+        with WorkerPool(1, Job) as pool:
+            assert pool.call("identify") == [(0, pool.pids[0])]
+            server = psutil.Process(pool.pids[0]).ppid()
+
+
+def test_what_a_fork_server_started_at_its_very_end_is_no_second_worker(tmp_path, monkeypatch):
+    (tmp_path / "ends_as_it_forks.py").write_text(textwrap.dedent("""
+        import os, pathlib, signal, time
+
+        first, server = pathlib.Path(__file__).with_name("first"), os.getpid()
+
+        def before():
+            global is_first
+            is_first = not first.exists()
+            first.touch()
+
+        def in_server():
+            if is_first:
+                while not first.read_text():
+                    time.sleep(0.001)
+                os.kill(server, signal.SIGKILL)
+
+        def in_worker():
+            if is_first:
+                first.write_text(str(os.getpid()))
+                while os.getppid() == server:
+                    time.sleep(0.001)
+
+        os.register_at_fork(before=before, after_in_parent=in_server, after_in_child=in_worker)
+    """))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with WorkerPool(1, Job, preload=("ends_as_it_forks",)) as pool:
+        assert pool.call("identify") == [(0, pool.pids[0])]
+        first = int((tmp_path / "first").read_text())
+        wait_until_gone([first])
 
 
 def test_the_start_has_the_same_deadline():

@@ -36,6 +36,16 @@ from workers.descriptors import Descriptor
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
+_parent, _self = 0, os.getpid()
+
+
+def _note_fork() -> None:
+    global _parent, _self
+    _parent, _self = _self, os.getpid()
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
 
 def run(
     index: int,
@@ -127,6 +137,8 @@ def die_with_parent() -> None:
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if _parent not in (0, os.getppid()):  # it ended before: another worker may have been started instead
+        os._exit(1)
 
 
 def unblock_sigint() -> None:

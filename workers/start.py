@@ -41,6 +41,8 @@ START_METHODS = ("forkserver", "spawn", "fork")
 SIGINT = int(signal.SIGINT)
 
 _CONFIG_LOCK = threading.Lock()
+# Seconds that a fork server takes at most from its last word to its end.
+DYING = 1.0
 _servers: dict[tuple[str, ...], forkserver.ForkServer] = {}
 
 
@@ -199,13 +201,40 @@ class _ForkServerPopen(popen_forkserver.Popen):
 
     def _launch(self, process_obj: Any) -> None:
         data = _start_data(process_obj, self)
+        self._server.ensure_running()
+        pid: int = self._server._forkserver_pid
+        try:
+            self._ask(data)
+        except (ConnectionError, EOFError):
+            # A server that is killed cannot be waited for at once, and is taken for one that runs until then.
+            if not _is_over(pid):
+                raise
+            self._ask(data)  # another takes its place
+
+    def _ask(self, data: bytes) -> None:
         self.sentinel, parent_writes = self._server.connect_to_new_process(self._fds)
         self.finalizer = util.Finalize(self, _close, (self.sentinel, parent_writes))
-        _write(parent_writes, data)
-        if not _readable(self.sentinel, None if self._timeout is None else time.monotonic() + self._timeout):
-            _forget(self._server)
-            raise TimeoutError("the fork server does not answer")
-        self.pid = forkserver.read_signed(self.sentinel)
+        try:
+            _write(parent_writes, data)
+            if not _readable(self.sentinel, None if self._timeout is None else time.monotonic() + self._timeout):
+                _forget(self._server)
+                raise TimeoutError("the fork server does not answer")
+            self.pid = forkserver.read_signed(self.sentinel)
+        except (ConnectionError, EOFError):
+            self.finalizer()
+            raise
+
+
+def _is_over(pid: int) -> bool:
+    """Whether a fork server has ended, or does so in a moment."""
+    try:
+        over = os.pidfd_open(pid)
+    except (AttributeError, ProcessLookupError):  # no Linux; another thread has waited for it
+        return True
+    try:
+        return _readable(over, time.monotonic() + DYING)
+    finally:
+        os.close(over)
 
 
 class _SpawnProcess(process.BaseProcess):
