@@ -35,6 +35,7 @@ from rlstructs.replay import (
     PrioritizedSampler,
     PrioritizedSliceSampler,
     SamplerWithoutReplacement,
+    SliceSampler,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
     TensorStorage,
@@ -456,6 +457,40 @@ def test_what_is_known_of_the_rows_comes_along_if_asked_for():
     assert "index" not in buffer.sample(3, include_info=False)
 
 
+def test_whether_there_is_a_batch_is_known_without_drawing_it(storage):
+    buffer, same = (made(storage, sampler=SamplerWithoutReplacement(drop_last=True), batch_size=4) for _ in range(2))
+    assert not buffer.can_sample()
+    for each in (buffer, same):
+        each.extend(numbered(0, 3))
+    assert not buffer.can_sample() and buffer.can_sample(3)
+    for each in (buffer, same):
+        each.extend(numbered(3, 7))
+    for _ in range(5):
+        assert buffer.can_sample()
+        assert buffer.sample() == same.sample()
+    with pytest.raises(StateError, match="^batch_size not specified"):
+        made(storage).can_sample()
+    slices = made(storage, sampler=SliceSampler(slice_len=4, end_key="next/done"), batch_size=8)
+    slices.extend(numbered(0, 3))
+    assert not slices.can_sample()  # no slice is as long
+    slices.extend(numbered(3, 7))
+    assert slices.can_sample()
+
+
+def test_how_full_it_is():
+    buffer = made(max_size=8, batch_size=2, prefetch=3)
+    buffer.extend(numbered(0, 10))
+    for _ in range(3):
+        buffer.sample()
+    assert buffer.stats() == {
+        "size": 8, "capacity": 8, "utilization": 1.0, "write_count": 10, "prefetch_queue_size": 3, "initialized": True,
+    }  # fmt: skip
+    buffer.empty(empty_write_count=False)
+    assert buffer.write_count == 10 and len(buffer) == 0
+    buffer.empty()
+    assert buffer.stats()["utilization"] == buffer.write_count == 0
+
+
 def test_samples_are_private_copies(storage):  # R43, B5.6
     buffer = made(storage)
     buffer.extend(numbered(0, 5))
@@ -628,6 +663,30 @@ def test_rows_are_changed_in_place(storage):  # B6 set_at_
             buffer[[0, 1]] = values
     with pytest.raises(IndexError, match="holds no row|is not in"):
         buffer[[0, 7]] = {"next/reward": [1.0, 2.0]}
+    assert buffer[:] == before
+
+
+def test_columns_are_changed_in_place(storage):  # B6 set_/set_at_/update_, read_all/write_all
+    buffer = made(storage, 5)
+    buffer.extend(numbered(0, 7))
+    assert buffer.set_(("next", "reward"), torch.arange(5)) is buffer and held(buffer) == [0, 1, 2, 3, 4]
+    assert buffer.set_at_("next/reward", [7.0, 9.0], [0, 1]) is buffer and held(buffer) == [0, 1, 2, 7, 9]
+    changed = numbered(10, 5)
+    assert buffer.update_(changed, keys_to_update=[("next", "reward")]) is buffer
+    assert held(buffer) == [10, 11, 12, 13, 14] and buffer["obs"][:, 0].tolist() == [2, 3, 4, 5, 6]
+    buffer.update_(changed)
+    assert buffer["obs"][:, 0].tolist() == held(buffer) == buffer.read_all_in_order()["next/reward"].tolist()
+    buffer.write_all({"next/reward": buffer.read_all_in_order(2)["next/reward"] + 1})
+    buffer.write_all({"next/reward": [-3.0]}, 1)
+    assert held(buffer) == [-3, 12, 12, 13, 14]
+    before = buffer[:]
+    for change, error in (
+        (lambda: buffer.update_(changed, keys_to_update=["x"]), MissingKeyError),
+        (lambda: buffer.update_(numbered(0, 4)), SpecError), (lambda: buffer.set_("x", [0] * 5), MissingKeyError),
+        (lambda: buffer.write_all(numbered(0, 2), 1), SpecError), (lambda: buffer.set_at_("obs", 1.0, 0), SpecError),
+    ):  # fmt: skip
+        with pytest.raises(error):
+            change()
     assert buffer[:] == before
 
 

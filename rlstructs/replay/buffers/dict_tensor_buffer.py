@@ -150,6 +150,10 @@ class DictTensorReplayBuffer(DictTensorParts):
             StateError: nothing is stored, or no size is given here or there.
             SpecError: there is nothing to draw.
         """
+        if batch_size is not None and self._batch_size not in (None, batch_size):
+            own = self._batch_size
+            text = f"sample: batch_size {batch_size} is another than that of the constructor, {own}; it counts"
+            warnings.warn(text, stacklevel=2)
         made = self._next(self._size(batch_size), include_info is None or bool(include_info))
         assert made is not None
         return made if return_info else made[0]
@@ -163,26 +167,32 @@ class DictTensorReplayBuffer(DictTensorParts):
         while (made := self._next(self._batch_size, True, in_pass=True)) is not None:
             yield made[0]
 
+    def can_sample(self, batch_size: int | None = None) -> bool:
+        """Whether `sample` would give a batch now; draws nothing.
+
+        Raises:
+            StateError: no size is given here or there.
+        """
+        with self._lock:
+            draws, n = Draws(self), self._size(batch_size)
+            before = draws.place()
+            try:
+                draws.draw(self._request(n, with_info=False), None)
+            except (ValueError, RuntimeError):
+                return False
+            finally:
+                draws.go_to(before)
+            return True
+
     def _size(self, given: int | None) -> int:
         if given is None and self._batch_size is None:
             raise StateError("batch_size not specified: give one to the constructor or to sample")
-        if given is not None and self._batch_size not in (None, given):
-            warnings.warn(
-                f"sample: batch_size {given} is another than that of the constructor, {self._batch_size}; it counts",
-                stacklevel=3,
-            )
         return check_count("batch_size", self._batch_size if given is None else given)
 
     def _next(self, n: int, with_info: bool, in_pass: bool = False) -> tuple[Any, dict[str, Any]] | None:
         """A batch of n rows and what is known of it; None if the pass is over and there should be none."""
         with self._lock:
-            request: Request = (*self._sampler.plan(n), with_info)
-            if not self._span().total:
-                raise StateError("Cannot sample from an empty storage.")
-            if not self._knows_episodes and (self._sampler.needs_episodes or not self._reading.is_plain):
-                raise SpecError(
-                    "nothing says where episodes end: no terminated, truncated or done, and no end_key or traj_key"
-                )
+            request = self._request(n, with_info)
             if in_pass and not self._sampler.remains(self._storage, request[0]):
                 return None
             draws, batch = Draws(self), None
@@ -195,6 +205,17 @@ class DictTensorReplayBuffer(DictTensorParts):
         made: tuple[Any, dict[str, Any]]
         made = draws.finish(request, picked, arrays) if batch is None else batch.result()
         return made
+
+    def _request(self, n: int, with_info: bool) -> Request:
+        """What to draw for a batch of n rows."""
+        request = (*self._sampler.plan(n), with_info)
+        if not self._span().total:
+            raise StateError("Cannot sample from an empty storage.")
+        if not self._knows_episodes and (self._sampler.needs_episodes or not self._reading.is_plain):
+            raise SpecError(
+                "nothing says where episodes end: no terminated, truncated or done, and no end_key or traj_key"
+            )
+        return request
 
     def _content(self) -> Any:
         """Equal to what it was only if nothing has changed that draws depend on."""

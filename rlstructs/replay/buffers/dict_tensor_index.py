@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from rlstructs.replay.buffers.parts import joined
 from rlstructs.replay.buffers.rows_in import as_rows, flat_items
 from rlstructs.replay.values import host_array
 from rlstructs.structures.dict_tensor import DictTensor
+
+S = TypeVar("S", bound="DictTensorIndex")
 
 
 class DictTensorIndex(DictTensorRows):
@@ -76,6 +78,41 @@ class DictTensorIndex(DictTensorRows):
             inverted = self._inverted(rows_of(flat, "[]"), "[]")
             if inverted is not None and rows.size:
                 self._put(rows, inverted.values)
+
+    def set_(self: S, key: Any, value: Any) -> S:
+        """Changes a column in all rows, the oldest first; raises as `[]` does. Returns the buffer."""
+        self[key] = value
+        return self
+
+    def set_at_(self: S, key: Any, value: Any, index: Any) -> S:
+        """Changes a column in some rows; `index` and errors as of `[]`. Returns the buffer."""
+        self[index] = {joined(key): value}
+        return self
+
+    def update_(self: S, values: Any, *, keys_to_update: Sequence[Any] | None = None) -> S:
+        """Changes columns in all rows, the oldest first; raises as `[]` does.
+
+        Args:
+            values: a mapping of names to `(len(self), ...)`.
+            keys_to_update: which of them; None for all.
+
+        Returns:
+            The buffer.
+        """
+        flat = flat_items(values, "update_")
+        keys = list(flat) if keys_to_update is None else [joined(key) for key in keys_to_update]
+        if absent := sorted(set(keys) - set(flat)):
+            raise MissingKeyError(f"update_: no {absent} among the values, there are {sorted(flat)}")
+        self[:] = {key: flat[key] for key in keys}
+        return self
+
+    def read_all_in_order(self, end: int | None = None) -> Any:
+        """All rows, or the first `end` of them, the oldest first: `[:end]`."""
+        return self[:end]
+
+    def write_all(self, data: Any, end: int | None = None) -> None:
+        """Changes as many rows as `data` has, or `end`, the oldest first; raises as `[]` does."""
+        self[: rows_of(data, "write_all").n if end is None else end] = data
 
     def _put(self, rows: np.ndarray, values: Mapping[str, Any]) -> None:
         storage = self._storage

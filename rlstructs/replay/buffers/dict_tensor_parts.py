@@ -70,6 +70,19 @@ class DictTensorParts(DictTensorFiles):
         with self._lock:
             self._rng = generator_of(seed_of(generator))
 
+    def set_rng(self, generator: np.random.Generator | torch.Generator | int | None) -> None:
+        """Sets `generator`."""
+        self.generator = generator
+
+    def stats(self) -> dict[str, int | float | bool]:
+        """How full it is: `size`, `capacity`, `utilization`, `write_count`, `prefetch_queue_size`, `initialized`."""
+        with self._lock:
+            size, capacity = len(self), self._settings.max_size
+            return {
+                "size": size, "write_count": self.write_count, "prefetch_queue_size": len(self._ahead),
+                "initialized": True, "capacity": capacity, "utilization": size / capacity,
+            }  # fmt: skip
+
     def append_transform(self: S, transform: Any, *, invert: bool = False) -> S:
         """Adds a transform behind the others; with `invert` its `forward` is for rows that are written.
 

@@ -110,8 +110,11 @@ class DictTensorRows(Buffer):
         require_keys(steps, (names or {}).values())
         self._store(rows_of(steps, "add_trajectories", names), "add_trajectories")
 
-    def empty(self) -> None:
+    def empty(self, empty_write_count: bool = True) -> None:
         """Drops every row, and what samplers and writers know of them; row ids begin with 0 again.
+
+        Args:
+            empty_write_count: whether `write_count` does, too.
 
         Raises:
             StateError: the writer is an `ImmutableWriter`.
@@ -121,7 +124,8 @@ class DictTensorRows(Buffer):
             self._storage.clear()
             self._sampler.cleared()
             self._writer.changed()
-            self._n_written = 0
+            if empty_write_count:
+                self._n_written = 0
 
     def _store(self, given: Rows, owner: str, update: bool | None = None, writer: Writer | None = None) -> np.ndarray:
         """Writes rows; their row ids, int64 (n,)."""
