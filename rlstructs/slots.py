@@ -81,6 +81,7 @@ class Layout:
     action: Specs
     info: Specs
 
+    @functools.cached_property
     def fields(self) -> list[Field]:
         """Every column, at its place."""
         fields: list[Field] = []
@@ -118,13 +119,13 @@ class Layout:
     @property
     def reserved_nbytes(self) -> int:
         """Address space, in bytes."""
-        last = self.fields()[-1]
+        last = self.fields[-1]
         return last.offset + last.nbytes
 
     @property
     def nbytes(self) -> int:
         """Memory that a rollout takes, in bytes, without the sparse columns."""
-        return sum(field.nbytes for field in self.fields() if not field.sparse)
+        return sum(field.nbytes for field in self.fields if not field.sparse)
 
 
 class Lent(Mapping[str, torch.Tensor]):
@@ -191,7 +192,7 @@ class Slots:
         self._poisons = poisons
         self.n = layout.n_slots if n is None else n
         self._columns = {
-            field.name: _column(field, buffer)[first : first + self.n] for field in layout.fields()
+            field.name: _column(field, buffer)[first : first + self.n] for field in layout.fields
         }
         self.lengths: np.ndarray = self._columns["lengths"].numpy()
         self._reset: np.ndarray = self._columns["reset"].numpy()

@@ -35,7 +35,7 @@ def columns_of(slots: Slots, rows: np.ndarray, n_timesteps: int) -> Columns:
     reset = raw_of(slots.column("reset"))[index, :n_timesteps]
     at, times = np.nonzero(reset)
     columns = {}
-    for field in slots.layout.fields():
+    for field in slots.layout.fields:
         column = raw_of(slots.column(field.name))
         if field.sparse:
             columns[field.name] = column[at if isinstance(index, slice) else rows[at], times]
@@ -133,11 +133,11 @@ class Parts:
         """
         columns = {
             field.name: np.zeros((n_rows, *_shape(field.name, field.shape[1:])), _raw_dtype(field.dtype))
-            for field in self.layout.fields()
+            for field in self.layout.fields
             if not field.sparse
         }
         columns |= {field.name: np.zeros((0, *field.shape[2:]), _raw_dtype(field.dtype))
-                    for field in self.layout.fields() if field.sparse}  # fmt: skip
+                    for field in self.layout.fields if field.sparse}  # fmt: skip
         columns |= {name: raw_of(tensor) for name, tensor in infos.items()}
         for column in columns.values():
             column.flags.writeable = False
