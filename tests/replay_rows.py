@@ -33,7 +33,7 @@ def listed(added):
 
 def state_of(buffer):
     """All that a buffer holds and knows, so that two states can be compared."""
-    state = {name: np.copy(buffer._whole(name)).tolist() for name in buffer._specs}
+    state = {name: np.copy(buffer._column(name)).tolist() for name in buffer._specs}
     storage = buffer._storage
     state["counters"] = storage.ring.counters.tolist()
     state["episodes"] = storage.episodes.columns.flat["episode"].tolist()

@@ -200,6 +200,29 @@ def test_what_is_nested_in_columns_is_indexed_by_rows():
         buffer.info.step[0] = 1
 
 
+def test_a_row_of_a_column_that_is_stored_once_is_read_without_the_others(monkeypatch):
+    buffer = ReplayBuffer(50)
+    for t in range(60):
+        buffer.add({"obs": np.full(300, t), "act": 0, "rew": 0.0, "terminated": t % 7 == 6, "truncated": False,
+                    "obs_next": np.full(300, t + 1)})  # fmt: skip
+    read = []
+    gather = buffer._storage.gather
+    monkeypatch.setattr(buffer._storage, "gather", lambda *args: read.append(args[1].size) or gather(*args))
+    column = buffer.obs_next
+    assert column.shape == (50, 300) and len(column) == 50 and column.dtype == np.int64 and not any(read)
+    index = np.array([[3, 20], [9, 49]])
+    assert column[3].tolist() == [54] * 300 and column[index][..., 0].tolist() == [[54, 21], [60, 50]]
+    assert column[-1, 5] == 50 and column[10:12, :2].tolist() == [[11, 11], [12, 12]] and max(read) == 4
+    assert column[np.arange(50) == 9, 0].tolist() == [60] and column[..., 0].shape == (50,)
+    whole = np.asarray(column)
+    assert (whole == buffer[np.arange(50)].obs_next).all() and (column + 1 == whole + 1).all() and column.max() == 60
+    for part in (column[3], column[index], column[...]):
+        with pytest.raises(ValueError, match="read-only"):
+            part[0] = 1
+    with pytest.raises(IndexError):
+        column[50]
+
+
 def test_columns_are_read_only_and_have_all_rows():  # A2
     buffer = fill(ReplayBuffer(4), 2, x=np.ones(3), obs_next=np.int64(9))
     assert buffer.obs.tolist() == [0, 1, 0, 0] and buffer.x.shape == (4, 3) and buffer.obs_next.tolist() == [9, 9, 0, 0]

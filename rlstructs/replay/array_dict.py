@@ -1,31 +1,77 @@
-"""`ArrayDict` and `RowDict`: what a sample is when it is no `DictTensor`."""
+"""`ArrayDict`: what a batch is when it is no `DictTensor`; it has what users of tianshou's `Batch` rely on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from rlstructs.replay import array_ops
+
+A = TypeVar("A", bound="ArrayDict")
 
 
 class ArrayDict(dict[str, Any]):
-    """A dict, name -> array. What is nested has names joined with `/`, and is reached as such too.
+    """Arrays by name, with a row each: its length is theirs, and an index that is no name picks rows.
 
-    Attributes are items. What is nested comes as a dict of its own: `batch["obs/speed"] = 0` changes this one,
-    `batch.obs.speed = 0` does not.
+    What is nested has names joined with `/`, and is reached as such too. Attributes are items. As of a `DictTensor`,
+    iterating gives the names.
+
+    Args:
+        given: a mapping, or pairs of name and array; or a list of mappings, each a row.
+        named: more arrays by name.
 
     Example:
-        >>> batch = ArrayDict({"obs/image": 1, "obs/speed": 2, "act": 3})
-        >>> batch["obs/speed"], batch["obs"]["speed"], batch.obs.speed, batch.act
-        (2, 2, 2, 3)
-        >>> "obs" in batch, "info" in batch
-        (True, False)
+        >>> batch = ArrayDict(obs={"image": np.zeros((4, 2)), "speed": np.arange(4)}, act=np.ones(4))
+        >>> batch.obs.speed = batch.obs.speed * 2
+        >>> len(batch), list(batch), batch["obs/speed"], batch[1:3].obs
+        (4, ['obs/image', 'obs/speed', 'act'], array([0, 2, 4, 6]), ArrayDict(image=(2, 2) float64, speed=(2,) int64))
+        >>> [len(part) for part in batch.split(3)], "obs" in batch, "info" in batch
+        ([3, 1], True, False)
     """
 
+    def __init__(self, given: Any = (), /, **named: Any) -> None:
+        super().__init__()
+        for name, value in dict(_stacked(given) if _are_rows(given) else given, **named).items():
+            if isinstance(value, Mapping) or _are_rows(value):
+                for key, inside in ArrayDict(value).items():
+                    self._set(f"{name}/{key}", inside)
+            else:
+                self._set(name, value)
+
+    @classmethod
+    def trusted(cls: type[A], items: Any) -> A:
+        """Makes one of names that are joined already and arrays, unchecked."""
+        made = cls.__new__(cls)
+        dict.__init__(made, items)
+        return made
+
+    # Names
+
+    def __getitem__(self, index: Any) -> Any:
+        """What is under a name; or rows, of all arrays that have some.
+
+        Raises:
+            KeyError, IndexError: there is nothing.
+        """
+        if isinstance(index, str):
+            return super().__getitem__(index)
+        return self._like((name, value[index] if _has_rows(value) else value) for name, value in self.items())
+
     def __missing__(self, name: str) -> Any:
-        start = f"{name}/"
-        inside = {key[len(start) :]: value for key, value in self.items() if key.startswith(start)}
-        if not inside:
+        if not self._inside(name):
             raise KeyError(f"no {name!r} in this batch, there are {sorted(self)}")
-        return ArrayDict(inside)
+        return self._nested(name)
+
+    def _nested(self, name: str) -> ArrayDict:
+        return _Nested(self, name)
+
+    def _inside(self, name: str) -> dict[str, Any]:
+        """What is nested there, by the rest of its name."""
+        start = f"{name}/"
+        return {key[len(start) :]: value for key, value in self.items() if key.startswith(start)}
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or any(key.startswith(f"{name}/") for key in self)
@@ -37,27 +83,73 @@ class ArrayDict(dict[str, Any]):
         except KeyError:
             return default
 
-    def __setitem__(self, name: str, value: Any) -> None:
-        """Puts something under a name, in the place of what was nested there; what is nested gets names of its own."""
-        for key in [key for key in self if key.startswith(f"{name}/")]:
-            del self[key]
-        if not isinstance(value, Mapping):
-            super().__setitem__(name, value)
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Puts something under a name, in the place of what was nested there; what is nested gets names of its own.
+
+        An index that is no name puts rows: `value` is a mapping of the same names.
+
+        Raises:
+            ValueError: the names are others.
+        """
+        if not isinstance(index, str):
+            self._put_rows(index, value)
             return
-        super().pop(name, None)
+        for key in self._inside(index):
+            self._delete(f"{index}/{key}")
+        if not isinstance(value, Mapping):
+            self._set(index, value)
+            return
+        if super().__contains__(index):
+            self._delete(index)
         for key, inside in value.items():
-            self[f"{name}/{key}"] = inside
+            self[f"{index}/{key}"] = inside
+
+    def _put_rows(self, index: Any, value: Any) -> None:
+        rows = ArrayDict(value)
+        if rows.keys() != self.keys():
+            raise ValueError(f"rows must have the names {sorted(self)}, got {sorted(rows)}")
+        for name, array in rows.items():
+            self[name][index] = array
+
+    def _set(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+
+    def _delete(self, name: str) -> None:
+        super().__delitem__(name)
+
+    def __delitem__(self, name: str) -> None:
+        """Takes away what is there under a name, all that is nested too.
+
+        Raises:
+            KeyError: there is nothing.
+        """
+        names = [name] if super().__contains__(name) else [f"{name}/{key}" for key in self._inside(name)]
+        if not names:
+            raise KeyError(f"no {name!r} in this batch, there are {sorted(self)}")
+        for each in names:
+            self._delete(each)
 
     def pop(self, name: str, *default: Any) -> Any:
-        """Takes out what is there under a name, all that is nested too."""
-        if name not in self or super().__contains__(name):
-            return super().pop(name, *default)
-        inside = self[name]
-        for key in inside:
-            del self[f"{name}/{key}"]
-        return inside
+        """Takes out what is there under a name, all that is nested too; the default if there is nothing.
+
+        Raises:
+            KeyError: there is nothing, and no default.
+        """
+        if default and name not in self:
+            return default[0]
+        found = self[name]
+        found = ArrayDict(found) if isinstance(found, ArrayDict) else found
+        del self[name]
+        return found
+
+    def update(self, given: Any = (), /, **named: Any) -> None:
+        """Puts what is under each name."""
+        for name, value in dict(given, **named).items():
+            self[name] = value
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what copy and numpy ask for
+            raise AttributeError(name)
         try:
             return self[name]
         except KeyError as error:
@@ -68,43 +160,226 @@ class ArrayDict(dict[str, Any]):
 
     def __delattr__(self, name: str) -> None:
         try:
-            self.pop(name)
+            del self[name]
         except KeyError as error:
             raise AttributeError(str(error.args[0])) from None
 
-    def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={_show(value)}" for name, value in self.items())
-        return f"{type(self).__name__}({shown})"
+    def get_keys(self) -> Any:
+        """The names."""
+        return self.keys()
 
-
-class RowDict(ArrayDict):
-    """An `ArrayDict` of arrays with a row each: its length is theirs, and an index that is no name picks rows.
-
-    As of a `DictTensor`, iterating gives the names.
-
-    Example:
-        >>> import numpy as np
-        >>> batch = RowDict({"obs/x": np.arange(4), "rew": np.ones(4)})
-        >>> len(batch), list(batch), batch[1:3], batch.obs[[3, 0]].x
-        (4, ['obs/x', 'rew'], RowDict(obs/x=(2,) int64, rew=(2,) float64), array([3, 0]))
-    """
+    # Rows
 
     def __len__(self) -> int:
-        first = next((value for value in self.values() if hasattr(value, "shape")), ())
-        return len(first)
+        return len(next((value for value in self.values() if hasattr(value, "shape")), ()))
 
     def __bool__(self) -> bool:
         """Whether it holds anything, of which there may be no rows, or a single one without an axis for rows."""
         return any(True for _ in self)
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, str):
-            return super().__getitem__(index)
-        picked = {name: value[index] if hasattr(value, "shape") else value for name, value in self.items()}
-        return type(self)(picked)
+    @property
+    def shape(self) -> list[int]:
+        """The axes that all arrays have."""
+        shapes = [tuple(getattr(value, "shape", ())) for value in self.values()]
+        return [min(sizes) for sizes in zip(*shapes, strict=False)]
 
-    def __missing__(self, name: str) -> Any:
-        return RowDict(super().__missing__(name))
+    def split(self: A, size: int, shuffle: bool = True, merge_last: bool = False) -> Iterator[A]:
+        """Rows in parts.
+
+        Args:
+            size: rows of each, the last may have fewer; -1 for all at once.
+            shuffle: whether their order is random, by numpy's global generator.
+            merge_last: whether a part that would be smaller goes with the one before.
+
+        Raises:
+            ValueError: `size` is neither -1 nor at least 1.
+        """
+        n = len(self)
+        if size < 1 and size != -1:
+            raise ValueError(f"size must be -1 or at least 1, got {size}")
+        size = max(n, 1) if size == -1 else size
+        order = np.random.permutation(n) if shuffle else np.arange(n)
+        ends = [*range(size, n, size), n] if n else []
+        if merge_last and n % size and len(ends) > 1:
+            del ends[-2]
+        return (self[order[start:end]] for start, end in zip([0, *ends], ends, strict=False))
+
+    def set_array_at_key(self, arr: Any, key: str, index: Any = None, default_value: Any = None) -> None:
+        """Puts an array under a name, or values to some rows of it.
+
+        Args:
+            arr: values, a row each.
+            key: the name.
+            index: of the rows; None for all.
+            default_value: of all other rows, where the name is new.
+
+        Raises:
+            ValueError, TypeError: the values are not as many as the rows, or there can be no such default.
+        """
+        if index is None:
+            if len(arr) != len(self):
+                raise ValueError(f"{key!r} has {len(arr)} rows, the batch has {len(self)}; give an index to set some")
+            self[key] = arr
+            return
+        if key not in self:
+            arr = np.asarray(arr)
+            self[key] = np.full((len(self), *arr.shape[1:]), default_value).astype(arr.dtype)
+        elif isinstance(self[key], ArrayDict):
+            raise ValueError(f"{key!r} is nested: name one of {sorted(self[key])} in it")
+        self[key][index] = arr
+
+    def to_list_of_dicts(self) -> list[dict[str, Any]]:
+        """A dict for each row."""
+        return [self[row].to_dict() for row in range(len(self))]
+
+    def to_dict(self, recursive: bool = True) -> dict[str, Any]:
+        """What is nested as dicts in a dict; as they are here if not `recursive`."""
+        found: dict[str, Any] = {}
+        for name, value in self.items():
+            *path, last = name.split("/") if recursive else [name]
+            at = found
+            for each in path:
+                at = at.setdefault(each, {})
+            at[last] = value
+        return found
+
+    # Values
+
+    def apply_values_transform(self: A, values_transform: Callable[[Any], Any], inplace: bool = False) -> A | None:
+        """Each array put through a function; a new batch, or with `inplace` this one, and then None is returned."""
+        made = {name: values_transform(value) for name, value in self.items()}
+        if not inplace:
+            return self._like(made)
+        for name, value in made.items():
+            self._set(name, value)
+        return None
+
+    def to_torch(self: A, dtype: torch.dtype | None = None, device: torch.device | str | int = "cpu") -> A:
+        """Numbers as tensors of this dtype (None: as they are) and device; those of numpy share their memory."""
+        made = self.apply_values_transform(lambda value: array_ops.tensor(value, dtype, device))
+        assert made is not None
+        return made
+
+    def to_torch_(self, dtype: torch.dtype | None = None, device: torch.device | str | int = "cpu") -> None:
+        """`to_torch` of this one."""
+        self.apply_values_transform(lambda value: array_ops.tensor(value, dtype, device), inplace=True)
+
+    def to_numpy(self: A) -> A:
+        """Tensors as arrays of numpy, which share the memory of those on the CPU."""
+        made = self.apply_values_transform(array_ops.array)
+        assert made is not None
+        return made
+
+    def to_numpy_(self) -> None:
+        """`to_numpy` of this one."""
+        self.apply_values_transform(array_ops.array, inplace=True)
+
+    def isnull(self: A) -> A:
+        """Where values are NaN or None: arrays of bools."""
+        made = self.apply_values_transform(array_ops.nulls)
+        assert made is not None
+        return made
+
+    def hasnull(self) -> bool:
+        """Whether a value is NaN or None."""
+        return any(array_ops.nulls(value).any() for value in self.values())
+
+    def dropnull(self: A) -> A:
+        """The rows without such."""
+        found = np.zeros(len(self), bool)
+        for value in self.values():
+            if _has_rows(value):
+                found |= array_ops.nulls(value).reshape(len(found), -1).any(1)
+        made: A = self[~found]
+        return made
+
+    @staticmethod
+    def cat(batches: Iterable[Mapping[str, Any]]) -> ArrayDict:
+        """Batches of the same names one behind another."""
+        return _joined(list(batches), array_ops.cat)
+
+    @staticmethod
+    def stack(batches: Iterable[Mapping[str, Any]], axis: int = 0) -> ArrayDict:
+        """Batches of the same names and shapes along a new axis."""
+        return _joined(list(batches), lambda values: array_ops.stack(values, axis))
+
+    def cat_(self, batches: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Puts one or several batches behind this one."""
+        more = [batches] if isinstance(batches, Mapping) else list(batches)
+        self.update(ArrayDict.cat([*([self] if self else []), *more]))
+
+    def stack_(self, batches: Sequence[Mapping[str, Any]], axis: int = 0) -> None:
+        """Stacks this one and others along a new axis."""
+        self.update(ArrayDict.stack([*([self] if self else []), *batches], axis))
+
+    # Else
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        others = ArrayDict(other)
+        return self.keys() == others.keys() and all(
+            np.array_equal(array_ops.array(value), array_ops.array(others[name])) for name, value in self.items()
+        )
+
+    def __ne__(self, other: object) -> bool:  # or it would be that of a dict
+        return not self == other
+
+    __hash__ = None
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={_show(value)}" for name, value in self.items())
+        return f"{type(self).__name__}({shown})"
+
+    def _like(self: A, items: Any) -> A:
+        """Another batch of this kind."""
+        return type(self).trusted(items)
+
+
+class _Nested(ArrayDict):
+    """What is nested under a name of a batch: what is put here is put there."""
+
+    def __init__(self, outer: ArrayDict, name: str) -> None:
+        dict.__init__(self, outer._inside(name))
+        vars(self).update(_outer=outer, _start=f"{name}/")
+
+    def _set(self, name: str, value: Any) -> None:
+        super()._set(name, value)
+        self._outer[self._start + name] = value
+
+    def _delete(self, name: str) -> None:
+        super()._delete(name)
+        del self._outer[self._start + name]
+
+    def _like(self, items: Any) -> Any:
+        return ArrayDict.trusted(items)
+
+    def __reduce__(self) -> Any:
+        return ArrayDict, (dict(self),)
+
+    def __repr__(self) -> str:
+        return repr(ArrayDict(self))
+
+
+def _are_rows(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) > 0 and all(isinstance(each, Mapping) for each in value)
+
+
+def _has_rows(value: Any) -> bool:
+    return bool(getattr(value, "shape", ()))
+
+
+def _stacked(rows: Iterable[Mapping[str, Any]]) -> ArrayDict:
+    return ArrayDict.stack([ArrayDict(row) for row in rows])
+
+
+def _joined(batches: list[Mapping[str, Any]], join: Callable[[list[Any]], Any]) -> ArrayDict:
+    flat = [ArrayDict(batch) for batch in batches]
+    names = list(flat[0]) if flat else []
+    for batch in flat:
+        if batch.keys() != flat[0].keys():
+            raise ValueError(f"batches must have the same names, got {sorted(names)} and {sorted(batch)}")
+    return ArrayDict({name: join([batch[name] for batch in flat]) for name in names})
 
 
 def _show(value: Any) -> str:

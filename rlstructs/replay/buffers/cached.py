@@ -12,6 +12,7 @@ from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.buffers.base import Buffer
 from rlstructs.replay.buffers.episode_reads import Fields, Pick
 from rlstructs.replay.buffers.episode_rows import Added, MalformedBufferError
+from rlstructs.replay.buffers.lazy_column import LazyColumn
 from rlstructs.replay.buffers.replay_buffer import ReplayBuffer
 from rlstructs.replay.buffers.snapshot import Joined, Rows
 from rlstructs.replay.buffers.transitions import REW, raw_numbers
@@ -94,11 +95,18 @@ class CachedReplayBuffer(VectorReplayBuffer):
     def _rows(self) -> Rows:
         return Joined([self.main_buffer._own_rows(), self._own_rows()], [self.main_buffer.maxsize, super().maxsize])
 
-    def _whole(self, name: str) -> np.ndarray:
-        own = super()._whole(name)
-        if not self.main_buffer.maxsize:
-            return own
-        return np.concatenate([self.main_buffer._whole(name), own])
+    def _column(self, name: str) -> np.ndarray | LazyColumn:
+        return self._gathered(name)
+
+    def _values_at(self, name: str, at: np.ndarray) -> np.ndarray:
+        edge = self.main_buffer.maxsize
+        is_own = at >= edge
+        own = super()._values_at(name, at[is_own] - edge)
+        values = np.empty((at.size, *own.shape[1:]), own.dtype)
+        values[is_own] = own
+        if not is_own.all():
+            values[~is_own] = self.main_buffer._values_at(name, at[~is_own])
+        return values
 
     # Writing
 

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import SpecError
-from rlstructs.replay.array_dict import RowDict
 from rlstructs.replay.buffers import transitions
 from rlstructs.replay.buffers.base import FILL, GROW
-from rlstructs.replay.buffers.episode_reads import EpisodeReads, of_rows
+from rlstructs.replay.buffers.episode_reads import EpisodeReads
 from rlstructs.replay.buffers.rows_in import as_rows
 from rlstructs.replay.buffers.snapshot import Rows
 from rlstructs.replay.buffers.transition_reading import How, read
@@ -181,7 +180,7 @@ class EpisodeEdits(EpisodeReads):
         rows = self._rows()
         found = dict(self._nulls(rows))
         others = {name: np.zeros((rows.total, *spec.shape), bool) for name, spec in self._specs.items()}
-        return of_rows(self._export({**others, **found}, {}), RowDict)
+        return self._export({**others, **found}, {})
 
     def hasnull(self) -> bool:
         """Whether a row holds NaN."""

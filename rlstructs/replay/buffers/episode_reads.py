@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -10,8 +11,9 @@ import numpy as np
 
 from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, SpecError, StateError
-from rlstructs.replay.array_dict import ArrayDict, RowDict
+from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.buffers.episode_rows import EpisodeRows
+from rlstructs.replay.buffers.lazy_column import LazyColumn, read_only
 from rlstructs.replay.buffers.snapshot import Rows, Snapshot
 from rlstructs.replay.buffers.transition_reading import How, read
 from rlstructs.replay.buffers.transitions import DONE, FLAGS, OBS_NEXT, RESERVED
@@ -31,19 +33,17 @@ class Pick(NamedTuple):
     fields: Fields
 
 
-class TransitionDict(RowDict):
-    """A `RowDict` in which what was never stored of `info`, `policy` and `obs_next` is empty rather than not there.
+class TransitionDict(ArrayDict):
+    """An `ArrayDict` in which what was never stored of `info`, `policy` and `obs_next` is empty rather than not there.
 
     Example:
         >>> batch = TransitionDict({"obs/x": 1})
         >>> batch.obs.x, batch.info, "info" in batch
-        (1, RowDict(), False)
+        (1, ArrayDict(), False)
     """
 
     def __missing__(self, name: str) -> Any:
-        if name in ("info", "policy", OBS_NEXT) and name not in self:
-            return RowDict()
-        return super().__missing__(name)
+        return self._nested(name) if name in ("info", "policy", OBS_NEXT) else super().__missing__(name)
 
 
 class EpisodeReads(EpisodeRows):
@@ -101,21 +101,22 @@ class EpisodeReads(EpisodeRows):
             return self._export.one(key, arrays[key], self._known_specs[key])
         start = len(key) + 1
         inside = {name[start:]: array for name, array in arrays.items()}
-        return of_rows(self._export(inside, {name[start:]: self._known_specs[name] for name in names}), RowDict)
+        return self._export(inside, {name[start:]: self._known_specs[name] for name in names})
 
     def __getattr__(self, name: str) -> Any:
         """A whole column, `(maxsize, ...)`, as a read-only array of numpy; what is nested as a dict of them.
 
         Rows that are not there hold zeros, or what they once held. It may or may not follow what is written later:
-        copy what is kept.
+        copy what is kept. One that does not lie in memory as it is, as next observations that are stored once, is a
+        `LazyColumn`: only the rows that are indexed are gathered.
         """
         if "_storage" in vars(self) and not name.startswith("_"):
             if name == DONE and self._specs:
-                return _read_only(self._whole(FLAGS[0]) | self._whole(FLAGS[1]))
+                return read_only(np.asarray(self._column(FLAGS[0])) | np.asarray(self._column(FLAGS[1])))
             if name in self._specs:
-                return _read_only(self._whole(name))
+                return self._column(name)
             if inside := [key for key in self._specs if key.startswith(f"{name}/")]:
-                return RowDict({key[len(name) + 1 :]: _read_only(self._whole(key)) for key in inside})
+                return ArrayDict.trusted({key[len(name) + 1 :]: self._column(key) for key in inside})
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -123,15 +124,28 @@ class EpisodeReads(EpisodeRows):
             raise AttributeError(f"{name!r} is a column of this buffer; use set_array_at_key or set_batch")
         super().__setattr__(name, value)
 
-    def _whole(self, name: str) -> np.ndarray:
+    def _column(self, name: str) -> np.ndarray | LazyColumn:
         """A column, `(maxsize, ...)`; where it is stored as it is a view."""
-        whole = self._storage.columns.flat[name]
         if name in self._storage.links:
-            rows = self._own_rows()
-            whole = np.zeros_like(whole)
-            [whole[rows.every_row()]] = rows.gather([name], rows.every_row())
+            return self._gathered(name)
+        whole = self._storage.columns.flat[name]
         whole = from_bits(whole) if self._specs[name].is_bfloat16 else whole
-        return whole[: self._n_lanes * self._size]
+        return read_only(whole[: self._n_lanes * self._size].view())
+
+    def _gathered(self, name: str) -> LazyColumn:
+        """A column that does not lie in memory as it is."""
+        none = self._values_at(name, np.zeros(0, np.int64))
+        return LazyColumn((self.maxsize, *none.shape[1:]), none.dtype, functools.partial(self._values_at, name))
+
+    def _values_at(self, name: str, at: np.ndarray) -> np.ndarray:
+        """What a column holds at row ids (n,), whether rows are there or not."""
+        if name in self._storage.links:
+            rows, spec = self._own_rows(), self._specs[name]
+            values, there = np.zeros((at.size, *spec.shape), spec.dtype), rows.has(at)
+            [values[there]] = rows.gather([name], at[there])
+        else:
+            values = self._storage.columns.flat[name][at]
+        return from_bits(values) if self._specs[name].is_bfloat16 else values
 
     def _rows_at(self, index: Any) -> np.ndarray:
         """The rows that an index means, int64 of any shape."""
@@ -359,12 +373,8 @@ class EpisodeReads(EpisodeRows):
         return {}
 
     def _hand_over(self, arrays: Mapping[str, Any]) -> Any:
-        return of_rows(self._export(arrays, self._known_specs), TransitionDict)
-
-
-def of_rows(batch: Any, kind: type[RowDict]) -> Any:
-    """A batch as this kind, unless it is a `DictTensor`."""
-    return kind(batch) if type(batch) is ArrayDict else batch
+        batch = self._export(arrays, self._known_specs)
+        return TransitionDict.trusted(batch) if type(batch) is ArrayDict else batch
 
 
 def _checked_size(batch_size: Any) -> int | None:
@@ -373,9 +383,3 @@ def _checked_size(batch_size: Any) -> int | None:
     if isinstance(batch_size, (bool, np.bool_)) or not hasattr(batch_size, "__index__"):
         raise TypeError(f"batch_size must be an int or None, got {batch_size!r}")
     return operator.index(batch_size)
-
-
-def _read_only(array: np.ndarray) -> np.ndarray:
-    view = array.view()
-    view.flags.writeable = False
-    return view

@@ -10,6 +10,7 @@ import torch
 
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError, StateError
+from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.buffers import transitions
 from rlstructs.replay.buffers.base import ERROR, FILL, GROW, Buffer, generator_of
 from rlstructs.replay.buffers.rows_in import OneRow, flat_items
@@ -191,7 +192,7 @@ class EpisodeRows(Buffer):
 
     def _added_quickly(self, batch: Any, buffer_ids: Any) -> Added | None:
         """As `add`, for a row of each lane just as columns hold it; None, and nothing has changed, if it is none."""
-        if type(batch) is not dict or self.save_only_last_obs or not self._names() or not self._size:
+        if type(batch) not in (dict, ArrayDict) or self.save_only_last_obs or not self._names() or not self._size:
             return None
         flat = batch if dict not in map(type, batch.values()) else flat_items(batch, "add")
         if not self._ignored.isdisjoint(flat):

@@ -44,7 +44,7 @@ class Exporter:
         """A batch of arrays that nobody else holds; those without a spec are what they say they are."""
         if self.framework == "torch":
             return DictTensor.trusted({name: self._tensor(array, specs.get(name)) for name, array in arrays.items()})
-        return ArrayDict(zip(arrays, self._converted(arrays, specs), strict=True))
+        return ArrayDict.trusted(zip(arrays, self._converted(arrays, specs), strict=True))
 
     def one(self, name: str, array: Any, spec: Spec | None = None) -> Any:
         """One array."""
