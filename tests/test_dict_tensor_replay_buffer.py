@@ -7,6 +7,7 @@ B6 torchrl's own tests.
 from __future__ import annotations
 
 import gc
+import pickle
 import threading
 import weakref
 
@@ -175,12 +176,45 @@ def test_bfloat16_of_torch_and_jax_stays_what_it_is():
     assert buffer["half"].dtype == torch.bfloat16 and buffer["half"].tolist() == [1.5, -2, 0.5]
 
 
-def test_a_tensordict_comes_in():
-    tensordict = pytest.importorskip("tensordict")
-    buffer = made()
-    buffer.extend(tensordict.TensorDict(numbered(0, 6), [6]))
-    assert buffer.add(tensordict.TensorDict(numbered(0, 6), [6])[5]) == 6
-    assert held(buffer) == [0, 1, 2, 3, 4, 5, 5] and sorted(buffer[:].keys()) == ["next/done", "next/reward", "obs"]
+def test_a_tensordict_comes_in_and_leaves_as_one(tmp_path):
+    TensorDict = pytest.importorskip("tensordict").TensorDict
+    buffer = made(batch_size=4)
+    buffer.extend(TensorDict(numbered(0, 6), [6]))
+    assert buffer.add(TensorDict(numbered(0, 6), [6])[5]) == 6
+    assert held(buffer) == buffer["next", "reward"].tolist() == [0, 1, 2, 3, 4, 5, 5]
+    buffer.save(tmp_path / "buffer.npz")
+    loaded = made(batch_size=4)
+    loaded.load(tmp_path / "buffer.npz")
+    for one in (buffer, pickle.loads(pickle.dumps(buffer)), loaded):
+        batch, info = one.sample(return_info=True)
+        assert isinstance(batch, TensorDict) and batch.batch_size == (4,) and set(info) == {"index"}
+        assert (batch["next", "reward"] == buffer["next", "reward"][batch["index"]]).all()
+        assert isinstance(one[:], TensorDict) and one[2].batch_size == () and one[2]["next", "reward"] == 2
+        assert isinstance(one["next"], TensorDict) and set(one[:].keys()) == {"obs", "next"}
+    buffer[:2] = TensorDict({"next": {"reward": torch.tensor([7.0, 8.0])}}, [2])
+    assert held(buffer)[:2] == [7, 8]
+    numpys = made(framework="numpy")
+    numpys.extend(TensorDict(numbered(0, 6), [6]))
+    assert type(numpys.sample(2)) is ArrayDict
+    with pytest.raises(SpecError):
+        refused = made()
+        refused.extend(TensorDict({"index": torch.zeros(2)}, [2]))
+    refused.extend(numbered(0, 2))
+    assert isinstance(refused.sample(1), DictTensor)
+
+
+def test_rows_of_several_axes_stay_so():
+    TensorDict = pytest.importorskip("tensordict").TensorDict
+    buffer = DictTensorPrioritizedReplayBuffer(storage=TensorStorage(4), alpha=1.0, beta=1.0, generator=0)
+    rows = TensorDict({"obs": torch.arange(30.0).view(3, 5, 2), "done": torch.zeros(3, 5, 1, dtype=bool)}, [3, 5])
+    buffer.extend(rows)
+    buffer.add(rows[1])
+    batch = buffer.sample(8)
+    assert batch.batch_size == (8, 5) and batch["index"].shape == batch["priority_weight"].shape == (8, 5)
+    assert (batch["obs"] == torch.cat([rows, rows[1:2]])["obs"][batch["index"][:, 0]]).all()
+    batch["td_error"] = (batch["index"] + 1.0)[..., None] * torch.tensor([0.1, 0.2, 1, 0.3, 0])[:, None]
+    buffer.update_tensordict_priority(batch)
+    assert buffer.sampler.max_priority == pytest.approx(batch["index"].max().item() + 1)
 
 
 def test_trajectories_come_in_with_valid_steps_only():  # R2, R14: two of them never follow one another

@@ -187,6 +187,30 @@ def test_what_torchrls_own_trainings_pass_changes_nothing(kind, compilable):
         assert buffer["x"].tolist() == [1, 2, 3]
 
 
+def test_what_else_torchrl_takes_must_ask_for_nothing():
+    sampler = SliceSampler(slice_len=2, end_key="done", span=False, compile=True, use_gpu=False, ends=None)
+    storage = LazyTensorStorage(9, device="cpu", consolidated=False, shared_init=False)
+    buffer = DictTensorReplayBuffer(
+        storage=storage, sampler=sampler, writer=RoundRobinWriter(compilable=True, track_generations=False),
+        transform_factory=None, dim_extend=0, checkpointer=None, transport="auto",
+    )  # fmt: skip
+    buffer.extend({"x": torch.arange(4), "done": torch.tensor([0, 1, 0, 1])})
+    assert buffer.sample(2)["x"].tolist() in ([0, 1], [2, 3])
+    DictTensorPrioritizedReplayBuffer(alpha=0.7, beta=0.5, sync=True, sampler_device="cpu")
+    assert PrioritizedSampler(5, 0.7, 0.5, 1e-8, torch.float32, "mean").reduction == "mean"
+    for asks, message in (
+        (lambda: SliceSampler(slice_len=2, span=True), "SliceSampler: span must be False, got True"),
+        (lambda: ListStorage(3, device="cuda"), "device must be the CPU, where these lists are, got cuda"),
+        (lambda: LazyMemmapStorage(3, auto_cleanup=False), "MemmapStorage: auto_cleanup must be True, got False"),
+        (lambda: DictTensorReplayBuffer(consume_after_n_samples=2), "consume_after_n_samples must be None, got 2"),
+        (lambda: RoundRobinWriter(track_generations=True), "track_generations must be False, got True"),
+    ):  # fmt: skip
+        with pytest.raises(SpecError, match=message):
+            asks()
+    with pytest.raises(TypeError, match=r"^DictTensorReplayBuffer\(\) got an unexpected keyword argument 'sise'$"):
+        DictTensorReplayBuffer(sise=3)
+
+
 def test_what_a_buffer_is_not_says_what_is():
     with pytest.raises(SpecError, match="^shared must be False: a buffer is of one process; processes can share a Ray"):
         DictTensorReplayBuffer(shared=True)
@@ -319,6 +343,9 @@ def test_the_reward_is_the_rank_unless_told_otherwise():
     buffer = made(ListStorage(2), writer=MaxValueWriter)
     buffer.extend({"next": {"reward": torch.tensor([3.0, 1.0, 2.0])}})
     assert buffer["next/reward"].tolist() == [3, 2]
+    buffer = made(ListStorage(1), writer=MaxValueWriter)
+    buffer.extend({"reward": torch.tensor([3.0, 1.0]), "next": {"reward": torch.tensor([1.0, 2.0])}})
+    assert buffer["reward"].tolist() == [1]
     with pytest.raises(SpecError, match="^rank_key must be given: the reward is one of"):
         made(writer=MaxValueWriter()).extend({"x": torch.zeros(2)})
 
@@ -528,6 +555,48 @@ class Above(Transform):
     def inv(self, batch):
         kept = batch["reward"] >= self.least
         return batch.index(kept) if kept.any() else None
+
+
+def test_a_transform_may_say_what_it_set():
+    buffer = made()
+    buffer.append_transform(lambda batch: batch.set("y", batch["x"] + 1), invert=True)
+    buffer.append_transform(lambda batch: batch.set("z", batch["y"] * 2))
+    assert buffer.extend(numbers(0, 3)).tolist() == [0, 1, 2]
+    assert buffer[:]["z"].tolist() == [2, 4, 6]
+
+
+def test_what_is_known_of_rows_outlives_a_transform_that_picks_columns():
+    buffer = DictTensorPrioritizedReplayBuffer(alpha=1.0, beta=1.0, transform=lambda batch: batch.get(["x"]))
+    buffer.extend(numbers(0, 3))
+    batch = buffer.sample(4)
+    assert set(batch.keys()) == {"x", "index", "priority_weight"} and batch["x"].equal(batch["index"])
+    batch.set("td_error", batch["x"] + 5.0)
+    buffer.update_tensordict_priority(batch)
+    assert buffer.sampler.max_priority >= 5
+    fewer = made(transform=lambda batch: batch.get(["x"]).slice(0, 2))
+    fewer.extend(numbers(0, 3))
+    assert list(fewer.sample(4)) == ["x"]  # these are other rows
+
+
+def test_transforms_of_rows_that_came_as_tensordicts_get_tensordicts():
+    TensorDict = pytest.importorskip("tensordict").TensorDict
+
+    class Halved(torch.nn.Module):  # as torchrl's are
+        def forward(self, batch):
+            batch["next", "reward"] = batch["next", "reward"] * 2
+            return batch.select("x", ("next", "reward"))
+
+        def inv(self, batch):
+            return batch.update({"next": {"reward": batch["next", "reward"] / 2}})
+
+    buffer = DictTensorPrioritizedReplayBuffer(alpha=1.0, beta=1.0, transform=Halved(), generator=0)
+    rows = TensorDict({"x": torch.arange(4), "next": {"reward": torch.arange(4.0), "y": torch.ones(4)}}, [4])
+    buffer.extend(rows)
+    batch = buffer.sample(3)
+    assert isinstance(batch, TensorDict) and (batch["next", "reward"] == batch["x"]).all()
+    assert set(batch.keys()) == {"x", "next", "index", "priority_weight"}
+    assert rows["next", "reward"].tolist() == [0, 1, 2, 3]
+    assert buffer["next", "reward"].tolist() == [0, 1, 2, 3] and buffer[2]["next", "reward"] == 2
 
 
 def test_a_transform_may_refuse_rows():  # B4

@@ -429,6 +429,29 @@ def test_a_batch_brings_its_priorities(name):  # B6 test_rb_trajectories
     np.testing.assert_allclose(leaves(buffer)[1:3], [7, 3])
 
 
+def test_priorities_of_slices_are_of_their_first_steps():  # B4: what is reshaped to slices
+    buffer = prioritised(6, alpha=1.0, eps=0.0)
+    priorities = torch.tensor([[[1.0], [7.0]], [[3.0], [2.0]]])
+    buffer.update_tensordict_priority({"index": torch.tensor([[0, 1], [4, 5]]), "td_error": priorities})
+    np.testing.assert_allclose(leaves(buffer), [7, 1, 1, 1, 3, 1])
+    buffer.update_priority(torch.tensor([[0, 1], [4, 5]]), torch.tensor([[2.0, 3.0], [4.0, 5.0]]))
+    np.testing.assert_allclose(leaves(buffer), [2, 3, 1, 1, 4, 5])
+
+
+def test_slices_begin_anew_for_recurrent_networks():  # B3: is_init
+    steps = {"is_init": torch.arange(12)[:, None] == 0, "x": torch.arange(12), "done": torch.arange(12) == 11}
+    buffer = made(SliceSampler(slice_len=3), 12)
+    buffer.extend(steps)
+    assert buffer.sample(6)["is_init"].tolist() == [[True], [False], [False]] * 2
+    assert buffer["is_init"].sum() == 1
+    short = made(SliceSampler(slice_len=5, strict_length=False, init_key=("a", "first")), 12)
+    short.extend({"x": torch.arange(4), "done": torch.tensor([0, 1, 0, 1]), "a": {"first": torch.zeros(4)}})
+    assert short.sample(10)["a/first"].tolist() == [1, 0, 1, 0]
+    none = made(SliceSampler(slice_len=3, init_key=None), 12)
+    none.extend({**steps, "is_init": torch.zeros(12, dtype=bool)})
+    assert not none.sample(9)["is_init"].any()
+
+
 def test_a_buffer_without_priorities_says_so_once():  # B4
     buffer = made(RandomSampler)
     buffer.extend({"x": torch.arange(3), "td_error": torch.ones(3)})  # no warning

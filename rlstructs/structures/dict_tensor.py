@@ -105,14 +105,18 @@ class DictTensor(TensorMap):
         picked = DictTensor.trusted(self._picked(keys))
         return picked.clone() if clone else picked
 
-    def set(self, key: str, value: torch.Tensor) -> None:
+    def set(self, key: str, value: torch.Tensor) -> DictTensor:
         """Adds or replaces a tensor (B, ...), in place. An empty object takes any.
+
+        Returns:
+            This object.
 
         Raises:
             TypeError: the value is no tensor.
             SpecError: it has another batch size or device; nothing has changed then.
         """
         self._tensors = DictTensor({**self._tensors, key: value})._tensors
+        return self
 
     def unset(self, key: str) -> None:
         """Removes a tensor, in place.

@@ -141,8 +141,11 @@ class TemporalDictTensor(TensorMap):
         picked = self.trusted(self._picked(keys), self.lengths)
         return picked.clone() if clone else picked
 
-    def set(self, key: str, value: torch.Tensor) -> None:
+    def set(self, key: str, value: torch.Tensor) -> TemporalDictTensor:
         """Adds or replaces a tensor (B, T, ...), in place.
+
+        Returns:
+            This object.
 
         Raises:
             TypeError, SpecError: it does not fit; nothing has changed then.
@@ -150,6 +153,7 @@ class TemporalDictTensor(TensorMap):
         new = self.empty() and self.lengths.numel() == 0
         made = TemporalDictTensor({**self._tensors, key: value}, None if new else self.lengths)
         self._tensors, self.lengths = made._tensors, made.lengths
+        return self
 
     def index(self, index: Index) -> TemporalDictTensor:
         """The rows at `index`: an int keeps the batch axis (1 x T); otherwise as `DictTensor.index`."""

@@ -16,7 +16,7 @@ from rlstructs.replay.buffers.buffer_samplers import INDEX, MASK, RandomSampler,
 from rlstructs.replay.buffers.dict_tensor_parts import DictTensorParts, seed_of
 from rlstructs.replay.buffers.draws import Draws, Request
 from rlstructs.replay.buffers.locks import lock_that_forks
-from rlstructs.replay.buffers.parts import joined, part
+from rlstructs.replay.buffers.parts import ANY, ask_for_nothing, joined, part
 from rlstructs.replay.buffers.prefetch import Prefetch
 from rlstructs.replay.buffers.prioritized_sampler import PrioritizedSampler
 from rlstructs.replay.buffers.rows_in import flat_items
@@ -26,6 +26,13 @@ from rlstructs.replay.buffers.writers import ImmutableWriter, RoundRobinWriter, 
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.reading import Reading
 from rlstructs.replay.values import host_array
+
+# Arguments of torchrl's buffers that are not of these.
+NEUTRAL = {
+    "sample_unit": None, "transform_factory": None, "dim_extend": ANY, "checkpointer": None,
+    "consume_after_n_samples": None, "delayed_init": ANY, "service_backend": "direct", "service_backend_options": None,
+    "transport": "auto", "transport_options": None, "sampler_device": ANY, "sync": True,
+}  # fmt: skip
 
 
 class DictTensorReplayBuffer(DictTensorParts):
@@ -59,6 +66,7 @@ class DictTensorReplayBuffer(DictTensorParts):
         stack_keys: which; None for all observations.
         shared: False: a buffer is of one process, whose threads may share it.
         compilable: changes nothing, as nothing is compiled.
+        others: more of torchrl's arguments, which change nothing here or must ask for nothing.
 
     Raises:
         TypeError, SpecError, StateError: an argument is not what is needed.
@@ -94,8 +102,10 @@ class DictTensorReplayBuffer(DictTensorParts):
         stack_num: int = 1,
         stack_keys: Sequence[str] | None = None,
         shared: bool = False,
-        compilable: bool = False,
+        compilable: bool | None = False,
+        **others: Any,
     ) -> None:
+        ask_for_nothing(type(self).__name__, others, NEUTRAL)
         if shared:
             raise SpecError("shared must be False: a buffer is of one process; processes can share a RayReplay")
         self._settings = part("storage", storage, ReplayStorage, ListStorage)
@@ -262,6 +272,10 @@ class DictTensorReplayBuffer(DictTensorParts):
         if absent := sorted({INDEX, self._priority_key} - set(flat)):
             raise MissingKeyError(f"update_tensordict_priority: no {absent} in the batch, there are {sorted(flat)}")
         index, priorities = (host_array(key, flat[key]) for key in (INDEX, self._priority_key))
+        if index.ndim > 1:  # rows of several steps, of which each has the index, or slices: that of the first step
+            index = index.reshape(len(index), -1)[:, 0]
+            self.update_priority(index, priorities)
+            return
         if MASK in self._sampler.fields and MASK in flat:
             mask = host_array(MASK, flat[MASK]).astype(bool)
             index, priorities = index[mask], priorities[mask]
@@ -309,7 +323,7 @@ class DictTensorPrioritizedReplayBuffer(DictTensorReplayBuffer):
     ) -> None:
         if "sampler" in settings:
             raise TypeError("sampler: this buffer has its own; give it to a DictTensorReplayBuffer")
-        super().__init__(sampler=PrioritizedSampler(None, alpha, beta, eps, reduction), **settings)
+        super().__init__(sampler=PrioritizedSampler(None, alpha, beta, eps, reduction=reduction), **settings)
 
 
 def _first_writer(writer: Writer) -> Writer:

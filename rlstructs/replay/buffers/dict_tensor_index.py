@@ -37,7 +37,7 @@ class DictTensorIndex(DictTensorRows):
         with self._lock:
             rows = self._rows_at(index)
             arrays = dict(zip(self._specs, self._storage.gather(list(self._specs), np.atleast_1d(rows)), strict=True))
-        batch = self._transform(self._hand_over(arrays))
+        batch = self._transform(self._as_given(self._hand_over(arrays)))
         return batch if rows.ndim else _first(batch)
 
     def _column(self, given: Any) -> Any:
@@ -49,11 +49,11 @@ class DictTensorIndex(DictTensorRows):
         with self._lock:
             rows = self._chronological(np.arange(len(self)))
             arrays = dict(zip(names, self._storage.gather(names, rows), strict=True))
-        batch = self._transform(self._hand_over(arrays))
+        batch = self._transform(self._as_given(self._hand_over(arrays)))
         if isinstance(batch, DictTensor) and key not in batch:
             inside = batch.truncate_key(f"{key}/")
             return batch[key] if inside.empty() else inside  # the one or the other raises
-        return batch[key if isinstance(batch, (DictTensor, dict)) else given]  # a tensordict is nested
+        return batch[key if isinstance(batch, (DictTensor, dict)) else tuple(key.split("/"))]  # a tensordict is nested
 
     def __setitem__(self, index: Any, values: Any) -> None:
         """Changes rows in place; priorities, and which rows there are, stay.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from rlstructs.replay.buffers.buffer_samplers import INDEX, Sampler
 from rlstructs.replay.buffers.prioritized_sampler import PrioritizedSampler
 from rlstructs.replay.buffers.rows_in import OneRow, flat_items
 from rlstructs.replay.buffers.storages import ReplayStorage
+from rlstructs.replay.buffers.tensordicts import as_tensordict, n_axes_of
 from rlstructs.replay.buffers.transforms import Compose
 from rlstructs.replay.buffers.writers import Writer
 from rlstructs.replay.reading import DISCOUNT
@@ -40,6 +42,8 @@ class DictTensorRows(Buffer):
     _priority_key: str
     _lock: Any  # held while rows are written, drawn or read
     _n_written = 0
+    # Axes of the batches that leave as a `TensorDict`, as their rows came; None for a `DictTensor`.
+    _n_axes: int | None = None
     _knows_episodes = False
     # The ids that `extend` gave last, and which steps they are: an id alone may mean what was drawn before.
     _written: tuple[weakref.ref[torch.Tensor], np.ndarray] | None = None
@@ -71,7 +75,10 @@ class DictTensorRows(Buffer):
         row = flat_items(item, "add")
         if quick and (row_id := self._add_quickly(row)) is not None:  # now that it is flat
             return row_id
-        rows = self._store(Rows({name: with_axis(name, value) for name, value in row.items()}, 1), "add")
+        given = Rows({name: with_axis(name, value) for name, value in row.items()}, 1)
+        n_axes = n_axes_of(item)
+        with self._coming(None if n_axes is None else n_axes + 1):
+            rows = self._store(given, "add")
         return int(rows[0]) if rows.size else -1
 
     def extend(self, batch: Any, update_priority: bool | None = None) -> torch.Tensor:
@@ -80,7 +87,7 @@ class DictTensorRows(Buffer):
         Args:
             batch: a mapping of names to `(n, ...)`, a `DictTensor` or a tensordict; a `TemporalDictTensor` or
                 `Trajectories`, whose valid steps are added, an episode beginning with each of their rows; or a
-                list of mappings, each a row.
+                list of mappings, each a row. Batches leave as tensordicts if the first rows came as such.
             update_priority: whether the column `priority_key` gives new rows their priority; None: if there is one.
 
         Returns:
@@ -89,7 +96,7 @@ class DictTensorRows(Buffer):
         Raises:
             SpecError, MissingKeyError, StateError: something does not fit; nothing has changed.
         """
-        with self._lock:
+        with self._coming(n_axes_of(batch)):
             rows = self._store(rows_of(batch, "extend"), "extend", update_priority)
             ids = torch.from_numpy(rows)
             if isinstance(self._sampler, PrioritizedSampler):
@@ -127,6 +134,26 @@ class DictTensorRows(Buffer):
             if empty_write_count:
                 self._n_written = 0
 
+    @contextlib.contextmanager
+    def _coming(self, n_axes: int | None) -> Iterator[None]:
+        """Rows are written that came as a `TensorDict` of so many axes, None if as anything else; the lock is held.
+
+        The first rows say what batches leave as.
+        """
+        with self._lock:
+            before = self._n_axes
+            if not self._specs and self.framework == "torch":
+                self._n_axes = n_axes or None
+            try:
+                yield
+            finally:
+                if not self._specs:
+                    self._n_axes = before
+
+    def _as_given(self, batch: Any) -> Any:
+        """A `DictTensor` as what rows came as."""
+        return batch if self._n_axes is None else as_tensordict(batch, self._n_axes)
+
     def _store(self, given: Rows, owner: str, update: bool | None = None, writer: Writer | None = None) -> np.ndarray:
         """Writes rows; their row ids, int64 (n,)."""
         with self._lock:
@@ -158,7 +185,7 @@ class DictTensorRows(Buffer):
             return given
         batch: Any = ArrayDict({name: np.array(host_array(name, value)) for name, value in given.values.items()})
         if self.framework == "torch":
-            batch = DictTensor({name: _private(name, value) for name, value in given.values.items()})
+            batch = self._as_given(DictTensor({name: _private(name, value) for name, value in given.values.items()}))
         batch = self._transform.inv(batch)
         if batch is None:
             return None

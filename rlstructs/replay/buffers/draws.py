@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from rlstructs.replay.array_dict import ArrayDict
+from rlstructs.replay.buffers import tensordicts
 from rlstructs.replay.buffers.prefetch import Place
 from rlstructs.replay.buffers.rows_in import is_mapping
 from rlstructs.replay.buffers.slice_samplers import AUTO, SliceSampler
@@ -68,18 +69,24 @@ class Draws:
         sampler = self._sampler
         values = {name: sampler.flat(picked, array) for name, array in arrays.items()}
         known: dict[str, Any] = dict(sampler.info(picked))
-        if isinstance(sampler, SliceSampler) and sampler.truncated_key is not None:
-            known |= _marked(values, sampler.lasts(picked), sampler.truncated_key, buffer._specs)
+        if isinstance(sampler, SliceSampler):
+            if sampler.init_key in values:
+                _mark(values, sampler.init_key, sampler.firsts(picked), buffer._specs)
+            if sampler.truncated_key is not None:
+                known |= _marked(values, sampler.lasts(picked), sampler.truncated_key, buffer._specs)
         if with_info and buffer._collate_fn is None:
             batch = buffer._hand_over(values | known)
             info = {name: batch[name] for name in known}
+            batch = buffer._as_given(batch)
         else:
             info = dict(buffer._hand_over(known).items())
-            batch = buffer._hand_over(values)
+            batch = buffer._as_given(buffer._hand_over(values))
             if buffer._collate_fn is not None:
                 batch = _with(_collated(buffer._collate_fn(batch)), info if with_info else {})
         if len(self._transform):
             batch = self._transform(batch)
+            if with_info:  # of a transform that picks columns, too
+                batch = _with(batch, {name: value for name, value in info.items() if not _has(batch, name)})
         return (batch.pin_memory() if buffer._pin_memory else batch), info
 
 
@@ -95,12 +102,17 @@ def _marked(
         key = f"{prefix}{TRUNCATED}"
     for name in (key, *(f"{prefix}{each}" for each in DONE)):
         if name in values:
-            at = torch.from_numpy(lasts) if isinstance(values[name], torch.Tensor) else lasts
-            values[name][at] = encoded(name, np.ones(()), specs[name]).item()
+            _mark(values, name, lasts, specs)
     if key in values:
         return {}
     beside = np.shape(values[ends[0]])[1:] if ends else ()
     return {key: np.array(np.broadcast_to(lasts.reshape(-1, *(1,) * len(beside)), (len(lasts), *beside)))}
+
+
+def _mark(values: dict[str, Any], name: str, rows: np.ndarray, specs: Mapping[str, Spec]) -> None:
+    """Has a column be true in some rows, bool (n,)."""
+    at = torch.from_numpy(rows) if isinstance(values[name], torch.Tensor) else rows
+    values[name][at] = encoded(name, np.ones(()), specs[name]).item()
 
 
 def _collated(batch: Any) -> Any:
@@ -110,11 +122,17 @@ def _collated(batch: Any) -> Any:
 
 
 def _with(batch: Any, info: dict[str, Any]) -> Any:
-    """A batch with more columns."""
+    """A batch with more columns, unless it has other rows by now."""
+    if not info or len(batch) != len(next(iter(info.values()))):
+        return batch
     if isinstance(batch, DictTensor):
-        return DictTensor({**dict(batch.items()), **info}) if info else batch
-    if not isinstance(batch, dict) and hasattr(batch, "__setitem__"):  # tensordict's, which stays one
+        return DictTensor({**dict(batch.items()), **info})
+    if tensordicts.n_axes_of(batch) is not None:  # which stays one
         for name, value in info.items():
-            batch[name] = value
+            tensordicts.put(batch, name, value)
         return batch
     return ArrayDict({**{key: batch[key] for key in batch.keys()}, **info})  # noqa: SIM118
+
+
+def _has(batch: Any, name: str) -> bool:
+    return tensordicts.has(batch, name) if tensordicts.n_axes_of(batch) is not None else name in batch

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from rlstructs.errors import SpecError
 
 P = TypeVar("P", bound="Part")
+# Of an argument: whatever it is, it changes nothing.
+ANY = object()
 
 
 class Part:
@@ -52,6 +55,25 @@ def part(name: str, given: Any, kind: type[P], default: type[P]) -> P:
     if not isinstance(made, kind):
         raise TypeError(f"{name} must be a {kind.__name__}, or what makes one, got {type(made).__name__}")
     return made
+
+
+def ask_for_nothing(owner: str, given: Mapping[str, Any], neutral: Mapping[str, Any]) -> None:
+    """Takes arguments of torchrl's that have no meaning here.
+
+    Args:
+        owner: who is given them, for messages.
+        given: the arguments.
+        neutral: by name, which value asks for nothing; `ANY` if every one does.
+
+    Raises:
+        TypeError: there is no such argument.
+        SpecError: one asks for something.
+    """
+    for name, value in given.items():
+        if name not in neutral:
+            raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}")
+        if neutral[name] is not ANY and value is not None and value != neutral[name]:
+            raise SpecError(f"{owner}: {name} must be {neutral[name]!r}, got {value!r}; there is no such thing here")
 
 
 def joined(key: Any) -> str:

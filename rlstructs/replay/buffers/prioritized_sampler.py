@@ -32,8 +32,8 @@ class PrioritizedSampler(Sampler):
         alpha: exponent of priorities, at least 0; 0 draws uniformly.
         beta: exponent of weights, at least 0.
         eps: what is added to priorities.
+        dtype, device: change nothing: priorities are float64, on the host.
         reduction: what becomes of several priorities of a row: "max", "min", "mean", "median" or "sum".
-        dtype: changes nothing: priorities are float64.
         max_priority_within_buffer: whether a new row gets the largest priority of the rows that are there, in place
             of the largest ever given. To look for it takes longer the more rows there are.
 
@@ -49,10 +49,10 @@ class PrioritizedSampler(Sampler):
         alpha: float = 0.7,
         beta: float = 0.5,
         eps: float = 1e-8,
-        reduction: str = "max",
-        *,
         dtype: Any = None,
+        reduction: str = "max",
         max_priority_within_buffer: bool = False,
+        device: Any = None,
     ) -> None:
         self.max_capacity = None if max_capacity is None else check_count("max_capacity", max_capacity)
         self._alpha, self._beta = exponent("alpha", alpha), exponent("beta", beta)
@@ -160,6 +160,8 @@ class PrioritizedSampler(Sampler):
             SpecError, IndexError: something does not fit; nothing has changed.
         """
         rows, span = host_array("index", index).reshape(-1), storage.span()
+        if np.ndim(index) > 1 and np.shape(priorities) == np.shape(index):
+            priorities = host_array("priorities", priorities).reshape(-1)
         values = self.checked(priorities, rows.size)
         is_last = steps is not None or self._of().is_last(rows, span)
         if steps is not None:

@@ -11,7 +11,7 @@ import torch
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
 from rlstructs.replay.buffers.buffer_samplers import INDEX, MASK, WEIGHT, Sampler, SamplerWithoutReplacement
-from rlstructs.replay.buffers.parts import joined
+from rlstructs.replay.buffers.parts import ANY, ask_for_nothing, joined
 from rlstructs.replay.buffers.prioritized_sampler import PrioritizedSampler
 from rlstructs.replay.episodes import Episodes
 from rlstructs.replay.samplers import Span, draw_fitting
@@ -20,6 +20,11 @@ from rlstructs.replay.slices import TRAJECTORY, WINDOW, Slices, window
 from rlstructs.replay.storage import Storage
 
 AUTO = "auto"
+# Arguments of torchrl's slice samplers that are not of these.
+NEUTRAL = {
+    "compile": ANY, "use_gpu": ANY, "step_key": ANY, "span": False, "fragmented": False, "ends": None,
+    "trajectories": None, "end_keys": None,
+}  # fmt: skip
 INSIDE = "inside"  # of a selection: which of the steps of each slice are its own
 
 
@@ -41,6 +46,9 @@ class SliceSampler(Sampler):
         per: every "window" of so many steps is as likely as any other, or every "trajectory" is.
         truncated_key: the column where the last step is marked; "auto" for that beside the other ends; None for none.
         cache_values: changes nothing: where episodes end is noted as rows come, and never looked up again.
+        init_key: a column in which the first step of each slice is marked, if there is one; None for none.
+        others: more of torchrl's arguments. `compile` and `use_gpu` change nothing; what there is not here (`span`,
+            `ends`, `trajectories`, `end_keys`, `fragmented`) must be None or False.
 
     Raises:
         TypeError: not one of `num_slices` and `slice_len` is given.
@@ -61,15 +69,18 @@ class SliceSampler(Sampler):
         per: str = WINDOW,
         truncated_key: Any = AUTO,
         cache_values: bool = False,
+        init_key: Any = "is_init",
+        **others: Any,
     ) -> None:
+        ask_for_nothing(type(self).__name__, others, NEUTRAL)
         if (num_slices is None) == (slice_len is None):
             raise TypeError("a SliceSampler needs num_slices or slice_len, and not both")
         if pad_output and strict_length:
             raise SpecError("pad_output needs strict_length=False: slices of full length have no padding")
         self.num_slices = None if num_slices is None else check_count("num_slices", num_slices)
         self.slice_len = None if slice_len is None else check_count("slice_len", slice_len)
-        self.end_key, self.traj_key, self.truncated_key = (
-            None if key is None else joined(key) for key in (end_key, traj_key, truncated_key)
+        self.end_key, self.traj_key, self.truncated_key, self.init_key = (
+            None if key is None else joined(key) for key in (end_key, traj_key, truncated_key, init_key)
         )
         self.strict_length, self.pad_output, self.per = strict_length, pad_output, per
         self.fields = (*type(self).fields, MASK) if pad_output else type(self).fields
@@ -112,6 +123,12 @@ class SliceSampler(Sampler):
             weights = np.broadcast_to(picked.fields[WEIGHT][:, None], inside.shape)
             known[WEIGHT] = np.array(self.flat(picked, weights))
         return known
+
+    def firsts(self, picked: Selection) -> np.ndarray:
+        """Which rows of a batch begin a slice, bool."""
+        first = np.zeros_like(picked.fields[INSIDE])
+        first[:, 0] = True
+        return np.asarray(self.flat(picked, first))
 
     def lasts(self, picked: Selection) -> np.ndarray:
         """Which rows of a batch end a slice, bool."""
@@ -158,7 +175,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
 
     Args:
         max_capacity, alpha, beta, eps, reduction, dtype, max_priority_within_buffer: as of `PrioritizedSampler`.
-        num_slices, slice_len, end_key, traj_key, strict_length, pad_output, truncated_key, cache_values: as of
+        num_slices, slice_len, end_key, traj_key, strict_length, pad_output, truncated_key, init_key: as of
             `SliceSampler`.
     """
 
@@ -168,14 +185,14 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         alpha: float = 0.7,
         beta: float = 0.5,
         eps: float = 1e-8,
+        dtype: Any = None,
         reduction: str = "max",
         *,
-        dtype: Any = None,
         max_priority_within_buffer: bool = False,
         **slices: Any,
     ) -> None:
         PrioritizedSampler.__init__(
-            self, max_capacity, alpha, beta, eps, reduction, max_priority_within_buffer=max_priority_within_buffer
+            self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer
         )
         if "per" in slices:
             raise TypeError("per: priorities say where slices begin")
@@ -220,7 +237,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
     Args:
         drop_last: whether a pass ends before a batch that would have fewer slices.
         shuffle: whether the order is random; otherwise it is that in which the episodes came.
-        num_slices, slice_len, end_key, traj_key, strict_length, pad_output, truncated_key, cache_values: as of
+        num_slices, slice_len, end_key, traj_key, strict_length, pad_output, truncated_key, init_key: as of
             `SliceSampler`.
 
     Example:

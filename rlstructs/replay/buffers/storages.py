@@ -19,12 +19,18 @@ from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
 from rlstructs.replay.backing import Block, FileBlock
 from rlstructs.replay.buffers.batches_in import rows_of
-from rlstructs.replay.buffers.parts import Part
+from rlstructs.replay.buffers.parts import ANY, Part, ask_for_nothing
 from rlstructs.replay.columns import LANE, Columns
 from rlstructs.replay.tensor_columns import TensorColumns
 
 # Rows that a store which grows begins with.
 FEW_ROWS = 1024
+
+
+def check_host(device: Any, what: str) -> None:
+    """Raises SpecError unless this is the host."""
+    if device is not None and torch.device(device).type != "cpu":
+        raise SpecError(f"device must be the CPU, where {what}, got {device}; give that to the buffer")
 
 
 class ReplayStorage(Part):
@@ -77,14 +83,16 @@ class ListStorage(ReplayStorage):
     Args:
         max_size: rows there will be room for.
         compilable: changes nothing, as nothing is compiled.
+        device: the host, or None for it.
 
     Example:
         >>> ListStorage(100)
         ListStorage(max_size=100)
     """
 
-    def __init__(self, max_size: int = 1_000_000, *, compilable: bool = False) -> None:
+    def __init__(self, max_size: int = 1_000_000, *, compilable: bool = False, device: Any = None) -> None:
         super().__init__(max_size)
+        check_host(device, "these lists are")
         self.capacity = min(self.max_size, FEW_ROWS)
 
     @property
@@ -112,6 +120,7 @@ class TensorStorage(ReplayStorage):
         device: where they lie; None for the host.
         ndim: 1.
         compilable: changes nothing, as nothing is compiled.
+        others: more of torchrl's arguments, which change nothing here or must be False.
 
     Raises:
         TypeError, SpecError: neither says how many, or both do and there are more; or `ndim` is another.
@@ -129,7 +138,10 @@ class TensorStorage(ReplayStorage):
         device: Any = None,
         ndim: int = 1,
         compilable: bool = False,
+        **others: Any,
     ) -> None:
+        neutral = {"consolidated": False, "shared_init": False, "cleanup_memmap": ANY}
+        ask_for_nothing(type(self).__name__, others, neutral)
         if isinstance(storage, (int, np.integer)) and max_size is None:
             storage, max_size = None, storage
         n_rows = 0
@@ -160,6 +172,8 @@ class MemmapStorage(ReplayStorage):
         device: None or the CPU, as files are mapped there; batches can be on another, that of the buffer.
         ndim: 1.
         compilable: changes nothing, as nothing is compiled.
+        others: of torchrl's arguments `shared_init`, which must be False, and `auto_cleanup`, which must say what is:
+            a folder that was named stays, a temporary one goes.
 
     Raises:
         SpecError: there is something else in the folder, or the device or `ndim` is another.
@@ -174,10 +188,11 @@ class MemmapStorage(ReplayStorage):
         device: Any = None,
         ndim: int = 1,
         compilable: bool = False,
+        **others: Any,
     ) -> None:
         super().__init__(max_size, ndim)
-        if device is not None and torch.device(device).type != "cpu":
-            raise SpecError(f"device must be the CPU, where files are mapped, got {device}; give that to the buffer")
+        ask_for_nothing(type(self).__name__, others, {"shared_init": False, "auto_cleanup": scratch_dir is None})
+        check_host(device, "files are mapped")
         self.scratch_dir, self.existsok = scratch_dir, existsok
 
     def columns(self) -> Columns:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import MissingKeyError, SpecError, StateError
-from rlstructs.replay.buffers.parts import Part, joined
+from rlstructs.replay.buffers.parts import Part, ask_for_nothing, joined
 from rlstructs.replay.buffers.prioritized_sampler import checked_reduction, reduced
 from rlstructs.replay.roles import is_reward
 from rlstructs.replay.storage import Storage
@@ -77,9 +77,16 @@ class RoundRobinWriter(Writer):
     """Appends rows; when there is no room left, each takes the place of the oldest one.
 
     Of more rows at once than there is room for the last are kept.
+
+    Args:
+        compilable: changes nothing, as nothing is compiled.
+        others: of torchrl's arguments `track_generations`, which must be False.
     """
 
     is_plain = True
+
+    def __init__(self, compilable: bool = False, **others: Any) -> None:
+        ask_for_nothing(type(self).__name__, others, {"track_generations": False})
 
     def write(
         self, storage: Storage, block: Mapping[str, Any], n: int, done: np.ndarray | None, starts: np.ndarray | None
@@ -89,7 +96,14 @@ class RoundRobinWriter(Writer):
 
 
 class ImmutableWriter(Writer):
-    """Refuses every change; also called `ImmutableDatasetWriter`."""
+    """Refuses every change; also called `ImmutableDatasetWriter`.
+
+    Args:
+        compilable: changes nothing, as nothing is compiled.
+    """
+
+    def __init__(self, compilable: bool = False) -> None:
+        pass
 
     def check(self, values: Mapping[str, Any], n: int, specs: Mapping[str, Any]) -> None:
         """See `Writer`."""
@@ -106,8 +120,9 @@ class MaxValueWriter(Writer):
     What it keeps has no order: every row counts as an episode of its own.
 
     Args:
-        rank_key: the column of the rank; None for the reward.
+        rank_key: the column of the rank; None for the reward, that of the next step if there are two.
         reduction: what becomes of several numbers of a row: "sum", "max", "min", "mean" or "median".
+        compilable: changes nothing, as nothing is compiled.
 
     Example:
         >>> from rlstructs.replay import DictTensorReplayBuffer, ListStorage
@@ -118,7 +133,7 @@ class MaxValueWriter(Writer):
 
     keeps_order = False
 
-    def __init__(self, rank_key: Any = None, reduction: str = "sum") -> None:
+    def __init__(self, rank_key: Any = None, reduction: str = "sum", compilable: bool = False) -> None:
         self.rank_key = None if rank_key is None else joined(rank_key)
         self.reduction = checked_reduction(reduction)
         self._ranks: np.ndarray | None = None  # float64, by row id, at least as many as rows; None: to be looked up
@@ -131,6 +146,7 @@ class MaxValueWriter(Writer):
 
     def _key(self, names: Any) -> str:
         found = [name for name in names if is_reward(name)] if self.rank_key is None else [self.rank_key]
+        found = ["next/reward"] if "next/reward" in found else found
         if len(found) != 1:
             raise SpecError(f"rank_key must be given: the reward is one of {sorted(found) or sorted(names)}")
         if found[0] not in names:
