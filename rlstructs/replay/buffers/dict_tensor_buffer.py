@@ -21,6 +21,7 @@ from rlstructs.replay.buffers.prefetch import Prefetch
 from rlstructs.replay.buffers.prioritized_sampler import PrioritizedSampler
 from rlstructs.replay.buffers.rows_in import flat_items
 from rlstructs.replay.buffers.storages import ListStorage, ReplayStorage
+from rlstructs.replay.buffers.tensordicts import n_axes_of
 from rlstructs.replay.buffers.transforms import Compose
 from rlstructs.replay.buffers.writers import ImmutableWriter, RoundRobinWriter, Writer
 from rlstructs.replay.columns import Spec
@@ -141,7 +142,8 @@ class DictTensorReplayBuffer(DictTensorParts):
             each.belong(self)
         if (data := self._settings.data) is not None:
             self._settings.data = None
-            self._store(rows_of(data, "TensorStorage"), "TensorStorage", writer=_first_writer(self._writer))
+            rows = rows_of(data, "TensorStorage")
+            self._store(rows, "TensorStorage", writer=_first_writer(self._writer), n_axes=n_axes_of(data))
 
     # Sampling
 

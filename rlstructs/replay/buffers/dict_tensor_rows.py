@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -77,8 +76,7 @@ class DictTensorRows(Buffer):
             return row_id
         given = Rows({name: with_axis(name, value) for name, value in row.items()}, 1)
         n_axes = n_axes_of(item)
-        with self._coming(None if n_axes is None else n_axes + 1):
-            rows = self._store(given, "add")
+        rows = self._store(given, "add", n_axes=None if n_axes is None else n_axes + 1)
         return int(rows[0]) if rows.size else -1
 
     def extend(self, batch: Any, update_priority: bool | None = None) -> torch.Tensor:
@@ -96,8 +94,8 @@ class DictTensorRows(Buffer):
         Raises:
             SpecError, MissingKeyError, StateError: something does not fit; nothing has changed.
         """
-        with self._coming(n_axes_of(batch)):
-            rows = self._store(rows_of(batch, "extend"), "extend", update_priority)
+        with self._lock:
+            rows = self._store(rows_of(batch, "extend"), "extend", update_priority, n_axes=n_axes_of(batch))
             ids = torch.from_numpy(rows)
             if isinstance(self._sampler, PrioritizedSampler):
                 self._written = weakref.ref(ids), self._span().steps(rows)
@@ -134,29 +132,22 @@ class DictTensorRows(Buffer):
             if empty_write_count:
                 self._n_written = 0
 
-    @contextlib.contextmanager
-    def _coming(self, n_axes: int | None) -> Iterator[None]:
-        """Rows are written that came as a `TensorDict` of so many axes, None if as anything else; the lock is held.
-
-        The first rows say what batches leave as.
-        """
-        with self._lock:
-            before = self._n_axes
-            if not self._specs and self.framework == "torch":
-                self._n_axes = n_axes or None
-            try:
-                yield
-            finally:
-                if not self._specs:
-                    self._n_axes = before
-
     def _as_given(self, batch: Any) -> Any:
         """A `DictTensor` as what rows came as."""
         return batch if self._n_axes is None else as_tensordict(batch, self._n_axes)
 
-    def _store(self, given: Rows, owner: str, update: bool | None = None, writer: Writer | None = None) -> np.ndarray:
-        """Writes rows; their row ids, int64 (n,)."""
+    def _store(
+        self,
+        given: Rows,
+        owner: str,
+        update: bool | None = None,
+        writer: Writer | None = None,
+        n_axes: int | None = None,
+    ) -> np.ndarray:
+        """Writes rows, which came as a `TensorDict` of `n_axes`, or not; their row ids, int64 (n,)."""
         with self._lock:
+            if not self._specs and self.framework == "torch":  # the first rows say what batches leave as
+                self._n_axes = n_axes or None
             writer = self._writer if writer is None else writer
             writer.refuse()
             rows = self._inverted(given, owner)
