@@ -56,10 +56,10 @@ class RL_Agent:
         """One step.
 
         Args:
-            state: B rows. Nothing resets it where an environment resets itself: replace the rows
-                where `observation["initial_state"]` (`masked_dicttensor` does it).
-            observation: B rows; read-only, and valid until the same step of the next rollout: clone
-                what is to be kept for longer.
+            state: B rows, which may be written into. Nothing resets it where an environment resets itself:
+                replace the rows where `observation["initial_state"]` (`masked_dicttensor` does it).
+            observation: B rows, read-only. That of the last step of a rollout may be kept; of any other
+                clone what is to be kept for longer than the rollout.
             agent_info: B rows, or empty.
             history: where `require_history`: the steps of this rollout so far, B x t.
 

@@ -165,7 +165,10 @@ def _acting(
         observation = steps.observed(t) if rows is None else steps.rows(t, rows).tensors()
         if device is not None:
             observation, state = observation.to(device), state.to(device)
-        before = state
+        if t + 1 == slots.layout.n_timesteps:  # what the agent keeps of it lies where the next rollout is written
+            observation = observation.clone()
+        # Agents may write into their state.
+        before = state.clone() if env.may_idle and not state.empty() else state
         if with_history:
             output, state = agent(state, observation, info, history=_history(slots, rows, t, device))
         else:

@@ -141,6 +141,51 @@ def test_a_reset_is_no_step_of_an_episode(mode):  # R4
 ENVS["three"] = lambda: Count(3)
 
 
+class Counting(RL_Agent):
+    """Notes how often it has acted, in its state as it lies there or in another, and by how much what it sees moved."""
+
+    def __init__(self, in_place):
+        self.in_place, self.seen = in_place, None
+
+    def initial_state(self, agent_info, B):
+        return DictTensor({"n": torch.zeros(B, dtype=torch.int64)})
+
+    def __call__(self, state, observation, agent_info, history=None):
+        n, frame = state["n"].clone(), observation["frame"]
+        moved = frame - (frame if self.seen is None else self.seen)
+        self.seen = frame
+        if self.in_place:
+            state["n"].add_(1)
+        else:
+            state = DictTensor({"n": n + 1})
+        return DictTensor({"action": torch.ones(len(n), dtype=torch.int64), "n": n, "moved": moved}), state
+
+
+@pytest.mark.parametrize("n_timesteps", [1, 2, 7])
+@pytest.mark.parametrize("mode", MODES)
+def test_agents_may_write_into_their_state_and_keep_the_last_observation(mode, n_timesteps):
+    class Copying(Counting):
+        def __call__(self, state, observation, agent_info, history=None):
+            return super().__call__(state, observation.clone(), agent_info, history)
+
+    def run(agent, in_place):
+        found = []
+        with RL_Batcher(
+            n_timesteps, agent, {"in_place": in_place}, vector_of("cartpole", mode, 2), {}, 0, 3, debug=True
+        ) as batcher:
+            batcher.reset()
+            for _ in range(60 // n_timesteps):
+                batcher.execute()
+                trajectories, _ = batcher.get()
+                found.append((trajectories.trajectories.clone(), trajectories.info["agent_state/n"].tolist()))
+        return found
+
+    wanted = run(Copying, in_place=False)
+    assert run(Copying, in_place=True) == wanted and run(Counting, in_place=False) == wanted
+    moved = torch.cat([steps["action/moved"][steps.mask().bool()] for steps, _ in wanted])
+    assert (moved != 0).any(1).sum() > 60
+
+
 def test_lengths_say_how_many_steps_were_left_out():
     with RL_Batcher(
         7, Fixed, {"space": spaces.Discrete(2)}, vector_of("three", AutoresetMode.NEXT_STEP, 1), {}, 0, 0

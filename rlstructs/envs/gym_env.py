@@ -63,6 +63,7 @@ class GymEnv:
     #: Whether a rollout begins with the resets of environments that ended in the one before.
     defers_resets = False
     writes_rows: ClassVar[bool] = False
+    may_idle: ClassVar[bool] = False
 
     def __init__(
         self, envs: Sequence[gymnasium.Env[Any, Any]], seed: int | Sequence[int], *, keep_float64: bool = False

@@ -141,6 +141,11 @@ class GymVectorEnv:
             env._is_running, env._ended = True, NO_ROWS
         return self._shown(observations, np.arange(self._n))
 
+    @property
+    def may_idle(self) -> bool:
+        """As of `RowEnv`."""
+        return bool(self._ended.size)
+
     def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
         """As `step`, in rows that stay valid until the next one.
 

@@ -129,6 +129,11 @@ class Normalizing:
         """Number of environments, E."""
         return self._env.n_envs()
 
+    @property
+    def may_idle(self) -> bool:
+        """As of `RowEnv`."""
+        return bool(self._env.may_idle)
+
     def reset(self, env_info: DictTensor = NO_INFO) -> tuple[DictTensor, torch.Tensor]:
         """As the environment's own."""
         return self.reset_rows(env_info).tensors(), torch.arange(self.n_envs())

@@ -131,6 +131,11 @@ class Step(NamedTuple):
 class SplitEnv(Protocol):
     """A group of environments that are stepped while others are waited for; all of them always run."""
 
+    @property
+    def may_idle(self) -> bool:
+        """As of `RowEnv`."""
+        ...
+
     def n_envs(self) -> int:
         """How many there are."""
         ...
@@ -167,6 +172,8 @@ class RowEnv:
 
     #: Whether `step_rows` takes, and writes to, what `Steps.target` gives, in place of rows of its own.
     writes_rows = False
+    #: Whether in the next step an environment may do nothing but start an episode.
+    may_idle = True
 
     def __init__(self, env: VecEnv) -> None:
         self._env = env
