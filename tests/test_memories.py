@@ -34,7 +34,7 @@ from gymnasium import spaces
 from helpers import create_gym, rollout
 
 from rlstructs import DictTensor, RandomAgent, RL_Batcher, TemporalDictTensor, Trajectories
-from rlstructs.errors import SpecError, StateError
+from rlstructs.errors import MissingKeyError, SpecError, StateError
 
 nan = float("nan")
 
@@ -463,6 +463,44 @@ def test_a_tensor_is_the_live_storage_and_in_jax_a_copy(kind):
     assert flat(memory.tensors["t"])[:2] == flat(memory._tensor_t)[:2] == [9, 8]
     add(memory, kind, t=[[5.0], [6.0]], e=[[0.0], [1.0]])
     assert flat(tensor) == [9, 8, 5, 6]
+
+
+def test_tensors_may_be_assigned_by_name(kind):
+    memory = make(kind, 2, 2, {"b": ("float32", 3), "a": ("float32", 1)})
+    add(memory, kind, b=np.zeros((2, 3)), a=np.zeros((2, 1)))
+    values = np.arange(12.0, dtype=np.float32).reshape(2, 2, 3)
+    for tensors in (memory.tensors, memory.tensors_view):
+        assert list(tensors) == ["b", "a"]  # as they were made
+    shown = memory.tensors
+    shown["b"] = array(kind, values)
+    assert every(memory, "b")[0][0] == list(range(6)) and flat(shown["b"]) == list(range(12))
+    memory.tensors_view["b"] = array(kind, values.reshape(4, 3) + 1)
+    assert flat(memory.tensors["b"]) == list(range(1, 13))
+    with pytest.raises(MissingKeyError, match="^no tensor 'c' in this memory"):
+        memory.tensors["c"] = array(kind, values)
+    with pytest.raises(SpecError, match="^'a' has shape"):
+        memory.tensors["a"] = array(kind, values)
+    assert flat(memory.tensors["b"]) == list(range(1, 13))
+
+
+def test_an_index_of_several_axes_gives_tensors_of_as_many(kind):
+    memory = counted(kind, 4, 2, 4)
+    index = np.arange(6).reshape(3, 2)
+    [[t]] = memory.sample_by_index(["t"], index)
+    assert host(t).shape == (3, 2, 1) and flat(t) == flat(memory.sample_by_index(["t"], index.reshape(-1))[0][0])
+    parts = memory.sample_by_index(["t"], index, mini_batches=2)
+    assert [host(part).shape for [part] in parts] == [(2, 2, 1), (1, 2, 1)]
+
+
+def test_a_batch_of_all_rows_is_an_epoch_unless_told_otherwise(kind):
+    memory = counted(kind, 4, 2, 5)
+    for _ in range(5):
+        [[t], [u]] = memory.sample(["t"], batch_size=len(memory), mini_batches=2)
+        indexes = host(memory.get_sampling_indexes())
+        assert sorted(indexes.tolist()) == list(range(8)) and len(host(t)) == len(host(u)) == 4
+    assert len(host(memory.sample(["t"], batch_size=12)[0][0])) == 12
+    repeats = [len(set(host(memory.sample(["t"], 7) and memory.get_sampling_indexes()).tolist())) for _ in range(9)]
+    assert min(repeats) < 7
 
 
 def test_a_tensor_can_be_set(kind):

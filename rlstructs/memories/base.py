@@ -166,7 +166,7 @@ class Memory(NamedTensors, ABC):
 
         Args:
             names: of tensors; those that there are not give None.
-            indexes: int (n,), in [0, memory_size * num_envs).
+            indexes: int (n,), or of more axes, which the tensors then have too; in [0, memory_size * num_envs).
             mini_batches: into how many parts, of nearly the same size.
 
         Returns:
@@ -176,9 +176,10 @@ class Memory(NamedTensors, ABC):
             IndexError, SpecError: an index is out of range, or no integer.
         """
         rows = self._checked_rows(indexes)
+        rows = rows.reshape(np.shape(indexes) or -1)
         names = self._checked_names(names)
         known = self._known(names)
-        return self._batches(names, known, self._store().columns.gather(known, rows), rows.size, mini_batches)
+        return self._batches(names, known, self._store().columns.gather(known, rows), len(rows), mini_batches)
 
     def sample_all(self, names: Sequence[str], mini_batches: int = 1, sequence_length: int = 1) -> list[list[Any]]:
         """Every valid row exactly once: by time, or, for sequences, one environment after another.

@@ -31,7 +31,8 @@ class RandomMemory(base.Memory):
 
     Args:
         replacement: whether one batch may hold a row twice. If not, and there are fewer rows than are asked for,
-            a batch has those that there are.
+            a batch has those that there are. None for yes, but in a batch of as many rows as there are, which has
+            each once: an epoch, as skrl's on-policy agents draw them.
         memory_size, num_envs, device, export, export_format, export_directory, seed, strict: as of `Memory`.
     """
 
@@ -43,12 +44,13 @@ class RandomMemory(base.Memory):
         export: bool = False,
         export_format: str = "pt",
         export_directory: str | Path = "",
-        replacement: bool = True,
+        replacement: bool | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(memory_size, num_envs, device, export, export_format, export_directory, **settings)
         self._uniform = Uniform(replacement)
-        self._replacement = replacement  # skrl's name of it, which classes derived from its memory read
+        # skrl's name of it, which classes derived from its memory read.
+        self._replacement = self._uniform.replacement is not False
         self._last: Selection | None = None
         self._discount = 1.0
 
@@ -164,7 +166,7 @@ class RandomMemory(base.Memory):
         uniform, rng = self._uniform, self._rng
         if fits is None:
             return uniform.draw(span, n, rng), {}
-        if uniform.replacement:
+        if uniform.replacement is not False:
             return draw_fitting(lambda k: uniform.draw(span, k, rng), fits, n, rng.choice, span), {}
         rows = span.every_row()
         rows = rows[fits(rows)]
@@ -209,7 +211,7 @@ class PrioritizedMemory(RandomMemory):
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
-        if not self._uniform.replacement:
+        if self._uniform.replacement is False:
             raise SpecError("replacement must be True: draws in proportion to priorities may repeat a row")
         if normalize not in ("memory", "batch"):
             raise SpecError(f"normalize must be 'memory' or 'batch', got {normalize!r}")

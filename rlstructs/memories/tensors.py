@@ -17,6 +17,7 @@ from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError
 from rlstructs.memories.formats import checked_format
 from rlstructs.memories.framework import Framework, spec_of
+from rlstructs.memories.live import LiveTensors
 from rlstructs.memories.names import check_name, ends_of
 from rlstructs.memories.spaces import n_elements
 from rlstructs.replay.columns import SLOT, Columns, Spec
@@ -130,14 +131,17 @@ class NamedTensors:
 
     @property
     def tensors(self) -> dict[str, Any]:
-        """Name -> tensor, as `get_tensor_by_name`."""
-        return {name: self.get_tensor_by_name(name) for name in self.get_tensor_names()}
+        """Name -> tensor, as `get_tensor_by_name`; what is put under a name is copied, as by `set_tensor_by_name`."""
+        return LiveTensors(self._dtypes, self._live, self.set_tensor_by_name)
 
     @property
     def tensors_view(self) -> dict[str, Any]:
-        """Name -> tensor by flat index, `(memory_size * num_envs, *data)`."""
-        flat = self._store().columns.flat
-        return {name: self.framework.live(flat[name], self._dtypes[name], repr(name)) for name in self._dtypes}
+        """Name -> tensor by flat index, `(memory_size * num_envs, *data)`; otherwise as `tensors`."""
+
+        def put(name: str, values: Any) -> None:
+            self.set_tensor_by_name(name, values.reshape((self.memory_size, self.num_envs, *values.shape[1:])))
+
+        return LiveTensors(self._dtypes, lambda name: self._live(name, keepdim=False), put)
 
     @property
     def all_sequence_indexes(self) -> np.ndarray:
@@ -159,6 +163,9 @@ class NamedTensors:
             MissingKeyError: there is no such tensor.
         """
         self._check_name(name)
+        return self._live(name, keepdim)
+
+    def _live(self, name: str, keepdim: bool = True) -> Any:
         rows = self._rows_of(name) if keepdim else self._store().columns.flat[name]
         return self.framework.live(rows, self._dtypes[name], repr(name))
 

@@ -186,10 +186,10 @@ class Uniform:
     """Every row as likely as any other.
 
     Args:
-        replacement: whether one draw may hold a row twice.
+        replacement: whether one draw may hold a row twice; None for yes, but where as many are drawn as there are.
     """
 
-    def __init__(self, replacement: bool = True) -> None:
+    def __init__(self, replacement: bool | None = True) -> None:
         self.replacement = replacement
 
     def draw(self, span: Span, n: int, rng: np.random.Generator) -> np.ndarray:
@@ -201,7 +201,7 @@ class Uniform:
         total = span.total
         if total == 0:
             raise SpecError("nothing to sample: no row, or no window of this length, is stored")
-        if self.replacement:
+        if self.replacement or (self.replacement is None and n != total):
             return span.row_ids(rng.integers(total, size=n))
         return span.row_ids(rng.choice(total, min(n, total), replace=False))
 

@@ -1,0 +1,29 @@
+"""The tensors of a memory by name, as skrl's programs read and assign them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+class LiveTensors(dict[str, Any]):
+    """Tensors by name, in the order in which they were made.
+
+    Args:
+        names: of the tensors.
+        get: what gives the one of a name.
+        put: what copies values into it.
+    """
+
+    def __init__(self, names: Iterable[str], get: Callable[[str], Any], put: Callable[[str, Any], None]) -> None:
+        super().__init__((name, get(name)) for name in names)
+        self._get, self._put = get, put
+
+    def __setitem__(self, name: str, values: Any) -> None:
+        """Copies values into a tensor.
+
+        Raises:
+            MissingKeyError, SpecError: there is no such tensor, or they do not fit.
+        """
+        self._put(name, values)
+        super().__setitem__(name, self._get(name))  # jax has a copy
