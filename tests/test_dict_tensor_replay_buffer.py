@@ -191,6 +191,9 @@ def test_a_tensordict_comes_in_and_leaves_as_one(tmp_path):
         assert (batch["next", "reward"] == buffer["next", "reward"][batch["index"]]).all()
         assert isinstance(one[:], TensorDict) and one[2].batch_size == () and one[2]["next", "reward"] == 2
         assert isinstance(one["next"], TensorDict) and set(one[:].keys()) == {"obs", "next"}
+    other = made(batch_size=4, framework="numpy")
+    other.load(tmp_path / "buffer.npz")
+    assert type(other.sample()) is type(other[:]) is ArrayDict
     buffer[:2] = TensorDict({"next": {"reward": torch.tensor([7.0, 8.0])}}, [2])
     assert held(buffer)[:2] == [7, 8]
     numpys = made(framework="numpy")

@@ -247,18 +247,20 @@ class ArrayDict(dict[str, Any]):
 
     def apply_values_transform(self: A, values_transform: Callable[[Any], Any], inplace: bool = False) -> A | None:
         """Each array put through a function; a new batch, or with `inplace` this one, and then None is returned."""
-        made = {name: values_transform(value) for name, value in self.items()}
+        made = self._mapped(values_transform)
         if not inplace:
-            return self._like(made)
+            return made
         for name, value in made.items():
             self._set(name, value)
         return None
 
+    def _mapped(self: A, function: Callable[[Any], Any]) -> A:
+        made: A = self._like({name: function(value) for name, value in self.items()})
+        return made
+
     def to_torch(self: A, dtype: torch.dtype | None = None, device: torch.device | str | int = "cpu") -> A:
         """Numbers as tensors of this dtype (None: as they are) and device; those of numpy share their memory."""
-        made = self.apply_values_transform(lambda value: array_ops.tensor(value, dtype, device))
-        assert made is not None
-        return made
+        return self._mapped(lambda value: array_ops.tensor(value, dtype, device))
 
     def to_torch_(self, dtype: torch.dtype | None = None, device: torch.device | str | int = "cpu") -> None:
         """`to_torch` of this one."""
@@ -266,9 +268,7 @@ class ArrayDict(dict[str, Any]):
 
     def to_numpy(self: A) -> A:
         """Tensors as arrays of numpy, which share the memory of those on the CPU."""
-        made = self.apply_values_transform(array_ops.array)
-        assert made is not None
-        return made
+        return self._mapped(array_ops.array)
 
     def to_numpy_(self) -> None:
         """`to_numpy` of this one."""
@@ -276,9 +276,7 @@ class ArrayDict(dict[str, Any]):
 
     def isnull(self: A) -> A:
         """Where values are NaN or None: arrays of bools."""
-        made = self.apply_values_transform(array_ops.nulls)
-        assert made is not None
-        return made
+        return self._mapped(array_ops.nulls)
 
     def hasnull(self) -> bool:
         """Whether a value is NaN or None."""

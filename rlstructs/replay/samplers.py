@@ -190,7 +190,7 @@ class Uniform:
     """
 
     def __init__(self, replacement: bool | None = True) -> None:
-        self.replacement = replacement
+        self.replacement = None if replacement is None else bool(replacement)
 
     def draw(self, span: Span, n: int, rng: np.random.Generator) -> np.ndarray:
         """`n` row ids, without replacement at most as many as there are.

@@ -262,7 +262,8 @@ class DictTensorReplayBuffer(DictTensorParts):
     def update_tensordict_priority(self, batch: Any) -> None:
         """Sets the priorities of a batch's rows to its column `priority_key`; also `update_dict_tensor_priority`.
 
-        Steps that its `mask` says are padding are left out. Without priorities this does nothing.
+        Steps that its `mask` says are padding are left out. Of a batch that was reshaped to slices the first step of
+        each gets what all of its priorities are reduced to. Without priorities this does nothing.
 
         Raises:
             MissingKeyError: the batch has no `index`, or no such column.

@@ -134,7 +134,9 @@ class DictTensorRows(Buffer):
 
     def _as_given(self, batch: Any) -> Any:
         """A `DictTensor` as what rows came as."""
-        return batch if self._n_axes is None else as_tensordict(batch, self._n_axes)
+        if self._n_axes is None or not isinstance(batch, DictTensor):  # files may be loaded for another framework
+            return batch
+        return as_tensordict(batch, self._n_axes)
 
     def _store(
         self,

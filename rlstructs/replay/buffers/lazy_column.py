@@ -29,9 +29,17 @@ class LazyColumn(NDArrayOperatorsMixin):
         of_rows, *inside = index if isinstance(index, tuple) else (index,)
         if of_rows is None or of_rows is Ellipsis:
             return read_only(np.asarray(self))[index]
-        rows = np.arange(len(self))[of_rows]
+        rows = self._rows(of_rows)
         values = self._gather(rows.reshape(-1)).reshape((*rows.shape, *self.shape[1:]))
         return read_only(values)[(*(slice(None),) * rows.ndim, *inside)]
+
+    def _rows(self, index: Any) -> np.ndarray:
+        """The row ids that an index of the first axis means, int64 of any shape."""
+        n, at = len(self), None if isinstance(index, slice) else np.asarray(index)
+        if at is None or at.dtype.kind not in "iu" or (at.size and (at.min() < -n or at.max() >= n)):
+            return np.asarray(np.arange(n)[index])  # or raises as numpy does
+        at = at.astype(np.int64, copy=False)
+        return np.asarray(np.where(at < 0, at + n, at))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self._gather(np.arange(len(self))).astype(self.dtype if dtype is None else dtype, copy=False)

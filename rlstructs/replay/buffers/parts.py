@@ -72,8 +72,9 @@ def ask_for_nothing(owner: str, given: Mapping[str, Any], neutral: Mapping[str, 
     for name, value in given.items():
         if name not in neutral:
             raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}")
-        if neutral[name] is not ANY and value is not None and value != neutral[name]:
-            raise SpecError(f"{owner}: {name} must be {neutral[name]!r}, got {value!r}; there is no such thing here")
+        wanted = neutral[name]
+        if wanted is not ANY and value is not None and (wanted is None or value != wanted):
+            raise SpecError(f"{owner}: {name} must be {wanted!r}, got {value!r}; there is no such thing here")
 
 
 def joined(key: Any) -> str:
