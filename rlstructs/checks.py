@@ -22,6 +22,14 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
     return int(value)
 
 
+def holds(dtype: np.dtype[Any], values: np.ndarray) -> bool:
+    """Whether these numbers, as this dtype, are what they were; rounded where it is a float."""
+    if dtype.kind == "f" or np.can_cast(values.dtype, dtype):
+        return True
+    with np.errstate(invalid="ignore"):  # NaN is no whole number
+        return bool((values.astype(dtype) == values).all())
+
+
 def check_timeout(timeout: Any) -> None:
     """Raises TypeError or SpecError unless `timeout` is None or a number of seconds above 0."""
     if timeout is None:

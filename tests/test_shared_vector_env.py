@@ -316,6 +316,55 @@ def test_observations_that_do_not_fit_the_space_are_refused_as_gymnasium_does(n_
         assert caught.value.__notes__[0] == "raised by environment 1"
 
 
+class Giving(gymnasium.Env):
+    """Observes what it is told to."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, observation_space, observation):
+        self.observation_space, self.observation = observation_space, observation
+
+    def reset(self, *, seed=None, options=None):
+        return self.observation, {}
+
+    def step(self, action):
+        return self.observation, 0.0, False, False, {}
+
+
+BYTES, NUMBER = spaces.Box(0, 255, (2,), np.uint8), spaces.Box(-1, 1, (1,))
+
+
+@pytest.mark.parametrize(
+    ("space", "value", "seen"),
+    [
+        (BYTES, np.array([3, 4]), [3, 4]), (BYTES, [3, 4], [3, 4]), (BYTES, np.array([3.0, 4.0]), [3, 4]),
+        (spaces.Box(0, 1, (2,), np.bool_), [0, 1], [False, True]), (spaces.Discrete(3), 2.0, 2),
+        (spaces.Discrete(3), np.array([2]), 2), (NUMBER, 0.5, [0.5]), (NUMBER, np.array([[0.5]]), [0.5]),
+        (BYTES, np.array([300, 4]), None), (BYTES, [-1, 4], None), (BYTES, [0.5, 4], None), (BYTES, [np.nan, 4], None),
+        (spaces.MultiBinary(2), np.array([300, 0]), None), (spaces.MultiBinary(2), np.array([200, 0], np.uint8), None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_numbers_of_any_type_are_taken_if_none_is_changed_by_that_of_the_space(space, value, seen):
+    # AsyncVectorEnv takes them all, and makes 44 of 300 in a uint8.
+    with SharedVectorEnv([functools.partial(Giving, space, space.sample()), lambda: Giving(space, value)], 0) as env:
+        if seen is None:
+            with pytest.raises(SpecError, match="has dtype .*, and values that the space's .* cannot hold") as caught:
+                env.reset()
+            assert caught.value.__notes__[0] == "raised by environment 1"
+        else:
+            for observations in (env.reset()[0], env.step([0, 0])[0]):
+                assert observations.dtype == space.dtype and observations[1].tolist() == seen
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (0, 3), (0,)])
+def test_arrays_without_numbers_are_observed(shape):
+    space = spaces.Dict({"none": spaces.Box(-1, 1, shape), "count": spaces.Discrete(2)})
+    ours, theirs = twins([functools.partial(Giving, space, space.sample())] * 3, 0)
+    with ours:
+        assert_same_steps(ours, theirs, 2)
+
+
 @pytest.mark.parametrize("n_workers", N_WORKERS)
 def test_stepping_an_environment_that_has_ended_is_refused_when_nothing_resets_it(n_workers):
     with SharedVectorEnv(makers("CartPole-v1", 4), n_workers, autoreset_mode=AutoresetMode.DISABLED) as env:

@@ -18,6 +18,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector.utils import concatenate, create_empty_array
 
+from rlstructs.checks import holds
 from rlstructs.envs.actions import WIDEST, Actions
 from rlstructs.envs.outcomes import Outcome
 from rlstructs.envs.parts import Part, nest, parts_of
@@ -41,8 +42,10 @@ class ObservationColumn:
         self.part, self.array = part, array
         self._name = f" {'/'.join(map(str, part.path))!r}" if part.path else ""
         # Laid one behind another along their first axis: a single concatenation.
-        self._chain = array.reshape(-1, *part.shape[1:]) if part.shape else array
+        self._chain = array.reshape(len(array) * part.shape[0], *part.shape[1:]) if part.shape else array
         self._lengths = [part.shape[0]] * len(array) if part.shape else []
+        # Rounding a float is all right. Whole numbers of a wider dtype are looked at one by one.
+        self._casting: Any = "same_kind" if array.dtype.kind == "f" else "safe"
 
     def rows(self, rows: slice) -> ObservationColumn:
         """Of some of the environments."""
@@ -52,15 +55,24 @@ class ObservationColumn:
         """Writes the observations of all N.
 
         Raises:
-            SpecError: one has another shape than the space.
-            TypeError: one has a dtype that cannot be had in that of the space, as gymnasium casts them.
+            SpecError: one has another shape than the space, or numbers that its dtype cannot hold.
+            TypeError: one is of something else than numbers, or complex.
         """
         values = [self.part.pick(each) for each in observations] if self.part.path else observations
         if not self._fill_at_once(values):
             for k, value in enumerate(map(np.asarray, values)):
-                if value.shape != self.part.shape:
-                    raise SpecError(f"observation{self._name} has shape {value.shape}, its space {self.part.shape}")
-                np.copyto(self.array[k : k + 1], value[None], casting="same_kind")
+                self._fill_one(self.array[k : k + 1], value)
+
+    def _fill_one(self, row: np.ndarray, value: np.ndarray) -> None:
+        if value.shape != self.part.shape and not row.size == value.size == 1:
+            raise SpecError(f"observation{self._name} has shape {value.shape}, its space {self.part.shape}")
+        casting: Any = "same_kind"
+        if value.dtype.kind in "biuf":  # numbers of any type, if none is changed by it
+            if not holds(row.dtype, value):
+                name = f"observation{self._name}"
+                raise SpecError(f"{name} has dtype {value.dtype}, and values that the space's {row.dtype} cannot hold")
+            casting = "unsafe"
+        np.copyto(row, value.reshape(row.shape), casting=casting)
 
     def _fill_at_once(self, values: Sequence[Any]) -> bool:
         # Takes half as long as `stack`, which gives every array one more axis first.
@@ -68,12 +80,12 @@ class ObservationColumn:
             if self._lengths:
                 if list(map(len, values)) != self._lengths:
                     return False
-                np.concatenate(values, out=self._chain, casting="same_kind")
+                np.concatenate(values, out=self._chain, casting=self._casting)
             else:
                 numbers = np.asarray(values)
                 if numbers.shape != self.array.shape:
                     return False
-                np.copyto(self.array, numbers, casting="same_kind")
+                np.copyto(self.array, numbers, casting=self._casting)
         except (TypeError, ValueError):
             return False
         return True

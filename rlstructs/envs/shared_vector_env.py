@@ -57,9 +57,10 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
     """Takes the place of gymnasium's `AsyncVectorEnv`, with several environments in each process.
 
     What it returns is what `SyncVectorEnv` returns for the same seeds, in every autoreset mode. It differs in
-    what it refuses: a step of an environment that has ended in mode DISABLED, or was never reset; and in that
-    it leaves the `options` of `reset` as they are. `send` and `recv` step environments without waiting for the
-    slowest of them.
+    what it refuses: a step of an environment that has ended in mode DISABLED, or was never reset; an observation with
+    a number that the dtype of its space cannot hold; and in that it leaves the `options` of `reset` as they are, and
+    takes observations of any dtype where no number is changed by that of the space. `send` and `recv` step environments
+    without waiting for the slowest of them.
 
     Args:
         env_fns: make the environments, which have equal spaces. May be lambdas.

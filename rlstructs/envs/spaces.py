@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
+from rlstructs.checks import holds
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.rows import Packing, Rows, as_array
 from rlstructs.structures.base import show
@@ -62,7 +63,7 @@ class Leaf:
             raise SpecError(f"{name} cannot be read: {error!r}") from error
         if got.shape != shape and not (got.size == 1 and not shape):
             raise SpecError(f"{name} has shape {got.shape}, the space says {shape}")
-        if got.dtype.kind not in "biuf" or not _holds(self.dtype, got):
+        if got.dtype.kind not in "biuf" or not holds(self.dtype, got):
             raise SpecError(f"{name} has dtype {got.dtype}, and values that the space's {self.dtype} cannot hold")
         return got
 
@@ -236,14 +237,6 @@ def _copy(target: np.ndarray, source: np.ndarray) -> None:
         np.copyto(target, source, casting="unsafe")
 
 
-def _holds(dtype: np.dtype[Any], values: np.ndarray) -> bool:
-    """Whether these numbers, as this dtype, are what they were; rounded where it is a float."""
-    if dtype.kind == "f" or np.can_cast(values.dtype, dtype):
-        return True
-    with np.errstate(invalid="ignore"):  # NaN is no whole number
-        return bool((values.astype(dtype) == values).all())
-
-
 class ActionReader:
     """Turns the agent's action tensors into what each environment's `step` gets.
 
@@ -317,7 +310,7 @@ def _array(array: np.ndarray, leaf: Leaf) -> list[Any]:
 def _own(array: np.ndarray, leaf: Leaf) -> np.ndarray:
     # One copy for all: an environment may keep or change what it is given.
     own = array.astype(leaf.space.dtype)
-    if own.dtype != array.dtype and own.dtype.kind != "f" and not _holds(own.dtype, array):
+    if own.dtype != array.dtype and own.dtype.kind != "f" and not holds(own.dtype, array):
         raise SpecError(f"agent: {ActionReader.key(leaf)!r} has values that {leaf.space} cannot hold")
     return own
 
