@@ -412,6 +412,7 @@ def test_an_environment_without_a_space_is_refused_by_name(name, is_there):  # r
         ([Recording(), object()], 0, TypeError, "^envs: number 1 must be a gymnasium.Env, got object"),
         (Recording(), 0, TypeError, "not iterable"),
         ([ONE, Recording(), ONE], 0, SpecError, "^envs: number 2 is given twice"),
+        ([ONE, gymnasium.wrappers.TimeLimit(ONE, 5)], 0, SpecError, "^envs: number 1 is given twice"),
         ([Recording(), Recording(spaces.Discrete(8))], 0, SpecError,
          r"^envs: observation_space of number 1 is Discrete\(8\), of number 0 Discrete\(9\)"),
         ([Recording(), Recording(action=spaces.Discrete(6))], 0, SpecError,
@@ -420,7 +421,7 @@ def test_an_environment_without_a_space_is_refused_by_name(name, is_there):  # r
         ([Recording()], [1, 2], SpecError, r"^seed: needs an int >= 0, or 1 of them, got \[1, 2\]"),
         ([Recording()], None, TypeError, "^seed: needs an int, or a sequence of 1, got None"),
     ],
-    ids=["none", "no-gym", "no-list", "twice", "observations", "actions", "negative", "many", "no-seed"],
+    ids=["none", "no-gym", "no-list", "twice", "wrapped", "observations", "actions", "negative", "many", "no-seed"],
 )  # fmt: skip
 def test_bad_arguments_are_refused_by_name(envs, seed, error, message):
     with pytest.raises(error, match=message):

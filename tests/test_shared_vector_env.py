@@ -6,6 +6,7 @@ import functools
 import multiprocessing
 import os
 import signal
+from copy import deepcopy
 
 import gymnasium
 import numpy as np
@@ -542,6 +543,25 @@ def test_infos_of_every_number_type_come_as_they_are():
         told = env.reset()[1]["told"]
     assert_same(told[1], list(Telling.told))
     assert np.isnan(told[1].pop()) and len(told[1]) > 15
+
+
+@pytest.mark.parametrize(("n_workers", "n_groups"), [(0, 1), (2, 1), (1, 2)])
+def test_an_environment_that_is_given_again_and_again_is_copied(n_workers, n_groups):
+    # In AsyncVectorEnv every process has its own.
+    env = Basket()
+    for env_fn in (lambda: env, lambda: gymnasium.wrappers.TimeLimit(env, 5)):
+        ours = SharedVectorEnv([env_fn] * 4, n_workers, n_groups=n_groups)
+        theirs = SyncVectorEnv([lambda env_fn=env_fn: deepcopy(env_fn()) for _ in range(4)])
+        with ours:
+            assert_same_steps(ours, theirs, 20)
+
+
+def test_what_cannot_be_copied_has_to_be_made_by_each():
+    env = Basket()
+    env.odd = (i for i in range(3))
+    with pytest.raises(SpecError, match="env_fns: <Basket.* is given twice and cannot be copied") as caught:
+        SharedVectorEnv([Basket, lambda: env, lambda: env], 0)
+    assert caught.value.__notes__[0] == "raised by environment 2"
 
 
 # The order of calls

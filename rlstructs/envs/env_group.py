@@ -52,6 +52,7 @@ class EnvGroup:
     Args:
         env_fns: make them.
         first: index of the first among all; they follow each other.
+        others: further groups in this process.
 
     Attributes:
         rows: where they are among all.
@@ -60,11 +61,14 @@ class EnvGroup:
         Exception: what one of them raised, here as in every method with a note that names it.
     """
 
-    def __init__(self, env_fns: Iterable[Callable[[], gymnasium.Env[Any, Any]]], first: int) -> None:
+    def __init__(
+        self, env_fns: Iterable[Callable[[], gymnasium.Env[Any, Any]]], first: int, others: Iterable[EnvGroup] = ()
+    ) -> None:
         self._first, self._envs = first, []
+        taken = {id(innermost(env)) for group in others for env in group._envs}
         for env_fn in env_fns:
             try:
-                self._envs.append(env_fn())
+                self._envs.append(_own(env_fn(), taken))
             except Exception as error:
                 self._name(error, len(self._envs))
                 with contextlib.suppress(Exception):
@@ -240,6 +244,26 @@ class EnvGroup:
 
     def _name(self, error: Exception, k: int) -> None:
         messages.add_note(error, f"raised by environment {self._first + k}")
+
+
+def innermost(env: Any) -> Any:
+    """The environment within all wrappers."""
+    while isinstance(env, gymnasium.Wrapper):
+        env = env.env
+    return env
+
+
+def _own(env: Any, taken: set[int]) -> Any:
+    """The environment, or a copy of one that is taken: `[lambda: env] * n` is common, and works in n processes."""
+    if id(innermost(env)) in taken:
+        try:
+            env = copy.deepcopy(env)
+        except Exception as error:
+            raise SpecError(
+                f"env_fns: {env} is given twice and cannot be copied ({error!r}), each function has to make its own"
+            ) from error
+    taken.add(id(innermost(env)))
+    return env
 
 
 def _as_it_is(info: Any) -> Any:

@@ -50,7 +50,7 @@ class EnvWorker:
         self._groups: list[EnvGroup] = []
         try:
             for rows in shares[index]:
-                self._groups.append(EnvGroup(env_fns[rows], rows.start))
+                self._groups.append(EnvGroup(env_fns[rows], rows.start, self._groups))
         except BaseException:
             with contextlib.suppress(Exception):
                 self.close()

@@ -10,6 +10,7 @@ import gymnasium
 import numpy as np
 import torch
 
+from rlstructs.envs.env_group import innermost
 from rlstructs.envs.spaces import ActionReader, Leaf, Sheet, example, leaves
 from rlstructs.envs.vec_env import NO_ROWS, Step, pairs
 from rlstructs.errors import SpecError, StateError
@@ -271,7 +272,7 @@ def _checked(envs: Sequence[gymnasium.Env[Any, Any]]) -> list[gymnasium.Env[Any,
     for k, env in enumerate(envs):
         if not isinstance(env, gymnasium.Env):
             raise TypeError(f"envs: number {k} must be a gymnasium.Env, got {type(env).__name__}")
-        if any(env is other for other in envs[:k]):
+        if any(innermost(env) is innermost(other) for other in envs[:k]):
             raise SpecError(f"envs: number {k} is given twice, each must be an environment of its own")
         for name in ("observation_space", "action_space"):
             if getattr(env, name, None) is None:
