@@ -10,7 +10,17 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers import Count
 
-from rlstructs import DictTensor, GymEnvInf, GymVectorEnv, RL_Agent, RL_Batcher, SpecError, StateError, slots
+from rlstructs import (
+    DictTensor,
+    GymEnvInf,
+    GymVectorEnv,
+    RL_Agent,
+    RL_Batcher,
+    SharedVectorEnv,
+    SpecError,
+    StateError,
+    slots,
+)
 from rlstructs.seeding import EnvSeed
 from rlstructs.testing import check_env
 
@@ -315,10 +325,12 @@ class Spoilt(Count):
 
 
 def test_what_the_first_reset_raises_is_not_taken_for_a_matter_of_seeds():
-    env = GymVectorEnv(SyncVectorEnv([lambda: Spoilt(ValueError("an asset is missing"))] * 2), 0)
-    with pytest.raises(ValueError, match="an asset is missing"):
-        env.reset()
-    env.close()
+    env_fns = [lambda: Spoilt(ValueError("an asset is missing"))] * 2
+    for envs in (SyncVectorEnv(env_fns), SharedVectorEnv(env_fns, 0)):
+        env = GymVectorEnv(envs, 0)
+        with pytest.raises(ValueError, match="an asset is missing"):
+            env.reset()
+        env.close()
 
 
 class Always(Own):

@@ -250,6 +250,10 @@ class GymVectorEnv:
             except REFUSALS as error:
                 refused = refused or error
                 continue
+            except StateError:  # a `SharedVectorEnv` takes any seeds, but no call after what an environment raised
+                if refused is None:
+                    raise
+                break
             if seed is None:
                 warnings.warn(f"{self._name}.reset takes no seed: give it one when it is made", stacklevel=2)
             return observation
