@@ -421,6 +421,8 @@ def test_calls_and_attributes_are_gymnasiums(n_workers):
             lambda env: env.get_attr("note"), lambda env: env.call("gain"), lambda env: env.get_attr("render"),
         ):  # fmt: skip
             assert_same(call(ours), call(theirs))
+        ours.call_async("get_wrapper_attr", name="gain")
+        assert ours.call_wait() == (1.0, 2.0, 3.0)
         for call in (lambda env: env.get_attr("absent"), lambda env: env.call("doubled")):
             with pytest.raises((AttributeError, TypeError)) as expected:
                 call(theirs)
@@ -562,6 +564,27 @@ def test_what_cannot_be_copied_has_to_be_made_by_each():
     with pytest.raises(SpecError, match="env_fns: <Basket.* is given twice and cannot be copied") as caught:
         SharedVectorEnv([Basket, lambda: env, lambda: env], 0)
     assert caught.value.__notes__[0] == "raised by environment 2"
+
+
+@pytest.mark.parametrize("n_workers", N_WORKERS)
+def test_an_environment_may_change_and_keep_the_action_that_it_gets(n_workers):
+    class Halving(Echo):
+        def step(self, action):
+            action *= 0.5
+            return super().step(action)
+
+    with SharedVectorEnv([functools.partial(Halving, spaces.Box(-1, 1, (2,)))] * 2, n_workers) as env:
+        env.reset()
+        actions = np.ones((2, 2), np.float32)
+        env.step(actions)
+        assert (actions == 1).all()
+        actions[:] = 9
+        env.send(actions[:1], [1])
+        env.recv()
+        assert [[kept.tolist() for kept in some] for some in env.get_attr("kept")] == [
+            [[0.5, 0.5]], [[0.5, 0.5], [4.5, 4.5]]
+        ]  # fmt: skip
+        assert (actions == 9).all()
 
 
 # The order of calls

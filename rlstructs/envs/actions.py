@@ -62,7 +62,7 @@ class Actions:
             types += letter
         return types
 
-    def read(self, types: str, envs: slice) -> list[Any]:
+    def read(self, types: str, envs: Any) -> list[Any]:
         """The actions of some environments, one for each, in memory of their own."""
         if self._is_plain:
             return list(self._view(0, types)[envs].copy())

@@ -98,12 +98,12 @@ class LocalHost:
 
     def step(self, actions: Any) -> Request:
         """As `Host.step`."""
-        rows = self._actions.apart(actions, self._n_envs)
+        rows = self._apart(actions, slice(None), self._n_envs)
         return lambda: self._keep(self._group.step, rows)
 
     def step_some(self, envs: np.ndarray, actions: Any) -> Request:
         """As `Host.step_some`."""
-        rows = list(zip(envs.tolist(), self._actions.apart(actions, len(envs)), strict=True))
+        rows = list(zip(envs.tolist(), self._apart(actions, envs, len(envs)), strict=True))
         return lambda: self._step_some(rows)
 
     def step_group(self, group: int, actions: Any) -> Request:
@@ -135,6 +135,11 @@ class LocalHost:
         """As `Host.kill`."""
         with contextlib.suppress(Exception):
             self._group.close()
+
+    def _apart(self, actions: Any, envs: Any, n: int) -> list[Any]:
+        """An action for each environment, in memory of its own: one may change or keep it, as in a worker."""
+        types = self._actions.write(actions, envs, n)
+        return self._actions.read(types, envs) if types else self._actions.apart(actions, n)
 
     def _keep(self, function: Callable[..., Any], *arguments: Any) -> None:
         self._answers = []

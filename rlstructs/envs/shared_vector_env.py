@@ -343,7 +343,7 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         self.call_async(name, *args, **kwargs)
         return self.call_wait()
 
-    def call_async(self, name: str, *args: Any, **kwargs: Any) -> None:
+    def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """As `call`, but does not wait; `call_wait` does."""
         if name in OWN:
             raise ValueError(f"call: {name!r} is a method of the vectorised environment itself, call that")
