@@ -157,6 +157,8 @@ def test_scalars_of_discrete_spaces_have_a_feature_axis():
         (spaces.MultiBinary(2), [np.array([True, False]), np.array([0, 1])]),
         (spaces.Box(-9, 9, (2,), np.float32), [np.array([1, -9]), [0.5, 2]]),
         (spaces.Box(0, 1, (), np.uint8), [np.array([1]), 0]),
+        (spaces.Box(0, 1, (1,), np.float32), [0.5, np.float32(1)]),
+        (spaces.Box(0, 1, (1, 1), np.float32), [np.array([0.5]), 1]),
     ],
     ids=lambda value: str(value) if isinstance(value, spaces.Space) else None,
 )

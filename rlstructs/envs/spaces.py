@@ -5,6 +5,7 @@ Nested Dict and Tuple spaces give keys joined with `/`; a Tuple's parts are call
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,11 +62,11 @@ class Leaf:
             got = np.asarray(self.pick(observation))
         except (TypeError, ValueError, LookupError) as error:
             raise SpecError(f"{name} cannot be read: {error!r}") from error
-        if got.shape != shape and not (got.size == 1 and not shape):
+        if got.shape != shape and not got.size == math.prod(shape) == 1:
             raise SpecError(f"{name} has shape {got.shape}, the space says {shape}")
         if got.dtype.kind not in "biuf" or not holds(self.dtype, got):
             raise SpecError(f"{name} has dtype {got.dtype}, and values that the space's {self.dtype} cannot hold")
-        return got
+        return got.reshape(shape)
 
 
 def leaves(space: gymnasium.Space[Any], what: str, keep_float64: bool = False) -> list[Leaf]:
