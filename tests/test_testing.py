@@ -18,6 +18,7 @@ import pytest
 import torch
 from broken import AGENTS, ENVIRONMENTS, GYMNASIUM, CountsOutside, Ending, Gym, Holds, HoldsLock, Sums, Walk
 from gymnasium import spaces
+from gymnasium.vector import SyncVectorEnv
 from helpers import Count, Counting, create_gym
 
 from rlstructs import DictTensor, GymEnv, GymEnvInf, RandomAgent, RL_Agent, RL_Agent_CheckDevice, RL_Batcher, SpecError
@@ -41,6 +42,7 @@ def test_good_environments_pass():
     check_env(Gym())
     check_env(lambda: gymnasium.make("CartPole-v1"))
     check_env(gymnasium.make("CartPole-v1"))
+    check_env(gymnasium.make, {"id": "CartPole-v1", "max_episode_steps": 30})
     check_env(create_gym, {"env_id": "CartPole-v1", "n_envs": 2, "autoreset": True})
     check_env(create_gym, {"env_id": "CartPole-v1", "n_envs": 2, "autoreset": False})
     check_env(GymEnv([Count(3), Count(5)], 0), env_info=DictTensor({"length": torch.tensor([4])}))
@@ -101,6 +103,10 @@ def test_factories_have_to_travel_and_to_take_a_seed():
         check_env(Walk(), {"n_envs": 3})
     with pytest.raises(TypeError, match=r"^dict is no VecEnv: it has no method n_envs\(\)$"):
         check_env(lambda seed: {})
+    with pytest.raises(TypeError, match=r"^SyncVectorEnv is no VecEnv: .* n_envs\(\), put it into a GymVectorEnv$"):
+        check_env(SyncVectorEnv([Gym]))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'n_envs'"):
+        check_env(gymnasium.make, {"id": "CartPole-v1", "n_envs": 2})
 
 
 def test_every_environment_is_closed_also_after_an_error():

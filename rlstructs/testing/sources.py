@@ -69,7 +69,14 @@ def _factory(create_env: Callable[..., Any], env_args: dict[str, Any]) -> EnvSou
         create, arguments = cloudpickle.loads(cloudpickle.dumps((create_env, env_args)))
         return create(**arguments, seed=seed) if takes_seed else create(**arguments)
 
-    made = make(0)
+    try:
+        made = make(0)
+    except TypeError:
+        # What takes any keyword, as `gymnasium.make` does, may have no use for this one.
+        if not takes_seed or _names(create_env, "seed"):
+            raise
+        takes_seed = False
+        made = make(0)
     if isinstance(made, gymnasium.Env):
         name = type(made.unwrapped).__name__
         close(made, name)
@@ -109,19 +116,29 @@ def close(env: Any, name: str) -> None:
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function takes an argument of this name."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # written in C
-        return True
+    """Whether a function takes an argument of this name, among any others perhaps."""
+    return _names(function, name) or any(p.kind is p.VAR_KEYWORD for p in _parameters(function) or ())
+
+
+def _names(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has a parameter of this name; one that is written in C is taken to."""
+    parameters = _parameters(function)
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return any(p.kind is p.VAR_KEYWORD or (p.name == name and p.kind in named) for p in parameters)
+    return parameters is None or any(p.name == name and p.kind in named for p in parameters)
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # written in C
+        return None
 
 
 def _checked_methods(env: Any, name: str) -> VecEnv:
     for method in ("n_envs", "reset", "step", "close"):
         if not callable(getattr(env, method, None)):
-            raise TypeError(f"{name} is no VecEnv: it has no method {method}()")
+            hint = ", put it into a GymVectorEnv" if hasattr(env, "single_action_space") else ""
+            raise TypeError(f"{name} is no VecEnv: it has no method {method}(){hint}")
     try:
         inspect.signature(env.reset).bind(None)
     except TypeError:
