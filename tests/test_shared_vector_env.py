@@ -587,6 +587,39 @@ def test_an_environment_may_change_and_keep_the_action_that_it_gets(n_workers):
         assert (actions == 9).all()
 
 
+class Sharing(gymnasium.Env):
+    """Writes into what it is given, and its infos into a dict of its class."""
+
+    observation_space, action_space, info = spaces.Discrete(100), spaces.Box(-1, 1, (1,)), {}
+
+    def reset(self, *, seed=None, options=None):
+        self.goal = np.zeros(1)
+        return 0, {}
+
+    def aim(self, goal, *, by=None):
+        self.goal = goal
+        if by:
+            by.append(1)
+        return by
+
+    def step(self, action):
+        action *= 2
+        self.goal += action
+        self.info["goal"] = float(self.goal[0])
+        return 0, 0.0, False, False, self.info
+
+
+def test_environments_of_one_worker_share_nothing_that_they_are_given_or_give():
+    # As in AsyncVectorEnv, whose processes have one each.
+    with SharedVectorEnv([Sharing] * 3, 1) as env:
+        env.reset()
+        env.set_attr("goal", np.array([10.0]))
+        assert env.step([np.ones(1)] * 3)[4]["goal"].tolist() == [12, 12, 12]
+        env.call("aim", np.array([20.0]))
+        assert env.step(np.array([[1.0], [2.0], [3.0]]))[4]["goal"].tolist() == [22, 24, 26]
+        assert env.call("aim", np.zeros(1), by=[0]) == ([0, 1],) * 3
+
+
 # The order of calls
 
 

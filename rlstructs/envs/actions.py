@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,6 +80,11 @@ class Actions:
         rows = list(iterate(self._batched, actions))
         if len(rows) != n:
             raise SpecError(f"actions: needs one for each of {n} environments, got {len(rows)}")
+        seen: set[int] = set()
+        for k, row in enumerate(rows):
+            if id(row) in seen:  # `[action] * n`: an environment may change its own
+                rows[k] = copy.deepcopy(row)
+            seen.add(id(row))
         return rows
 
     def _view(self, at: int, letter: str) -> np.ndarray:

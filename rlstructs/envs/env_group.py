@@ -53,6 +53,7 @@ class EnvGroup:
         env_fns: make them.
         first: index of the first among all; they follow each other.
         others: further groups in this process.
+        apart: makes what `call` and `set_attr` hand to one environment its own.
 
     Attributes:
         rows: where they are among all.
@@ -62,9 +63,13 @@ class EnvGroup:
     """
 
     def __init__(
-        self, env_fns: Iterable[Callable[[], gymnasium.Env[Any, Any]]], first: int, others: Iterable[EnvGroup] = ()
+        self,
+        env_fns: Iterable[Callable[[], gymnasium.Env[Any, Any]]],
+        first: int,
+        others: Iterable[EnvGroup] = (),
+        apart: Callable[[Any], Any] = lambda value: value,
     ) -> None:
-        self._first, self._envs = first, []
+        self._first, self._envs, self._apart = first, [], apart
         taken = {id(innermost(env)) for group in others for env in group._envs}
         for env_fn in env_fns:
             try:
@@ -168,7 +173,12 @@ class EnvGroup:
             self._at[0] = self._first + k
             try:
                 found = env.get_wrapper_attr(name)
-                values.append(found(*args, **kwargs) if callable(found) else found)
+                if callable(found) and (args or kwargs):
+                    own_args, own_kwargs = self._apart((args, kwargs))
+                    found = found(*own_args, **own_kwargs)
+                elif callable(found):
+                    found = found()
+                values.append(found)
             except Exception as error:
                 self._name(error, k)
                 raise
@@ -182,7 +192,7 @@ class EnvGroup:
         """Sets an attribute, a value for each."""
         for k, (env, value) in enumerate(zip(self._envs, values, strict=True)):
             try:
-                env.set_wrapper_attr(name, value)
+                env.set_wrapper_attr(name, self._apart(value))
             except Exception as error:
                 self._name(error, k)
                 raise
@@ -223,8 +233,8 @@ class EnvGroup:
         return observation
 
     def _tell(self, k: int, info: Mapping[str, Any], outcome: Outcome) -> None:
-        if info:
-            outcome.infos.append((self._first + k, info))
+        if info:  # a copy: environments of one class may share the dict, and write into it again
+            outcome.infos.append((self._first + k, dict(info) if isinstance(info, dict) else info))
 
     def _write(self, observations: list[Any], rows: slice | None, outcome: Outcome) -> None:
         for column in self._observations:

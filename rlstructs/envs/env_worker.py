@@ -23,6 +23,11 @@ EVERY, ONE, CALL = b"E", b"O", b"C"
 PICKLED = b"\x80"
 
 
+def _apart(value: Any) -> Any:
+    """A value as it would come to a process that has one environment only."""
+    return messages.loads(messages.dumps(value))
+
+
 class EnvWorker:
     """What runs in a worker: a share of each group of environments.
 
@@ -50,7 +55,7 @@ class EnvWorker:
         self._groups: list[EnvGroup] = []
         try:
             for rows in shares[index]:
-                self._groups.append(EnvGroup(env_fns[rows], rows.start, self._groups))
+                self._groups.append(EnvGroup(env_fns[rows], rows.start, self._groups, _apart))
         except BaseException:
             with contextlib.suppress(Exception):
                 self.close()
