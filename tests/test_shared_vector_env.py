@@ -846,6 +846,8 @@ def test_workers_draw_different_numbers_and_have_no_torch():
         (([Basket] * 2, -1), SpecError, "n_workers must be at least 0"),
         (([Basket] * 2, 1.0), TypeError, "n_workers must be an int"),
         (([Basket, lambda held=(i for i in range(3)): held], 2), TypeError, r"env_fns\[1\] cannot be sent to a worker"),
+        (([Basket, gymnasium.Env], 0), SpecError, "whose observation_space is a gymnasium.Space, got Env where it is"),
+        (([int], 0), SpecError, "whose observation_space is a gymnasium.Space, got int where it is None"),
         (([Basket, Same], 2), SpecError, "env_fns: observation_space of environment 1 is .*, not .*"),
         (([Basket, Same], 2), RuntimeError, "observation_space of environment 1 is .*mode=.same"),
         (([Basket, Same], 0), SpecError, "env_fns: observation_space of environment 1 is .*, not .*"),

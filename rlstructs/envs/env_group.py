@@ -71,11 +71,12 @@ class EnvGroup:
     ) -> None:
         self._first, self._envs, self._apart = first, [], apart
         taken = {id(innermost(env)) for group in others for env in group._envs}
-        for env_fn in env_fns:
+        for k, env_fn in enumerate(env_fns):
             try:
                 self._envs.append(_own(env_fn(), taken))
+                _check_spaces(self._envs[k])
             except Exception as error:
-                self._name(error, len(self._envs))
+                self._name(error, k)
                 with contextlib.suppress(Exception):
                     self.close()
                 raise
@@ -84,7 +85,7 @@ class EnvGroup:
     def describe(self) -> Description:
         """Of the first of them."""
         env = self._envs[0]
-        return Description(env.observation_space, env.action_space, dict(env.metadata), env.render_mode)
+        return Description(env.observation_space, env.action_space, dict(env.metadata or {}), env.render_mode)
 
     def attach(self, described: Description, n_envs: int, mode: AutoresetMode, buffer: Any = None) -> Columns:
         """Gives the environments their rows of the columns, and gives back those.
@@ -274,6 +275,13 @@ def _own(env: Any, taken: set[int]) -> Any:
             ) from error
     taken.add(id(innermost(env)))
     return env
+
+
+def _check_spaces(env: Any) -> None:
+    for name in ("observation_space", "action_space"):
+        if not isinstance(space := getattr(env, name, None), gymnasium.Space):
+            wanted = f"needed is an environment whose {name} is a gymnasium.Space"
+            raise SpecError(f"env_fns: {wanted}, got {type(env).__name__} where it is {space!r}")
 
 
 def _as_it_is(info: Any) -> Any:

@@ -66,7 +66,8 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         env_fns: make the environments, which have equal spaces. May be lambdas. One that gives an environment which is
             there already is given a copy of it, as a process of its own would have.
         n_workers: processes among which they are shared, in order; 0 steps them in this process, one after
-            another; None for as many as there are cores, or environments if those are fewer.
+            another; None for as many as there are cores, or environments if those are fewer. Those of one worker share
+            what modules and classes keep; with as many workers as environments none do, as in gymnasium's.
         autoreset_mode: what becomes of an environment whose episode ends.
         copy: whether observations are copies. Otherwise they are views of what the next step overwrites.
         start_method: "forkserver" (the default on Linux), "spawn" (elsewhere) or "fork".
@@ -402,9 +403,9 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
             if failure is None:  # otherwise that has been reported
                 raise
 
-    def close_extras(self, **kwargs: Any) -> None:
+    def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """As `close`."""
-        self.close(**kwargs)
+        self.close(timeout=timeout, terminate=terminate)
 
     def __enter__(self) -> SharedVectorEnv:
         return self
