@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import pickle
+
 import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.utils.env_checker import data_equivalence
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers import Count
 from test_spaces import REFUSED, SPACES, every_space, flat, stacked
 
-from rlstructs import DictTensor, GymEnv, GymEnvInf, SpecError, StateError
+from rlstructs import (
+    DictTensor,
+    GymEnv,
+    GymEnvInf,
+    GymVectorEnv,
+    NormalizeObservation,
+    NormalizeReward,
+    SpecError,
+    StateError,
+)
 from rlstructs.envs import VecEnv
 from rlstructs.seeding import EnvSeed
 
@@ -275,6 +289,26 @@ def test_what_was_given_out_does_not_change():
     act(env, 3, 3)
     env.reset()
     assert kept == copies
+
+
+def of_vectors(cls, *lengths):
+    makers = [functools.partial(Count, length) for length in lengths]
+    return GymVectorEnv(SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP), 0)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda env: pickle.loads(pickle.dumps(env))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("wrap", [lambda env: env, NormalizeObservation, NormalizeReward], ids=["", "observ", "reward"])
+@pytest.mark.parametrize(("make", "cls"), [(counts, GymEnv), (counts, GymEnvInf), (of_vectors, None)])
+def test_a_copy_goes_on_by_itself_as_its_original_does(make, cls, wrap, copied):
+    env = wrap(make(cls, 2, 5))
+    env.reset()
+    act(env, 1, 2)
+    twin = copied(env)
+    for n_running in (2, 1 if cls is GymEnv else 2):
+        stepped = act(env, *[3] * n_running)
+        assert [seen for seen, _ in act(twin, *[3] * n_running)] == [seen for seen, _ in stepped]
+        assert stepped[0][0]["last_action"].tolist() == [3] * n_running
+    assert twin.reset()[0] == env.reset()[0]
 
 
 def test_flags_of_an_episode_end_do_not_stay():

@@ -192,6 +192,10 @@ class Sheet:
             for key, leaf in found.items()
         ]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Made anew, also where an environment is copied: copies of views would be no views of the copied rows.
+        return _sheet_of, (self._leaves, self.rows.packing, self._n_envs, self.rows.blocks)
+
     def fill(self, observations: Sequence[Any], environments: Iterable[int] | None = None) -> Rows:
         """Writes every leaf, as `Column.fill` does; the rows, valid until the next call."""
         n = len(observations)
@@ -223,6 +227,15 @@ class Sheet:
             else:
                 found = leaf.read(name, observations, (self._n_envs, *leaf.shape))[at]
             arrays[key][at] = found.reshape(len(at), *leaf.row_shape)
+
+
+def _sheet_of(
+    found: Mapping[str, Leaf], packing: Packing, n_envs: int, blocks: Mapping[str, np.ndarray]
+) -> Sheet:
+    sheet = Sheet(found, packing, n_envs)
+    for name, block in blocks.items():
+        sheet.rows.blocks[name][...] = block
+    return sheet
 
 
 # Columns, up to which a copy column by column is the faster one.
