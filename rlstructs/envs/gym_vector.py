@@ -32,8 +32,9 @@ class GymVectorEnv:
     Observations are those of `GymEnvInf`, whatever the autoreset mode is: each transition leads to its
     true next observation, and an episode that ended is followed by the first observation of the next.
 
-    - SAME_STEP: the final observation comes from `infos["final_obs"]`. (`SyncVectorEnv` keeps no copy of it: an
-      environment that writes all its observations into one array needs another mode.)
+    - SAME_STEP: the final observation comes from `infos["final_obs"]`. (gymnasium's `SyncVectorEnv` and
+      `AsyncVectorEnv` keep no copy of it: an environment that writes all its observations into one array needs another
+      mode, or `SharedVectorEnv`.)
     - DISABLED: environments that end are reset at once, by `options["reset_mask"]`.
     - NEXT_STEP: the step after an end does nothing but reset, and ignores its action. It is no transition:
       a rollout leaves it out, and the slot's length is one less.
