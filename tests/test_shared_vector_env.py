@@ -588,13 +588,14 @@ def test_an_environment_may_change_and_keep_the_action_that_it_gets(n_workers):
 
 
 class Sharing(gymnasium.Env):
-    """Writes into what it is given, and its infos into a dict of its class."""
+    """Writes into what it is given, its infos into a dict of its class, and its observations into an array of that."""
 
-    observation_space, action_space, info = spaces.Discrete(100), spaces.Box(-1, 1, (1,)), {}
+    observation_space, action_space = spaces.Box(0, 100, (2,)), spaces.Box(-1, 1, (1,))
+    info, seen = {}, np.zeros(3, np.float32)
 
     def reset(self, *, seed=None, options=None):
         self.goal = np.zeros(1)
-        return 0, {}
+        return np.zeros(2), {}
 
     def aim(self, goal, *, by=None):
         self.goal = goal
@@ -605,8 +606,8 @@ class Sharing(gymnasium.Env):
     def step(self, action):
         action *= 2
         self.goal += action
-        self.info["goal"] = float(self.goal[0])
-        return 0, 0.0, False, False, self.info
+        self.seen[:] = self.info["goal"] = float(self.goal[0])
+        return self.seen[1:], 0.0, False, False, self.info
 
 
 def test_environments_of_one_worker_share_nothing_that_they_are_given_or_give():
@@ -616,7 +617,9 @@ def test_environments_of_one_worker_share_nothing_that_they_are_given_or_give():
         env.set_attr("goal", np.array([10.0]))
         assert env.step([np.ones(1)] * 3)[4]["goal"].tolist() == [12, 12, 12]
         env.call("aim", np.array([20.0]))
-        assert env.step(np.array([[1.0], [2.0], [3.0]]))[4]["goal"].tolist() == [22, 24, 26]
+        for goals in ([22, 24, 26], [24, 28, 32]):
+            observations, *_, infos = env.step(np.array([[1.0], [2.0], [3.0]]))
+            assert infos["goal"].tolist() == goals and observations.tolist() == [[goal, goal] for goal in goals]
         assert env.call("aim", np.zeros(1), by=[0]) == ([0, 1],) * 3
 
 

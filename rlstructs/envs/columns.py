@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import gymnasium
@@ -62,6 +63,12 @@ class ObservationColumn:
         if not self._fill_at_once(values):
             for k, value in enumerate(map(np.asarray, values)):
                 self._fill_one(self.array[k : k + 1], value)
+
+    def share_memory(self, observations: Sequence[Any]) -> bool:
+        """Whether the arrays of two observations lie, in part, in the same memory."""
+        arrays = [value for value in map(self.part.pick, observations) if isinstance(value, np.ndarray)]
+        arrays.sort(key=lambda array: int(array.__array_interface__["data"][0]))
+        return any(np.may_share_memory(*two) for two in pairwise(arrays))
 
     def _fill_one(self, row: np.ndarray, value: np.ndarray) -> None:
         if value.shape != self.part.shape and not row.size == value.size == 1:

@@ -110,6 +110,7 @@ class EnvGroup:
         self._mode, self._at = mode, columns.at[mine.start : mine.start + 1]
         self.rest()
         self._needs_reset = [False] * len(self._envs)
+        self._are_apart = False  # until a step has shown that no two write their observations into the same memory
         return columns
 
     def rest(self) -> None:
@@ -144,12 +145,18 @@ class EnvGroup:
     def step(self, actions: Iterable[Any]) -> Outcome:
         """Steps all of them."""
         outcome, observations, k = Outcome([], []), [], 0
+        write_each = not self._are_apart
         try:
             for k, action in enumerate(actions):
                 observations.append(self._stepped(k, action, outcome))
+                if write_each:
+                    self._write(observations[k:], slice(k, k + 1), outcome)
         except Exception as error:
             self._name(error, k)
             raise
+        if write_each:
+            self._are_apart = not any(column.share_memory(observations) for column in self._observations)
+            return outcome
         try:
             self._write(observations, None, outcome)
         except Exception:
