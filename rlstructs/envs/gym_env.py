@@ -269,11 +269,13 @@ def _checked(envs: Sequence[gymnasium.Env[Any, Any]]) -> list[gymnasium.Env[Any,
     envs = list(envs)
     if not envs:
         raise SpecError("envs: needs at least one environment, got none")
+    taken: set[int] = set()
     for k, env in enumerate(envs):
         if not isinstance(env, gymnasium.Env):
             raise TypeError(f"envs: number {k} must be a gymnasium.Env, got {type(env).__name__}")
-        if any(innermost(env) is innermost(other) for other in envs[:k]):
+        if id(innermost(env)) in taken:
             raise SpecError(f"envs: number {k} is given twice, each must be an environment of its own")
+        taken.add(id(innermost(env)))
         for name in ("observation_space", "action_space"):
             if getattr(env, name, None) is None:
                 raise SpecError(f"envs: number {k} has no {name}, which says what keys, dtypes and shapes there are")
