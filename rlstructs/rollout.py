@@ -151,6 +151,8 @@ def _acting(
     Args: as of `acquire`; is_split: whether the environment is a `SplitEnv`.
     """
     rows = None if progress.running.size == slots.n else progress.running
+    if progress.state is None:  # of another worker, or another environment, than the one that the slots were made for
+        slots.check_observation(progress.observation)
     info = agent_info if rows is None or agent_info.empty() else agent_info.index(rows)
     state = agent.initial_state(info, progress.running.size) if progress.state is None else progress.state
     with_history = agent.require_history()

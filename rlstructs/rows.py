@@ -22,10 +22,10 @@ RECORD = "\0record"  # the name of the block that holds the record, and of no ke
 
 
 class Packing:
-    """Which block of bytes each key lies in, and where; the same for the same specs.
+    """Which block of bytes each key lies in, and where; the same for the same specs, in whatever order.
 
     Args:
-        specs: key -> row shape and dtype, in order.
+        specs: key -> row shape and dtype.
 
     Attributes:
         specs: as given.
@@ -53,7 +53,8 @@ class Packing:
 def _record(specs: Mapping[str, Spec]) -> np.dtype[Any]:
     """A record of these fields, each aligned to its own size, the whole to the widest."""
     offsets, offset = {}, 0
-    for key, (_, dtype) in sorted(specs.items(), key=lambda item: -item[1][1].itemsize):
+    # By name too: what was written in one process is read in another, whose environment may order its keys otherwise.
+    for key, (_, dtype) in sorted(specs.items(), key=lambda item: (-item[1][1].itemsize, item[0])):
         offsets[key], offset = offset, offset + dtype.itemsize
     widest = max((dtype.itemsize for _, dtype in specs.values()), default=1)
     return np.dtype(

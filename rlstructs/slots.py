@@ -27,7 +27,7 @@ from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.recorded import Recorded, blocks_of, sources_of, specs_of_steps
 from rlstructs.rows import Packing, Rows, TensorSpec, numpy_specs
 from rlstructs.steps import Mover, Steps, entries, put, raw_of, staged, tensor_of, type_name
-from rlstructs.structures.base import show
+from rlstructs.structures.base import check_same_keys, show
 from rlstructs.structures.dict_tensor import DictTensor
 
 STATE = "agent_state/"
@@ -261,6 +261,18 @@ class Slots:
                 raise SpecError(f"agent: state {key!r} is {show(state[key])}, expected {wanted}")
         if unknown := set(state.keys()) - set(self._states):
             raise SpecError(f"agent: state {sorted(unknown)} was not in its first one")
+
+    def check_observation(self, rows: Rows) -> None:
+        """Raises unless observations have the keys, dtypes and shapes of those that the slots were made for."""
+        wanted, found = self._packing.specs, rows.packing.specs
+        check_same_keys("environment: observation", wanted, found)
+        for key, spec in wanted.items():
+            if found[key] != spec:
+                (shape, dtype), (own, kind) = spec, found[key]
+                raise SpecError(
+                    f"environment: observation {key!r} has rows of {own} {kind}, expected {shape} {dtype} as in the "
+                    "first worker"
+                )
 
     def empty(self, rows: np.ndarray | None = None) -> None:
         """Leaves nothing of a rollout of these rows (None: all) that was broken off."""

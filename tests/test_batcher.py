@@ -619,6 +619,66 @@ def test_workers_must_have_equally_many_environments():
         count_batcher([[3, 3], [3]], 2)
 
 
+class OfEachWorker:
+    """Two environments whose observations are what a function makes of the worker's seed and the time."""
+
+    def __init__(self, seed, observe):
+        self.seed, self.observe, self.time = seed, observe, 0
+
+    def n_envs(self):
+        return 2
+
+    def reset(self, env_info):
+        self.time = 0
+        return DictTensor(self.observe(self.seed, self.time)), torch.arange(2)
+
+    def step(self, action):
+        self.time += 1
+        observation, running = DictTensor(self.observe(self.seed, self.time)), torch.arange(2)
+        return (observation, running), (observation, running)
+
+    def close(self):
+        pass
+
+
+def frames(shape=(2, 3), dtype=torch.float32):
+    return {"frame": torch.zeros(shape, dtype=dtype)}
+
+
+def test_each_worker_may_order_the_keys_of_its_observations_as_it_likes():
+    def observe(seed, time):
+        found = {"reward": torch.full((2,), 1.0 + time), "mass": torch.full((2,), 100.0 + time)}
+        return dict(reversed(found.items())) if seed else found
+
+    agent_args = {"action_space": Count.action_space}
+    with RL_Batcher(3, RandomAgent, agent_args, OfEachWorker, {"observe": observe}, 2, [0, 10]) as batcher:
+        batcher.reset()
+        steps = rollout(batcher)[0].trajectories
+    assert steps["observation/reward"].tolist() == [[1, 2, 3]] * 4
+    assert steps["_observation/mass"].tolist() == [[101, 102, 103]] * 4
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "error", "message"),
+    [
+        (frames(), frames((2, 1)), SpecError, r"'frame' has rows of \(1,\) float32, expected \(3,\) float32"),
+        (frames(), frames(dtype=torch.float64), SpecError, r"'frame' has rows of \(3,\) float64, expected"),
+        (frames(), {**frames(), "mass": torch.zeros(2)}, SpecError, r"unknown key\(s\) \['mass'\]"),
+        ({**frames(), "mass": torch.zeros(2)}, frames(), MissingKeyError, r"key\(s\) \['mass'\] are missing"),
+    ],
+    ids=["shape", "dtype", "more", "fewer"],
+)
+def test_a_worker_with_other_observations_than_the_first_is_refused(first, second, error, message):
+    def observe(seed, time):
+        return second if seed else first
+
+    agent_args = {"action_space": Count.action_space}
+    with RL_Batcher(3, RandomAgent, agent_args, OfEachWorker, {"observe": observe}, 2, [0, 10]) as batcher:
+        batcher.reset()
+        with pytest.raises(error, match=f"environment: observation.*{message}"):
+            rollout(batcher)
+
+
 BAD_INFOS = [
     (eps(0.1), SpecError, r"agent_info: 'eps' is \(1,\) torch.float32, expected \(4,\)"),
     (eps(*[0.1] * 5), SpecError, r"agent_info: 'eps' is \(5,\)"),
