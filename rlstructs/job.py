@@ -165,6 +165,7 @@ class RolloutJob:
             running = None if goes_on else progress.running.tolist()
             return running, self._clock.fields(), self._inbox.version, take_statistics(self._given)
 
+    @torch.no_grad()
     def _revived(self, progress: Progress, agent_info: DictTensor) -> Progress:
         """Starts episodes in environments that have ended, whose resets were deferred; all run then."""
         which, first = self._env.revive_rows()  # type: ignore[attr-defined]

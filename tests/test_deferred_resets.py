@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import Count, Counting, rollout
 
-from rlstructs import DictTensor, GymEnvInf, NormalizeObservation, NormalizeReward, RandomAgent, RL_Batcher
+from rlstructs import DeviceEnv, DictTensor, GymEnvInf, NormalizeObservation, NormalizeReward, RandomAgent, RL_Batcher
 
 LENGTHS = (3, 10, 5)
 
@@ -104,6 +104,21 @@ def begun(length, n_rollouts, n_timesteps):
     return -(-n_rollouts // rollouts_each)
 
 
+@pytest.mark.parametrize("n_processes", [0, 2])
+def test_agents_begin_without_gradients(n_processes):
+    class Noting(Counting):
+        def initial_state(self, agent_info, B):
+            return DictTensor({"has_gradients": torch.full((B,), torch.is_grad_enabled())})
+
+        def __call__(self, state, observation, agent_info, history=None):
+            return DictTensor({"action": torch.zeros(len(LENGTHS))[: state.n_elems()].long(), **state}), state
+
+    with RL_Batcher(4, Noting, {}, create_env, {}, n_processes, 0) as batcher:
+        batcher.reset()
+        for _ in range(4):
+            assert not rollout(batcher)[0].trajectories["action/has_gradients"].any()
+
+
 def test_an_evaluation_gives_as_many_episodes_of_each():
     with deferring(2) as batcher:
         batcher.reset()
@@ -114,6 +129,15 @@ def test_an_evaluation_gives_as_many_episodes_of_each():
 def test_what_is_no_bool_is_refused():
     with pytest.raises(TypeError, match="defer_resets must be a bool, got 1"):
         GymEnvInf([Count(3)], 0, defer_resets=1)
+
+
+def test_below_what_hides_it_it_is_as_gym_env():
+    def create_env(seed):
+        return NormalizeReward(DeviceEnv(GymEnvInf([Count(3), Count(10)], seed, defer_resets=True), "cpu", "cpu"))
+
+    with deferring(1, create_env=create_env) as batcher:
+        batcher.reset()
+        assert [rollout(batcher)[1] for _ in range(3)] == [1, 1, 0]
 
 
 def test_it_may_be_used_without_a_batcher():

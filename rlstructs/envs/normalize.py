@@ -134,6 +134,11 @@ class Normalizing:
         """As of `RowEnv`."""
         return bool(self._env.may_idle)
 
+    @property
+    def defers_resets(self) -> bool:
+        """As `GymEnv`'s; nothing between hides `revive_rows`, as `DeviceEnv` does, which hands this attribute on."""
+        return bool(getattr(self._env, "defers_resets", False))
+
     def reset(self, env_info: DictTensor = NO_INFO) -> tuple[DictTensor, torch.Tensor]:
         """As the environment's own."""
         return self.reset_rows(env_info).tensors(), torch.arange(self.n_envs())
