@@ -330,7 +330,8 @@ class Once:
 
 def first_step(agent: RL_Agent, observation: DictTensor, info: DictTensor, n: int) -> tuple[DictTensor, DictTensor]:
     """What an agent puts out in its very first step, and its initial state; checks both."""
-    state = checked("agent: initial_state", agent.initial_state(info, n), n)
+    # Wherever the agent has made it, as in a rollout.
+    state = checked("agent: initial_state", agent.initial_state(info, n), n).to(observation.device() or "cpu")
     if agent.require_history():
         result: Any = agent(state, observation, info, history=EmptyHistory.of(observation))
     else:

@@ -30,7 +30,7 @@ from rlstructs import (
 )
 from rlstructs.envs.vec_env import row_env
 from rlstructs.generations import Generations
-from rlstructs.job import RolloutJob
+from rlstructs.job import RolloutJob, first_step
 from rlstructs.rollout import Progress, acquire
 from rlstructs.rows import specs_of
 from rlstructs.seeding import PrivateStreams, seed_global_streams
@@ -641,6 +641,16 @@ def test_an_agent_that_returns_no_pair_is_refused_by_name(returned, kind):
     name = type(returned).__name__
     with pytest.raises(TypeError, match=f"^agent: it must return its output and its next state, got {name}$"):
         Jobs(count_env, Alone)
+
+
+def test_an_initial_state_is_moved_to_where_observations_are():
+    class Moved(Counting):
+        def __call__(self, state, observation, agent_info, history=None):
+            assert state["n"].device == observation["initial_state"].device
+            return DictTensor({"action": state["n"] % 5}), state
+
+    observation = DictTensor({"initial_state": torch.ones(2, dtype=torch.bool, device="meta")})
+    assert first_step(Moved(), observation, NO_INFO, 2)[1].device() == torch.device("meta")
 
 
 @pytest.mark.usefixtures("private")
