@@ -58,8 +58,8 @@ class RL_Agent:
         Args:
             state: B rows, which may be written into. Nothing resets it where an environment resets itself:
                 replace the rows where `observation["initial_state"]` (`masked_dicttensor` does it).
-            observation: B rows, read-only. That of the last step of a rollout may be kept; of any other
-                clone what is to be kept for longer than the rollout.
+            observation: B rows, read-only. That of the last step of a rollout may be kept, unless `get(preempt=)` has
+                cut it short; of any other clone what is to be kept for longer than the rollout.
             agent_info: B rows, or empty.
             history: where `require_history`: the steps of this rollout so far, B x t.
 
