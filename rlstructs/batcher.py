@@ -52,6 +52,7 @@ from rlstructs.settings import (
     RunSettings,
     agent_seeds_of,
     arguments_of,
+    check_factory,
     check_info,
     info_example,
     n_awaited,
@@ -155,6 +156,8 @@ class RL_Batcher:
         check_timeout(timeout)
         check_policy(on_worker_failure, max_restarts)
         check_count("run_ahead", run_ahead, 0)
+        check_factory("create_agent", create_agent)
+        check_factory("create_env", create_env)
         self._device, self._debug = as_device(device), is_on(debug)
         infos = {"agent_info": agent_info, "env_info": env_info}
         self._examples = {name: info_example(name, info) for name, info in infos.items()}

@@ -83,7 +83,7 @@ class RolloutJob:
                     seed_global_streams(settings.seeds[self.index], self._agent_seed)
                     env = self._make_env(settings.seeds[self.index])
             self._given, self._env = env, row_env(env)
-            self._agent = settings.create_agent(**settings.agent_args)
+            self._agent = self._make_agent()
             if self._agent_seed is not None:
                 self._agent.seed(self._agent_seed)
         except BaseException:
@@ -289,6 +289,13 @@ class RolloutJob:
             raise SpecError(f"create_env: n_envs() must be an int of at least 1, got {n!r}")
         return env
 
+    def _make_agent(self) -> RL_Agent:
+        agent = self.settings.create_agent(**self.settings.agent_args)
+        for method in ("initial_state", "__call__", "require_history", "close"):
+            if not callable(getattr(agent, method, None)):
+                raise TypeError(f"create_agent must return an RL_Agent, got {type(agent).__name__} without {method}()")
+        return agent
+
     def _probe(self, env: VecEnv) -> tuple[Specs, bool]:
         """Finds the specs with an agent of its own; also whether the environment was reset for it."""
         settings, n = self.settings, env.n_envs()
@@ -300,7 +307,7 @@ class RolloutJob:
             else:
                 observation = env.example().tensors()  # type: ignore[attr-defined]
             seen = observation.clone().to(settings.device or "cpu")  # the agent may `set` keys in it
-            agent = settings.create_agent(**settings.agent_args)
+            agent = self._make_agent()
             try:
                 output, state = first_step(agent, seen, repeated(settings.agent_info, n), n)
             finally:

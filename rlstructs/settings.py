@@ -111,6 +111,12 @@ def seeds_of(seeds: int | Sequence[int], n_workers: int, name: str = "seeds") ->
     return found
 
 
+def check_factory(name: str, factory: Any) -> None:
+    """Raises TypeError unless this makes something when it is called; what it makes, an agent, can be called too."""
+    if not callable(factory) or isinstance(factory, RL_Agent):
+        raise TypeError(f"{name} must be a function or a class, which each worker calls, got {type(factory).__name__}")
+
+
 def arguments_of(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a factory, a dict of their own.
 

@@ -595,7 +595,9 @@ def test_numbers_of_elements_and_bytes_are_known_at_once():
         ({"env_args": {"n_envs": 0}}, SpecError, "needs at least one environment, got none"),
         ({"env_args": {"env_id": "NoSuchEnv-v0"}}, gymnasium.error.NameNotFound, "NoSuchEnv"),
         ({"create_env": lambda env_id, n_envs, seed: object()}, TypeError, r"create_env must return a VecEnv"),
-        ({"create_agent": lambda: (lambda *_: None)}, AttributeError, "initial_state"),
+        ({"create_env": "CartPole-v1"}, TypeError, "create_env must be a function or a class, .* got str"),
+        ({"create_agent": Counting()}, TypeError, "create_agent must be a function or a class, .* got Counting"),
+        ({"create_agent": lambda: None}, TypeError, r"must return an RL_Agent, got NoneType without initial_state\(\)"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
