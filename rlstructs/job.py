@@ -280,7 +280,8 @@ class RolloutJob:
 
     def _make_env(self, seed: int, env_args: dict[str, Any] | None = None) -> VecEnv:
         settings = self.settings
-        env = settings.create_env(**(settings.env_args if env_args is None else env_args), seed=seed)
+        # A seed among the arguments gives way to the worker's, as in rlstructures.
+        env = settings.create_env(**{**(settings.env_args if env_args is None else env_args), "seed": seed})
         for method in ("n_envs", "reset", "step", "close"):
             if not callable(getattr(env, method, None)):
                 raise TypeError(f"create_env must return a VecEnv, got {type(env).__name__} without {method}()")

@@ -616,6 +616,16 @@ def test_arguments_of_environments_must_be_named():
         RL_Batcher(5, Counting, {}, create_gym, ["CartPole-v1", 2], 1, [0])
 
 
+def test_a_seed_among_the_arguments_gives_way_to_those_of_the_workers():
+    def create_env(seed):
+        given.append(seed)
+        return GymEnv([Count(3)], seed)
+
+    given = []
+    RL_Batcher(5, Counting, {}, create_env, {"seed": 0}, 0, [7]).close()
+    assert set(given) == {7}
+
+
 def test_workers_must_have_equally_many_environments():
     with pytest.raises(SpecError, match="worker 1 has 1 environments, worker 0 has 2"):
         count_batcher([[3, 3], [3]], 2)
