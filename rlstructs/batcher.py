@@ -579,6 +579,9 @@ class RL_Batcher:
         for member, count in enumerate(counts):
             if count != counts[0]:
                 raise SpecError(f"create_env: {noun} {member} has {count} environments, {noun} 0 has {counts[0]}")
+        for member, (_, own) in enumerate(answers):
+            if own is not None:  # each node finds its own
+                own.check_like(specs, f"{noun} {member}")
         self._crew.know(specs.statistics)
         info = {f"agent_state/{key}": spec for key, spec in specs.state.items()}
         for name, example in self._examples.items():

@@ -33,6 +33,7 @@ from rlstructs.rows import TensorSpec, check_dtype, specs_of
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.settings import JobSettings
 from rlstructs.slots import Slots
+from rlstructs.structures.base import check_same_keys
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.weights import Inbox, Packed
 from workers.arena import SharedArena
@@ -49,6 +50,15 @@ class Specs:
     state: dict[str, TensorSpec]
     # Of no rows: what the environment keeps statistics of.
     statistics: dict[str, Moments]
+
+    def check_like(self, first: Specs, who: str) -> None:
+        """Raises unless keys, dtypes and shapes are those that the first one found."""
+        for name in ("observation", "action", "state"):
+            own, wanted = getattr(self, name), getattr(first, name)
+            check_same_keys(f"{who}: {name}", wanted, own)
+            for key, spec in wanted.items():
+                if own[key] != spec:
+                    raise SpecError(f"{who}: {name} {key!r} has rows of {own[key]}, of the first one they are {spec}")
 
 
 @dataclass

@@ -30,7 +30,7 @@ from rlstructs import (
 )
 from rlstructs.envs.vec_env import row_env
 from rlstructs.generations import Generations
-from rlstructs.job import RolloutJob, first_step
+from rlstructs.job import RolloutJob, Specs, first_step
 from rlstructs.rollout import Progress, acquire
 from rlstructs.rows import specs_of
 from rlstructs.seeding import PrivateStreams, seed_global_streams
@@ -651,6 +651,20 @@ def test_an_initial_state_is_moved_to_where_observations_are():
 
     observation = DictTensor({"initial_state": torch.ones(2, dtype=torch.bool, device="meta")})
     assert first_step(Moved(), observation, NO_INFO, 2)[1].device() == torch.device("meta")
+
+
+def test_what_two_have_found_must_be_the_same():
+    def found(**changed):
+        return Specs(**{"observation": {"x": ((2,), torch.float32)}, "action": {"action": ((), torch.int64)},
+                        "state": {}, "statistics": {}, **changed})  # fmt: skip
+
+    found().check_like(found(), "node 1")
+    with pytest.raises(SpecError, match=r"^node 1: observation 'x' has rows of \(\(3,\), torch.float32\), of "):
+        found(observation={"x": ((3,), torch.float32)}).check_like(found(), "node 1")
+    with pytest.raises(MissingKeyError, match="^node 1: action: .*'action'.* missing"):
+        found(action={}).check_like(found(), "node 1")
+    with pytest.raises(SpecError, match="^node 1: state: unknown .*'h'"):
+        found(state={"h": ((), torch.float32)}).check_like(found(), "node 1")
 
 
 @pytest.mark.usefixtures("private")
