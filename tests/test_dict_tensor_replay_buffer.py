@@ -220,6 +220,29 @@ def test_rows_of_several_axes_stay_so():
     assert buffer.sampler.max_priority == pytest.approx(batch["index"].max().item() + 1)
 
 
+def test_what_is_nested_in_rows_keeps_the_axes_that_it_has_more(tmp_path):  # as the agents of torchrl's environments
+    TensorDict = pytest.importorskip("tensordict").TensorDict
+    far = TensorDict({"y": torch.zeros(6, 3, 2)}, [6, 3, 2])
+    agents = TensorDict({"x": torch.arange(18).view(6, 3), "far": far}, [6, 3])
+    rows = TensorDict({"agents": agents, "next": {"agents": agents.clone(), "done": torch.zeros(6, 1)}}, [6])
+    buffer = made(TensorStorage, 8)
+    buffer.extend(rows[:5])
+    buffer.add(rows[5])
+    buffer.save(tmp_path / "buffer.npz")
+    twins = [made(TensorStorage, 8) for _ in range(3)]
+    twins[0].load(tmp_path / "buffer.npz")
+    twins[1].load_state_dict(buffer.state_dict())
+    for row in rows:
+        twins[2].add(row)
+    for each in (buffer, *twins):
+        batch = each.sample(4)
+        assert batch.batch_size == (4,) and batch["next"].batch_size == (4,)
+        for name in ("agents", ("next", "agents")):
+            assert batch[name].batch_size == (4, 3) and batch[name, "far"].batch_size == (4, 3, 2)
+        assert (batch["agents", "x"] == rows["agents", "x"][batch["index"]]).all()
+        assert each[2]["agents"].batch_size == (3,) and each["agents"].batch_size == (6, 3)
+
+
 def test_trajectories_come_in_with_valid_steps_only():  # R2, R14: two of them never follow one another
     t = torch.arange(4).expand(3, 4) + 10 * torch.arange(3)[:, None]
     done = torch.zeros(3, 4, dtype=torch.bool)

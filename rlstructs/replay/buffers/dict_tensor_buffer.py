@@ -21,7 +21,6 @@ from rlstructs.replay.buffers.prefetch import Prefetch
 from rlstructs.replay.buffers.prioritized_sampler import PrioritizedSampler
 from rlstructs.replay.buffers.rows_in import flat_items
 from rlstructs.replay.buffers.storages import ListStorage, ReplayStorage
-from rlstructs.replay.buffers.tensordicts import n_axes_of
 from rlstructs.replay.buffers.transforms import Compose
 from rlstructs.replay.buffers.writers import ImmutableWriter, RoundRobinWriter, Writer
 from rlstructs.replay.columns import Spec
@@ -143,7 +142,7 @@ class DictTensorReplayBuffer(DictTensorParts):
         if (data := self._settings.data) is not None:
             self._settings.data = None
             rows = rows_of(data, "TensorStorage")
-            self._store(rows, "TensorStorage", writer=_first_writer(self._writer), n_axes=n_axes_of(data))
+            self._store(rows, "TensorStorage", writer=_first_writer(self._writer), came_as=data)
 
     # Sampling
 

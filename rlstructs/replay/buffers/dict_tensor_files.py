@@ -80,7 +80,7 @@ class DictTensorFiles(DictTensorIndex):
             "n_rows": self._storage.columns.n_rows,
             "n_written": self._n_written,
             "knows_episodes": self._knows_episodes,
-            "n_axes": self._n_axes,
+            "axes": self._axes,
             "sampler": {"class": type(self._sampler).__name__, **self._sampler.state()},
         }
 
@@ -92,7 +92,7 @@ class DictTensorFiles(DictTensorIndex):
         if own != (state["max_size"], found["class"]):
             raise ValueError(f"it has room for {state['max_size']} rows and a {found['class']}, needed are {own}")
         n_written, knows = int(state["n_written"]), bool(state["knows_episodes"])
-        n_axes = None if state.get("n_axes") is None else int(state["n_axes"])
+        axes = state.get("axes") and {str(name): int(n) for name, n in state["axes"].items()}
         restore_sampler = self._sampler.restorer(found, arrays, int(state["n_rows"]))
 
         def restore() -> None:
@@ -100,7 +100,7 @@ class DictTensorFiles(DictTensorIndex):
             restore_sampler()
             self._writer.changed()
             self._n_written, self._knows_episodes, self._quick, self._written = n_written, knows, None, None
-            self._n_axes = n_axes
+            self._axes = axes
             self._version += 1
 
         return restore

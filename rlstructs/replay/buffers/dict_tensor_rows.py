@@ -17,7 +17,7 @@ from rlstructs.replay.buffers.buffer_samplers import INDEX, Sampler
 from rlstructs.replay.buffers.prioritized_sampler import PrioritizedSampler
 from rlstructs.replay.buffers.rows_in import OneRow, flat_items
 from rlstructs.replay.buffers.storages import ReplayStorage
-from rlstructs.replay.buffers.tensordicts import as_tensordict, n_axes_of
+from rlstructs.replay.buffers.tensordicts import Axes, as_tensordict, axes_of
 from rlstructs.replay.buffers.transforms import Compose
 from rlstructs.replay.buffers.writers import Writer
 from rlstructs.replay.reading import DISCOUNT
@@ -42,7 +42,7 @@ class DictTensorRows(Buffer):
     _lock: Any  # held while rows are written, drawn or read
     _n_written = 0
     # Axes of the batches that leave as a `TensorDict`, as their rows came; None for a `DictTensor`.
-    _n_axes: int | None = None
+    _axes: Axes | None = None
     _knows_episodes = False
     # The ids that `extend` gave last, and which steps they are: an id alone may mean what was drawn before.
     _written: tuple[weakref.ref[torch.Tensor], np.ndarray] | None = None
@@ -75,8 +75,7 @@ class DictTensorRows(Buffer):
         if quick and (row_id := self._add_quickly(row)) is not None:  # now that it is flat
             return row_id
         given = Rows({name: with_axis(name, value) for name, value in row.items()}, 1)
-        n_axes = n_axes_of(item)
-        rows = self._store(given, "add", n_axes=None if n_axes is None else n_axes + 1)
+        rows = self._store(given, "add", came_as=item, n_more=1)
         return int(rows[0]) if rows.size else -1
 
     def extend(self, batch: Any, update_priority: bool | None = None) -> torch.Tensor:
@@ -95,7 +94,7 @@ class DictTensorRows(Buffer):
             SpecError, MissingKeyError, StateError: something does not fit; nothing has changed.
         """
         with self._lock:
-            rows = self._store(rows_of(batch, "extend"), "extend", update_priority, n_axes=n_axes_of(batch))
+            rows = self._store(rows_of(batch, "extend"), "extend", update_priority, came_as=batch)
             ids = torch.from_numpy(rows)
             if isinstance(self._sampler, PrioritizedSampler):
                 self._written = weakref.ref(ids), self._span().steps(rows)
@@ -134,9 +133,9 @@ class DictTensorRows(Buffer):
 
     def _as_given(self, batch: Any) -> Any:
         """A `DictTensor` as what rows came as."""
-        if self._n_axes is None or not isinstance(batch, DictTensor):  # files may be loaded for another framework
+        if self._axes is None or not isinstance(batch, DictTensor):  # files may be loaded for another framework
             return batch
-        return as_tensordict(batch, self._n_axes)
+        return as_tensordict(batch, self._axes)
 
     def _store(
         self,
@@ -144,12 +143,13 @@ class DictTensorRows(Buffer):
         owner: str,
         update: bool | None = None,
         writer: Writer | None = None,
-        n_axes: int | None = None,
+        came_as: Any = None,
+        n_more: int = 0,
     ) -> np.ndarray:
-        """Writes rows, which came as a `TensorDict` of `n_axes`, or not; their row ids, int64 (n,)."""
+        """Writes rows, which came as this batch, with so many axes in front that it has not; their ids, int64 (n,)."""
         with self._lock:
             if not self._specs and self.framework == "torch":  # the first rows say what batches leave as
-                self._n_axes = n_axes or None
+                self._axes = axes_of(came_as, n_more)
             writer = self._writer if writer is None else writer
             writer.refuse()
             rows = self._inverted(given, owner)

@@ -127,7 +127,7 @@ def _with(batch: Any, info: dict[str, Any]) -> Any:
         return batch
     if isinstance(batch, DictTensor):
         return DictTensor({**dict(batch.items()), **info})
-    if tensordicts.n_axes_of(batch) is not None:  # which stays one
+    if tensordicts.is_one(batch):  # which stays one
         for name, value in info.items():
             tensordicts.put(batch, name, value)
         return batch
@@ -135,4 +135,4 @@ def _with(batch: Any, info: dict[str, Any]) -> Any:
 
 
 def _has(batch: Any, name: str) -> bool:
-    return tensordicts.has(batch, name) if tensordicts.n_axes_of(batch) is not None else name in batch
+    return tensordicts.has(batch, name) if tensordicts.is_one(batch) else name in batch

@@ -3,25 +3,47 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from rlstructs.structures.dict_tensor import DictTensor
 
+# How many axes are the batch of a `TensorDict`, under ""; and of those nested in it that have more, by name.
+Axes = Mapping[str, int]
 
-def n_axes_of(batch: Any) -> int | None:
-    """How many axes of a `TensorDict` are its batch; None of what is none."""
+
+def is_one(batch: Any) -> bool:
+    """Whether it is a `TensorDict`."""
     # Who has none has not imported it, and nor does this.
     module = sys.modules.get("tensordict")
-    return int(batch.batch_dims) if module is not None and isinstance(batch, module.TensorDictBase) else None
+    return module is not None and isinstance(batch, module.TensorDictBase)
 
 
-def as_tensordict(batch: DictTensor, n_axes: int) -> Any:
+def axes_of(batch: Any, n_more: int = 0) -> Axes | None:
+    """The axes of a `TensorDict`, and so many more in front of them; None of what is none, or has no axes then."""
+    if not is_one(batch) or not batch.batch_dims + n_more:
+        return None
+    nested = {key: batch.get(key) for key in batch.keys(include_nested=True)}
+    axes = {_joined(key): each.batch_dims for key, each in nested.items() if is_one(each)}
+    return {"": batch.batch_dims + n_more} | {name: n + n_more for name, n in axes.items() if n > batch.batch_dims}
+
+
+def _joined(key: Any) -> str:
+    return key if isinstance(key, str) else "/".join(key)
+
+
+def as_tensordict(batch: DictTensor, axes: Axes) -> Any:
     """A batch as a `TensorDict`; what has fewer axes than its batch gets those of the others, without a copy."""
+    n_axes = axes[""]
     sizes = next((tensor.shape[:n_axes] for tensor in batch.values() if tensor.ndim >= n_axes), (batch.n_elems(),))
     made = DictTensor.trusted({name: _spread(tensor, sizes) for name, tensor in batch.items()}).to_tensordict()
     made.batch_size = sizes
+    for name, n in axes.items():
+        inner = {tensor.shape[:n] for key, tensor in batch.items() if key.startswith(f"{name}/")}
+        if name and len(inner) == 1:  # there may be nothing of it, or some of it may be stacked
+            made[tuple(name.split("/"))].batch_size = inner.pop()
     return made
 
 
