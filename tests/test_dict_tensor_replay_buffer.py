@@ -35,6 +35,7 @@ from rlstructs.replay import (
     MemmapStorage,
     PrioritizedSampler,
     PrioritizedSliceSampler,
+    RandomSampler,
     SamplerWithoutReplacement,
     SliceSampler,
     TensorDictPrioritizedReplayBuffer,
@@ -724,6 +725,24 @@ def test_rows_are_changed_in_place(storage):  # B6 set_at_
     with pytest.raises(IndexError, match="holds no row|is not in"):
         buffer[[0, 7]] = {"next/reward": [1.0, 2.0]}
     assert buffer[:] == before
+
+
+@pytest.mark.parametrize("as_tensordict", [False, True])
+@pytest.mark.parametrize("sampler", [RandomSampler, PrioritizedSampler])
+def test_a_sample_that_was_changed_is_written_back(sampler, as_tensordict):
+    rows = {"x": torch.arange(6.0), "next": {"reward": torch.zeros(6, 1)}}
+    buffer = made(sampler=sampler(), batch_size=4)
+    buffer.extend(pytest.importorskip("tensordict").TensorDict(rows, [6]) if as_tensordict else rows)
+    batch = buffer.sample()
+    index = batch["index"].unique()
+    batch.set("x", batch["x"] + 10)
+    buffer[batch["index"]] = batch
+    changed = torch.arange(6.0)
+    changed[index] += 10
+    assert buffer["x"].equal(changed)
+    for each in ("index", "nothing"):
+        with pytest.raises(MissingKeyError, match=f"no '{each}'"):
+            buffer[each] = torch.arange(6)
 
 
 def test_columns_are_changed_in_place(storage):  # B6 set_/set_at_/update_, read_all/write_all

@@ -60,7 +60,8 @@ class DictTensorIndex(DictTensorRows):
 
         Args:
             index: as of `[]`.
-            values: a mapping of some columns to values for these rows; of a single column only its values.
+            values: a mapping of some columns to values for these rows; of a single column only its values. What a
+                sample holds beside its columns is left out, so that it may be written back as it is.
 
         Raises:
             IndexError, SpecError, MissingKeyError, StateError: something does not fit; nothing has changed.
@@ -70,7 +71,9 @@ class DictTensorIndex(DictTensorRows):
             if isinstance(index, (str, tuple)):
                 index, values = slice(None), {joined(index): values}
             rows = self._rows_at(index)
-            flat = flat_items(values, "[]")
+            given = flat_items(values, "[]")
+            beside = self._beside_names()
+            flat = {name: value for name, value in given.items() if name not in beside} or given
             if not rows.ndim:
                 rows, flat = rows[None], {name: with_axis(name, value) for name, value in flat.items()}
             if rows.ndim > 1:

@@ -191,10 +191,14 @@ class DictTensorRows(Buffer):
             return
         if not values:
             raise SpecError("a row needs a column, there is none")
-        more = () if self._reading.n_step == 1 else (DISCOUNT,)
-        if taken := sorted({INDEX, *self._sampler.fields, *more} & set(values)):
+        if taken := sorted(self._beside_names() & set(values)):
             raise SpecError(f"key(s) {taken} cannot be stored: samples have {taken} of their own")
         self._check_episode_keys(self._sampler, values)
+
+    def _beside_names(self) -> set[str]:
+        """What a sample holds that no column does."""
+        more = () if self._reading.n_step == 1 else (DISCOUNT,)
+        return {INDEX, *self._sampler.fields, *more}
 
     def _check_episode_keys(self, sampler: Sampler, names: Mapping[str, Any]) -> None:
         for argument, key in (("end_key", sampler.end_key), ("traj_key", sampler.traj_key)):
