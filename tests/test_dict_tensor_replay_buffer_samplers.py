@@ -626,6 +626,22 @@ def test_marks_go_where_the_data_has_its_ends():
     assert not none.sample(4)["next/truncated"].any()
 
 
+@pytest.mark.parametrize("as_tensordict", [False, True])
+def test_where_no_column_says_what_has_ended_slices_say_it_themselves(as_tensordict):
+    rows = {"x": torch.arange(8), "episode": torch.arange(8) // 4}
+    for key, parent in (("auto", "next"), (("a", "truncated"), "a")):
+        buffer = made(SliceSampler(slice_len=4, truncated_key=key), 20)
+        buffer.extend(pytest.importorskip("tensordict").TensorDict(rows, [8]) if as_tensordict else rows)
+        batch, info = buffer.sample(8, return_info=True)
+        for name, last in (("truncated", True), ("done", True), ("terminated", False)):
+            marks = batch[parent, name] if as_tensordict else batch[f"{parent}/{name}"]
+            assert marks.shape == ((8, 1) if as_tensordict else (8,)) and f"{parent}/{name}" in info
+            assert marks.dtype == torch.bool and marks.reshape(-1).tolist() == [False, False, False, last] * 2
+    own = made(SliceSampler(slice_len=4, truncated_key=("a", "cut")), 20)
+    own.extend({**rows, "a": {"done": torch.full((8,), 7)}})
+    assert own.sample(8)["a/done"].tolist() == [7] * 8
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_what_was_done_before_a_step_is_neither_an_end_nor_marked(first):  # torchrl's collectors give both
     before = {name: torch.arange(6)[:, None] == 2 for name in ("done", "terminated", "truncated")}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # How many draws, of how many rows each, and whether the batch holds what is known of them.
 Request = tuple[int, int, bool]
-TRUNCATED, DONE = "truncated", ("done", "dones")
+TRUNCATED, TERMINATED, DONE = "truncated", "terminated", ("done", "dones")
 
 
 class Draws:
@@ -73,7 +73,8 @@ class Draws:
             if sampler.init_key in values:
                 _mark(values, sampler.init_key, sampler.firsts(picked), buffer._specs)
             if sampler.truncated_key is not None:
-                known |= _marked(values, sampler.lasts(picked), sampler.truncated_key, buffer._specs)
+                beside = () if buffer._axes is None else (1,)
+                known |= _marked(values, sampler.lasts(picked), sampler.truncated_key, buffer._specs, beside)
         if with_info and buffer._collate_fn is None:
             batch = buffer._hand_over(values | known)
             info = {name: batch[name] for name in known}
@@ -91,9 +92,12 @@ class Draws:
 
 
 def _marked(
-    values: dict[str, Any], lasts: np.ndarray, key: str, specs: Mapping[str, Spec]
+    values: dict[str, Any], lasts: np.ndarray, key: str, specs: Mapping[str, Spec], beside: tuple[int, ...]
 ) -> dict[str, np.ndarray]:
-    """Marks the rows that end slices as truncated, and as done; what there was no column for, name -> `(n, ...)`."""
+    """Marks the rows that end slices as truncated, and as done; what there was no column for, name -> `(n, ...)`.
+
+    Where no column says what has ended, as where ids tell episodes apart, there are all three, `(n, *beside)`.
+    """
     ends = ends_among(values)
     found = [name for name in ends if name.rpartition("/")[2] == TRUNCATED]
     parent = (found or ends or ["next/"])[0].rpartition("/")[0]
@@ -105,8 +109,13 @@ def _marked(
             _mark(values, name, lasts, specs)
     if key in values:
         return {}
-    beside = np.shape(values[ends[0]])[1:] if ends else ()
-    return {key: np.array(np.broadcast_to(lasts.reshape(-1, *(1,) * len(beside)), (len(lasts), *beside)))}
+    beside = np.shape(values[ends[0]])[1:] if ends else beside
+    marks = np.array(np.broadcast_to(lasts.reshape(-1, *(1,) * len(beside)), (len(lasts), *beside)))
+    if ends:
+        return {key: marks}
+    parent = key[: len(key) - len(key.rpartition("/")[2])]
+    made = {f"{parent}{DONE[0]}": marks.copy(), f"{parent}{TERMINATED}": np.zeros_like(marks), key: marks}
+    return {name: array for name, array in made.items() if name not in values}
 
 
 def _mark(values: dict[str, Any], name: str, rows: np.ndarray, specs: Mapping[str, Spec]) -> None:
