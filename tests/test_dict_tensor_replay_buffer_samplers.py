@@ -242,6 +242,13 @@ def test_largest_priorities_of_those_that_are_there_are_those_of_a_plain_list(al
             assert sampler.max_priority == pytest.approx(max(known))
 
 
+def test_of_equal_ids_only_the_last_is_a_priority_that_is_there():
+    buffer = made(PrioritizedSampler(max_priority_within_buffer=True), 10)
+    buffer.extend({"x": torch.arange(4)})
+    buffer.update_priority([0, 1, 2, 3, 1], [3.0, 9.0, 2.0, 1.0, 0.5])
+    assert buffer.sampler.max_priority == pytest.approx(3)
+
+
 def test_a_strong_update_dominates():  # B6 test_prioritized
     buffer = prioritised(10)
     buffer.update_priority(torch.arange(10), 1e-6)

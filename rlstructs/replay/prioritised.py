@@ -227,8 +227,11 @@ class Prioritised:
         self.follow(span)
         if not (span.is_settled and is_last):
             same = self._same(span, rows)
-            rows, powers = rows[same], powers[same]
-            largest = float(priorities[same].max(initial=0.0))
+            rows, powers, priorities = rows[same], powers[same], priorities[same]
+            largest = float(priorities.max(initial=0.0))
+        if self.of_present:  # what is given to a row before its last one is never there
+            _, last = np.unique(rows[::-1], return_index=True)
+            largest = float(priorities[::-1][last].max(initial=0.0))
         self._let_go(rows, largest)
         self.tree.update(rows, powers)
 
