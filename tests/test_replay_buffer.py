@@ -475,6 +475,13 @@ def test_a_buffer_of_size_0_takes_nothing_and_gives_nothing():  # A1
     assert buffer.update(fill(ReplayBuffer(3), 2)).tolist() == [] and repr(buffer) == "ReplayBuffer(0 of 0 rows)"
 
 
+def test_the_number_of_rows_has_the_name_that_programs_know():
+    buffer = ReplayBuffer(4)
+    for t in range(6):
+        assert buffer._size == len(buffer) == min(t, 4)
+        buffer.add({"obs": t, "act": 0, "rew": 0.0, "terminated": False, "truncated": False})
+
+
 def test_a_reset_buffer_is_as_new():  # R29, A14
     buffer, new = fill(ReplayBuffer(3), 5, ends=[1]), ReplayBuffer(3)
     buffer.reset()

@@ -85,7 +85,7 @@ class CachedReplayBuffer(VectorReplayBuffer):
     @property
     def max_episode_length(self) -> int:
         """Rows of a cache."""
-        return self._size
+        return self._lane_size
 
     @property
     def subbuffer_edges(self) -> np.ndarray:
@@ -123,18 +123,18 @@ class CachedReplayBuffer(VectorReplayBuffer):
 
     def _check_room(self, lanes: np.ndarray, done: np.ndarray) -> None:
         steps = self._storage.ring.head[lanes] - self._begins[lanes]
-        if (steps + len(lanes) > self._size).any():  # it may be that one has no room; it costs more to know
+        if (steps + len(lanes) > self._lane_size).any():  # it may be that one has no room; it costs more to know
             every = np.ones(len(lanes), np.int64)
             self._check_episodes(lanes, every, done[:, None], np.zeros((len(lanes), 1), bool))
 
     def _check_episodes(self, lanes: np.ndarray, lengths: np.ndarray, done: np.ndarray, starts: np.ndarray) -> None:
         assert self._storage.episodes is not None
         longest = self._storage.episodes.longest(lanes, done, starts, lengths)
-        if (longest > self._size).any():
-            lane = lanes[longest > self._size][0]
+        if (longest > self._lane_size).any():
+            lane = lanes[longest > self._lane_size][0]
             raise MalformedBufferError(
                 f"environment {lane}: an episode of {longest.max()} steps or more is longer than max_episode_length, "
-                f"{self._size}"
+                f"{self._lane_size}"
             )
 
     def _added_quickly(self, batch: Any, buffer_ids: Any) -> Added | None:
@@ -160,7 +160,7 @@ class CachedReplayBuffer(VectorReplayBuffer):
         """Moves the episode in a cache to the main buffer; where its first and last rows are then, -1 if nowhere."""
         main, rows = self.main_buffer._storage, self._own_rows()
         at = rows.every_row()
-        at = at[at // self._size == lane]
+        at = at[at // self._lane_size == lane]
         placed = np.array([-1])
         if self.main_buffer.maxsize:
             names = list(self._specs)
@@ -252,7 +252,7 @@ class CachedReplayBuffer(VectorReplayBuffer):
         return {"main": self.main_buffer}
 
     def _settings(self) -> dict[str, Any]:
-        own = {"cached_buffer_num": self._n_lanes, "max_episode_length": self._size, "stack_num": self.stack_num}
+        own = {"cached_buffer_num": self._n_lanes, "max_episode_length": self._lane_size, "stack_num": self.stack_num}
         return {"main": self.main_buffer._settings(), **own}
 
     @classmethod

@@ -38,7 +38,7 @@ class EpisodeEdits(EpisodeReads):
         if not isinstance(other, EpisodeReads):
             raise TypeError(f"update: needs a ReplayBuffer, got {type(other).__name__}")
         rows = other._rows()
-        if not rows.total or not self._size:
+        if not rows.total or not self._lane_size:
             return np.zeros(0, np.int64)
         if other is self:
             raise SpecError("update: a buffer cannot be appended to itself")
@@ -92,7 +92,8 @@ class EpisodeEdits(EpisodeReads):
         if len(self):
             self._replace(rows, np.arange(self.maxsize))
             return
-        block = {name: values.reshape(self._n_lanes, self._size, *values.shape[1:]) for name, values in rows.items()}
+        lead = self._n_lanes, self._lane_size
+        block = {name: values.reshape(*lead, *values.shape[1:]) for name, values in rows.items()}
         self._write(block, unknown=GROW, missing=FILL)
         self._recount()
 

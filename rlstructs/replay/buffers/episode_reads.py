@@ -130,7 +130,7 @@ class EpisodeReads(EpisodeRows):
             return self._gathered(name)
         whole = self._storage.columns.flat[name]
         whole = from_bits(whole) if self._specs[name].is_bfloat16 else whole
-        return read_only(whole[: self._n_lanes * self._size].view())
+        return read_only(whole[: self._n_lanes * self._lane_size].view())
 
     def _gathered(self, name: str) -> LazyColumn:
         """A column that does not lie in memory as it is."""

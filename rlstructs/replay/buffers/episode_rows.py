@@ -64,7 +64,7 @@ class EpisodeRows(Buffer):
     ) -> None:
         # One of size 0 is a placeholder; no store is that small.
         is_zero = isinstance(size, (int, np.integer)) and not isinstance(size, bool) and size == 0
-        self._size = 0 if is_zero else check_size("size", size)
+        self._lane_size = 0 if is_zero else check_size("size", size)
         if new_keys not in (ERROR, GROW) or missing_keys not in (ERROR, FILL):
             raise SpecError(
                 f"new_keys must be {ERROR!r} or {GROW!r} and missing_keys {ERROR!r} or {FILL!r}, "
@@ -72,7 +72,7 @@ class EpisodeRows(Buffer):
             )
         super().__init__(
             self._n_lanes,
-            max(self._size, 1),
+            max(self._lane_size, 1),
             seed=generator_of(random_seed),
             framework=framework,
             device=device,
@@ -113,7 +113,12 @@ class EpisodeRows(Buffer):
     @property
     def maxsize(self) -> int:
         """Rows there is room for."""
-        return self._n_lanes * self._size
+        return self._n_lanes * self._lane_size
+
+    @property
+    def _size(self) -> int:
+        """The rows that are there, as tianshou calls their number, for programs that look."""
+        return len(self)
 
     @property
     def last_index(self) -> np.ndarray:
@@ -123,7 +128,7 @@ class EpisodeRows(Buffer):
     @property
     def subbuffer_edges(self) -> np.ndarray:
         """Where lanes begin among the row ids, and where the last one ends, int64 (n_lanes + 1,)."""
-        return np.arange(self._n_lanes + 1) * self._size
+        return np.arange(self._n_lanes + 1) * self._lane_size
 
     def _rows(self) -> Rows:
         """The rows as they are now."""
@@ -192,7 +197,7 @@ class EpisodeRows(Buffer):
 
     def _added_quickly(self, batch: Any, buffer_ids: Any) -> Added | None:
         """As `add`, for a row of each lane just as columns hold it; None, and nothing has changed, if it is none."""
-        if type(batch) not in (dict, ArrayDict) or self.save_only_last_obs or not self._names() or not self._size:
+        if type(batch) not in (dict, ArrayDict) or self.save_only_last_obs or not self._names() or not self._lane_size:
             return None
         flat = batch if dict not in map(type, batch.values()) else flat_items(batch, "add")
         if not self._ignored.isdisjoint(flat):
@@ -255,7 +260,7 @@ class EpisodeRows(Buffer):
         return np.asarray(host_array(REW, values), np.float64)
 
     def _require_room(self) -> None:
-        if not self._size:
+        if not self._lane_size:
             raise StateError("a buffer of size 0 takes no rows")
 
     def _lanes_given(self, buffer_ids: Any) -> tuple[np.ndarray, int]:

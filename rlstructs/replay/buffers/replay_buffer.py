@@ -159,7 +159,7 @@ class ReplayBuffer(EpisodeEdits):
         """The arguments of the constructor, as JSON has them."""
         reading = self._reading
         return {
-            "size": self._size,
+            "size": self._lane_size,
             "stack_num": self.stack_num,
             "ignore_obs_next": self.ignore_obs_next,
             "save_only_last_obs": self.save_only_last_obs,
