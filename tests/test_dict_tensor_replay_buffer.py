@@ -753,7 +753,7 @@ def test_columns_are_changed_in_place(storage):  # B6 set_/set_at_/update_, read
     changed = numbered(10, 5)
     assert buffer.update_(changed, keys_to_update=[("next", "reward")]) is buffer
     assert held(buffer) == [10, 11, 12, 13, 14] and buffer["obs"][:, 0].tolist() == [2, 3, 4, 5, 6]
-    buffer.update_(changed)
+    buffer.update_(changed, clone=True)
     assert buffer["obs"][:, 0].tolist() == held(buffer) == buffer.read_all_in_order()["next/reward"].tolist()
     buffer.write_all({"next/reward": buffer.read_all_in_order(2)["next/reward"] + 1})
     buffer.write_all({"next/reward": [-3.0]}, 1)

@@ -395,7 +395,7 @@ def test_a_sampler_takes_priorities_for_its_buffer(kind):  # as torchrl's does
         sampler.update_priority([0], [1.0])
     buffer = made(sampler, 5)
     index = buffer.extend({**numbers(0, 3), "done": torch.ones(3)})
-    sampler.update_priority(index, torch.tensor([1.0, 2.0, 3.0]))
+    sampler.update_priority(index, torch.tensor([1.0, 2.0, 3.0]), storage=buffer.storage)
     assert leaves(buffer).tolist() == [1, 2, 3]
 
 

@@ -92,11 +92,12 @@ class DictTensorIndex(DictTensorRows):
         self[index] = {joined(key): value}
         return self
 
-    def update_(self: S, values: Any, *, keys_to_update: Sequence[Any] | None = None) -> S:
+    def update_(self: S, values: Any, clone: bool = False, *, keys_to_update: Sequence[Any] | None = None) -> S:
         """Changes columns in all rows, the oldest first; raises as `[]` does.
 
         Args:
             values: a mapping of names to `(len(self), ...)`.
+            clone: changes nothing, as values are always copied.
             keys_to_update: which of them; None for all.
 
         Returns:

@@ -90,8 +90,12 @@ class PrioritizedSampler(Sampler):
         """The largest priority so far, or of the rows that are there, which a new row gets."""
         return 1.0 if self._priorities is None else self._priorities.max_priority - self.eps
 
-    def update_priority(self, index: Any, priority: Any) -> None:
+    def update_priority(self, index: Any, priority: Any, *, storage: Any = None) -> None:
         """As of the buffer that it belongs to.
+
+        Args:
+            index, priority: as there.
+            storage: changes nothing, as the buffer knows its own.
 
         Raises:
             StateError: it belongs to none.
