@@ -270,6 +270,9 @@ def test_priorities_of_several_numbers_are_reduced():
         buffer = prioritised(2, alpha=1.0, eps=0.0, reduction=reduction)
         buffer.update_priority([0, 1], values)
         np.testing.assert_allclose(leaves(buffer), expected)
+    even = prioritised(1, alpha=1.0, eps=0.0, reduction="median")
+    even.update_priority([0], torch.tensor([[4.0, 1.0, 2.0, 9.0]]))
+    np.testing.assert_allclose(leaves(even), [2])  # as torch.median
     with pytest.raises(SpecError, match="^reduction must be one of"):
         prioritised(reduction="product")
 

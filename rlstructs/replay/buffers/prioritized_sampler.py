@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,8 +17,10 @@ from rlstructs.replay.selection import Selection
 from rlstructs.replay.storage import Storage
 from rlstructs.replay.values import host_array
 
+# Of an even number of values torch's median is the lower of the two in the middle.
+LOWER_MEDIAN = functools.partial(np.quantile, q=0.5, method="lower")
 REDUCTIONS: dict[str, Callable[..., Any]] = {
-    "max": np.max, "min": np.min, "mean": np.mean, "median": np.median, "sum": np.sum,
+    "max": np.max, "min": np.min, "mean": np.mean, "median": LOWER_MEDIAN, "sum": np.sum,
 }  # fmt: skip
 
 
