@@ -166,6 +166,24 @@ def test_a_key_may_be_set_over_an_episode_or_over_all_that_there_is_room_for(): 
     assert buffer[3].returns == 0 and buffer[3].later == 0 and buffer[3].info.pair.tolist() == [0, 0]
 
 
+def test_columns_may_be_changed_as_programs_of_tianshou_change_them():
+    zeros = np.zeros(5, bool)
+    for obs in (np.arange(10, dtype=np.float32).reshape(5, 2), np.arange(500, dtype=np.float32).reshape(5, 100)):
+        buffer = ReplayBuffer.from_data(obs, zeros, np.ones(5), zeros, zeros, zeros, obs + 1)
+        mean, std = obs.mean(0, np.float64), obs.std(0, dtype=np.float64)
+        buffer._meta["obs"] = (buffer.obs - mean) / std
+        buffer._meta["obs_next"] = (buffer.obs_next - mean) / std
+        batch = buffer[:]
+        np.testing.assert_allclose(batch.obs, (obs - mean) / std, rtol=1e-6)
+        np.testing.assert_allclose(batch.obs_next, (obs + 1 - mean) / std, rtol=1e-6)
+        assert buffer._meta[1:3].rew.tolist() == [1, 1] and buffer.obs.dtype == np.float32
+    nested = ReplayBuffer.from_data({"a": np.arange(5), "b": np.arange(5)}, zeros, np.ones(5), zeros, zeros)
+    nested._meta.obs.a = np.arange(5) * 2
+    assert nested.obs.a.tolist() == [0, 2, 4, 6, 8] and nested[:].obs.b.tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(SpecError, match="^'rew': 2 rows came for 5"):
+        nested._meta["rew"] = np.zeros(2)
+
+
 def test_changed_flags_change_the_episodes():
     buffer = fill(ReplayBuffer(5), 4)
     buffer.set_array_at_key([True], "terminated", index=[1])

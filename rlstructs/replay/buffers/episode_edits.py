@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import SpecError
+from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.buffers import transitions
 from rlstructs.replay.buffers.base import FILL, GROW
 from rlstructs.replay.buffers.episode_reads import EpisodeReads
@@ -22,8 +23,28 @@ from rlstructs.replay.values import from_bits
 NULLS_AT_ONCE = 1 << 16
 
 
+class _Stored(ArrayDict):
+    """The columns of a buffer by name, read-only arrays; what is put under a name is put there."""
+
+    def __init__(self, buffer: EpisodeEdits) -> None:
+        dict.__init__(self, {name: buffer._column(name) for name in buffer._specs})
+        vars(self).update(_buffer=buffer)
+
+    def _set(self, name: str, value: Any) -> None:
+        self._buffer.set_array_at_key(value, name)
+        super()._set(name, self._buffer._column(name))
+
+    def _like(self, items: Any) -> Any:
+        return ArrayDict.trusted(items)
+
+
 class EpisodeEdits(EpisodeReads):
     """Transitions that can be changed; see `ReplayBuffer`."""
+
+    @property
+    def _meta(self) -> ArrayDict:
+        """The columns as tianshou calls them, for programs that change them so."""
+        return _Stored(self)
 
     def update(self, other: EpisodeReads) -> np.ndarray:
         """Appends every row of another buffer, in order; its episodes stay what they are.
