@@ -881,6 +881,23 @@ def test_a_pass_holds_a_slice_of_every_episode_once(size, drop_last, sizes, pref
     assert firsts == {0, 1, 2, 7, *range(10, 17), 19, 20, 23}  # every window
 
 
+def test_samplers_may_be_asked_for_by_whether_they_draw_with_replacement():  # torchrl 0.14
+    assert type(RandomSampler(replacement=True)) is RandomSampler
+    plain = RandomSampler(replacement=False, drop_last=True)
+    assert type(plain) is SamplerWithoutReplacement and plain.drop_last
+    assert type(SliceSampler(replacement=True, slice_len=2)) is SliceSampler
+    slices = SliceSampler(replacement=False, slice_len=2, shuffle=False)
+    assert type(slices) is SliceSamplerWithoutReplacement and not slices.shuffle
+    buffer = made(slices, batch_size=4)
+    buffer.extend(episodes([2, 2, 2]))
+    assert [batch["x"].tolist() for batch in buffer] == [[0, 1, 2, 3], [4, 5]]
+    assert [batch["x"].tolist() for batch in copy.deepcopy(buffer)] == [[0, 1, 2, 3], [4, 5]]
+    with pytest.raises(SpecError, match="^PrioritizedSliceSampler: replacement must be True"):
+        PrioritizedSliceSampler(slice_len=2, replacement=False)
+    with pytest.raises(TypeError, match="drop_last"):
+        RandomSampler(drop_last=True)
+
+
 def test_slices_go_on_from_pass_to_pass():
     buffer = made(SliceSamplerWithoutReplacement(slice_len=2, shuffle=False, strict_length=False), 40)
     buffer.extend(episodes([2, 1, 2]))

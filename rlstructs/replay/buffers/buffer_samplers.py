@@ -111,7 +111,17 @@ class Sampler(Part):
 
 
 class RandomSampler(Sampler):
-    """Every row as likely as any other; one batch may hold a row twice."""
+    """Every row as likely as any other; one batch may hold a row twice.
+
+    Args:
+        replacement: if False, this makes a `SamplerWithoutReplacement`, of whose arguments the others are.
+    """
+
+    def __new__(cls, *args: Any, replacement: bool = True, **settings: Any) -> Any:
+        return super().__new__(cls) if replacement else SamplerWithoutReplacement(*args, **settings)
+
+    def __init__(self, *, replacement: bool = True) -> None:
+        pass
 
     def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
         """See `Sampler`."""

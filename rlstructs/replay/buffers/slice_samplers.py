@@ -23,7 +23,7 @@ AUTO = "auto"
 # Arguments of torchrl's slice samplers that are not of these.
 NEUTRAL = {
     "compile": ANY, "use_gpu": ANY, "step_key": ANY, "span": False, "fragmented": False, "ends": None,
-    "trajectories": None, "end_keys": None,
+    "trajectories": None, "end_keys": None, "replacement": True,
 }  # fmt: skip
 INSIDE = "inside"  # of a selection: which of the steps of each slice are its own
 
@@ -47,6 +47,7 @@ class SliceSampler(Sampler):
         truncated_key: the column where the last step is marked; "auto" for that beside the other ends; None for none.
         cache_values: changes nothing: where episodes end is noted as rows come, and never looked up again.
         init_key: a column in which the first step of each slice is marked, if there is one; None for none.
+        replacement: if False, this makes a `SliceSamplerWithoutReplacement`.
         others: more of torchrl's arguments. `compile` and `use_gpu` change nothing; what there is not here (`span`,
             `ends`, `trajectories`, `end_keys`, `fragmented`) must be None or False.
 
@@ -56,6 +57,9 @@ class SliceSampler(Sampler):
     """
 
     needs_episodes = True
+
+    def __new__(cls, *args: Any, replacement: bool = True, **settings: Any) -> Any:
+        return super().__new__(cls if replacement or cls is not SliceSampler else SliceSamplerWithoutReplacement)
 
     def __init__(
         self,
@@ -249,7 +253,9 @@ class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
         [[0, 1, 2, 3], [4, 5]]
     """
 
-    def __init__(self, *, drop_last: bool = False, shuffle: bool = True, **slices: Any) -> None:
+    def __init__(
+        self, *, drop_last: bool = False, shuffle: bool = True, replacement: bool = False, **slices: Any
+    ) -> None:
         if "per" in slices:
             raise TypeError("per: of every trajectory there is one slice")
         SamplerWithoutReplacement.__init__(self, drop_last, shuffle)
