@@ -412,6 +412,22 @@ def test_an_index_of_the_users_own_is_refused():  # B5.14
         made(n_step=2).extend({"discount": torch.zeros(3)})
 
 
+@pytest.mark.parametrize("as_tensordict", [False, True])
+@pytest.mark.parametrize("sampler", [RandomSampler, PrioritizedSampler])
+def test_a_sample_of_another_buffer_comes_in_without_its_ids(sampler, as_tensordict):
+    rows = {"x": torch.arange(6.0), "next": {"reward": torch.zeros(6, 1)}}
+    source = made(sampler=sampler(), batch_size=4)
+    source.extend(pytest.importorskip("tensordict").TensorDict(rows, [6]) if as_tensordict else rows)
+    buffer, batch = made(sampler=sampler(), batch_size=8), source.sample()
+    for _ in range(2):
+        assert buffer.extend(batch).tolist() == list(range(len(buffer) - 4, len(buffer)))
+    assert buffer["x"].equal(torch.cat([batch["x"]] * 2)) and set(buffer._specs) == {"x", "next/reward"}
+    assert (buffer.sample()["index"] < 8).all()
+    alone = made()
+    assert alone.extend({"index": np.arange(3), "x": [1.0, 2.0, 3.0]}).tolist() == [0, 1, 2]
+    assert alone.add({"index": 7, "x": 4.0}) == 3 and alone["x"].tolist() == [1, 2, 3, 4]
+
+
 def test_more_than_there_is_memory_for_is_refused(monkeypatch):
     monkeypatch.setattr(Columns, "available_bytes", lambda columns: 50_000)
     buffer = made(max_size=1_000_000)

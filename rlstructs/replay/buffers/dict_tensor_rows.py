@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -84,7 +85,8 @@ class DictTensorRows(Buffer):
         Args:
             batch: a mapping of names to `(n, ...)`, a `DictTensor` or a tensordict; a `TemporalDictTensor` or
                 `Trajectories`, whose valid steps are added, an episode beginning with each of their rows; or a
-                list of mappings, each a row. Batches leave as tensordicts if the first rows came as such.
+                list of mappings, each a row. Batches leave as tensordicts if the first rows came as such. A sample, of
+                this buffer or another, is taken without its int64 `index` and weights: rows get their own here.
             update_priority: whether the column `priority_key` gives new rows their priority; None: if there is one.
 
         Returns:
@@ -155,6 +157,7 @@ class DictTensorRows(Buffer):
             rows = self._inverted(given, owner)
             if rows is None or not rows.n:
                 return np.zeros(0, np.int64)
+            rows = self._as_columns(rows)
             self._check_names(rows.values)
             writer.check(rows.values, rows.n, self._specs)
             priorities = self._priorities_in(rows, update)
@@ -184,6 +187,14 @@ class DictTensorRows(Buffer):
             return None
         rows = rows_of(batch, owner)
         return Rows(rows.values, rows.n, given.done, given.starts) if rows.n == given.n else rows
+
+    def _as_columns(self, rows: Rows) -> Rows:
+        """Rows without what a sample holds beside columns, where the ids say that they are one."""
+        index = rows.values.get(INDEX)
+        if index is None or str(index.dtype).rpartition(".")[2] != "int64":
+            return rows
+        beside = self._beside_names()
+        return replace(rows, values={name: value for name, value in rows.values.items() if name not in beside})
 
     def _check_names(self, values: Mapping[str, Any]) -> None:
         """Raises unless these can be the columns; once there are some, only they can."""
