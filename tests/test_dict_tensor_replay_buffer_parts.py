@@ -131,6 +131,14 @@ def test_a_storage_is_as_long_as_its_buffer(kind):
     assert len(storage) == 0
 
 
+@pytest.mark.parametrize("kind", [ListStorage, TensorStorage])
+def test_programs_find_how_many_rows_a_storage_will_hold(kind):
+    buffer = made(kind(5000))
+    for n in (1, 2000):
+        buffer.extend(numbers(0, n))
+        assert buffer.storage.max_size == buffer._storage.max_size == 5000 and len(buffer._storage) == len(buffer)
+
+
 def test_a_storage_of_rows_has_them_before_it_has_a_buffer():
     storage = TensorStorage(numbers(0, 4))
     assert len(storage) == 4 and len(made(storage)) == len(storage) == 4

@@ -52,6 +52,9 @@ class Storage:
         6
     """
 
+    # Rows there will be room for, where programs of torchrl look for it: `buffer._storage.max_size`.
+    max_size: int | None = None
+
     def __init__(
         self,
         n_lanes: int,

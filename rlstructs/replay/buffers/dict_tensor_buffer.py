@@ -134,7 +134,7 @@ class DictTensorReplayBuffer(DictTensorParts):
         )
         if pin_memory and (framework != "torch" or self._export.device is not None):
             raise SpecError(f"pin_memory is of tensors on the host, not of {framework} on {self._export.device}")
-        self._storage.alignment = self._settings.alignment
+        self._storage.alignment, self._storage.max_size = self._settings.alignment, self._settings.max_size
         self._sampler.start(self._storage, self._settings.max_size)
         self._writer.changed()
         for each in (self._settings, self._sampler, self._writer):
