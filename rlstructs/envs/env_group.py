@@ -69,7 +69,8 @@ class EnvGroup:
         others: Iterable[EnvGroup] = (),
         apart: Callable[[Any], Any] = lambda value: value,
     ) -> None:
-        self._first, self._envs, self._apart = first, [], apart
+        self._first, self._apart = first, apart
+        self._envs: list[Any] = []
         taken = {id(innermost(env)) for group in others for env in group._envs}
         for k, env_fn in enumerate(env_fns):
             try:
