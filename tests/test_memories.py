@@ -3,6 +3,7 @@ bugs that must not come back, "R" a scenario in which comparable systems went wr
 
 from __future__ import annotations
 
+import copy
 import gc
 import multiprocessing
 import weakref
@@ -481,6 +482,21 @@ def test_tensors_may_be_assigned_by_name(kind):
     with pytest.raises(SpecError, match="^'a' has shape"):
         memory.tensors["a"] = array(kind, values)
     assert flat(memory.tensors["b"]) == list(range(1, 13))
+
+
+@pytest.mark.parametrize("of", ["tensors", "tensors_view"])
+@pytest.mark.parametrize("how", ["deepcopy", "file"])
+def test_a_copy_of_the_tensors_is_apart_from_the_memory(of, how, tmp_path):
+    memory = counted("torch", 2, 2, 1)
+    if how == "deepcopy":
+        copied = copy.deepcopy(getattr(memory, of))
+    else:
+        torch.save(getattr(memory, of), tmp_path / "tensors.pt")
+        copied = torch.load(tmp_path / "tensors.pt", weights_only=True)
+    assert list(copied) == ["t", "e"] and flat(copied["e"])[:2] == [0, 1]
+    copied["t"][...] = 7
+    copied["e"] = torch.zeros(3)
+    assert every(memory, "t", "e") == [[[0, 0], [0, 1]]]
 
 
 def test_an_index_of_several_axes_gives_tensors_of_as_many(kind):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -27,3 +28,7 @@ class LiveTensors(dict[str, Any]):
         """
         self._put(name, values)
         super().__setitem__(name, self._get(name))  # jax has a copy
+
+    def __reduce__(self) -> Any:
+        # What is copied or saved has nothing to do with the memory any more, and torch loads it.
+        return OrderedDict, (), None, None, iter(self.items())
