@@ -667,6 +667,34 @@ def test_what_is_left_out_is_poisoned_and_never_stale(kind):  # S19
     np.testing.assert_array_equal(host(b), [[nan], [1]])
 
 
+@pytest.mark.parametrize(("of", "n"), [("tensors", 3), ("tensors_view", 1), ("get_tensor_by_name", 2)])
+def test_what_a_program_writes_to_the_next_row_stays_when_that_is_added(kind, of, n):  # as agents of skrl do
+    tensors = {"x": ("float32", 1), "valid": ("bool", 1), "u": ("uint16", 2)}
+    memory = make(kind, 4, 3, tensors | ({} if n == 3 else {"b": ("bfloat16", 1)}))  # of which rows come less quickly
+    rng, found = np.random.default_rng(0), []
+    for t in range(10):
+        row, valid = memory.memory_index, rng.random((3, 1)) < 0.5
+        if library(kind) == "jax":  # which has no tensors that can be written to
+            values = np.array(memory.tensors["valid"])
+            values[row] = valid
+            memory.tensors["valid"] = values
+        else:
+            tensor = memory.get_tensor_by_name("valid") if of == "get_tensor_by_name" else getattr(memory, of)["valid"]
+            change(tensor, slice(3 * row, 3 * row + 3) if of == "tensors_view" else row, torch.from_numpy(valid))
+        for first in range(0, 3, n):
+            add(memory, kind, x=np.full((min(n, 3 - first), 1), float(t)))
+        found += valid.ravel().tolist()
+    assert every(memory, "x", "valid") == [[[t for t in range(6, 10) for _ in range(3)], found[-12:]]]
+
+
+def test_several_rows_keep_what_a_program_wrote_there(kind):
+    memory = make(kind, 5, 1, ["x", "y"])
+    memory.set_tensor_by_name("y", array(kind, np.arange(5.0).reshape(5, 1, 1)))
+    for n, kept in [(3, [0, 1, 2]), (4, [2, 3, 4, 0, 1]), (12, [4, 0, 1, 2, 3])]:
+        add(memory, kind, x=np.zeros((n, 1)))
+        assert every(memory, "y") == [[kept]]
+
+
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [

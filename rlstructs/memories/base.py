@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,8 @@ class Memory(NamedTensors, ABC):
 
         Args:
             tensors: name -> `(n, *data)` or `(*data)`, a number per row may come without its axis.
-                Tensors that are left out get unwritten rows.
+                Tensors that are left out get unwritten rows; but what `get_tensor_by_name` or `tensors` have
+                given, or `set_tensor_by_name` has set, keeps what lies there, which the program may have written.
 
         Raises:
             SpecError: something does not fit; the memory is as it was.
@@ -70,6 +71,7 @@ class Memory(NamedTensors, ABC):
         if not block:
             known = self.get_tensor_names()
             raise MissingKeyError(f"none of {sorted(tensors)} is a tensor of this memory, there are {known}")
+        block |= self._lying_there(self._own - block.keys(), lanes, lead[1])
         self._write(block, lanes, ends_of(block, lead))
 
     def _write_quickly(self, tensors: Mapping[str, Any]) -> bool:
@@ -83,10 +85,21 @@ class Memory(NamedTensors, ABC):
         missing = self._dtypes.keys() - known.keys()
         if missing.intersection(ENDS) or not known:
             return False
+        columns, slot = self._storage.columns, int(self._storage.ring.head[0]) % self.memory_size
         for name in missing:
             spec = self._spec(name)
-            known[name] = np.full((self.num_envs, *spec.shape), spec.unwritten, spec.dtype)
+            if name in self._own:
+                known[name] = columns.cells[name][:, slot]
+            else:
+                known[name] = np.full((self.num_envs, *spec.shape), spec.unwritten, spec.dtype)
         return (bool(missing) or len(known) < len(tensors)) and self._write_step(known)
+
+    def _lying_there(self, names: Iterable[str], lanes: Any, n_timesteps: int) -> dict[str, Any]:
+        """What lies in the next rows of these environments, name -> (n, n_timesteps, *data)."""
+        columns, every = self._storage.columns, np.arange(self.num_envs)[lanes]
+        slots = (self._storage.ring.head[every][:, None] + np.arange(n_timesteps)) % self.memory_size
+        names = list(names)
+        return dict(zip(names, columns.gather(names, columns.rows(every[:, None], slots)), strict=True))
 
     def _write(self, block: Mapping[str, Any], lanes: Any, done: np.ndarray | None, **more: Any) -> None:
         storage = self._store()

@@ -58,6 +58,8 @@ class NamedTensors:
         self._dtypes: dict[str, Any] = {}
         # Tensors that were asked for; they get their bytes when one is first needed.
         self._planned: dict[str, Spec] = {}
+        # Tensors that the program has taken or set: it may write to rows of them before they are added.
+        self._own: set[str] = set()
         where = self.framework.device_of_rows(self.device)
         columns: Columns | None = None
         if where is not None:
@@ -167,6 +169,7 @@ class NamedTensors:
 
     def _live(self, name: str, keepdim: bool = True) -> Any:
         rows = self._rows_of(name) if keepdim else self._store().columns.flat[name]
+        self._own.add(name)
         return self.framework.live(rows, self._dtypes[name], repr(name))
 
     def set_tensor_by_name(self, name: str, tensor: Any) -> None:
@@ -185,6 +188,7 @@ class NamedTensors:
             raise SpecError(f"{name!r} has shape {tuple(values.shape)}, needed is {shape}") from error
         values = columns.check(name, values, shape[:2])
         columns.put_cells(name, slice(None), slice(None), values.swapaxes(0, 1))
+        self._own.add(name)
         if name in ENDS:
             self._storage.rebuild_episodes(self._ends_by_slot())
 
