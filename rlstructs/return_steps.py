@@ -18,12 +18,14 @@ Weight = float | torch.Tensor
 class Steps:
     """Rewards and what follows them; every tensor is (B, T), contiguous, of one floating point dtype.
 
-    `next_values` is 0 after a step that terminated; `carry` is gamma where a row goes on to step t + 1, 0 elsewhere.
+    `next_values` is 0 after a step that terminated; `goes_on`, bool, says where a row goes on to step t + 1;
+    `carry` is gamma there, 0 elsewhere.
     """
 
     rewards: torch.Tensor
     next_values: torch.Tensor
     gamma: Weight
+    goes_on: torch.Tensor
     carry: torch.Tensor
     mask: torch.Tensor | None
 
@@ -55,7 +57,7 @@ class Steps:
             bootstraps &= mask
         rewards, next_values = _zeroed(rewards.to(dtype), mask), _zeroed(next_values.to(dtype), bootstraps)
         gamma = _weight("gamma", gamma, rewards, mask)
-        return cls(rewards, next_values, gamma, goes_on.to(dtype) * gamma, mask)
+        return cls(rewards, next_values, gamma, goes_on, goes_on.to(dtype) * gamma, mask)
 
     def floats(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A further argument (B, T) as one of these."""
@@ -65,9 +67,13 @@ class Steps:
         """A further argument that is a number in [0, 1], or a tensor."""
         return _weight(name, value, self.rewards, self.mask)
 
+    def up_to_cuts(self) -> torch.Tensor:
+        """(B, T): r_t, and where a row does not go on gamma V(s_{t+1}) too; elsewhere V may be anything, NaN too."""
+        return self.rewards + torch.where(self.goes_on, 0, self.gamma * self.next_values)
+
     def backup(self, following: torch.Tensor) -> torch.Tensor:
         """(B, T): r_t + gamma x_{t+1}, with V in place of x where a row does not go on."""
-        backed_up = self.rewards + (self.gamma - self.carry) * self.next_values
+        backed_up = self.up_to_cuts()
         backed_up[:, :-1] += self.carry[:, :-1] * following[:, 1:]
         return backed_up
 

@@ -133,7 +133,8 @@ def discounted_returns(
     Returns:
         (B, T).
     """
-    return lambda_returns(rewards, next_values, terminated, truncated, gamma, 1.0, mask)
+    steps = Steps.of(rewards, next_values, terminated, truncated, gamma, mask)
+    return _recurrence_(steps.up_to_cuts(), steps.carry)
 
 
 def lambda_returns(

@@ -242,6 +242,20 @@ def test_returns_of_whole_episodes_need_no_critic():
     torch.testing.assert_close(targets, closed_form.repeat(2, 2).float())
 
 
+@pytest.mark.parametrize("nothing", [math.nan, math.inf])
+def test_discounted_returns_look_at_values_where_an_episode_was_cut_only(nothing):
+    arguments = {key: value for key, value in numbers(3, 9).items() if key in (
+        "rewards", "next_values", "terminated", "truncated", "gamma", "mask")}  # fmt: skip
+    arguments["terminated"][:, 2], arguments["truncated"][:, 5] = True, True
+    arguments["mask"] = torch.ones(3, 9, dtype=torch.bool)
+    arguments["mask"][1, 7:] = False
+    wanted = discounted_returns(**arguments)
+    cut = arguments["truncated"].clone()
+    cut[[0, 1, 2], [8, 6, 8]] = True
+    arguments["next_values"] = torch.where(cut, arguments["next_values"], nothing)
+    assert torch.equal(discounted_returns(**arguments), wanted) and wanted.isfinite().all()
+
+
 @functions
 @pytest.mark.parametrize("ending", ["terminated", "truncated"])
 def test_an_episode_is_the_same_alone_and_beside_others(function, ending):
