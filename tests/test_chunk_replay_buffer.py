@@ -476,20 +476,24 @@ def test_terminated_and_truncated_stay_apart():  # R3
     assert info["mask"].tolist() == [[True, True, False, False]] * 5
 
 
-def test_an_episode_that_gets_too_long_changes_nothing():  # bug R7
-    buffer = made(5, 3, max_episode_steps=3)
-    message = "^append: the episode of lane 0 has 3 steps, max_episode_steps is 3; call end_episode first$"
+@pytest.mark.parametrize("n_lanes", [1, 2])
+def test_an_episode_ends_when_it_has_as_many_steps_as_it_may(n_lanes):  # bug R7
+    buffer = ChunkReplayBuffer(20 * n_lanes, 0, max_episode_steps=3, n_lanes=n_lanes)
+    buffer.setup_entry("x", np.int64)
+    for t in range(20):  # an agent that is fitted again resets its environment, and ends no episode
+        if t in (4, 9, 11, 14):
+            buffer.end_episode()
+        buffer.append({"x": t if n_lanes == 1 else [t, t]})
+    starts = {tuple(row) for row in buffer.sample(20, 20).info["is_first"].nonzero()[1].reshape(20, -1).tolist()}
+    assert starts == {(0, 3, 4, 7, 9, 11, 14, 17)} and buffer.max_episode_steps == 3
     for _ in range(2):
-        with pytest.raises(SpecError, match=message):
-            buffer.append({"x": 3})
-    assert buffer.data["x"].tolist() == [0, 1, 2]
-    buffer.end_episode()
-    count(buffer, range(3, 6))
-    with pytest.raises(SpecError, match=message):
-        buffer.append({"x": 6})
-    buffer.clear()
-    count(buffer, range(3))
-    assert buffer.max_episode_steps == 3
+        buffer.append({"x": 20}, lane=n_lanes - 1)
+    buffer.append({"x": 21 if n_lanes == 1 else [21, 21]})
+    buffer.append({"x": 22 if n_lanes == 1 else [22, 22]})
+    data, info = buffer.sample(200, 2)
+    pairs = zip(data["x"].tolist(), info["is_first"].tolist(), strict=True)
+    found = {tuple(x): tuple(is_first) for x, is_first in pairs}
+    assert found[20, 21] == (False, False) and found[21, 22] in [(False, True), (True, False)]
 
 
 @pytest.mark.parametrize("limit", [None, np.inf, float("inf")])

@@ -50,7 +50,8 @@ class ChunkReplayBuffer(TaggedBuffer):
     Args:
         max_replay_size: rows; the oldest are overwritten. Several lanes share it, rounded up to as many for each.
         rng: a generator, which the buffer then draws from, or an int to seed one with.
-        max_episode_steps: an episode that would get longer is an error; None or infinity for no limit.
+        max_episode_steps: an episode ends with so many rows; of trajectories, which say where theirs end, a longer
+            one is an error. None or infinity for no limit.
         enable_prioritized: whether there are priorities.
         alpha: exponent of priorities, at least 0; 0 draws uniformly.
         beta: exponent of importance weights, at least 0; may be set anew at any time.

@@ -39,7 +39,8 @@ class TaggedBuffer(Buffer):
 
     Args:
         n_lanes, capacity: as of `Buffer`.
-        max_episode_steps: an episode that would get longer is an error; None or infinity for no limit.
+        max_episode_steps: an episode ends with so many rows; of trajectories, which say where theirs end, a longer
+            one is an error. None or infinity for no limit.
         settings: the others of `Buffer`.
     """
 
@@ -112,18 +113,16 @@ class TaggedBuffer(Buffer):
             lane: which gets it; None for every lane.
 
         Raises:
-            MissingKeyError, SpecError, TypeError: something does not fit, or an episode would get longer than
-                max_episode_steps; nothing has changed.
+            MissingKeyError, SpecError, TypeError: something does not fit; nothing has changed.
             StateError: there is no tag yet.
         """
         lanes, n_lanes = self._lanes_given(lane), self._storage.columns.n_lanes
+        if self._quick is None or not (lane is None or n_lanes == 1) or not self._quick.write(data):
+            self._append(data, lanes, () if n_lanes == 1 or lane is not None else (n_lanes,))
+            if self._quick is None:
+                self._quick = _Quick(self._storage)
         if self._max_episode_steps is not None:
-            self._check_longer(lanes, self._max_episode_steps)
-        if self._quick is not None and (lane is None or n_lanes == 1) and self._quick.write(data):
-            return
-        self._append(data, lanes, () if n_lanes == 1 or lane is not None else (n_lanes,))
-        if self._quick is None:
-            self._quick = _Quick(self._storage)
+            self._end_longest(lanes, self._max_episode_steps)
 
     def end_episode(self, lane: int | None = None) -> None:
         """Ends the episode that goes on in a lane, if one does; None for every lane."""
@@ -192,17 +191,16 @@ class TaggedBuffer(Buffer):
         rows, _ = as_rows(name, value, spec)
         return rows if rows.dtype == spec.dtype else cast(name, as_whole(rows, spec), spec.dtype), spec
 
-    def _check_longer(self, lanes: slice, limit: int) -> None:
-        """That one more row makes no episode too long."""
+    def _end_longest(self, lanes: slice, limit: int) -> None:
+        """Ends the episodes of these lanes that have so many steps.
+
+        An error would stop rlberry's agents: they reset the environment at each `fit`, and end no episode then.
+        """
         assert self._storage.episodes is not None
         heads = self._storage.ring.head[lanes]
         n_steps = self._storage.episodes.open_lengths(lanes, int(heads[0]) if heads.size == 1 else None)
         if int(n_steps.max()) >= limit:
-            lane = (lanes.start or 0) + int(n_steps.argmax())
-            raise SpecError(
-                f"append: the episode of lane {lane} has {n_steps.max()} steps, max_episode_steps is {limit}; "
-                "call end_episode first"
-            )
+            self._storage.end_episodes(np.arange(self._storage.columns.n_lanes)[lanes][n_steps >= limit])
 
     def _check_episodes(self, lanes: np.ndarray, lengths: np.ndarray, done: np.ndarray, starts: np.ndarray) -> None:
         if self._max_episode_steps is None:
