@@ -477,11 +477,31 @@ def test_tensors_may_be_assigned_by_name(kind):
     assert every(memory, "b")[0][0] == list(range(6)) and flat(shown["b"]) == list(range(12))
     memory.tensors_view["b"] = array(kind, values.reshape(4, 3) + 1)
     assert flat(memory.tensors["b"]) == list(range(1, 13))
-    with pytest.raises(MissingKeyError, match="^no tensor 'c' in this memory"):
-        memory.tensors["c"] = array(kind, values)
+    for tensors in (memory.tensors, memory.tensors_view):
+        with pytest.raises(MissingKeyError, match="^no tensor 'c' in this memory"):
+            tensors["c"] = array(kind, values[:1, :1, 0])
     with pytest.raises(SpecError, match="^'a' has shape"):
         memory.tensors["a"] = array(kind, values)
     assert flat(memory.tensors["b"]) == list(range(1, 13))
+
+
+def test_a_derived_memory_may_make_its_tensors_by_itself(kind):  # as those of skrl 1 do
+    class Halved(type(make(kind, 1))):
+        def create_tensor(self, name, size, dtype=None, keep_dimensions=False):
+            if name in self.tensors:
+                return False
+            self.tensors[name] = array(kind, np.zeros((self.memory_size, self.num_envs, size // 2)), dtype)
+            view = host(self.tensors[name]).reshape(-1, size // 2)
+            self.tensors_view[name] = array(kind, view, dtype)
+            self.tensors_keep_dimensions[name] = keep_dimensions
+            return True
+
+    memory = Halved(memory_size=3, num_envs=2)
+    assert memory.create_tensor("x", 4) and memory.create_tensor("n", 2, "uint8") and not memory.create_tensor("x", 4)
+    assert memory.tensors_keep_dimensions == {"x": False, "n": False}
+    add(memory, kind, x=np.arange(4.0).reshape(2, 2), n=np.array([[1], [255]], np.uint8))
+    [[x, n]] = memory.sample_all(["x", "n"])
+    assert (flat(x), flat(n), dtype_name(kind, n)) == ([0, 1, 2, 3], [1, 255], "uint8")
 
 
 @pytest.mark.parametrize("of", ["tensors", "tensors_view"])

@@ -24,7 +24,7 @@ class LiveTensors(dict[str, Any]):
         """Copies values into a tensor.
 
         Raises:
-            MissingKeyError, SpecError: there is no such tensor, or they do not fit.
+            MissingKeyError, SpecError: there is no such tensor and they make none, or they do not fit.
         """
         self._put(name, values)
         super().__setitem__(name, self._get(name))  # jax has a copy

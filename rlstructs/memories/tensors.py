@@ -133,17 +133,33 @@ class NamedTensors:
 
     @property
     def tensors(self) -> dict[str, Any]:
-        """Name -> tensor, as `get_tensor_by_name`; what is put under a name is copied, as by `set_tensor_by_name`."""
-        return LiveTensors(self._dtypes, self._live, self.set_tensor_by_name)
+        """Name -> tensor, as `get_tensor_by_name`; what is put under a name is copied, as by `set_tensor_by_name`.
+
+        Put under a new name, `(memory_size, num_envs, *data)` makes a tensor: derived classes do, that make theirs.
+        """
+        return LiveTensors(self._dtypes, self._live, self._put)
+
+    def _put(self, name: str, values: Any) -> None:
+        shape = tuple(getattr(values, "shape", ()))
+        if name not in self._dtypes and len(shape) > 2 and shape[:2] == (self.memory_size, self.num_envs):
+            check_name(name)
+            self._add(name, self.framework.dtype(values.dtype), shape[2:])
+        self.set_tensor_by_name(name, values)
 
     @property
     def tensors_view(self) -> dict[str, Any]:
         """Name -> tensor by flat index, `(memory_size * num_envs, *data)`; otherwise as `tensors`."""
 
         def put(name: str, values: Any) -> None:
+            self._check_name(name)
             self.set_tensor_by_name(name, values.reshape((self.memory_size, self.num_envs, *values.shape[1:])))
 
         return LiveTensors(self._dtypes, lambda name: self._live(name, keepdim=False), put)
+
+    @property
+    def tensors_keep_dimensions(self) -> dict[str, bool]:
+        """Name -> whether rows have other than one axis; of skrl before its version 2."""
+        return {name: len(self._spec(name).shape) != 1 for name in self._dtypes}
 
     @property
     def all_sequence_indexes(self) -> np.ndarray:
