@@ -390,7 +390,7 @@ def test_a_tensor_is_not_made_again_with_another_dtype(kind):
         ("x", {"size": 3, "dtype": object}, SpecError, "dtype"),
         ("x", {"size": 2**50}, MemoryError, "^tensor 'x': .* bytes are needed, .* are available"),
         ("", {"size": 3}, SpecError, "^a tensor's name must be a string"),
-        ("__ring__", {"size": 3}, SpecError, "^a tensor's name must be a string that does not begin with '__'"),
+        ("__ring__", {"size": 3}, SpecError, "^a tensor's name must be a string that does not begin and end"),
         (3, {"size": 3}, SpecError, "^a tensor's name must be a string"),
     ],
 )
@@ -402,7 +402,7 @@ def test_tensors_that_cannot_be_are_refused(kind, name, arguments, error, messag
     assert snapshot(memory) == before
 
 
-@pytest.mark.parametrize("name", ["a b", "a.b", "observation/frame", "é-1"])
+@pytest.mark.parametrize("name", ["a b", "a.b", "observation/frame", "é-1", "__", "__x", "x__"])
 def test_names_may_hold_anything(kind, name):
     memory = make(kind, 2, 1, ["z", name])
     add(memory, kind, **{name: [[1.0]], "z": [[2.0]]})

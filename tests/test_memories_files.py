@@ -200,6 +200,14 @@ def test_csv_files_hold_any_name_and_any_float(kind, tmp_path):
     assert host(other.sample_all(['a.b,"c"'])[0][0]).tobytes() == values.tobytes()
 
 
+def test_names_that_begin_as_those_of_bookkeeping_do_are_loaded(form, tmp_path):
+    memory, names = make("torch", 2, 1, ["__x", "x__", "__"]), ["__x", "x__", "__"]
+    add(memory, "torch", **{name: [[float(n)]] for n, name in enumerate(names)})
+    other = make("torch", 2, 1)
+    other.load(memory.save(tmp_path, format=form))
+    assert [flat(tensor) for tensor in other.sample_all(names)[0]] == [[0], [1], [2]]
+
+
 def test_names_of_files_sort_by_time(kind, form, tmp_path):
     memory = counted(kind, 4, 2, 1)
     paths = [memory.save(tmp_path, format=form) for _ in range(3)]

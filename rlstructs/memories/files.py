@@ -64,7 +64,7 @@ def load(memory: Memory, path: Path) -> None:
         if header["class"] != KIND:
             raise FileError(f"{path}: holds a {header['class']}, not a {KIND}")
         state = header["state"]
-        more = {name: _array(reader, name) for name in header["arrays"] if name.startswith("__")}
+        more = {name: _array(reader, name) for name in header["arrays"] if name not in state["tensors"]}
         restore = _checked(memory, path, state, more)
         for name in state["tensors"]:
             dtype, shape = reader.found(name)

@@ -13,9 +13,9 @@ from rlstructs.rows import as_array
 
 
 def check_name(name: Any) -> None:
-    """Raises SpecError unless a tensor may be called so."""
-    if not isinstance(name, str) or not name or name.startswith("__"):
-        raise SpecError(f"a tensor's name must be a string that does not begin with '__', got {name!r}")
+    """Raises SpecError unless a tensor may be called so; names like __ring__ are of what else a file holds."""
+    if not isinstance(name, str) or not name or (len(name) > 4 and name.startswith("__") and name.endswith("__")):
+        raise SpecError(f"a tensor's name must be a string that does not begin and end with '__', got {name!r}")
 
 
 def ends_of(block: Mapping[str, Any], lead: tuple[int, int]) -> np.ndarray | None:
