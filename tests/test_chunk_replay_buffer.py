@@ -540,7 +540,7 @@ def test_lanes_have_rows_and_episodes_of_their_own(mode):  # R14, bug R14
             if n[lane] % 4 == 0:
                 buffer.end_episode(lane)
         assert len(buffer) == sum(min(k, 10) for k in n)
-    assert buffer.max_replay_size == 30 and buffer.n_lanes == 3
+    assert buffer.max_replay_size == buffer._max_replay_size == 30 and buffer.n_lanes == 3
     data, info = buffer.sample(200, 3, mode)
     assert (data["lane"] == data["lane"][:, :1]).all() and set(data["lane"].ravel().tolist()) == {0, 1, 2}
     assert (np.diff(data["x"], axis=1) == 1).all()

@@ -101,7 +101,8 @@ class ChunkReplayBuffer(TaggedBuffer):
         stack_num: int = 1,
         stack_keys: Sequence[str] | None = None,
     ) -> None:
-        self.max_replay_size = check_count("max_replay_size", max_replay_size)
+        # The other one is rlberry's name of it, which its programs read.
+        self.max_replay_size = self._max_replay_size = check_count("max_replay_size", max_replay_size)
         self.n_lanes = check_count("n_lanes", n_lanes)
         if rng is None:
             raise SpecError("rng must be a Generator or an int, got None")
