@@ -1450,7 +1450,7 @@ BAD = {
     ),
     "a name of ours": (
         lambda: trajectories([3, 3], [0, 1], **good()), {**ALL, "__ring__": "x"}, SpecError,
-        "a tensor's name must be a string that does not begin with '__'",
+        "a tensor's name must be a string that does not begin and end with '__'",
     ),
 }  # fmt: skip
 
