@@ -96,10 +96,14 @@ class Memory(NamedTensors, ABC):
 
     def _lying_there(self, names: Iterable[str], lanes: Any, n_timesteps: int) -> dict[str, Any]:
         """What lies in the next rows of these environments, name -> (n, n_timesteps, *data)."""
-        columns, every = self._storage.columns, np.arange(self.num_envs)[lanes]
-        slots = (self._storage.ring.head[every][:, None] + np.arange(n_timesteps)) % self.memory_size
-        names = list(names)
-        return dict(zip(names, columns.gather(names, columns.rows(every[:, None], slots)), strict=True))
+        columns, heads = self._storage.columns, self._storage.ring.head[lanes]
+        first = int(heads[0]) % self.memory_size
+        end = first + n_timesteps
+        if isinstance(lanes, slice) and end <= self.memory_size and (heads == heads[0]).all():
+            return {name: columns.cells[name][:, first:end] for name in names}  # no index goes to a GPU
+        slots = (heads[:, None] + np.arange(n_timesteps)) % self.memory_size
+        rows, names = columns.rows(np.arange(self.num_envs)[lanes][:, None], slots), list(names)
+        return dict(zip(names, columns.gather(names, rows), strict=True))
 
     def _write(self, block: Mapping[str, Any], lanes: Any, done: np.ndarray | None, **more: Any) -> None:
         storage = self._store()
