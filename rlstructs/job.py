@@ -292,9 +292,7 @@ class RolloutJob:
         settings = self.settings
         # A seed among the arguments gives way to the worker's, as in rlstructures.
         env = settings.create_env(**{**(settings.env_args if env_args is None else env_args), "seed": seed})
-        for method in ("n_envs", "reset", "step", "close"):
-            if not callable(getattr(env, method, None)):
-                raise TypeError(f"create_env must return a VecEnv, got {type(env).__name__} without {method}()")
+        _check_made("create_env must return a VecEnv", env, "n_envs", "reset", "step", "close")
         n = env.n_envs()
         if not isinstance(n, (int, np.integer)) or n < 1:
             raise SpecError(f"create_env: n_envs() must be an int of at least 1, got {n!r}")
@@ -302,9 +300,8 @@ class RolloutJob:
 
     def _make_agent(self) -> RL_Agent:
         agent = self.settings.create_agent(**self.settings.agent_args)
-        for method in ("initial_state", "__call__", "require_history", "close"):
-            if not callable(getattr(agent, method, None)):
-                raise TypeError(f"create_agent must return an RL_Agent, got {type(agent).__name__} without {method}()")
+        methods = "initial_state", "__call__", "require_history", "close"
+        _check_made("create_agent must return an RL_Agent", agent, *methods)
         return agent
 
     def _probe(self, env: VecEnv) -> tuple[Specs, bool]:
@@ -344,6 +341,13 @@ class Once:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._job.error = error
+
+
+def _check_made(needed: str, made: Any, *methods: str) -> None:
+    """Raises TypeError unless what a factory made has these methods."""
+    for method in methods:
+        if not callable(getattr(made, method, None)):
+            raise TypeError(f"{needed}, got {type(made).__name__} without {method}()")
 
 
 def first_step(agent: RL_Agent, observation: DictTensor, info: DictTensor, n: int) -> tuple[DictTensor, DictTensor]:

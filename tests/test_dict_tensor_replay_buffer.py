@@ -412,12 +412,18 @@ def test_an_index_of_the_users_own_is_refused():  # B5.14
         made(n_step=2).extend({"discount": torch.zeros(3)})
 
 
+def of_six(sampler, as_tensordict):
+    """A buffer with the rows x = 0 to 5."""
+    rows = {"x": torch.arange(6.0), "next": {"reward": torch.zeros(6, 1)}}
+    buffer = made(sampler=sampler(), batch_size=4)
+    buffer.extend(pytest.importorskip("tensordict").TensorDict(rows, [6]) if as_tensordict else rows)
+    return buffer
+
+
 @pytest.mark.parametrize("as_tensordict", [False, True])
 @pytest.mark.parametrize("sampler", [RandomSampler, PrioritizedSampler])
 def test_a_sample_of_another_buffer_comes_in_without_its_ids(sampler, as_tensordict):
-    rows = {"x": torch.arange(6.0), "next": {"reward": torch.zeros(6, 1)}}
-    source = made(sampler=sampler(), batch_size=4)
-    source.extend(pytest.importorskip("tensordict").TensorDict(rows, [6]) if as_tensordict else rows)
+    source = of_six(sampler, as_tensordict)
     buffer, batch = made(sampler=sampler(), batch_size=8), source.sample()
     for _ in range(2):
         assert buffer.extend(batch).tolist() == list(range(len(buffer) - 4, len(buffer)))
@@ -746,9 +752,7 @@ def test_rows_are_changed_in_place(storage):  # B6 set_at_
 @pytest.mark.parametrize("as_tensordict", [False, True])
 @pytest.mark.parametrize("sampler", [RandomSampler, PrioritizedSampler])
 def test_a_sample_that_was_changed_is_written_back(sampler, as_tensordict):
-    rows = {"x": torch.arange(6.0), "next": {"reward": torch.zeros(6, 1)}}
-    buffer = made(sampler=sampler(), batch_size=4)
-    buffer.extend(pytest.importorskip("tensordict").TensorDict(rows, [6]) if as_tensordict else rows)
+    buffer = of_six(sampler, as_tensordict)
     batch = buffer.sample()
     index = batch["index"].unique()
     batch.set("x", batch["x"] + 10)
