@@ -140,3 +140,12 @@ def test_batches_are_joined(library):
     assert one.a.tolist() == [[1, 1], [2, 2]]
     with pytest.raises(ValueError, match="^batches must have the same names"):
         ArrayDict.cat([two, {"a": two.a}])
+
+
+def test_tensors_made_of_arrays_that_may_not_be_written_are_copies():
+    held = np.zeros(3)
+    held.setflags(write=False)
+    batch = ArrayDict(of_jax=jnp.zeros(3), of_numpy=held)
+    for tensor in batch.to_torch().values():
+        tensor.add_(1)
+    assert float(batch["of_jax"].sum()) == float(held.sum()) == 0

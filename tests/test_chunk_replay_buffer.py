@@ -1317,3 +1317,13 @@ def test_no_chunk_that_is_read_while_another_thread_appends_is_torn():
     finally:
         done.set()
         thread.join()
+
+
+def test_a_buffer_whose_tags_came_with_trajectories_loads_its_own_file(tmp_path):
+    steps = {key: torch.ones(1, 4) for key in ("observation/frame", "_observation/reward")}
+    batch = Trajectories(DictTensor({"env_index": torch.tensor([0])}), TemporalDictTensor(steps, torch.tensor([4])))
+    buffer = ChunkReplayBuffer(10, 0)
+    buffer.add_trajectories(batch, {"x": "observation/frame", "r": "_observation/reward"})
+    buffer.save(tmp_path / "b.npz")
+    buffer.load(tmp_path / "b.npz")
+    assert len(buffer) == 4 and buffer.sample(2, 2).data["x"].tolist() == [[1, 1]] * 2

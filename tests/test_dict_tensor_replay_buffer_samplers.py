@@ -1006,3 +1006,54 @@ def test_priorities_of_steps_go_to_their_rows_but_not_those_of_padding():
     buffer.update_tensordict_priority(batch)
     np.testing.assert_allclose(leaves(buffer), [2, 3, 4, 5, 6])
     assert buffer.sampler.max_priority == 6
+
+
+@pytest.mark.parametrize("reduction", ["max", "mean", "min"])
+def test_padding_has_no_part_in_the_priority_of_a_slice(reduction):
+    sampler = PrioritizedSliceSampler(
+        alpha=1.0, eps=0.0, slice_len=4, strict_length=False, pad_output=True, reduction=reduction
+    )
+    buffer = made(sampler, 20)
+    buffer.extend(episodes([2, 3]))
+    batch = buffer.sample(80)
+    batch.set("td_error", torch.where(batch["mask"], batch["x"] + 2.0, 1000.0 if reduction == "max" else 0.0))
+    buffer.update_tensordict_priority({key: batch[key].view(20, 4) for key in ("index", "mask", "td_error")})
+    # Slices begin with rows 0 and 2, or with others that have enough of their episode after them.
+    wanted = {"max": [3, 6], "mean": [2.5, 5], "min": [2, 4]}[reduction]
+    assert leaves(buffer)[[0, 2]].tolist() == wanted and buffer.sampler.max_priority <= 6
+
+
+@pytest.mark.parametrize("truncated", [True, False])
+def test_a_slice_that_was_changed_is_written_back_without_the_marks_of_its_end(truncated):
+    buffer = made(SliceSampler(slice_len=3), 20)
+    end = torch.arange(12) == 11
+    buffer.extend({"x": torch.arange(12.0), "done": end, "is_init": torch.zeros(12, dtype=torch.bool)}
+                  | ({"truncated": end} if truncated else {}))  # fmt: skip
+    batch = buffer.sample(6)
+    batch.set("x", batch["x"] + 100)
+    buffer[batch["index"]] = batch
+    assert buffer["done"].equal(end) and not buffer["is_init"].any()
+    assert (buffer["x"] >= 100).nonzero().ravel().tolist() == batch["index"].unique().tolist()
+    assert buffer.sample(600)["index"].view(-1, 3).diff().unique().tolist() == [1]
+
+
+def test_a_sample_of_n_steps_cannot_be_written_back():
+    buffer = made(n_step=2, gamma=1.0)
+    buffer.extend({"x": torch.arange(4.0), "reward": torch.ones(4), "done": torch.arange(4) == 3})
+    batch = buffer.sample(8)
+    with pytest.raises(SpecError, match="^.*samples of n steps or stacks are not what is stored: give columns without"):
+        buffer[batch["index"]] = batch
+    assert buffer["reward"].tolist() == [1] * 4
+    buffer[batch["index"]] = {"x": batch["x"] + 1}
+    assert buffer["x"].sum() > 6
+
+
+def test_a_sample_leaves_its_weights_behind_when_it_goes_to_another_buffer():
+    prioritised = DictTensorPrioritizedReplayBuffer(alpha=1.0, beta=1.0, generator=0)
+    prioritised.extend(numbers(0, 6))
+    empty, filled = made(), made()
+    filled.extend(numbers(0, 1))
+    for buffer in (empty, filled):
+        batch = prioritised.sample(4)
+        buffer.extend(batch)
+        assert list(buffer[:].keys()) == ["x"] and buffer["x"][-4:].equal(batch["x"])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import multiprocessing
+import pickle
 import weakref
 from functools import partial
 
@@ -1540,3 +1541,33 @@ def check_rollout_samples(memory, model):
         valid = [k < model.episode_end(lane, step) - step for k in range(5)]
         assert mask.tolist() == valid
         assert first.tolist() == [ok and model.is_first(*place) for ok, place in zip(valid, places, strict=True)]
+
+
+def test_sharing_again_leaves_processes_that_run_connected(start_method):
+    memories = [make(kind, 3, 2, ["t"]) for kind in ON_HOST]
+    context = multiprocessing.get_context(start_method)
+    for memory in memories:
+        memory.share_memory()
+    begins = context.Event()
+    process = context.Process(target=write_when_told, args=(memories, begins))
+    process.start()
+    for memory in memories:
+        memory.share_memory()
+    begins.set()
+    process.join(60)
+    assert [(len(memory), *every(memory, "t")) for memory in memories] == [(2, [[7, 7]])] * 3
+
+
+def write_when_told(memories, begins):
+    assert begins.wait(60)
+    write_one_row_each(memories)
+
+
+@pytest.mark.parametrize("kind", ON_HOST)
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda memory: pickle.loads(pickle.dumps(memory))])
+def test_a_copy_writes_as_its_original(kind, again):
+    memory = counted(kind, 4, 2, 3)
+    other = again(memory)
+    for each in (memory, other):
+        add(each, kind, t=[[3.0], [3.0]], e=[[0.0], [1.0]])
+    assert snapshot(other) == snapshot(memory) and every(other, "t") == [[[0, 0, 1, 1, 2, 2, 3, 3]]]

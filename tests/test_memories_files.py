@@ -6,7 +6,9 @@ import csv
 import json
 import os
 import re
+import tracemalloc
 import zipfile
+import zlib
 
 import numpy as np
 import pytest
@@ -427,3 +429,19 @@ def test_an_export_that_fails_loses_no_row(kind, tmp_path):
     with pytest.raises(OSError, match="memories"):
         add(memory, kind, t=[[1.0]])
     assert (len(memory), flat(memory.sample_all(["t"])[0][0])) == (2, [0, 1])
+
+
+def test_a_tensor_that_the_csv_has_no_room_for_takes_no_memory(tmp_path):
+    path = counted("torch", 4, 2, 3).save(tmp_path, format="csv")
+    beside = path.with_suffix(".json")
+    state = json.loads(beside.read_text())
+    del state["crc32"]
+    state["tensors"]["y"] = ["float32", [10**6]]
+    beside.write_text(json.dumps(state | {"crc32": zlib.crc32(json.dumps(state).encode())}))
+    tracemalloc.start()
+    try:
+        with pytest.raises(FileError, match="does not name the columns of 'y'"):
+            make("torch", 4, 2, []).load(path)
+        assert tracemalloc.get_traced_memory()[1] < 10**7  # a million names take ten times as much
+    finally:
+        tracemalloc.stop()

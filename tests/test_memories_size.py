@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import psutil
 import pytest
 import torch
 from frameworks import CUDA, EVERY_KIND, KINDS, array, dtype
 
-from rlstructs import OutOfMemoryError
+from rlstructs import DictTensor, OutOfMemoryError, TemporalDictTensor, Trajectories
+from rlstructs.replay.backing import available_bytes
 
 MIB = 2**20
 # name -> dtype and size of a row.
@@ -58,3 +61,33 @@ def test_tensors_beyond_what_the_machine_has_are_refused_before_they_are_taken()
     with pytest.raises(OutOfMemoryError, match=message):
         memory.create_tensor("x", size=17)
     assert memory.get_tensor_names() == []
+
+
+def test_tensors_that_fit_one_by_one_and_not_together_are_refused():
+    memory = KINDS["torch"].RandomMemory(memory_size=int(available_bytes() * 0.6) // 4)
+    memory.create_tensor("observations", size=1)
+    with pytest.raises(OutOfMemoryError, match="^tensor 'next_observations': "):
+        memory.create_tensor("next_observations", size=1)
+    assert memory.get_tensor_names() == ["observations"]
+
+
+def test_trajectories_whose_tensors_do_not_fit_together_leave_the_memory_as_it_was():
+    memory = KINDS["torch"].RandomMemory(memory_size=int(available_bytes() * 0.6) // 4)
+    steps = {key: torch.zeros(1, 2) for key in ("x", "y")}
+    batch = Trajectories(DictTensor({"env_index": torch.tensor([0])}), TemporalDictTensor(steps, torch.tensor([2])))
+    with pytest.raises(OutOfMemoryError, match="^add_trajectories: "):
+        memory.add_trajectories(batch, {"x": "x", "y": "y"})
+    assert memory.get_tensor_names() == []
+
+
+def test_rows_of_lanes_that_are_far_apart_take_memory_by_their_number():
+    memory = KINDS["torch"].RandomMemory(memory_size=100, num_envs=2)
+    steps = TemporalDictTensor({"x": torch.zeros(1, 10**6)}, torch.tensor([10**6]))
+    for _ in range(3):
+        memory.add_trajectories(Trajectories(DictTensor({"env_index": torch.tensor([0])}), steps), {"x": "x"})
+    tracemalloc.start()
+    try:
+        assert memory.sample_all(["x"])[0][0].shape == (100, 1)
+        assert tracemalloc.get_traced_memory()[1] < 10**5
+    finally:
+        tracemalloc.stop()

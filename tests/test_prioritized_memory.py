@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from frameworks import EVERY_KIND, KINDS, ON_HOST, add, array, flat, host, make
 
-from rlstructs.errors import SpecError, StateError
+from rlstructs.errors import FileError, SpecError, StateError
 from rlstructs.replay.prioritised import N_DRAWS
 
 inf, nan = float("inf"), float("nan")
@@ -507,3 +507,12 @@ def drawn_uniformly(memory, length, n):
     assert len(flat(t)) == n * length
     indexes = np.asarray(memory.get_sampling_indexes()).reshape(n, length)[:, 0]
     return np.bincount(indexes, minlength=memory.memory_size * memory.num_envs)
+
+
+def test_priorities_to_the_power_of_another_alpha_are_refused(kind, tmp_path):
+    saved, loaded = (prioritized(kind, 4, n_rows=n, alpha=alpha) for n, alpha in ((4, 0.5), (2, 1.0)))
+    with pytest.raises(FileError, match=r"its priorities are to the power of 0\.5, here alpha is 1\.0"):
+        loaded.load(saved.save(tmp_path))
+    assert len(loaded) == 2
+    with pytest.raises(AttributeError):
+        loaded.alpha = 0.5

@@ -365,3 +365,12 @@ def test_an_end_of_given_data_that_is_not_terminated_was_truncated():  # as data
 def test_given_data_that_does_not_fit_is_an_error(changes, message):
     with pytest.raises(SpecError, match=message):
         ReplayBuffer.from_data(**{**rows(np.arange(6), [0, 0, 1, 0, 0, 0]), **changes})
+
+
+@pytest.mark.parametrize("key", ["returns", "terminated", "obs"])
+def test_a_column_alone_does_not_make_rows(key):
+    buffer = ReplayBuffer(8)
+    with pytest.raises(MissingKeyError, match="are missing"):
+        buffer.set_array_at_key(np.zeros(8), key)
+    fill(buffer, 2)
+    assert len(buffer) == 2 and buffer.done.tolist()[:2] == [False, False]

@@ -284,3 +284,13 @@ def test_n_step_sums_have_weights_of_their_first_rows():
     batch, _ = buffer.sample(0)
     assert batch.rew.tolist() == [1, 3, 5, 3]
     np.testing.assert_allclose(batch.weight, [1, 0.5, 0.25, 0.125], rtol=1e-6)
+
+
+def test_a_file_brings_its_exponents_with_it(tmp_path):
+    saved, loaded = made(alpha=0.5, beta=0.4), PrioritizedReplayBuffer(8, alpha=1.0, beta=1.0)
+    saved.update_weight(np.arange(6), np.full(6, 4.0))
+    saved.save(tmp_path / "p.npz")
+    loaded.load(tmp_path / "p.npz")
+    loaded.update_weight([0], [4.0])  # the priority that it has
+    assert (loaded.alpha, loaded.beta) == (0.5, 0.4)
+    np.testing.assert_allclose(loaded.weight[:6], 2.0, rtol=1e-6)

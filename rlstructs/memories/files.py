@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import math
 import os
 import zlib
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlstructs.errors import FileError, OutOfMemoryError
+from rlstructs.errors import FileError
 from rlstructs.memories.formats import FORMATS
 from rlstructs.memories.framework import spec_of
 from rlstructs.replay.columns import Spec
@@ -158,11 +159,7 @@ def _spec(memory: Memory, state: Mapping[str, Any], name: str) -> Spec:
 
 def _make_missing(memory: Memory, path: Path, state: Mapping[str, Any]) -> None:
     missing = [name for name in state["tensors"] if name not in memory._dtypes]
-    columns = memory._storage.columns
-    needed = sum(_spec(memory, state, name).nbytes for name in missing) * columns.n_rows
-    available = columns.available_bytes()
-    if available is not None and needed > available:  # of all together, before the first is made
-        raise OutOfMemoryError(f"{path}: {needed:,} bytes are needed, {available:,} are available")
+    memory._check_room(str(path), [_spec(memory, state, name) for name in missing])  # of all, before the first is made
     for name in missing:
         dtype, shape = state["tensors"][name]
         memory._add(name, memory.framework.named(dtype), tuple(shape))
@@ -265,8 +262,9 @@ def _read_columns(memory: Memory, path: Path, state: Mapping[str, Any]) -> Itera
     at = 0
     for name in sorted(state["tensors"]):
         spec = _spec(memory, state, name)
-        n = int(np.prod(spec.shape))
-        if header[at : at + n] != _column_names(name, spec):
+        n = math.prod(spec.shape)
+        # Names are made only if there may be so many: what the .json says may be anything.
+        if at + n > len(header) or header[at : at + n] != _column_names(name, spec):
             raise ValueError(f"its first line does not name the columns of {name!r}")
         cells = [line[at : at + n] for line in body]
         yield name, _parsed(name, cells, spec).reshape(len(body), *spec.shape)

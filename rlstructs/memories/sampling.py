@@ -14,7 +14,7 @@ from rlstructs.errors import SpecError, StateError
 from rlstructs.memories import base
 from rlstructs.replay import expand
 from rlstructs.replay.expand import CROSS, EPISODE_ENDS, MASK, NEVER
-from rlstructs.replay.prioritised import Prioritised, exponent
+from rlstructs.replay.prioritised import LEAVES, Prioritised, exponent
 from rlstructs.replay.reading import discounted
 from rlstructs.replay.roles import is_after, is_reward
 from rlstructs.replay.samplers import Span, Uniform, draw_fitting
@@ -215,13 +215,18 @@ class PrioritizedMemory(RandomMemory):
             raise SpecError("replacement must be True: draws in proportion to priorities may repeat a row")
         if normalize not in ("memory", "batch"):
             raise SpecError(f"normalize must be 'memory' or 'batch', got {normalize!r}")
-        self.alpha = exponent("alpha", alpha)
+        self._alpha = exponent("alpha", alpha)
         self.beta = beta if callable(beta) else exponent("beta", beta)
         self.normalize = normalize
         self.n_samples = 0
         self._smallest = self._beta = 0.0  # as of the last sample
-        self._prioritised = Prioritised(self.memory_size * self.num_envs, self.num_envs, self.alpha)
+        self._prioritised = Prioritised(self.memory_size * self.num_envs, self.num_envs, self._alpha)
         self._float32 = [self.framework.dtype(np.dtype(np.float32))]
+
+    @property
+    def alpha(self) -> float:
+        """Exponent of priorities."""
+        return self._alpha
 
     @property
     def nbytes(self) -> int:
@@ -269,12 +274,16 @@ class PrioritizedMemory(RandomMemory):
         self._prioritised.update(span, rows, values, is_last)
 
     def _state(self) -> dict[str, Any]:
-        return {**super()._state(), "n_samples": self.n_samples, "max_priority": self._prioritised.max_priority}
+        own = {"alpha": self._alpha, "n_samples": self.n_samples, "max_priority": self._prioritised.max_priority}
+        return {**super()._state(), **own}
 
     def _more_arrays(self) -> dict[str, np.ndarray]:
         return self._prioritised.arrays()
 
     def _checked_more(self, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any]) -> Callable[[], None]:
+        alpha = state.get("alpha", self._alpha)
+        if LEAVES in arrays and alpha != self._alpha:
+            raise ValueError(f"its priorities are to the power of {alpha}, here alpha is {self._alpha}")
         priorities = self._prioritised.restored(arrays, state.get("max_priority", 1.0))
         n_samples = int(state.get("n_samples", 0))
 

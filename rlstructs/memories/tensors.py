@@ -6,7 +6,7 @@ a lane of the store with a head of its own, so that environments need not be in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -252,12 +252,17 @@ class NamedTensors:
 
     def _add(self, name: str, dtype: Any, shape: tuple[int, ...]) -> None:
         spec = spec_of(self.framework, dtype, shape)
-        columns = self._storage.columns
-        needed, available = spec.nbytes * columns.n_rows, columns.available_bytes()
-        if available is not None and needed > available:
-            raise OutOfMemoryError(f"tensor {name!r}: {needed:,} bytes are needed, {available:,} are available")
+        self._check_room(f"tensor {name!r}", [spec])
         self._planned[name], self._dtypes[name] = spec, dtype
         self._write_step = _never  # until there is room for it
+
+    def _check_room(self, owner: str, specs: Iterable[Spec]) -> None:
+        """Raises OutOfMemoryError unless such tensors fit beside those that have yet to take their memory."""
+        columns = self._storage.columns
+        needed = sum(spec.nbytes for spec in (*self._planned.values(), *specs)) * columns.n_rows
+        available = columns.available_bytes()
+        if available is not None and needed > available:
+            raise OutOfMemoryError(f"{owner}: {needed:,} bytes are needed, {available:,} are available")
 
     def _check_same(self, name: str, shape: tuple[int, ...], dtype: Any) -> None:
         spec = self._spec(name)
@@ -278,15 +283,19 @@ class NamedTensors:
             del self._planned[name]
             if name in ENDS:
                 self._storage.track_episodes()
-        if self._storage.columns.on_host:
-            self._write_step = StepWriter(self._storage, tuple(name for name in ENDS if name in self._dtypes)).write
+        self._find_writer()
         return self._storage
+
+    def _find_writer(self) -> None:
+        """Has steps written at once that need no more than to be copied."""
+        if self._storage.columns.on_host and not self._planned:
+            self._write_step = StepWriter(self._storage, tuple(name for name in ENDS if name in self._dtypes)).write
 
     def share_memory(self) -> None:
         """Moves tensors and indexes to memory that processes share which are started with this object.
 
         Each environment may be written by one process, while any read. Tensors that are created later
-        stay with the process that creates them.
+        stay with the process that creates them; what was got of a tensor before is no longer what lies in it.
 
         Raises:
             StateError: the rows lie on a GPU.
@@ -315,6 +324,7 @@ class NamedTensors:
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
         self.device = self.framework.device(self.device)
+        self._find_writer()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_tensor_") and name.removeprefix("_tensor_") in vars(self).get("_dtypes", ()):

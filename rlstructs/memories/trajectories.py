@@ -51,6 +51,7 @@ def add(memory: Memory, batch: Trajectories, names: Mapping[str, str] | None) ->
         own = columns.own(steps[key], spec)
         rows = encoded(name, _padded(host_array(name, steps[key]), spec, lengths) if own is None else own, spec)
         block[name] = columns.converted(name, rows.reshape(*lead, *shapes[name]), spec)
+    memory._check_room("add_trajectories", [spec_of(memory.framework, missing[name], shapes[name]) for name in missing])
     for name, dtype in missing.items():
         memory._add(name, dtype, shapes[name])
     ends = [host_array(key, steps[key]).astype(bool) for key in STEP_ENDS if key in steps]

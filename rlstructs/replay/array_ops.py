@@ -32,10 +32,11 @@ def _library(value: Any) -> Any:
 
 
 def tensor(value: Any, dtype: torch.dtype | None, device: torch.device | str | int) -> Any:
-    """Numbers as a tensor, which shares numpy's memory where it can; anything else as it is."""
+    """Numbers as a tensor, which shares numpy's memory where that may be written; anything else as it is."""
     if isinstance(value, torch.Tensor):
         return value.to(device, dtype)
     host = np.asarray(value)
+    host = host if host.flags.writeable else host.copy()  # jax's, above all
     return torch.as_tensor(host, dtype=dtype, device=device) if host.dtype.kind in "biufc" else value
 
 

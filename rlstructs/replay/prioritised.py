@@ -317,15 +317,21 @@ class Prioritised:
         drawn = np.concatenate(draws, axis=1) if draws else np.zeros((3, 0), np.int64)
         return {LEAVES: self.tree.values, SYNCED: self.synced, DRAWN: drawn}
 
-    def restored(self, arrays: Mapping[str, np.ndarray], max_priority: float) -> Prioritised:
+    def restored(
+        self, arrays: Mapping[str, np.ndarray], max_priority: float, alpha: float | None = None
+    ) -> Prioritised:
         """A new one with what `arrays` gave; if a file has none, every row gets the same priority.
+
+        Args:
+            arrays: of the file.
+            max_priority: as it was.
+            alpha: the exponent that priorities had there, and have in the new one; None for this one's.
 
         Raises:
             ValueError: they do not fit.
         """
-        new = Prioritised(
-            self.tree.n_leaves, self.synced.size, self.alpha, first=self.first, of_present=self.of_present
-        )
+        alpha = self.alpha if alpha is None else alpha
+        new = Prioritised(self.tree.n_leaves, self.synced.size, alpha, first=self.first, of_present=self.of_present)
         if LEAVES not in arrays:
             return new
         leaves, synced, drawn = arrays[LEAVES], arrays[SYNCED], arrays[DRAWN]

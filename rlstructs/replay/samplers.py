@@ -108,10 +108,9 @@ class Span:
         if self.aligned:
             steps = np.arange(self._low, self._high)[:, None] % self.columns.capacity
             return self.columns.rows(np.arange(self.columns.n_lanes), steps).reshape(-1)
-        steps = np.arange(self.low.min(), self.high.max())
-        inside = (steps[:, None] >= self.low) & (steps[:, None] < self.high)
-        at, lanes = np.nonzero(inside)
-        return self.columns.rows(lanes, steps[at] % self.columns.capacity)
+        rows, _ = self.by_lane(1)
+        lanes, _ = self.columns.places(rows)
+        return rows[np.lexsort((lanes, self.steps(rows)))]
 
     def by_lane(self, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Every row, by lane and then by step, and where in them a sequence of `length` begins."""

@@ -357,16 +357,19 @@ class Storage:
         Raises:
             StateError: the columns lie on a device; nothing has changed.
         """
+        if not self.is_private:  # all of it lies there, and processes that were started know where
+            return
         backing = Shared()
         if self.links:
             raise StateError("a store with linked columns cannot be shared")
         self.columns.move(backing)
-        self.version, self.is_private = self.version + 1, False
+        self.version += 1
         counters = backing.allocate("counters", self.ring.counters.nbytes)
         counters.bytes()[...] = self._counters.bytes()
         self._backing, self._counters = backing, counters
         if self.episodes is not None:
             self.episodes.columns.move(backing)
+        self.is_private = False
         self._map()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,10 @@ class Sampler(Part):
     def flat(self, picked: Selection, values: Any) -> Any:
         """Values (n, length, ...) of a draw, of numpy or torch, as rows."""
         return values[:, 0]
+
+    def marks(self, names: Iterable[str], stored: Container[str]) -> set[str]:
+        """Which of a sample's columns it may have changed, or made where they are not stored."""
+        return set()
 
     def info(self, picked: Selection) -> dict[str, np.ndarray]:
         """What is known of each row that was drawn, the index first."""

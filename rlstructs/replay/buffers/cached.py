@@ -29,7 +29,8 @@ class CachedReplayBuffer(VectorReplayBuffer):
     """A `ReplayBuffer` of complete episodes only, each in one piece, and a cache for each of several environments.
 
     Rows are added to the caches. With the row that ends an episode all of it moves to the main buffer. Row ids are
-    those of the main buffer, and after them those of one cache after the other. Samples are of all rows.
+    those of the main buffer, and after them those of one cache after the other. Samples are of all rows. It is for one
+    thread: episodes move.
 
     Args:
         main_buffer: a plain `ReplayBuffer`, of size 0 if complete episodes are not to be kept. What it holds stays.

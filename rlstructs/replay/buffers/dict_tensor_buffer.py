@@ -18,7 +18,7 @@ from rlstructs.replay.buffers.draws import Draws, Request
 from rlstructs.replay.buffers.locks import lock_that_forks
 from rlstructs.replay.buffers.parts import ANY, ask_for_nothing, joined, part
 from rlstructs.replay.buffers.prefetch import Prefetch
-from rlstructs.replay.buffers.prioritized_sampler import PrioritizedSampler
+from rlstructs.replay.buffers.prioritized_sampler import PrioritizedSampler, reduced_inside
 from rlstructs.replay.buffers.rows_in import flat_items
 from rlstructs.replay.buffers.storages import ListStorage, ReplayStorage
 from rlstructs.replay.buffers.transforms import Compose
@@ -274,12 +274,14 @@ class DictTensorReplayBuffer(DictTensorParts):
         if absent := sorted({INDEX, self._priority_key} - set(flat)):
             raise MissingKeyError(f"update_tensordict_priority: no {absent} in the batch, there are {sorted(flat)}")
         index, priorities = (host_array(key, flat[key]) for key in (INDEX, self._priority_key))
+        is_padded = MASK in self._sampler.fields and MASK in flat
+        mask = host_array(MASK, flat[MASK]).astype(bool) if is_padded else None
         if index.ndim > 1:  # rows of several steps, of which each has the index, or slices: that of the first step
             index = index.reshape(len(index), -1)[:, 0]
-            self.update_priority(index, priorities)
-            return
-        if MASK in self._sampler.fields and MASK in flat:
-            mask = host_array(MASK, flat[MASK]).astype(bool)
+            if mask is not None and priorities.ndim > 1:
+                some = mask.reshape(len(mask), -1).any(axis=1)  # nothing, of a row of several axes that is padding
+                index, priorities = index[some], reduced_inside(priorities[some], mask[some], self._sampler.reduction)
+        elif mask is not None:
             index, priorities = index[mask], priorities[mask]
         self.update_priority(index, priorities)
 

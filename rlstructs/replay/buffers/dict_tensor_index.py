@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rlstructs.errors import MissingKeyError
+from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.replay.buffers.batches_in import rows_of, with_axis
+from rlstructs.replay.buffers.buffer_samplers import INDEX
 from rlstructs.replay.buffers.dict_tensor_rows import DictTensorRows
 from rlstructs.replay.buffers.parts import joined
 from rlstructs.replay.buffers.rows_in import as_rows, flat_items
@@ -61,7 +62,9 @@ class DictTensorIndex(DictTensorRows):
         Args:
             index: as of `[]`.
             values: a mapping of some columns to values for these rows; of a single column only its values. What a
-                sample holds beside its columns is left out, so that it may be written back as it is.
+                sample holds beside its columns is left out, so that it may be written back as it is; and of slices
+                the marks of their ends (`done`, `truncated`, `is_init`). Samples of n steps or stacks are not what is
+                stored: give columns without their `index`.
 
         Raises:
             IndexError, SpecError, MissingKeyError, StateError: something does not fit; nothing has changed.
@@ -73,6 +76,11 @@ class DictTensorIndex(DictTensorRows):
             rows = self._rows_at(index)
             given = flat_items(values, "[]")
             beside = self._beside_names()
+            if INDEX in given:  # of a sample: no column is called so
+                if not self._reading.is_plain:
+                    text = "samples of n steps or stacks are not what is stored: give columns without index"
+                    raise SpecError(f"[]: {text}")
+                beside |= self._sampler.marks(given, self._specs)
             flat = {name: value for name, value in given.items() if name not in beside} or given
             if not rows.ndim:
                 rows, flat = rows[None], {name: with_axis(name, value) for name, value in flat.items()}

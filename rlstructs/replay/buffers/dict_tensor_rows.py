@@ -14,7 +14,7 @@ from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError
 from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.buffers.base import ERROR, Buffer
 from rlstructs.replay.buffers.batches_in import Rows, require_keys, rows_of, steps_of, with_axis
-from rlstructs.replay.buffers.buffer_samplers import INDEX, Sampler
+from rlstructs.replay.buffers.buffer_samplers import INDEX, WEIGHT, Sampler
 from rlstructs.replay.buffers.prioritized_sampler import PrioritizedSampler
 from rlstructs.replay.buffers.rows_in import OneRow, flat_items
 from rlstructs.replay.buffers.storages import ReplayStorage
@@ -193,7 +193,7 @@ class DictTensorRows(Buffer):
         index = rows.values.get(INDEX)
         if index is None or str(index.dtype).rpartition(".")[2] != "int64":
             return rows
-        beside = self._beside_names()
+        beside = (self._beside_names() | {WEIGHT}) - self._specs.keys()
         return replace(rows, values={name: value for name, value in rows.values.items() if name not in beside})
 
     def _check_names(self, values: Mapping[str, Any]) -> None:

@@ -128,6 +128,7 @@ class EpisodeEdits(EpisodeReads):
             default_value: what the other rows of a new column hold; None for NaN, which only floats have.
 
         Raises:
+            MissingKeyError: there was no row yet, so that it is not known what rows hold.
             TypeError, SpecError, IndexError: something does not fit; nothing has changed.
         """
         if not isinstance(key, str):
@@ -156,6 +157,7 @@ class EpisodeEdits(EpisodeReads):
             if some:
                 fills[name] = self._default(name, made[name], default)
         if made:
+            transitions.check_required({**self._specs, **made})  # or rows could never be added
             self._make(made)
         rebuild = None if rows.keys().isdisjoint(FLAGS) else self._rebuilder()
         for name, fill in fills.items():

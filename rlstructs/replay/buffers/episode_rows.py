@@ -106,7 +106,7 @@ class EpisodeRows(Buffer):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The settings as they are now, to make another one with: `type(buffer)(size, **buffer.options)`."""
+        """The settings that tianshou's buffers have, as they are now; without `framework`, `n_step` and the like."""
         names = ("stack_num", "ignore_obs_next", "save_only_last_obs", "sample_avail")
         return {name: getattr(self, name) for name in names}
 

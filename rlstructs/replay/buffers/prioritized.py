@@ -186,12 +186,12 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
     def _restorer(self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Callable[[], None]:
         restore_rest = super()._restorer(state, arrays)
-        prioritised = self._prioritised.restored(arrays, state["max_priority"])
-        beta = exponent("beta", state["settings"]["beta"])
+        alpha, beta = (exponent(name, state["settings"][name]) for name in ("alpha", "beta"))
+        prioritised = self._prioritised.restored(arrays, state["max_priority"], alpha)
 
         def restore() -> None:
             restore_rest()
-            self._prioritised, self._beta = prioritised, beta
+            self._prioritised, self._alpha, self._beta = prioritised, alpha, beta
 
         return restore
 

@@ -27,6 +27,8 @@ REDUCTIONS: dict[str, Callable[..., Any]] = {
 class PrioritizedSampler(Sampler):
     """In proportion to (priority + eps) ** alpha; a new row has the largest priority ever given, at first 1.
 
+    A draw of n takes one row from each n-th of the sum: a batch is in the order of row ids. Shuffle one that is split.
+
     Samples have a `priority_weight`, float32: what a row weighs less for being drawn more often than
     the one with the smallest priority that there is, (share of the row / share of that) ** -beta.
 
@@ -251,3 +253,8 @@ def reduced(values: np.ndarray, reduction: str) -> np.ndarray:
     """`(n, ...)` as float64 (n,)."""
     axes = tuple(range(1, values.ndim))
     return np.asarray(REDUCTIONS[reduction](values, axis=axes)) if axes else values
+
+
+def reduced_inside(values: np.ndarray, inside: np.ndarray, reduction: str) -> np.ndarray:
+    """`(n, T, ...)` as float64 (n,): what the steps are reduced to that are `inside`, bool (n, T)."""
+    return np.array([reduced(own[at][None], reduction)[0] for own, at in zip(values, inside, strict=True)])

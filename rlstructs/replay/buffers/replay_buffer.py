@@ -28,7 +28,7 @@ class ReplayBuffer(EpisodeEdits):
 
     Each key of a transition is a column that comes with the first row, with its dtype and shape; nested ones have
     names joined with `/`. A row id is the slot of a row, in [0, size). What is read is copied. One thread writes;
-    others may read.
+    others may `sample`.
 
     Args:
         size: how many; 0 for a placeholder that takes none.

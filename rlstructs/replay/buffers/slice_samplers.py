@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from rlstructs.replay.buffers.buffer_samplers import INDEX, MASK, WEIGHT, Sample
 from rlstructs.replay.buffers.parts import ANY, ask_for_nothing, joined
 from rlstructs.replay.buffers.prioritized_sampler import PrioritizedSampler
 from rlstructs.replay.episodes import Episodes
+from rlstructs.replay.roles import ends_among
 from rlstructs.replay.samplers import Span, draw_fitting
 from rlstructs.replay.selection import Selection
 from rlstructs.replay.slices import TRAJECTORY, WINDOW, Slices, window
@@ -127,6 +128,12 @@ class SliceSampler(Sampler):
             weights = np.broadcast_to(picked.fields[WEIGHT][:, None], inside.shape)
             known[WEIGHT] = np.array(self.flat(picked, weights))
         return known
+
+    def marks(self, names: Iterable[str], stored: Container[str]) -> set[str]:
+        """See `Sampler`."""
+        found = {key for key in (self.init_key, self.truncated_key) if key is not None and key != AUTO}
+        ends = [] if self.truncated_key is None else ends_among(names)
+        return found | {name for name in ends if name not in stored or name.rpartition("/")[2] != "terminated"}
 
     def firsts(self, picked: Selection) -> np.ndarray:
         """Which rows of a batch begin a slice, bool."""

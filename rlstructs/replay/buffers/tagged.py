@@ -145,7 +145,7 @@ class TaggedBuffer(Buffer):
         """
         super().add_trajectories(trajectories, names)
         if not self._tags:
-            self._tags = {name: Spec(spec.dtype, (), 0, spec.is_bfloat16) for name, spec in self._specs.items()}
+            self._tags = {name: Spec(spec.dtype, is_bfloat16=spec.is_bfloat16) for name, spec in self._specs.items()}
 
     def clear(self) -> None:
         """Drops every row and what goes on in episodes; tags and the generator stay."""
