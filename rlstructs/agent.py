@@ -35,11 +35,12 @@ class RL_Agent:
     """
 
     def initial_state(self, agent_info: DictTensor, B: int) -> DictTensor:
-        """The state before the first step after `RL_Batcher.reset`.
+        """The state before the first step after `RL_Batcher.reset`; and, with deferred resets, of the environments that
+        were reset between two rollouts.
 
         Args:
             agent_info: B rows, or empty.
-            B: number of environments.
+            B: number of these environments.
 
         Returns:
             B rows, or an empty DictTensor for an agent without state.
@@ -56,10 +57,10 @@ class RL_Agent:
         """One step.
 
         Args:
-            state: B rows, which may be written into. Nothing resets it where an environment resets itself:
+            state: B rows, which may be written into. Nothing resets it where an environment resets itself in a rollout:
                 replace the rows where `observation["initial_state"]` (`masked_dicttensor` does it).
-            observation: B rows, read-only. That of the last step of a rollout may be kept, unless `get(preempt=)` has
-                cut it short; of any other clone what is to be kept for longer than the rollout.
+            observation: B rows, read-only. Clone what is to be kept for longer than the rollout. (That of step T - 1
+                need not be cloned.)
             agent_info: B rows, or empty.
             history: where `require_history`: the steps of this rollout so far, B x t.
 
@@ -105,8 +106,8 @@ class RL_Agent:
     def seed(self, seed: int) -> None:
         """Begins its streams anew. The global ones are seeded already.
 
-        Called with the worker's entry of `agent_seeds` when it is made; and, there or not, of a copy that is evaluated
-        and when the batcher loads a state.
+        Called when the agent is made, with the worker's entry of `agent_seeds`, or else of `seeds`; for a copy that is
+        evaluated; and when the batcher loads a state.
         """
 
     def close(self) -> None:
@@ -117,15 +118,16 @@ class RL_Agent_CheckDevice:
     """An agent that checks what goes in and out for its device; every other attribute is the agent's.
 
     Args:
-        agent: the agent.
-        device: where states, observations, outputs and trajectories have to be.
+        agent: the agent; `.agent`.
+        device: where states, observations, outputs and trajectories have to be; `.device`.
 
     Raises:
         SpecError: on a call, when something is elsewhere; names it.
     """
 
     def __init__(self, agent: RL_Agent, device: torch.device | str) -> None:
-        self._agent, self._device = agent, as_device(device)
+        self._agent = self.agent = agent
+        self._device = self.device = as_device(device)
 
     def initial_state(self, agent_info: DictTensor, B: int) -> DictTensor:
         """As the agent's own, checked."""
@@ -184,7 +186,7 @@ def replay_agent(
         replay_method_name: `method(trajectories, t, state) -> (output, state)`, as `call_replay`.
 
     Returns:
-        The outputs, (B, max(lengths), ...), with the lengths of `trajectories`. What stands in the
+        The outputs, (B, max(lengths), ...), on the device of `trajectories`, with their lengths. What stands in the
         padding was computed from padding: mask it.
 
     Raises:
@@ -195,12 +197,15 @@ def replay_agent(
     method, state, outputs = getattr(agent, replay_method_name), None, []
     for t in range(n_timesteps):
         output, state = method(trajectories, t, state)
-        outputs.append(output)
-        check_same_keys(f"replay_agent: the output at t={t}", outputs[0].keys(), output.keys())
+        # Copies: the agent may write into its state, and put that out.
+        outputs.append({key: tensor.clone() for key, tensor in output.items()})
+        check_same_keys(f"replay_agent: the output at t={t}", outputs[0], output.keys())
     if not outputs:
         return TemporalDictTensor({}, lengths)
     # Stacked once: writing each step into a zero tensor would make backward super-linear in T.
-    stacked = {key: torch.stack([output[key] for output in outputs], dim=1) for key in outputs[0]}
+    stacked = {
+        key: torch.stack([output[key] for output in outputs], dim=1).to(lengths.device) for key in outputs[0]
+    }
     return TemporalDictTensor(stacked, lengths)
 
 
@@ -219,7 +224,10 @@ class EmptyHistory(TemporalDictTensor):
         """Of as many environments as the observation has rows."""
         steps = {key: tensor[:, None][:, :0] for key, tensor in observation.items()}
         following = {f"_observation/{key}": tensor for key, tensor in steps.items()}
-        return cls({f"observation/{key}": tensor for key, tensor in steps.items()} | following)
+        # Past actions have the dtype and the shape of the last one.
+        actions = {f"action/{key.removeprefix('last_')}": tensor for key, tensor in steps.items()
+                   if key.partition("/")[0] == "last_action"}  # fmt: skip
+        return cls({f"observation/{key}": tensor for key, tensor in steps.items()} | actions | following)
 
     def __getitem__(self, key: str) -> torch.Tensor:
         return super().__getitem__(key) if key in self else torch.zeros(self.n_elems(), 0, device=self.device())

@@ -90,7 +90,8 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
             parameter = type(obj) is torch.nn.Parameter
             self._places[id(obj)] = (self.nbytes, obj.shape, obj.dtype, parameter, obj.requires_grad)
             self.tensors.append((self.nbytes, obj))
-            self.nbytes += _up(obj.numel() * obj.element_size(), ALIGNMENT)
+            # At least one step: places tell tensors apart, empty ones too.
+            self.nbytes += _up(max(1, obj.numel() * obj.element_size()), ALIGNMENT)
         return self._places[id(obj)]
 
 

@@ -284,6 +284,31 @@ def test_initial_states_and_replays_are_checked_too():
         checked.call_replay(trajectories, 0, None)
 
 
+class PutsOut(RL_Agent):
+    """Counts in its state, in place, and puts that out as it is."""
+
+    def initial_state(self, agent_info, B):
+        return DictTensor({"n": torch.zeros(B)})
+
+    def __call__(self, state, observation, agent_info, history=None):
+        state["n"].add_(1)
+        return DictTensor({**state}), state
+
+
+def test_a_state_that_is_put_out_and_written_into_is_replayed_as_it_was():
+    trajectories = Trajectories(
+        DictTensor({"agent_state/n": torch.zeros(1)}), TemporalDictTensor({"observation/x": torch.zeros(1, 3)})
+    )
+    for _ in range(2):
+        assert replay_agent(PutsOut(), trajectories)["n"].tolist() == [[1, 2, 3]]
+
+
+def test_a_checked_agent_has_the_agent_and_its_device():
+    inner = PutsOut()
+    checked = RL_Agent_CheckDevice(inner, "cpu")
+    assert checked.agent is inner and checked.device == torch.device("cpu")
+
+
 class InPlace(RL_Agent):
     """Writes into the state that it is given."""
 

@@ -591,3 +591,12 @@ def test_a_refused_copy_changes_nothing():
 def test_a_backward_slice_is_refused():
     with pytest.raises(IndexError, match="^a slice must go forward"):
         DictTensor({"a": torch.zeros(3)}).index(slice(None, None, -1))
+
+
+@pytest.mark.parametrize("more", [{}, {"loss": torch.tensor(1.0)}, {"y": torch.zeros(3)}])
+def test_what_takes_the_place_of_another_has_its_batch_size(more):
+    d = DictTensor({"x": torch.zeros(3), **more})
+    with pytest.raises(SpecError, match=r"'x' has batch size 2, expected 3 \(from 'x'\)"):
+        d.set("x", torch.zeros(2))
+    assert d.n_elems() == 3
+    assert d.set("x", torch.ones(3, 2))["x"].shape == (3, 2) and list(d.keys()) == ["x", *more]

@@ -471,3 +471,14 @@ def test_without_h5py_the_extra_is_named(tmp_path, monkeypatch):
     with pytest.raises(ImportError, match=r"pip install 'rlstructs\[hdf5\]'"):
         Trajectories.load(tmp_path / "y.h5")
     assert os.listdir(tmp_path) == ["y.h5"]
+
+
+class Batch(Trajectories):
+    """One of a program's own."""
+
+
+def test_classes_that_are_derived_are_saved_and_loaded_as_themselves(path):
+    batch = Batch(DictTensor(), TemporalDictTensor({"r": torch.ones(2, 3)}))
+    batch.save(path)
+    assert type(Batch.load(path)) is Batch and Batch.load(path) == batch
+    assert Trajectories.load(path).trajectories == batch.trajectories

@@ -677,3 +677,25 @@ def test_an_agent_may_read_any_key_of_its_history_from_the_start():
     jobs = Jobs(count_env, Reading)
     jobs.all[0].reset({})
     assert jobs.rollout()[0] == [1]  # the first one has ended
+
+
+class Embedding(Counting):
+    """Looks its past actions up in a table."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(5, 3)
+
+    def require_history(self):
+        return True
+
+    def __call__(self, state, observation, agent_info, history=None):
+        assert self.table(history["action/action"]).shape == (len(observation), history.n_timesteps(), 3)
+        return super().__call__(state, observation, agent_info)
+
+
+@pytest.mark.usefixtures("private")
+def test_past_actions_are_of_the_dtype_of_actions_before_there_are_any():
+    jobs = Jobs(count_env, Embedding)
+    jobs.all[0].reset({})
+    assert jobs.rollout() == [[1]]

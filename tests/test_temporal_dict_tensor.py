@@ -530,3 +530,10 @@ def test_times_that_are_no_integers_are_refused(times):
 
 def test_a_structure_of_lengths_alone_can_be_shown_on_meta():
     assert "n_elems=2" in repr(TemporalDictTensor({}, torch.tensor([1, 2])).to("meta"))
+
+
+@pytest.mark.parametrize("method", ["shorten", "zero_padding"])
+def test_lengths_of_what_was_made_of_another_are_its_own(method):
+    m = TemporalDictTensor({"y": torch.tensor([[1, 2, 9, 9]])}, torch.tensor([2]))
+    getattr(m, method)().lengths.fill_(1)
+    assert m.lengths.tolist() == [2]

@@ -22,6 +22,8 @@ S = TypeVar("S", bound="Structure")
 class Structure:
     """A tree of tensors that share their batch axis."""
 
+    # What files call it: of a class that is derived, that from which it is.
+    _kind: str
     # Tensors are mutable, so that equal content gives no stable hash.
     __hash__ = None  # type: ignore[assignment]
 
@@ -155,7 +157,7 @@ class Structure:
             SpecError: the file cannot hold a dtype.
             OSError: it cannot be written.
         """
-        files.save(path, type(self).__name__, self._tree())
+        files.save(path, self._kind, self._tree())
 
     @classmethod
     def load(cls: type[S], path: str | Path) -> S:
@@ -165,7 +167,7 @@ class Structure:
             FileError: the file is not ours, damaged, or holds another class.
             FileNotFoundError: there is none.
         """
-        tree = files.load(path, cls.__name__)
+        tree = files.load(path, cls._kind)
         try:
             return cls._from_tree(tree)
         except (SpecError, TypeError) as error:

@@ -39,11 +39,12 @@ class DictTensor(TensorMap):
         2
     """
 
+    _kind = "DictTensor"
     _tensors: dict[str, torch.Tensor]
 
     def __init__(self, tensors: Mapping[str, Any] | TensorMap | None = None) -> None:
         self._tensors = {} if tensors is None else flatten(tensors, "DictTensor")
-        self._check()
+        _check(self._tensors.items())
 
     @classmethod
     def trusted(cls, tensors: dict[str, torch.Tensor]) -> DictTensor:
@@ -51,24 +52,6 @@ class DictTensor(TensorMap):
         made = cls.__new__(cls)
         made._tensors = tensors
         return made
-
-    def _check(self) -> None:
-        first, n_elems = None, None
-        for key, tensor in self._tensors.items():
-            if first is None:
-                first = key
-                device = tensor.device
-            elif tensor.device != device:
-                raise SpecError(
-                    f"DictTensor: {key!r} is on {tensor.device}, expected {device} (from {first!r})"
-                )
-            if tensor.ndim:
-                if n_elems is None:
-                    n_elems, source = tensor.shape[0], key
-                elif tensor.shape[0] != n_elems:
-                    raise SpecError(
-                        f"DictTensor: {key!r} has batch size {tensor.shape[0]}, expected {n_elems} (from {source!r})"
-                    )
 
     def _tree(self) -> dict[str, torch.Tensor]:
         return self._tensors
@@ -115,7 +98,9 @@ class DictTensor(TensorMap):
             TypeError: the value is no tensor.
             SpecError: it has another batch size or device; nothing has changed then.
         """
-        self._tensors = DictTensor({**self._tensors, key: value})._tensors
+        made = flatten({key: value}, "DictTensor")
+        _check([*self._tensors.items(), *made.items()])  # what is replaced counts too
+        self._tensors = {**self._tensors, **made}
         return self
 
     def unset(self, key: str) -> None:
@@ -301,3 +286,23 @@ def masked_dicttensor(dicttensor0: DictTensor, dicttensor1: DictTensor, mask: to
     return DictTensor.trusted(
         {key: masked_tensor(tensor, dicttensor1[key], mask) for key, tensor in dicttensor0.items()}
     )
+
+
+def _check(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises unless all have one batch size and one device."""
+    first, n_elems = None, None
+    for key, tensor in tensors:
+        if first is None:
+            first = key
+            device = tensor.device
+        elif tensor.device != device:
+            raise SpecError(
+                f"DictTensor: {key!r} is on {tensor.device}, expected {device} (from {first!r})"
+            )
+        if tensor.ndim:
+            if n_elems is None:
+                n_elems, source = tensor.shape[0], key
+            elif tensor.shape[0] != n_elems:
+                raise SpecError(
+                    f"DictTensor: {key!r} has batch size {tensor.shape[0]}, expected {n_elems} (from {source!r})"
+                )

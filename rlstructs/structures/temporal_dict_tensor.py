@@ -39,6 +39,7 @@ class TemporalDictTensor(TensorMap):
         (tensor([1, 5]), tensor([0, 1]))
     """
 
+    _kind = "TemporalDictTensor"
     lengths: torch.Tensor
 
     def __init__(
@@ -134,7 +135,7 @@ class TemporalDictTensor(TensorMap):
             key: torch.where(mask.view(*mask.shape, *[1] * (t.ndim - 2)), t, torch.zeros_like(t))
             for key, t in self._tensors.items()
         }
-        return self.trusted(zeroed, self.lengths)
+        return self.trusted(zeroed, self.lengths.clone())
 
     def get(self, keys: Iterable[str], clone: bool = False) -> TemporalDictTensor:
         """Only these tensors, shared with this object unless `clone`."""
@@ -177,9 +178,9 @@ class TemporalDictTensor(TensorMap):
         return [self.slice(row) for row in range(self.n_elems())]
 
     def shorten(self) -> TemporalDictTensor:
-        """Without the timesteps that are padding in every row; views."""
+        """Without the timesteps that are padding in every row; views, with lengths of its own."""
         longest = int(self.lengths.max()) if self.lengths.numel() else 0
-        return self.trusted({key: t[:, :longest] for key, t in self._tensors.items()}, self.lengths)
+        return self.trusted({key: t[:, :longest] for key, t in self._tensors.items()}, self.lengths.clone())
 
     def temporal_slice(self, index_from: int, index_to: int) -> TemporalDictTensor:
         """Timesteps `index_from` to `index_to - 1` of every row, views, with the lengths that remain.

@@ -34,6 +34,7 @@ class Trajectories(Structure):
         4
     """
 
+    _kind = "Trajectories"
     info: DictTensor
     trajectories: TemporalDictTensor
 
