@@ -86,7 +86,7 @@ class RL_Batcher:
             then has `seeds[p] + k`); or one int, from which a stream for each environment is derived.
         agent_info: an example, one row, of what `reset` and `execute` will be given; empty if nothing.
         env_info: likewise.
-        agent_seeds: one for each process, handed to `RL_Agent.seed`.
+        agent_seeds: one for each process, handed to `RL_Agent.seed`; None for those of the environments.
         device: where observations and states are wanted, and trajectories handed out.
         start_method: "forkserver" (the default on Linux), "spawn" (elsewhere) or "fork".
         timeout: seconds within which workers must answer, counted from each order, None for no limit. A worker
@@ -99,8 +99,8 @@ class RL_Batcher:
         max_restarts: how many workers may be replaced in all, None for any number. One whose successors
             fail three times in a row before they have begun ends the batcher with the first error.
         run_ahead: k, how many rollouts workers may begin before the trainer has taken the oldest: they collect while
-            it learns. `execute` and `get` keep their meaning, but a rollout is ordered k times `execute` before it
-            is handed out, and what `execute` and `update` are given takes effect as much later: with one update for
+            it learns. `execute` and `get` keep their meaning, but `get` gives the rollout that was ordered k calls of
+            `execute` ago, and what `execute` and `update` are given takes effect k rollouts later: with one update for
             each rollout, its weights are at most k updates old; `policy_version` in `info` says of which update they
             are. Rollouts and their order are the same in every run. `reset` drops what is under way.
         debug: padding, and slots between rollouts, hold poison in place of zeros: NaN, or the extreme of
@@ -302,7 +302,7 @@ class RL_Batcher:
         if out is not None:
             layout = books.layout
             steps = specs_of_steps(layout.observation, layout.action)
-            outputs.check(out, {**layout.info, **ROW_INFO}, steps, (books.n_running(), layout.n_timesteps))
+            outputs.check(out, {**layout.info, **ROW_INFO}, steps, (self._n_rows_at_most(), layout.n_timesteps))
         with self._life.failing():
             if not blocking and not self._crew.is_ready(n):
                 return None, None
@@ -314,6 +314,10 @@ class RL_Batcher:
             batch.release()
             self._kept = trajectories, n_running
         return self._handed_out(trajectories, n_running)
+
+    def _n_rows_at_most(self) -> int:
+        """Of the rollout that is under way."""
+        return self._books.n_running()
 
     def _handed_out(self, trajectories: Trajectories, n_running: int) -> tuple[Trajectories, int]:
         """What `get` returns at last."""

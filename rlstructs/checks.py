@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -38,3 +40,10 @@ def check_timeout(timeout: Any) -> None:
         raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
     if not timeout > 0:
         raise SpecError(f"timeout must be above 0 seconds, got {timeout}")
+
+
+def share_memory(values: Iterable[Any]) -> bool:
+    """Whether two of the arrays among these lie, in part, in the same memory."""
+    arrays = [value for value in values if isinstance(value, np.ndarray)]
+    arrays.sort(key=lambda array: int(array.__array_interface__["data"][0]))
+    return any(np.may_share_memory(*two) for two in pairwise(arrays))

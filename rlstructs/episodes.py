@@ -46,10 +46,6 @@ class EpisodeTracker:
         self.n_dropped = 0  # in all, because nobody took them
         self._missing: str | None = None
 
-    def reset(self) -> None:
-        """Forgets the episodes that have not ended."""
-        self._returns[:], self._lengths[:] = 0.0, 0
-
     def forget(self, env_index: np.ndarray) -> None:
         """Forgets the episodes of these environments that have not ended."""
         known = env_index[env_index < self._returns.size]
@@ -160,7 +156,7 @@ class EpisodeTracker:
         """Goes on from what `peek` gave, with no episode under way."""
         block = tuple(episodes[name].detach().cpu().numpy().copy() for name in NAMES)
         self._ended, self._n_ended, self.n_dropped = [block], block[0].size, n_dropped
-        self.reset()
+        self.forget(np.arange(self._returns.size))
 
 
 _NONE = tuple(np.zeros(0, dtype) for dtype in (np.float64, np.int64, np.int64, bool, bool))

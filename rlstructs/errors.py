@@ -1,6 +1,6 @@
 """The exceptions of rlstructs, and those of its workers.
 
-RLError                     everything that rlstructs itself raises
+RLError                     what the library refuses, but for wrong types (TypeError) and indexes (IndexError)
     SpecError               a tensor, argument or space is not what is needed (also a ValueError)
         MissingKeyError     a key is not there (also a KeyError)
     StateError              a call that this state does not allow (also a RuntimeError)
@@ -9,7 +9,7 @@ RLError                     everything that rlstructs itself raises
 WorkerError                 a worker process failed (a RuntimeError)
     WorkerCrashed           it is gone
     WorkerTimeout           it did not reply in time (also a TimeoutError, Python's and multiprocessing's)
-OutOfMemoryError            more shared memory was asked for than there is (a MemoryError)
+OutOfMemoryError            more memory was asked for than there is (a MemoryError)
 
 What a user's own environment or agent raises in a worker arrives as its own class, with a
 `RemoteTraceback` as its cause.

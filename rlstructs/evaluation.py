@@ -66,7 +66,7 @@ class Evaluation:
         with self._streams():
             seed_global_streams(seed, None)
             self._agent = copy.deepcopy(agent)
-            self._agent.seed(seed)
+            seed_agent(self._agent, seed)
             self._env = create_env()
 
     def advance(self) -> bool:
@@ -105,3 +105,9 @@ class Evaluation:
         episodes = DictTensor.cat(self._episodes)
         order = torch.argsort(episodes["env_index"], stable=True)
         return dict(episodes.index(order).numpy())
+
+
+def seed_agent(agent: RL_Agent, seed: int) -> None:
+    """Seeds an agent; one that is no `RL_Agent` may have nothing to seed."""
+    if callable(getattr(agent, "seed", None)):
+        agent.seed(seed)

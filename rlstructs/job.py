@@ -25,7 +25,7 @@ from rlstructs.envs.vec_env import (
     take_statistics,
 )
 from rlstructs.errors import SpecError
-from rlstructs.evaluation import Evaluation
+from rlstructs.evaluation import Evaluation, seed_agent
 from rlstructs.generations import Generations
 from rlstructs.moments import Moments
 from rlstructs.rollout import Clock, Progress, acquire, acquire_in_turns
@@ -85,17 +85,20 @@ class RolloutJob:
         settings = self.settings
         self._agent_seed = None if settings.agent_seeds is None else int(settings.agent_seeds[self.index])
         seed_global_streams(settings.seeds[self.index], self._agent_seed)
+        # What finding the specs does to arguments nobody sees.
+        spare = settings.by_value() if self.index == 0 and self.is_first else None
         env = self._make_env(settings.seeds[self.index])
         try:
-            if self.index == 0 and self.is_first:
-                self.specs, used = self._probe(env)
+            if spare is not None:
+                used = not (gives_rows(env) and hasattr(env, "example"))
+                self.settings, spent = (spare, settings) if used else (settings, spare)
+                self.specs = self._probe(env, spent.agent_args, used)
                 if used:  # made anew, from the streams that those of other workers are made from
                     seed_global_streams(settings.seeds[self.index], self._agent_seed)
                     env = self._make_env(settings.seeds[self.index])
             self._given, self._env = env, row_env(env)
             self._agent = self._make_agent()
-            if self._agent_seed is not None:
-                self._agent.seed(self._agent_seed)
+            self._seed_agent(settings.seeds[self.index])
         except BaseException:
             with contextlib.suppress(Exception):
                 env.close()
@@ -163,12 +166,12 @@ class RolloutJob:
         slots, progress = self._slots[number % len(self._slots)], self._progress
         assert progress is not None
         with Once(self):
+            load_statistics(self._given, statistics)
             if progress.running.size < slots.n and getattr(self._env, "defers_resets", False):
                 progress = self._revived(progress, slots.info("agent_info/"))
             if not progress.running.size:
                 return [], self._clock.fields(), self._inbox.version, take_statistics(self._given)
             began = perf_counter()
-            load_statistics(self._given, statistics)
             progress = self._acquire(number, slots, progress)
             self._clock.busy += perf_counter() - began
             goes_on = progress.running.size == slots.n or getattr(self._env, "defers_resets", False)
@@ -226,7 +229,7 @@ class RolloutJob:
             if env.n_envs() != n:
                 raise SpecError(f"create_env: made {env.n_envs()} environments, and {n} before")
             self._attach_groups()
-            self._agent.seed(int(seed) if self._agent_seed is None else self._agent_seed)  # it may have drawn ahead
+            self._seed_agent(seed)  # it may have drawn ahead
             self._progress, self._clock = None, Clock(*clocks[self.index])
 
     def begin_evaluation(
@@ -298,30 +301,34 @@ class RolloutJob:
             raise SpecError(f"create_env: n_envs() must be an int of at least 1, got {n!r}")
         return env
 
-    def _make_agent(self) -> RL_Agent:
-        agent = self.settings.create_agent(**self.settings.agent_args)
+    def _seed_agent(self, seed: int) -> None:
+        """Seeds it by its own seed, or, where it was given none, by that of the environments."""
+        seed_agent(self._agent, int(seed) if self._agent_seed is None else self._agent_seed)
+
+    def _make_agent(self, agent_args: dict[str, Any] | None = None) -> RL_Agent:
+        settings = self.settings
+        agent = settings.create_agent(**(settings.agent_args if agent_args is None else agent_args))
         methods = "initial_state", "__call__", "require_history", "close"
         _check_made("create_agent must return an RL_Agent", agent, *methods)
         return agent
 
-    def _probe(self, env: VecEnv) -> tuple[Specs, bool]:
-        """Finds the specs with an agent of its own; also whether the environment was reset for it."""
+    def _probe(self, env: VecEnv, agent_args: dict[str, Any], uses_env: bool) -> Specs:
+        """Finds the specs with an agent of its own, made of these arguments; `uses_env` resets and closes `env`."""
         settings, n = self.settings, env.n_envs()
         with PrivateStreams()(), torch.no_grad():
-            used = not (gives_rows(env) and hasattr(env, "example"))
-            if used:
+            if uses_env:
                 with contextlib.closing(env):
                     observation = row_env(env).reset_rows(repeated(settings.env_info, n)).tensors()
             else:
                 observation = env.example().tensors()  # type: ignore[attr-defined]
             seen = observation.clone().to(settings.device or "cpu")  # the agent may `set` keys in it
-            agent = self._make_agent()
+            agent = self._make_agent(agent_args)
             try:
                 output, state = first_step(agent, seen, repeated(settings.agent_info, n), n)
             finally:
                 close_job(agent)
         kept = {name: Moments.none(moments.mean.shape) for name, moments in take_statistics(env).items()}
-        return Specs(specs_of(observation), specs_of(output), specs_of(state), kept), used
+        return Specs(specs_of(observation), specs_of(output), specs_of(state), kept)
 
 
 class Once:

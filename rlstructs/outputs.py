@@ -30,6 +30,7 @@ def check(out: Trajectories, info: Specs, steps: Specs, lead: tuple[int, int]) -
     """
     if not isinstance(out, Trajectories):
         raise TypeError(f"get: out must be a Trajectories, got {type(out).__name__}")
+    _check("lengths", out.lengths, ((), torch.int64), lead[:1])
     places: dict[int, str] = {}
     for part, specs, axes in ((out.info, info, lead[:1]), (out.trajectories, steps, lead)):
         check_same_keys("get: out", specs, part.keys())

@@ -106,8 +106,7 @@ def ended_episodes(trajectories: Trajectories) -> DictTensor:
     starts = [0, *(np.flatnonzero(np.diff(env_index.numpy()) <= 0) + 1).tolist()]
     for start, stop in zip(starts, [*starts[1:], rows.n_elems()], strict=True):
         rollout = rows.index(slice(start, stop))
-        if _after_reset(rollout):
-            tracker.reset()
+        tracker.forget(_begun(rollout))
         tracker.add(rollout)
     return tracker.take()
 
@@ -202,10 +201,12 @@ def _episodes(trajectories: Trajectories) -> str:
     return f"{ended.n_elems():,} ended, return {_spread(ended['return'])}, length {_spread(ended['length'])}"
 
 
-def _after_reset(rollout: Trajectories) -> bool:
-    """Whether every environment starts anew: `RL_Batcher.reset` drops what had not ended."""
-    key = "observation/initial_state"
-    return key in rollout.trajectories and bool(rollout.trajectories[key][:, :1].all())
+def _begun(rollout: Trajectories) -> np.ndarray:
+    """The environments that begin with an episode: a reset, or a worker that was lost, drops what had not ended."""
+    steps, env_index, key = rollout.trajectories, rollout.info["env_index"].numpy(), "observation/initial_state"
+    if key not in steps:
+        return env_index[:0]
+    return np.asarray(env_index[(steps[key][:, :1].flatten(1).bool().any(dim=1) & (steps.lengths > 0)).numpy()])
 
 
 def _spread(values: torch.Tensor) -> str:

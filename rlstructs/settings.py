@@ -48,9 +48,12 @@ class JobSettings:
 
     def by_value(self) -> JobSettings:
         """With copies of the arguments, as a worker gets them."""
-        return dataclasses.replace(
-            self, agent_args=copy.deepcopy(self.agent_args), env_args=copy.deepcopy(self.env_args)
-        )
+        both = self.agent_args, self.env_args  # what is in both is one object in the copies too
+        try:
+            agent_args, env_args = copy.deepcopy(both)
+        except Exception:  # a module, say, which workers would get
+            agent_args, env_args = cloudpickle.loads(cloudpickle.dumps(both))
+        return dataclasses.replace(self, agent_args=agent_args, env_args=env_args)
 
     def unpicklable(self) -> tuple[str, Exception] | None:
         """Which of the user's objects cannot be pickled, and why; None when all can."""

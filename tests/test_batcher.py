@@ -8,7 +8,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from helpers import Count, Counting, count_batcher, create_gym, rollout
+from helpers import SPACING, Count, Counting, count_batcher, create_gym, rollout
 
 from rlstructs import (
     ClosedError,
@@ -23,6 +23,7 @@ from rlstructs import (
     StateError,
     TemporalDictTensor,
 )
+from rlstructs.envs import VecEnv
 
 TABLE = [[1, 4], [2, 7]]
 
@@ -306,6 +307,12 @@ def test_update_reaches_every_agent_from_the_next_rollout_on():  # CV71
         assert valid(first, "action/seed") == [[11, 11], [11, 11], [22, 22], [22, 22]]
         batcher.update(4.5)
         assert valid(rollout(batcher)[0], "action/given") == [[4.5, 4.5]] * 4
+
+
+def test_an_agent_without_a_seed_of_its_own_gets_that_of_its_environments():
+    with count_batcher([[9, 9], [9, 9]], 1) as batcher:
+        batcher.reset()
+        assert valid(rollout(batcher)[0], "action/seed") == [[0], [0], [SPACING], [SPACING]]
 
 
 class Holding(RL_Agent):
@@ -977,3 +984,78 @@ def test_a_dtype_that_cannot_be_recorded_is_named(where):
         RL_Batcher(
             5, Odd, {}, lambda seed: GymEnvInf([Count(3)], seed), {}, n_processes=0, seeds=[0], **info
         )
+
+
+class Wearing(RL_Agent):
+    """Wears out what it is given: counts calls in a list, and leaves it empty when it is closed."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def initial_state(self, agent_info, B):
+        return DictTensor()
+
+    def __call__(self, state, observation, agent_info, history=None):
+        self.calls.append(0)
+        n = observation.n_elems()
+        called = torch.full((n,), len(self.calls))
+        return DictTensor({"action": torch.zeros(n, dtype=torch.int64), "called": called}), state
+
+    def close(self):
+        self.calls.clear()
+
+
+class Drawing(VecEnv):
+    """An environment without `example`; shows numbers of a generator that it was given."""
+
+    def __init__(self, generator):
+        self.generator = generator
+
+    def n_envs(self):
+        return 1
+
+    def _shown(self):
+        value = torch.tensor([self.generator.random()], dtype=torch.float64)
+        return DictTensor({"frame": value}), torch.arange(1)
+
+    def reset(self, env_info=None):
+        return self._shown()
+
+    def step(self, action):
+        return self._shown(), self._shown()
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("n_processes", [0, 2])
+def test_finding_the_specs_leaves_the_arguments_of_agents_and_environments_as_they_are(n_processes):
+    def create_env(generator, seed):
+        return Drawing(generator)
+
+    generator = np.random.default_rng(0)
+    with RL_Batcher(1, Wearing, {"calls": [7]}, create_env, {"generator": generator}, n_processes, 0) as batcher:
+        batcher.reset()
+        trajectories, _ = rollout(batcher)
+    n = max(1, n_processes)
+    assert trajectories.trajectories["action/called"].tolist() == [[2]] * n
+    first = np.random.default_rng(0).random()
+    assert trajectories.trajectories["observation/frame"].tolist() == [[first]] * n
+
+
+class Growing(Counting):
+    """Fills one of two empty tensors that an update brings."""
+
+    def update(self, info):
+        info["low"].resize_(1).fill_(-1.0)
+        self.given = float(info["high"].numel())
+
+
+def test_empty_tensors_of_an_update_are_apart():
+    def create_env(seed):
+        return GymEnvInf([Count(9)], seed)
+
+    with RL_Batcher(1, Growing, {}, create_env, {}, 1, 0) as batcher:
+        batcher.update({"low": torch.empty(0), "high": torch.empty(0)})
+        batcher.reset()
+        assert rollout(batcher)[0].trajectories["action/given"].tolist() == [[0.0]]

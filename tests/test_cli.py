@@ -20,6 +20,7 @@ from matplotlib.image import imread
 from rlstructs import DictTensor, RandomAgent, RL_Agent, RL_Batcher, TemporalDictTensor, Trajectories, cli, report
 from rlstructs.cli import main
 from rlstructs.collect import Settings, collect
+from rlstructs.testing import Fault, FaultyEnv, create_faulty_envs
 
 # Seconds; only reached when something hangs.
 DEADLINE = 60
@@ -610,3 +611,35 @@ def test_running_means_are_means_of_a_window_or_of_all_that_end_together(window)
             expected[step] = so_far[-n:].mean()
     assert steps.tolist() == list(expected)
     np.testing.assert_allclose(means, list(expected.values()))
+
+
+def test_episodes_of_a_file_are_those_of_the_batcher_when_workers_are_lost():
+    faults = [Fault("kill", at="step", count=6, worker=1, generations=[0])]
+    env_args = {"n_envs": 1, "length": 7, "faults": faults}
+    agent_args, how = {"action_space": FaultyEnv.action_space}, {"on_worker_failure": "restart"}
+    with RL_Batcher(5, RandomAgent, agent_args, create_faulty_envs, env_args, 2, 0, **how) as batcher:
+        batcher.reset()
+        batches = [collected(batcher, 4)]
+        batcher.reset()
+        batches.append(collected(batcher, 3))
+        ended = batcher.episodes()
+    assert report.ended_episodes(Trajectories.cat(batches)) == ended
+
+
+def test_episodes_of_those_who_came_first_do_not_end_those_of_others():
+    def rollout(rows, first, done):
+        steps = {
+            "observation/initial_state": torch.tensor(first), "_observation/done": torch.tensor(done),
+            "_observation/reward": torch.ones(len(rows), 2),
+        }  # fmt: skip
+        lengths = torch.full((len(rows),), 2)
+        return Trajectories(DictTensor({"env_index": torch.tensor(rows)}), TemporalDictTensor(steps, lengths))
+
+    yes, no, last = [True, False], [False, False], [False, True]
+    parts = [
+        rollout([0, 1], [yes, yes], [last, no]), rollout([0], [yes], [last]), rollout([0, 1], [yes, no], [last, last]),
+    ]  # fmt: skip
+    found = report.ended_episodes(Trajectories.cat(parts))
+    assert sorted(zip(found["env_index"].tolist(), found["length"].tolist(), strict=True)) == [
+        (0, 2), (0, 2), (0, 2), (1, 4),
+    ]  # fmt: skip

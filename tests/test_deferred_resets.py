@@ -150,3 +150,30 @@ def test_it_may_be_used_without_a_batcher():
     assert which.tolist() == [0] and rows["frame"].tolist() == [[1, 0]]
     np.testing.assert_array_equal(rows["initial_state"], [True])
     assert env.step(DictTensor({"action": torch.zeros(3, dtype=torch.int64)}))[0][1].tolist() == [0, 1, 2]
+
+
+class Longer(gymnasium.Env):
+    """Observes 0, k, 2k, 3k in its k-th episode."""
+
+    observation_space, action_space, k = gymnasium.spaces.Box(-99, 99, (1,)), gymnasium.spaces.Discrete(2), 0
+
+    def reset(self, *, seed=None, options=None):
+        self.k, self.t = self.k + 1, 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.t += 1
+        return np.full(1, self.t * self.k, np.float32), 0.0, self.t == 3, False, {}
+
+
+def test_first_observations_are_normalised_by_what_is_known_as_the_rollout_begins():
+    def create_env(seed):
+        return NormalizeObservation(GymEnvInf([Longer()], seed, defer_resets=True))
+
+    with deferring(0, create_env=create_env) as batcher:
+        batcher.reset()
+        for number in range(4):
+            known = batcher.statistics()["observation/frame"]
+            first = rollout(batcher)[0].trajectories["observation/frame"][0, 0].item()
+            if number:
+                np.testing.assert_allclose(first, -known.mean[0] / np.sqrt(known.variance[0]), rtol=1e-4)

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import cloudpickle
+import gymnasium
 import numpy as np
 import psutil
 import pytest
@@ -34,7 +35,9 @@ from processes import exists, wait_until, wait_until_gone
 from rlstructs import (
     ClosedError,
     DictTensor,
+    GymEnv,
     OutOfMemoryError,
+    RandomAgent,
     RayBatcher,
     RemoteTraceback,
     RL_Batcher,
@@ -681,3 +684,25 @@ def test_without_ray_it_is_said_what_to_install(subprocess_env):
     done = subprocess.run([sys.executable, "-c", text], env=subprocess_env, capture_output=True, text=True, check=True)
     needs = [f"{name} needs ray: pip install 'rlstructs[ray]'" for name in ("RayBatcher", "RayReplay")]
     assert done.stdout.splitlines() == ["RayBatcher", *needs]
+
+
+def create_ending(seed):
+    return GymEnv([gymnasium.make("CartPole-v1", max_episode_steps=n) for n in (1, 400)], seed)
+
+
+def test_environments_that_run_again_with_a_worker_that_a_node_replaced_are_in_the_rollout(cluster):
+    agent_args = {"action_space": gymnasium.spaces.Discrete(2)}
+    found = []
+    for cls, more in ((RL_Batcher, {}), (RayBatcher, {"n_nodes": 1})):
+        with cls(3, RandomAgent, agent_args, create_ending, {}, 2, 0, on_worker_failure="restart", **more) as batcher:
+            batcher.reset()
+            assert rollout(batcher)[1] == 2
+            pid = batcher.stats()["workers"][1]["pid"]
+            os.kill(pid, signal.SIGKILL)
+            wait_until_gone([pid])
+            batcher.update({})  # it is found dead here, and not in the rollout
+            found.append([rollout(batcher) for _ in range(2)])
+    assert found[0] == found[1]
+    trajectories, n_running = found[1][0]
+    assert trajectories.info["env_index"].tolist() == [1, 2, 3]
+    assert trajectories.lengths.tolist() == [3, 1, 3] and n_running == 2

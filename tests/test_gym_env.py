@@ -596,3 +596,33 @@ def test_a_bfloat16_action_will_do_for_a_box():
     (half, _), _ = env.step(DictTensor({"action": torch.ones(1, 1, dtype=torch.bfloat16)}))
     (full, _), _ = twin.step(DictTensor({"action": torch.ones(1, 1)}))
     assert half == full
+
+
+class Common(gymnasium.Env):
+    """Shows what it was told in an array of its class; ends when told 9."""
+
+    action_space, seen = spaces.Discrete(10), {"a": np.zeros(2, np.float32)}
+
+    def __init__(self, nested):
+        box = spaces.Box(0, 99, (2,))
+        self.nested, self.observation_space = nested, spaces.Dict({"a": box}) if nested else box
+
+    def _show(self, value):
+        self.seen["a"][:] = value
+        return self.seen if self.nested else self.seen["a"]
+
+    def reset(self, *, seed=None, options=None):
+        return self._show(0), {}
+
+    def step(self, action):
+        return self._show(action), 0.0, action == 9, False, {}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_environments_that_observe_into_one_array_show_what_each_of_them_observed(nested):
+    env, key = GymEnvInf([Common(nested) for _ in range(3)], 0), "a" if nested else "frame"
+    assert env.reset()[0][key].tolist() == [[0, 0]] * 3
+    for actions in ([1, 2, 3], [9, 4, 9], [5, 6, 7]):
+        (after, _), (following, _) = env.step(DictTensor({"action": torch.tensor(actions)}))
+        assert after[key].tolist() == [[action] * 2 for action in actions]
+        assert following[key].tolist() == [[0 if action == 9 else action] * 2 for action in actions]

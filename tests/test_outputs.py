@@ -54,6 +54,11 @@ def changed(out, key, tensor):
     return Trajectories(out.info, TemporalDictTensor({k: t for k, t in steps.items() if t is not None}, out.lengths))
 
 
+def with_lengths(out, lengths):
+    """`out` with other lengths."""
+    return Trajectories(out.info, TemporalDictTensor.trusted(dict(out.trajectories.items()), lengths))
+
+
 def test_what_does_not_fit_is_refused_and_the_rollout_can_still_be_had():
     with count_batcher([[9, 9], [9, 9]], 3, autoreset=True) as batcher:
         out = room_for(batcher)
@@ -70,6 +75,8 @@ def test_what_does_not_fit_is_refused_and_the_rollout_can_still_be_had():
             (changed(out, frames, torch.zeros(1, 1, 2).expand(4, 3, 2)), SpecError, "'observation/frame' is expanded"),
             (changed(out, frames, out.trajectories["_observation/frame"]), SpecError, "share memory$"),
             (changed(out, frames, torch.zeros(4, 3, 2, requires_grad=True)), SpecError, "must neither require a grad"),
+            (with_lengths(out, torch.tensor([3]).expand(4)), SpecError, "'lengths' is expanded"),
+            (with_lengths(out, torch.zeros(4, dtype=torch.int32)), SpecError, r"'lengths' is \(4,\) int32"),
             (out.slice(0, 3), SpecError, r"is \(3,\) .*, needed is \(4,\) \w+ or more"),
             (Trajectories(out.info, out.trajectories.temporal_slice(0, 2)), SpecError, r"is \(4, 2"),
         ):  # fmt: skip

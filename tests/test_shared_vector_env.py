@@ -591,7 +591,7 @@ class Sharing(gymnasium.Env):
     """Writes into what it is given, its infos into a dict of its class, and its observations into an array of that."""
 
     observation_space, action_space = spaces.Box(0, 100, (2,)), spaces.Box(-1, 1, (1,))
-    info, seen = {}, np.zeros(3, np.float32)
+    info, seen = {"of": {"at": np.zeros(1)}}, np.zeros(3, np.float32)
 
     def reset(self, *, seed=None, options=None):
         self.goal = np.zeros(1)
@@ -606,7 +606,7 @@ class Sharing(gymnasium.Env):
     def step(self, action):
         action *= 2
         self.goal += action
-        self.seen[:] = self.info["goal"] = float(self.goal[0])
+        self.seen[:] = self.info["goal"] = self.info["of"]["at"][0] = float(self.goal[0])
         return self.seen[1:], 0.0, False, False, self.info
 
 
@@ -619,7 +619,8 @@ def test_environments_of_one_worker_share_nothing_that_they_are_given_or_give():
         env.call("aim", np.array([20.0]))
         for goals in ([22, 24, 26], [24, 28, 32]):
             observations, *_, infos = env.step(np.array([[1.0], [2.0], [3.0]]))
-            assert infos["goal"].tolist() == goals and observations.tolist() == [[goal, goal] for goal in goals]
+            assert infos["goal"].tolist() == infos["of"]["at"].ravel().tolist() == goals
+            assert observations.tolist() == [[goal, goal] for goal in goals]
         assert env.call("aim", np.zeros(1), by=[0]) == ([0, 1],) * 3
 
 

@@ -348,3 +348,37 @@ def test_it_can_be_closed_by_another_thread(tmp_path):
     with Deadline(), pytest.raises(ClosedError, match="closed"):
         env.step_wait()
     closer.join()
+
+
+@pytest.mark.parametrize("n_workers", [0, 1, 3])
+def test_every_environment_is_called_also_when_one_of_them_raises(n_workers):
+    class Refusing(Failing):
+        n_calls = 0
+
+        def count(self, refuses=()):
+            self.n_calls += 1
+            if self.first in refuses:
+                raise KeyError(f"refused by {self.first}")
+
+        @property
+        def level(self):
+            return self.n_calls
+
+        @level.setter
+        def level(self, value):
+            if value < 0:
+                raise KeyError("negative")
+            self.n_calls = value
+
+    def made(first):
+        env = Refusing()
+        env.first = first
+        return env
+
+    with SharedVectorEnv([functools.partial(made, k) for k in range(4)], n_workers) as env:
+        with pytest.raises(KeyError, match="refused by 1"):
+            env.call("count", (1, 2))
+        assert env.get_attr("n_calls") == (1, 1, 1, 1)
+        with pytest.raises(KeyError, match="negative"):
+            env.set_attr("level", [-1, 5, -1, 7])
+        assert env.get_attr("n_calls") == (1, 5, 1, 7)

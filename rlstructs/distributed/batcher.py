@@ -26,7 +26,7 @@ import torch
 from rlstructs.agent import RL_Agent
 from rlstructs.batcher import RL_Batcher
 from rlstructs.checks import check_count
-from rlstructs.crew import RAISE
+from rlstructs.crew import RAISE, RESTART
 from rlstructs.distributed import engine
 from rlstructs.distributed.books import PartBooks
 from rlstructs.distributed.broadcast import Broadcast
@@ -134,7 +134,9 @@ class RayBatcher(RL_Batcher):
         """The rollout that `execute` started, in memory of its own, as `RL_Batcher.get` gives it.
 
         Args:
-            blocking, out: as of `RL_Batcher.get`.
+            blocking: as of `RL_Batcher.get`.
+            out: as there; with `on_worker_failure="restart"` it needs a row for every environment: those that had ended
+                run again with a worker that their node has replaced.
             min_nodes: hand out the environments of so many nodes, or more, as soon as they are through, in place of
                 all: first come, first served. The others' rollouts come with a later `get`; `execute` starts one in
                 those who are through.
@@ -192,6 +194,9 @@ class RayBatcher(RL_Batcher):
         self._pool = NodePool(self._node_settings(run), workers, sizes, self._placement, run.timeout)
         self._crew: NodeCrew = NodeCrew(self._pool, run.on_worker_failure, run.max_restarts, run.run_ahead)
         self._outbox = Broadcast(self._check_update)
+
+    def _n_rows_at_most(self) -> int:
+        return self.n_elems() if self._run.on_worker_failure == RESTART else super()._n_rows_at_most()
 
     def _node_settings(self, run: RunSettings) -> bytes:
         """What the nodes' batchers are made of, pickled."""

@@ -47,7 +47,7 @@ class PartBooks(Books):
     def batch(self, orders: Mapping[int, Order], version_before: int, version: int) -> PartsBatch:
         parts, rows, versions = [], [], []
         for node, order in sorted(orders.items()):
-            rows.append(self.rows_of(node))
+            rows.append(self.rows_of(node) if order.is_lost else self._rows_that_ran(node, order.asked.value[4].rows))
             parts.append(self._part(node, order, rows[-1]))
             versions.append(np.full(rows[-1].size, version if order.is_lost else version_before + order.asked.value[2]))
             parts[-1].add_info(env_index=rows[-1], policy_version=versions[-1])
@@ -77,6 +77,10 @@ class PartBooks(Books):
         super().add(orders, trajectories)
         for node, each in ran.items():
             self.episodes.forget(self._of(node, each.after))
+
+    def _rows_that_ran(self, node: int, environments: list[int] | None) -> np.ndarray:
+        """As the node says: if it replaced a worker before a rollout, that one's environments all run again."""
+        return np.array(self.blocks[node]) if environments is None else self._of(node, environments)
 
     def _of(self, node: int, environments: list[int]) -> np.ndarray:
         """The global indexes of environments that are counted from a node's first."""

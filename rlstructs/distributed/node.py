@@ -64,12 +64,14 @@ class Ran:
         running: which environments still run, None for all of them.
         gathered: what each worker gathered.
         before, after: which environments began anew, before it and at its end: their episodes had no end.
+        rows: which environments it is of, ascending; None for all of them.
     """
 
     running: list[int] | None
     gathered: list[dict[str, Moments]]
     before: list[int]
     after: list[int]
+    rows: list[int] | None
 
 
 class NodeBatcher(RL_Batcher):
@@ -114,7 +116,7 @@ class NodeBatcher(RL_Batcher):
             self._last.release()
         books = cast(SlotBooks, self._books)
         if self._life.phase is Phase.ENDED:
-            return Ran([], [], self._take_anew(), []), columns_of(books.slots[0], np.zeros(0, np.int64), 0)
+            return Ran([], [], self._take_anew(), [], []), columns_of(books.slots[0], np.zeros(0, np.int64), 0)
         for member in self._crew.members:  # not all that the trainer ordered were run: some came after the end
             member.n_ordered = number
         self._crew.know(statistics)
@@ -123,12 +125,14 @@ class NodeBatcher(RL_Batcher):
         with self._life.failing():
             orders = self._crew.collect()
             batch = self._last = self._batch(orders)
-        columns = columns_of(books.slots[0], books.running(), batch.n_timesteps)
+        rows = books.running()
+        columns = columns_of(books.slots[0], rows, batch.n_timesteps)
         gathered = self._crew.gathered(orders)
         n_running = self._advance(orders)
         self._life.phase = Phase.READY if n_running else Phase.ENDED
         running = None if n_running == self.n_elems() else books.running().tolist()
-        return Ran(running, gathered, before, self._take_anew()), columns
+        ran = None if rows.size == self.n_elems() else rows.tolist()
+        return Ran(running, gathered, before, self._take_anew(), ran), columns
 
     def cut(self, number: int) -> None:
         """Ends rollouts below this number after the step that they are in; called while another thread runs one."""

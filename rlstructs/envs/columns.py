@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
 from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium.vector.utils import concatenate, create_empty_array
 
-from rlstructs.checks import holds
+from rlstructs.checks import holds, share_memory
 from rlstructs.envs.actions import WIDEST, Actions
 from rlstructs.envs.outcomes import Outcome
 from rlstructs.envs.parts import Part, nest, parts_of
@@ -66,9 +65,7 @@ class ObservationColumn:
 
     def share_memory(self, observations: Sequence[Any]) -> bool:
         """Whether the arrays of two observations lie, in part, in the same memory."""
-        arrays = [value for value in map(self.part.pick, observations) if isinstance(value, np.ndarray)]
-        arrays.sort(key=lambda array: int(array.__array_interface__["data"][0]))
-        return any(np.may_share_memory(*two) for two in pairwise(arrays))
+        return share_memory(map(self.part.pick, observations))
 
     def _fill_one(self, row: np.ndarray, value: np.ndarray) -> None:
         if value.shape != self.part.shape and not row.size == value.size == 1:

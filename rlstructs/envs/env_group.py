@@ -177,21 +177,16 @@ class EnvGroup:
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """What a method of each gives, or the attribute where it is no method."""
-        values = []
-        for k, env in enumerate(self._envs):
+
+        def call_one(k: int, env: Any) -> Any:
             self._at[0] = self._first + k
-            try:
-                found = env.get_wrapper_attr(name)
-                if callable(found) and (args or kwargs):
-                    own_args, own_kwargs = self._apart((args, kwargs))
-                    found = found(*own_args, **own_kwargs)
-                elif callable(found):
-                    found = found()
-                values.append(found)
-            except Exception as error:
-                self._name(error, k)
-                raise
-        return values
+            found = env.get_wrapper_attr(name)
+            if callable(found) and (args or kwargs):
+                own_args, own_kwargs = self._apart((args, kwargs))
+                return found(*own_args, **own_kwargs)
+            return found() if callable(found) else found
+
+        return self._of_each(call_one)
 
     def render(self) -> list[Any]:
         """What `render` of each gives."""
@@ -199,24 +194,24 @@ class EnvGroup:
 
     def set_attr(self, name: str, values: Sequence[Any]) -> None:
         """Sets an attribute, a value for each."""
-        for k, (env, value) in enumerate(zip(self._envs, values, strict=True)):
-            try:
-                env.set_wrapper_attr(name, self._apart(value))
-            except Exception as error:
-                self._name(error, k)
-                raise
+        self._of_each(lambda k, env: env.set_wrapper_attr(name, self._apart(values[k])))
 
     def close(self) -> None:
         """Closes every environment, also when one of them raises; then raises what the first did."""
-        errors: list[Exception] = []
+        self._of_each(lambda k, env: env.close())
+
+    def _of_each(self, ask: Callable[[int, Any], Any]) -> list[Any]:
+        """What `ask` gives of each, asked for all of them; then raises what it raised first."""
+        values, errors = [], []
         for k, env in enumerate(self._envs):
             try:
-                env.close()
+                values.append(ask(k, env))
             except Exception as error:
                 self._name(error, k)
                 errors.append(error)
         if errors:
             raise errors[0]
+        return values
 
     def _stepped(self, k: int, action: Any, outcome: Outcome) -> Any:
         """Steps environment k, or resets it where that is due; what it observes."""
@@ -235,15 +230,15 @@ class EnvGroup:
                 elif self._mode is AutoresetMode.SAME_STEP:
                     # As they are now: the reset that comes next may write into the same arrays.
                     final = {"final_obs": copy.deepcopy(observation), "final_info": _as_it_is(info)}
-                    self._tell(k, final, outcome)
+                    outcome.infos.append((self._first + k, final))
                     observation, info = env.reset()
         if info:
             self._tell(k, info, outcome)
         return observation
 
     def _tell(self, k: int, info: Mapping[str, Any], outcome: Outcome) -> None:
-        if info:  # a copy: environments of one class may share the dict, and write into it again
-            outcome.infos.append((self._first + k, dict(info) if isinstance(info, dict) else info))
+        if info:  # a copy: environments of one class may share what is in it, and write into it again
+            outcome.infos.append((self._first + k, _as_it_is(info)))
 
     def _write(self, observations: list[Any], rows: slice | None, outcome: Outcome) -> None:
         for column in self._observations:

@@ -10,6 +10,7 @@ import gymnasium
 import numpy as np
 import torch
 
+from rlstructs.checks import share_memory
 from rlstructs.envs.env_group import innermost
 from rlstructs.envs.spaces import ActionReader, Leaf, Sheet, example, leaves
 from rlstructs.envs.vec_env import NO_ROWS, Step, pairs
@@ -90,6 +91,7 @@ class GymEnv:
         self._stepped: list[gymnasium.Env[Any, Any]] = []
         self._options: list[dict[str, Any] | None] = [None] * n
         self._flagged: list[int] = []
+        self._are_apart = False  # until a step has shown that no two write what they observe into the same memory
 
     def n_envs(self) -> int:
         """Number of environments, E."""
@@ -152,17 +154,23 @@ class GymEnv:
         """As `step`, in rows that stay valid until the next one."""
         running = self._check_running()
         actions, action_columns = self._actions.read(action, running.size)
-        frames, rewards, ended, fresh = [], [], [], []
+        frames, rewards, ended, fresh, seen = [], [], [], [], []
+        are_apart = self._are_apart
         for row, (env, action_of_it) in enumerate(zip(self._stepped, actions, strict=True)):
             frame, reward, terminated, truncated, _ = env.step(action_of_it)
+            if not are_apart:  # another environment may write into the same array
+                seen.append(frame)
+                frame, reward = _copied(frame), _copied(reward)
             if terminated or truncated:
                 ended.append((row, bool(terminated), bool(truncated)))
                 frame, reward = _copied(frame), _copied(reward)  # before a reset writes into the same arrays
                 if self._autoreset:
-                    fresh.append(self._reset_one(int(running[row]), None))
+                    fresh.append(_copied(self._reset_one(int(running[row]), None)))
             frames.append(frame)
             rewards.append(reward)
         after = self._write(frames, running, rewards, ended, action_columns)
+        if not are_apart:
+            self._are_apart = not any(share_memory(map(leaf.pick, seen)) for leaf in self._leaves.values())
         if not ended:
             return Step(after, NO_ROWS, None, None)
         rows = np.array([row for row, _, _ in ended], np.int64)

@@ -63,8 +63,8 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
     without waiting for the slowest of them.
 
     Args:
-        env_fns: make the environments, which have equal spaces. May be lambdas. One that gives an environment which is
-            there already is given a copy of it, as a process of its own would have.
+        env_fns: make the environments, which have equal spaces. May be lambdas. Where one returns an environment that
+            another has returned already, a copy of it is used, as in a process of its own.
         n_workers: processes among which they are shared, in order; 0 steps them in this process, one after
             another; None for as many as there are cores, or environments if those are fewer. Those of one worker share
             what modules and classes keep; with as many workers as environments none do, as in gymnasium's.
