@@ -12,6 +12,7 @@ prints a line for each rollout, and at the end how many episodes there were:
 from __future__ import annotations
 
 import argparse
+import contextlib
 from dataclasses import dataclass, fields
 
 import gymnasium
@@ -57,7 +58,10 @@ def create_env(env_id: str, n_envs: int, seed: int) -> GymEnvInf:
 
 
 def advantages(steps):
-    """(B, T): how much better than the mean the rewards from t to the episode's end are, in deviations."""
+    """(B, T): how much better than the mean the rewards from t on are, in deviations.
+
+    To the end of the episode or of the rollout: without a critic nothing is known of what follows that.
+    """
     told = transitions(steps)
     returns = discounted_returns(next_values=torch.zeros_like(told["rewards"]), gamma=1.0, **told)
     return (returns - returns.mean()) / returns.std()
@@ -65,13 +69,14 @@ def advantages(steps):
 
 def main(args: Args) -> None:
     torch.manual_seed(args.seed)
-    space = gymnasium.make(args.env_id)
-    policy = Policy(space.observation_space.shape[0], int(space.action_space.n))
+    with contextlib.closing(gymnasium.make(args.env_id)) as env:
+        n_inputs, n_actions = env.observation_space.shape[0], int(env.action_space.n)
+    policy = Policy(n_inputs, n_actions)
     optimizer = torch.optim.Adam(policy.network.parameters(), lr=1e-2)
     with RL_Batcher(
         n_timesteps=args.n_timesteps,
         create_agent=Policy,
-        agent_args={"n_inputs": space.observation_space.shape[0], "n_actions": int(space.action_space.n)},
+        agent_args={"n_inputs": n_inputs, "n_actions": n_actions},
         create_env=create_env,
         env_args={"env_id": args.env_id, "n_envs": args.n_envs},
         n_processes=args.n_processes,

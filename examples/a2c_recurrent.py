@@ -119,7 +119,7 @@ def learn(policy: Policy, optimizer: torch.optim.Optimizer, batch: Trajectories,
         features, _ = network.memory(rows[0], (rows[1], rows[2]))
         next_values = network.critic(features).view_as(values)
     told = transitions(steps)
-    # Values of about 1: those of 100 would take long to learn, and until then advantages say nothing.
+    # Values of a few units: those of 100 would take long to learn, and until then advantages say nothing.
     told["rewards"] = told["rewards"] * args.reward_scale
     advantages, targets = gae(
         values=values.detach(), next_values=next_values, gamma=args.gamma, lambda_=args.gae_lambda, **told

@@ -14,6 +14,7 @@ difference). That is for networks that are too large to be in every worker, or m
 from __future__ import annotations
 
 import argparse
+import contextlib
 from dataclasses import dataclass, fields
 
 import gymnasium
@@ -67,7 +68,10 @@ def create_env(env_id: str, n_workers: int, n_groups: int, n_envs: int, seed: in
 
 
 def advantages(steps):
-    """(B, T): how much better than the mean the rewards from t to the episode's end are, in deviations."""
+    """(B, T): how much better than the mean the rewards from t on are, in deviations.
+
+    To the end of the episode or of the rollout: without a critic nothing is known of what follows that.
+    """
     told = transitions(steps)
     returns = discounted_returns(next_values=torch.zeros_like(told["rewards"]), gamma=1.0, **told)
     return (returns - returns.mean()) / returns.std()
@@ -75,8 +79,8 @@ def advantages(steps):
 
 def main(args: Args) -> None:
     torch.manual_seed(args.seed)
-    env = gymnasium.make(args.env_id)
-    n_inputs, n_actions = env.observation_space.shape[0], int(env.action_space.n)
+    with contextlib.closing(gymnasium.make(args.env_id)) as env:
+        n_inputs, n_actions = env.observation_space.shape[0], int(env.action_space.n)
     network = torch.nn.Sequential(torch.nn.Linear(n_inputs, 64), torch.nn.Tanh(), torch.nn.Linear(64, n_actions))
     network.to(args.device)
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)

@@ -198,7 +198,7 @@ def main(args: Args) -> None:
         learner, losses = Learner(network, memory, args), {}
         batcher.reset(agent_info=DictTensor({"epsilon": torch.ones(n_all)}))
         while log.n_steps < args.n_steps:
-            share = min(log.n_steps / args.n_steps, 1.0)
+            share = log.n_steps / args.n_steps
             epsilon = max(1 - 5 * share, args.last_epsilon)  # falls in the first fifth
             batcher.execute(agent_info=DictTensor({"epsilon": torch.full((n_all,), epsilon)}))
             if log.n_steps >= args.n_before:  # while the workers act

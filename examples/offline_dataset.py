@@ -7,7 +7,7 @@ or `.h5` for other programs (`rlstructs[hdf5]`); `rlstructs info` says what is i
 train` do one half each.
 From the file two policies are trained, and play without exploration:
 
-- a clone learns to do what is done most often (behaviour cloning), and is hardly better than those who did it;
+- a clone learns to do what is done most often (behaviour cloning), and stays far from what can be reached;
 - advantage-weighted regression (Peng et al., 2019) learns the same way, but an action counts for more, the more its
   return exceeds what is usual where it was taken: of what was done it learns what went well.
 
@@ -156,6 +156,7 @@ def cloned(name: str, dataset: Trajectories, weights: torch.Tensor, args: Args) 
         losses = []
         for rows in torch.randperm(len(actions)).split(args.batch_size):
             errors = nn.functional.cross_entropy(policy(observations[rows]), actions[rows], reduction="none")
+            # A weighted mean: the sum of the weights, which the paper leaves out, only changes the step size.
             losses.append(minimise(optimizer, (weights[rows] * errors).sum() / weights[rows].sum()))
     print(f"{name}: loss {sum(losses) / len(losses):.3f} after {args.n_epochs} epochs")
     return policy

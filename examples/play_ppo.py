@@ -24,15 +24,16 @@ from rlstructs import DictTensor, RL_Agent
 class Player(RL_Agent):
     """Takes the most likely actions of a policy that has learned from normalised observations."""
 
-    def __init__(self, network: ActorCritic, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        self.network, self.mean, self.deviation = network, mean, (variance + 1e-8).sqrt()
+    def __init__(self, network: ActorCritic, mean: torch.Tensor, variance: torch.Tensor, limits=None) -> None:
+        self.network, self.mean, self.deviation, self.limits = network, mean, (variance + 1e-8).sqrt(), limits
 
     def initial_state(self, agent_info, B):
         return DictTensor()
 
     def __call__(self, state, observation, agent_info, history=None):
         frame = (observation["frame"] - self.mean) / self.deviation
-        return DictTensor({"action": self.network.policy(frame.clamp(-10, 10).float()).mode}), state
+        action = self.network.policy(frame.clamp(-10, 10).float()).mode
+        return DictTensor({"action": action if self.limits is None else action.clamp(*self.limits)}), state
 
 
 def agent(observation_space: gymnasium.spaces.Box, action_space: gymnasium.Space) -> Player:
@@ -43,4 +44,5 @@ def agent(observation_space: gymnasium.spaces.Box, action_space: gymnasium.Space
     network = ActorCritic(observation_space.shape[0], n_actions, is_discrete)
     network.load_state_dict(saved["network"])
     seen = saved["batcher"]["statistics"]["observation/frame"]
-    return Player(network, seen["mean"], seen["m2"] / seen["count"])
+    limits = None if is_discrete else (torch.from_numpy(action_space.low), torch.from_numpy(action_space.high))
+    return Player(network, seen["mean"], seen["m2"] / seen["count"], limits)

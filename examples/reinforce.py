@@ -84,7 +84,7 @@ def create_network(env_id: str) -> nn.Module:
 
 
 def advantages_of(batch: Trajectories, gamma: float) -> torch.Tensor:
-    """(B, T): how much more came after step t than in the mean of all episodes, in deviations; 0 in the padding."""
+    """(B, T): how much more came after t than in the mean of episodes that got there, in deviations; 0 in padding."""
     told = transitions(batch)
     # Nothing is known of what would have followed an episode that was cut.
     returns = discounted_returns(next_values=torch.zeros_like(told["rewards"]), gamma=gamma, **told)

@@ -4,8 +4,8 @@ r"""Soft actor-critic (Haarnoja et al., 2018) with a temperature that is learnt 
     python examples/sac.py --env-id HalfCheetah-v5 --n-steps 500000 --n-hidden 256 --batch-size 256 --n-before 10000 \
         --updates-per-step 1 --learning-rate 3e-4 --n-eval 10
 
-Workers act while the learner draws from the memory. It shows a progress bar, and prints at the end the mean return of
-`--n-eval` episodes in which the policy takes its mean action, and how fast the training was:
+Workers act while the learner draws from the memory; the first `--n-before` steps are the untrained policy's. It shows a
+progress bar, and prints at the end the mean return of `--n-eval` episodes with mean actions, and how fast it was:
 
     Pendulum-v1: score -148.5, 20000 steps, 420 steps/s
 
