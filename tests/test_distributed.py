@@ -30,7 +30,7 @@ from clusters import (
     ray_cluster,
 )
 from helpers import Counting, rollout
-from processes import exists, wait_until, wait_until_gone
+from processes import JumpingTime, exists, wait_until, wait_until_gone
 
 from rlstructs import (
     ClosedError,
@@ -667,6 +667,10 @@ def test_actors_run_where_there_is_room_and_the_one_that_finds_none_says_so(clus
         with pytest.raises(WorkerTimeout, match=r"^node 0 was not placed and built within 2.0 s; it needs {'CPU': 1}"):
             counting(n_nodes=1, timeout=0.5, resources={"CPU": 1})
         assert "node 0 was not placed and built within 0.5 s; it needs {'CPU': 1}, and free are {" in caplog.text
+        for n in range(1, 12):  # the deadline may pass between any two looks at the clock
+            with monkeypatch.context() as patch, pytest.raises(WorkerTimeout, match="node 0 was not placed and built"):
+                patch.setattr("rlstructs.distributed.pool.time", JumpingTime(n))
+                counting(n_nodes=1, timeout=0.1, resources={"CPU": 1})
 
 
 def test_without_ray_it_is_said_what_to_install(subprocess_env):

@@ -16,7 +16,7 @@ import time
 
 import psutil
 import pytest
-from processes import exists, named_memory, wait_until_gone, worker_pids
+from processes import JumpingTime, exists, named_memory, wait_until_gone, worker_pids
 
 from workers import (
     InlinePool,
@@ -288,6 +288,20 @@ def test_a_deadline_counts_from_the_order_also_for_those_who_only_ask():
         with pytest.raises(WorkerTimeout, match=r"no reply within 0.1 s to 'hang' from worker\(s\) 1 "):
             while not pool.ready():
                 pass
+        pool.kill()
+
+
+@pytest.mark.parametrize("n", range(1, 16))
+def test_a_deadline_may_pass_between_any_two_looks_at_the_clock(monkeypatch, n):
+    with WorkerPool(2, Job) as pool:
+        pool.timeout = 0.2
+        asked = pool.ask("hang", 1)
+        clock = JumpingTime(n)
+        with monkeypatch.context() as patch:
+            for name in ("pool", "watch", "channel", "process"):
+                patch.setattr(f"workers.{name}.time", clock)
+            pool.settle(asked)
+        assert isinstance(asked[1].error, WorkerTimeout)
         pool.kill()
 
 

@@ -135,7 +135,8 @@ class WorkerPool:
             fails_fast: whether one failure is enough.
         """
         while not self.is_settled(asked, n, fails_fast=fails_fast):
-            self._wait(None, self._waits_for(asked))
+            if workers := self._waits_for(asked):  # or the last deadline has passed since
+                self._wait(None, workers)
         for each in asked:
             if not each.is_over and not each.error and self._workers[each.index] in self._overdue():
                 each.error = _late([self._workers[each.index]], self.timeout)

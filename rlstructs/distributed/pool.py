@@ -109,7 +109,7 @@ class NodePool:
         placement.check()
         self._settings, self._parts = engine.ray().put(settings), parts
         self._placement, self.timeout = placement, timeout
-        # Replies are taken under it: `close` may be called while another thread waits for some.
+        # What was asked is looked at under it: `close` may be called while another thread waits for replies.
         self._lock, self._is_over = threading.RLock(), False
         ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
         self._workers = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
@@ -163,11 +163,13 @@ class NodePool:
             fails_fast: whether one failure is enough.
         """
         while not self.is_settled(asked, n, fails_fast=fails_fast):
-            self._wait(self._waits_for(asked))
-        for each in asked:
-            if not each.is_over and not each.error and self.nodes[each.index].is_overdue():
-                each.error = self._late(self.nodes[each.index])
-                self.nodes[each.index].is_late = True
+            if nodes := self._waits_for(asked):  # or the last deadline has passed since
+                self._wait(nodes)
+        with self._lock:
+            for each in asked:
+                if not each.is_over and not each.error and self.nodes[each.index].is_overdue():
+                    each.error = self._late(self.nodes[each.index])
+                    self.nodes[each.index].is_late = True
 
     def is_settled(self, asked: Sequence[Asked], n: int | None = None, *, fails_fast: bool = False) -> bool:
         """Whether `settle` would return at once."""
@@ -293,22 +295,26 @@ class NodePool:
     def _waits_for(self, asked: Sequence[Asked]) -> list[Node]:
         """Those whose reply to any of this may yet come in time."""
         indexes = {each.index for each in asked if not each.is_over}
-        return [node for node in self.nodes if node.index in indexes and node.asked and not node.is_overdue()]
+        with self._lock:
+            return [node for node in self.nodes if node.index in indexes and node.asked and not node.is_overdue()]
 
     def _wait(self, nodes: Sequence[Node]) -> None:
         """Takes what comes first, until the first of these is overdue; warns of those that are long to be placed."""
-        ends = [node.since + limit for node in nodes if (limit := node.asked[0][2]) is not None]
-        ends += [node.waited + PLACING for node in nodes if not node.is_built()]
+        with self._lock:
+            ends = [node.since + limit for node in nodes if node.asked and (limit := node.asked[0][2]) is not None]
+            ends += [node.waited + PLACING for node in nodes if not node.is_built()]
         self._take(max(0.0, min(ends) - time.monotonic()) if ends else None)
         now = time.monotonic()
-        for node in nodes:
-            if not node.is_built() and now >= node.waited + PLACING:
-                node.waited = now
-                logger.warning("%s", self._unplaced(node, now - node.since))
+        with self._lock:
+            unplaced = [node for node in nodes if not node.is_built() and now >= node.waited + PLACING]
+        for node in unplaced:
+            node.waited = now
+            logger.warning("%s", self._unplaced(node, now - node.since))
 
     def _take(self, timeout: float | None) -> bool:
         """Takes replies that come within so many seconds, None for any number; whether there were any."""
-        heads = {node.asked[0][0]: node for node in self.nodes if node.asked}
+        with self._lock:
+            heads = {node.asked[0][0]: node for node in self.nodes if node.asked}
         if not heads:
             return False
         # They are there when what they hold has been brought to this machine.
