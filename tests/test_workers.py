@@ -305,6 +305,21 @@ def test_a_deadline_may_pass_between_any_two_looks_at_the_clock(monkeypatch, n):
         pool.kill()
 
 
+def test_who_lingers_finds_what_has_come_and_that_nothing_will():
+    ours, theirs = Channel.pair()
+    ours.linger(0.0)
+    assert not ours.has_read()
+    theirs.send("first")
+    theirs.send("second")
+    for message in ("first", "second"):
+        ours.linger(LIMIT)
+        assert ours.has_read() and ours.receive() == message
+    theirs.close()
+    with pytest.raises(EOFError):
+        ours.linger(LIMIT)
+    ours.close()
+
+
 def test_a_reply_that_came_in_time_is_not_late_however_late_it_is_read():
     with WorkerPool(2, Job) as pool:
         for settles in (False, True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import select
 import socket
@@ -21,6 +22,8 @@ LENGTH = struct.Struct("!Q")
 # a program that has SIGPIPE end it ends with its first worker.
 DONT_WAIT = int(socket.MSG_DONTWAIT)
 SEND_AT_ONCE = DONT_WAIT | int(getattr(socket, "MSG_NOSIGNAL", 0))
+# Seconds: whoever gives up the processor, and has it back later than this, was not alone in wanting it.
+YIELDED = 5e-6
 # Milliseconds: the longest wait that poll takes.
 LONGEST = 2**31 - 1
 
@@ -138,6 +141,20 @@ class Channel:
         except BlockingIOError:
             return False
         return True
+
+    def linger(self, seconds: float) -> None:
+        """Looks for something to arrive for so long at most, and no longer once another process wants the processor.
+
+        Raises:
+            EOFError: the other side is gone.
+        """
+        now = time.perf_counter()
+        end = now + seconds
+        while not (self.has_read() or self.arrive()) and now < end:
+            os.sched_yield()
+            before, now = now, time.perf_counter()
+            if now - before > YIELDED:
+                return
 
     def has_read(self) -> bool:
         """Whether a whole message has been read that `receive` did not give yet: polling does not tell of it."""

@@ -26,6 +26,7 @@ import select
 import signal
 import sys
 import threading
+import time
 from typing import Any
 
 from workers import messages
@@ -35,6 +36,10 @@ from workers.descriptors import Descriptor
 # One thread each: W workers with a thread pool per core each would fight over the cores.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+# Seconds. A worker that is asked so soon after its answer looks for the next request so long before it sleeps: to be
+# woken takes as long as to step a few environments. One that is asked later, as something is computed between two
+# steps, sleeps at once: the computation may want its core.
+SOON = 120e-6
 
 _parent, _self = 0, os.getpid()
 
@@ -72,14 +77,19 @@ def serve(index: int, channel: Channel, shared: tuple[Any, ...]) -> None:
     """Answers requests until one says to close."""
     job: Any = None
     pid = os.getpid()
+    is_asked_soon = False
     while True:
+        answered = time.perf_counter()
         try:
+            if is_asked_soon:
+                channel.linger(SOON)
             request = channel.receive()
         except EOFError:
             raise
         except Exception as error:  # arguments that cannot be unpickled here
             channel.send(messages.Failure.of(error))
             continue
+        is_asked_soon = isinstance(request, bytes) and time.perf_counter() - answered < SOON
         if isinstance(request, bytes):
             for data in messages.apart(request):
                 answer = _answer(job, data)
