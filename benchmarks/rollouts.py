@@ -4,8 +4,9 @@
 
 The limit is what as many bare environment loops as workers reach: the same environments, stepped with
 actions that were drawn before, and nothing else. Every contender of a row runs in turn, `--repeats` times
-over, in one process tree; the table shows medians. `--profile` says where a worker's time goes instead, and
-`--contract` what it costs that workers are watched and counted.
+over, in one process tree; the table shows medians. Peers that start a process for each environment get at most 16 of
+them, with which they are fastest, all others as many as rlstructs. `--profile` says where a worker's time goes instead,
+and `--contract` what it costs that workers are watched and counted.
 """
 
 from __future__ import annotations
@@ -274,15 +275,17 @@ def gymnasium_async(task: Task) -> Iterator[Run]:
 
 @contextlib.contextmanager
 def gymnasium_sync(task: Task) -> Iterator[Run]:
-    with contextlib.closing(gymnasium.vector.SyncVectorEnv(makers(task))) as env:
+    envs = [functools.partial(make_env, task.env_id)] * task.n_all  # no processes
+    with contextlib.closing(gymnasium.vector.SyncVectorEnv(envs)) as env:
         yield stepping(env, task)
 
 
 @contextlib.contextmanager
-def stable_baselines3(task: Task) -> Iterator[Run]:
-    from stable_baselines3.common.vec_env import SubprocVecEnv
+def stable_baselines3(task: Task, in_processes: bool = True) -> Iterator[Run]:
+    from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 
-    with contextlib.closing(SubprocVecEnv(makers(task))) as env:
+    envs = [functools.partial(make_env, task.env_id)] * task.n_all
+    with contextlib.closing(SubprocVecEnv(makers(task)) if in_processes else DummyVecEnv(envs)) as env:
         frame = env.reset()
         act = actor(task, len(frame))
 
@@ -314,12 +317,11 @@ def tianshou(task: Task) -> Iterator[Run]:
 
 
 @contextlib.contextmanager
-def torchrl(task: Task) -> Iterator[Run]:
+def torchrl(task: Task, is_vectorised: bool = False) -> Iterator[Run]:
     from tensordict.nn import TensorDictModule
     from torchrl.collectors import MultiSyncCollector
-    from torchrl.envs import GymWrapper, SerialEnv
 
-    make = functools.partial(_torchrl_env, task, SerialEnv, GymWrapper)
+    make = functools.partial(_torchrl_env, task, is_vectorised)
     policy = TensorDictModule(_OneHot(Policy()), ["observation"], ["action"]) if task.policy else None
     collector = MultiSyncCollector(
         [make] * task.n_workers, policy, frames_per_batch=task.n_all * task.n_timesteps, total_frames=-1
@@ -331,8 +333,13 @@ def torchrl(task: Task) -> Iterator[Run]:
         collector.shutdown()
 
 
-def _torchrl_env(task: Task, serial: Any, wrapper: Any) -> Any:
-    return serial(task.n_envs, lambda: wrapper(make_env(task.env_id)))
+def _torchrl_env(task: Task, is_vectorised: bool) -> Any:
+    from torchrl.envs import GymWrapper, SerialEnv
+
+    if not is_vectorised:
+        return SerialEnv(task.n_envs, lambda: GymWrapper(make_env(task.env_id)))
+    envs = [functools.partial(make_env, task.env_id)] * task.n_envs
+    return GymWrapper(gymnasium.vector.SyncVectorEnv(envs, autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED))
 
 
 class _OneHot(torch.nn.Module):
@@ -359,8 +366,10 @@ PEERS: dict[str, tuple[str, Callable[[Task], Any]]] = {
     "gymnasium async": ("gymnasium", gymnasium_async),
     "gymnasium sync": ("gymnasium", gymnasium_sync),
     "SB3": ("stable_baselines3", stable_baselines3),
+    "SB3 dummy": ("stable_baselines3", functools.partial(stable_baselines3, in_processes=False)),
     "tianshou": ("tianshou", tianshou),
     "torchrl": ("torchrl", torchrl),
+    "torchrl vector": ("torchrl", functools.partial(torchrl, is_vectorised=True)),
     "envpool": ("envpool", envpool),
 }
 
