@@ -46,7 +46,7 @@ def main(path: Path) -> None:
     axes.set(ylabel="share of bare environment loops", ylim=(0, 1.05))
     axes.set_xticks(range(len(works)), [work.replace(", ", "\n") for work in works], fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(fontsize=8, ncols=len(shares), loc="outside upper center", frameon=False)
+    figure.legend(fontsize=8, ncols=5, loc="outside upper center", frameon=False)
     figure.savefig(path, dpi=150)
 
 
