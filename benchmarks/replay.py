@@ -116,12 +116,13 @@ def prioritised_draws(kind: str, capacity: int) -> Call:
     made = memory(kind, "PrioritizedMemory", capacity)
     new = itertools.cycle(np.random.default_rng(2).random((1000, BATCH)) + 0.01)
 
-    def step() -> None:
-        made.sample(NAMES, batch_size=BATCH)
-        made.get_sampling_weights()
+    def step() -> Any:
+        batch = made.sample(NAMES, batch_size=BATCH)
+        weights = made.get_sampling_weights()
         made.update_priorities(made.get_sampling_indexes(), next(new))
+        return batch, weights
 
-    return step
+    return _awaited(kind, step)
 
 
 def memory_write(kind: str, capacity: int, given_as: str) -> Call:

@@ -4,7 +4,8 @@
 
 Every contender gets the same tensors (B, T) of 32 bits, with an end in one of a hundred steps, and takes its turn,
 `--repeats` times over, in one process. The table shows medians, and multiples of ours. "loop" goes over time with
-vectors of B; torchrl's `vec_` does not, of V-trace it has only the loop.
+vectors of B, "loop, time first" over tensors whose memory has time as its first axis, so that those vectors are
+contiguous; torchrl's `vec_` does not, of V-trace it has only the loop.
 """
 
 from __future__ import annotations
@@ -82,9 +83,18 @@ def contenders(a: dict[str, torch.Tensor], with_peers: bool) -> dict[str, dict[s
     """For each function its name, and who computes it."""
     log_probs = ("target_log_probs", "behaviour_log_probs")
     without = {name: tensor for name, tensor in a.items() if name not in log_probs}
+    time_first = {name: tensor.t().contiguous().t() for name, tensor in a.items()}
     found: dict[str, dict[str, Contender]] = {
-        "gae": {"rlstructs": lambda: gae(**without, gamma=GAMMA, lambda_=LAMBDA), "loop": lambda: loop_gae(a)},
-        "vtrace": {"rlstructs": lambda: vtrace(**a, gamma=GAMMA), "loop": lambda: loop_vtrace(a)},
+        "gae": {
+            "rlstructs": lambda: gae(**without, gamma=GAMMA, lambda_=LAMBDA),
+            "loop": lambda: loop_gae(a),
+            "loop, time first": lambda: loop_gae(time_first),
+        },
+        "vtrace": {
+            "rlstructs": lambda: vtrace(**a, gamma=GAMMA),
+            "loop": lambda: loop_vtrace(a),
+            "loop, time first": lambda: loop_vtrace(time_first),
+        },
     }
     if with_peers:
         for name, peers in torchrl(a).items():
