@@ -126,14 +126,14 @@ class RL_Agent_CheckDevice:
     """
 
     def __init__(self, agent: RL_Agent, device: torch.device | str) -> None:
-        self._agent = self.agent = agent
-        self._device = self.device = as_device(device)
+        self.agent = agent
+        self.device = as_device(device)
 
     def initial_state(self, agent_info: DictTensor, B: int) -> DictTensor:
         """As the agent's own, checked."""
         self._check("agent_info", agent_info, torch.device("cpu"))
-        state = self._agent.initial_state(agent_info, B)
-        self._check("the initial state", state, self._device)
+        state = self.agent.initial_state(agent_info, B)
+        self._check("the initial state", state, self.device)
         return state
 
     def __call__(
@@ -146,22 +146,22 @@ class RL_Agent_CheckDevice:
         """As the agent's own, checked."""
         self._check("agent_info", agent_info, torch.device("cpu"))
         for name, value in (("state", state), ("observation", observation), ("history", history)):
-            self._check(name, value, self._device)
+            self._check(name, value, self.device)
         if history is None:
-            return self._checked(self._agent(state, observation, agent_info))
-        return self._checked(self._agent(state, observation, agent_info, history=history))
+            return self._checked(self.agent(state, observation, agent_info))
+        return self._checked(self.agent(state, observation, agent_info, history=history))
 
     def call_replay(
         self, trajectories: Trajectories, t: int, state: DictTensor | None
     ) -> tuple[DictTensor, DictTensor]:
         """As the agent's own, checked."""
-        self._check("trajectories", trajectories.trajectories, self._device)
-        self._check("state", state, self._device)
-        return self._checked(self._agent.call_replay(trajectories, t, state))
+        self._check("trajectories", trajectories.trajectories, self.device)
+        self._check("state", state, self.device)
+        return self._checked(self.agent.call_replay(trajectories, t, state))
 
     def _checked(self, result: tuple[DictTensor, DictTensor]) -> tuple[DictTensor, DictTensor]:
-        self._check("the output", result[0], self._device)
-        self._check("the next state", result[1], self._device)
+        self._check("the output", result[0], self.device)
+        self._check("the next state", result[1], self.device)
         return result
 
     def _check(self, name: str, value: DictTensor | TemporalDictTensor | None, device: torch.device) -> None:
@@ -170,9 +170,9 @@ class RL_Agent_CheckDevice:
                 raise SpecError(f"{name}: {key!r} is on {tensor.device}, expected {device}")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name.startswith("_") or name == "agent":  # which a copy in the making does not have yet
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._agent, name)
+        return getattr(self.agent, name)
 
 
 def replay_agent(

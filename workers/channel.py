@@ -22,7 +22,8 @@ LENGTH = struct.Struct("!Q")
 # a program that has SIGPIPE end it ends with its first worker.
 DONT_WAIT = int(socket.MSG_DONTWAIT)
 SEND_AT_ONCE = DONT_WAIT | int(getattr(socket, "MSG_NOSIGNAL", 0))
-# Seconds: whoever gives up the processor, and has it back later than this, was not alone in wanting it.
+# Seconds from one look to the next: where the processor was given up between them, and it takes longer than this,
+# another process has had it.
 YIELDED = 5e-6
 # Milliseconds: the longest wait that poll takes.
 LONGEST = 2**31 - 1

@@ -134,9 +134,8 @@ class WorkerPool:
             n: how many.
             fails_fast: whether one failure is enough.
         """
-        while not self.is_settled(asked, n, fails_fast=fails_fast):
-            if workers := self._waits_for(asked):  # or the last deadline has passed since
-                self._wait(None, workers)
+        while workers := self._awaited(asked, n, fails_fast):
+            self._wait(None, workers)
         for each in asked:
             if not each.is_over and not each.error and self._workers[each.index] in self._overdue():
                 each.error = _late([self._workers[each.index]], self.timeout)
@@ -144,10 +143,17 @@ class WorkerPool:
 
     def is_settled(self, asked: Sequence[Asked], n: int | None = None, *, fails_fast: bool = False) -> bool:
         """Whether `settle` would return at once."""
+        return not self._awaited(asked, n, fails_fast)
+
+    def _awaited(self, asked: Sequence[Asked], n: int | None, fails_fast: bool) -> list[WorkerProcess]:
+        """Whom `settle` has to wait for; by one look at the clock, as the last deadline may pass at any moment."""
         self._drain()
         if fails_fast and any(each.error for each in asked):
-            return True
-        return sum(each.is_over for each in asked) >= (len(asked) if n is None else n) or not self._waits_for(asked)
+            return []
+        if sum(each.is_over for each in asked) >= (len(asked) if n is None else n):
+            return []
+        overdue, indexes = self._overdue(), {each.index for each in asked if not each.is_over}
+        return [worker for worker in self._busy() if worker.index in indexes and worker not in overdue]
 
     def send(self, index: int, method: str, *args: Any) -> None:
         """Asks one worker to call `job.method(*args)`, and returns at once."""
@@ -367,11 +373,6 @@ class WorkerPool:
             return []
         now = time.monotonic()
         return [worker for worker in self._busy() if now >= worker.since + self.timeout]
-
-    def _waits_for(self, asked: Sequence[Asked]) -> list[WorkerProcess]:
-        """Those whose reply to any of this may yet come in time."""
-        overdue, indexes = self._overdue(), {each.index for each in asked if not each.is_over}
-        return [worker for worker in self._busy() if worker.index in indexes and worker not in overdue]
 
     def _raise_late(self, timeout: float | None) -> None:
         late, timeout = (self._overdue(), self.timeout) if timeout is None else (self._busy(), timeout)

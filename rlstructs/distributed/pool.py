@@ -162,9 +162,8 @@ class NodePool:
             n: how many.
             fails_fast: whether one failure is enough.
         """
-        while not self.is_settled(asked, n, fails_fast=fails_fast):
-            if nodes := self._waits_for(asked):  # or the last deadline has passed since
-                self._wait(nodes)
+        while nodes := self._awaited(asked, n, fails_fast):
+            self._wait(nodes)
         with self._lock:
             for each in asked:
                 if not each.is_over and not each.error and self.nodes[each.index].is_overdue():
@@ -173,12 +172,7 @@ class NodePool:
 
     def is_settled(self, asked: Sequence[Asked], n: int | None = None, *, fails_fast: bool = False) -> bool:
         """Whether `settle` would return at once."""
-        self._check_open()
-        while self._take(0.0):
-            pass
-        if fails_fast and any(each.error for each in asked):
-            return True
-        return sum(each.is_over for each in asked) >= (len(asked) if n is None else n) or not self._waits_for(asked)
+        return not self._awaited(asked, n, fails_fast)
 
     def cut(self, index: int, number: int) -> None:
         """Has a node end its rollouts below this number after the step that it is in; nobody waits for it."""
@@ -292,8 +286,15 @@ class NodePool:
                 raise each.error
         return [each.value for each in asked]
 
-    def _waits_for(self, asked: Sequence[Asked]) -> list[Node]:
-        """Those whose reply to any of this may yet come in time."""
+    def _awaited(self, asked: Sequence[Asked], n: int | None, fails_fast: bool) -> list[Node]:
+        """Whom `settle` has to wait for; by one look at the clock, as the last deadline may pass at any moment."""
+        self._check_open()
+        while self._take(0.0):
+            pass
+        if fails_fast and any(each.error for each in asked):
+            return []
+        if sum(each.is_over for each in asked) >= (len(asked) if n is None else n):
+            return []
         indexes = {each.index for each in asked if not each.is_over}
         with self._lock:
             return [node for node in self.nodes if node.index in indexes and node.asked and not node.is_overdue()]
