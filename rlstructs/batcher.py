@@ -225,8 +225,8 @@ class RL_Batcher:
             self._crew.settle()
             self._books.put_infos(infos)
             self._crew.reset()
-        self._begin_anew(range(self._pool.n_workers))
-        self._life.phase = Phase.READY
+            self._begin_anew(range(self._pool.n_workers))
+            self._life.phase = Phase.READY
 
     def execute(self, agent_info: DictTensor | None = None) -> None:
         """Starts a rollout and returns at once; `get` gives it, or, with a run-ahead, the oldest one.
@@ -304,7 +304,7 @@ class RL_Batcher:
             steps = specs_of_steps(layout.observation, layout.action)
             outputs.check(out, {**layout.info, **ROW_INFO}, steps, (self._n_rows_at_most(), layout.n_timesteps))
         with self._life.failing():
-            if not blocking and not self._crew.is_ready(n):
+            if not blocking and not self._is_there(n, preempt is not None):
                 return None, None
             orders = self._crew.collect(n, None if preempt is None else books.cut)
             batch = self._batch(orders)
@@ -314,6 +314,14 @@ class RL_Batcher:
             batch.release()
             self._kept = trajectories, n_running
         return self._handed_out(trajectories, n_running)
+
+    def _is_there(self, n: int | None, cuts: bool) -> bool:
+        """Whether `get` would not have to wait; once it would not for n, those who are late may be cut short."""
+        if not self._crew.is_ready(n):
+            return False
+        if cuts:
+            self._crew.cut_late(self._books.cut)
+        return not cuts or self._crew.is_ready()
 
     def _n_rows_at_most(self) -> int:
         """Of the rollout that is under way."""
@@ -379,7 +387,7 @@ class RL_Batcher:
         packed = self._outbox.pack(info)
         with self._life.failing("update"):
             self._outbox.sent(packed, self._crew.update(packed))
-        self._begin_anew(self._crew.forget())
+            self._begin_anew(self._crew.forget())
 
     def evaluate(
         self, n_episodes: int, seed: int | Sequence[int], agent_info: DictTensor | None = None
@@ -419,7 +427,7 @@ class RL_Batcher:
         with self._life.failing("evaluate"):
             infos = self._books.infos | ({} if agent_info is None else {"agent_info": agent_info.clone()})
             parts = self._crew.evaluate(quotas(n_episodes, self.n_elems()), seeds, infos)
-        self._begin_anew(self._crew.forget())
+            self._begin_anew(self._crew.forget())
         if isinstance(parts, Exception):
             raise parts
         for block, part in zip(self._books.blocks, parts, strict=True):
@@ -520,11 +528,11 @@ class RL_Batcher:
         statistics = batcher_state.to_statistics(state["statistics"])
         with self._life.failing("load_state_dict"):
             self._renew(state["workers"])
-        self._begin_anew(range(self._pool.n_workers))
-        self._crew.know(statistics)
-        self._books.episodes.put(state["episodes"], state["dropped_episodes"])
-        self._version_before = state["weights_version"] - self._outbox.version
-        self._life.phase = Phase.NEW
+            self._begin_anew(range(self._pool.n_workers))
+            self._crew.know(statistics)
+            self._books.episodes.put(state["episodes"], state["dropped_episodes"])
+            self._version_before = state["weights_version"] - self._outbox.version
+            self._life.phase = Phase.NEW
 
     def close(self) -> None:
         """Ends every worker, within seconds whatever they are doing. Idempotent.

@@ -25,6 +25,7 @@ from rlstructs.rollout import Clock
 from rlstructs.seeding import PrivateStreams
 from rlstructs.settings import JobSettings
 from workers import InlinePool, SharedArena, WorkerError, WorkerPool
+from workers.errors import is_gone
 from workers.messages import Asked
 from workers.start import uninterrupted
 
@@ -178,7 +179,7 @@ class Crew:
                 if not failures and all(ended.values()):
                     episodes, failures = self._asked("end_evaluation", (), left)
                     found |= episodes
-            raised = [error for _, error in sorted(failures.items()) if not isinstance(error, WorkerError)]
+            raised = [error for _, error in sorted(failures.items()) if not is_gone(error)]
             if raised and len(raised) == len(failures):
                 assert isinstance(raised[0], Exception)
                 self._asked("end_evaluation", (), left)
@@ -250,15 +251,21 @@ class Crew:
         if not self._mends:
             _raise_first(heads)
         if cut is not None:
-            for index, member in enumerate(self.members):
-                if not member.orders[0].asked.is_over:
-                    cut(index, member.orders[0].number + 1)
+            self.cut_late(cut)
             return self.collect()
         failures = {asked.index: asked.error for asked in heads if asked.error is not None}
         if self._mends:
             self._mend(self.pool.check() | failures)
         heads_now = {index: member.orders[0] for index, member in enumerate(self.members)}
         return {index: order for index, order in heads_now.items() if order.is_lost or order.is_there}
+
+    def cut_late(self, cut: Callable[[int, int], None]) -> None:
+        """Has those who are late end their oldest rollout after the step that they are in; `cut` as of `collect`."""
+        for index, member in enumerate(self.members):
+            order = member.orders[0]
+            if not (order.asked.is_over or order.is_cut):
+                order.is_cut = True
+                cut(index, order.number + 1)
 
     def _heads(self, n: int | None) -> tuple[list[Asked], int | None]:
         """What was asked first of those who run something, or of all (n is None), and of how many it is awaited."""

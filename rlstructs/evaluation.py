@@ -67,7 +67,11 @@ class Evaluation:
             seed_global_streams(seed, None)
             self._agent = copy.deepcopy(agent)
             seed_agent(self._agent, seed)
-            self._env = create_env()
+            try:
+                self._env = create_env()
+            except BaseException:
+                self._agent.close()
+                raise
 
     def advance(self) -> bool:
         """Up to T more steps of each environment; whether there are as many episodes as are wanted."""

@@ -19,11 +19,13 @@ class Order:
         number: how many were ordered of it before.
         asked: what became of it.
         is_lost: whether it was, with the worker.
+        is_cut: whether the worker was told to end it early.
     """
 
     number: int
     asked: Asked
     is_lost: bool = False
+    is_cut: bool = False
 
     @property
     def is_there(self) -> bool:

@@ -611,6 +611,23 @@ class Large(Counting):
         return output + DictTensor({"large": torch.zeros(observation.n_elems(), 2**20, dtype=torch.uint8)}), state
 
 
+def test_a_node_that_has_answered_in_time_is_not_late_while_its_reply_is_on_its_way(cluster):
+    import ray
+
+    machine, node_id = add_node(cluster, resources={"far": 1})
+    with RayBatcher(
+        9, Large, {}, create_failing, {}, 1, 7, n_nodes=1, resources={"far": 1}, timeout=60.0
+    ) as batcher:  # fmt: skip
+        assert batcher.stats()["nodes"][0]["node_id"] == node_id
+        batcher.reset()
+        batcher.execute()
+        [node] = batcher._pool.nodes
+        assert ray.wait([node.asked[0][0]], timeout=LIMIT, fetch_local=False)[0]  # it has answered, there
+        node.since -= 1000  # long ago
+        assert batcher.get()[0].lengths.tolist() == [9, 9]
+    cluster.remove_node(machine)
+
+
 def test_an_object_store_that_is_too_small_is_said_to_be(cluster):
     message = (
         r"^rollouts and updates take 10[0-9],[0-9,]+ bytes of the object store of .*, which has 83,886,080, and "

@@ -22,6 +22,7 @@ from rlstructs import (
     SpecError,
     StateError,
     WorkerCrashed,
+    WorkerError,
 )
 
 
@@ -243,6 +244,52 @@ def test_what_an_environment_raises_in_an_evaluation_leaves_the_training_as_it_i
                 evaluated.evaluate(4, 99)
         assert evaluated.evaluate(2, 98)["length"].tolist() == [9, 9]
         assert evaluated.stats()["restarts"] == 0
+
+
+class NoLicence(Exception):
+    """Cannot be pickled."""
+
+    def __init__(self):
+        super().__init__("no licence")
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize("policy", ["raise", "restart"])
+@pytest.mark.parametrize("error", [NoLicence, SystemExit])
+def test_what_cannot_be_brought_over_from_an_evaluation_leaves_the_training_as_it_is_too(policy, error):
+    def create_env(seed):
+        if seed.root == 99:
+            raise error
+        return GymEnvInf([Count(9)], seed)
+
+    with RL_Batcher(4, Counting, {}, create_env, {}, 2, 0, on_worker_failure=policy) as batcher:
+        batcher.reset()
+        with pytest.raises(WorkerError, match="raised in worker 0"):
+            batcher.evaluate(2, 99)
+        assert rollout(batcher)[1] == 2 and batcher.stats()["restarts"] == 0
+
+
+class Closing(Counting):
+    """Says when it is closed."""
+
+    closed = 0
+
+    def close(self):
+        Closing.closed += 1
+
+
+def test_the_copy_of_the_agent_is_closed_when_there_are_no_environments_for_it():
+    def create_env(seed):
+        if seed.root == 99:
+            raise OSError("no licence")
+        return GymEnvInf([Count(9)], seed)
+
+    with RL_Batcher(4, Closing, {}, create_env, {}, 0, 0) as batcher:
+        batcher.reset()
+        before = Closing.closed
+        with pytest.raises(OSError, match="no licence"):
+            batcher.evaluate(1, 99)
+        assert Closing.closed == before + 1
 
 
 @pytest.mark.parametrize(("policy", "n_processes"), [("raise", 2), ("restart", 2), ("raise", 0)])

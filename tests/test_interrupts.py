@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 from gymnasium.error import NoAsyncCallError
-from helpers import Count, count_batcher
+from helpers import Count, count_batcher, rollout
 
 import rlstructs.replay
 import workers
@@ -148,6 +148,29 @@ def test_a_get_that_is_interrupted_anywhere_loses_nothing_but_what_it_was_about_
             if not was_there:
                 break
         assert at > 100 and n_lost < 10  # in the very return
+
+
+def test_a_reset_that_is_interrupted_anywhere_is_none_or_whole_or_the_end():
+    at, was_there, ends = 1, True, set()
+    while was_there:
+        with count_batcher([[2, 10**6]], 3, n_processes=0) as batcher:
+            batcher.reset()
+            is_open = True
+            while is_open and was_there:
+                rollout(batcher)  # the first environment ends in it
+                _, was_there = signalled(batcher.reset, at)
+                at += 1
+                try:
+                    trajectories, _ = rollout(batcher)
+                except StateError as error:
+                    assert "reset was interrupted before" in str(error)
+                    is_open = False
+                else:
+                    first = trajectories.trajectories["observation/frame"][:, 0, 1].tolist()
+                    assert first in ([3], [0, 0])
+                    batcher.reset()
+                ends.add(tuple(first) if is_open else "failed")
+    assert at > 30 and ends == {(3,), (0, 0), "failed"}
 
 
 @pytest.mark.parametrize("n_processes", [0, 2])

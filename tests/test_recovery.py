@@ -22,9 +22,19 @@ import torch
 from helpers import Count, Counting, count_batcher, rollout
 from processes import wait_until, worker_pids
 
-from rlstructs import GymEnv, GymEnvInf, OutOfMemoryError, RL_Batcher, SpecError, WorkerCrashed, WorkerTimeout
+from rlstructs import (
+    ClosedError,
+    GymEnv,
+    GymEnvInf,
+    OutOfMemoryError,
+    RL_Batcher,
+    SpecError,
+    WorkerCrashed,
+    WorkerTimeout,
+)
 from rlstructs.seeding import EnvSeed, next_seed
 from rlstructs.testing import Fault, create_faulty_envs
+from workers.process import WorkerProcess
 
 LIMIT = 10.0
 
@@ -635,3 +645,22 @@ def test_interrupts_while_successors_start_lose_nothing(monkeypatch):
         trajectories, n_running = made.get()
         assert n_running == 6 and trajectories.lengths.tolist() == [5, 5, 0, 0, 5, 5]
         assert torch.equal(rollout(made)[0].lengths, torch.full((6,), 5))
+
+
+def test_a_close_while_a_successor_starts_leaves_no_worker(monkeypatch):
+    before = worker_pids()
+    batcher = count_batcher([[9]], 4, autoreset=True, on_worker_failure="restart")
+    batcher.reset()
+
+    def closed_meanwhile(*arguments):
+        worker = WorkerProcess(*arguments)
+        closing = threading.Thread(target=batcher.close)
+        closing.start()
+        closing.join(LIMIT)
+        return worker
+
+    monkeypatch.setattr("workers.pool.WorkerProcess", closed_meanwhile)
+    os.kill(batcher._pool.pids[0], signal.SIGKILL)
+    with pytest.raises(ClosedError, match="closed meanwhile"):
+        rollout(batcher)
+    assert worker_pids() == before

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import Count, Counting, count_batcher, create_gym, rollout
+from processes import wait_until
 
 from rlstructs import DictTensor, GymEnv, GymEnvInf, RandomAgent, RL_Agent, RL_Batcher, SpecError, StateError
 from rlstructs.testing import Fault, Ledger, create_faulty_envs
@@ -270,6 +271,21 @@ def test_stragglers_are_cut_short_and_go_on_from_there(tmp_path):
         trajectories, _ = rollout(batcher)
         assert trajectories.lengths.tolist() == [10] * 3
         assert frames(trajectories)[:, 0, 1].tolist() == [10, lengths[1], 10]
+
+
+def test_a_get_that_does_not_wait_cuts_stragglers_short_and_comes_back_for_them(tmp_path):
+    with gated(tmp_path / "go") as batcher:
+        batcher.reset()
+        batcher.execute()
+        wait_until(lambda: batcher._crew.is_ready(2))
+        for _ in range(3):
+            assert batcher.get(blocking=False, preempt=0.6) == (None, None)
+        (tmp_path / "go").touch()
+        found = None
+        while found is None:
+            found, _ = batcher.get(blocking=False, preempt=0.6)
+        lengths = found.lengths.tolist()
+        assert lengths[0] == lengths[2] == 10 and 1 <= lengths[1] <= 3
 
 
 def test_what_get_is_asked_for_is_checked_and_the_rollout_is_still_there():

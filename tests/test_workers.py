@@ -333,6 +333,20 @@ def test_a_reply_that_came_in_time_is_not_late_however_late_it_is_read():
             assert [index for index, _ in ([each.value for each in asked] if settles else pool.gather())] == [0, 1]
 
 
+@pytest.mark.parametrize("settles", [False, True])
+def test_a_long_reply_that_has_begun_in_time_is_not_late(settles):
+    """It comes in pieces: the worker is woken for the next one as the one before is read."""
+    with WorkerPool(1, Job) as pool:
+        asked = pool.ask("echo", bytes(30_000_000)) if settles else pool.broadcast("echo", bytes(30_000_000))
+        [worker] = pool._workers
+        assert select.select([worker.channel], [], [], LIMIT)[0]
+        pool.timeout, worker.since = LIMIT, worker.since - 2 * LIMIT
+        if settles:
+            pool.settle(asked)
+        [value] = [each.value for each in asked] if settles else pool.gather()
+        assert len(value) == 30_000_000
+
+
 def test_what_is_asked_of_a_busy_worker_is_answered_in_its_turn(method):
     with WorkerPool(2, Job, start_method=method) as pool:
         first, second = pool.ask("identify"), pool.ask("fail", 1)

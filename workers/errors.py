@@ -63,6 +63,16 @@ class RemoteTraceback(Exception):
         return f'in worker {self.worker_index}:\n"""\n{self.text}"""'
 
 
+def is_gone(error: BaseException) -> bool:
+    """Whether an error says that a worker is gone or late, and not what its job raised.
+
+    What could not be brought over as it was, is a WorkerError too.
+    """
+    return isinstance(error, WorkerError) and (
+        isinstance(error, (WorkerCrashed, WorkerTimeout)) or not isinstance(error.__cause__, RemoteTraceback)
+    )
+
+
 def check_owner(pid: int) -> None:
     """Raises WorkerError unless this process is `pid`, which has made the workers, and no forked copy of it.
 

@@ -344,8 +344,12 @@ class WorkerPool:
         """Starts a worker, in the place of the one that was there."""
         with uninterrupted():  # one that is known by half is neither watched nor ended
             worker = WorkerProcess(index, *self._arguments, self.timeout)
-            self._watch.add(worker)
             self._workers[index : index + 1] = [worker]
+            try:
+                self._watch.add(worker)
+            except WorkerError:  # closed while it started, by who may not have found it
+                end_all([worker])
+                raise
 
     def _wait(self, deadline: float | None, workers: list[WorkerProcess]) -> bool:
         """Reads what comes first; False when nothing came before the deadline, or one that these workers have."""
@@ -427,6 +431,7 @@ class WorkerPool:
         worker = self._workers[index]
         with contextlib.suppress(EOFError):
             while worker.channel.arrive():
+                worker.since = time.monotonic()  # it answers: what is long comes in pieces
                 while worker.state is State.BUSY and worker.channel.has_read():
                     self._take(*worker.receive())
                 if is_pipe:

@@ -32,11 +32,17 @@ class Watch:
         self._close_pipe = util.Finalize(self, _close_all, args=((woken, self._wakes),))
 
     def add(self, worker: WorkerProcess) -> None:
-        """Watches a worker too."""
-        # In this order, which is that of events: what a worker has written is read before its end is told.
-        for fd, is_pipe in ((worker.channel.fileno(), True), (worker.sentinel(), False)):
-            self._poll.register(fd, select.POLLIN)
-            self._index_of[fd] = worker.index, is_pipe
+        """Watches a worker too.
+
+        Raises:
+            WorkerError: the watch is over.
+        """
+        with self._lock:
+            self._check_going_on()
+            # In this order, which is that of events: what a worker has written is read before its end is told.
+            for fd, is_pipe in ((worker.channel.fileno(), True), (worker.sentinel(), False)):
+                self._poll.register(fd, select.POLLIN)
+                self._index_of[fd] = worker.index, is_pipe
 
     def forget(self, worker: WorkerProcess) -> None:
         """Watches a worker no more."""

@@ -47,6 +47,7 @@ class Node:
         error: why it is gone.
         waited: since when, or since which warning, it is to be placed and built, in the time of `time.monotonic`.
         is_late: whether it has outrun a deadline, and has not replied since.
+        has_answered: whether the reply that is waited for was there, on its machine, when the time for it was over.
     """
 
     index: int
@@ -62,6 +63,7 @@ class Node:
     error: WorkerError | None = None
     waited: float = field(default_factory=time.monotonic)
     is_late: bool = False
+    has_answered: bool = False
 
     def is_overdue(self) -> bool:
         """Whether its next reply is later than it may be."""
@@ -195,7 +197,7 @@ class NodePool:
         """
         for index in successors:
             self._end(self.nodes[index], WorkerCrashed(f"{self.nodes[index]} was replaced"))
-        with self._lock:  # or `kill` could miss one
+        with self._lock, uninterrupted():  # or `kill` could miss one
             self._check_open()
             for index in successors:
                 report, self.nodes[index] = self.nodes[index].report, self._started(index)
@@ -291,6 +293,7 @@ class NodePool:
         self._check_open()
         while self._take(0.0):
             pass
+        self._prolong()
         if fails_fast and any(each.error for each in asked):
             return []
         if sum(each.is_over for each in asked) >= (len(asked) if n is None else n):
@@ -311,6 +314,15 @@ class NodePool:
         for node in unplaced:
             node.waited = now
             logger.warning("%s", self._unplaced(node, now - node.since))
+
+    def _prolong(self) -> None:
+        """Gives a node that has answered its time once more: to bring a long reply to this machine takes its own."""
+        with self._lock:
+            late = {node.asked[0][0]: node for node in self.nodes if node.is_overdue() and not node.has_answered}
+            if late:
+                there, _ = engine.ray().wait(list(late), num_returns=len(late), timeout=0.0, fetch_local=False)
+                for reference in there:
+                    late[reference].since, late[reference].has_answered = time.monotonic(), True
 
     def _take(self, timeout: float | None) -> bool:
         """Takes replies that come within so many seconds, None for any number; whether there were any."""
@@ -334,7 +346,7 @@ class NodePool:
             if node.error is not None:
                 return
             asked = node.asked.popleft()[1]
-            node.since, node.is_late = time.monotonic(), False
+            node.since, node.is_late, node.has_answered = time.monotonic(), False, False
             if isinstance(reply, Exception):
                 asked.end(error=reply)
             elif not isinstance(reply, Result):
