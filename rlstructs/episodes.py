@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from rlstructs.errors import SpecError
-from rlstructs.rows import as_array
+from rlstructs.rows import as_array, where_true
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 
@@ -73,7 +73,7 @@ class EpisodeTracker:
         if shortest < n_timesteps:
             done = done.copy()
             done[:, shortest:][padding] = False
-        rows, times = np.nonzero(done)
+        rows, times = where_true(done)
         terminated, truncated = (
             as_array(steps[key])[rows, times].astype(bool) if key in steps else None
             for key in ("_observation/terminated", "_observation/truncated")

