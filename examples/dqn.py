@@ -201,7 +201,7 @@ def main(args: Args) -> None:
             share = log.n_steps / args.n_steps
             epsilon = max(1 - 5 * share, args.last_epsilon)  # falls in the first fifth
             batcher.execute(agent_info=DictTensor({"epsilon": torch.full((n_all,), epsilon)}))
-            if log.n_steps >= args.n_before:  # while the workers act
+            if log.n_steps >= max(args.n_before, 1):  # while the workers act
                 learner.anneal(share)
                 losses = {"loss": sum(learner.learn() for _ in range(args.n_updates)) / args.n_updates}
             batch, _ = batcher.get()

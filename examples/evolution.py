@@ -121,7 +121,7 @@ class Strategy:
 
     def learn(self, batch: Trajectories) -> dict[str, float]:
         """One step from the episodes of a population, whose parameters the batch has in its `info`."""
-        returns = (batch.trajectories["_observation/reward"] * batch.mask()).sum(dim=1)
+        returns = batch.trajectories["_observation/reward"].where(batch.mask(torch.bool), 0.0).sum(dim=1)
         # All 0 where every policy is as good as the others.
         fitness = (returns - returns.mean()) / (returns.std() + 1e-8)
         tried = batch.info["agent_info/parameters"] - self.mean.detach()

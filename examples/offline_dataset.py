@@ -3,32 +3,33 @@
     python examples/offline_dataset.py --path cartpole.npz
 
 Controllers of very different skill play CartPole-v1 in parallel workers; what they did goes to a file: `.npz`, `.pt`,
-or `.h5` for other programs (`rlstructs[hdf5]`); `rlstructs info` says what is in it. `--stage collect` and `--stage
-train` do one half each.
-From the file two policies are trained, and play without exploration:
+or `.h5` for other programs (`rlstructs[hdf5]`). `--n-epochs 0` ends with that, `--n-rollouts 0` begins with what is
+there. From the file two policies learn: a clone does what is done most often; in advantage-weighted regression (Peng et
+al., 2019) an action counts for more, the more its return exceeds what is usual where it was taken. It shows a progress
+bar, and prints how they play, the score of the second at the end:
 
-- a clone learns to do what is done most often (behaviour cloning), and stays far from what can be reached;
-- advantage-weighted regression (Peng et al., 2019) learns the same way, but an action counts for more, the more its
-  return exceeds what is usual where it was taken: of what was done it learns what went well.
+    cartpole.npz: 32768 steps of 16 environments, 1706 episodes, mean return 18.9
+    clone: loss 0.644, 20 episodes, mean return 34.1
+    weighted: loss 0.575, 20 episodes, mean return 500.0
+    CartPole-v1: score 500.0, 1966080 steps, 126202 steps/s
 
-It prints:
-
-    cartpole.npz: 32768 steps of 16 environments, 2.4 MB, 1706 episodes, mean return 18.9
-    clone: loss 0.644 after 20 epochs
-    weighted: loss 0.575 after 20 epochs
-    clone: 20 episodes, mean return 34.1
-    weighted: 20 episodes, mean return 500.0
+`--plot curve.png` draws the returns of the second after each epoch, `--tensorboard runs/offline` writes scalars there;
+for either `pip install 'rlstructs[plot]'` first.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import math
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 import gymnasium
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from rlstructs import DictTensor, GymEnvInf, RL_Agent, RL_Batcher, Trajectories, lambda_returns, transitions
 
@@ -40,13 +41,10 @@ class Args:
     """What the command line sets."""
 
     path: str = "cartpole.npz"
-    stage: str = "both"
     n_processes: int = 2
     n_envs: int = 8
     n_timesteps: int = 256
     n_rollouts: int = 8
-    least_skill: float = 0.1
-    most_skill: float = 0.8
     n_epochs: int = 20
     batch_size: int = 256
     learning_rate: float = 3e-3
@@ -56,6 +54,8 @@ class Args:
     max_weight: float = 20.0
     n_eval: int = 20
     seed: int = 0
+    plot: str = ""
+    tensorboard: str = ""
 
 
 class Controller(RL_Agent):
@@ -90,34 +90,33 @@ def layers(n_outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, n_outputs))
 
 
-def create_env(n_envs: int, seed: int) -> GymEnvInf:
-    return GymEnvInf([gymnasium.make(ENV_ID) for _ in range(n_envs)], seed)
+def create_batcher(args: Args, agent: type[RL_Agent], info: DictTensor | None = None) -> RL_Batcher:
+    return RL_Batcher(
+        args.n_timesteps, agent, {}, lambda seed: GymEnvInf([gymnasium.make(ENV_ID) for _ in range(args.n_envs)], seed),
+        {}, args.n_processes, args.seed, agent_info=info,
+    )  # fmt: skip
 
 
 def collect(args: Args) -> None:
     """Lets the controllers play, and writes what happened to a file."""
-    with RL_Batcher(
-        args.n_timesteps, Controller, {}, create_env, {"n_envs": args.n_envs}, args.n_processes, args.seed,
-        agent_info=DictTensor({"skill": torch.zeros(1)}),
-    ) as batcher:  # fmt: skip
+    with create_batcher(args, Controller, DictTensor({"skill": torch.zeros(1)})) as batcher:
         n_all, rollouts = batcher.n_elems(), []
-        batcher.reset(agent_info=DictTensor({"skill": torch.linspace(args.least_skill, args.most_skill, n_all)}))
+        batcher.reset(agent_info=DictTensor({"skill": torch.linspace(0.1, 0.8, n_all)}))
         for _ in range(args.n_rollouts):
             batcher.execute()
             rollouts.append(batcher.get()[0])
         returns = batcher.episodes()["return"]
     dataset = Trajectories.cat(rollouts)
     dataset.save(args.path)
-    size = Path(args.path).stat().st_size / 1e6
-    print(f"{args.path}: {dataset.lengths.sum()} steps of {n_all} environments, {size:.1f} MB, "
-          f"{len(returns)} episodes, mean return {returns.mean():.1f}")  # fmt: skip
+    print(f"{args.path}: {dataset.lengths.sum()} steps of {n_all} environments, {len(returns)} episodes, "
+          f"mean return {returns.mean():.1f}")  # fmt: skip
 
 
 class Critic:
     """Values of observations, learnt from lambda returns; of 1 / (1 - gamma), so that they are about 1."""
 
     def __init__(self, dataset: Trajectories, args: Args) -> None:
-        self.steps, self.args, self.network = dataset.trajectories, args, layers(1)
+        self.steps, self.mask, self.args, self.network = dataset.trajectories, dataset.mask(torch.bool), args, layers(1)
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=args.learning_rate)
 
     def values(self, observations: torch.Tensor) -> torch.Tensor:
@@ -126,14 +125,11 @@ class Critic:
     @torch.no_grad()
     def targets(self) -> torch.Tensor:
         """(B, T): returns, as they are now; episodes that the data cuts go on with a value."""
-        return lambda_returns(
-            next_values=self.values(self.steps["_observation/frame"]), gamma=self.args.gamma,
-            lambda_=self.args.td_lambda, **transitions(self.steps),
-        )  # fmt: skip
+        told, next_values = transitions(self.steps), self.values(self.steps["_observation/frame"])
+        return lambda_returns(next_values=next_values, gamma=self.args.gamma, lambda_=self.args.td_lambda, **told)
 
     def learn(self) -> None:
-        mask = self.steps.mask(torch.bool)
-        observations, targets = self.steps["observation/frame"][mask], self.targets()[mask]
+        observations, targets = (x[self.mask] for x in (self.steps["observation/frame"], self.targets()))
         for rows in torch.randperm(len(targets)).split(self.args.batch_size):
             errors = self.values(observations[rows]) - targets[rows]
             minimise(self.optimizer, ((1 - self.args.gamma) * errors).square().mean())
@@ -142,14 +138,12 @@ class Critic:
     def weights(self) -> torch.Tensor:
         """(B, T): what each action counts for."""
         advantages = self.targets() - self.values(self.steps["observation/frame"])
-        deviation = advantages[self.steps.mask(torch.bool)].std()
-        return (advantages / deviation / self.args.temperature).exp().clamp(max=self.args.max_weight)
+        return (advantages / advantages[self.mask].std() / self.args.temperature).exp().clamp(max=self.args.max_weight)
 
 
-def cloned(name: str, dataset: Trajectories, weights: torch.Tensor, args: Args) -> nn.Module:
-    """A policy that learns actions, each of which counts for its weight, (B, T)."""
-    steps = dataset.trajectories
-    mask, policy = steps.mask(torch.bool), layers(2)
+def cloned(dataset: Trajectories, weights: torch.Tensor, args: Args) -> Iterator[tuple[nn.Module, float]]:
+    """A policy that learns actions, each of which counts for its weight, (B, T); with its loss, after each epoch."""
+    steps, mask, policy = dataset.trajectories, dataset.mask(torch.bool), layers(2)
     optimizer = torch.optim.Adam(policy.parameters(), lr=args.learning_rate)
     observations, actions, weights = (x[mask] for x in (steps["observation/frame"], steps["action/action"], weights))
     for _ in range(args.n_epochs):
@@ -158,8 +152,7 @@ def cloned(name: str, dataset: Trajectories, weights: torch.Tensor, args: Args) 
             errors = nn.functional.cross_entropy(policy(observations[rows]), actions[rows], reduction="none")
             # A weighted mean: the sum of the weights, which the paper leaves out, only changes the step size.
             losses.append(minimise(optimizer, (weights[rows] * errors).sum() / weights[rows].sum()))
-    print(f"{name}: loss {sum(losses) / len(losses):.3f} after {args.n_epochs} epochs")
-    return policy
+        yield policy, sum(losses) / len(losses)
 
 
 def minimise(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> float:
@@ -169,42 +162,87 @@ def minimise(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> float:
     return loss.item()
 
 
-def train(args: Args) -> dict[str, nn.Module]:
-    """Trains policies from the file alone."""
+def train(args: Args, batcher: RL_Batcher) -> None:
+    """Trains policies from the file alone, and lets each play whole episodes, the same ones."""
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)  # for networks this small more are slower
     dataset = Trajectories.load(args.path)
+    batcher.reset()
+    n_steps, none = int(dataset.lengths.sum()), batcher.episodes()
+    log = Log(argparse.Namespace(n_steps=3 * args.n_epochs * n_steps, plot=args.plot, tensorboard=args.tensorboard))
     critic = Critic(dataset, args)
     for _ in range(args.n_epochs):
         critic.learn()
-    weights = {"clone": torch.ones_like(critic.targets()), "weighted": critic.weights()}
-    return {name: cloned(name, dataset, weight, args) for name, weight in weights.items()}
-
-
-def evaluate(args: Args, policies: dict[str, nn.Module]) -> None:
-    """Lets policies play whole episodes, the same ones each."""
-    with RL_Batcher(
-        args.n_timesteps, Greedy, {}, create_env, {"n_envs": args.n_envs}, args.n_processes, args.seed
-    ) as batcher:
-        batcher.reset()
-        for name, policy in policies.items():
+        log.add(n_steps, none, {})
+    for name, weights in (("clone", torch.ones_like(critic.targets())), ("weighted", critic.weights())):
+        for policy, loss in cloned(dataset, weights, args):
             batcher.update(policy.state_dict())
-            returns = batcher.evaluate(args.n_eval, args.seed + 1)["return"]
-            print(f"{name}: {args.n_eval} episodes, mean return {returns.mean():.1f}")
+            episodes = batcher.evaluate(args.n_eval, args.seed + 1)
+            log.add(n_steps, episodes if name == "weighted" else none, {f"loss of {name}": loss})
+        score = episodes["return"].mean()
+        tqdm.write(f"{name}: loss {loss:.3f}, {args.n_eval} episodes, mean return {score:.1f}")
+    print(f"{ENV_ID}: score {score:.1f}, {log.n_steps} steps, {log.close():.0f} steps/s")
+
+
+class Log:
+    """A progress bar, and scalars for TensorBoard and a learning curve where they are asked for."""
+
+    def __init__(self, args: Args) -> None:
+        # Before the first rollout: who lacks a package or a folder is to know it now.
+        self.writer = optional("torch.utils.tensorboard").SummaryWriter(args.tensorboard) if args.tensorboard else None
+        self.figure = optional("matplotlib.figure").Figure() if args.plot else None
+        if self.figure is not None:
+            self.figure.savefig(args.plot)
+        self.bar = tqdm(total=args.n_steps, unit=" steps", unit_scale=True)
+        self.path, self.n_steps, self.start = args.plot, 0, time.perf_counter()
+        self.steps, self.returns, self.curve = [], [], []  # of each episode; steps and mean return of the latest 100
+
+    def add(self, n_steps: int, episodes: DictTensor, scalars: dict[str, float]) -> None:
+        self.n_steps += n_steps
+        self.returns += episodes["return"].tolist()
+        self.steps += [self.n_steps] * episodes.n_elems()
+        latest = self.returns[-100:]
+        scalars = {"return": sum(latest) / len(latest) if latest else math.nan, **scalars}
+        self.curve.append((self.n_steps, scalars["return"]))
+        self.bar.set_postfix_str(f"return {scalars['return']:.1f}", refresh=False)
+        self.bar.update(n_steps)
+        if self.writer is not None:
+            for name, value in scalars.items():
+                self.writer.add_scalar(name, value, self.n_steps)
+
+    def close(self) -> float:
+        """Writes what there is to write; steps/s of the training."""
+        speed = self.n_steps / (time.perf_counter() - self.start)
+        self.bar.close()
+        if self.writer is not None:
+            self.writer.close()
+        if self.figure is not None:
+            axes = self.figure.subplots()
+            axes.plot(self.steps, self.returns, ".", markersize=2, label="an episode")
+            axes.plot(*zip(*self.curve, strict=True), label="mean of 100")
+            axes.legend()
+            axes.set(xlabel="steps", ylabel="return")
+            self.figure.savefig(self.path)
+        return speed
+
+
+def optional(module: str):
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise SystemExit(f"{error}: --plot and --tensorboard need pip install 'rlstructs[plot]'") from error
 
 
 def main(args: Args) -> None:
-    if args.stage in ("collect", "both"):
+    if args.n_rollouts:
         collect(args)
-    if args.stage in ("train", "both"):
-        evaluate(args, train(args))
+    if args.n_epochs:
+        with create_batcher(args, Greedy) as batcher:
+            train(args, batcher)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for field in fields(Args):
-        choices = {"choices": ("collect", "train", "both")} if field.name == "stage" else {}
-        parser.add_argument(
-            f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default, **choices
-        )
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
     main(Args(**vars(parser.parse_args())))

@@ -142,7 +142,7 @@ def learn(network: ActorCritic, optimizer: torch.optim.Optimizer, batch: Traject
     observations, actions, log_probs, advantages, targets = (tensor.flatten(0, 1) for tensor in flat)
     advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     # What is clipped is the change from the present policy. The one that acted is older where workers run ahead, which
-    # the weights make up for: they are 1 otherwise (Hilton et al., "Batch size-invariance", 2022, section 3).
+    # the weights make up for: they are 1 otherwise (Hilton et al., "Batch size-invariance", 2022, section 2), up to 2.
     with torch.no_grad():
         present = network.policy(observations).log_prob(actions)
     advantages, log_probs = advantages * (present - log_probs).exp().clamp(max=2.0), present

@@ -96,7 +96,8 @@ def advantages_of(batch: Trajectories, gamma: float) -> torch.Tensor:
 
 def learn(policy: Policy, optimizer: torch.optim.Optimizer, batch: Trajectories, gamma: float) -> dict[str, float]:
     """One step from a batch of episodes; its loss."""
-    # What the workers' copies did, done again here with gradients.
+    # What the workers' copies did, done again here with gradients; in the padding too, which is no numbers if debugged.
+    batch = Trajectories(batch.info, batch.trajectories.zero_padding())
     distribution = torch.distributions.Categorical(logits=replay_agent(policy, batch)["logits"])
     log_probs = distribution.log_prob(batch.trajectories["action/action"])
     loss = -(log_probs * advantages_of(batch, gamma)).sum() / batch.mask().sum()

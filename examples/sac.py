@@ -230,7 +230,7 @@ def main(args: Args) -> None:
         batcher.reset(agent_info=DictTensor({"greedy": greedy}))
         while log.n_steps < args.n_steps:
             batcher.execute()
-            if log.n_steps >= args.n_before:  # while the workers act
+            if log.n_steps >= max(args.n_before, 1):  # while the workers act
                 for _ in range(n_updates):
                     losses = learner.learn(memory)
             batch, _ = batcher.get()

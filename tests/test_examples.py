@@ -38,7 +38,7 @@ RUNS = {
     "overlap.py": (SMALL, r"240 steps, \d+ steps/s"),
     "overlap.py --run-ahead 0": ([*SMALL, "--run-ahead", "0"], r"240 steps, \d+ steps/s"),
     "offline_dataset.py": (
-        [*SMALL, "--n-epochs", "1", "--n-eval", "2"], r"weighted: 2 episodes, mean return [\d.]+"
+        [*SMALL, "--n-epochs", "1", "--n-eval", "2", "--plot", "curve.png"], rf"CartPole-v1: score {SCORE}"
     ),
     "ppo.py": ([*TRAINING, "--plot", "curve.png"], rf"CartPole-v1: score {SCORE}, {WAITED}"),
     "ppo.py HalfCheetah-v5": ([*TRAINING, "--env-id", "HalfCheetah-v5"], rf"HalfCheetah-v5: score {SCORE}, {WAITED}"),
@@ -89,6 +89,16 @@ def test_an_example_is_short_and_uses_what_is_public(path):
     imported = re.findall(r"^\s*from (rlstructs[\w.]*|workers[\w.]*) import \(?([\w\s,]+)", text, re.MULTILINE)
     names = {name for module, found in imported for name in [*module.split("."), *re.findall(r"\w+", found)]}
     assert imported and "workers" not in names and not [name for name in names if name.startswith("_")]
+
+
+@pytest.mark.parametrize("name", ["reinforce.py", "evolution.py"])
+def test_an_example_with_padding_learns_the_same_where_that_is_poison(name, subprocess_env, tmp_path):
+    lines = set()
+    for debug in ("0", "1"):
+        arguments = [str(ROOT / "examples" / name), *TRAINING, "--n-timesteps", "500", "--n-eval", "8"]
+        printed = run(arguments, env={**subprocess_env, "RLSTRUCTS_DEBUG": debug}, cwd=tmp_path).splitlines()
+        lines.add(printed[-1].rsplit(",", 1)[0])  # without the speed
+    assert len(lines) == 1
 
 
 def test_what_a_training_saved_can_be_played(subprocess_env, tmp_path):
@@ -169,12 +179,12 @@ def test_memories_of_each_library_give_batches_and_masked_sequences(subprocess_e
 def test_a_dataset_is_written_by_one_program_and_read_by_another(path, subprocess_env, tmp_path):
     file = str(ROOT / "examples/offline_dataset.py")
     sizes = ["--path", path, "--n-envs", "2", "--n-timesteps", "512", "--n-rollouts", "4", "--n-eval", "4"]
-    first = run([file, "--stage", "collect", *sizes], env=subprocess_env, cwd=tmp_path).splitlines()
+    first = run([file, *sizes, "--n-epochs", "0"], env=subprocess_env, cwd=tmp_path).splitlines()
     assert len(first) == 1
-    found = re.fullmatch(rf"{path}: 8192 steps of 4 environments, .* MB, \d+ episodes, mean return ([\d.]+)", first[0])
-    second = run([file, "--stage", "train", *sizes], env=subprocess_env, cwd=tmp_path).splitlines()
-    words = r"(clone|weighted): 4 episodes, mean return ([\d.]+)"
-    clone, weighted = (re.fullmatch(words, line).groups() for line in second[-2:])
+    found = re.fullmatch(rf"{path}: 8192 steps of 4 environments, \d+ episodes, mean return ([\d.]+)", first[0])
+    second = run([file, *sizes, "--n-rollouts", "0"], env=subprocess_env, cwd=tmp_path).splitlines()
+    words = r"(clone|weighted): loss [\d.]+, 4 episodes, mean return ([\d.]+)"
+    clone, weighted = (re.fullmatch(words, line).groups() for line in second[:2])
     # Learning from what went well is better than doing the same.
     assert (clone[0], weighted[0]) == ("clone", "weighted")
     assert float(weighted[1]) > 2 * max(float(found[1]), float(clone[1]))
