@@ -5,8 +5,9 @@
 Environments run in a process each (`SubprocVecEnv`), or, with `--dummy`, all in this one (`DummyVecEnv`). The last line
 is as that of the example. Needs `stable_baselines3`. What it has no arguments for is as it is there: first weights are
 orthogonal in every layer (here in the last), advantages are normalised in each minibatch (here in the rollout), the
-learning rate is that of a rollout's end (here of its beginning), and collecting has the critic and the advantages in it
-(here they are among the learning).
+learning rate is that of a rollout's end (here of its beginning), statistics of observations and rewards change with
+every step (here with every rollout), and collecting has the critic and the advantages in it (here they are among the
+learning).
 """
 
 from __future__ import annotations

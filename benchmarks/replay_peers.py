@@ -208,22 +208,25 @@ def flashbax(capacity: int) -> Calls:
     import jax
     import jax.numpy as jnp
 
-    steps = {name: jnp.asarray(array[0]) for name, array in content(1).items()}
-    chunk = {name: jnp.asarray(array) for name, array in content(10_000).items()}
-    kinds = []
-    for make, more in ((fbx.make_item_buffer, {}), (fbx.make_prioritised_flat_buffer, {"priority_exponent": 0.6})):
-        buffer = make(capacity, BATCH, BATCH, add_batches=True) if not more else make(
-            capacity, BATCH, BATCH, add_sequences=True, **more
-        )  # fmt: skip
-        add = jax.jit(buffer.add, donate_argnums=0)
-        state = buffer.init(steps)
+    def full(buffer: Any, chunk: Any) -> Any:
+        add, state = jax.jit(buffer.add, donate_argnums=0), buffer.init(steps)
         for _ in range(capacity // 10_000):
             state = add(state, chunk)
-        kinds.append((state, jax.jit(buffer.sample), buffer))
+        return state
+
+    steps = {name: jnp.asarray(array[0]) for name, array in content(1).items()}
+    chunk = {name: jnp.asarray(array) for name, array in content(10_000).items()}
+    # The prioritised one for transitions would draw each row with the one behind it.
+    prioritised = fbx.make_prioritised_trajectory_buffer(
+        add_batch_size=1, sample_batch_size=BATCH, sample_sequence_length=1, period=1, min_length_time_axis=BATCH,
+        max_length_time_axis=capacity, priority_exponent=0.6,
+    )  # fmt: skip
+    uniform = fbx.make_item_buffer(capacity, BATCH, BATCH, add_batches=True)
+    state = full(uniform, chunk)
+    held = [full(prioritised, {name: column[None] for name, column in chunk.items()})]
+    sample, p_sample = jax.jit(uniform.sample), jax.jit(prioritised.sample)
+    update = jax.jit(prioritised.set_priorities, donate_argnums=0)
     keys = itertools.cycle(jax.random.split(jax.random.key(0), 1000))
-    (state, sample, _), (p_state, p_sample, p_buffer) = kinds
-    update = jax.jit(p_buffer.set_priorities, donate_argnums=0)
-    held = [p_state]
 
     def step() -> None:
         batch = p_sample(held[0], next(keys))

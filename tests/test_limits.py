@@ -223,6 +223,7 @@ def test_a_program_that_ends_in_any_phase_leaves_no_worker(how, phase, method, s
         made.close()
     made.execute() if {phase!r} != "update" else made.update(1)
     if {how!r} == "raise":
+        input()  # or they could be gone before they are looked at
         raise KeyError("of the trainer")
     if {phase!r} == "execute":
         told()
@@ -232,7 +233,8 @@ def test_a_program_that_ends_in_any_phase_leaves_no_worker(how, phase, method, s
     """
     program = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", WIDE + textwrap.dedent(text)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=subprocess_env, start_new_session=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=subprocess_env,
+        start_new_session=True,
     )  # fmt: skip
     assert program.stdout is not None and program.stderr is not None
     workers = [] if phase == "start" else [psutil.Process(int(pid)) for pid in program.stdout.readline().split()]
@@ -245,9 +247,11 @@ def test_a_program_that_ends_in_any_phase_leaves_no_worker(how, phase, method, s
             os.killpg(program.pid, 2)
         else:
             os.kill(program.pid, {"SIGTERM": 15, "SIGKILL": 9}[how])
-    _, errors = program.communicate(timeout=20)
+    _, errors = program.communicate(b"\n", timeout=20)
     _, alive = psutil.wait_procs(workers, timeout=5)
     assert not alive
+    if how == "raise":
+        assert b"KeyError: 'of the trainer'" in errors
     if how == "SIGINT":
         assert b"KeyboardInterrupt" in errors
 

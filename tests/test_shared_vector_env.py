@@ -149,7 +149,7 @@ def test_bounds_of_observations_may_differ_where_that_is_said(n_workers):
             assert ours.single_observation_space == theirs.single_observation_space
             assert_same_steps(ours, theirs, 20)
     with pytest.raises(SpecError, match="observation_space of environment 1 is .*, not .*observation_mode=.same"):
-        SharedVectorEnv(env_fns, n_workers)
+        SharedVectorEnv([*env_fns[:2], env_fns[0]], n_workers)
     with pytest.raises(RuntimeError, match="observation_space of environment 3 is .*shapes and dtypes must be equal"):
         SharedVectorEnv([*env_fns, lambda: Wide(1, np.float64)], n_workers, observation_mode="different")
 

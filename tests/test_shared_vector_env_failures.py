@@ -42,8 +42,11 @@ def failing(where, how="raise", n_workers=2, **arguments):
     return SharedVectorEnv([Failing] * 3 + [functools.partial(Failing, where, how)], n_workers, **arguments)
 
 
-def run_through(where, how="raise", n_workers=2, **arguments):
-    with failing(where, how, n_workers, **arguments) as env, Deadline():  # a start may take longer
+def run_through(where, how="raise", n_workers=2, timeout=None, **arguments):
+    first = timeout if where == "constructor" else None
+    with failing(where, how, n_workers, timeout=first, **arguments) as env, Deadline():  # a start may take longer
+        if timeout is not None:
+            env._host._pool.timeout = timeout
         env.reset()
         env.step(ACTIONS)
         env.call("act")

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlstructs import DictTensor, GymEnv, GymEnvInf, RL_Batcher, slots
-from rlstructs.rows import Rows
+from rlstructs.rows import Rows, where_true
 from rlstructs.slots import Layout, Slots
 
 NOTHING = DictTensor()
@@ -48,6 +48,14 @@ def written(n, n_timesteps, idle, resets, is_staged):
     by_time = [(t, np.array(sorted(row for at, row in idle if at == t))) for t in range(n_timesteps)]
     found.end([(t, rows) for t, rows in by_time if rows.size])
     return found.read(None, n_timesteps), found.lengths.tolist()
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (1, 7), (7, 1), (0, 4), (4, 0)])
+def test_what_is_true_in_a_mask_is_what_numpy_says(shape):
+    mask = np.random.default_rng(0).random((shape[0], shape[1] + 2)) < 0.4
+    for each in (mask, mask[:, 1:-1], mask.T, np.zeros(shape, bool)):
+        for found, expected in zip(where_true(each), np.nonzero(each), strict=True):
+            assert found.dtype == expected.dtype and found.tolist() == expected.tolist()
 
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 7))
