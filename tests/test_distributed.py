@@ -45,9 +45,13 @@ from rlstructs import (
     StateError,
     Trajectories,
     WorkerCrashed,
+    WorkerError,
     WorkerTimeout,
 )
 from rlstructs.cli import main
+from rlstructs.distributed.crew import NodeMember
+from rlstructs.member import Order
+from workers.messages import Asked
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'rlstructs[ray]'")
 
@@ -455,6 +459,50 @@ def test_an_actor_that_is_killed_is_replaced(cluster, tmp_path, run_ahead):
     wait_until_gone(pids_in(before) + pids_in(after))
 
 
+def test_when_just_a_reply_is_lost_what_came_behind_it_is_run_again():
+    member = NodeMember(n_ordered=4)
+    member.orders += [Order(number, Asked(0, "rollout")) for number in range(4)]
+    for order in member.orders:
+        order.asked.end([0])
+    member.orders[1].asked.end(error=WorkerError("the reply is lost"))
+    member.lose()
+    member.begin_anew()
+    assert [(order.is_lost, order.is_there) for order in member.orders] == [
+        (False, True), (True, False), (False, False), (False, False)
+    ]  # fmt: skip
+    assert (member.n_lost, member.anew) == (1, 2)
+    member.orders[2].asked.end([0])  # of the successor, which then fails
+    member.orders[3].asked.end(error=WorkerError("gone"))
+    member.lose()
+    assert [order.is_lost for order in member.orders] == [False, True, False, True]
+    assert member.orders[2].is_there
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_a_node_that_was_not_told_what_it_should_be_hands_out_nothing(cluster, run_ahead):
+    def lengths(batcher):
+        """After information of which Ray brings nothing to node 1; what was ordered before is as it should be."""
+        batcher.reset(agent_info(4, 0.5))
+        rollout(batcher)
+        batcher.execute(agent_info(4, 1.0))
+        [asked] = [asked for asked, _ in batcher._crew._unheard if asked.index == 1]
+        batcher._pool.settle([asked])
+        asked.error = WorkerError("the reply of node 1 to 'inform' is lost")
+        for _ in range(run_ahead):
+            assert batcher.get()[0].lengths.tolist() == [5] * 4
+            batcher.execute()
+        return batcher.get()[0].lengths.tolist()
+
+    arguments = {"agent_info": agent_info(1, 0.5), "n_processes": 2, "run_ahead": run_ahead}
+    with counting(**arguments) as batcher, pytest.raises(WorkerError, match="^the reply of node 1 to 'inform' is lost"):
+        lengths(batcher)
+    with counting(**arguments, on_worker_failure="restart") as batcher:
+        assert lengths(batcher) == [5, 5, 0, 0]
+        trajectories, _ = rollout(batcher)
+        assert trajectories.lengths.tolist() == [5] * 4
+        assert trajectories.info["agent_info/right"].tolist() == [1.0] * 4
+
+
 def test_without_restarts_it_is_said_which_node_is_gone(cluster, tmp_path):
     file = tmp_path / "there"
     batcher = waiting(file)
@@ -622,9 +670,21 @@ def test_a_node_that_has_answered_in_time_is_not_late_while_its_reply_is_on_its_
         batcher.reset()
         batcher.execute()
         [node] = batcher._pool.nodes
-        assert ray.wait([node.asked[0][0]], timeout=LIMIT, fetch_local=False)[0]  # it has answered, there
+        assert ray.wait([node.asked[0].reference], timeout=LIMIT, fetch_local=False)[0]  # it has answered, there
         node.since -= 1000  # long ago
         assert batcher.get()[0].lengths.tolist() == [9, 9]
+    cluster.remove_node(machine)
+
+
+def test_a_rollout_comes_to_the_trainer_while_it_does_something_else(cluster):
+    machine, _ = add_node(cluster, resources={"far": 1})
+    with RayBatcher(9, Large, {}, create_failing, {}, 1, 7, n_nodes=1, resources={"far": 1}) as batcher:
+        batcher.reset()
+        batcher.execute()
+        [node] = batcher._pool.nodes
+        _, columns = node.asked[0].reply.result(LIMIT)
+        assert columns["action/large"].nbytes == 18 * 2**20
+        assert batcher.get(blocking=False)[0].lengths.tolist() == [9, 9]
     cluster.remove_node(machine)
 
 

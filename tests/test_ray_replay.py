@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import textwrap
 import time
 import zlib
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -31,6 +33,8 @@ from rlstructs import (
     WorkerCrashed,
     WorkerError,
 )
+from rlstructs.distributed import folder
+from rlstructs.structures.files import replacing
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'rlstructs[ray]'")
 
@@ -158,6 +162,44 @@ def test_n_steps_and_sequences_go_on_from_one_rollout_to_the_next(cluster):
         assert (batch["is_first"][inside] == (times % EPISODE == 0)[inside]).all()
 
 
+@pytest.mark.parametrize(("ends", "shares"), [("cross", (15, 7)), ("never", (10, 4))])
+def test_sequences_of_all_shards_are_drawn_alike(cluster, ends, shares):
+    with replay() as memory:
+        memory.extend(rollout(lengths=[12, 3, 9, 3, 3]))
+        first = memory.sample(60, ["obs"], sequence_length=4, episode_ends=ends)
+        assert set((frames_of(first)[:, 0] // 1000).tolist()) == {0, 2}  # in shard 1 there is none
+        memory.extend(rollout(T, [1], n_timesteps=7))
+        n = 5 * sum(shares)
+        for _ in range(3):
+            batch = memory.sample(n, ["obs"], sequence_length=4, episode_ends=ends)
+            n_first = (frames_of(batch)[:, 0] // 1000 % 2 == 0).sum().item()
+            assert abs(n_first - 5 * shares[0]) <= 1
+        with pytest.raises(SpecError, match="nothing to sample: there are no windows of 18 rows"):
+            memory.sample(4, sequence_length=18)
+
+
+def test_a_copy_made_before_the_first_rows_knows_of_what_type_they_are(cluster):
+    import ray
+
+    @ray.remote(num_cpus=0)
+    def extend(memory):
+        trajectories = rollout(T)
+        rewards = torch.ones(N_ENVS, T, dtype=torch.float64)
+        rewards[1] = 1e300  # for one shard too much, for the other not
+        trajectories.trajectories.set("_observation/reward", rewards)
+        with pytest.raises(SpecError, match="rewards"):
+            memory.extend(trajectories)
+        return len(memory)
+
+    with replay() as memory:
+        copy = cloudpickle.loads(cloudpickle.dumps(memory))
+        trajectories = rollout()
+        steps = trajectories.trajectories
+        steps.set("_observation/reward", steps["_observation/reward"].float())
+        memory.extend(trajectories)
+        assert ray.get(extend.remote(copy)) == N_ENVS * T
+
+
 def test_several_trainers_write_and_draw_at_once(cluster):
     import ray
 
@@ -281,6 +323,34 @@ def test_what_is_saved_is_gone_on_with(cluster, tmp_path):
             other.load(tmp_path / "kept")
             mine, its = memory.sample(20), other.sample(20)
             assert all(torch.equal(mine[key], its[key]) for key in mine.keys())  # noqa: SIM118
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_is_named_is_there_whenever_a_save_is_interrupted(tmp_path, monkeypatch, when):
+    def write(number, shards):
+        folder.write(tmp_path, {"number": number}, np.random.default_rng(number).bit_generator.state, shards)
+
+    def parts(number):
+        yield np.full(3, number, np.uint8)
+        if when == "before" and number == 2:
+            raise KeyboardInterrupt
+        yield np.full(4, number, np.uint8)
+
+    @contextlib.contextmanager
+    def interrupted(path):
+        with replacing(path) as new:
+            yield new
+        raise KeyboardInterrupt
+
+    write(1, parts(1))
+    if when == "after":
+        monkeypatch.setattr("rlstructs.distributed.folder.replacing", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(2, parts(2))
+    number = 1 if when == "before" else 2
+    _, files = folder.read(tmp_path, {"number": number}, 2)
+    assert [file.read_bytes() for file in files] == [bytes([number]) * 3, bytes([number]) * 4]
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def write_header(folder, header):

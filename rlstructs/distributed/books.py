@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from rlstructs.books import Books
+from rlstructs.distributed.actor import Columns
 from rlstructs.distributed.parts import Part, Parts, PartsBatch
 from rlstructs.generations import EVERY
 from rlstructs.member import Order
@@ -89,6 +90,6 @@ class PartBooks(Books):
     def _part(self, node: int, order: Order, rows: np.ndarray) -> Part:
         if not order.is_lost:
             return self._parts.of(node, order.asked.value[-1])
-        infos = {f"{name}/{key}": raw_of(tensor)[rows]
-                 for name, info in self.infos.items() for key, tensor in info.items()}  # fmt: skip
+        infos: Columns = {f"{name}/{key}": raw_of(tensor)[rows]
+                          for name, info in self.infos.items() for key, tensor in info.items()}  # fmt: skip
         return self._parts.lost(node, infos, rows.size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
@@ -14,6 +14,7 @@ from rlstructs.member import Member, Order
 from rlstructs.moments import Moments
 from rlstructs.rollout import Clock
 from workers import WorkerPool
+from workers.messages import Asked
 
 # What counts the failures of a worker in what `Crew.state` says of it, and what a clock that has just begun shows.
 RESTARTS, LOST = "restarts", "lost_rollouts"
@@ -36,6 +37,20 @@ class NodeMember(Member):
     def begin_anew(self) -> None:
         super().begin_anew()
         self.told = None
+
+    def lose(self) -> None:
+        """As of `Member`. Where just a reply is lost, later ones may have come; they go on from steps that nobody has,
+        and are run again."""
+        known = {order.number for order in self.orders if order.is_lost}
+        super().lose()
+        for lost in [order.number for order in self.orders if order.is_lost and order.number not in known]:
+            self.drop(lost + 1)
+
+    def drop(self, number: int) -> None:
+        """Rollouts from this number on have not been run."""
+        for order in self.orders:
+            if order.number >= number and order.is_there:
+                order.asked = Asked(order.asked.index, order.asked.label)
 
     def timed(self, now: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """What is known now, with the clocks of what was handed out: a node that runs ahead is further."""
@@ -60,6 +75,8 @@ class NodeCrew(Crew):
         self._nodes = pool
         # How many of the rollouts that were lost with a node its workers' counters know.
         self._n_told = [0] * pool.n_workers
+        # What nodes were told without waiting for a reply, and which rollouts of theirs are behind it.
+        self._unheard: list[tuple[Asked, int]] = []
 
     @property
     def n_workers(self) -> list[int]:
@@ -74,7 +91,20 @@ class NodeCrew(Crew):
     def inform(self, infos: Any) -> None:
         """Has nodes take `agent_info` and `env_info`, pickled, or a reference of that, for what comes behind."""
         self._orders["inform"] = (infos,)  # where it stands first: before the reset
-        self._raise_gone(self.pool.ask("inform", infos))
+        self._hear_of(self.pool.ask("inform", infos))
+
+    def update(self, *arguments: Any) -> list[Asked]:
+        asked = super().update(*arguments)
+        self._hear_of(asked)
+        return asked
+
+    def collect(self, n: int | None = None, cut: Callable[[int, int], None] | None = None) -> dict[int, Order]:
+        while True:
+            orders = super().collect(n, cut)
+            failures = self._unheard_of()
+            if not failures:
+                return orders
+            self._mend(failures)
 
     def gathered(self, orders: Mapping[int, Order]) -> list[dict[str, Moments]]:
         """What each worker gathered, in the order of the workers."""
@@ -112,8 +142,33 @@ class NodeCrew(Crew):
             for index, pid, worker in zip(node.workers, node.report["pids"], node.report["state"], strict=True)
         ]
 
+    def _hear_of(self, asked: list[Asked]) -> None:
+        """Notes what nodes were told; raises at once if one is gone that is not to be replaced."""
+        self._unheard += [(each, self.members[each.index].n_ordered) for each in asked if not each.is_over]
+        self._raise_gone(asked)
+
+    def _unheard_of(self) -> dict[int, BaseException]:
+        """Which nodes have run the rollouts that come next without what they were told before, and why.
+
+        What a job raises comes with the rollout itself: this is what Ray has not brought.
+
+        Raises:
+            Exception: that, of the first one, if nodes are not to be replaced.
+        """
+        self._unheard = [told for told in self._unheard if not told[0].is_over or told[0].error]
+        failures: dict[int, BaseException] = {}
+        for asked, number in self._unheard:
+            member = cast(NodeMember, self.members[asked.index])
+            if asked.error is not None and member.orders[0].number >= number:
+                if not self._mends:
+                    raise asked.error
+                failures.setdefault(asked.index, asked.error)
+                member.drop(number)
+        return failures
+
     def _succession(self, index: int) -> tuple[Any, ...]:
         """What the workers of a node that is gone have been through; each has one more restart."""
+        self._unheard = [(each, number) for each, number in self._unheard if each.index != index]
         n_lost = self.members[index].n_lost - self._n_told[index]
         self._n_told[index] = self.members[index].n_lost
         report = self._nodes.nodes[index].report

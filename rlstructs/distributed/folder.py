@@ -30,7 +30,7 @@ def write(folder: Path, memory: Mapping[str, Any], generator: Mapping[str, Any],
         generator: the state of the trainer's.
         shards: the bytes of each.
     """
-    run, names = secrets.token_hex(4), list[str]()
+    run, names, before = secrets.token_hex(4), list[str](), list[str]()
     folder.mkdir(parents=True, exist_ok=True)
     try:
         for shard, data in enumerate(shards):
@@ -44,8 +44,8 @@ def write(folder: Path, memory: Mapping[str, Any], generator: Mapping[str, Any],
             text.flush()
             os.fsync(text.fileno())
             before = _named(folder)
-    except BaseException:
-        _remove(folder, names)
+    except BaseException:  # before the header was there, or after
+        _remove(folder, {*names, *before} - {*_named(folder)})
         raise
     _remove(folder, before)
 
@@ -93,7 +93,7 @@ def _named(folder: Path) -> list[str]:
     try:
         names: list[str] = _header((folder / HEADER).read_text(errors="replace"))["shards"]
         return names
-    except (OSError, AttributeError, KeyError, TypeError, ValueError):
+    except (FileNotFoundError, AttributeError, KeyError, TypeError, ValueError):
         return []
 
 

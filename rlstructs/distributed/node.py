@@ -136,7 +136,7 @@ class NodeBatcher(RL_Batcher):
 
     def cut(self, number: int) -> None:
         """Ends rollouts below this number after the step that they are in; called while another thread runs one."""
-        with contextlib.suppress(IndexError):  # closed meanwhile
+        with contextlib.suppress(IndexError, TypeError):  # closed meanwhile
             for worker in range(len(self._books.blocks)):
                 self._books.cut(worker, number)
 

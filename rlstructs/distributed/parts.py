@@ -123,7 +123,7 @@ class Parts:
         recorded = Recorded(self.specs, sources, columns["lengths"], columns["reset"], finals, self._poisons)
         return Part(node, recorded, {name: columns[name] for name in self.layout.info})
 
-    def lost(self, node: int, infos: Mapping[str, torch.Tensor], n_rows: int) -> Part:
+    def lost(self, node: int, infos: Columns, n_rows: int) -> Part:
         """Rows of no steps.
 
         Args:
@@ -138,7 +138,7 @@ class Parts:
         }
         columns |= {field.name: np.zeros((0, *field.shape[2:]), _raw_dtype(field.dtype))
                     for field in self.layout.fields if field.sparse}  # fmt: skip
-        columns |= {name: raw_of(tensor) for name, tensor in infos.items()}
+        columns |= infos
         for column in columns.values():
             column.flags.writeable = False
         return self.of(node, columns)

@@ -8,8 +8,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from rlstructs.distributed import engine
@@ -29,6 +31,50 @@ PLACING = 60.0
 MENDING = 5.0
 # Seconds that nodes get to close their batchers.
 CLOSING = 6.0
+# Seconds after which it is looked whether there still is a connection to Ray: without one nothing ever comes.
+LOOKING = 1.0
+
+
+class Bell:
+    """Wakes those who wait when something has come, or never will.
+
+    Ray's own threads ring it: they must not wait for what is held while Ray is asked, so there is no lock in it.
+    """
+
+    def __init__(self) -> None:
+        self._listeners: list[SimpleQueue[None]] = []
+
+    def ring(self, _: Any = None) -> None:
+        """Something has happened."""
+        for listener in tuple(self._listeners):
+            listener.put(None)
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[SimpleQueue[None]]:
+        """A queue that has something to get for each ring from now on."""
+        listener: SimpleQueue[None] = SimpleQueue()
+        self._listeners.append(listener)
+        try:
+            yield listener
+        finally:
+            self._listeners.remove(listener)
+
+
+@dataclass(eq=False)
+class Request:
+    """What a node was asked.
+
+    Attributes:
+        reference: Ray's, of the reply.
+        reply: has it once it is on this machine; Ray begins to bring it as soon as it is there.
+        asked: what became of it.
+        limit: seconds that the node has, None for no limit.
+    """
+
+    reference: Any
+    reply: Future[tuple[bytes, Columns]]
+    asked: Asked
+    limit: float | None
 
 
 @dataclass
@@ -40,7 +86,7 @@ class Node:
         workers: its workers, of all.
         actor: Ray's handle of it.
         node_id, address, pid: where it runs, once that is known.
-        asked: what it has not replied to, the oldest first, each with Ray's reference and the seconds that it has.
+        asked: what it has not replied to, the oldest first.
         since: since when the oldest is waited for, in the time of `time.monotonic`.
         report: what it said last of its workers.
         noun: what it is called.
@@ -57,7 +103,7 @@ class Node:
     node_id: str = ""
     address: str = ""
     pid: int = 0
-    asked: deque[tuple[Any, Asked, float | None]] = field(default_factory=deque)
+    asked: deque[Request] = field(default_factory=deque)
     since: float = field(default_factory=time.monotonic)
     report: dict[str, Any] = field(default_factory=dict)
     error: WorkerError | None = None
@@ -67,12 +113,12 @@ class Node:
 
     def is_overdue(self) -> bool:
         """Whether its next reply is later than it may be."""
-        limit = self.asked[0][2] if self.asked else None
+        limit = self.asked[0].limit if self.asked else None
         return limit is not None and time.monotonic() >= self.since + limit
 
     def is_built(self) -> bool:
         """Whether it has its job, or is gone."""
-        return not self.asked or self.asked[0][1].label != BUILD
+        return not self.asked or self.asked[0].asked.label != BUILD
 
     @property
     def state(self) -> str:
@@ -112,7 +158,7 @@ class NodePool:
         self._settings, self._parts = engine.ray().put(settings), parts
         self._placement, self.timeout = placement, timeout
         # What was asked is looked at under it: `close` may be called while another thread waits for replies.
-        self._lock, self._is_over = threading.RLock(), False
+        self._lock, self._bell, self._is_over = threading.RLock(), Bell(), False
         ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
         self._workers = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         self.nodes: list[Node] = []
@@ -164,8 +210,9 @@ class NodePool:
             n: how many.
             fails_fast: whether one failure is enough.
         """
-        while nodes := self._awaited(asked, n, fails_fast):
-            self._wait(nodes)
+        with self._bell.heard() as rings:
+            while nodes := self._awaited(asked, n, fails_fast):
+                self._wait(nodes, rings)
         with self._lock:
             for each in asked:
                 if not each.is_over and not each.error and self.nodes[each.index].is_overdue():
@@ -216,9 +263,10 @@ class NodePool:
         try:
             if engine.ray().is_initialized():
                 asked = self.ask("close", only=[node.index for node in self.nodes if not (node.error or node.is_late)])
-            while not all(each.is_over for each in asked) and left > 0:
-                self._take(left)
-                left = deadline - time.monotonic()
+            with self._bell.heard() as rings:
+                while left > 0 and not self._all_over(asked):
+                    _await(rings, left)
+                    left = deadline - time.monotonic()
         finally:
             self.kill()
         if errors := [each.error for each in asked if each.error and not isinstance(each.error, WorkerError)]:
@@ -235,6 +283,8 @@ class NodePool:
     def _check_open(self) -> None:
         if self._is_over:  # by another thread
             raise WorkerError("the nodes were ended meanwhile")
+        if not engine.ray().is_initialized():
+            raise WorkerError("the connection to Ray was shut down meanwhile")
 
     def _end(self, node: Node, error: WorkerError) -> None:
         """Ends an actor, by force."""
@@ -249,7 +299,8 @@ class NodePool:
             if node.error is None:
                 node.error = error
             while node.asked:
-                node.asked.popleft()[1].end(error=bare(node.error))
+                node.asked.popleft().asked.end(error=bare(node.error))
+        self._bell.ring()
 
     def _started(self, index: int) -> Node:
         """An actor that Ray is to place; it takes requests already."""
@@ -277,7 +328,9 @@ class NodePool:
                 return asked
             if not node.asked:
                 node.since = time.monotonic()
-            node.asked.append((node.actor.call.remote(request, *shared), asked, limit))
+            reference = node.actor.call.remote(request, *shared)
+            node.asked.append(Request(reference, reference.future(), asked, limit))
+            node.asked[-1].reply.add_done_callback(self._bell.ring)
         return asked
 
     def values(self, asked: Sequence[Asked], *, fails_fast: bool = False) -> list[Any]:
@@ -291,8 +344,7 @@ class NodePool:
     def _awaited(self, asked: Sequence[Asked], n: int | None, fails_fast: bool) -> list[Node]:
         """Whom `settle` has to wait for; by one look at the clock, as the last deadline may pass at any moment."""
         self._check_open()
-        while self._take(0.0):
-            pass
+        self._take()
         self._prolong()
         if fails_fast and any(each.error for each in asked):
             return []
@@ -302,12 +354,12 @@ class NodePool:
         with self._lock:
             return [node for node in self.nodes if node.index in indexes and node.asked and not node.is_overdue()]
 
-    def _wait(self, nodes: Sequence[Node]) -> None:
-        """Takes what comes first, until the first of these is overdue; warns of those that are long to be placed."""
+    def _wait(self, nodes: Sequence[Node], rings: SimpleQueue[None]) -> None:
+        """Until something comes, or the first of these is overdue; warns of those that are long to be placed."""
         with self._lock:
-            ends = [node.since + limit for node in nodes if node.asked and (limit := node.asked[0][2]) is not None]
+            ends = [node.since + limit for node in nodes if node.asked and (limit := node.asked[0].limit) is not None]
             ends += [node.waited + PLACING for node in nodes if not node.is_built()]
-        self._take(max(0.0, min(ends) - time.monotonic()) if ends else None)
+        _await(rings, max(0.0, min([LOOKING, *(end - time.monotonic() for end in ends)])))
         now = time.monotonic()
         with self._lock:
             unplaced = [node for node in nodes if not node.is_built() and now >= node.waited + PLACING]
@@ -318,49 +370,53 @@ class NodePool:
     def _prolong(self) -> None:
         """Gives a node that has answered its time once more: to bring a long reply to this machine takes its own."""
         with self._lock:
-            late = {node.asked[0][0]: node for node in self.nodes if node.is_overdue() and not node.has_answered}
+            late = {node.asked[0].reference: node for node in self.nodes
+                    if node.is_overdue() and not node.has_answered}  # fmt: skip
             if late:
                 there, _ = engine.ray().wait(list(late), num_returns=len(late), timeout=0.0, fetch_local=False)
                 for reference in there:
                     late[reference].since, late[reference].has_answered = time.monotonic(), True
 
-    def _take(self, timeout: float | None) -> bool:
-        """Takes replies that come within so many seconds, None for any number; whether there were any."""
+    def _all_over(self, asked: Sequence[Asked]) -> bool:
+        """Whether all that was asked is over, with what has come."""
+        self._take()
+        return all(each.is_over for each in asked)
+
+    def _take(self) -> None:
+        """Takes the replies that are there."""
+        for node in self.nodes:
+            while self._receive(node):
+                pass
+
+    def _receive(self, node: Node) -> bool:
+        """Takes the reply to what a node was asked first, if it is there; whether it was."""
         with self._lock:
-            heads = {node.asked[0][0]: node for node in self.nodes if node.asked}
-        if not heads:
-            return False
-        # They are there when what they hold has been brought to this machine.
-        ready, _ = engine.ray().wait(list(heads), num_returns=len(heads) if timeout == 0.0 else 1, timeout=timeout)
-        for reference in ready:
+            if not (node.asked and node.asked[0].reply.done()):
+                return False
             with uninterrupted():
-                self._receive(heads[reference], reference)
-        return bool(ready)
+                reply, columns = self._reply(node)
+                if node.error is None:
+                    self._end_first(node, reply, columns)
+        return True
 
-    def _receive(self, node: Node, reference: Any) -> None:
-        """Takes the reply to what a node was asked first, unless another thread has."""
-        with self._lock:
-            if not node.asked or node.asked[0][0] != reference:
-                return
-            reply, columns = self._reply(node, reference)
-            if node.error is not None:
-                return
-            asked = node.asked.popleft()[1]
-            node.since, node.is_late, node.has_answered = time.monotonic(), False, False
-            if isinstance(reply, Exception):
-                asked.end(error=reply)
-            elif not isinstance(reply, Result):
-                asked.end(error=self._failure(node, asked, *reply))
-            else:
-                value, node.report = reply.value
-                if asked.label == BUILD:
-                    self._placed(node, *value)
-                asked.end((*value, columns) if columns else value)
+    def _end_first(self, node: Node, reply: Any, columns: Columns) -> None:
+        """What a node was asked first is over."""
+        asked = node.asked.popleft().asked
+        node.since, node.is_late, node.has_answered = time.monotonic(), False, False
+        if isinstance(reply, Exception):
+            asked.end(error=reply)
+        elif not isinstance(reply, Result):
+            asked.end(error=self._failure(node, asked, *reply))
+        else:
+            value, node.report = reply.value
+            if asked.label == BUILD:
+                self._placed(node, *value)
+            asked.end((*value, columns) if columns else value)
 
-    def _reply(self, node: Node, reference: Any) -> tuple[Any, Columns]:
+    def _reply(self, node: Node) -> tuple[Any, Columns]:
         """What a node has replied, or the exception to raise when just that is lost."""
         try:
-            data, columns = engine.ray().get(reference)
+            data, columns = node.asked[0].reply.result()
             return messages.loads(data), columns
         except Exception as error:  # of Ray: it says why there is none
             if engine.is_death(error):
@@ -392,14 +448,14 @@ class NodePool:
 
     def _gone(self, node: Node, error: Exception) -> WorkerError:
         """The error that says how a node ended."""
-        label = node.asked[0][1].label
+        label = node.asked[0].asked.label
         gone = WorkerCrashed(f"{node} is gone, with {self._held(node)}; last request: {label}", node.workers.start)
         gone.__cause__ = error.with_traceback(None)
         return gone
 
     def _lost(self, node: Node, error: Exception) -> Exception:
         """What to raise for a reply that does not come from a node that is there."""
-        text = f"the reply of {node} to {node.asked[0][1].label!r} is lost"
+        text = f"the reply of {node} to {node.asked[0].asked.label!r} is lost"
         lost: Exception = WorkerError(f"{text}: {error}", node.workers.start)
         if engine.is_full(error):
             lost = OutOfMemoryError(f"{text}: its machine's object store is full: {error}")
@@ -407,11 +463,17 @@ class NodePool:
         return lost
 
     def _late(self, node: Node) -> WorkerTimeout:
-        _, asked, limit = node.asked[0]
-        assert limit is not None
-        late = f"no reply within {limit} s to {asked.label!r} from {node}"
-        return WorkerTimeout(late if node.is_built() else self._unplaced(node, limit), node.workers.start)
+        request = node.asked[0]
+        assert request.limit is not None
+        late = f"no reply within {request.limit} s to {request.asked.label!r} from {node}"
+        return WorkerTimeout(late if node.is_built() else self._unplaced(node, request.limit), node.workers.start)
 
     def _unplaced(self, node: Node, seconds: float) -> str:
         return (f"{node} was not placed and built within {seconds:.1f} s; it needs {self._placement}, "
                 f"and free are {engine.ray().available_resources()}")  # fmt: skip
+
+
+def _await(rings: SimpleQueue[None], seconds: float) -> None:
+    """Until the next ring, for so long at most."""
+    with contextlib.suppress(Empty):
+        rings.get(timeout=seconds)

@@ -23,19 +23,22 @@ import torch
 from rlstructs.checks import check_count, check_timeout
 from rlstructs.distributed import engine, folder
 from rlstructs.distributed.actor import Columns
-from rlstructs.distributed.pool import Node, NodePool
+from rlstructs.distributed.pool import Bell, Node, NodePool
 from rlstructs.distributed.shard import (
     DATA,
     ENV_INDEX,
     INDEX,
     LEAF,
     LENGTHS,
+    ROW,
+    Beginning,
     Dtypes,
     ShardSettings,
 )
 from rlstructs.errors import ClosedError, MissingKeyError, SpecError, StateError
 from rlstructs.memories.trajectories import NAMES, lanes_of
 from rlstructs.replay.columns import cast
+from rlstructs.replay.expand import NEVER
 from rlstructs.replay.prioritised import exponent, largest_of, limit_of
 from rlstructs.replay.trajectories import STEP_ENDS, STEP_START
 from rlstructs.replay.values import host_array
@@ -58,11 +61,11 @@ class ShardPool(NodePool):
     def __getstate__(self) -> dict[str, Any]:
         """Another trainer may ask the same actors; what this one waits for, and how they were made, is not for it."""
         nodes = [dataclasses.replace(node, asked=deque()) for node in self.nodes]
-        return {**vars(self), "nodes": nodes, "_settings": None, "_lock": None}
+        return {**vars(self), "nodes": nodes, "_settings": None, "_lock": None, "_bell": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._lock = threading.RLock()
+        self._lock, self._bell = threading.RLock(), Bell()
 
     def _where(self, node: Node) -> str:
         return f"on {node}"
@@ -208,7 +211,7 @@ class RayReplay:
         n, names = check_count("batch_size", batch_size), list(self._names if names is None else names)
         if unknown := sorted(set(names) - set(self._names)):
             raise MissingKeyError(f"sample: no tensor(s) {unknown}, there are {sorted(self._names)}")
-        length = max(1, sequence_length)
+        length = check_count("sequence_length", sequence_length or 1)
         settings = {"sequence_length": length, "n_step": n_step, "gamma": gamma, "episode_ends": episode_ends}
         try:
             dtypes, columns = self._drawn(n, names, settings)
@@ -251,7 +254,7 @@ class RayReplay:
             return
         largest_of(values, limit_of(self._memory_size * self._num_envs, self._alpha))  # here: for all shards or none
         shards, rows = rows % self._n_shards, rows // self._n_shards
-        if rows.min() < 0 or (rows >= self._memory_size * np.array(self._sizes())[shards]).any():
+        if rows.min() < 0:
             raise IndexError("update_priorities: an index is none that a sample has had")
         asked: list[Asked] = []
         for shard in np.unique(shards):
@@ -368,6 +371,8 @@ class RayReplay:
         Raises:
             SpecError: a value does not fit; the columns may be cast in part.
         """
+        if not any(report["dtypes"] for report in self._reports()):
+            self._refresh()  # others may have added the first ones
         held: Dtypes = next((report["dtypes"] for report in self._reports() if report["dtypes"]), {})
         for name, key in self._names.items():
             dtype = held.get(name, dtypes[key])
@@ -377,7 +382,8 @@ class RayReplay:
 
     def _drawn(self, n: int, names: list[str], settings: dict[str, Any]) -> tuple[Dtypes, list[Columns]]:
         """The tensors' dtypes, and what each shard that draws some of `n` rows gives."""
-        counts = self._counts(n)
+        length = settings["sequence_length"]
+        counts = self._counts(n, (length, length > 1 and settings["episode_ends"] == NEVER))
         shards = [shard for shard, count in enumerate(counts) if count]
         # The others say, some time, what has become of them meanwhile: nothing else would tell.
         self._pool.ask("report", only=[node.index for node in self._pool.nodes
@@ -388,11 +394,14 @@ class RayReplay:
             columns["/" + INDEX] = columns["/" + INDEX] * self._n_shards + shard
         return parts[0][0], [columns for _, columns in parts]
 
-    def _counts(self, n: int) -> list[int]:
-        """How many of `n` rows each shard draws: one for each n-th of the total."""
-        masses = np.array([report["mass"] for report in self._reports()])
+    def _counts(self, n: int, kind: Beginning) -> list[int]:
+        """How many of `n` draws of this kind each shard makes: one for each n-th of the total."""
+        while any(kind not in report["masses"] for report in self._reports()):
+            self._pool.values(self._pool.ask("tell", kind))
+        masses = np.array([report["masses"][kind] for report in self._reports()])
         if not masses.sum() > 0:
-            raise SpecError("nothing to sample: there are no rows, or none has a priority above zero")
+            what = "rows" if kind == ROW else f"windows of {kind[0]} rows"
+            raise SpecError(f"nothing to sample: there are no {what}, or none has a priority above zero")
         ends = np.cumsum(masses)
         at = (np.arange(n) + self._rng.random(n)) / n * ends[-1]
         shards = np.minimum(np.searchsorted(ends, at, side="right"), np.flatnonzero(masses)[-1])

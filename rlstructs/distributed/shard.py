@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ import torch
 
 from rlstructs.distributed.actor import Columns, WithColumns
 from rlstructs.memories.torch import PrioritizedMemory
+from rlstructs.replay import expand
+from rlstructs.replay.samplers import Span
 from rlstructs.steps import raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
@@ -23,6 +26,14 @@ INDEX, LEAF, MASK, IS_FIRST, DISCOUNT = "index", "leaf", "mask", "is_first", "di
 # Of trajectories, beside their keys; and a file.
 ENV_INDEX, LENGTHS, DATA = "env_index", "lengths", "data"
 FORMAT = "npz"
+
+# What draws begin with: rows after which so many are stored, itself among them; and whether of the same episode.
+Beginning = tuple[int, bool]
+ROW: Beginning = (1, False)
+# Of how many kinds, beside single rows, reports say what they sum up to.
+N_KINDS = 8
+# Share of a sum below which a difference of two is not it.
+EXACT = 1e-6
 
 Dtypes = dict[str, torch.dtype]
 
@@ -49,10 +60,31 @@ class ShardSettings:
 class ShardMemory(PrioritizedMemory):
     """A memory that tells what a trainer needs to draw from several."""
 
-    def mass(self) -> tuple[float, float]:
-        """The sum of all priorities, to the power of alpha, and the smallest of them."""
+    # Which rows were the last that `_whole` was asked for, and of which kind, when.
+    _found: tuple[int, bytes, np.ndarray] | None = None
+
+    def masses(self, kinds: Sequence[Beginning]) -> tuple[dict[Beginning, float], float]:
+        """The sum of all priorities, to the power of alpha, of each of these kinds; and the smallest of all."""
         self._prioritised.follow(self._store().span())
-        return float(self._prioritised.tree.total), float(self._prioritised.tree.minimum)
+        tree = self._prioritised.tree
+        return {ROW: float(tree.total), **{kind: self._mass(*kind) for kind in kinds}}, float(tree.minimum)
+
+    def _mass(self, length: int, is_whole: bool) -> float:
+        store, tree = self._store(), self._prioritised.tree
+        span = store.span(length)
+        if is_whole and store.episodes is not None:
+            return float(tree.values[self._whole(span)].sum())
+        # Those that do not fit are few: the last ones of each environment.
+        mass = float(tree.total) - float(tree.values[store.span().newer(span.high)].sum())
+        return mass if mass > EXACT * tree.total else float(tree.values[span.every_row()].sum())
+
+    def _whole(self, span: Span) -> np.ndarray:
+        """Rows with as many of their episode as the span says, row ids; looked for when something was written."""
+        if self._found is None or self._found[:2] != (span.length, span.snapshot):
+            every, episodes = span.every_row(), self._store().episodes
+            assert episodes is not None
+            self._found = (span.length, span.snapshot, every[expand.fits(episodes, every, span.length)])
+        return self._found[2]
 
     @property
     def largest(self) -> float:
@@ -67,13 +99,36 @@ class ShardMemory(PrioritizedMemory):
         """What is known of the last `sample`."""
         picked = self._sampled()
         known = {
-            INDEX: self.get_sampling_indexes(),
             MASK: self.get_sampling_mask(),
             DISCOUNT: self.get_sampling_discounts(),
         }
         if IS_FIRST in picked.fields:
             known[IS_FIRST] = self.get_sampling_is_first()
-        return {LEAF: picked.fields["leaves"], **{name: tensor.numpy() for name, tensor in known.items()}}
+        rows = self.get_sampling_indexes().numpy()
+        index = rows + self._turns(self._store().span().steps(rows)) * self._n_rows
+        return {INDEX: index, LEAF: picked.fields["leaves"], **{name: each.numpy() for name, each in known.items()}}
+
+    def update_drawn(self, index: np.ndarray, priorities: np.ndarray) -> None:
+        """Sets the priorities of what `drawn` gave as `index`, of it what was not overwritten since.
+
+        Raises:
+            IndexError: one is of a row that is yet to come.
+        """
+        turns, rows = np.divmod(index, self._n_rows)
+        span = self._store().span()
+        steps = span.steps(rows)
+        if (turns > self._turns(steps)).any() or (steps < 0).any():
+            raise IndexError("update_priorities: an index is none that a sample has had")
+        held = (turns == self._turns(steps)) & span.holds(rows, steps)
+        self._prioritised.update(span, rows[held], priorities[held], is_last=True)
+
+    @property
+    def _n_rows(self) -> int:
+        return self.memory_size * self.num_envs
+
+    def _turns(self, steps: np.ndarray) -> np.ndarray:
+        """How often the rows that hold these steps were written to before."""
+        return np.asarray(steps // self.memory_size)
 
 
 class Shard:
@@ -89,14 +144,20 @@ class Shard:
         self._settings, self._num_envs, self._seed = settings, num_envs, seed
         self._memory = self._made()
         self._loaded: ShardMemory | None = None
+        self._kinds: deque[Beginning] = deque(maxlen=N_KINDS)
 
     def report(self) -> dict[str, Any]:
         """How many rows there are, what `ShardMemory` tells of them, bytes, and dtypes by name, if it has any rows."""
         memory = self._memory
-        mass, least = memory.mass()
+        masses, least = memory.masses(self._kinds)
         dtypes = {name: memory.get_tensor_by_name(name).dtype for name in self._settings.names} if len(memory) else {}
-        return {"rows": len(memory), "mass": mass, "least": least, "largest": memory.largest, "nbytes": memory.nbytes,
-                "dtypes": dtypes}  # fmt: skip
+        return {"rows": len(memory), "masses": masses, "least": least, "largest": memory.largest,
+                "nbytes": memory.nbytes, "dtypes": dtypes}  # fmt: skip
+
+    def tell(self, kind: Beginning) -> None:
+        """Has reports say what this kind sums up to."""
+        if kind != ROW and kind not in self._kinds:
+            self._kinds.append(kind)
 
     def extend(self, dtypes: Dtypes, largest: float, columns: Columns) -> None:
         """Appends the steps of trajectories.
@@ -131,7 +192,7 @@ class Shard:
 
     def update_priorities(self, columns: Columns) -> None:
         """Of `index` the `priority`."""
-        self._memory.update_priorities(columns[INDEX], columns["priority"])
+        self._memory.update_drawn(columns[INDEX], columns["priority"])
 
     def save(self) -> WithColumns:
         """Its file, as bytes."""
