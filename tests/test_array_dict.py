@@ -123,6 +123,18 @@ def test_missing_values_are_found_and_left_out():
     assert batch.isnull().y.tolist() == [False, False, True] and not batch.isnull().n.any() and batch.hasnull()
     assert batch.dropnull().n.tolist() == [0] and not batch.dropnull().hasnull()
     assert ArrayDict(x=torch.tensor([1.0, np.nan]).bfloat16()).isnull().x.tolist() == [False, True]
+    nothing = ArrayDict(x=np.full((1, 2), np.nan)).dropnull()
+    assert len(nothing) == len(nothing.dropnull()) == 0
+
+
+def test_lists_become_arrays():
+    batch = ArrayDict(obs=[1, 2, 3], more={"x": [torch.ones(2)] * 3})
+    batch.adv = [0.5, 1.5, 2.5]
+    batch.more.y = [[1], [2, 3], []]  # of no shape
+    batch.set_array_at_key([True, False, True], "kept")
+    assert len(batch) == 3 and batch[1].obs == 2 and batch.more.x.shape == (3, 2) and batch.kept.dtype == bool
+    assert [part.adv.tolist() for part in batch.split(2, shuffle=False)] == [[0.5, 1.5], [2.5]]
+    assert batch[1:].more.y.tolist() == [[2, 3], []]
 
 
 @pytest.mark.parametrize("library", [np.asarray, torch.as_tensor, jnp.asarray])

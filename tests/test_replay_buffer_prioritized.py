@@ -181,6 +181,16 @@ def test_a_priority_for_a_row_that_was_overwritten_is_dropped():  # C1
     assert buffer.weight.tolist() == [1] * 8
 
 
+def test_a_draw_of_nothing_is_no_draw():
+    buffer = made(8, alpha=1.0)
+    buffer.sample(None)
+    for _ in range(40):
+        buffer.sample(-1)
+    buffer.add(row(8))
+    buffer.update_weight([0, 1], [5.0, 5.0])  # the first of them is another row now
+    np.testing.assert_allclose(buffer.weight, [1, 5] + [1] * 6, rtol=1e-6)
+
+
 def test_rows_that_were_added_since_the_last_draw_may_be_given_priorities():  # as of the TD error that came with them
     buffer = made(8, alpha=1.0)
     assert buffer.maxsize == 8

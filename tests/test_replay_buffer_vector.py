@@ -12,6 +12,7 @@ from replay_rows import draws, fill, listed, row, rows, state_of
 
 from rlstructs import DictTensor, MissingKeyError, SpecError, TemporalDictTensor, Trajectories
 from rlstructs.replay import (
+    ArrayDict,
     PrioritizedReplayBuffer,
     PrioritizedVectorReplayBuffer,
     ReplayBuffer,
@@ -177,6 +178,20 @@ def test_extra_keys_are_kept():  # A21.16: dropped there
     assert buffer[:].returns.tolist() == [5, 6]
 
 
+@pytest.mark.parametrize("n", [4, 5, 6])
+def test_keys_that_come_later_are_kept_however_many_environments_there_are(n):
+    buffer, strict = VectorReplayBuffer(10 * n, n), VectorReplayBuffer(10 * n, n, new_keys="error")
+    flags = np.zeros(n, bool)
+    first = {"obs": np.arange(n), "act": flags, "rew": np.ones(n), "terminated": flags, "truncated": flags}
+    for each in (buffer, strict):
+        each.add(ArrayDict(first))
+    more = ArrayDict(first, info={"r": np.arange(n)})
+    buffer.add(more)
+    assert buffer[:].info.r.reshape(n, 2)[:, 1].tolist() == list(range(n))
+    with pytest.raises(SpecError, match="info/r"):
+        strict.add(more)
+
+
 def test_environments_do_not_share_a_random_stream():  # A21.1
     buffer = VectorReplayBuffer(80_000, 8)
     for part in range(8):
@@ -288,6 +303,7 @@ def test_structured_observations_of_trajectories_are_nested():
         return {f"{at}observation/{key}": torch.zeros(1, 2, 3)}
 
     batch = trajectories([[0.0, 1]], np.zeros((1, 2)), **steps("goal/x", ""), **steps("goal/x", "_"))
+    batch.trajectories.set("observation/raw_reward", torch.ones(1, 2))  # of `NormalizeReward`: it is no observation
     buffer = VectorReplayBuffer(4, 1)
     buffer.add_trajectories(batch)
     assert sorted(buffer._specs) == [

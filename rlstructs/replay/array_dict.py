@@ -17,7 +17,7 @@ class ArrayDict(dict[str, Any]):
     """Arrays by name, with a row each: its length is theirs, and an index that is no name picks rows.
 
     What is nested has names joined with `/`, and is reached as such too. Attributes are items. As of a `DictTensor`,
-    iterating gives the names.
+    iterating gives the names. Lists become arrays, or a tensor if they are of tensors.
 
     Args:
         given: a mapping, or pairs of name and array; or a list of mappings, each a row.
@@ -112,7 +112,7 @@ class ArrayDict(dict[str, Any]):
             self[name][index] = array
 
     def _set(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value)
+        super().__setitem__(name, array_ops.array_of(value) if isinstance(value, (list, tuple)) else value)
 
     def _delete(self, name: str) -> None:
         super().__delitem__(name)
@@ -287,7 +287,8 @@ class ArrayDict(dict[str, Any]):
         found = np.zeros(len(self), bool)
         for value in self.values():
             if _has_rows(value):
-                found |= array_ops.nulls(value).reshape(len(found), -1).any(1)
+                null = array_ops.nulls(value)
+                found |= null.any(axis=tuple(range(1, null.ndim)))
         made: A = self[~found]
         return made
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,18 @@ def tensor(value: Any, dtype: torch.dtype | None, device: torch.device | str | i
 def array(value: Any) -> Any:
     """A tensor as numpy has it; anything else as it is."""
     return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+
+
+def array_of(values: Sequence[Any]) -> Any:
+    """A list as an array, or as a tensor if it is of tensors; as an array of objects if those have other shapes."""
+    try:
+        if values and all(isinstance(value, torch.Tensor) for value in values):
+            return torch.stack(list(values))
+        return np.asarray(values)
+    except (ValueError, RuntimeError):
+        found = np.empty(len(values), object)
+        found[:] = values
+        return found
 
 
 def nulls(value: Any) -> np.ndarray:

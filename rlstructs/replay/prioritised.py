@@ -180,7 +180,8 @@ class Prioritised:
 
     def remember(self, span: Span, rows: np.ndarray) -> None:
         """Notes what was drawn, so that priorities which come too late can be told."""
-        self._draws.appendleft(Draw(rows, span))
+        if rows.size:
+            self._draws.appendleft(Draw(rows, span))
 
     def is_last(self, rows: np.ndarray, span: Span) -> bool:
         """Whether these are the rows of the last draw, and nothing was written since."""

@@ -202,6 +202,7 @@ class EpisodeRows(Buffer):
         flat = batch if dict not in map(type, batch.values()) else flat_items(batch, "add")
         if not self._ignored.isdisjoint(flat):
             flat = {name: values for name, values in flat.items() if name not in self._ignored}
+        flat = dict(flat) if type(flat) is ArrayDict else flat  # whose length is that of its rows
         rows: dict[str, Any] | None = flat
         if buffer_ids is None and not self._is_stacked:
             assert self._one_row is not None

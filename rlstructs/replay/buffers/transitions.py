@@ -29,7 +29,7 @@ RESERVED = (*REQUIRED, DONE, OBS_NEXT, "info", "policy")
 # What `get` and indexing give stacks of.
 STACKED = (OBS, OBS_NEXT, "info", "policy")
 # Keys of an observation that are no observation.
-NOT_SEEN = ("reward", "done", "terminated", "truncated", "initial_state")
+NOT_SEEN = ("reward", "raw_reward", "done", "terminated", "truncated", "initial_state")
 
 
 def top(name: str) -> str:
