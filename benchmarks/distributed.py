@@ -4,7 +4,8 @@
 
 Steps/s, in turns, with RLlib's environment runners on the same work (random actions, two runners) where they are
 installed. Then what a batch costs as its bytes grow: environments do nothing but hand out a frame, so that what is left
-is what it takes to bring it to the trainer. The exit code is 1 if a row is slower than it must be.
+is what it takes to bring it to the trainer. "Ray alone" is the floor of both: as many calls of actors that do nothing,
+answered with as many bytes. The exit code is 1 if a row is slower than it must be.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ import gymnasium
 import numpy as np
 import ray
 import torch
-from rollouts import TASKS, Run, Task, create_agent, create_env, ours, timed
+from rollouts import TASKS, Run, Task, batcher, create_agent, create_env, ours, timed
 
 from rlstructs import GymEnvInf, RandomAgent, RayBatcher, RL_Batcher
+from rlstructs.distributed.engine import INLINE
 
 # Share of what `RL_Batcher` reaches.
 MUST = {"cartpole-64": 0.85, "halfcheetah-64": 0.95, "halfcheetah-8": 0.95}
@@ -88,6 +90,39 @@ def rllib(task: Task) -> Iterator[Run]:
             ray.kill(runner)
 
 
+class Sender:
+    """Hands out so many bytes and does nothing else."""
+
+    def __init__(self, n_bytes: int) -> None:
+        self.frames = np.zeros(n_bytes, np.uint8)
+
+    def send(self) -> np.ndarray:
+        return self.frames
+
+
+@contextlib.contextmanager
+def ray_alone(n_bytes: int) -> Iterator[Callable[[], object]]:
+    """A call of each of two actors, which share so many bytes."""
+    in_reply = {"RAY_max_direct_call_object_size": str(INLINE)}  # as RayBatcher's: small ones do not go by the store
+    make = ray.remote(Sender).options(num_cpus=0, runtime_env={"env_vars": in_reply}).remote
+    senders = [make(max(1, n_bytes // N_NODES)) for _ in range(N_NODES)]
+    try:
+        yield lambda: ray.get([sender.send.remote() for sender in senders])
+    finally:
+        for sender in senders:
+            ray.kill(sender)
+
+
+def batch_bytes(task: Task) -> int:
+    """Bytes of one batch."""
+    with batcher(task, task.n_workers) as collecting:
+        collecting.reset()
+        collecting.execute()
+        trajectories, _ = collecting.get()
+        parts = (trajectories.info, trajectories.trajectories)
+        return sum(tensor.nbytes for part in parts for tensor in part.values())
+
+
 def compare(task: Task, repeats: int, seconds: float) -> bool:
     """One row: every contender in turn; whether it is as quick as it must be."""
     contenders: dict[str, Callable[[Task], Any]] = {"RL_Batcher": ours, "RayBatcher": nodes}
@@ -108,7 +143,13 @@ def compare(task: Task, repeats: int, seconds: float) -> bool:
     is_quick = shares["RayBatcher"] >= MUST[task.name]
     print(f"{task.name:15} " + " | ".join(cells))
     verdict = "ok" if is_quick else "TOO SLOW"
-    print(f"{'':15} share {shares['RayBatcher']:.2f}, must {MUST[task.name]:.2f}: {verdict}", flush=True)
+    print(f"{'':15} share {shares['RayBatcher']:.2f}, must {MUST[task.name]:.2f}: {verdict}")
+    n_bytes, batch_ms = batch_bytes(task), 1e3 * task.n_all * task.n_timesteps / statistics.median(speeds["RL_Batcher"])
+    with ray_alone(n_bytes) as calls:
+        calls_ms = statistics.median(milliseconds({"Ray alone": calls}, 20 * repeats)["Ray alone"])
+    over_ms = batch_ms * (1 / shares["RayBatcher"] - 1)
+    print(f"{'':15} a batch: RL_Batcher {batch_ms:.2f} ms, RayBatcher {over_ms:+.2f} ms, Ray alone with its "
+          f"{n_bytes / MEGABYTE:.2f} MB {calls_ms:.2f} ms", flush=True)  # fmt: skip
     return is_quick
 
 
@@ -132,27 +173,38 @@ def create_frames(n_bytes: int, seed: int) -> GymEnvInf:
     return GymEnvInf([Frames(n_bytes)], seed)
 
 
+def milliseconds(steps: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """What each takes, in turns; the first three times are not counted."""
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(repeats + 3):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            found[name].append(1e3 * (time.perf_counter() - start))
+    return {name: values[3:] for name, values in found.items()}
+
+
 def cost(size: float, repeats: int) -> None:
     """One row: milliseconds of a batch of so many bytes of frames, each once."""
     arguments = (
         N_TIMESTEPS, RandomAgent, {"action_space": gymnasium.spaces.Discrete(2)}, create_frames,
         {"n_bytes": max(1, int(size / N_NODES / (N_TIMESTEPS + 1)))}, N_NODES, 0,
     )  # fmt: skip
-    found: dict[str, list[float]] = {"RL_Batcher": [], "get": [], "lease": []}
-    with RL_Batcher(*arguments) as alone, RayBatcher(*arguments, n_nodes=N_NODES) as batcher:
-        steps = {
+    with (
+        RL_Batcher(*arguments) as alone,
+        RayBatcher(*arguments, n_nodes=N_NODES) as over_ray,
+        ray_alone(int(size)) as calls,
+    ):
+        found = milliseconds({
             "RL_Batcher": stepping(alone, 1, leases=False),
-            "get": stepping(batcher, 1, leases=False),
-            "lease": stepping(batcher, 1, leases=True),
-        }
-        for _ in range(repeats + 3):
-            for name, step in steps.items():
-                start = time.perf_counter()
-                step()
-                found[name].append(time.perf_counter() - start)
-    alone_ms, get_ms, lease_ms = (1e3 * statistics.median(values[3:]) for values in found.values())
-    print(f"{size / MEGABYTE:8.2f} MB: RL_Batcher {alone_ms:7.2f} ms | RayBatcher {get_ms:7.2f} ms, "
-          f"{get_ms - alone_ms:+7.2f} | with lease {lease_ms:7.2f} ms", flush=True)  # fmt: skip
+            "RayBatcher": stepping(over_ray, 1, leases=False),
+            "with lease": stepping(over_ray, 1, leases=True),
+            "Ray alone": calls,
+        }, repeats)  # fmt: skip
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    cells = " | ".join(f"{name} {median:7.2f} ms" for name, median in medians.items())
+    print(f"{size / MEGABYTE:8.2f} MB: {cells} | RayBatcher {medians['RayBatcher'] - medians['RL_Batcher']:+7.2f} ms",
+          flush=True)  # fmt: skip
 
 
 def main() -> None:

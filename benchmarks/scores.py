@@ -8,7 +8,7 @@ others run when `--rows` names them: Pong and HalfCheetah take long, one seed (`
 added to every command. Runs take turns, one at a time, and each appends a line to `--out`:
 
     {"row": "ppo", "commit": "1c431aa", "command": "examples/ppo.py --n-steps 198656 --seed 0", "seed": 0,
-     "task": "CartPole-v1", "score": 500.0, "steps": 198656, "steps_per_second": 9120, "seconds": 28.3}
+     "task": "CartPole-v1", "score": 500.0, "steps": 198656, "steps_per_second": 9120, "waiting": 0.09, "seconds": 28.3}
 
 (a run's seconds are those of the whole program, its steps/s those of the training alone; some say for how much of it
 they waited for rollouts). The same command goes on where one was ended: a run that has a line is not done again, unless
