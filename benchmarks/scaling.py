@@ -313,7 +313,7 @@ def main() -> int:
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--network", nargs="+", metavar="RATE")
     parser.add_argument("--workers", type=int, default=64, help="of each node; default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each batcher; default: %(default)s")
     parser.add_argument("--inside", metavar="ADDRESS", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
