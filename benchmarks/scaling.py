@@ -6,7 +6,7 @@
 
 `--network` makes two network namespaces, joined by a link that a token bucket shapes to each of these rates, with a Ray
 node in each, and the trainer beside the first. Of each work it measures a batcher on the first node, predicts by the
-model what it gives on the second one, and measures that.
+model what it gives on the second one, and measures that, in turns with the first; the ratio is the median of turns.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import operator
 import os
 import signal
 import statistics
@@ -30,8 +31,8 @@ ROOT = Path(__file__).parent.parent
 PAYLOAD = 1448 / 1514
 # The prediction is to be so near.
 TOLERANCE = 0.2
-# Rollouts of a turn, those before them that do not count, and how many there are in all at least.
-BLOCK, SKIPPED, LEAST = 8, 2, 24
+# Rollouts of a turn, those before them that do not count where workers run ahead, and turns at least.
+BLOCK, SKIPPED, LEAST = 4, 2, 6
 # Nodes, and the seconds within which all of them have surely answered.
 MANY, SETTLED = 4, 0.3
 
@@ -155,18 +156,20 @@ def batcher(work: Work, run_ahead: int, n_nodes: int = 1, **where: Any) -> Any:
     return RayBatcher(work.n_timesteps, *made, n_nodes, 0, n_nodes=n_nodes, run_ahead=run_ahead, **where)
 
 
-def medians(steps: Sequence[Callable[[], Any]], seconds: float) -> list[float]:
-    """Median seconds of a rollout of each; they take turns, in blocks."""
+def turns(steps: Sequence[Callable[[], Any]], seconds: float, run_ahead: int = 0) -> list[list[float]]:
+    """Median seconds of a rollout in each turn of each: what they are compared by, as a machine's speed drifts."""
     found: list[list[float]] = [[] for _ in steps]
+    skipped = SKIPPED * run_ahead  # what runs ahead has done so while the other was measured
     end = time.perf_counter() + seconds * len(steps)
     while time.perf_counter() < end or len(found[-1]) < LEAST:
-        for step, times in zip(steps, found, strict=True):
-            for number in range(SKIPPED + BLOCK):
+        for step, medians in zip(steps, found, strict=True):
+            times = []
+            for _ in range(skipped + BLOCK):
                 start = time.perf_counter()
                 step()
-                if number >= SKIPPED:  # what runs ahead has done so while the other was measured
-                    times.append(time.perf_counter() - start)
-    return [statistics.median(times) for times in found]
+                times.append(time.perf_counter() - start)
+            medians.append(statistics.median(times[skipped:]))
+    return found
 
 
 def measure(seconds: float) -> None:
@@ -181,7 +184,7 @@ def measure(seconds: float) -> None:
     large = replace(small, nbytes=n_large)
     with batcher(small, 0) as first, batcher(large, 0) as second, batcher(large, 0) as third:
         steps = [stepping(first, 1, False), stepping(second, 1, False), stepping(third, 1, leases=True)]
-        call, whole, stored = medians(steps, seconds)
+        call, whole, stored = map(statistics.median, turns(steps, seconds))
         nbytes = second.nbytes
     per_node = []
     with batcher(small, 0, n_nodes=MANY) as many:
@@ -273,15 +276,15 @@ def network(rate: str, seconds: float) -> bool:
 
 def judge(rate: str, found: Mapping[str, Any], machine: Constants) -> bool:
     """Prints what was predicted and what came."""
-    is_right = True
+    is_right, sent = True, sending(found["nbytes"], machine)
     for name, suffix in (("in turn", ""), ("ahead", "_ahead")):
-        near, far, steps = found["near" + suffix], found["far" + suffix], found["n_steps"]
-        parts_of_it = {"all but the network": near, "network": sending(found["nbytes"], machine)}
-        predicted = total(parts_of_it, ahead=bool(suffix))
-        ratio = predicted / far
+        near, far = found["near" + suffix], found["far" + suffix]
+        predicted = [total({"all but the network": each, "network": sent}, ahead=bool(suffix)) for each in near]
+        ratio = statistics.median(map(operator.truediv, predicted, far))
         is_right &= abs(ratio - 1) <= TOLERANCE
-        print(f"{rate:8} {found['name']:18} {name:8} near {steps / near:10,.0f} steps/s, predicted "
-              f"{steps / predicted:10,.0f}, measured {steps / far:10,.0f}: {ratio:.2f} of it", flush=True)  # fmt: skip
+        speeds = [found["n_steps"] / statistics.median(seconds) for seconds in (near, predicted, far)]
+        print(f"{rate:8} {found['name']:18} {name:8} near {speeds[0]:10,.0f} steps/s, predicted {speeds[1]:10,.0f}, "
+              f"measured {speeds[2]:10,.0f}: {ratio:.2f} of it, in {len(far)} turns", flush=True)  # fmt: skip
     return is_right
 
 
@@ -296,8 +299,8 @@ def inside(address: str, seconds: float) -> None:
         for suffix, run_ahead in (("", 0), ("_ahead", 1)):
             with batcher(work, run_ahead, resources={"near": 1}) as near:
                 with batcher(work, run_ahead, resources={"far": 1}) as far:
-                    found["near" + suffix], found["far" + suffix] = medians(
-                        [stepping(each, 1, leases=False) for each in (near, far)], seconds
+                    found["near" + suffix], found["far" + suffix] = turns(
+                        [stepping(each, 1, leases=False) for each in (near, far)], seconds, run_ahead
                     )  # fmt: skip
                     found["nbytes"] = near.nbytes // (run_ahead + 1)
         print(json.dumps(found), flush=True)
