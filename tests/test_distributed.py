@@ -750,10 +750,9 @@ def test_actors_run_where_there_is_room_and_the_one_that_finds_none_says_so(clus
                 counting(n_nodes=1, timeout=0.1, resources={"CPU": 1})
 
 
-def test_without_ray_it_is_said_what_to_install(subprocess_env):
-    text = textwrap.dedent("""
-        import sys
-        sys.modules["ray"] = None
+@pytest.mark.parametrize("there", ["None", "types.ModuleType('ray')"], ids=["nothing", "a folder called ray"])
+def test_without_ray_it_is_said_what_to_install(subprocess_env, there):
+    text = f"import sys, types; sys.modules['ray'] = {there}" + textwrap.dedent("""
         import rlstructs
         print(rlstructs.RayBatcher.__name__)
         for make in (lambda: rlstructs.RayBatcher(1, None, {}, None, {}, 1, 0), lambda: rlstructs.RayReplay(1, 1)):

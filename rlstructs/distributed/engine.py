@@ -34,6 +34,7 @@ def ray(what: str = "RayBatcher") -> Any:
     """
     try:
         import ray
+        from ray import init  # noqa: F401  a folder called ray, such as Ray's own in /tmp, is a module too
     except ImportError as error:
         raise ImportError(f"{what} needs ray: pip install 'rlstructs[ray]'") from error
     return ray
