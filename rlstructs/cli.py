@@ -7,7 +7,8 @@
     rlstructs bench tune CartPole-v1 --seconds 20
 
 Exit codes: 0; 2 after an error, which is one line on stderr; 130 after Ctrl-C, with what had been
-collected or recorded written. What is heavy to import is imported by what needs it, so that `--help` is quick.
+collected or recorded written; 141, silently, when nobody reads what is printed any more (`| head`).
+What is heavy to import is imported by what needs it, so that `--help` is quick.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import importlib.metadata
 import math
 import os
 import platform
+import select
 import signal
 import sys
 import threading
@@ -34,7 +36,7 @@ from workers.start import default_start_method
 if TYPE_CHECKING:
     from rlstructs.collect import Collected, Settings
 
-INTERRUPTED, FAILED = 130, 2
+INTERRUPTED, FAILED, UNREAD = 130, 2, 141
 PACKAGES = ("torch", "numpy", "gymnasium", "jax", "warp-lang", "cloudpickle", "h5py", "matplotlib", "ray")
 
 
@@ -52,15 +54,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(arguments)
         debug = options.debug
         code: int = options.run(options)
+        sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         print("rlstructs: interrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:  # an environment may raise anything
+        if isinstance(error, BrokenPipeError) and _is_unread():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
+            return UNREAD
         if debug:
             raise
         print(f"rlstructs: error: {_one_line(error)}", file=sys.stderr)
         return FAILED
+
+
+def _is_unread() -> bool:
+    """Whether nobody reads what is printed any more: the other end of the pipe is closed."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout.fileno(), 0)
+    except OSError:  # a notebook's
+        return False
+    return bool(poll.poll(0))
 
 
 class _Parser(argparse.ArgumentParser):

@@ -132,6 +132,7 @@ ENVIRONMENTS = {
     "Cli/Long-v1": (Count, {"length": 10_000}),
     "Cli/Worded-v0": (Worded, {}),
     "Cli/Mute-v0": (Faulty, {"where": "step", "error": lambda *_: MuteError()}),
+    "Cli/Pipe-v0": (Faulty, {"where": "step", "error": lambda *_: BrokenPipeError("lost its server")}),
     "Cli/Gone-v0": (Faulty, {"where": "step", "error": None}),
     **{f"Cli/{where}-v0": (Faulty, {"where": where}) for where in ("constructor", "reset", "step", "close")},
 }
@@ -464,6 +465,7 @@ FAULTS = {
     "Cli/step-v0": r"OddError: it went wrong \(in worker 0; .*\)",
     "Cli/close-v0": r"OddError: it went wrong \(in worker 0; .*\)",
     "Cli/Mute-v0": r"MuteError: its message cannot be shown \(in worker 0; .*\)",
+    "Cli/Pipe-v0": r"BrokenPipeError: lost its server \(in worker 0; .*\)",
     "Cli/Gone-v0": r"worker 0 \(pid \d+\) is gone: exit code 5; last request: rollout",
 }
 
@@ -538,6 +540,15 @@ def test_info_says_what_is_in_a_file(run, tmp_path, content, lines):
     first, *rest = stdout.splitlines()
     assert (code, stderr, rest) == (0, "", lines[1:])
     assert re.fullmatch(rf"{path}: {lines[0]}, 0\.00 MB", first)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_pipe_that_nobody_reads_ends_it_silently(start, subprocess_env, unbuffered):
+    subprocess_env["PYTHONUNBUFFERED"] = unbuffered
+    process = start("info", "--system")
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(DEADLINE) == 141
 
 
 def test_info_system_names_versions_and_imports_none_of_them(subprocess_env):
