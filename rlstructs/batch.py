@@ -32,8 +32,8 @@ class Batch:
         # Of which part and row each row of the batch is.
         self._order = None if len(parts) == 1 else np.argsort(rows)
         self._rows = rows if self._order is None else rows[self._order]
-        self.lengths = torch.from_numpy(self._ordered([slots.lengths[rows] for slots, rows in parts]))
-        self.n_timesteps = int(self.lengths.max()) if rows.size else 0
+        lengths = self._ordered([slots.lengths[rows] for slots, rows in parts])
+        self.lengths, self.n_timesteps = torch.from_numpy(lengths), int(lengths.max(initial=0))
 
     def read(self, out: Trajectories | None = None) -> Trajectories:
         """All of it in private memory, or in `out`, which fits."""

@@ -67,7 +67,7 @@ class Books:
     def rows_of(self, member: int) -> np.ndarray:
         """The global indexes of those of a member that run."""
         which, block = self._running[member], self.blocks[member]
-        return np.asarray(block.start + (np.arange(len(block)) if which is None else np.array(which, np.int64)))
+        return np.arange(block.start, block.stop) if which is None else block.start + np.array(which, np.int64)
 
     def put_infos(self, infos: Mapping[str, DictTensor]) -> None:
         """Has `agent_info` and `env_info` be in force."""

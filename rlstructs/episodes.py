@@ -68,22 +68,25 @@ class EpisodeTracker:
         self._grow(int(env_index.max()) + 1)
         rewards, done = (as_array(steps[key]) for key in needed)
         lengths, n_timesteps = as_array(steps.lengths), done.shape[1]
+        # One column more, of zeros: after its last end every row has a segment that has not ended.
+        padded = np.zeros((env_index.size, n_timesteps + 1))
+        padded[:, :-1] = rewards
         shortest = int(lengths.min())
-        padding = np.arange(shortest, n_timesteps) >= lengths[:, None]
         if shortest < n_timesteps:
+            padding = np.arange(shortest, n_timesteps) >= lengths[:, None]
+            padded[:, shortest:-1][padding] = 0
             done = done.copy()
             done[:, shortest:][padding] = False
         rows, times = where_true(done)
+        if not rows.size:  # as of most rollouts where episodes are long
+            self._returns[env_index] += padded.sum(axis=1)
+            self._lengths[env_index] += lengths
+            return
         terminated, truncated = (
             as_array(steps[key])[rows, times].astype(bool) if key in steps else None
             for key in ("_observation/terminated", "_observation/truncated")
         )
-        flags = _flags(terminated, truncated, rows.size)
-        # One column more, of zeros: after its last end every row has a segment that has not ended.
-        padded = np.zeros((env_index.size, n_timesteps + 1))
-        padded[:, :-1] = rewards
-        padded[:, shortest:-1][padding] = 0
-        self._add(env_index, lengths, padded, rows, times, flags)
+        self._add(env_index, lengths, padded, rows, times, _flags(terminated, truncated, rows.size))
 
     def _add(
         self,
@@ -111,8 +114,7 @@ class EpisodeTracker:
         returns[first] += self._returns[env_index]
         sizes[first] += self._lengths[env_index]
         self._returns[env_index], self._lengths[env_index] = returns[last], sizes[last]
-        if rows.size:
-            self._keep((returns[ended], sizes[ended], env_index[rows], *flags))
+        self._keep((returns[ended], sizes[ended], env_index[rows], *flags))
 
     def _keep(self, block: tuple[np.ndarray, ...]) -> None:
         self._ended.append(block)
