@@ -61,9 +61,9 @@ class RandomAgent(RL_Agent):
             draw.forget()
 
 
-# Rows. A few calls draw any number of them, and in a loop with an environment each call finds cold caches:
-# drawing for every step anew took longer than all else that a rollout adds to its environments.
-AHEAD = 4096
+# Batches, and rows in all of them. A few calls draw any number of rows, and in a loop with an environment each call
+# finds cold caches: drawing for every step anew took longer than all else that a rollout adds to its environments.
+BATCHES_AHEAD, ROWS_AHEAD = 512, 2**16
 
 
 class _Ahead:
@@ -77,7 +77,7 @@ class _Ahead:
     def __call__(self, n: int) -> torch.Tensor:
         if not self._batches or n != self._n:
             # A new tensor each time: what was given away is never written again.
-            n_batches = max(1, AHEAD // max(1, n))
+            n_batches = max(1, min(BATCHES_AHEAD, ROWS_AHEAD // max(1, n)))
             drawn = self._draw(n_batches * n)
             self._batches = list(drawn.reshape(n_batches, n, *drawn.shape[1:]).unbind())
             self._n = n
