@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rlstructs.debug import poison
-from rlstructs.rows import Packing, Rows, TensorSpec, where_true
+from rlstructs.rows import RECORD, Packing, Rows, TensorSpec, put_where, where_true
 from rlstructs.steps import raw_of, tensor_of
 
 # The bits of bfloat16's NaN.
@@ -88,7 +88,36 @@ class Recorded:
             return
         finals = self.finals(at if rows is None else rows[at], times)
         for key, final in finals.arrays().items():
-            taken[f"_observation/{key}"][at, times] = final
+            put_where(taken[f"_observation/{key}"], at, times, final)
+
+
+class Ends:
+    """The steps whose next observation lies among the finals, and these, block by block as they are asked for.
+
+    Args:
+        packing: how observations lie in blocks.
+        final: block -> (N, T, ...).
+        reset: bool (N, T), which steps.
+    """
+
+    def __init__(self, packing: Packing, final: dict[str, np.ndarray], reset: np.ndarray) -> None:
+        self._packing, self._final, self.n_timesteps = packing, final, reset.shape[1]
+        self.rows, self.times = where_true(reset)
+        self._found: dict[str, np.ndarray] = {}
+
+    def __getitem__(self, key: str) -> np.ndarray:
+        """The finals of a key, (K, ...)."""
+        name = key if key in self._packing.blocks else RECORD
+        if name not in self._found:
+            self._found[name] = self._final[name][self.rows, self.times]
+        return self._packing.view(self._found, key)
+
+
+def patched(seen: np.ndarray, key: str, ends: Ends) -> torch.Tensor:
+    """`_observation/key` of every row, private memory, of what was seen (N, T+1, ...)."""
+    following = np.array(seen[:, 1 : ends.n_timesteps + 1], order="C")
+    put_where(following, ends.rows, ends.times, ends[key])
+    return torch.from_numpy(following)
 
 
 def sources_of(seen: Mapping[str, np.ndarray], action: Mapping[str, np.ndarray]) -> dict[str, Source]:

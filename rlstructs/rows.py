@@ -141,6 +141,14 @@ def where_true(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return rows, flat - rows * mask.shape[1]
 
 
+def put_where(array: np.ndarray, rows: np.ndarray, times: np.ndarray, values: np.ndarray) -> None:
+    """`array[rows, times] = values`, for an array (B, T, ...) and values (K, ...)."""
+    if array.flags.c_contiguous:  # one index takes numpy a third of the time that two take
+        array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])[rows * array.shape[1] + times] = values
+    else:
+        array[rows, times] = values
+
+
 def specs_of(tensors: DictTensor) -> dict[str, TensorSpec]:
     """Row shape and dtype of each key."""
     return {key: (tuple(tensor.shape[1:]), tensor.dtype) for key, tensor in tensors.items()}

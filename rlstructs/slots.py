@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from rlstructs.errors import MissingKeyError, SpecError, StateError
-from rlstructs.recorded import Recorded, blocks_of, sources_of, specs_of_steps
+from rlstructs.recorded import Ends, Recorded, blocks_of, patched, sources_of, specs_of_steps
 from rlstructs.rows import Packing, Rows, TensorSpec, numpy_specs, where_true
 from rlstructs.steps import Mover, Steps, entries, put, raw_of, staged, tensor_of, type_name
 from rlstructs.structures.base import check_same_keys, show
@@ -378,14 +378,9 @@ class Slots:
         if not self._reset[:, :n_timesteps].any():
             following = {f"_observation/{key}": column[:, 1 : n_timesteps + 1] for key, column in seen.items()}
             return Lent(views | following, {})
-        return Lent(views, {f"_observation/{key}": functools.partial(self._patched, key, n_timesteps) for key in seen})
-
-    def _patched(self, key: str, n_timesteps: int) -> torch.Tensor:
-        """`_observation/key` of every row, private memory."""
-        following = np.array(self._steps.arrays[key][:, 1 : n_timesteps + 1], order="C")
-        at = where_true(self._reset[:, :n_timesteps])
-        following[at] = self._packing.view(self._final, key)[at]
-        return torch.from_numpy(following)
+        ends = Ends(self._packing, self._final, self._reset[:, :n_timesteps])
+        return Lent(views, {f"_observation/{key}": functools.partial(patched, array, key, ends)
+                            for key, array in self._steps.arrays.items()})  # fmt: skip
 
     def _blocks(self, prefix: str) -> dict[str, np.ndarray]:
         names = [prefix + name for name in self._packing.blocks]

@@ -162,10 +162,10 @@ class Mover:
         """
         if not source.size or not target.size:
             return
-        if self._gaps is None:
-            target[...] = source[:, : target.shape[1]]
-            return
         found, to = entries(source), entries(target)
+        if self._gaps is None:
+            to[...] = found[:, : to.shape[1]]
+            return
         strides = [stride // found.itemsize for stride in found.strides]
         size = (found.shape[0] - 1) * strides[0] + (found.shape[1] - 1) * strides[1] + 1
         flat = np.lib.stride_tricks.as_strided(found, (size,), (found.itemsize,), writeable=False)
