@@ -1474,6 +1474,17 @@ def test_integers_that_jax_cannot_hold_make_no_tensor():
     assert (memory.get_tensor_names(), len(memory)) == ([], 0)
 
 
+def test_a_function_of_jax_is_compiled_once_for_the_batches_of_a_memory():
+    import jax
+
+    memory, double = make("jax", 4, 2, {"x": ("float32", 3)}), jax.jit(lambda batch: [2 * x for x in batch])
+    memory.add_samples(x=np.ones((2, 3), np.float32))
+    for _ in range(10):
+        [batch] = memory.sample(["x"], batch_size=5)
+        double(batch)
+    assert double._cache_size() == 1
+
+
 KEYS = {
     "observations": "observation/frame", "next_observations": "_observation/frame", "actions": "action/action",
     "rewards": "_observation/reward", "terminated": "_observation/terminated", "truncated": "_observation/truncated",

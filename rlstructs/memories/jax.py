@@ -84,14 +84,16 @@ class Jax:
         named = [a if a.dtype == dtype else a.view(dtype) for a, dtype in zip(arrays, dtypes, strict=True)]
         kind = (*[a.shape for a in named], *dtypes)
         times = self._seen[kind] = self._seen.get(kind, 0) + 1
+        is_default = device == (jax.config.jax_default_device or jax.devices()[0])
         put: list[jax.Array]
-        if times > OFTEN and named:
+        if times > OFTEN and named and is_default:
             put = list(_as_they_are(*named))
-            if put[0].device == device:
-                return put
-        elif len(self._seen) > MOST_KINDS:
+            return put
+        if len(self._seen) > MOST_KINDS:
             self._seen.clear()
-        put = jax.device_put(named, device)  # all at once: each call has its price
+        # All at once: each call has its price. Not bound to the default device, as what `_as_they_are` gives is not: a
+        # function is compiled again for arguments that are bound and others that are not.
+        put = jax.device_put(named, None if is_default else device)
         return put
 
     def live(self, array: Any, dtype: np.dtype, name: str) -> jax.Array:
