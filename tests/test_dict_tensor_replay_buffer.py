@@ -191,12 +191,16 @@ def test_a_tensordict_comes_in_and_leaves_as_one(tmp_path):
         assert isinstance(batch, TensorDict) and batch.batch_size == (4,) and set(info) == {"index"}
         assert (batch["next", "reward"] == buffer["next", "reward"][batch["index"]]).all()
         assert isinstance(one[:], TensorDict) and one[2].batch_size == () and one[2]["next", "reward"] == 2
-        assert isinstance(one["next"], TensorDict) and set(one[:].keys()) == {"obs", "next"}
+        assert isinstance(one["next"], TensorDict) and set(one[:].keys()) == {"obs", "next", "index"}
+        found = [one[index]["index"].tolist() for index in (slice(1, 3), -1, [5, 0])]
+        assert found == [[1, 2], 6, [5, 0]]
+        assert batch.device == one[:].device == torch.device("cpu")
     other = made(batch_size=4, framework="numpy")
     other.load(tmp_path / "buffer.npz")
     assert type(other.sample()) is type(other[:]) is ArrayDict
     buffer[:2] = TensorDict({"next": {"reward": torch.tensor([7.0, 8.0])}}, [2])
-    assert held(buffer)[:2] == [7, 8]
+    buffer[:] = buffer[:]
+    assert held(buffer)[:3] == [7, 8, 2]
     numpys = made(framework="numpy")
     numpys.extend(TensorDict(numbered(0, 6), [6]))
     assert type(numpys.sample(2)) is ArrayDict
@@ -915,3 +919,13 @@ def checked_rows(start, n):
     """Rows whose columns say whether they belong together."""
     x = torch.arange(start, start + n)[:, None] + torch.arange(200)
     return {"n": torch.arange(start, start + n), "x": x, "sum": x.sum(dim=1)}
+
+
+def test_priorities_are_set_to_those_of_a_tensordict_that_was_read_by_index():
+    TensorDict = pytest.importorskip("tensordict").TensorDict
+    buffer = DictTensorPrioritizedReplayBuffer(storage=TensorStorage(4), alpha=1.0, beta=1.0, batch_size=8, generator=0)
+    buffer.extend(TensorDict({"obs": torch.arange(6)}, [6]))  # the oldest two are gone
+    rows = buffer[:]
+    rows["td_error"] = (rows["obs"] == 4).float()
+    buffer.update_tensordict_priority(rows)
+    assert buffer.sample()["obs"].tolist() == [4] * 8

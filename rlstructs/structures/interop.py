@@ -152,10 +152,10 @@ def from_warp(arrays: Mapping[str, Any], view: bool) -> Tree:
     return map_tree(lambda array: wp.to_torch(array) if view else wp.to_torch(array).clone(), arrays)
 
 
-def to_tensordict(tree: Tree, n_elems: int) -> Any:
+def to_tensordict(tree: Tree, n_elems: int, device: torch.device | None = None) -> Any:
     from tensordict import TensorDict
 
-    flat = TensorDict(_nested(tree), batch_size=[])
+    flat = TensorDict(_nested(tree), batch_size=[], device=device)
     if all(tensor.ndim > 0 for tensor in flat.values(include_nested=True, leaves_only=True)):
         flat.batch_size = [n_elems]
     return flat

@@ -30,6 +30,9 @@ class DictTensorIndex(DictTensorRows):
                 or a bool mask over all rows, the oldest first. A name, or a tuple of the names it is made of, for
                 all rows of that column, the oldest first; the name of several that are nested gives them all.
 
+        Returns:
+            Every column; of rows that came as a `TensorDict` their `index` too, as in a sample.
+
         Raises:
             IndexError, MissingKeyError: there is no such row or column.
         """
@@ -37,7 +40,10 @@ class DictTensorIndex(DictTensorRows):
             return self._column(index)
         with self._lock:
             rows = self._rows_at(index)
-            arrays = dict(zip(self._specs, self._storage.gather(list(self._specs), np.atleast_1d(rows)), strict=True))
+            ids = np.atleast_1d(rows)
+            arrays = dict(zip(self._specs, self._storage.gather(list(self._specs), ids), strict=True))
+        if self._axes is not None and self.framework == "torch":  # torchrl's buffer keeps it with the columns
+            arrays[INDEX] = ids.copy()
         batch = self._transform(self._as_given(self._hand_over(arrays)))
         return batch if rows.ndim else _first(batch)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.structures.interop import to_tensordict
 
 # How many axes are the batch of a `TensorDict`, under ""; and of those nested in it that have more, by name.
 Axes = Mapping[str, int]
@@ -38,7 +39,8 @@ def as_tensordict(batch: DictTensor, axes: Axes) -> Any:
     """A batch as a `TensorDict`; what has fewer axes than its batch gets those of the others, without a copy."""
     n_axes = axes[""]
     sizes = next((tensor.shape[:n_axes] for tensor in batch.values() if tensor.ndim >= n_axes), (batch.n_elems(),))
-    made = DictTensor.trusted({name: _spread(tensor, sizes) for name, tensor in batch.items()}).to_tensordict()
+    tree = {name: _spread(tensor, sizes) for name, tensor in batch.items()}
+    made = to_tensordict(tree, batch.n_elems(), batch.device())
     made.batch_size = sizes
     for name, n in axes.items():
         inner = {tensor.shape[:n] for key, tensor in batch.items() if key.startswith(f"{name}/")}
