@@ -98,7 +98,7 @@ class RolloutJob:
                     env = self._make_env(settings.seeds[self.index])
             self._given, self._env = env, row_env(env)
             self._agent = self._make_agent()
-            self._seed_agent(settings.seeds[self.index])
+            self._seed(self._agent, settings.seeds[self.index])
         except BaseException:
             with contextlib.suppress(Exception):
                 env.close()
@@ -229,7 +229,7 @@ class RolloutJob:
             if env.n_envs() != n:
                 raise SpecError(f"create_env: made {env.n_envs()} environments, and {n} before")
             self._attach_groups()
-            self._seed_agent(seed)  # it may have drawn ahead
+            self._seed(self._agent, seed)  # it may have drawn ahead
             self._progress, self._clock = None, Clock(*clocks[self.index])
 
     def begin_evaluation(
@@ -301,9 +301,9 @@ class RolloutJob:
             raise SpecError(f"create_env: n_envs() must be an int of at least 1, got {n!r}")
         return env
 
-    def _seed_agent(self, seed: int) -> None:
-        """Seeds it by its own seed, or, where it was given none, by that of the environments."""
-        seed_agent(self._agent, int(seed) if self._agent_seed is None else self._agent_seed)
+    def _seed(self, agent: RL_Agent, seed: int) -> None:
+        """Seeds an agent by the seed of this worker's, or, where that was given none, by that of the environments."""
+        seed_agent(agent, int(seed) if self._agent_seed is None else self._agent_seed)
 
     def _make_agent(self, agent_args: dict[str, Any] | None = None) -> RL_Agent:
         settings = self.settings
@@ -324,6 +324,7 @@ class RolloutJob:
             seen = observation.clone().to(settings.device or "cpu")  # the agent may `set` keys in it
             agent = self._make_agent(agent_args)
             try:
+                self._seed(agent, settings.seeds[self.index])
                 output, state = first_step(agent, seen, repeated(settings.agent_info, n), n)
             finally:
                 close_job(agent)

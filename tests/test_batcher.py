@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 
 import gymnasium
 import numpy as np
@@ -313,6 +315,30 @@ def test_an_agent_without_a_seed_of_its_own_gets_that_of_its_environments():
     with count_batcher([[9, 9], [9, 9]], 1) as batcher:
         batcher.reset()
         assert valid(rollout(batcher)[0], "action/seed") == [[0], [0], [SPACING], [SPACING]]
+
+
+class Sampling(RL_Agent):
+    """Has a generator of its own, of which there is none before it has been seeded."""
+
+    def seed(self, seed):
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def initial_state(self, agent_info, B):
+        return DictTensor()
+
+    def __call__(self, state, observation, agent_info, history=None):
+        return DictTensor({"action": torch.randint(2, (observation.n_elems(),), generator=self.generator)}), state
+
+
+def test_an_agent_is_seeded_before_it_acts_for_the_first_time():
+    found = []
+    for _ in range(2):
+        settings = 8, Sampling, {}, create_gym, {"env_id": "CartPole-v1", "n_envs": 2}
+        with RL_Batcher(*settings, n_processes=2, seeds=0, agent_seeds=[3, 4]) as batcher:
+            batcher.reset()
+            found.append(rollout(batcher)[0].trajectories["action/action"].tolist())
+    expected = [torch.randint(2, (8, 2), generator=torch.Generator().manual_seed(seed)).T for seed in (3, 4)]
+    assert found == [torch.cat(expected).tolist()] * 2
 
 
 class Holding(RL_Agent):
@@ -1059,3 +1085,22 @@ def test_empty_tensors_of_an_update_are_apart():
         batcher.update({"low": torch.empty(0), "high": torch.empty(0)})
         batcher.reset()
         assert rollout(batcher)[0].trajectories["action/given"].tolist() == [[0.0]]
+
+
+@pytest.mark.parametrize("n_processes", [0, 1])
+@pytest.mark.parametrize("end", ["", "raise SystemExit(3)"])
+def test_a_program_that_closes_nothing_ends_in_silence(n_processes, end, subprocess_env):
+    program = f"""
+import gymnasium
+from rlstructs import GymEnvInf, RandomAgent, RL_Batcher
+
+create_env = lambda seed: GymEnvInf([gymnasium.make("CartPole-v1")], seed)
+create_agent = lambda: RandomAgent(gymnasium.spaces.Discrete(2))
+batcher = RL_Batcher(4, create_agent, {{}}, create_env, {{}}, {n_processes}, 0)
+batcher.reset()
+batcher.execute()
+print(batcher.get()[1])
+{end}
+"""
+    done = subprocess.run([sys.executable, "-c", program], env=subprocess_env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (3 if end else 0, "1\n", "")

@@ -738,3 +738,16 @@ def test_a_sampler_of_priorities_and_a_transform_that_adds_them():
     buffer = made(sampler=PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0), transform=Rated())
     buffer.extend(numbers(0, 3))
     assert buffer.sampler._of().tree.values[:3].tolist() == [1, 2, 3]
+
+
+def test_a_row_that_a_writer_replaced_is_part_of_no_slice():
+    reward = {"next": {"reward": torch.arange(6.0), "done": torch.tensor([0, 0, 0, 0, 0, 1]).bool()}}
+    buffer = DictTensorReplayBuffer(storage=TensorStorage(6), batch_size=6, generator=0)
+    buffer.extend({"x": torch.arange(6), **reward})
+    buffer.set_writer(MaxValueWriter("next/reward"))
+    more = {"reward": torch.tensor([60.0, 50.0, 2.5]), "done": torch.zeros(3, dtype=torch.bool)}
+    buffer.extend({"x": torch.tensor([100, 101, 102]), "next": more})  # for rows 0 to 2
+    buffer.set_writer(RoundRobinWriter())
+    buffer.set_sampler(SliceSampler(slice_len=2))
+    slices = {tuple(pair) for _ in range(40) for pair in buffer.sample()["x"].view(3, 2).tolist()}
+    assert slices == {(3, 4), (4, 5)}

@@ -326,11 +326,11 @@ def test_a_row_that_was_overwritten_does_not_get_the_priority_of_what_it_held():
     buffer.extend(numbers(6, 3))  # over 0, 1 and 2
     buffer.update_priority(batch["index"], torch.full((50,), 0.5))
     np.testing.assert_allclose(leaves(buffer), [1, 1, 1, 0.5, 0.5, 0.5])
-    part = batch["index"][batch["index"] < 2]
+    part = batch["index"][batch["index"] != 2]  # some of which are as they were drawn
     buffer.update_priority(part, 0.25)
-    np.testing.assert_allclose(leaves(buffer)[:3], 1)
-    buffer.update_priority([0], 7.0)  # drawn as what is gone
-    assert leaves(buffer)[0] == 1
+    np.testing.assert_allclose(leaves(buffer), [1, 1, 1, 0.25, 0.25, 0.25])
+    buffer.update_priority([0, 1], 7.0)  # as `extend` gave them, since the last draw
+    np.testing.assert_allclose(leaves(buffer)[:3], [7, 7, 1])
     fresh = buffer.sample(50)
     buffer.update_priority(fresh["index"], 2.0)
     np.testing.assert_allclose(leaves(buffer), 2)
@@ -345,6 +345,12 @@ def test_what_was_just_written_gets_the_priority_that_is_meant_for_it():
     buffer.extend(numbers(6, 4))
     buffer.update_priority(ids, [9.0, 9.0])  # too late
     np.testing.assert_allclose(leaves(buffer), 5)
+    buffer.sample(100)
+    buffer.update_priority(buffer.add({name: value[0] for name, value in numbers(10, 1).items()}), 7.0)
+    assert sorted(leaves(buffer)) == [5, 5, 5, 7]
+    buffer.sample(100)
+    buffer.update_priority(buffer.extend(numbers(11, 2)).tolist(), [8.0, 9.0])
+    assert sorted(leaves(buffer))[2:] == [8, 9]
     many = buffer.extend(numbers(0, 7))
     buffer.update_priority(many, torch.arange(7.0))
     np.testing.assert_allclose(leaves(buffer)[many[3:]], [3, 4, 5, 6])

@@ -103,6 +103,18 @@ def test_it_gives_what_gymnasium_gives(task, n_workers, mode):
         assert getattr(ours, name) == getattr(theirs, name)
 
 
+@pytest.mark.parametrize("n_groups", [1, 2])
+@pytest.mark.parametrize("env_fns", [makers("CartPole-v1", 4), [Basket] * 4], ids=["cartpole", "nested"])
+def test_a_copy_of_one_in_this_process_goes_on_by_itself(env_fns, n_groups):
+    ours, theirs = twins(env_fns, 0, AutoresetMode.SAME_STEP, n_groups=n_groups)
+    assert_same_steps(ours, theirs, 30)
+    copies = deepcopy(ours), deepcopy(theirs)
+    for _ in range(40):
+        action = theirs.action_space.sample()
+        assert_same(copies[0].step(action), copies[1].step(action))
+    assert_same(ours.step(action), theirs.step(action))
+
+
 @pytest.mark.parametrize("n_workers", [1, 3])
 def test_it_gives_the_same_however_the_work_is_shared(n_workers, start_method):
     ours, theirs = twins([Basket] * 4, n_workers, AutoresetMode.SAME_STEP, start_method=start_method)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+from collections.abc import Callable
 from multiprocessing import reduction
 from typing import Any
 
@@ -31,8 +32,9 @@ class Descriptor:
             os.close(self._fd)
             self._fd = None
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # as a program ends, `os` may be gone before
+        if self._fd is not None:
+            close(self._fd)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _received, (reduction.DupFd(self.fileno()),)

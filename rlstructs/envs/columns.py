@@ -147,6 +147,7 @@ class Columns:
     ) -> None:
         size = nbytes(observation_space, action_space, n_envs)
         whole = np.zeros(size, np.uint8) if buffer is None else np.frombuffer(buffer, np.uint8, size)
+        self._made_of = observation_space, action_space, n_envs, whole
         arrays = _carved(whole, _specs(observation_space, action_space, n_envs))
         self._space, self._everyone = observation_space, range(n_envs)
         self._parts = list(parts_of(observation_space))
@@ -156,6 +157,10 @@ class Columns:
         self._single = self.observations[0].array if self.observations and not self._parts[0].path else None
         self.rewards, self.terminations, self.truncations, self.at = (next(arrays) for _ in range(4))
         self.actions = Actions(action_space, n_envs, list(arrays))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Made anew, also where an environment is copied: copies of views would be no views of the copied bytes.
+        return _columns_of, (self._made_of, self.objects)
 
     def keep(self, outcomes: Iterable[Outcome]) -> None:
         """Keeps what observations hold beside arrays."""
@@ -183,6 +188,12 @@ class Columns:
             return nest(self._space, arrays)
         objects = map(object_of, self.objects.batches(envs))
         return nest(self._space, (next(arrays) if part.is_array else next(objects) for part in self._parts))
+
+
+def _columns_of(made_of: tuple[Any, Any, int, np.ndarray], objects: Objects) -> Columns:
+    columns = Columns(*made_of)
+    columns.objects = objects
+    return columns
 
 
 def nbytes(observation_space: gymnasium.Space[Any], action_space: gymnasium.Space[Any], n_envs: int) -> int:

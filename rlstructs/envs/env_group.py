@@ -46,6 +46,10 @@ class Description(NamedTuple):
             )
 
 
+# What a group has of its columns.
+VIEWS = ("_objects", "_observations", "_rewards", "_terminations", "_truncations", "_at")
+
+
 class EnvGroup:
     """Some of the environments of a `SharedVectorEnv`.
 
@@ -103,16 +107,27 @@ class EnvGroup:
         for k, env in enumerate(self._envs):
             described.check(self._first + k, env)
         spaces = described.observation_space, described.action_space
-        columns, mine = Columns(*spaces, n_envs, buffer), self.rows
+        self._columns, self._mode = Columns(*spaces, n_envs, buffer), mode
+        self._find_rows()
+        self.rest()
+        self._needs_reset = [False] * len(self._envs)
+        self._are_apart = False  # until a step has shown that no two write their observations into the same memory
+        return self._columns
+
+    def _find_rows(self) -> None:
+        columns, mine = self._columns, self.rows
         self._objects = columns.objects
         self._observations = [column.rows(mine) for column in columns.observations]
         self._rewards = columns.rewards[mine]
         self._terminations, self._truncations = columns.terminations[mine], columns.truncations[mine]
-        self._mode, self._at = mode, columns.at[mine.start : mine.start + 1]
-        self.rest()
-        self._needs_reset = [False] * len(self._envs)
-        self._are_apart = False  # until a step has shown that no two write their observations into the same memory
-        return columns
+        self._at = columns.at[mine.start : mine.start + 1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in VIEWS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._find_rows()
 
     def rest(self) -> None:
         """Says that they are busy with nothing."""

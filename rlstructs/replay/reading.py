@@ -92,9 +92,13 @@ class Reading:
         frames = expand.stack(span, storage.episodes, rows.reshape(-1), self.stack_num).rows
         return frames[:, 0].reshape(rows.shape)
 
+    def stacks(self, name: str) -> bool:
+        """Whether a column is read in stacks."""
+        is_meant = is_observation(name) if self.stack_keys is None else name in self.stack_keys
+        return self.stack_num > 1 and is_meant
+
     def _stacked(self, storage: Storage, span: Span, name: str, rows: np.ndarray) -> Any:
-        stacked = is_observation(name) if self.stack_keys is None else name in self.stack_keys
-        if self.stack_num == 1 or not stacked or storage.episodes is None:
+        if not self.stacks(name) or storage.episodes is None:
             return storage.gather([name], rows)[0]
         source = source_of(name)
         frames = expand.stack(span, storage.episodes, rows, self.stack_num).rows

@@ -9,6 +9,7 @@ process take turns at writing.
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import weakref
@@ -27,6 +28,7 @@ from rlstructs.replay.links import Link, put_linked
 from rlstructs.replay.ring import N_COUNTERS, Ring
 from rlstructs.replay.samplers import Span
 from rlstructs.replay.selection import Selection
+from rlstructs.replay.unchanged import UNCHANGED, Unchanged
 
 ALL = slice(None)
 # A reader that loses this often against the writers reads from a ring too small to be read at all.
@@ -72,7 +74,7 @@ class Storage:
         self.alignment = capacity
         self._backing = backing
         self._counters: Block = backing.allocate("counters", N_COUNTERS * n_lanes * 8)
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self._span: Span | None = None
         # Raised by whatever changes more than a `StepWriter` does.
         self.version = 0
@@ -372,14 +374,27 @@ class Storage:
         self.is_private = False
         self._map()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Storage:
+        made = memo[id(self)] = type(self).__new__(type(self))
+        with self.lock:  # another thread may be about to write
+            made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return made
+
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key not in ("ring", "lock", "_span")}
+        with self.lock:
+            state = {key: value for key, value in vars(self).items() if key not in ("ring", "lock", "_span")}
+            return state | {UNCHANGED: Unchanged(self._content if self.is_private else bool)}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state)
-        self.lock, self._span = threading.Lock(), None
+        vars(self).update({key: value for key, value in state.items() if key != UNCHANGED})
+        self.lock, self._span = threading.RLock(), None
         self._map()
         _stores.add(self)
+
+
+    def _content(self) -> Any:
+        """Equal to what it was only if no row has changed."""
+        return self.version, self.ring.counters.tobytes()
 
 
 _stores: weakref.WeakSet[Storage] = weakref.WeakSet()
@@ -388,7 +403,7 @@ _stores: weakref.WeakSet[Storage] = weakref.WeakSet()
 def _free_locks() -> None:
     """In a forked process there are no other threads to give a lock back; what one was writing does not count yet."""
     for storage in _stores:
-        storage.lock = threading.Lock()
+        storage.lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_free_locks)

@@ -54,6 +54,8 @@ def rows_of(batch: Any, owner: str, names: Mapping[str, str] | None = None) -> R
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
         return _stacked(batch, owner)
     flat = {name: _with_axes(name, value) for name, value in flat_items(batch, owner).items()}
+    if not flat and len(batch):  # rows of a tensordict, or mappings that are empty
+        raise MissingKeyError(f"{owner}: rows need a column, there is none")
     first, n = next(iter(flat), ""), 0
     for name, value in flat.items():
         if not value.ndim:

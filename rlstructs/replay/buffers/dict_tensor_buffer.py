@@ -40,7 +40,8 @@ class DictTensorReplayBuffer(DictTensorParts):
 
     A row keeps its id, its place in the store, until another takes it. Every sample has an int64 `index`
     of them, `(batch_size,)`. Where episodes end is what `terminated`, `truncated` and `done` say (under
-    `next/` too), and what the sampler is told. Several threads may write and sample at once.
+    `next/` too), and what the sampler is told. Several threads may write and sample at once, and `save`, `state_dict`
+    and `copy.deepcopy` give what there is between two writes; one that is changed while it is pickled raises.
 
     Args:
         storage: a `ListStorage` (the default), `TensorStorage` or `MemmapStorage`.
@@ -239,8 +240,8 @@ class DictTensorReplayBuffer(DictTensorParts):
     def update_priority(self, index: Any, priority: Any) -> None:
         """Sets the priorities of rows; of equal ids the last counts.
 
-        Ids below 0 are left out, and so are rows that were overwritten since they were drawn. A buffer without
-        priorities warns, once.
+        Ids below 0 are left out, and so are rows that were overwritten since they were drawn; rows that all came since
+        the last draw are meant as they are now. A buffer without priorities warns, once.
 
         Args:
             index: int (n,), row ids as samples and `extend` give them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ from rlstructs.replay.buffers import state_dicts
 from rlstructs.replay.buffers.dict_tensor_index import DictTensorIndex
 from rlstructs.replay.buffers.locks import lock_that_forks
 from rlstructs.replay.buffers.prefetch import Prefetch
+from rlstructs.replay.unchanged import UNCHANGED, Unchanged
 
 
 class DictTensorFiles(DictTensorIndex):
     """What is kept elsewhere; see `DictTensorReplayBuffer`."""
 
     _ahead: Prefetch
+    _content: Callable[[], Any]
     _version: int  # raised by what changes batches beside rows and the sampler
 
     def save(self, path: str | Path) -> None:
@@ -105,14 +108,20 @@ class DictTensorFiles(DictTensorIndex):
 
         return restore
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = memo[id(self)] = type(self).__new__(type(self))
+        with self._lock:
+            made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return made
+
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
             state = {**vars(self), "_ahead": self._ahead.depth, "_quick": None, "_written": None}
             del state["_lock"]
-            return state
+            return state | {UNCHANGED: Unchanged(self._content if self._storage.is_private else bool)}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state)
+        vars(self).update({key: value for key, value in state.items() if key != UNCHANGED})
         self._lock = lock_that_forks()
         self._ahead = Prefetch(self._lock, state["_ahead"])
         for each in (self._settings, self._sampler, self._writer):

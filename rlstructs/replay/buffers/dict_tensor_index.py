@@ -44,7 +44,7 @@ class DictTensorIndex(DictTensorRows):
             arrays = dict(zip(self._specs, self._storage.gather(list(self._specs), ids), strict=True))
         if self._axes is not None and self.framework == "torch":  # torchrl's buffer keeps it with the columns
             arrays[INDEX] = ids.copy()
-        batch = self._transform(self._as_given(self._hand_over(arrays)))
+        batch = self._transform(self._as_given(self._hand_over(arrays), max(rows.ndim, 1)))
         return batch if rows.ndim else _first(batch)
 
     def _column(self, given: Any) -> Any:

@@ -133,11 +133,11 @@ class DictTensorRows(Buffer):
             if empty_write_count:
                 self._n_written = 0
 
-    def _as_given(self, batch: Any) -> Any:
-        """A `DictTensor` as what rows came as."""
+    def _as_given(self, batch: Any, n_axes: int = 1) -> Any:
+        """A `DictTensor` as what rows came as, with so many axes in the place of that of the rows."""
         if self._axes is None or not isinstance(batch, DictTensor):  # files may be loaded for another framework
             return batch
-        return as_tensordict(batch, self._axes)
+        return as_tensordict(batch, {name: n + n_axes - 1 for name, n in self._axes.items()})
 
     def _store(
         self,

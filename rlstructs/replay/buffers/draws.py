@@ -68,6 +68,9 @@ class Draws:
         buffer, (*_, with_info) = self._buffer, request
         sampler = self._sampler
         values = {name: sampler.flat(picked, array) for name, array in arrays.items()}
+        n_axes = 1 if buffer._axes is None else buffer._axes[""]
+        if n_axes > 1:  # of a batch: a stack is in front of what an observation has behind them
+            values = {k: _moved(v, n_axes) if buffer._reading.stacks(k) else v for k, v in values.items()}
         known: dict[str, Any] = dict(sampler.info(picked))
         if isinstance(sampler, SliceSampler):
             if sampler.init_key in values:
@@ -89,6 +92,11 @@ class Draws:
             if with_info:  # of a transform that picks columns, too
                 batch = _with(batch, {name: value for name, value in info.items() if not _has(batch, name)})
         return (batch.pin_memory() if buffer._pin_memory else batch), info
+
+
+def _moved(array: Any, axis: int) -> Any:
+    """An array whose axis 1 has become this one."""
+    return array.movedim(1, axis) if isinstance(array, torch.Tensor) else np.moveaxis(array, 1, axis)
 
 
 def _marked(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,8 +32,11 @@ INNER = "inner/"
 
 
 def save(buffer: Buffer, path: Path, suffix: str | None = None, compression: str | None = None) -> None:
-    """Writes a buffer; `suffix` says which kind of file, if the name does not."""
-    files.write(path, type(buffer).__name__, *contents(buffer), suffix, compression)
+    """Writes a buffer; `suffix` says which kind of file, if the name does not. Who writes rows meanwhile waits."""
+    with contextlib.ExitStack() as held:
+        for each in (buffer, *buffer._inner().values()):
+            held.enter_context(each._storage.lock)
+        files.write(path, type(buffer).__name__, *contents(buffer), suffix, compression)
 
 
 def contents(buffer: Buffer) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:

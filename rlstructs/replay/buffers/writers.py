@@ -60,6 +60,21 @@ class Writer(Part):
         """The store has been cleared, filled from a file, or written to by someone else."""
 
 
+def _set_apart(storage: Storage, rows: np.ndarray) -> None:
+    """Makes each of these rows of a store of one lane, whose slots are its row ids, an episode of its own."""
+    episodes, newest = storage.episodes, len(storage) - 1
+    if episodes is None or (episodes.begin(rows) & episodes.end(rows)).all():
+        return
+    every = np.arange(newest + 1)
+    ends = np.zeros((1, storage.columns.capacity), bool)
+    # The last row before another episode ends its own, whether or not it said so.
+    ends[0, : newest + 1] = episodes.end(every)
+    ends[0, :newest] |= episodes.begin(every[1:])
+    ends[0, rows] = True
+    ends[0, rows[rows > 0] - 1] = True
+    storage.rebuild_episodes(ends)
+
+
 def _append(
     storage: Storage, block: Mapping[str, Any], n: int, done: np.ndarray | None, starts: np.ndarray | None
 ) -> np.ndarray:
@@ -185,6 +200,7 @@ class MaxValueWriter(Writer):
             rows[sources] = targets
             for name, values in block.items():
                 storage.put(name, targets, values[0][sources])
+            _set_apart(storage, targets)
         return rows, np.array(list(taken), np.int64)
 
     def _keep(self, ranks: np.ndarray, n_rows: int) -> None:
