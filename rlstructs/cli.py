@@ -292,7 +292,7 @@ def _tune(options: argparse.Namespace) -> int:
 
     _find_modules_here()
     env_id, n_workers = find_env(options.env_id), n_cores()
-    print(f"{env_id}, random agent; the limit is bare loops in {n_workers} processes, one for each core")
+    print(f"{env_id}, random agent; the limit is bare loops, a process for each core: {n_workers}")
     print(f"{'workers':>7} {'envs':>5} {'timesteps':>9} {'steps/s':>12} {'limit':>12} {'share':>6}", flush=True)
     trials = []
     for trial in tune(env_id, n_workers, options.seconds):

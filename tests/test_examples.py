@@ -147,11 +147,27 @@ def test_what_trainings_share_is_the_same_in_each():
     assert len(set(shared)) == 1
 
 
-def test_the_first_example_prints_what_its_header_says(subprocess_env, tmp_path):
-    file = ROOT / "examples/1_structures.py"
-    _, *shown = re.findall(r"^    (.+)$", file.read_text().split('"""')[1], re.MULTILINE)  # behind the command
-    printed = iter(run([str(file)], env=subprocess_env, cwd=tmp_path).splitlines())
-    assert len(shown) > 4 and all(line in printed for line in shown if line != "...")
+# Those whose numbers the seed alone decides, and no network, which another processor computes otherwise.
+@pytest.mark.parametrize("name", ["1_structures.py", "collect_to_memory.py", "native_vector_env.py", "warp_gather.py"])
+def test_an_example_prints_what_its_header_says(name, subprocess_env, tmp_path):
+    file = ROOT / "examples" / name
+    lines = re.findall(r"^    (.+)$", file.read_text().split('"""')[1], re.MULTILINE)
+    *_, command = (line for line in lines if line.startswith(f"python examples/{name}"))
+    shown = [without_times(line) for line in lines[lines.index(command) + 1 :] if line != "..."]
+    _, _, *arguments = command.split()
+    printed = run([str(file), *arguments], env=subprocess_env, cwd=tmp_path).splitlines()
+    rest = iter(map(without_times, printed))
+    assert len(shown) > 1 and all(line in rest for line in shown), printed
+
+
+def without_times(line):
+    return re.sub(r"[\d.]+e-\d+|\d+ us|[\d.]+ times", "#", line)
+
+
+def test_help_says_what_an_example_does_and_what_its_defaults_are(subprocess_env, tmp_path):
+    printed = run([str(ROOT / "examples/ppo.py"), "--help"], env=subprocess_env, cwd=tmp_path)
+    assert "rollouts from parallel workers.\n" in printed
+    assert re.search(r"--n-steps N_STEPS +default: 200000\n", printed)
 
 
 def test_each_row_of_a_population_acts_by_its_own_network():

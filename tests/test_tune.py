@@ -48,7 +48,7 @@ def test_one_trial_is_run_however_short_the_time():
 def test_the_command_prints_a_table_and_the_best(capsys):
     assert main(["bench", "tune", "CartPole-v1", "--seconds", "0.01"]) == 0
     first, header, *rows, last = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"CartPole-v1, random agent; the limit is bare loops in \d+ processes, one for .*", first)
+    assert re.fullmatch(r"CartPole-v1, random agent; the limit is bare loops, a process for each core: \d+", first)
     assert header.split() == ["workers", "envs", "timesteps", "steps/s", "limit", "share"]
     workers, envs, timesteps, *_, share = rows[0].split()
     assert last == f"best: --workers {workers} --envs {envs} --timesteps {timesteps}, {share} of the limit"
