@@ -93,6 +93,8 @@ def create_env(env_id: str, n_envs: int, seed: int) -> GymEnvInf:
 
 def create_network(env_id: str) -> QNetwork:
     with gymnasium.make(env_id) as env:
+        if not isinstance(env.action_space, gymnasium.spaces.Discrete):
+            raise SystemExit(f"{env_id}: --env-id needs a Discrete action space, got {env.action_space}: try sac.py")
         return QNetwork(env.observation_space.shape[0], int(env.action_space.n))
 
 
@@ -176,11 +178,11 @@ class Log:
         return speed
 
 
-def optional(module: str):
+def optional(module: str, install: str = "--plot and --tensorboard need pip install 'rlstructs[plot]'"):
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise SystemExit(f"{error}: --plot and --tensorboard need pip install 'rlstructs[plot]'") from error
+        raise SystemExit(f"{error}: {install}") from error
 
 
 def main(args: Args) -> None:

@@ -25,15 +25,12 @@ import math
 import time
 from dataclasses import dataclass
 
-import ale_py
 import gymnasium
 import torch
 from torch import nn
 from tqdm import tqdm
 
 from rlstructs import DictTensor, GymEnvInf, RL_Agent, RL_Batcher, TemporalDictTensor, Trajectories, gae, transitions
-
-gymnasium.register_envs(ale_py)
 
 
 @dataclass
@@ -211,14 +208,15 @@ class Log:
         return speed
 
 
-def optional(module: str):
+def optional(module: str, install: str = "--plot and --tensorboard need pip install 'rlstructs[plot]'"):
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise SystemExit(f"{error}: --plot and --tensorboard need pip install 'rlstructs[plot]'") from error
+        raise SystemExit(f"{error}: {install}") from error
 
 
 def main(args: Args) -> None:
+    gymnasium.register_envs(optional("ale_py", "Atari games need pip install ale-py opencv-python-headless"))
     torch.manual_seed(args.seed)
     game = {name: getattr(args, name) for name in ("env_id", "repeat_action_probability", "max_frames")}
     with make(**game) as env:

@@ -208,11 +208,11 @@ class Log:
         return speed
 
 
-def optional(module: str):
+def optional(module: str, install: str = "--plot and --tensorboard need pip install 'rlstructs[plot]'"):
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise SystemExit(f"{error}: --plot and --tensorboard need pip install 'rlstructs[plot]'") from error
+        raise SystemExit(f"{error}: {install}") from error
 
 
 def main(args: Args) -> None:

@@ -83,6 +83,8 @@ class _Parser(argparse.ArgumentParser):
     """Raises in place of printing the usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
+        if message.endswith((": COMMAND", ": WHAT")):
+            message += f"; {self.prog} --help lists what there is"
         raise SpecError(message)
 
 

@@ -57,7 +57,7 @@ def test_the_command_prints_a_table_and_the_best(capsys):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["bench"], "the following arguments are required: WHAT"),
+        (["bench"], "the following arguments are required: WHAT; rlstructs bench --help lists .*"),
         (["bench", "tune"], "the following arguments are required: ENV_ID"),
         (["bench", "tune", "CartPole-v1", "--seconds", "0"], ".*--seconds: must be more than 0, got 0"),
         (["bench", "tune", "CartPole-v1", "--seconds", "long"], ".*--seconds: must be a number, got 'long'"),
