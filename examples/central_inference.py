@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import gymnasium
 import torch
@@ -112,6 +112,6 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for field in fields(Args):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    for name, value in vars(Args()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default: {value!r}")
     main(Args(**vars(parser.parse_args())))

@@ -7,7 +7,7 @@ needs `rlstructs[jax]`, and prints what each library gets, and at the end how mu
     torch: observations torch.Size([64, 4]) torch.float32, rewards torch.Size([64, 1]) torch.float32
     jax: observations (64, 4) float32, rewards (64, 1) float32
     warp: observations (64, 4) float32, rewards (64, 1) float32
-    torch: 16 sequences of 8 steps, 118 of 128 count
+    torch: 16 sequences of 8 steps, 99 of 128 count
     ...
     CartPole-v1: 8192 rows of 32 environments, 0.4 MB
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import gymnasium
 
@@ -92,6 +92,6 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for field in fields(Args):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    for name, value in vars(Args()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default: {value!r}")
     main(Args(**vars(parser.parse_args())))

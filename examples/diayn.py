@@ -21,7 +21,7 @@ import argparse
 import importlib
 import math
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import gymnasium
 import torch
@@ -180,10 +180,10 @@ class Log:
         self.n_steps += n_steps
         self.returns += episodes["return"].tolist()
         self.steps += [self.n_steps] * episodes.n_elems()
-        latest = self.returns[-100:]
-        scalars = {"return": sum(latest) / len(latest) if latest else math.nan, **scalars}
+        scalars = {"return": torch.tensor(self.returns[-100:]).mean().item(), **scalars}
         self.curve.append((self.n_steps, scalars["return"]))
         self.bar.set_postfix_str(f"return {scalars['return']:.1f}", refresh=False)
+        self.bar.total = max(self.bar.total, self.n_steps)  # the last rollout is a whole one
         self.bar.update(n_steps)
         if self.writer is not None:
             for name, value in scalars.items():
@@ -205,11 +205,11 @@ class Log:
         return speed
 
 
-def optional(module: str):
+def optional(module: str, install: str = "--plot and --tensorboard need pip install 'rlstructs[plot]'"):
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise SystemExit(f"{error}: --plot and --tensorboard need pip install 'rlstructs[plot]'") from error
+        raise SystemExit(f"{error}: {install}") from error
 
 
 def main(args: Args) -> None:
@@ -242,6 +242,6 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for field in fields(Args):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    for name, value in vars(Args()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default: {value!r}")
     main(Args(**vars(parser.parse_args())))

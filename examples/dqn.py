@@ -16,9 +16,8 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib
-import math
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import gymnasium
 import torch
@@ -94,6 +93,8 @@ def create_env(env_id: str, n_envs: int, seed: int) -> GymEnvInf:
 
 def create_network(env_id: str) -> QNetwork:
     with gymnasium.make(env_id) as env:
+        if not isinstance(env.action_space, gymnasium.spaces.Discrete):
+            raise SystemExit(f"{env_id}: --env-id needs a Discrete action space, got {env.action_space}: try sac.py")
         return QNetwork(env.observation_space.shape[0], int(env.action_space.n))
 
 
@@ -152,10 +153,10 @@ class Log:
         self.n_steps += n_steps
         self.returns += episodes["return"].tolist()
         self.steps += [self.n_steps] * episodes.n_elems()
-        latest = self.returns[-100:]
-        scalars = {"return": sum(latest) / len(latest) if latest else math.nan, **scalars}
+        scalars = {"return": torch.tensor(self.returns[-100:]).mean().item(), **scalars}
         self.curve.append((self.n_steps, scalars["return"]))
         self.bar.set_postfix_str(f"return {scalars['return']:.1f}", refresh=False)
+        self.bar.total = max(self.bar.total, self.n_steps)  # the last rollout is a whole one
         self.bar.update(n_steps)
         if self.writer is not None:
             for name, value in scalars.items():
@@ -177,11 +178,11 @@ class Log:
         return speed
 
 
-def optional(module: str):
+def optional(module: str, install: str = "--plot and --tensorboard need pip install 'rlstructs[plot]'"):
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise SystemExit(f"{error}: --plot and --tensorboard need pip install 'rlstructs[plot]'") from error
+        raise SystemExit(f"{error}: {install}") from error
 
 
 def main(args: Args) -> None:
@@ -217,6 +218,6 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for field in fields(Args):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    for name, value in vars(Args()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default: {value!r}")
     main(Args(**vars(parser.parse_args())))

@@ -7,13 +7,13 @@ prints a line for each rollout, and at the end how many episodes there were; wit
 
     rollout 1: 2048 trajectories of up to 128 steps
     ...
-    25985 episodes, mean length 47.8
+    25854 episodes, mean length 48.0
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import gymnasium
 import numpy as np
@@ -123,6 +123,6 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for field in fields(Args):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    for name, value in vars(Args()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default: {value!r}")
     main(Args(**vars(parser.parse_args())))

@@ -5,7 +5,7 @@
 
 prints a line for each ten rollouts, and at the end the steps for each second of training:
 
-    rollout 10: mean return 24.5, weights of 1 updates ago
+    rollout 10: mean return 27.7, updates behind: 1
     ...
     163840 steps, 71042 steps/s
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import gymnasium
 import torch
@@ -97,13 +97,13 @@ def main(args: Args) -> None:
             batcher.update(policy.network.state_dict())
             if number % 10 == 0:
                 mean = batcher.episodes()["return"].mean()
-                print(f"rollout {number}: mean return {mean:.1f}, weights of {age} updates ago")
+                print(f"rollout {number}: mean return {mean:.1f}, updates behind: {age}")
         seconds = time.perf_counter() - started
     print(f"{n_steps} steps, {n_steps / seconds:.0f} steps/s")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for field in fields(Args):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    for name, value in vars(Args()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default: {value!r}")
     main(Args(**vars(parser.parse_args())))

@@ -1,4 +1,4 @@
-"""Plays what `ppo.py` has learned, in a window or a video.
+"""Plays what `ppo.py` has learned, in a window or a video. Not run by itself: `rlstructs play` loads it.
 
     python examples/ppo.py --save policy.pt
     rlstructs play CartPole-v1 --agent examples.play_ppo:agent --video ppo.mp4
@@ -38,7 +38,10 @@ class Player(RL_Agent):
 
 def agent(observation_space: gymnasium.spaces.Box, action_space: gymnasium.Space) -> Player:
     """What was saved, for these spaces."""
-    saved = torch.load(os.environ.get("PPO_POLICY", "policy.pt"), weights_only=True)
+    path = os.environ.get("PPO_POLICY", "policy.pt")
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"{path}: no such file, first run python examples/ppo.py --save {path}")
+    saved = torch.load(path, weights_only=True)
     is_discrete = isinstance(action_space, gymnasium.spaces.Discrete)
     n_actions = int(action_space.n if is_discrete else action_space.shape[0])
     network = ActorCritic(observation_space.shape[0], n_actions, is_discrete)

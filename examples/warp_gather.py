@@ -7,8 +7,8 @@ discounted returns to where its steps lie when those of all are put one behind a
 `discounted_returns` and a mask. The kernel reads the batch where it lies, without a copy. Prints what there was, and at
 the end how far the two are apart and what each of them takes:
 
-    64 episodes of 9 to 53 steps, 1312 steps in all
-    largest difference 1.1e-05 of up to 41.3, warp 69 us, torch 209 us: 3.0 times as fast
+    64 episodes of 10 to 61 steps, 1455 steps in all
+    largest difference 1.1e-05 of up to 45.8, warp 68 us, torch 197 us: 2.9 times as fast
 
 `--device cuda` does both on a GPU.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import gymnasium
 import torch
@@ -135,6 +135,6 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for field in fields(Args):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    for name, value in vars(Args()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default: {value!r}")
     main(Args(**vars(parser.parse_args())))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -47,3 +48,52 @@ def share_memory(values: Iterable[Any]) -> bool:
     arrays = [value for value in values if isinstance(value, np.ndarray)]
     arrays.sort(key=lambda array: int(array.__array_interface__["data"][0]))
     return any(np.may_share_memory(*two) for two in pairwise(arrays))
+
+
+def called(how: str, factory: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """What a factory returns.
+
+    Args:
+        how: it is called, for the message.
+        factory: of the user's.
+        arguments: its arguments.
+
+    Raises:
+        TypeError: it does not take these arguments; says so.
+        Exception: what it raises.
+    """
+    try:
+        return factory(**arguments)
+    except TypeError as error:
+        if misfit := _misfit(factory, arguments):  # it may have raised this itself
+            raise TypeError(f"{how}, here with {', '.join(arguments)}: {misfit}") from error
+        raise
+
+
+def _misfit(factory: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+    """Why a factory cannot be called with these arguments, "" if it can, or has no signature."""
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):
+        return ""
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def check_made(needed: str, made: Any, *methods: str) -> None:
+    """Raises TypeError unless what a factory made has these methods."""
+    for method in methods:
+        if not callable(getattr(made, method, None)):
+            raise TypeError(f"{needed}, got {type(made).__name__} without {method}(){_wrapping(made)}")
+
+
+def _wrapping(made: Any) -> str:
+    """What makes a VecEnv of environments of gymnasium, which may not be imported here."""
+    if hasattr(made, "num_envs"):
+        return ": return GymVectorEnv(envs, seed)"
+    if isinstance(made, (list, tuple)) or hasattr(made, "observation_space"):
+        return ": return GymEnvInf([env, ...], seed)"
+    return ""

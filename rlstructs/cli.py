@@ -83,6 +83,8 @@ class _Parser(argparse.ArgumentParser):
     """Raises in place of printing the usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
+        if message.endswith((": COMMAND", ": WHAT")):
+            message += f"; {self.prog} --help lists what there is"
         raise SpecError(message)
 
 
@@ -292,7 +294,7 @@ def _tune(options: argparse.Namespace) -> int:
 
     _find_modules_here()
     env_id, n_workers = find_env(options.env_id), n_cores()
-    print(f"{env_id}, random agent; the limit is bare loops in {n_workers} processes, one for each core")
+    print(f"{env_id}, random agent; the limit is bare loops, a process for each core: {n_workers}")
     print(f"{'workers':>7} {'envs':>5} {'timesteps':>9} {'steps/s':>12} {'limit':>12} {'share':>6}", flush=True)
     trials = []
     for trial in tune(env_id, n_workers, options.seconds):

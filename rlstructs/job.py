@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from rlstructs.agent import EmptyHistory, RL_Agent
+from rlstructs.checks import called, check_made
 from rlstructs.envs.vec_env import (
     RowEnv,
     SplitEnv,
@@ -294,8 +295,9 @@ class RolloutJob:
     def _make_env(self, seed: int, env_args: dict[str, Any] | None = None) -> VecEnv:
         settings = self.settings
         # A seed among the arguments gives way to the worker's, as in rlstructures.
-        env = settings.create_env(**{**(settings.env_args if env_args is None else env_args), "seed": seed})
-        _check_made("create_env must return a VecEnv", env, "n_envs", "reset", "step", "close")
+        arguments = {**(settings.env_args if env_args is None else env_args), "seed": seed}
+        env: VecEnv = called("create_env: is called with env_args and seed=", settings.create_env, arguments)
+        check_made("create_env must return a VecEnv", env, "n_envs", "reset", "step", "close")
         n = env.n_envs()
         if not isinstance(n, (int, np.integer)) or n < 1:
             raise SpecError(f"create_env: n_envs() must be an int of at least 1, got {n!r}")
@@ -309,7 +311,7 @@ class RolloutJob:
         settings = self.settings
         agent = settings.create_agent(**(settings.agent_args if agent_args is None else agent_args))
         methods = "initial_state", "__call__", "require_history", "close"
-        _check_made("create_agent must return an RL_Agent", agent, *methods)
+        check_made("create_agent must return an RL_Agent", agent, *methods)
         return agent
 
     def _probe(self, env: VecEnv, agent_args: dict[str, Any], uses_env: bool) -> Specs:
@@ -349,13 +351,6 @@ class Once:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._job.error = error
-
-
-def _check_made(needed: str, made: Any, *methods: str) -> None:
-    """Raises TypeError unless what a factory made has these methods."""
-    for method in methods:
-        if not callable(getattr(made, method, None)):
-            raise TypeError(f"{needed}, got {type(made).__name__} without {method}()")
 
 
 def first_step(agent: RL_Agent, observation: DictTensor, info: DictTensor, n: int) -> tuple[DictTensor, DictTensor]:

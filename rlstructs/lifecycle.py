@@ -17,8 +17,8 @@ logger = logging.getLogger("rlstructs")
 class Phase(enum.Enum):
     """Where a batcher is."""
 
-    NEW = "needs a reset"
-    READY = "ready"
+    NEW = "there was no reset"
+    READY = "no rollout is under way"
     RUNNING = "a rollout is under way"
     LEASED = "a rollout is leased"
     ENDED = "every environment has ended"

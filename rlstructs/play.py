@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import struct
+import sys
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,12 @@ from rlstructs.structures.files import temporary_name
 VIDEO_ENDINGS: dict[str, str | None] = {".mp4": "imageio_ffmpeg"}
 # Steps of a rollout. After each the trainer hears how many there were, no more.
 N_TIMESTEPS = 32
+# The variables that say, on Linux, where a window is to be shown; the last one is SDL's, and the user's to set.
+SCREENS = ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER")
+# What SDL, and pygame with it, takes without a screen: windows that nobody sees.
+UNSEEN = ("dummy", "offscreen")
+# Modules of environments with other windows: without a screen ALE goes on unseen, and GLFW ends the process.
+OTHER_WINDOWS = ("ale_py", "gymnasium.envs.mujoco")
 
 
 @dataclass(frozen=True)
@@ -116,11 +123,13 @@ def _make(settings: Settings, path: Path | None) -> gymnasium.Env[Any, Any]:
     """The environment, which renders itself: in a window, or to a file."""
     mode = "human" if path is None else "rgb_array"
     _check_mode(settings.env_id, mode)
+    if path is not None:  # SDL looks for a screen, and complains where there is none
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
     env = gymnasium.make(settings.env_id, render_mode=mode)
     if settings.max_steps is not None:
         env = gymnasium.wrappers.TimeLimit(env, settings.max_steps)
     if path is None:
-        return env
+        return Window(env, settings.env_id)
     fps = settings.fps or env.metadata.get("render_fps")
     if not fps:
         raise SpecError(f"{settings.env_id}: its metadata has no render_fps: give --fps")
@@ -141,6 +150,39 @@ def _check_mode(env_id: str, mode: str) -> None:
     modes = metadata.get("render_modes") or []
     if not enough.intersection(modes):
         raise SpecError(f"{env_id}: cannot be rendered: {mode!r} is needed, its render modes are {list(modes)}")
+
+
+class Window(gymnasium.Wrapper):  # type: ignore[misc]
+    """An environment that shows itself, if it can be seen.
+
+    Environments that need no window, but print what they show, need no screen.
+
+    Args:
+        env: made with `render_mode="human"`.
+        env_id: what messages call it.
+
+    Raises:
+        SpecError: there is no screen for its window.
+    """
+
+    def __init__(self, env: gymnasium.Env[Any, Any], env_id: str) -> None:
+        super().__init__(env)
+        self._env_id = env_id
+        self._check(any(base.__module__.startswith(OTHER_WINDOWS) for base in type(env.unwrapped).__mro__))
+
+    def reset(self, **arguments: Any) -> Any:
+        """As the environment's own."""
+        found = self.env.reset(**arguments)
+        pygame = sys.modules.get("pygame")  # only now is it known whether there is a window of it
+        self._check(pygame is not None and pygame.display.get_init() and pygame.display.get_driver() in UNSEEN)
+        return found
+
+    def _check(self, needs_screen: bool) -> None:
+        if needs_screen and sys.platform == "linux" and not any(map(os.environ.get, SCREENS)):
+            raise SpecError(
+                f"{self._env_id}: there is no screen to show it on, neither DISPLAY nor WAYLAND_DISPLAY is set: "
+                "record it with --video FILE.mp4"
+            )
 
 
 class Recorder(gymnasium.Wrapper):  # type: ignore[misc]

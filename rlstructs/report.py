@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rlstructs.episodes import EpisodeTracker
-from rlstructs.errors import SpecError
+from rlstructs.errors import FileError, SpecError
 from rlstructs.structures import files
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # Ending of a file -> the module that writing it needs beside torch and numpy.
 OUT_ENDINGS: dict[str, str | None] = {".npz": None, ".pt": None, ".h5": "h5py"}
 PLOT_ENDINGS: dict[str, str | None] = {".png": "matplotlib.figure"}
+# What installs such a module.
+EXTRAS = {"h5py": "hdf5", "matplotlib": "plot", "imageio_ffmpeg": "plot"}
 KINDS = {kind.__name__: kind for kind in (DictTensor, TemporalDictTensor, Trajectories)}
 # Episodes that the running mean of a plot spans, at most.
 WINDOW = 100
@@ -50,7 +52,9 @@ def check_path(option: str, path: Path, endings: dict[str, str | None]) -> None:
     try:
         importlib.import_module(module or "torch")
     except ImportError as error:
-        raise SpecError(f"{option}: {path.suffix} files need {str(module).split('.')[0]}: {error}") from error
+        package = str(module).split(".")[0]
+        install = f"pip install 'rlstructs[{EXTRAS[package]}]'"
+        raise SpecError(f"{option}: {path.suffix} files need {package}: {error}: {install}") from error
 
 
 def summary(settings: Settings, collected: Collected, written: list[str]) -> str:
@@ -72,7 +76,11 @@ def describe(path: Path) -> Iterator[str]:
         FileNotFoundError: there is none.
         FileError, SpecError: it is not ours, or damaged.
     """
-    header = files.read_header(path)
+    try:
+        header = files.read_header(path)
+    except FileError as error:
+        what = "what `rlstructs collect --out` or a `save` of this library wrote"
+        raise FileError(f"{error}; info is for {what}") from error
     kind, arrays = header["class"], header["arrays"]
     content = KINDS[kind].load(path) if kind in KINDS else None
     rows = "" if content is None else f", {content.n_elems():,} rows"

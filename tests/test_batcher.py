@@ -628,6 +628,18 @@ def test_numbers_of_elements_and_bytes_are_known_at_once():
         ({"env_args": {"n_envs": 0}}, SpecError, "needs at least one environment, got none"),
         ({"env_args": {"env_id": "NoSuchEnv-v0"}}, gymnasium.error.NameNotFound, "NoSuchEnv"),
         ({"create_env": lambda env_id, n_envs, seed: object()}, TypeError, r"create_env must return a VecEnv"),
+        (
+            {"create_env": lambda env_id, n_envs, seed: gymnasium.make(env_id)}, TypeError,
+            r"VecEnv, got .* without n_envs\(\): return GymEnvInf\(\[env, \.\.\.\], seed\)\n",
+        ),
+        (
+            {"create_env": lambda env_id, n_envs, seed: gymnasium.make_vec(env_id, n_envs)}, TypeError,
+            r"VecEnv, got CartPoleVectorEnv without n_envs\(\): return GymVectorEnv\(envs, seed\)\n",
+        ),
+        (
+            {"create_env": lambda env_id, n_envs: None}, TypeError,
+            r"^create_env: is called with env_args and seed=, here with env_id, n_envs, seed: .*argument 'seed'\n",
+        ),
         ({"create_env": "CartPole-v1"}, TypeError, "create_env must be a function or a class, .* got str"),
         ({"create_agent": Counting()}, TypeError, "create_agent must be a function or a class, .* got Counting"),
         ({"create_agent": lambda: None}, TypeError, r"must return an RL_Agent, got NoneType without initial_state\(\)"),

@@ -106,7 +106,7 @@ def test_a_new_batcher_goes_on(n_processes, seeds, env_id):
     for _ in range(2):
         with made(**arguments) as batcher:
             batcher.load_state_dict(state)
-            with pytest.raises(StateError, match="needs a reset"):
+            with pytest.raises(StateError, match="there was no reset"):
                 batcher.execute()
             assert same(batcher.state_dict() | {"workers": 0}, state | {"workers": 0})
             assert batcher.episodes() == episodes

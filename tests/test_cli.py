@@ -377,7 +377,7 @@ finally:
 
 
 ERRORS = {
-    "no command": ([], "the following arguments are required: COMMAND"),
+    "no command": ([], "the following arguments are required: COMMAND; rlstructs --help lists .*"),
     "no environment": (["collect"], "the following arguments are required: ENV_ID"),
     "unknown option": (["collect", "Cli/Count-v0", "--out=x.npz", "--nope"], "unrecognized arguments: --nope"),
     "unknown id": (["collect", "CartPol-v1"], "CartPol-v1: Environment `CartPol` doesn't exist.*`CartPole`.*"),
@@ -428,8 +428,12 @@ ERRORS = {
     "info of two things": (["info", "x.npz", "--system"], ".*--system: not allowed with argument FILE"),
     "info missing": (["info", "no.npz"], "no.npz: no such file"),
     "info damaged": (["info", "damaged.npz"], "damaged.npz: not a file of rlstructs, or a damaged one: .*"),
+    "info weights": (
+        ["info", "weights.pt"],
+        "weights.pt: not a file of rlstructs, .*; info is for what `rlstructs collect --out` or a `save` .* wrote",
+    ),
     "info cut": (["info", "cut.pt"], "cut.pt: not a file of rlstructs, or a damaged one: .*"),
-    "info ending": (["info", "x.txt"], r"x.txt: the name must end in one of \.npz, \.pt, \.h5"),
+    "info ending": (["info", "x.txt"], r"x.txt: the name must end in one of \.npz, \.pt, \.h5; info is for .*"),
 }
 
 
@@ -440,6 +444,7 @@ def test_an_error_is_one_line_and_exit_code_2(run, tmp_path, monkeypatch, argume
     (tmp_path / "damaged.npz").write_bytes(b"PK nothing of the kind")
     whole = tmp_path / "whole.pt"
     DictTensor({"x": torch.zeros(1000)}).save(whole)
+    torch.save({"weight": torch.zeros(3)}, tmp_path / "weights.pt")
     (tmp_path / "cut.pt").write_bytes(whole.read_bytes()[:500])
     before = sorted(tmp_path.iterdir())
     code, stdout, stderr = run(*arguments)
@@ -449,14 +454,16 @@ def test_an_error_is_one_line_and_exit_code_2(run, tmp_path, monkeypatch, argume
 
 
 @pytest.mark.parametrize(
-    ("option", "modules"), [("--plot=x.png", ["matplotlib", "matplotlib.figure"]), ("--out=x.h5", ["h5py"])]
+    ("option", "modules", "extra"),
+    [("--plot=x.png", ["matplotlib", "matplotlib.figure"], "plot"), ("--out=x.h5", ["h5py"], "hdf5")],
 )
-def test_a_package_that_is_not_there_is_missed_before_anything_runs(run, monkeypatch, option, modules):
+def test_a_package_that_is_not_there_is_missed_before_anything_runs(run, monkeypatch, option, modules, extra):
     for module in modules:
         monkeypatch.setitem(sys.modules, module, None)  # what makes an import fail
     code, stdout, stderr = run("collect", "None-v0", option)
     assert (code, stdout) == (2, "")
-    assert re.fullmatch(rf"rlstructs: error: --\w+: \.\w+ files need {modules[0]}: .*\n", stderr)
+    words = rf"--\w+: \.\w+ files need {modules[0]}: .*: pip install 'rlstructs\[{extra}\]'"
+    assert re.fullmatch(f"rlstructs: error: {words}\n", stderr)
 
 
 FAULTS = {

@@ -180,6 +180,10 @@ def test_it_reads_as_a_mapping(d):
 
 
 def test_a_missing_key_is_named_beside_those_present(d):
+    with pytest.raises(KeyError, match=r"^DictTensor: no key 0, there are .*; rows are taken by .index\(0\)$"):
+        d[0]
+    with pytest.raises(KeyError, match=r"; rows are taken by .index\(\[0, 1\]\)$"):
+        d[[0, 1]]
     with pytest.raises(KeyError, match=r"^DictTensor: no key 'z', there are \['x', 'y'\]$"):
         d["z"]
 

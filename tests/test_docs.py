@@ -127,6 +127,19 @@ def test_every_block_says_what_it_is(page):
     assert not {kind for kind in kinds if kind not in (FENCE, OUTPUT, SHELL) and not kind.startswith(TITLED)}
 
 
+COMPOUND = (ast.For, ast.While, ast.If, ast.With, ast.Try, ast.FunctionDef, ast.ClassDef)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_prompt_takes_what_is_pasted(page):
+    """Before Python 3.13 it ends what is indented at an empty line only."""
+    for block in blocks_of(page.read_text()):
+        if block.kind.startswith(FENCE):
+            body = ast.parse("\n".join(block.lines)).body
+            ends = {node.end_lineno for node in body if isinstance(node, COMPOUND) and node.end_lineno > node.lineno}
+            assert not [line for line in sorted(ends) if line < len(block.lines) and block.lines[line]]
+
+
 def test_the_readme_installs_and_shows_a_program_at_once():
     shell, program, output, *_ = blocks_of((ROOT / "README.md").read_text())
     assert [block.kind for block in (shell, program, output)] == [SHELL, FENCE, OUTPUT]

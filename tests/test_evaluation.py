@@ -172,7 +172,7 @@ def test_what_is_not_needed_is_refused_and_nothing_is_lost(arguments, error, mes
 
 def test_it_comes_between_rollouts():
     with cartpoles() as batcher:
-        with pytest.raises(StateError, match="^evaluate: needs a reset, call reset first$"):
+        with pytest.raises(StateError, match="^evaluate: there was no reset, call reset first$"):
             batcher.evaluate(1, 0)
         batcher.reset()
         batcher.execute()

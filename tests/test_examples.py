@@ -108,6 +108,22 @@ def test_what_a_training_saved_can_be_played(subprocess_env, tmp_path):
     assert re.fullmatch(r"episode 1: return (\d+)\.00, \1 steps", lines[0]) and lines[1] == "wrote ppo.mp4"
 
 
+def test_what_was_not_saved_cannot_be_played(subprocess_env, tmp_path):
+    command = [sys.executable, "-m", "rlstructs.cli", "play", "CartPole-v1", "--agent", "examples.play_ppo:agent"]
+    done = subprocess.run(
+        [*command, "--video", "ppo.mp4"], capture_output=True, text=True, env=subprocess_env, cwd=tmp_path, timeout=100
+    )
+    words = "policy.pt: no such file, first run python examples/ppo.py --save policy.pt"
+    assert done.returncode == 2 and words in done.stderr
+
+
+def test_dqn_refuses_continuous_actions(subprocess_env, tmp_path):
+    command = [sys.executable, str(ROOT / "examples/dqn.py"), "--env-id", "Pendulum-v1"]
+    done = subprocess.run(command, capture_output=True, text=True, env=subprocess_env, cwd=tmp_path, timeout=100)
+    assert done.returncode == 1
+    assert re.fullmatch(r"Pendulum-v1: --env-id needs a Discrete .*, got Box\(.*\): try sac.py\n", done.stderr)
+
+
 def test_a_plot_that_cannot_be_written_is_known_before_the_training(subprocess_env, tmp_path):
     command = [sys.executable, str(ROOT / "examples/ppo.py"), "--plot", "missing/curve.png"]
     done = subprocess.run(command, capture_output=True, text=True, env=subprocess_env, cwd=tmp_path, timeout=100)
@@ -123,13 +139,20 @@ def test_a_training_draws_its_curve_and_writes_scalars(subprocess_env, tmp_path)
     assert b"policy_loss" in b"".join(path.read_bytes() for path in (tmp_path / "run").iterdir())
 
 
-def test_an_example_that_lacks_a_package_says_so_before_it_trains(subprocess_env, tmp_path):
-    (tmp_path / "tensorboard.py").write_text("raise ImportError('no tensorboard')")
-    path = os.pathsep.join([str(tmp_path), subprocess_env["PYTHONPATH"]])
-    command = [sys.executable, str(ROOT / "examples/ppo.py"), "--tensorboard", "run"]
-    done = subprocess.run(command, capture_output=True, text=True, env={**subprocess_env, "PYTHONPATH": path})
+@pytest.mark.parametrize(
+    ("command", "module", "words"),
+    [
+        (["ppo.py", "--tensorboard=run"], "tensorboard", "--plot and --tensorboard need pip install 'rlstructs[plot]'"),
+        (["ppo_atari.py"], "ale_py", "Atari games need pip install ale-py opencv-python-headless"),
+    ],
+)
+def test_an_example_that_lacks_a_package_says_so_before_it_trains(command, module, words, subprocess_env, tmp_path):
+    (tmp_path / f"{module}.py").write_text("raise ImportError('not here')")
+    environment = {**subprocess_env, "PYTHONPATH": os.pathsep.join([str(tmp_path), subprocess_env["PYTHONPATH"]])}
+    arguments = [sys.executable, str(ROOT / "examples" / command[0]), *command[1:]]
+    done = subprocess.run(arguments, capture_output=True, text=True, env=environment)
     assert done.returncode == 1
-    assert done.stderr == "no tensorboard: --plot and --tensorboard need pip install 'rlstructs[plot]'\n"
+    assert done.stderr == f"not here: {words}\n"
 
 
 def test_a_memory_of_jax_says_what_it_needs(subprocess_env, tmp_path):
@@ -147,11 +170,27 @@ def test_what_trainings_share_is_the_same_in_each():
     assert len(set(shared)) == 1
 
 
-def test_the_first_example_prints_what_its_header_says(subprocess_env, tmp_path):
-    file = ROOT / "examples/1_structures.py"
-    _, *shown = re.findall(r"^    (.+)$", file.read_text().split('"""')[1], re.MULTILINE)  # behind the command
-    printed = iter(run([str(file)], env=subprocess_env, cwd=tmp_path).splitlines())
-    assert len(shown) > 4 and all(line in printed for line in shown if line != "...")
+# Those whose numbers the seed alone decides, and no network, which another processor computes otherwise.
+@pytest.mark.parametrize("name", ["1_structures.py", "collect_to_memory.py", "native_vector_env.py", "warp_gather.py"])
+def test_an_example_prints_what_its_header_says(name, subprocess_env, tmp_path):
+    file = ROOT / "examples" / name
+    lines = re.findall(r"^    (.+)$", file.read_text().split('"""')[1], re.MULTILINE)
+    *_, command = (line for line in lines if line.startswith(f"python examples/{name}"))
+    shown = [without_times(line) for line in lines[lines.index(command) + 1 :] if line != "..."]
+    _, _, *arguments = command.split()
+    printed = run([str(file), *arguments], env=subprocess_env, cwd=tmp_path).splitlines()
+    rest = iter(map(without_times, printed))
+    assert len(shown) > 1 and all(line in rest for line in shown), printed
+
+
+def without_times(line):
+    return re.sub(r"[\d.]+e-\d+|\d+ us|[\d.]+ times", "#", line)
+
+
+def test_help_says_what_an_example_does_and_what_its_defaults_are(subprocess_env, tmp_path):
+    printed = run([str(ROOT / "examples/ppo.py"), "--help"], env=subprocess_env, cwd=tmp_path)
+    assert "rollouts from parallel workers.\n" in printed
+    assert re.search(r"--n-steps N_STEPS +default: 200000\n", printed)
 
 
 def test_each_row_of_a_population_acts_by_its_own_network():

@@ -438,13 +438,18 @@ def test_an_environment_without_a_space_is_refused_by_name(name, is_there):  # r
     with pytest.raises(SpecError, match=f"^envs: number 1 has no {name}, which says what keys, dtypes and shapes"):
         GymEnv(envs, 0)
 
+VECTOR = gymnasium.make_vec("CartPole-v1", 1, vectorization_mode="vector_entry_point")
+
 
 @pytest.mark.parametrize(
     ("envs", "seed", "error", "message"),
     [
         ([], 0, SpecError, "^envs: needs at least one environment, got none"),
         ([Recording(), object()], 0, TypeError, "^envs: number 1 must be a gymnasium.Env, got object"),
-        (Recording(), 0, TypeError, "not iterable"),
+        (Recording(), 0, TypeError, r"^envs: needs a list .*, got Recording: put it into a list, \[env\]$"),
+        (Recording, 0, TypeError, r"^envs: needs a list .*, got type: call it, .* \[make\(\) for _ in range\(n\)\]$"),
+        (VECTOR, 0, TypeError, "^envs: needs a list .*, got CartPoleVectorEnv: give it to GymVectorEnv$"),
+        ([Recording], 0, TypeError, "^envs: number 0 must be a gymnasium.Env, got type, call it$"),
         ([ONE, Recording(), ONE], 0, SpecError, "^envs: number 2 is given twice"),
         ([ONE, gymnasium.wrappers.TimeLimit(ONE, 5)], 0, SpecError, "^envs: number 1 is given twice"),
         ([Recording(), Recording(spaces.Discrete(8))], 0, SpecError,
@@ -455,7 +460,8 @@ def test_an_environment_without_a_space_is_refused_by_name(name, is_there):  # r
         ([Recording()], [1, 2], SpecError, r"^seed: needs an int >= 0, or 1 of them, got \[1, 2\]"),
         ([Recording()], None, TypeError, "^seed: needs an int, or a sequence of 1, got None"),
     ],
-    ids=["none", "no-gym", "no-list", "twice", "wrapped", "observations", "actions", "negative", "many", "no-seed"],
+    ids=["none", "no-gym", "no-list", "class", "vector", "classes", "twice", "wrapped", "observations", "actions",
+         "negative", "many", "no-seed"],
 )  # fmt: skip
 def test_bad_arguments_are_refused_by_name(envs, seed, error, message):
     with pytest.raises(error, match=message):

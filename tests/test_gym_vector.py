@@ -451,6 +451,13 @@ def test_what_is_not_as_the_space_says_is_refused(changes, message):
         env.step(ACTION)
 
 
+def test_single_environments_are_refused():
+    env = gymnasium.make("CartPole-v1")
+    for envs, name in ((env, "TimeLimit"), (env.unwrapped, "CartPoleEnv"), ([env], "list")):
+        with pytest.raises(TypeError, match=rf"^envs: must be a vector .*, got {name}: GymEnvInf\(.* is for"):
+            GymVectorEnv(envs, 0)
+
+
 def test_what_cannot_be_is_refused():
     env = GymVectorEnv(Own(), 0)
     with pytest.raises(StateError, match="^step: call reset first$"):

@@ -123,10 +123,10 @@ def test_slots_are_written_again_only_after_the_release():
 
 def test_a_released_lease_gives_nothing():
     with count_batcher([[99]], 3) as batcher:
-        with pytest.raises(StateError, match="^lease: needs a reset, call reset first$"):
+        with pytest.raises(StateError, match="^lease: there was no reset, call reset first$"):
             batcher.lease()
         batcher.reset()
-        with pytest.raises(StateError, match="^lease: ready, call execute first$"):
+        with pytest.raises(StateError, match="^lease: no rollout is under way, call execute first$"):
             batcher.lease()
         batcher.execute()
         with batcher.lease() as lease:

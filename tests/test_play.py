@@ -17,7 +17,7 @@ from gymnasium import spaces
 
 from rlstructs import DictTensor, RL_Agent
 from rlstructs.cli import main
-from rlstructs.play import check_whole
+from rlstructs.play import SCREENS, check_whole
 
 # Seconds; only reached when something hangs.
 DEADLINE = 60
@@ -65,6 +65,13 @@ class Blind(Painted):
     metadata = {"render_modes": ["ansi"]}  # noqa: RUF012
 
 
+class Driven(Painted):
+    """Its return is the number of letters in the name of SDL's driver."""
+
+    def step(self, action):
+        return *super().step(action)[:1], len(os.environ["SDL_VIDEODRIVER"]), True, False, {}
+
+
 class Still(RL_Agent):
     """Always does the same."""
 
@@ -93,6 +100,7 @@ ENVIRONMENTS = {
     "Play/Timeless-v0": (Timeless, {}),
     "Play/Blind-v0": (Blind, {}),
     "Play/Torn-v0": (Torn, {}),
+    "Play/Driven-v0": (Driven, {}),
 }
 
 
@@ -170,6 +178,32 @@ def test_without_a_video_it_plays_in_a_window(play, tmp_path, monkeypatch):
     code, stdout, _ = play("CartPole-v1", "--max-steps", 3)
     assert code == 0 and re.fullmatch(r"episode 1: return 3\.00, 3 steps\n", stdout)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "ALE/Pong-v5", "HalfCheetah-v5"])
+def test_without_a_screen_a_window_is_an_error_that_names_the_video(play, monkeypatch, env_id):
+    for name in SCREENS:
+        monkeypatch.delenv(name, raising=False)
+    code, stdout, stderr = play(env_id, "--max-steps", 3)
+    assert (code, stdout) == (2, "")
+    words = "there is no screen to show it on, neither .* is set: record it with --video FILE.mp4"
+    assert re.fullmatch(f"rlstructs: error: {env_id}: {words}\n", stderr)
+
+
+def test_without_a_screen_an_environment_that_needs_no_window_is_played(play, monkeypatch):
+    for name in SCREENS:
+        monkeypatch.delenv(name, raising=False)
+    assert play("Play/Painted-v0") == (0, "episode 1: return 10.00, 5 steps\n", "")
+
+
+@pytest.mark.parametrize(("chosen", "driver"), [(None, "dummy"), ("offscreen", "offscreen")])
+def test_a_video_needs_no_driver_of_a_screen(play, monkeypatch, chosen, driver):
+    if chosen is None:
+        monkeypatch.delenv("SDL_VIDEODRIVER", raising=False)
+    else:
+        monkeypatch.setenv("SDL_VIDEODRIVER", chosen)
+    _, stdout, _ = play("Play/Driven-v0", "--video", "x.mp4")
+    assert stdout.startswith(f"episode 1: return {len(driver)}.00, 1 steps\n")
 
 
 ERRORS = {

@@ -275,6 +275,18 @@ def test_a_wrong_action_is_refused_by_key(space, tensors, message):
     assert isinstance(caught.value, MissingKeyError) == message.startswith("no ")
 
 
+@pytest.mark.parametrize(
+    ("space", "keys"),
+    [
+        (spaces.Discrete(5), "'action': ..."),
+        (spaces.Dict(a=spaces.Discrete(2), b=spaces.Discrete(3)), "'action/a': ..., 'action/b': ..."),
+    ],
+)
+def test_an_action_that_is_a_tensor_is_refused_with_the_keys_that_it_needs(space, keys):
+    with pytest.raises(TypeError, match=rf"^action: needs DictTensor\(\{{{re.escape(keys)}\}}\), got Tensor$"):
+        ActionReader(space).read(torch.tensor([0, 1]), 2)
+
+
 def test_a_batch_size_that_was_right_before_is_refused_when_fewer_run():
     reader, action = ActionReader(spaces.Discrete(5)), DictTensor({"action": torch.tensor([1, 2])})
     assert reader.read(action, 2)[0] == [1, 2]

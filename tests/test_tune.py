@@ -48,7 +48,7 @@ def test_one_trial_is_run_however_short_the_time():
 def test_the_command_prints_a_table_and_the_best(capsys):
     assert main(["bench", "tune", "CartPole-v1", "--seconds", "0.01"]) == 0
     first, header, *rows, last = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"CartPole-v1, random agent; the limit is bare loops in \d+ processes, one for .*", first)
+    assert re.fullmatch(r"CartPole-v1, random agent; the limit is bare loops, a process for each core: \d+", first)
     assert header.split() == ["workers", "envs", "timesteps", "steps/s", "limit", "share"]
     workers, envs, timesteps, *_, share = rows[0].split()
     assert last == f"best: --workers {workers} --envs {envs} --timesteps {timesteps}, {share} of the limit"
@@ -57,7 +57,7 @@ def test_the_command_prints_a_table_and_the_best(capsys):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["bench"], "the following arguments are required: WHAT"),
+        (["bench"], "the following arguments are required: WHAT; rlstructs bench --help lists .*"),
         (["bench", "tune"], "the following arguments are required: ENV_ID"),
         (["bench", "tune", "CartPole-v1", "--seconds", "0"], ".*--seconds: must be more than 0, got 0"),
         (["bench", "tune", "CartPole-v1", "--seconds", "long"], ".*--seconds: must be a number, got 'long'"),

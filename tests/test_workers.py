@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import pickle
 import select
@@ -437,6 +438,14 @@ def test_the_start_has_the_same_deadline():
     with pytest.raises(WorkerTimeout, match="no reply within 0.5 s to 'build'"):
         WorkerPool(2, hang, timeout=0.5)
     assert worker_pids() == before
+
+
+def test_a_temporary_directory_of_too_long_a_name_is_said_to_be_it(monkeypatch, tmp_path):
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", str(folder))
+    with pytest.raises(WorkerCrashed, match=r"AF_UNIX path too long.*, is too long: set TMPDIR to a shorter one$"):
+        WorkerPool(1, Job, start_method="forkserver", preload=("json",))  # what starts a server of its own
 
 
 def test_a_worker_that_resists_is_killed():

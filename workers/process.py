@@ -6,6 +6,7 @@ import errno
 import os
 import select
 import signal
+import tempfile
 import time
 from collections import deque
 from typing import Any
@@ -61,7 +62,8 @@ class WorkerProcess:
             if isinstance(error, TimeoutError):
                 raise WorkerTimeout(f"worker {index} was not started within {timeout} s: {error}", index) from error
             if isinstance(error, (EOFError, OSError)):
-                raise WorkerCrashed(f"worker {index} could not be started: {error!r}", index) from error
+                words = f"worker {index} could not be started: {error!r}{_next_step(error)}"
+                raise WorkerCrashed(words, index) from error
             raise
         finally:
             theirs.close()
@@ -225,6 +227,14 @@ def end_all(workers: list[WorkerProcess], patience: float = 0.0) -> None:
         if worker not in left:
             worker.reap(max(0.0, deadline - time.monotonic()))
         worker.release()
+
+
+def _next_step(error: BaseException) -> str:
+    """What to do about an error of a start, where that is known."""
+    if "AF_UNIX path too long" not in str(error):
+        return ""
+    # The fork server listens at a name in it.
+    return f"; the name of the temporary directory, {tempfile.gettempdir()}, is too long: set TMPDIR to a shorter one"
 
 
 def _main_process() -> Descriptor | None:

@@ -59,8 +59,8 @@ class RayBatcher(RL_Batcher):
     this program's: `ray.init(runtime_env=)` sets them.
 
     Args:
-        n_timesteps, create_agent, agent_args, create_env, env_args, seeds, agent_info, env_info, agent_seeds, device,
-            start_method, debug: as of `RL_Batcher`.
+        n_timesteps, create_agent, agent_args, create_env, env_args, seeds: as of `RL_Batcher`.
+        agent_info, env_info, agent_seeds, device, start_method, debug: as of `RL_Batcher`.
         n_processes: W, worker processes in all, at least 1.
         timeout: seconds within which workers must answer. A node gets twice that and 5 s, to mend what it can itself,
             and a minute more to be placed by Ray. None for no limit: a node that dies is noticed all the same, as soon

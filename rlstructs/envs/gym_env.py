@@ -274,13 +274,17 @@ def packing_of(observation: Mapping[str, Leaf], last_actions: Mapping[str, Leaf]
 
 
 def _checked(envs: Sequence[gymnasium.Env[Any, Any]]) -> list[gymnasium.Env[Any, Any]]:
-    envs = list(envs)
+    try:
+        envs = list(envs)
+    except TypeError as error:
+        raise TypeError(f"envs: needs a list of gymnasium environments, got {_instead_of(envs)}") from error
     if not envs:
         raise SpecError("envs: needs at least one environment, got none")
     taken: set[int] = set()
     for k, env in enumerate(envs):
         if not isinstance(env, gymnasium.Env):
-            raise TypeError(f"envs: number {k} must be a gymnasium.Env, got {type(env).__name__}")
+            got = f"{type(env).__name__}, call it" if callable(env) else type(env).__name__
+            raise TypeError(f"envs: number {k} must be a gymnasium.Env, got {got}")
         if id(innermost(env)) in taken:
             raise SpecError(f"envs: number {k} is given twice, each must be an environment of its own")
         taken.add(id(innermost(env)))
@@ -292,6 +296,15 @@ def _checked(envs: Sequence[gymnasium.Env[Any, Any]]) -> list[gymnasium.Env[Any,
                     f"envs: {name} of number {k} is {getattr(env, name)}, of number 0 {getattr(envs[0], name)}"
                 )
     return envs
+
+
+def _instead_of(envs: Any) -> str:
+    """What was given in place of a list, and what to do with it."""
+    if isinstance(envs, gymnasium.vector.VectorEnv):
+        return f"{type(envs).__name__}: give it to GymVectorEnv"
+    if callable(envs):
+        return f"{type(envs).__name__}: call it, once for each environment, [make() for _ in range(n)]"
+    return f"{type(envs).__name__}: put it into a list, [env]"
 
 
 def refuse_reserved(keys: Any) -> None:

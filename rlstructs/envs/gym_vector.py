@@ -52,6 +52,7 @@ class GymVectorEnv:
             with a warning.
 
     Raises:
+        TypeError: `envs` is no vector environment.
         SpecError: a space is not supported, or the mode is another.
 
     Example:
@@ -324,6 +325,11 @@ def _finals(infos: Any) -> Any:
 
 
 def _n_envs(envs: Any) -> int:
+    if isinstance(envs, (list, tuple)) or not (hasattr(envs, "num_envs") or hasattr(type(envs), "__len__")):
+        raise TypeError(
+            f"envs: must be a vector environment, as gymnasium.make_vec makes it, got {type(envs).__name__}: "
+            "GymEnvInf([env, ...], seed) is for single ones"
+        )
     return int(envs.num_envs if hasattr(envs, "num_envs") else len(envs))
 
 

@@ -292,8 +292,13 @@ class ActionReader:
 
     def _columns(self, action: DictTensor, n: int) -> dict[str, np.ndarray]:
         columns: dict[str, np.ndarray] = {}
+        try:
+            tensors = action._tensors
+        except AttributeError:
+            keys = ", ".join(f"{key!r}: ..." for _, key, _ in self._wanted)
+            raise TypeError(f"action: needs DictTensor({{{keys}}}), got {type(action).__name__}") from None
         for leaf, key, _ in self._wanted:
-            tensor = action._tensors.get(key)
+            tensor = tensors.get(key)
             if tensor is None:
                 raise MissingKeyError(f"agent: no {key!r} in its output, there are {sorted(action.keys())}")
             if self._approved.get(key) != (n, tensor.shape, tensor.dtype):

@@ -204,8 +204,11 @@ class TensorMap(Structure):
     def __getitem__(self, key: str) -> torch.Tensor:
         try:
             return self._tensors[key]
-        except KeyError:
-            raise missing_key(type(self).__name__, key, self._tensors) from None
+        except (KeyError, TypeError):  # a list or a slice has no hash
+            missing = missing_key(type(self).__name__, key, self._tensors)
+            if not isinstance(key, str):
+                missing = MissingKeyError(f"{missing}; rows are taken by .index({key!r})")
+            raise missing from None
 
     def _picked(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
         if isinstance(keys, str):
