@@ -934,7 +934,7 @@ def test_priorities_are_set_to_those_of_a_tensordict_that_was_read_by_index():
 @pytest.mark.parametrize("n_stacked", [2, 3])
 def test_stacks_lie_behind_the_axes_of_a_tensordict(n_stacked):
     TensorDict = pytest.importorskip("tensordict").TensorDict
-    buffer = made(TensorStorage(20), batch_size=6, stack_num=n_stacked, stack_keys=["observation"])
+    buffer = made(TensorStorage, 20, batch_size=6, stack_num=n_stacked, stack_keys=["observation"])
     times, envs = torch.arange(12.0).view(12, 1), torch.arange(2.0)
     frames = (10 * times + envs)[..., None].expand(12, 2, 4)
     buffer.extend(TensorDict({"observation": frames, "env": envs.expand(12, 2), "done": torch.zeros(12, 2)}, [12, 2]))
@@ -948,7 +948,7 @@ def test_stacks_lie_behind_the_axes_of_a_tensordict(n_stacked):
 
 def test_an_index_of_two_axes_gives_a_tensordict_of_two():
     TensorDict = pytest.importorskip("tensordict").TensorDict
-    buffer = made(TensorStorage(10))
+    buffer = made(TensorStorage)
     buffer.extend(TensorDict({"a": torch.arange(6)}, [6]))
     found = buffer[torch.tensor([[1, 2, 0], [3, 4, 5]])]
     assert found.batch_size == (2, 3) and found["index"].equal(found["a"])
@@ -957,7 +957,7 @@ def test_an_index_of_two_axes_gives_a_tensordict_of_two():
 def test_rows_without_a_column_are_an_error():
     TensorDict = pytest.importorskip("tensordict").TensorDict
     for before in (None, TensorDict({"a": torch.arange(6)}, [6])):
-        buffer = made(TensorStorage(10))
+        buffer = made(TensorStorage)
         n = 0 if before is None else len(buffer.extend(before))
         for rows in (TensorDict({}, [2]), TensorDict({"next": {}}, [2]), {"next": {}}):
             with pytest.raises(MissingKeyError, match="^extend: rows need a column, there is none"):

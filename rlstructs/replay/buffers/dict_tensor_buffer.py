@@ -116,7 +116,7 @@ class DictTensorReplayBuffer(DictTensorParts):
         self._priority_key = joined(priority_key)
         self._collate_fn, self._pin_memory = collate_fn, pin_memory
         self._transform = Compose() if transform is None else Compose(transform)
-        self._lock, self._version, self._has_warned = lock_that_forks(), 0, False
+        self._lock, self._version, self._has_warned, self._written = lock_that_forks(), 0, False, {}
         self._ahead = Prefetch(self._lock, 0 if not prefetch else check_count("prefetch", prefetch))
         if prefetch and batch_size is None:
             raise SpecError("prefetch needs a batch_size: it says how large the batches are that are made ahead")
@@ -252,8 +252,7 @@ class DictTensorReplayBuffer(DictTensorParts):
         """
         with self._lock:
             if isinstance(self._sampler, PrioritizedSampler):
-                is_new = self._written is not None and self._written[0]() is index
-                steps = self._written[1] if self._written is not None and is_new else None
+                _, steps = self._written.get(id(index), (None, None))
                 self._sampler.update(self._storage, index, priority, steps)
             elif not self._has_warned:
                 self._has_warned = True

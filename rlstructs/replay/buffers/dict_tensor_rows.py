@@ -45,8 +45,9 @@ class DictTensorRows(Buffer):
     # Axes of the batches that leave as a `TensorDict`, as their rows came; None for a `DictTensor`.
     _axes: Axes | None = None
     _knows_episodes = False
-    # The ids that `extend` gave last, and which steps they are: an id alone may mean what was drawn before.
-    _written: tuple[weakref.ref[torch.Tensor], np.ndarray] | None = None
+    # By `id`, the row ids that `extend` gave to somebody who still has them, and which steps they are: a row id alone
+    # may mean what was drawn before, or what came later.
+    _written: dict[int, tuple[weakref.ref[torch.Tensor], np.ndarray]]
     # What writes one plain row; None before it is known, False if there are no plain rows.
     _quick: tuple[OneRow, StepWriter] | bool | None = None
 
@@ -99,7 +100,8 @@ class DictTensorRows(Buffer):
             rows = self._store(rows_of(batch, "extend"), "extend", update_priority, came_as=batch)
             ids = torch.from_numpy(rows)
             if isinstance(self._sampler, PrioritizedSampler):
-                self._written = weakref.ref(ids), self._span().steps(rows)
+                written, key = self._written, id(ids)
+                written[key] = weakref.ref(ids, lambda _: written.pop(key, None)), self._span().steps(rows)
             return ids
 
     def add_trajectories(self, trajectories: Trajectories, names: Mapping[str, str] | None = None) -> None:
@@ -168,7 +170,7 @@ class DictTensorRows(Buffer):
             self._n_written += rows.n if writer.is_plain else int((ids >= 0).sum())
             self._quick = self._quick_way() if self._quick is None else self._quick
             if replaced.size:
-                self._written = None
+                self._written.clear()
                 self._sampler.replaced(self._storage, replaced)
             if priorities is not None:
                 assert isinstance(self._sampler, PrioritizedSampler)
