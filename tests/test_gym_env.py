@@ -438,6 +438,7 @@ def test_an_environment_without_a_space_is_refused_by_name(name, is_there):  # r
     with pytest.raises(SpecError, match=f"^envs: number 1 has no {name}, which says what keys, dtypes and shapes"):
         GymEnv(envs, 0)
 
+
 VECTOR = gymnasium.make_vec("CartPole-v1", 1, vectorization_mode="vector_entry_point")
 
 

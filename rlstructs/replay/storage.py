@@ -391,7 +391,6 @@ class Storage:
         self._map()
         _stores.add(self)
 
-
     def _content(self) -> Any:
         """Equal to what it was only if no row has changed."""
         return self.version, self.ring.counters.tobytes()

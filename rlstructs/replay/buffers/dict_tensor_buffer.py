@@ -116,7 +116,7 @@ class DictTensorReplayBuffer(DictTensorParts):
         self._priority_key = joined(priority_key)
         self._collate_fn, self._pin_memory = collate_fn, pin_memory
         self._transform = Compose() if transform is None else Compose(transform)
-        self._lock, self._version, self._has_warned, self._written = lock_that_forks(), 0, False, {}
+        self._lock, self._version, self._has_warned = lock_that_forks(), 0, False
         self._ahead = Prefetch(self._lock, 0 if not prefetch else check_count("prefetch", prefetch))
         if prefetch and batch_size is None:
             raise SpecError("prefetch needs a batch_size: it says how large the batches are that are made ahead")
@@ -240,8 +240,8 @@ class DictTensorReplayBuffer(DictTensorParts):
     def update_priority(self, index: Any, priority: Any) -> None:
         """Sets the priorities of rows; of equal ids the last counts.
 
-        Ids below 0 are left out, and so are rows that were overwritten since they were drawn; rows that all came since
-        the last draw are meant as they are now. A buffer without priorities warns, once.
+        Ids below 0 are left out, and so are rows that were overwritten since they were drawn; just the ids of the last
+        `add` or `extend` mean what was written. A buffer without priorities warns, once.
 
         Args:
             index: int (n,), row ids as samples and `extend` give them.
@@ -252,7 +252,9 @@ class DictTensorReplayBuffer(DictTensorParts):
         """
         with self._lock:
             if isinstance(self._sampler, PrioritizedSampler):
-                _, steps = self._written.get(id(index), (None, None))
+                rows, steps = self._written or (None, None)
+                if rows is None or not np.array_equal(host_array("index", index).reshape(-1), rows):
+                    steps = None
                 self._sampler.update(self._storage, index, priority, steps)
             elif not self._has_warned:
                 self._has_warned = True

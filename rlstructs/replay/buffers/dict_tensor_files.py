@@ -102,7 +102,7 @@ class DictTensorFiles(DictTensorIndex):
             self._storage.alignment = self._settings.alignment
             restore_sampler()
             self._writer.changed()
-            self._n_written, self._knows_episodes, self._quick, self._written = n_written, knows, None, {}
+            self._n_written, self._knows_episodes, self._quick, self._written = n_written, knows, None, None
             self._axes = axes
             self._version += 1
 
@@ -116,7 +116,7 @@ class DictTensorFiles(DictTensorIndex):
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
-            state = {**vars(self), "_ahead": self._ahead.depth, "_quick": None, "_written": {}}
+            state = {**vars(self), "_ahead": self._ahead.depth, "_quick": None, "_written": None}
             del state["_lock"]
             return state | {UNCHANGED: Unchanged(self._content if self._storage.is_private else bool)}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -45,9 +44,8 @@ class DictTensorRows(Buffer):
     # Axes of the batches that leave as a `TensorDict`, as their rows came; None for a `DictTensor`.
     _axes: Axes | None = None
     _knows_episodes = False
-    # By `id`, the row ids that `extend` gave to somebody who still has them, and which steps they are: a row id alone
-    # may mean what was drawn before, or what came later.
-    _written: dict[int, tuple[weakref.ref[torch.Tensor], np.ndarray]]
+    # The row ids of the last write, and which steps they are: a row id alone may mean what was drawn before.
+    _written: tuple[np.ndarray, np.ndarray] | None = None
     # What writes one plain row; None before it is known, False if there are no plain rows.
     _quick: tuple[OneRow, StepWriter] | bool | None = None
 
@@ -97,12 +95,7 @@ class DictTensorRows(Buffer):
             SpecError, MissingKeyError, StateError: something does not fit; nothing has changed.
         """
         with self._lock:
-            rows = self._store(rows_of(batch, "extend"), "extend", update_priority, came_as=batch)
-            ids = torch.from_numpy(rows)
-            if isinstance(self._sampler, PrioritizedSampler):
-                written, key = self._written, id(ids)
-                written[key] = weakref.ref(ids, lambda _: written.pop(key, None)), self._span().steps(rows)
-            return ids
+            return torch.from_numpy(self._store(rows_of(batch, "extend"), "extend", update_priority, came_as=batch))
 
     def add_trajectories(self, trajectories: Trajectories, names: Mapping[str, str] | None = None) -> None:
         """Appends the valid steps of what `RL_Batcher.get` gives, one trajectory after another.
@@ -170,8 +163,9 @@ class DictTensorRows(Buffer):
             self._n_written += rows.n if writer.is_plain else int((ids >= 0).sum())
             self._quick = self._quick_way() if self._quick is None else self._quick
             if replaced.size:
-                self._written.clear()
                 self._sampler.replaced(self._storage, replaced)
+            if isinstance(self._sampler, PrioritizedSampler):
+                self._written = ids.copy(), self._span().steps(ids)
             if priorities is not None:
                 assert isinstance(self._sampler, PrioritizedSampler)
                 self._sampler.update(self._storage, ids, priorities, self._span().steps(ids))
@@ -267,6 +261,8 @@ class DictTensorRows(Buffer):
             if not quick[1].write(rows):
                 return None
             self._n_written += 1
+            if isinstance(self._sampler, PrioritizedSampler):
+                self._written = np.array([head % capacity]), np.array([head])
             return head % capacity
 
     # Episodes

@@ -163,8 +163,7 @@ class PrioritizedSampler(Sampler):
             storage: where they lie.
             index: int (n,), row ids.
             priorities: as `checked` takes them.
-            steps: int64 (n,), which steps the ids mean, where that is known; None for those that they were drawn as, or
-                hold now, if all came since the last draw.
+            steps: int64 (n,), which steps the ids mean, where that is known; None for those that they were drawn as.
 
         Raises:
             SpecError, IndexError: something does not fit; nothing has changed.
@@ -179,7 +178,6 @@ class PrioritizedSampler(Sampler):
             rows, values = rows[held], values[held]
         elif not is_last:
             rows, values = _present(rows, values, storage.columns.n_rows)
-            is_last = self._of().are_of_now(rows, span)
         self._of().update(span, rows, values + self.eps, is_last)
         self.version += 1
 
