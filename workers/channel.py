@@ -6,18 +6,15 @@ import os
 import pickle
 import select
 import socket
-import struct
 import time
+from collections.abc import Callable
 from typing import Any
 
 from workers import messages
+from workers.messages import MESSAGE_LENGTH as LENGTH
 
-# Bytes that go into the pipe of a side that has read all so far without waiting for it.
-AT_ONCE = 16384
 # Bytes that are read at once: as many are allocated each time, and mostly few come; and of what is known to be long.
 SMALL, LARGE = 1 << 13, 1 << 20
-# Before every message, how long it is.
-LENGTH = struct.Struct("!Q")
 # As numbers: flags of an enumeration are joined by Python code, anew for every message. Where there is no MSG_NOSIGNAL,
 # a program that has SIGPIPE end it ends with its first worker.
 DONT_WAIT = int(socket.MSG_DONTWAIT)
@@ -40,6 +37,8 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         end.settimeout(None)  # whatever the program has made the default
         self._socket = end
+        self._readable = select.poll()
+        self._readable.register(end.fileno(), select.POLLIN)
         self._rest: bytes | bytearray = b""  # has been read and not used yet
 
     @classmethod
@@ -62,27 +61,27 @@ class Channel:
         Raises:
             EOFError: the other side is gone.
         """
-        self.send_bytes(messages.dumps(message))
+        self.send_framed(messages.framed(messages.dumps(message)))
 
-    def send_bytes(self, data: bytes, deadline: float | None = None, sentinel: int | None = None) -> None:
+    def send_framed(
+        self, parts: list[bytes], deadline: float | None = None, sentinel: Callable[[], int] | None = None
+    ) -> None:
         """Sends a message that is pickled already.
 
         Args:
-            data: the message.
+            parts: what `messages.framed` made of it.
             deadline: when to give up on a side that does not read, in the time of `time.monotonic`.
-            sentinel: a descriptor that becomes readable when the other side ends. Its end of the pipe may live
-                on in a program that it started.
+            sentinel: gives a descriptor that becomes readable when the other side ends. Its end of the pipe may
+                live on in a program that it started.
 
         Raises:
             EOFError: the other side is gone.
             TimeoutError: it does not read; half of the message may be on its way.
         """
-        parts = [LENGTH.pack(len(data)) + data] if len(data) <= AT_ONCE else [LENGTH.pack(len(data)), data]
         try:
             for part in parts:
-                sent = self._send(part)
-                if sent < len(part):
-                    self._send_until(memoryview(part)[sent:], deadline, sentinel)
+                if (sent := self._send(part)) < len(part):
+                    self._send_until(memoryview(part)[sent:], deadline, sentinel and sentinel())
         except (BrokenPipeError, ConnectionResetError) as error:
             raise EOFError("the other side of the channel is gone") from error
 
@@ -120,14 +119,15 @@ class Channel:
         Raises:
             EOFError: the other side is gone.
         """
-        while not self.has_read():
-            self._fill()
-        end = self._end()
-        data, self._rest = self._rest[LENGTH.size : end], bytes(self._rest[end:])
-        if data.startswith(messages.RAW):
-            return bytes(data[len(messages.RAW) :])
+        while (end := self._end()) > len(self._rest):
+            # Not by recv, which would also wake, for nothing, each time that the other side has read what was sent.
+            self._readable.poll()
+            self.arrive()
+        rest, self._rest = self._rest, bytes(self._rest[end:])
+        if rest.startswith(messages.RAW, LENGTH.size):
+            return bytes(rest[LENGTH.size + len(messages.RAW) : end])
         try:
-            return messages.loads(data)
+            return messages.loads(rest[LENGTH.size : end])
         except EOFError as error:  # what a message raises must not look like its end
             raise pickle.UnpicklingError(f"a message cannot be unpickled: {error!r}") from error
 
@@ -138,7 +138,7 @@ class Channel:
             EOFError: the other side is gone.
         """
         try:
-            self._fill(DONT_WAIT)
+            self._fill()
         except BlockingIOError:
             return False
         return True
@@ -151,7 +151,7 @@ class Channel:
         """
         now = time.perf_counter()
         end = now + seconds
-        while not (self.has_read() or self.arrive()) and now < end:
+        while not (self.has_read() or (self._readable.poll(0) and self.arrive())) and now < end:
             os.sched_yield()
             before, now = now, time.perf_counter()
             if now - before > YIELDED:
@@ -159,7 +159,8 @@ class Channel:
 
     def has_read(self) -> bool:
         """Whether a whole message has been read that `receive` did not give yet: polling does not tell of it."""
-        return len(self._rest) >= self._end()
+        n = len(self._rest)
+        return n >= LENGTH.size and n >= LENGTH.size + LENGTH.unpack_from(self._rest)[0]
 
     def close(self) -> None:
         self._socket.close()
@@ -169,11 +170,11 @@ class Channel:
         rest = self._rest
         return LENGTH.size + (LENGTH.unpack_from(rest)[0] if len(rest) >= LENGTH.size else 0)
 
-    def _fill(self, flags: int = 0) -> None:
+    def _fill(self) -> None:
         # Whatever has come is read at once: a small message costs one call, and so do several.
-        missing = self._end() - len(self._rest)
+        missing = self._end() - len(self._rest) if self._rest else 0
         try:
-            data = self._socket.recv(SMALL if missing <= SMALL else min(missing, LARGE), flags)
+            data = self._socket.recv(SMALL if missing <= SMALL else min(missing, LARGE), DONT_WAIT)
         except ConnectionResetError:
             data = b""
         if not data:  # between two messages, or in the middle of one

@@ -180,7 +180,7 @@ def _answer(job: Any, data: bytes) -> Any:
 def _reply(channel: Channel, reply: Any) -> None:
     try:
         if isinstance(reply, bytes):
-            channel.send_bytes(reply)
+            channel.send_framed(messages.framed(reply))
         else:
             channel.send(reply)
     except EOFError:

@@ -24,7 +24,10 @@ from workers.errors import RemoteTraceback, WorkerError
 
 # Begins a message that is bytes of the job's own; a pickled one begins with b"\x80".
 RAW = b"\0"
-LENGTH = struct.Struct("!I")
+# Before every message, and before each of the bytes objects of a `Post`, how long it is.
+MESSAGE_LENGTH, LENGTH = struct.Struct("!Q"), struct.Struct("!I")
+# Bytes that go into the pipe of a side that has read all so far without waiting for it.
+AT_ONCE = 16384
 # Begins the note on an exception that says where it comes from.
 RAISED = "raised in worker "
 
@@ -80,16 +83,16 @@ class Post(NamedTuple):
     Attributes:
         label: what errors call it.
         n_replies: how many bytes objects it holds.
-        message: those, one behind another, each with its length before it.
+        message: those, one behind another, each with its length before it; as `framed` gives it.
     """
 
     label: str
     n_replies: int
-    message: bytes
+    message: list[bytes]
 
     @classmethod
     def of(cls, label: str, *data: bytes) -> Post:
-        return cls(label, len(data), RAW + b"".join([LENGTH.pack(len(part)) + part for part in data]))
+        return cls(label, len(data), framed(RAW + b"".join([LENGTH.pack(len(part)) + part for part in data])))
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,12 @@ def apart(message: bytes) -> list[bytes]:
         at += LENGTH.size + length
         data.append(message[at - length : at])
     return data
+
+
+def framed(data: bytes) -> list[bytes]:
+    """A message as it goes through a pipe: in one piece, or in two where it is too long to be copied."""
+    length = MESSAGE_LENGTH.pack(len(data))
+    return [length + data] if len(data) <= AT_ONCE else [length, data]
 
 
 def dumps(obj: Any) -> bytes:

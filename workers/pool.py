@@ -228,6 +228,8 @@ class WorkerPool:
         """
         if not self.ready(timeout):
             self._raise_late(timeout)
+        if not self._replies:  # only answers came
+            return []
         replies, self._replies = self._replies, {}
         return [replies[index] for index in sorted(replies)]
 
@@ -391,17 +393,17 @@ class WorkerPool:
         return self._workers if only is None else [self._workers[index] for index in only]
 
     def _send(
-        self, workers: list[WorkerProcess], request: Build | Call | Post, data: bytes | None = None,
+        self, workers: list[WorkerProcess], request: Build | Call | Post, message: list[bytes] | None = None,
         is_kept: bool = False,
     ) -> list[Asked]:  # fmt: skip
         """Sends a request to workers, under one deadline; what fails is raised, unless it is to be kept."""
         self.check_owner()
-        data = messages.dumps(request) if data is None else data  # once for all
+        message = messages.framed(messages.dumps(request)) if message is None else message  # once for all
         deadline = None if self.timeout is None else time.monotonic() + self.timeout
         asked = []
         for worker in workers:
             try:
-                asked.append(worker.send(request, data, deadline, is_kept))
+                asked.append(worker.send(request, message, deadline, is_kept))
             except (WorkerError, TimeoutError) as error:
                 failure = self._unread(worker, request, error)
                 if not is_kept:
@@ -429,7 +431,7 @@ class WorkerPool:
     def _read(self, index: int, is_pipe: bool) -> None:
         """Reads what a worker has written, and never waits for the rest of it."""
         worker = self._workers[index]
-        with contextlib.suppress(EOFError):
+        try:
             while worker.channel.arrive():
                 worker.since = time.monotonic()  # it answers: what is long comes in pieces
                 while worker.state is State.BUSY and worker.channel.has_read():
@@ -438,6 +440,8 @@ class WorkerPool:
                     return
             if is_pipe:  # another thread has read it
                 return
+        except EOFError:
+            pass
         error = bare(worker.crashed())  # it ended, with nothing more to say
         if all(asked.is_kept for asked in worker.asked) and worker.asked:
             for asked in worker.asked:
@@ -449,21 +453,22 @@ class WorkerPool:
     def _take(self, asked: Asked, reply: Any) -> None:
         index = asked.index
         self._late.discard(index)
+        if isinstance(reply, bytes):
+            self._answers.append((index, reply))
+            return
         value: Any = None
         error: BaseException | None = None
         if isinstance(reply, Failure):
             error = reply.to_exception(index, asked.label)
         elif isinstance(reply, Exception):  # that it cannot be unpickled
             error = reply
-        elif not isinstance(reply, bytes):
+        else:
             assert isinstance(reply, Result)
             value = reply.value
         if asked.is_kept:
             asked.end(value, error)
         elif error is not None:
             self._failures[index] = error
-        elif isinstance(reply, bytes):
-            self._answers.append((index, reply))
         else:
             self._replies[index] = value
 

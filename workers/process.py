@@ -79,13 +79,13 @@ class WorkerProcess:
         return self._process.sentinel if self._pidfd is None else self._pidfd.fileno()
 
     def send(
-        self, request: Any, data: bytes | None = None, deadline: float | None = None, is_kept: bool = False
+        self, request: Any, message: list[bytes] | None = None, deadline: float | None = None, is_kept: bool = False
     ) -> Asked:
         """Sends a request; a busy worker answers in the order of its requests.
 
         Args:
             request: what to do.
-            data: the message, if it is made already.
+            message: as `messages.framed` gives it, if it is made already.
             deadline: when to give up on a worker that does not read, in the time of `time.monotonic`.
             is_kept: whether the reply is to be kept in what is returned.
 
@@ -95,7 +95,7 @@ class WorkerProcess:
         """
         if self.state is State.GONE:
             raise self.crashed()
-        data = messages.dumps(request) if data is None else data
+        message = messages.framed(messages.dumps(request)) if message is None else message
         previous, self.last_request = self.last_request, request.label
         asked = Asked(self.index, request.label, is_kept)
         if not self.asked:
@@ -104,7 +104,7 @@ class WorkerProcess:
         self.asked.extend([asked] * request.n_replies)
         self._is_whole = False
         try:
-            self.channel.send_bytes(data, deadline, self.sentinel())
+            self.channel.send_framed(message, deadline, self.sentinel)
         except (EOFError, TimeoutError) as failure:
             for _ in range(request.n_replies):
                 self.asked.pop()

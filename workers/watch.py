@@ -61,21 +61,23 @@ class Watch:
             WorkerError: as `check`.
         """
         check_owner(self._made_by)  # before the lock, which the other may have held as it was copied
+        limit = None if deadline is None else milliseconds(deadline)
         with self._lock:
             self._check_going_on()
             self._n_waiting += 1
-        try:
-            events = self._poll.poll(milliseconds(deadline))
-        finally:
-            with self._lock:
+            try:
+                self._lock.release()  # to wait, and held again behind it, whatever is raised meanwhile
+                events = self._poll.poll(limit)
+            finally:
+                self._lock.acquire()
                 self._n_waiting -= 1
                 if self._is_over and not self._n_waiting:
                     self._close_pipe()
-        with self._lock, uninterrupted():  # a reply that was read and not kept would be waited for, for ever
             self._check_going_on()
-            for fd, _ in events:
-                if fd in self._index_of:  # or the same worker's other descriptor has told of its end
-                    read(*self._index_of[fd])
+            with uninterrupted():  # a reply that was read and not kept would be waited for, for ever
+                for fd, _ in events:
+                    if fd in self._index_of:  # or the same worker's other descriptor has told of its end
+                        read(*self._index_of[fd])
         return bool(events) or deadline is None or time.monotonic() < deadline
 
     def end(self) -> None:

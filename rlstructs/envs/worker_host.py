@@ -20,8 +20,7 @@ from rlstructs.envs.hosts import Arguments, EnvFns, Request, first_of, shares_of
 from rlstructs.envs.outcomes import NOTHING, Outcome, unpacked
 from rlstructs.errors import WorkerCrashed, WorkerTimeout
 from workers import SharedArena, WorkerPool, messages
-from workers.channel import AT_ONCE
-from workers.messages import Post
+from workers.messages import AT_ONCE, Post
 from workers.start import uninterrupted
 
 PRELOAD = ("numpy", "gymnasium.vector", "rlstructs.envs.env_worker")
@@ -154,8 +153,11 @@ class WorkerHost:
         except (WorkerCrashed, WorkerTimeout) as error:
             self._locate(error)
             raise
+        answers = self._pool.answers()
+        if not any(data for _, data in answers):  # mostly: numbers in shared memory say it all
+            return []
         given: list[deque[bytes]] = [deque() for _ in self._shares]
-        for index, data in self._pool.answers():
+        for index, data in answers:
             given[index].append(data)
         # One that raised has given nothing: that is raised before anyone uses what the others gave.
         return [unpacked(given[index].popleft()) for index in self._workers if given[index]]
