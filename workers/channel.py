@@ -137,10 +137,22 @@ class Channel:
         Raises:
             EOFError: the other side is gone.
         """
+        # Whatever has come is read at once: a small message costs one call, and so do several.
+        missing = self._end() - len(self._rest) if self._rest else 0
         try:
-            self._fill()
+            data = self._socket.recv(SMALL if missing <= SMALL else min(missing, LARGE), DONT_WAIT)
         except BlockingIOError:
             return False
+        except ConnectionResetError:
+            data = b""
+        if not data:  # between two messages, or in the middle of one
+            raise EOFError("the other side of the channel is gone")
+        if not self._rest:
+            self._rest = data
+        elif isinstance(self._rest, bytearray):
+            self._rest += data
+        else:
+            self._rest = bytearray(self._rest + data)
         return True
 
     def linger(self, seconds: float) -> None:
@@ -169,19 +181,3 @@ class Channel:
         """Where the oldest message ends, or its length if even that is not known yet."""
         rest = self._rest
         return LENGTH.size + (LENGTH.unpack_from(rest)[0] if len(rest) >= LENGTH.size else 0)
-
-    def _fill(self) -> None:
-        # Whatever has come is read at once: a small message costs one call, and so do several.
-        missing = self._end() - len(self._rest) if self._rest else 0
-        try:
-            data = self._socket.recv(SMALL if missing <= SMALL else min(missing, LARGE), DONT_WAIT)
-        except ConnectionResetError:
-            data = b""
-        if not data:  # between two messages, or in the middle of one
-            raise EOFError("the other side of the channel is gone")
-        if not self._rest:
-            self._rest = data
-        elif isinstance(self._rest, bytearray):
-            self._rest += data
-        else:
-            self._rest = bytearray(self._rest + data)

@@ -117,7 +117,7 @@ class WorkerPool:
         """Asks workers to call `job.method(*args)`, and returns at once; what comes of it is in what is returned.
 
         A worker takes several requests, one behind another: they wait in its pipe, so they must be small
-        (`channel.AT_ONCE` bytes in all), or the worker idle. One that is gone has failed.
+        (`messages.AT_ONCE` bytes in all), or the worker idle. One that is gone has failed.
 
         Args:
             method: of the job.
@@ -164,7 +164,7 @@ class WorkerPool:
         """Has workers call `job.answer` with bytes, and returns at once; the bytes it gives are among `answers`.
 
         Far quicker than a call, as nothing is pickled. A worker takes several, one behind another: they wait in
-        its pipe, so they must be small (`channel.AT_ONCE` bytes in all), or the worker idle.
+        its pipe, so they must be small (`messages.AT_ONCE` bytes in all), or the worker idle.
 
         Args:
             post: what is asked, one answer for each of its bytes objects.
