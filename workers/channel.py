@@ -138,7 +138,7 @@ class Channel:
             EOFError: the other side is gone.
         """
         # Whatever has come is read at once: a small message costs one call, and so do several.
-        missing = self._end() - len(self._rest) if self._rest else 0
+        missing = self._end() - len(self._rest)
         try:
             data = self._socket.recv(SMALL if missing <= SMALL else min(missing, LARGE), DONT_WAIT)
         except BlockingIOError:
@@ -171,8 +171,7 @@ class Channel:
 
     def has_read(self) -> bool:
         """Whether a whole message has been read that `receive` did not give yet: polling does not tell of it."""
-        n = len(self._rest)
-        return n >= LENGTH.size and n >= LENGTH.size + LENGTH.unpack_from(self._rest)[0]
+        return len(self._rest) >= self._end()
 
     def close(self) -> None:
         self._socket.close()

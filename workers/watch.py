@@ -61,13 +61,12 @@ class Watch:
             WorkerError: as `check`.
         """
         check_owner(self._made_by)  # before the lock, which the other may have held as it was copied
-        limit = None if deadline is None else milliseconds(deadline)
         with self._lock:
             self._check_going_on()
             self._n_waiting += 1
             try:
                 self._lock.release()  # to wait, and held again behind it, whatever is raised meanwhile
-                events = self._poll.poll(limit)
+                events = self._poll.poll(milliseconds(deadline))
             finally:
                 self._lock.acquire()
                 self._n_waiting -= 1

@@ -51,7 +51,7 @@ class Actions:
         types, n_rows = "", self._n_envs if n is None else n
         for at, part in enumerate(self._parts if self._has_arrays else ()):
             try:
-                values = part.pick(actions) if part.path else actions
+                values = part.pick(actions)
             except (LookupError, TypeError):
                 return ""
             if type(values) is not np.ndarray or values.shape != (n_rows, *self._shapes[at]):

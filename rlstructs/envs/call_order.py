@@ -55,9 +55,8 @@ class CallOrder:
 
     def check_free(self, call: str, also: Pending | None = None) -> None:
         """Raises unless something new may be asked for, or more of what is asked for `also`."""
-        if self.is_closed or self.failure is not None:
-            self._check_alive(call)
-        if self.pending is not None and self.pending is not also:
+        self._check_alive(call)
+        if self.pending not in (None, also):
             pending = self.pending
             assert pending is not None
             raise PendingCallError(f"{call}: {pending.value} is under way, call {pending.wait} first", pending.value)
