@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
 from replay_rows import draws, fill, row, rows
 
 from rlstructs import SpecError, StateError
-from rlstructs.replay import PrioritizedReplayBuffer, PrioritizedVectorReplayBuffer
+from rlstructs.replay import ChunkReplayBuffer, PrioritizedReplayBuffer, PrioritizedVectorReplayBuffer
 
 EPSILON = np.finfo(np.float32).eps
 nan, inf = float("nan"), float("inf")
@@ -304,3 +307,51 @@ def test_a_file_brings_its_exponents_with_it(tmp_path):
     loaded.update_weight([0], [4.0])  # the priority that it has
     assert (loaded.alpha, loaded.beta) == (0.5, 0.4)
     np.testing.assert_allclose(loaded.weight[:6], 2.0, rtol=1e-6)
+
+
+@pytest.fixture
+def hasty_threads():
+    """Threads take turns after every few instructions."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("n_writes", [0, 3000])
+@pytest.mark.parametrize("kind", ["single", "vector", "chunks"])
+def test_threads_draw_and_set_priorities_beside_a_writer(kind, n_writes, hasty_threads):
+    n_rows, n_readers = 64, 3
+    if kind == "chunks":
+        buffer = ChunkReplayBuffer(n_rows, 0, enable_prioritized=True)
+        buffer.setup_entry("t", np.int64)
+    else:
+        buffer = made(0, n_rows) if kind == "single" else PrioritizedVectorReplayBuffer(n_rows, 2, 0.5, 0.5)
+
+    def write(start, n):
+        for t in range(start, start + n):
+            if kind == "chunks":
+                buffer.append({"t": t})
+            else:
+                buffer.add(row(t) if kind == "single" else rows([t, t]))
+
+    def read(seed):
+        rng = np.random.default_rng(seed)
+        for _ in range(500):
+            if kind == "chunks":
+                batch = buffer.sample(16, 1, "prioritized")
+                index, weights = batch.info["indices"], batch.info["weights"]
+                assert (batch.data["t"] % n_rows == index).all()
+                buffer.update_priorities(index, rng.random(index.shape))
+            else:
+                batch, index = buffer.sample(16)
+                weights, n = batch.weight, n_rows if kind == "single" else n_rows // 2
+                assert (batch.obs % n == index % n).all()
+                buffer.update_weight(index, rng.random(16))
+            assert ((weights > 0) & (weights < np.inf)).all()
+
+    write(0, n_rows)
+    with ThreadPoolExecutor(n_readers + 1) as pool:
+        tasks = [pool.submit(write, n_rows, n_writes), *(pool.submit(read, seed) for seed in range(n_readers))]
+        for task in tasks:
+            task.result()

@@ -268,6 +268,17 @@ def test_cleared_rows_have_no_priority(order, n_rows, followed):
     assert leaves(storage, prioritised) == [[1, 0, 0, 0], [1, 1, 0, 0]]
 
 
+def test_priorities_of_a_row_that_is_being_overwritten_are_dropped(order):
+    storage, prioritised = make_storage(order=order), Prioritised(8, 2, 1.0)
+    write(storage, [4, 2])
+    storage.ring.reserve(slice(0, 1), 1)
+    rows = storage.columns.rows(np.array([0, 0, 1]), np.array([0, 1, 3]))
+    update(prioritised, storage, rows[:2], np.array([5.0, 7.0]))
+    assert leaves(storage, prioritised) == [[0, 7, 1, 1], [1, 1, 0, 0]]
+    with pytest.raises(SpecError, match=f"^index {rows[2]} holds no row$"):
+        update(prioritised, storage, rows, np.ones(3))
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_priorities_follow_the_rows_over_wraps_and_clears(data):

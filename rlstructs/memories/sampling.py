@@ -266,12 +266,13 @@ class PrioritizedMemory(RandomMemory):
             IndexError, SpecError: something is not so; nothing has changed.
         """
         rows = host_array("indexes", indexes)
-        span = self._store().span()
-        is_last = self._prioritised.is_last(rows, span)
-        if not is_last:
-            rows = self._checked_rows(rows)
         values = host_array("priorities", priorities).astype(np.float64).reshape(-1)
-        self._prioritised.update(span, rows, values, is_last)
+        with self._prioritised.lock:
+            span = self._store().span()
+            is_last = self._prioritised.is_last(rows, span)
+            if not is_last:
+                rows = self._checked_rows(rows)
+            self._prioritised.update(span, rows, values, is_last)
 
     def _state(self) -> dict[str, Any]:
         own = {"alpha": self._alpha, "n_samples": self.n_samples, "max_priority": self._prioritised.max_priority}
@@ -310,9 +311,10 @@ class PrioritizedMemory(RandomMemory):
         return rows, {"leaves": prioritised.tree.values.take(rows)}
 
     def _select(self, n: int, length: int, n_step: int, ends: str) -> Selection:
-        picked = super()._select(n, length, n_step, ends)
-        rows = picked.rows if n_step == 1 else picked.rows[:, 0]
-        self._prioritised.remember(picked.span, rows.flatten())  # a copy: the indexes that go out may be written to
+        with self._prioritised.lock:
+            picked = super()._select(n, length, n_step, ends)
+            rows = picked.rows if n_step == 1 else picked.rows[:, 0]
+            self._prioritised.remember(picked.span, rows.flatten())  # a copy: the indexes that go out may be written to
         return picked
 
 

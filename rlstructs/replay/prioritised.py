@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import SpecError
+from rlstructs.replay.locks import lock_that_forks
 from rlstructs.replay.samplers import Span
 
 # Of a priority to the power of alpha times the number of rows: their sum must be finite.
@@ -98,6 +99,10 @@ class Prioritised:
         alpha: exponent of priorities, at least 0; 0 draws uniformly.
         first: what the very first rows get.
         of_present: whether new rows get the largest priority of those that are there, in place of the largest ever.
+
+    Attributes:
+        lock: held from the look at the store on, by who draws or sets priorities: to an older look than that of the
+            last one, rows that came since would be of a store that was cleared.
     """
 
     def __init__(
@@ -113,6 +118,14 @@ class Prioritised:
         self._snapshot = b""  # of the counters that were last followed
         self._draws: deque[Draw] = deque(maxlen=N_DRAWS)
         self._limit = limit_of(n_rows, alpha)
+        self.lock = lock_that_forks()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "lock"}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self.lock = lock_that_forks()
 
     @staticmethod
     def nbytes_of(n_rows: int, n_lanes: int) -> int:
@@ -251,8 +264,9 @@ class Prioritised:
         now = span.steps(rows)
         held = span.holds(rows, now)
         meant = self._steps_meant(rows, now, held)
-        if not (held | (meant >= 0)).all():
-            raise SpecError(f"index {rows[~(held | (meant >= 0))][0]} holds no row")
+        empty = rows[~(held | (meant >= 0))]
+        if (empty := empty[~span.is_reserved(empty)]).size:
+            raise SpecError(f"index {empty[0]} holds no row")
         return np.asarray(held & ((meant < 0) | (meant == now)))
 
     def _steps_meant(self, rows: np.ndarray, now: np.ndarray, held: np.ndarray) -> np.ndarray:

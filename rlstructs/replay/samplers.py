@@ -41,7 +41,7 @@ class Span:
             low = np.maximum(base, reserved - ring.capacity)
             high = np.maximum(head - length + 1, low)
             self.total = int((high - low).sum())
-        self._low, self._high, self._head = low, high, head
+        self._low, self._high, self._head, self._reserved = low, high, head, reserved
         # No row needs others after it, and no writer is about to overwrite one.
         self.is_settled = length == 1 and bool((reserved == head) if self.aligned else (reserved == head).all())
 
@@ -102,6 +102,11 @@ class Span:
             return np.asarray((steps >= self._low) & (steps < self._high))
         lanes, _ = self.columns.places(rows)
         return np.asarray((steps >= self._low[lanes]) & (steps < self._high[lanes]))
+
+    def is_reserved(self, rows: np.ndarray) -> np.ndarray:
+        """Which of some row ids a writer is about to write, bool."""
+        lanes, _ = self.columns.places(rows)
+        return np.asarray(self.steps(rows) + self.columns.capacity < self._of_lanes(self._reserved)[lanes])
 
     def by_step(self) -> np.ndarray:
         """Every row, by step and then by lane."""

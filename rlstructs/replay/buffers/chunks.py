@@ -199,14 +199,15 @@ class ChunkReplayBuffer(TaggedBuffer):
             )
         if rows.size and (rows.dtype.kind not in "iu" or values.dtype.kind not in "biuf"):
             raise SpecError(f"update_priorities: needs integers and numbers, got {rows.dtype} and {values.dtype}")
-        span, rows = self._span(), rows.reshape(-1)
-        is_last = self._priorities.is_last(rows, span)
-        if not is_last:
-            n_rows = self._storage.columns.n_rows
-            if rows.size and not (rows.min() >= 0 and rows.max() < n_rows):
-                raise IndexError(f"index {rows[(rows < 0) | (rows >= n_rows)][0]} is not in [0, {n_rows})")
-            rows = rows.astype(np.int64)
-        self._priorities.update(span, rows, values.reshape(-1).astype(np.float64), is_last)
+        with self._priorities.lock:
+            span, rows = self._span(), rows.reshape(-1)
+            is_last = self._priorities.is_last(rows, span)
+            if not is_last:
+                n_rows = self._storage.columns.n_rows
+                if rows.size and not (rows.min() >= 0 and rows.max() < n_rows):
+                    raise IndexError(f"index {rows[(rows < 0) | (rows >= n_rows)][0]} is not in [0, {n_rows})")
+                rows = rows.astype(np.int64)
+            self._priorities.update(span, rows, values.reshape(-1).astype(np.float64), is_last)
 
     def clear(self) -> None:
         """Drops every row, their priorities and the largest of them; tags and the generator stay."""
@@ -218,11 +219,14 @@ class ChunkReplayBuffer(TaggedBuffer):
 
     def _select(self, n: int, length: int, mode: str) -> Selection:
         storage, ends, rng = self._storage, self._episode_ends, self._rng
-        if self._priorities is None or mode == UNIFORM:
-            picked = _uniform(storage, n, length, ends, rng)
-        else:
-            picked = _prioritised(storage, self._priorities, n, length, ends, self._beta, rng)
-        if self._priorities is not None:  # a copy: the indices that go out may be written to
+        if self._priorities is None:
+            return _uniform(storage, n, length, ends, rng)
+        with self._priorities.lock:
+            if mode == UNIFORM:
+                picked = _uniform(storage, n, length, ends, rng)
+            else:
+                picked = _prioritised(storage, self._priorities, n, length, ends, self._beta, rng)
+            # A copy: the indices that go out may be written to.
             self._priorities.remember(picked.span, picked.rows.flatten())
         return picked
 

@@ -15,7 +15,6 @@ from rlstructs.replay.buffers.batches_in import rows_of
 from rlstructs.replay.buffers.buffer_samplers import INDEX, MASK, RandomSampler, Sampler
 from rlstructs.replay.buffers.dict_tensor_parts import DictTensorParts, seed_of
 from rlstructs.replay.buffers.draws import Draws, Request
-from rlstructs.replay.buffers.locks import lock_that_forks
 from rlstructs.replay.buffers.parts import ANY, ask_for_nothing, joined, part
 from rlstructs.replay.buffers.prefetch import Prefetch
 from rlstructs.replay.buffers.prioritized_sampler import PrioritizedSampler, reduced_inside
@@ -24,6 +23,7 @@ from rlstructs.replay.buffers.storages import ListStorage, ReplayStorage
 from rlstructs.replay.buffers.transforms import Compose
 from rlstructs.replay.buffers.writers import ImmutableWriter, RoundRobinWriter, Writer
 from rlstructs.replay.columns import Spec
+from rlstructs.replay.locks import lock_that_forks
 from rlstructs.replay.reading import Reading
 from rlstructs.replay.values import host_array
 

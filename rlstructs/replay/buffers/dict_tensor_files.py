@@ -11,8 +11,8 @@ import numpy as np
 
 from rlstructs.replay.buffers import state_dicts
 from rlstructs.replay.buffers.dict_tensor_index import DictTensorIndex
-from rlstructs.replay.buffers.locks import lock_that_forks
 from rlstructs.replay.buffers.prefetch import Prefetch
+from rlstructs.replay.locks import lock_that_forks
 from rlstructs.replay.unchanged import UNCHANGED, Unchanged
 
 

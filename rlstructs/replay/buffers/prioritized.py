@@ -83,8 +83,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     @property
     def weight(self) -> np.ndarray:
         """The priorities of all rows to the power of alpha, float64 (maxsize,), 0 where there is none; a copy."""
-        self._prioritised.follow(self._own_rows().span)
-        return self._prioritised.tree.values[: self.maxsize].copy()
+        with self._prioritised.lock:
+            self._prioritised.follow(self._own_rows().span)
+            return self._prioritised.tree.values[: self.maxsize].copy()
 
     def update_weight(self, index: Any, new_weight: Any) -> None:
         """Sets priorities to |new_weight| and a little more; of equal rows the last counts.
@@ -102,28 +103,33 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         rows = host_array("index", index).reshape(-1)
         if rows.dtype.kind not in "iu" and rows.size:
             raise SpecError(f"index must hold integers, got {rows.dtype}")
-        now, rows = self._own_rows(), rows.astype(np.int64)
-        rows = np.where(rows < 0, rows + self._index_end(now), rows)
-        if rows.size and not (rows.min() >= 0 and rows.max() < self.maxsize):
-            raise IndexError(f"index {rows[(rows < 0) | (rows >= self.maxsize)][0]} is not in [0, {self.maxsize})")
         given = host_array("new_weight", new_weight).reshape(-1)
         if given.dtype.kind not in "biuf":
             raise SpecError(f"new_weight must hold numbers, got {given.dtype}")
-        is_plain = self._prioritised.is_last(rows, now.span) or self._prioritised.are_of_now(rows, now.span)
-        self._prioritised.update(now.span, rows, np.abs(given.astype(np.float64)) + EPSILON, is_plain)
+        with self._prioritised.lock:
+            now, rows = self._own_rows(), rows.astype(np.int64)
+            rows = np.where(rows < 0, rows + self._index_end(now), rows)
+            if rows.size and not (rows.min() >= 0 and rows.max() < self.maxsize):
+                raise IndexError(f"index {rows[(rows < 0) | (rows >= self.maxsize)][0]} is not in [0, {self.maxsize})")
+            is_plain = self._prioritised.is_last(rows, now.span) or self._prioritised.are_of_now(rows, now.span)
+            self._prioritised.update(now.span, rows, np.abs(given.astype(np.float64)) + EPSILON, is_plain)
 
     def get_weight(self, index: Any) -> Any:
         """The importance weights of rows, over the largest in the buffer, float64 of the shape of `index`."""
-        rows = self._rows_at(index)
-        self._prioritised.follow(self._own_rows().span)
-        tree = self._prioritised.tree
-        return (tree.values[rows] / tree.minimum) ** -self._beta
+        rows, tree = self._rows_at(index), self._prioritised.tree
+        with self._prioritised.lock:
+            self._prioritised.follow(self._own_rows().span)
+            return (tree.values[rows] / tree.minimum) ** -self._beta
 
     def reset(self, keep_statistics: bool = False) -> None:
         super().reset(keep_statistics)
         self._prioritised.max_priority = 1.0
 
     reset.__doc__ = ReplayBuffer.reset.__doc__
+
+    def _pick(self, n: int) -> Pick:
+        with self._prioritised.lock:
+            return super()._pick(n)
 
     def _anchors(self, rows: Rows, n: int) -> tuple[np.ndarray, Fields]:
         assert isinstance(rows, Snapshot)
@@ -144,13 +150,15 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
     def _picked(self, rows: Rows, at: np.ndarray, fields: Fields) -> Pick:
         assert isinstance(rows, Snapshot)
-        self._prioritised.remember(rows.span, at.copy())  # what goes out may be written to
+        with self._prioritised.lock:
+            self._prioritised.remember(rows.span, at.copy())  # what goes out may be written to
         return super()._picked(rows, at, fields)
 
     def _beside(self, at: np.ndarray, fields: Fields | None = None) -> dict[str, Any]:
         if not fields:
-            self._prioritised.follow(self._own_rows().span)
-            fields = {LEAVES: np.asarray(self._prioritised.tree.values[at])}
+            with self._prioritised.lock:
+                self._prioritised.follow(self._own_rows().span)
+                fields = {LEAVES: np.asarray(self._prioritised.tree.values[at])}
         leaves = fields[LEAVES]
         if not leaves.size:
             return {WEIGHT: np.zeros(leaves.shape, np.float32)}
@@ -161,8 +169,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         return super()._beside_names() | {WEIGHT}
 
     def dropnull(self) -> None:
-        self._prioritised.follow(self._own_rows().span)  # or the newest rows would have no priority to keep
-        super().dropnull()
+        with self._prioritised.lock:
+            self._prioritised.follow(self._own_rows().span)  # or the newest rows would have no priority to keep
+            super().dropnull()
 
     dropnull.__doc__ = ReplayBuffer.dropnull.__doc__
 
