@@ -354,6 +354,38 @@ def test_a_fork_server_that_hangs_is_an_error_after_the_timeout_and_another_take
     assert done.stdout.splitlines() == [said, "[4]", "[4]"], done.stderr
 
 
+def test_a_fork_server_that_still_imports_is_late_but_not_replaced(subprocess_env):
+    text = textwrap.dedent("""
+        import psutil
+        from helpers import Counting, rollout
+        from rlstructs import RL_Batcher, WorkerTimeout
+        from rlstructs.testing import create_faulty_envs
+
+        def batcher(timeout):
+            return RL_Batcher(4, Counting, {}, create_faulty_envs, {"n_envs": 1}, 1, 0, timeout=timeout)
+
+        def servers():
+            return [child.pid for child in psutil.Process().children() if "forkserver" in " ".join(child.cmdline())]
+
+        n_fds = []
+        for _ in range(3):
+            try:
+                batcher(timeout=0.01)
+            except WorkerTimeout as error:
+                print(error)
+            n_fds.append(psutil.Process().num_fds())
+        with batcher(timeout=60.0) as made:
+            made.reset()
+            print(rollout(made)[0].lengths.tolist(), len(servers()), len(set(n_fds)))
+        for child in psutil.Process(servers()[0]).children():
+            child.wait(10)  # those that nobody waits for any more
+    """)
+    done = subprocess.run([sys.executable, "-c", text], env=subprocess_env, timeout=60, capture_output=True, text=True)
+    late = "worker 0 was not started within 0.01 s: the fork server does not answer"
+    assert done.stdout.splitlines() == [late] * 3 + ["[4] 1 1"], done.stderr
+    assert not done.stderr
+
+
 def test_a_hanging_environment_is_an_error_after_the_timeout_and_close_ends_it():
     batcher = failing("hang", timeout=60.0)
     batcher._pool.timeout = 1.0  # not before: a start may take longer

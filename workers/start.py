@@ -43,7 +43,23 @@ SIGINT = int(signal.SIGINT)
 _CONFIG_LOCK = threading.Lock()
 # Seconds that a fork server takes at most from its last word to its end.
 DYING = 1.0
-_servers: dict[tuple[str, ...], forkserver.ForkServer] = {}
+_servers: dict[tuple[str, ...], _Server] = {}
+
+
+class _Server(forkserver.ForkServer):
+    """A fork server of our own.
+
+    Attributes:
+        has_answered: whether it is through with its preload, which may take longer than some have patience for.
+    """
+
+    has_answered = False
+
+    def forget(self) -> None:
+        """Has the next process started by another; this one ends with the last of those that it has started."""
+        for preload in [preload for preload, known in _servers.items() if known is self]:
+            del _servers[preload]
+            os.close(self._forkserver_alive_fd)  # type: ignore[attr-defined]
 
 
 def default_start_method() -> str:
@@ -124,18 +140,12 @@ def dies_with_parent(start_method: str) -> bool:
     return start_method == "forkserver" or threading.current_thread() is threading.main_thread()
 
 
-def _server(preload: tuple[str, ...]) -> forkserver.ForkServer:
+def _server(preload: tuple[str, ...]) -> _Server:
     if preload not in _servers:
-        server = forkserver.ForkServer()
+        server = _Server()
         server.set_forkserver_preload(["workers.server", *preload])
         _servers[preload] = server
     return _servers[preload]
-
-
-def _forget(server: forkserver.ForkServer) -> None:
-    """Has the next process started by another server; what this one has started goes on."""
-    for preload in [preload for preload, known in _servers.items() if known is server]:
-        del _servers[preload]
 
 
 def forget_child(child: process.BaseProcess) -> None:
@@ -217,9 +227,11 @@ class _ForkServerPopen(popen_forkserver.Popen):
         try:
             _write(parent_writes, data)
             if not _readable(self.sentinel, None if self._timeout is None else time.monotonic() + self._timeout):
-                _forget(self._server)
+                if self._server.has_answered:  # or it still imports, as another one would have to
+                    self._server.forget()
                 raise TimeoutError("the fork server does not answer")
             self.pid = forkserver.read_signed(self.sentinel)
+            self._server.has_answered = True
         except (ConnectionError, EOFError):
             self.finalizer()
             raise
@@ -245,7 +257,7 @@ class _SpawnProcess(process.BaseProcess):
 class _ForkServerProcess(process.BaseProcess):
     _start_method = "forkserver"
     _Popen = staticmethod(_ForkServerPopen)
-    server: forkserver.ForkServer
+    server: _Server
     timeout: float | None
 
 
