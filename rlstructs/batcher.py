@@ -65,7 +65,7 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.weights import Outbox
 from workers import SharedArena
-from workers.start import uninterrupted
+from workers.start import check_start_method, uninterrupted
 
 logger = logging.getLogger("rlstructs")
 
@@ -153,6 +153,7 @@ class RL_Batcher:
         self._life = Lifecycle()
         check_count("n_timesteps", n_timesteps, 1)
         check_count("n_processes", n_processes, 0)
+        check_start_method(start_method)
         check_timeout(timeout)
         check_policy(on_worker_failure, max_restarts)
         check_count("run_ahead", run_ahead, 0)
@@ -338,8 +339,9 @@ class RL_Batcher:
         """The rollout that `execute` started, where the workers wrote it: `get` without a copy.
 
         Returns:
-            A `Lease`, for a `with` block: it unpacks into what `get` returns, on the CPU. The next `execute`
-            or `reset` comes after its release; with a run-ahead workers go on meanwhile.
+            A `Lease`, for a `with` block: it unpacks into what `get` returns, on the CPU, but what lies behind a row's
+            length is of no meaning. The next `execute` or `reset` comes after its release; with a run-ahead workers go
+            on meanwhile.
 
         Raises:
             StateError, WorkerError, Exception: as `get`.
@@ -538,7 +540,8 @@ class RL_Batcher:
         """Ends every worker, within seconds whatever they are doing. Idempotent.
 
         Raises:
-            Exception: what an environment or agent raised as it was closed; all is gone all the same.
+            Exception: what an environment or agent raised as it was closed, or, unless workers are restarted, in a
+                rollout that was under way; all is gone all the same.
         """
         if self._life.is_closed:
             if hasattr(self, "_pool") and self._life.is_ours:
@@ -548,7 +551,7 @@ class RL_Batcher:
         try:
             if self._life.is_ours:
                 self._books.cut_all()  # nobody will ask for what is under way
-                self._pool.close()
+                self._crew.close()
         except Exception:
             if not failed:  # otherwise the first failure has been reported
                 raise

@@ -79,6 +79,13 @@ class Crew:
         """How many workers were replaced."""
         return sum(member.n_restarts for member in self.members)
 
+    def close(self) -> None:
+        """Ends every worker. Where workers are mended, what they have raised before is lost with their rollouts."""
+        if self._mends:
+            self.pool.close(with_earlier=False)  # type: ignore[call-arg] # no `InlinePool`
+        else:
+            self.pool.close()
+
     def describe(self) -> list[Any]:
         """What the jobs say of themselves: how many environments they have, and, the first, the specs."""
         answers = self.pool.call("describe")

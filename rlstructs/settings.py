@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -101,13 +102,13 @@ def seeds_of(seeds: int | Sequence[int], n_workers: int, name: str = "seeds") ->
         TypeError: it is neither an int nor a sequence of them.
         SpecError: not as many as there are workers, or one below 0.
     """
-    if isinstance(seeds, (int, np.integer)):
+    if isinstance(seeds, (int, np.integer)) and not isinstance(seeds, bool):
         if seeds < 0:
             raise SpecError(f"{name}: must not be negative, got {seeds}")
         return [EnvSeed(int(seeds), worker) for worker in range(n_workers)]
     try:
-        found = [seed if isinstance(seed, EnvSeed) else int(seed) for seed in seeds]
-    except (TypeError, ValueError) as error:
+        found = [seed if isinstance(seed, EnvSeed) else operator.index(seed) for seed in seeds]  # type: ignore[union-attr]
+    except TypeError as error:
         raise TypeError(f"{name}: needs an int, or one for each of {n_workers} processes, got {seeds!r}") from error
     if len(found) != n_workers or min(found, default=0) < 0:
         raise SpecError(f"{name}: needs {n_workers} seeds of at least 0, one for each process, got {found}")
@@ -136,8 +137,8 @@ def agent_seeds_of(seeds: Sequence[int] | None, n_workers: int) -> list[int] | N
     if seeds is None:
         return None
     try:
-        found = [int(seed) for seed in seeds]
-    except (TypeError, ValueError) as error:
+        found = [operator.index(seed) for seed in seeds]
+    except TypeError as error:
         raise TypeError(f"agent_seeds: needs one for each of {n_workers} processes, got {seeds!r}") from error
     if len(found) != n_workers:
         raise SpecError(f"agent_seeds: needs {n_workers}, one for each process, got {found}")

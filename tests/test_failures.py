@@ -855,6 +855,14 @@ def test_what_is_found_as_it_closes_says_when_it_was_raised():
     assert caught.value.__notes__ == ["raised in worker 1 during 'rollout'"]
 
 
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_where_workers_are_restarted_what_nobody_asked_for_is_lost_as_it_closes(run_ahead):
+    fault = Fault("raise", count=1, worker=1)
+    with faulty(fault, n_workers=2, on_worker_failure="restart", run_ahead=run_ahead) as batcher:
+        batcher.reset()
+        batcher.execute()
+
+
 class Forking(Count):
     def step(self, action):
         if self.steps == 1 and not os.fork():

@@ -515,6 +515,13 @@ def test_a_wrong_step_is_refused_by_environment(autoreset, given, message):
         act(env, *[0] * (3 if autoreset else 2))
 
 
+def test_a_reward_may_be_larger_than_any_integer_of_an_array():
+    env = GymEnv([Giving(reward=2**70), Giving()], 0)
+    env.reset()
+    act(env, 0, 0)
+    assert act(env, 0, 0)[0][0]["reward"].tolist() == [2.0**70, 1.0]
+
+
 def test_a_wrong_first_observation_is_refused_by_environment():
     class Wrong(Giving):
         def _show(self):

@@ -285,11 +285,12 @@ class WorkerPool:
         for worker in idle:
             worker.await_close(deadline)
 
-    def close(self, timeout: float | None = None) -> None:
+    def close(self, timeout: float | None = None, *, with_earlier: bool = True) -> None:
         """Closes every job and ends every worker, by force after `timeout` seconds. Idempotent.
 
         Args:
             timeout: seconds; None for 3, or the pool's own if that is less. A worker that is late already gets none.
+            with_earlier: whether what jobs raised before, and nobody has asked for, is raised, too.
 
         Raises:
             Exception: what the first job raised while it closed; everything is gone all the same.
@@ -309,7 +310,7 @@ class WorkerPool:
                 with contextlib.suppress(WorkerError):  # gone: reported where it mattered
                     worker.send(Close())
             for worker in open_workers:
-                errors += worker.await_close(deadline)
+                errors += worker.await_close(deadline, with_earlier)
         finally:
             self.kill(0.0 if lost else max(0.0, deadline - time.monotonic()))
         if errors:

@@ -135,7 +135,7 @@ class WorkerProcess:
             self.state = State.IDLE
         return asked, reply
 
-    def await_close(self, deadline: float) -> list[BaseException]:
+    def await_close(self, deadline: float, with_earlier: bool = True) -> list[BaseException]:
         """What it raises as it closes, or has raised before; reads its replies until it ends, or until the deadline."""
         errors: list[BaseException] = []
         poll = select.poll()
@@ -147,6 +147,8 @@ class WorkerProcess:
             while self.asked and poll.poll(milliseconds(deadline)) and self.channel.arrive():
                 while self.channel.has_read():
                     asked, reply = self.receive()
+                    if asked.label != messages.Close.label and not with_earlier:
+                        continue
                     if isinstance(reply, Failure):
                         errors.append(reply.to_exception(self.index, asked.label))
                     elif isinstance(reply, Exception):

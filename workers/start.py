@@ -67,12 +67,17 @@ def default_start_method() -> str:
     return "forkserver" if sys.platform == "linux" else "spawn"
 
 
+def check_start_method(start_method: str | None) -> None:
+    """Raises ValueError unless it is one, or None for the default one."""
+    if start_method is not None and start_method not in START_METHODS:
+        raise ValueError(f"start_method must be one of {START_METHODS}, got {start_method!r}")
+
+
 def new_process(
     start_method: str, preload: tuple[str, ...], timeout: float | None, **arguments: Any
 ) -> process.BaseProcess:
     """A process object of the given start method, not started yet; `timeout` is in seconds, for the fork server."""
-    if start_method not in START_METHODS:
-        raise ValueError(f"start_method must be one of {START_METHODS}, got {start_method!r}")
+    check_start_method(start_method)
     if start_method == "fork":
         return multiprocessing.get_context("fork").Process(**arguments)
     if start_method == "spawn":

@@ -83,6 +83,10 @@ class NodeCrew(Crew):
         """How many workers each node has."""
         return [len(node.workers) for node in self._nodes.nodes]
 
+    def close(self) -> None:
+        """As of `Crew`; nodes only say what they raise as they close."""
+        self._nodes.close()
+
     @property
     def n_restarts(self) -> int:
         """How many workers were replaced, by their nodes or with them."""

@@ -329,7 +329,8 @@ def _numbers(rewards: list[Any], running: np.ndarray) -> np.ndarray:
         return found
     for k, reward in zip(running, rewards, strict=True):
         one = _plain_array(reward)
-        if one.ndim or one.dtype.kind not in "biuf":
+        is_number = one.dtype.kind in "biuf" or isinstance(reward, int)  # which may be too large for an array
+        if one.ndim or not is_number:
             raise SpecError(f"environment {k}: reward must be a number, got {reward!r}")
     return np.array([float(reward) for reward in rewards])
 
