@@ -11,8 +11,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import distributions
 
-from rlstructs.replay import ArrayDict, ReplayBuffer
+from rlstructs import SpecError
+from rlstructs.replay import ArrayDict, ReplayBuffer, VectorReplayBuffer
 
 
 def made():
@@ -161,3 +163,116 @@ def test_tensors_made_of_arrays_that_may_not_be_written_are_copies():
     for tensor in batch.to_torch().values():
         tensor.add_(1)
     assert float(batch["of_jax"].sum()) == float(held.sum()) == 0
+
+
+@pytest.mark.parametrize("form", [list, tuple, np.array], ids=["list", "tuple", "objects"])
+def test_mappings_of_each_row_are_stacked_wherever_they_are_given(form):  # so environments give their infos
+    infos = form([{"k": 1, "b": {"c": 2.0}}, {"k": 2, "b": {"c": 3.0}}])
+    put, within = ArrayDict(x=np.zeros(2)), ArrayDict(x=np.zeros(2))
+    put.info = infos
+    within["a/info"] = infos
+    for batch in (ArrayDict(infos), ArrayDict(x=np.zeros(2), info=infos).info, put.info, within.a.info):
+        assert batch.k.tolist() == [1, 2] and batch.b.c.tolist() == [2, 3]
+    assert ArrayDict(form([{"a": 1.0}, {"a": 3.0}])).a.tolist() == [1, 3]
+    put.info = form([{}, {}])
+    assert "k" not in put.info and "info" in put and len(put) == 2
+
+
+def test_a_batch_may_be_a_copy():  # A19: Batch(given, copy=True)
+    given = {"x": np.zeros(3), "info": {"t": torch.zeros(3)}}
+    for batch in (ArrayDict(given, copy=True), ArrayDict(given, True), ArrayDict(copy=True, **given)):
+        batch.x += 1
+        batch.info.t += 1
+        assert list(batch) == ["x", "info/t"]
+    assert not given["x"].any() and not given["info"]["t"].any()
+    assert ArrayDict(given, copy=False).x is ArrayDict(given).x is given["x"] and ArrayDict(None) == ArrayDict() == {}
+    with pytest.raises(TypeError, match="^copy must be a bool, got ndarray; give a column of this name in a mapping$"):
+        ArrayDict(copy=np.zeros(3))
+    assert list(ArrayDict({"copy": np.zeros(3)})) == ["copy"]
+
+
+def test_what_is_nested_and_empty_is_there_to_be_filled():  # as programs begin: Batch(obs={}, act={}, info={})
+    batch = ArrayDict(obs={}, act={}, info={}, policy={})
+    assert list(batch) == ["obs", "act", "info", "policy"] and "policy" in batch and batch.policy == {}
+    assert len(batch) == 0 and not batch and batch.shape == [] and not batch.hasnull()
+    for same in (copy.deepcopy(batch), pickle.loads(pickle.dumps(batch)), ArrayDict(batch), ArrayDict(batch.to_dict())):
+        assert type(same) is ArrayDict and same == batch != ArrayDict(obs={})
+    batch.info.sub = {}
+    batch.info.sub.n = np.arange(3)
+    batch.obs = np.ones((3, 2))
+    batch.update(act=np.zeros(3))
+    policy = batch.policy
+    policy.hidden = np.zeros((3, 4))
+    assert list(batch) == ["obs", "act", "info/sub/n", "policy/hidden"] and len(batch) == 3
+    assert batch.info.sub.n.tolist() == [0, 1, 2] and batch.policy.hidden is policy.hidden
+
+
+def test_what_is_nested_and_empty_stays_and_is_in_no_ones_way():
+    batch = ArrayDict(policy={}, x=np.array([1.0, np.nan, 3.0]), info={"b": {}})
+    assert repr(batch) == "ArrayDict(policy=ArrayDict(), x=(3,) float64, info/b=ArrayDict())"
+    assert len(batch) == 3 and batch.shape == [3] and batch.hasnull()
+    results = [batch[1:], batch.dropnull(), batch.isnull(), batch.to_torch(), *batch.split(2)]
+    results += [ArrayDict.cat([batch, batch]), ArrayDict.stack([batch, batch])]
+    for made in results:
+        assert set(made) == {"policy", "x", "info/b"} and made.policy == {} and made.info.b == {}
+    assert batch.to_dict()["info"] == {"b": {}} and batch[0].to_dict()["policy"] == {}
+    batch[1] = {"x": 2.0}
+    grown = ArrayDict(obs={}, policy={})
+    grown.cat_({"obs": batch.x})
+    assert grown.obs.tolist() == [1, 2, 3] and set(ArrayDict.cat([batch, {"x": batch.x}])) == set(batch)
+    assert batch.pop("policy") == {} and list(batch) == ["x", "info/b"]
+    del batch.info.b
+    assert list(batch) == ["x"]
+    buffer = VectorReplayBuffer(4, 2)
+    for _ in range(2):
+        zeros = np.zeros(2)
+        buffer.add(ArrayDict(obs=zeros, act=zeros, rew=zeros, terminated=zeros, truncated=zeros, info={}, policy={}))
+    assert sorted(buffer._specs) == ["act", "obs", "rew", "terminated", "truncated"] and len(buffer) == 4
+
+
+PROBS = torch.rand(4, 3, generator=torch.Generator().manual_seed(0)) + 0.1
+SLICED = {
+    "categorical": distributions.Categorical(probs=PROBS),
+    "logits": distributions.Categorical(logits=PROBS * 50),
+    "bernoulli": distributions.Independent(distributions.Bernoulli(probs=PROBS), 1),
+    "normal": distributions.Normal(PROBS, 1.0),
+    "independent": distributions.Independent(distributions.Normal(PROBS, PROBS + 1), 1),
+    "beta": distributions.Beta(PROBS, PROBS + 1),
+    "gaussian": distributions.MultivariateNormal(PROBS, torch.eye(3) + 1),
+    "student": distributions.StudentT(PROBS),
+}
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_rows_of_distributions_are_picked(name):  # A19
+    dist = SLICED[name]
+    batch, value = ArrayDict(dist=dist, n=np.arange(4)), dist.sample()
+    whole = dist.log_prob(value)
+    for index in (2, -1, np.int64(1), slice(1, 3), slice(0, 0), [3, 0, 0], np.array([1, 2]), np.arange(4) == 2):
+        part = batch[index]
+        assert type(part.dist) is type(dist)
+        if whole[index].numel():  # torch has no densities of nothing
+            torch.testing.assert_close(part.dist.log_prob(value[index]), whole[index])
+        assert part.dist.batch_shape == whole[index].shape and part.dist.event_shape == dist.event_shape
+    assert [part.dist.batch_shape[0] for part in batch.split(3)] == [3, 1] and len(ArrayDict(dist=dist)) == 4
+    with pytest.raises(IndexError):
+        batch[[4]]
+
+
+def test_gradients_reach_what_a_picked_distribution_was_made_of():
+    logits = torch.zeros(3, 2, requires_grad=True)
+    part = ArrayDict(dist=distributions.Categorical(logits=logits))[[0, 2]]
+    part.dist.log_prob(torch.tensor([0, 1])).sum().backward()
+    assert logits.grad.abs().sum(1).tolist() == [1, 0, 1]
+
+
+def test_a_distribution_that_cannot_be_picked_from_is_not_handed_out_whole():
+    class Own(distributions.Normal):
+        """It may be made in another way."""
+
+    tanh = distributions.TransformedDistribution(distributions.Normal(PROBS, 1.0), distributions.TanhTransform())
+    for dist, name in ((tanh, "TransformedDistribution"), (Own(PROBS, 1.0), "Own")):
+        with pytest.raises(SpecError, match=f"^rows of the distribution {name} cannot be taken; put its parameters"):
+            ArrayDict(dist=dist)[:2]
+    one = distributions.Categorical(PROBS[0])  # of no rows
+    assert ArrayDict(dist=one, x=np.zeros(2))[:1].dist is one

@@ -13,7 +13,7 @@ import torch
 from replay_rows import fill, listed, row, rows, state_of
 
 from rlstructs import DictTensor, MissingKeyError, SpecError, StateError
-from rlstructs.replay import CachedReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer, VectorReplayBuffer
+from rlstructs.replay import ArrayDict, CachedReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer, VectorReplayBuffer
 
 nan = float("nan")
 
@@ -89,6 +89,24 @@ def test_the_flags_of_one_transition_may_be_arrays_of_one(form):  # A22 test_cus
         added = buffer.add({**row(0), "obs": np.zeros((1, 3)), "rew": np.ones(1), **flags})
     assert listed(added) == [[2], [[3.0]], [3], [0]]
     assert buffer.terminated.tolist() == [False, False, True, False] and buffer[:].obs.shape == (3, 1, 3)
+
+
+@pytest.mark.parametrize("form", [np.array, torch.tensor], ids=["numpy", "torch"])
+def test_the_flags_of_several_transitions_may_have_axes_of_one(form):  # as stacks of such have them
+    one = ArrayDict(obs=2, act=2, rew=2, terminated=form([False]), truncated=form([True]))
+    buffer = ReplayBuffer(4)
+    for t in range(2):
+        assert listed(buffer.add(ArrayDict.stack([one]), buffer_ids=[0])) == [[t], [2], [1], [t]]
+    vector = VectorReplayBuffer(8, 2)
+    for t in range(2):
+        ended = {"terminated": form([[[False]], [[True]]]), "truncated": form([[0], [0]])}
+        assert listed(vector.add({**rows([1, 2]), **ended})) == [[t, 4 + t], [0, 2], [0, 1], [0, 4 + t]]
+    assert buffer.truncated.tolist() == [True, True, False, False] and vector.terminated[4:6].tolist() == [True, True]
+    before = state_of(vector)
+    for wrong in (form([[False, True], [False, True]]), form([[[False], [True]]] * 2), form(False)):
+        with pytest.raises(SpecError, match="^'truncated' has shape"):
+            vector.add({**rows([1, 2]), "truncated": wrong})
+    assert state_of(vector) == before
 
 
 def test_the_keys_of_a_transition_are_there_to_be_read():  # as tianshou's tutorial reads them
@@ -199,6 +217,19 @@ def test_what_is_none_or_empty_is_not_there():  # A22 test_custom_key
     assert batch.returns == 5 and batch.info == {} and batch.policy == {} and "info" not in batch
     with pytest.raises(AttributeError, match="no 'nothing' in this batch"):
         _ = batch.nothing
+
+
+def test_a_key_that_is_none_in_every_row_is_not_there():  # as stacks of infos have it
+    one = {**row(1), "info": {"e": None, "k": 1}}
+    vector, buffer = VectorReplayBuffer(6, 2), ReplayBuffer(3)
+    for _ in range(2):
+        vector.add(ArrayDict.stack([one] * 2))
+        buffer.add(ArrayDict.stack([one]), buffer_ids=[0])
+    assert list(vector.info) == list(buffer.info) == ["k"] and vector[:].info.k.tolist() == [1] * 4
+    with pytest.raises(MissingKeyError, match=r"^key\(s\) \['act'\] are missing"):
+        vector.add(ArrayDict.stack([{**one, "act": None}] * 2))
+    with pytest.raises(SpecError, match="^'info/e' holds object"):
+        vector.add(ArrayDict.stack([one, {**one, "info": {"e": "text", "k": 1}}]))
 
 
 def test_new_keys_grow_columns_zero_in_the_rows_before_and_say_so_once(caplog):  # A3.7

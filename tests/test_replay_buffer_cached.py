@@ -10,6 +10,7 @@ import pickle
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay_rows import draws, fill, listed, row, rows, state_of
@@ -260,6 +261,30 @@ def test_rows_in_main_buffer_and_caches_can_be_changed():
     assert buffer[:].obs.tolist() == [0, 2, 3, 10, 11, 13] and not buffer.hasnull()
     buffer.add(rows([5, 15], [1, 1], x=[0.0, 0.0]))
     assert buffer[:].obs.tolist() == [3, 5, 10, 11, 13, 15]  # of 6 that there is room for
+
+
+def test_small_columns_are_arrays_of_numpy_and_large_ones_give_what_such_would():  # as compiled code needs it
+    buffer = cached(6, 2, 4)
+    for t in range(4):
+        obs = np.arange(80.0).reshape(2, 4, 10) + t
+        buffer.add({**rows([t, 10 + t], [t == 2, 0]), "obs": obs, "info": {"x": np.full((2, 8), t), "n": [t, t]}})
+    for column in (buffer.rew, buffer.done, buffer.terminated, buffer.act, buffer.info.x, buffer.info.n):
+        assert type(column) is np.ndarray and len(column) == buffer.maxsize and not column.flags.writeable
+    np.testing.assert_array_equal(buffer.rew, [0, 1, 2, 0, 0, 0, 3, 1, 2, 0, 10, 11, 12, 13])
+    assert torch.from_numpy(buffer.rew.copy()).sum() == 55 and not isinstance(buffer.obs, np.ndarray)
+    whole, mask, pair = np.asarray(buffer.obs), np.asarray(buffer.obs > 60), ([1, 13], [0, 3])
+    indexes = [
+        mask, mask[..., 0], mask[:, 0, 0], (mask[..., 0], 1), (mask[:, 0, 0], slice(2), 3), 3, (3, slice(None), [0, 1]),
+        pair, (pair[0], slice(None), pair[1]), ([[1], [13]], [0, 3]), (slice(1, 9, 3), [0, 1]), slice(None, None, -2),
+        (), [], None, ..., (..., 0), (None, 2), ([1, 2], None), True, (2, 3, 4), torch.tensor([1, 2]), np.array(13),
+    ]  # fmt: skip
+    for index in indexes:
+        found = buffer.obs[index]
+        np.testing.assert_array_equal(found, whole[index])
+        assert type(found) is type(whole[index])
+    for wrong in (14, [0, 14], mask[1:], mask[:, 1:], np.zeros(3), (0, 4), "x"):
+        with pytest.raises(IndexError):
+            buffer.obs[wrong]
 
 
 def test_updating_another_buffer_with_it_takes_all_rows():

@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import torch
 from replay_rows import fill, listed, row, rows, state_of
 
 from rlstructs import MissingKeyError, SpecError
-from rlstructs.replay import ReplayBuffer, VectorReplayBuffer
+from rlstructs.replay import ArrayDict, CachedReplayBuffer, ReplayBuffer, VectorReplayBuffer
 
 nan = float("nan")
 
@@ -182,6 +185,107 @@ def test_columns_may_be_changed_as_programs_of_tianshou_change_them():
     assert nested.obs.a.tolist() == [0, 2, 4, 6, 8] and nested[:].obs.b.tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(SpecError, match="^'rew': 2 rows came for 5"):
         nested._meta["rew"] = np.zeros(2)
+
+
+def agents(made=ReplayBuffer, size=6, **more):
+    """Rewards of two agents."""
+    buffer = made(size, **more)
+    for t in range(4):
+        one = {**row(t, t == 1), "rew": np.array([t, 10.0 + t]), "info": {"n": t}}
+        buffer.add(one if made is ReplayBuffer else ArrayDict.stack([one, one]))
+    return buffer
+
+
+@pytest.mark.parametrize(
+    "made", [agents, lambda: agents(lambda n: CachedReplayBuffer(ReplayBuffer(n), 2, 3))], ids=["plain", "cached"]
+)
+def test_rewards_of_one_agent_may_stand_in_for_those_of_all(made):  # A20, as multi-agent programs process batches
+    buffer, stored = made(), made()
+    before, index = state_of(buffer), buffer.sample_indices(0)
+    saved = buffer.rew
+    buffer._meta.rew = ArrayDict()
+    assert buffer.rew.shape == (buffer.maxsize, 2)  # nothing stands in yet
+    for agent in (1, 0, [1]):
+        one = saved[:, agent]
+        buffer._meta.rew = one
+        for shown in (buffer.rew, buffer._meta.rew):
+            assert shown.tolist() == one.tolist() and not shown.flags.writeable
+        for at in (index, index[1], index.reshape(2, -1)):
+            assert buffer[at].rew.tolist() == buffer.get(at, "rew").tolist() == one[at].tolist()
+        pairs = buffer.get(index, "rew", stack_num=2)
+        assert (pairs == np.stack([one[stored.prev(index)], one[index]], axis=1)).all()
+        assert buffer[index].obs.tolist() == stored[index].obs.tolist()
+    # What is stored is as it was.
+    assert state_of(buffer) == before and buffer.sample(3)[0].rew.shape == (3, 2)
+    for same in (copy.deepcopy(buffer), pickle.loads(pickle.dumps(buffer))):
+        assert same.rew.tolist() == saved.tolist()
+    buffer._meta.rew = saved
+    assert state_of(buffer)["rew"] == before["rew"] and buffer.rew.tolist() == saved.tolist()
+    assert buffer[index].rew.tolist() == stored[index].rew.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_stands_in_is_of_the_kind_that_is_stored(dtype):
+    buffer = ReplayBuffer(3, framework="torch")
+    for t in range(3):
+        buffer.add({**row(t), "rew": torch.tensor([t, 0.5 + t], dtype=dtype)})
+    buffer._meta.rew = buffer.rew[:, 1]
+    assert buffer.rew.tolist() == buffer[:]["rew"].tolist() == [0.5, 1.5, 2.5] and buffer[1]["rew"].item() == 1.5
+    assert buffer[:]["rew"].dtype is dtype and buffer.rew.dtype == np.float32
+
+
+def test_columns_may_be_replaced_all_at_once_and_others_be_with_them():  # as calibrated CQL adds its returns
+    frames = np.arange(6 * 300, dtype=np.float32).reshape(6, 300)
+    buffer = ReplayBuffer(5)
+    for t in range(5):
+        buffer.add({**row(t, t == 2), "obs": frames[t], "obs_next": frames[t + 1], "info": {"n": t, "x": nan}})
+    before, n_bytes = state_of(buffer), buffer.nbytes
+    buffer._meta = ArrayDict(**buffer._meta.__dict__, returns=np.arange(5.0))
+    assert buffer._storage.links and buffer.nbytes - n_bytes < 100  # no frame is stored again
+    assert buffer.returns.tolist() == [0, 1, 2, 3, 4] and buffer.sample(0)[0].returns.tolist() == [0, 1, 2, 3, 4]
+    after = state_of(buffer)
+    del after["returns"]
+    np.testing.assert_equal(after, before)
+    doubled = ArrayDict(**vars(buffer._meta))
+    doubled.act, doubled.terminated, doubled.done = doubled.act * 2, doubled.act == 0, None
+    buffer._meta = doubled
+    assert buffer.act.tolist() == [0, 2, 4, 6, 8] and buffer.next(0) == 0 and buffer.next(2) == 3
+    plain = pickle.loads(pickle.dumps(buffer._meta)), copy.deepcopy(buffer._meta)
+    assert all(type(each) is ArrayDict and each.act.tolist() == [0, 2, 4, 6, 8] for each in plain)
+
+
+def test_columns_that_cannot_be_replaced_change_nothing():
+    buffer = agents()
+    before, columns = state_of(buffer), dict(buffer._meta)
+
+    def whole(**more):
+        return {name: value for name, value in {**columns, **more}.items() if value is not None}
+
+    wrong = [
+        (whole(obs=None), "^_meta: 'obs' is a column, which cannot be taken away$"),
+        (whole(act=np.zeros(2)), "^_meta: 'act' has 2 rows, needed are 6$"),
+        (whole(x=np.zeros(2)), "^_meta: 'x' has 2 rows, needed are 6$"),
+        (whole(act=np.full(6, 0.5)), "^'act' is float64, which would lose its values as int64"),
+        (whole(rew=np.zeros(6)), r"^'rew' has shape \(6,\), needed is \(6, 2\)$"),
+        (whole(x=np.array(["a"] * 6)), "^'x' holds <U1; a buffer keeps numbers only$"),
+    ]
+    for given, message in wrong:
+        with pytest.raises(SpecError, match=message):
+            buffer._meta = given
+    columns_alone = [
+        ("rew", np.zeros(2), "^'rew': 2 rows came for 6$"),
+        ("rew", np.array(["a"] * 6), "^'rew' must hold numbers"),
+        ("obs", {}, "^_meta: 'obs' is a column, which cannot be taken away$"),
+        ("act", np.zeros((6, 2)), r"^'act' has shape \(6, 2\), needed is \(6,\)$"),
+    ]
+    for name, value, message in columns_alone:
+        with pytest.raises(SpecError, match=message):
+            buffer._meta[name] = value
+    with pytest.raises(SpecError, match=r"^'rew' has shape \(5, 2\), needed is \(5,\)$"):  # of one agent each
+        fill(ReplayBuffer(5), 2)._meta.rew = np.zeros((5, 2))
+    with pytest.raises(MissingKeyError, match="are missing"):
+        ReplayBuffer(5)._meta = {"x": np.zeros(5)}
+    assert state_of(buffer) == before and buffer.rew.shape == (6, 2)
 
 
 def test_changed_flags_change_the_episodes():

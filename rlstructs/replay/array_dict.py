@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy as copying
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -17,11 +18,16 @@ class ArrayDict(dict[str, Any]):
     """Arrays by name, with a row each: its length is theirs, and an index that is no name picks rows.
 
     What is nested has names joined with `/`, and is reached as such too. Attributes are items. As of a `DictTensor`,
-    iterating gives the names. Lists become arrays, or a tensor if they are of tensors.
+    iterating gives the names. Lists become arrays, or a tensor if they are of tensors. Those of mappings, and arrays of
+    such, are rows of what is nested. What is nested and empty is a name of its own until something is put there.
 
     Args:
-        given: a mapping, or pairs of name and array; or a list of mappings, each a row.
+        given: a mapping, or pairs of name and array; or a list or an array of mappings, each a row.
+        copy: whether all of it is copied, rather than shared.
         named: more arrays by name.
+
+    Raises:
+        TypeError: `copy` is no bool.
 
     Example:
         >>> batch = ArrayDict(obs={"image": np.zeros((4, 2)), "speed": np.arange(4)}, act=np.ones(4))
@@ -32,12 +38,19 @@ class ArrayDict(dict[str, Any]):
         ([3, 1], True, False)
     """
 
-    def __init__(self, given: Any = (), /, **named: Any) -> None:
+    def __init__(self, given: Any = None, /, copy: bool = False, **named: Any) -> None:
         super().__init__()
-        for name, value in dict(_stacked(given) if _are_rows(given) else given, **named).items():
-            if isinstance(value, Mapping) or _are_rows(value):
-                for key, inside in ArrayDict(value).items():
-                    self._set(f"{name}/{key}", inside)
+        if not isinstance(copy, (bool, np.bool_)):
+            raise TypeError(f"copy must be a bool, got {type(copy).__name__}; give a column of this name in a mapping")
+        given = {} if given is None else ArrayDict.stack(given) if array_ops.are_rows(given) else given
+        items = dict(given, **named)
+        for name, value in (copying.deepcopy(items) if copy else items).items():
+            if isinstance(value, Mapping) or array_ops.are_rows(value):
+                inside = ArrayDict(value)
+                for key, each in inside.items():
+                    self._set(f"{name}/{key}", each)
+                if not inside.keys() and name not in self:
+                    self._set(name, inside)
             else:
                 self._set(name, value)
 
@@ -55,10 +68,12 @@ class ArrayDict(dict[str, Any]):
 
         Raises:
             KeyError, IndexError: there is nothing.
+            SpecError: there is a distribution of torch of which rows cannot be taken.
         """
         if isinstance(index, str):
-            return super().__getitem__(index)
-        return self._like((name, value[index] if _has_rows(value) else value) for name, value in self.items())
+            found = super().__getitem__(index)
+            return self._nested(index) if isinstance(found, ArrayDict) else found
+        return self._like((name, array_ops.rows(value, index)) for name, value in self.items())
 
     def __missing__(self, name: str) -> Any:
         if not self._inside(name):
@@ -96,23 +111,33 @@ class ArrayDict(dict[str, Any]):
             return
         for key in self._inside(index):
             self._delete(f"{index}/{key}")
+        value = ArrayDict(value) if array_ops.are_rows(value) else value
         if not isinstance(value, Mapping):
             self._set(index, value)
             return
         if super().__contains__(index):
             self._delete(index)
+        if not value.keys():
+            self._set(index, ArrayDict())
         for key, inside in value.items():
             self[f"{index}/{key}"] = inside
 
     def _put_rows(self, index: Any, value: Any) -> None:
-        rows = ArrayDict(value)
-        if rows.keys() != self.keys():
-            raise ValueError(f"rows must have the names {sorted(self)}, got {sorted(rows)}")
+        rows, own = ArrayDict(value)._arrays(), self._arrays()
+        if rows.keys() != own.keys():
+            raise ValueError(f"rows must have the names {sorted(own)}, got {sorted(rows)}")
         for name, array in rows.items():
-            self[name][index] = array
+            own[name][index] = array
 
     def _set(self, name: str, value: Any) -> None:
+        for around in array_ops.around(name):
+            if isinstance(super().get(around), ArrayDict):  # it is empty no more
+                super().__delitem__(around)
         super().__setitem__(name, array_ops.array_of(value) if isinstance(value, (list, tuple)) else value)
+
+    def _arrays(self) -> dict[str, Any]:
+        """All but what is empty."""
+        return {name: value for name, value in self.items() if not isinstance(value, ArrayDict)}
 
     def _delete(self, name: str) -> None:
         super().__delitem__(name)
@@ -171,16 +196,20 @@ class ArrayDict(dict[str, Any]):
     # Rows
 
     def __len__(self) -> int:
-        return len(next((value for value in self.values() if hasattr(value, "shape")), ()))
+        shapes = map(array_ops.shape, self._arrays().values())
+        sizes = next((sizes for sizes in shapes if sizes is not None), (0,))
+        if not sizes:
+            raise TypeError("a batch without an axis for rows has no length")
+        return sizes[0]
 
     def __bool__(self) -> bool:
         """Whether it holds anything, of which there may be no rows, or a single one without an axis for rows."""
-        return any(True for _ in self)
+        return bool(self._arrays())
 
     @property
     def shape(self) -> list[int]:
         """The axes that all arrays have."""
-        shapes = [tuple(getattr(value, "shape", ())) for value in self.values()]
+        shapes = [array_ops.shape(value) or () for value in self._arrays().values()]
         return [min(sizes) for sizes in zip(*shapes, strict=False)]
 
     def split(self: A, size: int, shuffle: bool = True, merge_last: bool = False) -> Iterator[A]:
@@ -240,7 +269,7 @@ class ArrayDict(dict[str, Any]):
             at = found
             for each in path:
                 at = at.setdefault(each, {})
-            at[last] = value
+            at[last] = {} if recursive and isinstance(value, ArrayDict) else value
         return found
 
     # Values
@@ -255,7 +284,7 @@ class ArrayDict(dict[str, Any]):
         return None
 
     def _mapped(self: A, function: Callable[[Any], Any]) -> A:
-        made: A = self._like({name: function(value) for name, value in self.items()})
+        made: A = self._like({**self, **{name: function(value) for name, value in self._arrays().items()}})
         return made
 
     def to_torch(self: A, dtype: torch.dtype | None = None, device: torch.device | str | int = "cpu") -> A:
@@ -280,13 +309,13 @@ class ArrayDict(dict[str, Any]):
 
     def hasnull(self) -> bool:
         """Whether a value is NaN or None."""
-        return any(array_ops.nulls(value).any() for value in self.values())
+        return any(array_ops.nulls(value).any() for value in self._arrays().values())
 
     def dropnull(self: A) -> A:
         """The rows without such."""
         found = np.zeros(len(self), bool)
         for value in self.values():
-            if _has_rows(value):
+            if array_ops.shape(value):
                 null = array_ops.nulls(value)
                 found |= null.any(axis=tuple(range(1, null.ndim)))
         made: A = self[~found]
@@ -327,7 +356,7 @@ class ArrayDict(dict[str, Any]):
     __hash__ = None
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={_show(value)}" for name, value in self.items())
+        shown = ", ".join(f"{name}={array_ops.show(value)}" for name, value in self.items())
         return f"{type(self).__name__}({shown})"
 
     def _like(self: A, items: Any) -> A:
@@ -360,27 +389,11 @@ class _Nested(ArrayDict):
         return repr(ArrayDict(self))
 
 
-def _are_rows(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) > 0 and all(isinstance(each, Mapping) for each in value)
-
-
-def _has_rows(value: Any) -> bool:
-    return bool(getattr(value, "shape", ()))
-
-
-def _stacked(rows: Iterable[Mapping[str, Any]]) -> ArrayDict:
-    return ArrayDict.stack([ArrayDict(row) for row in rows])
-
-
 def _joined(batches: list[Mapping[str, Any]], join: Callable[[list[Any]], Any]) -> ArrayDict:
     flat = [ArrayDict(batch) for batch in batches]
-    names = list(flat[0]) if flat else []
-    for batch in flat:
-        if batch.keys() != flat[0].keys():
-            raise ValueError(f"batches must have the same names, got {sorted(names)} and {sorted(batch)}")
-    return ArrayDict({name: join([batch[name] for batch in flat]) for name in names})
-
-
-def _show(value: Any) -> str:
-    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    return repr(value) if shape is None else f"{tuple(shape)} {dtype}"
+    arrays = [batch._arrays() for batch in flat]
+    for one in arrays:
+        if one.keys() != arrays[0].keys():
+            raise ValueError(f"batches must have the same names, got {sorted(arrays[0])} and {sorted(one)}")
+    made = {name: join([one[name] for one in arrays]) for name in (arrays[0] if arrays else ())}
+    return ArrayDict({**{name: {} for batch in flat for name in batch}, **made})

@@ -2,11 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import distributions
+
+from rlstructs.errors import SpecError
+
+# Of what a distribution is made, where each of it has the axes of the batch in front.
+PARAMETERS: dict[type, tuple[str, ...]] = {
+    distributions.Beta: ("concentration1", "concentration0"),
+    distributions.Cauchy: ("loc", "scale"),
+    distributions.Dirichlet: ("concentration",),
+    distributions.Exponential: ("rate",),
+    distributions.Gamma: ("concentration", "rate"),
+    distributions.Laplace: ("loc", "scale"),
+    distributions.LogNormal: ("loc", "scale"),
+    distributions.MultivariateNormal: ("loc", "scale_tril"),
+    distributions.Normal: ("loc", "scale"),
+    distributions.Poisson: ("rate",),
+    distributions.StudentT: ("df", "loc", "scale"),
+    distributions.Uniform: ("low", "high"),
+}
+# Those that are made either of probabilities or of logits.
+OF_PROBABILITIES = (distributions.Bernoulli, distributions.Categorical)
+
+
+def around(name: str) -> Iterator[str]:
+    """The names in which one is nested: `a/b` and `a` of `a/b/c`."""
+    while "/" in name:
+        name = name.rpartition("/")[0]
+        yield name
+
+
+def shape(value: Any) -> tuple[int, ...] | None:
+    """The axes of an array, or those of the batch of a distribution; None of anything else."""
+    sizes = value.batch_shape if isinstance(value, distributions.Distribution) else getattr(value, "shape", None)
+    return None if sizes is None else tuple(sizes)
+
+
+def are_rows(value: Any) -> bool:
+    """Whether it is a list, or an array of objects, of mappings: of vector environments infos come as both."""
+    is_array = type(value) is np.ndarray and value.dtype == object and value.ndim == 1
+    return (
+        (is_array or isinstance(value, (list, tuple)))
+        and len(value) > 0
+        and all(isinstance(each, Mapping) for each in value)
+    )
+
+
+def rows(value: Any, index: Any) -> Any:
+    """Some rows of an array or a distribution; anything else as it is.
+
+    Raises:
+        SpecError: it is a distribution of which rows cannot be taken.
+    """
+    if hasattr(value, "shape"):
+        return value[index] if value.shape else value
+    sizes = shape(value)
+    if not sizes:
+        return value
+    # Numbers for the batch's elements, so that no index reaches the axes behind.
+    return _picked(value, sizes, torch.arange(int(np.prod(sizes))).reshape(sizes)[index])
+
+
+def _picked(value: Any, sizes: tuple[int, ...], at: torch.Tensor) -> Any:
+    """The distribution of those elements, of any shape, of a batch of this shape."""
+    kind: Any = type(value)
+    if kind is distributions.Independent:
+        base = _picked(value.base_dist, sizes, at)
+        picked = kind(base, value.reinterpreted_batch_ndims, validate_args=False)
+    else:
+        parameters = {}
+        for name in _made_of(value):
+            whole = getattr(value, name)
+            inside = whole.shape[len(sizes) :]
+            parameters[name] = whole.reshape(-1, *inside)[at.reshape(-1)].reshape(*at.shape, *inside)
+        # They were checked, and torch's checks fail where none is left.
+        picked = kind(**parameters, validate_args=False)
+    picked._validate_args = value._validate_args
+    return picked
+
+
+def _made_of(value: Any) -> tuple[str, ...]:
+    """The names of the arguments with which a distribution is made."""
+    kind = type(value)
+    if kind in PARAMETERS:
+        return PARAMETERS[kind]
+    if kind in OF_PROBABILITIES:
+        return ("probs",) if value._param is vars(value).get("probs") else ("logits",)  # the other is made of it
+    raise SpecError(f"rows of the distribution {kind.__name__} cannot be taken; put its parameters into the batch")
 
 
 def cat(values: list[Any]) -> Any:
@@ -67,3 +154,9 @@ def nulls(value: Any) -> np.ndarray:
         found: np.ndarray = np.frompyfunc(lambda each: each is None or each != each, 1, 1)(host).astype(bool)
         return found
     return np.isnan(host) if host.dtype.kind in "fc" else np.zeros(host.shape, bool)
+
+
+def show(value: Any) -> str:
+    """Shape and dtype, if it has some."""
+    sizes, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    return repr(value) if sizes is None or isinstance(value, Mapping) else f"{tuple(sizes)} {dtype}"

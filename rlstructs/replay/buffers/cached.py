@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.buffers.base import Buffer
 from rlstructs.replay.buffers.episode_reads import Fields, Pick
 from rlstructs.replay.buffers.episode_rows import Added, MalformedBufferError
-from rlstructs.replay.buffers.lazy_column import LazyColumn
+from rlstructs.replay.buffers.lazy_column import LazyColumn, read_only
 from rlstructs.replay.buffers.replay_buffer import ReplayBuffer
 from rlstructs.replay.buffers.snapshot import Joined, Rows
 from rlstructs.replay.buffers.transitions import REW, raw_numbers
@@ -23,6 +24,10 @@ from rlstructs.structures.trajectories import Trajectories
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+# Bytes of a row up to which a column is joined when it is read, as compiled code and torch need it: those of a reward,
+# of flags, of a small action or observation.
+LARGEST_JOINED = 64
 
 
 class CachedReplayBuffer(VectorReplayBuffer):
@@ -97,7 +102,10 @@ class CachedReplayBuffer(VectorReplayBuffer):
         return Joined([self.main_buffer._own_rows(), self._own_rows()], [self.main_buffer.maxsize, super().maxsize])
 
     def _column(self, name: str) -> np.ndarray | LazyColumn:
-        return self._gathered(name)
+        column = self._gathered(name)
+        if column.dtype.itemsize * math.prod(column.shape[1:]) > LARGEST_JOINED:
+            return column
+        return read_only(np.concatenate([self.main_buffer._column(name), super()._column(name)]))
 
     def _values_at(self, name: str, at: np.ndarray) -> np.ndarray:
         edge = self.main_buffer.maxsize

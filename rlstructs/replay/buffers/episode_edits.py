@@ -12,30 +12,43 @@ from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.buffers import transitions
 from rlstructs.replay.buffers.base import FILL, GROW
 from rlstructs.replay.buffers.episode_reads import EpisodeReads
-from rlstructs.replay.buffers.rows_in import as_rows
+from rlstructs.replay.buffers.rows_in import as_rows, is_mapping
 from rlstructs.replay.buffers.snapshot import Rows
 from rlstructs.replay.buffers.transition_reading import How, read
-from rlstructs.replay.buffers.transitions import DONE, FLAGS, OBS_NEXT, RESERVED, top
+from rlstructs.replay.buffers.transitions import DONE, FLAGS, OBS_NEXT, RESERVED, REW, top
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.values import from_bits
+from rlstructs.replay.values import from_bits, host_array
 
-# Rows that are looked at together for NaN.
-NULLS_AT_ONCE = 1 << 16
+# Rows that are looked at together, so that little memory is needed.
+AT_ONCE = 1 << 16
 
 
 class _Stored(ArrayDict):
     """The columns of a buffer by name, read-only arrays; what is put under a name is put there."""
 
+    __slots__ = ("_buffer",)
+
     def __init__(self, buffer: EpisodeEdits) -> None:
-        dict.__init__(self, {name: buffer._column(name) for name in buffer._specs})
-        vars(self).update(_buffer=buffer)
+        dict.__init__(self, {name: buffer._shown(name) for name in buffer._specs})
+        object.__setattr__(self, "_buffer", buffer)
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        """The columns, for programs that make others of them: `Batch(**buffer._meta.__dict__, returns=returns)`."""
+        return self.to_dict()
 
     def _set(self, name: str, value: Any) -> None:
-        self._buffer.set_array_at_key(value, name)
-        super()._set(name, self._buffer._column(name))
+        if not is_mapping(value):
+            self._buffer._set_column(name, value)
+        elif name != REW:  # an empty batch, which programs put there before they put others' rewards
+            raise SpecError(f"_meta: {name!r} is a column, which cannot be taken away")
+        super()._set(name, self._buffer._shown(name))
 
     def _like(self, items: Any) -> Any:
         return ArrayDict.trusted(items)
+
+    def __reduce__(self) -> Any:
+        return ArrayDict, (dict(self),)
 
 
 class EpisodeEdits(EpisodeReads):
@@ -43,8 +56,42 @@ class EpisodeEdits(EpisodeReads):
 
     @property
     def _meta(self) -> ArrayDict:
-        """The columns as tianshou calls them, for programs that change them so."""
+        """The columns as tianshou calls them, for programs that change them so.
+
+        What is put under a name is stored, and so are other columns that are put in the place of all of these, which
+        have to be among them. But where rewards have several values each, for several agents, those of another shape,
+        as one agent has, only stand in for them, in `rew` and in what is read by index, until some that fit are put
+        there. Samples, files and what is added are of what is stored.
+        """
         return _Stored(self)
+
+    @_meta.setter
+    def _meta(self, columns: Any) -> None:
+        given = transitions.as_transitions(columns, "_meta", self._ignored, 1, False)
+        if lacking := [name for name in self._specs if name not in given]:
+            raise SpecError(f"_meta: {lacking[0]!r} is a column, which cannot be taken away")
+        if wrong := [name for name, values in given.items() if len(values) != self.maxsize]:
+            raise SpecError(f"_meta: {wrong[0]!r} has {len(given[wrong[0]])} rows, needed are {self.maxsize}")
+        # What is as it was is left: frames that are stored once would be stored again.
+        changed = {name: values for name, values in given.items() if not self._holds(name, values)}
+        self._replace(changed, np.arange(self.maxsize))
+
+    def _holds(self, name: str, values: Any) -> bool:
+        """Whether these are what a column holds."""
+        if name not in self._specs or values.shape != (column := self._column(name)).shape:
+            return False
+        parts = (slice(start, start + AT_ONCE) for start in range(0, self.maxsize, AT_ONCE))
+        return all(np.array_equal(host_array(name, values[part]), column[part], equal_nan=True) for part in parts)
+
+    def _set_column(self, name: str, value: Any) -> None:
+        """Sets a column, or what stands in for the rewards of several agents."""
+        spec = self._specs.get(name)
+        if name == REW and spec is not None and spec.shape:
+            values = transitions.as_column(name, value, 1)
+            if len(values) == self.maxsize and values.shape[1:] != spec.shape:
+                self._stand_in = self._storage.columns.converted(name, as_rows(name, values, spec)[0], spec).copy()
+                return
+        self.set_array_at_key(value, name)
 
     def update(self, other: EpisodeReads) -> np.ndarray:
         """Appends every row of another buffer, in order; its episodes stay what they are.
@@ -164,6 +211,8 @@ class EpisodeEdits(EpisodeReads):
             self._fill(name, fill)
         for name, values in placed.items():
             self._put(name, at, values)
+        if REW in placed:
+            self._stand_in = None
         if rebuild is not None:
             rebuild()
 
@@ -217,8 +266,8 @@ class EpisodeEdits(EpisodeReads):
             if spec.dtype.kind not in "fc" and not spec.is_bfloat16:
                 continue
             null = np.zeros((at.size, *spec.shape), bool)
-            for start in range(0, at.size, NULLS_AT_ONCE):
-                part = slice(start, start + NULLS_AT_ONCE)
+            for start in range(0, at.size, AT_ONCE):
+                part = slice(start, start + AT_ONCE)
                 [values] = rows.gather([name], at[part])
                 null[part] = np.isnan(from_bits(values) if spec.is_bfloat16 else values)
             yield name, null

@@ -16,7 +16,7 @@ from rlstructs.replay.buffers.episode_rows import EpisodeRows
 from rlstructs.replay.buffers.lazy_column import LazyColumn, read_only
 from rlstructs.replay.buffers.snapshot import Rows, Snapshot
 from rlstructs.replay.buffers.transition_reading import How, read
-from rlstructs.replay.buffers.transitions import DONE, FLAGS, OBS_NEXT, RESERVED
+from rlstructs.replay.buffers.transitions import DONE, FLAGS, OBS_NEXT, RESERVED, REW
 from rlstructs.replay.samplers import draw_fitting
 from rlstructs.replay.selection import Selection
 from rlstructs.replay.values import from_bits, host_array
@@ -62,7 +62,7 @@ class EpisodeReads(EpisodeRows):
             SpecError, IndexError: it is none of these, or no such row is there.
         """
         at = self._rows_at(index)
-        arrays = read(self._rows(), self._specs, self._names(), at, How(self.stack_num))
+        arrays = self._read_at(self._names(), at, How(self.stack_num))
         return self._hand_over(arrays | self._beside(at))
 
     def __iter__(self) -> Iterator[Any]:
@@ -96,25 +96,34 @@ class EpisodeReads(EpisodeRows):
             if default_value is not None:
                 return default_value
             raise MissingKeyError(f"no {key!r} in this buffer, there are {self._names()}")
-        arrays = read(self._rows(), self._specs, names, self._rows_at(index), how)
+        arrays = self._read_at(names, self._rows_at(index), how)
         if names == [key]:
             return self._export.one(key, arrays[key], self._known_specs[key])
         start = len(key) + 1
         inside = {name[start:]: array for name, array in arrays.items()}
         return self._export(inside, {name[start:]: self._known_specs[name] for name in names})
 
+    def _read_at(self, names: list[str], at: np.ndarray, how: How) -> dict[str, Any]:
+        """As `read`, with what stands in for the rewards."""
+        arrays = read(self._rows(), self._specs, names, at, how)
+        if REW in arrays and self._stand_in is not None:
+            if how.stacked is None and how.stack_num > 1:
+                at = self._rows().frames(at.reshape(-1), how.stack_num).reshape(*at.shape, how.stack_num)
+            arrays[REW] = np.asarray(self._stand_in[at])
+        return arrays
+
     def __getattr__(self, name: str) -> Any:
         """A whole column, `(maxsize, ...)`, as a read-only array of numpy; what is nested as a dict of them.
 
         Rows that are not there hold zeros, or what they once held. It may or may not follow what is written later:
         copy what is kept. One that does not lie in memory as it is, as next observations that are stored once, is a
-        `LazyColumn`: only the rows that are indexed are gathered.
+        `LazyColumn`: only the rows that are indexed are gathered. If its rows are small it is joined to an array.
         """
         if "_storage" in vars(self) and not name.startswith("_"):
             if name == DONE and self._specs:
                 return read_only(np.asarray(self._column(FLAGS[0])) | np.asarray(self._column(FLAGS[1])))
             if name in self._specs:
-                return self._column(name)
+                return self._shown(name)
             if inside := [key for key in self._specs if key.startswith(f"{name}/")]:
                 return ArrayDict.trusted({key[len(name) + 1 :]: self._column(key) for key in inside})
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -123,6 +132,12 @@ class EpisodeReads(EpisodeRows):
         if name in RESERVED:  # it would hide the column
             raise AttributeError(f"{name!r} is a column of this buffer; use set_array_at_key or set_batch")
         super().__setattr__(name, value)
+
+    def _shown(self, name: str) -> np.ndarray | LazyColumn:
+        """A column, or what stands in for it."""
+        if name != REW or self._stand_in is None:
+            return self._column(name)
+        return read_only(from_bits(self._stand_in) if self._specs[REW].is_bfloat16 else self._stand_in.view())
 
     def _column(self, name: str) -> np.ndarray | LazyColumn:
         """A column, `(maxsize, ...)`; where it is stored as it is a view."""
@@ -133,7 +148,7 @@ class EpisodeReads(EpisodeRows):
         return read_only(whole[: self._n_lanes * self._lane_size].view())
 
     def _gathered(self, name: str) -> LazyColumn:
-        """A column that does not lie in memory as it is."""
+        """A column that does not lie in memory as it is, (maxsize, ...)."""
         none = self._values_at(name, np.zeros(0, np.int64))
         return LazyColumn((self.maxsize, *none.shape[1:]), none.dtype, functools.partial(self._values_at, name))
 

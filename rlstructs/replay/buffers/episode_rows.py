@@ -90,7 +90,9 @@ class EpisodeRows(Buffer):
         self._forget()
 
     def _forget(self) -> None:
-        """Drops what is made again when it is needed."""
+        """Drops what is made again when it is needed, and what is not stored."""
+        # What `rew` gives in the place of what is stored, as the column has it, (maxsize, ...).
+        self._stand_in: np.ndarray | None = None
         self._step_writer: StepWriter | None = None
         self._one_row: OneRow | None = None
         self._n_columns, self._known_names, self._known_specs = 0, list[str](), dict[str, Spec]()
@@ -199,10 +201,12 @@ class EpisodeRows(Buffer):
         """As `add`, for a row of each lane just as columns hold it; None, and nothing has changed, if it is none."""
         if type(batch) not in (dict, ArrayDict) or self.save_only_last_obs or not self._names() or not self._lane_size:
             return None
-        flat = batch if dict not in map(type, batch.values()) else flat_items(batch, "add")
+        if type(batch) is ArrayDict:  # whose length is that of its rows
+            flat = batch._arrays()
+        else:
+            flat = batch if dict not in map(type, batch.values()) else flat_items(batch, "add")
         if not self._ignored.isdisjoint(flat):
             flat = {name: values for name, values in flat.items() if name not in self._ignored}
-        flat = dict(flat) if type(flat) is ArrayDict else flat  # whose length is that of its rows
         rows: dict[str, Any] | None = flat
         if buffer_ids is None and not self._is_stacked:
             assert self._one_row is not None
@@ -371,8 +375,8 @@ class EpisodeRows(Buffer):
         return restore
 
     def __getstate__(self) -> dict[str, Any]:
-        made_again = ("_step_writer", "_one_row", "_n_columns", "_known_names", "_known_specs")
-        return {name: value for name, value in vars(self).items() if name not in made_again}
+        forgotten = ("_stand_in", "_step_writer", "_one_row", "_n_columns", "_known_names", "_known_specs")
+        return {name: value for name, value in vars(self).items() if name not in forgotten}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)

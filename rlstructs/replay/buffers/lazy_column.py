@@ -20,25 +20,38 @@ class LazyColumn(NDArrayOperatorsMixin):
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype, gather: Callable[[np.ndarray], np.ndarray]) -> None:
-        self.shape, self.dtype, self._gather = shape, dtype, gather
+        self.shape, self.ndim, self.dtype, self._gather = shape, len(shape), dtype, gather
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> Any:
-        of_rows, *inside = index if isinstance(index, tuple) else (index,)
-        if of_rows is None or of_rows is Ellipsis:
-            return read_only(np.asarray(self))[index]
-        rows = self._rows(of_rows)
-        values = self._gather(rows.reshape(-1)).reshape((*rows.shape, *self.shape[1:]))
-        return read_only(values)[(*(slice(None),) * rows.ndim, *inside)]
+        found = self._at(index)
+        return read_only(found) if isinstance(found, np.ndarray) else found
 
-    def _rows(self, index: Any) -> np.ndarray:
-        """The row ids that an index of the first axis means, int64 of any shape."""
-        n, at = len(self), None if isinstance(index, slice) else np.asarray(index)
-        if at is None or at.dtype.kind not in "iu" or (at.size and (at.min() < -n or at.max() >= n)):
-            return np.asarray(np.arange(n)[index])  # or raises as numpy does
-        at = at.astype(np.int64, copy=False)
+    def _at(self, index: Any) -> Any:
+        """What the whole column has there, of its own memory."""
+        first, *inside = index if isinstance(index, tuple) and index else (index,)
+        if isinstance(first, slice):
+            return self._gather(np.arange(len(self))[first])[(slice(None), *inside)]
+        first = np.asarray(first)
+        if first.dtype == bool and first.ndim and first.shape == self.shape[: first.ndim]:
+            # A mask, of further axes too, is what its places are: so numpy has it.
+            first, *others = first.nonzero()
+            inside = [*others, *inside]
+        if first.dtype.kind not in "iu":  # None, ..., and what numpy refuses
+            return np.asarray(self)[index]
+        values = self._gather(self._rows(first).reshape(-1))
+        # Beside other arrays it is one of the same shape that numpy needs.
+        at = np.arange(first.size).reshape(first.shape)
+        return values[(at, *inside)] if inside else values.reshape((*first.shape, *self.shape[1:]))[()]
+
+    def _rows(self, index: np.ndarray) -> np.ndarray:
+        """The row ids that whole numbers mean, int64 of the same shape."""
+        n = len(self)
+        if index.size and (index.min() < -n or index.max() >= n):
+            np.arange(n)[index]  # raises as numpy does
+        at = index.astype(np.int64, copy=False)
         return np.asarray(np.where(at < 0, at + n, at))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

@@ -83,7 +83,7 @@ def as_transitions(batch: Any, owner: str, ignored: Iterable[str], n_axes: int, 
     """A batch as rows of columns.
 
     Args:
-        batch: what `flat_items` takes; what is None is left out.
+        batch: what `flat_items` takes; what is None, or an array of nothing else, is left out.
         owner: who asks, for messages.
         ignored: keys that are left out.
         n_axes: how many axes its arrays have in front of those of a row: 0 or 1.
@@ -97,12 +97,19 @@ def as_transitions(batch: Any, owner: str, ignored: Iterable[str], n_axes: int, 
     """
     rows = {}
     for name, value in flat_items(batch, owner).items():
-        if value is None or top(name) in ignored:
+        if _is_nothing(value) or top(name) in ignored:
             continue
         rows[name] = as_column(name, value, n_axes, only_last)
         if n_axes == 0:
             rows[name] = rows[name][None]
     return rows
+
+
+def _is_nothing(value: Any) -> bool:
+    """Whether it is None, or so in every row."""
+    if type(value) is np.ndarray and value.dtype == object and value.size:
+        return all(each is None for each in value.flat)
+    return value is None
 
 
 def as_column(name: str, value: Any, n_axes: int, only_last: bool = False) -> Any:
@@ -116,11 +123,9 @@ def as_column(name: str, value: Any, n_axes: int, only_last: bool = False) -> An
             raise SpecError(f"{name!r} has shape {tuple(value.shape)}: there is no axis of which to save the last")
         value = value[(slice(None),) * n_axes + (-1,)]
     if name in FLAGS:
-        is_one = n_axes == 0 and math.prod(value.shape) == 1  # of one row, as single environments in an array give it
-        if value.ndim != n_axes and not is_one:
+        if math.prod(value.shape[n_axes:]) != 1:  # further axes come of single environments that give arrays
             raise SpecError(f"{name!r} has shape {tuple(value.shape)}, needed is one bool for each row")
-        flags = as_flags(name, value)
-        return flags.reshape(()) if is_one else flags
+        return as_flags(name, value).reshape(value.shape[:n_axes])
     return as_rewards(name, value) if top(name) == REW else value
 
 
