@@ -211,6 +211,34 @@ def test_a_tensordict_comes_in_and_leaves_as_one(tmp_path):
     assert isinstance(refused.sample(1), DictTensor)
 
 
+def test_a_list_of_tensordicts_leaves_as_one():
+    TensorDict = pytest.importorskip("tensordict").TensorDict
+    rows = TensorDict({"obs": torch.arange(30.0).view(3, 5, 2)}, [3, 5])
+    for given, axes in ((list(rows), (5,)), (tuple(rows[:, 0]), ())):
+        buffer = made()
+        assert buffer.extend(given).tolist() == [0, 1, 2]
+        batch = buffer.sample(4)
+        assert type(batch) is TensorDict and batch.batch_size == (4, *axes) == batch["index"].shape
+        assert (buffer[:]["obs"] == torch.stack(tuple(given))["obs"]).all()
+    mixed = made()
+    mixed.extend([rows[0, 0], {"obs": torch.zeros(2)}])
+    assert isinstance(mixed.sample(2), DictTensor)
+
+
+@pytest.mark.parametrize(("way", "in_list"), [("extend", False), ("extend", True), ("add", False)])
+def test_a_tensorclass_says_what_is_taken(way, in_list):
+    tensorclass = pytest.importorskip("tensordict").tensorclass
+
+    class Rows:
+        obs: torch.Tensor
+
+    given, buffer = tensorclass(Rows)(obs=torch.arange(3.0), batch_size=[3]), made()
+    with pytest.raises(TypeError, match=f"^{way}: takes a mapping, a DictTensor or a tensordict, got the tensorclass "
+                                        r"Rows: give its .to_tensordict\(\)$"):  # fmt: skip
+        getattr(buffer, way)([given] if in_list else given)
+    assert buffer.extend(given.to_tensordict()).tolist() == [0, 1, 2]
+
+
 def test_rows_of_several_axes_stay_so():
     TensorDict = pytest.importorskip("tensordict").TensorDict
     buffer = DictTensorPrioritizedReplayBuffer(storage=TensorStorage(4), alpha=1.0, beta=1.0, generator=0)
@@ -362,6 +390,112 @@ def test_what_is_given_is_neither_kept_nor_changed():  # R12, R34, B5.6
     del source
     gc.collect()
     assert last() is None
+
+
+def other(start, n):
+    """Rows of another schema than `numbered` has: a column less, a column more, another shape and another dtype."""
+    t = torch.arange(start, start + n)
+    return {"obs": torch.stack([t, t, t], 1).float(), "next/reward": t + 0.5, "more": t}
+
+
+@pytest.mark.parametrize("prefetch", [None, 2])
+def test_an_emptied_buffer_takes_rows_of_another_schema(storage, prefetch, tmp_path):  # torchrl's sac-async does
+    buffer = made(storage, 2000, batch_size=4, prefetch=prefetch, sampler=PrioritizedSampler(beta=1.0))
+    for _ in range(2):
+        buffer.extend(numbered(0, 1500))
+        buffer.add({name: values[0] for name, values in flat_numbered(7, 1).items()})
+        late = buffer.sample()["index"]
+        buffer.empty()
+        for n in (3, 2500):
+            buffer.extend(other(0, n))
+            buffer.update_priority(late, torch.ones(4))
+            batch = buffer.sample()
+            assert (batch["more"] + 0.5 == batch["next/reward"]).all()
+        assert sorted(buffer[:].keys()) == ["more", "next/reward", "obs"] and buffer[:]["obs"].shape == (2000, 3)
+        assert buffer["more"].tolist() == list(range(500, 2500)) and buffer["next/reward"].dtype == torch.float32
+        buffer.add({"obs": torch.zeros(3), "next/reward": 0.5, "more": 9})
+        twin = made(storage, 2000, batch_size=4, sampler=PrioritizedSampler(beta=1.0))
+        buffer.save(tmp_path / "buffer.npz")
+        twin.load(tmp_path / "buffer.npz")
+        assert twin["more"].tolist() == buffer["more"].tolist() and twin.sample() == buffer.sample()
+        with pytest.raises(SpecError, match="^unknown key"):
+            buffer.extend({**other(0, 1), "x": [1]})
+        buffer.empty()
+    buffer.close()
+
+
+def test_the_files_of_columns_that_an_emptied_buffer_had_are_removed(tmp_path):
+    buffer = made(lambda n: MemmapStorage(n, scratch_dir=tmp_path / "x"), 5)
+    buffer.extend(numbered(0, 3))
+    buffer.empty()
+    with pytest.raises(SpecError, match="keeps numbers only"):
+        buffer.extend({"obs": torch.zeros(1), "name": ["a"]})
+    buffer.extend(numbered(0, 2))
+    assert held(buffer) == [0, 1] and len(list((tmp_path / "x").iterdir())) == 3
+    buffer.empty()
+    buffer.extend({"x": torch.arange(2)})
+    assert buffer["x"].tolist() == [0, 1] and len(list((tmp_path / "x").iterdir())) == 1
+
+
+def test_rows_that_no_columns_would_take_leave_an_emptied_buffer_as_it_was(storage):
+    buffer = made(storage, 5, sampler=SliceSampler(slice_len=2, end_key=("next", "done")))
+    buffer.extend(numbered(0, 3))
+    buffer.empty()
+    before = buffer[:]
+    for rows, error in (
+        ({"x": ["a"]}, SpecError), ({"x": torch.zeros(2)}, MissingKeyError),
+        ({"next/done": [0], "index": [0.5]}, SpecError), ({"next/done": [0], "x": ["a"]}, SpecError),
+    ):  # fmt: skip
+        with pytest.raises(error):
+            buffer.extend(rows)
+        assert buffer[:] == before and len(buffer) == 0
+    buffer.extend(numbered(0, 2))
+    buffer.extend(numbered(2, 3))
+    assert held(buffer) == [0, 1, 2, 3, 4] and buffer.sample(2)["next/truncated"].tolist() == [False, True]
+
+
+def test_an_emptied_buffer_knows_episodes_by_what_it_holds():
+    buffer = made(sampler=SliceSampler(slice_len=2))
+    buffer.extend(numbered(0, 6))
+    buffer.empty()
+    buffer.extend({"x": torch.arange(4)})
+    with pytest.raises(SpecError, match="^nothing says where episodes end"):
+        buffer.sample(2)
+    buffer.empty()
+    buffer.extend({"x": torch.arange(4), "episode": [0, 1, 1, 2]})
+    assert buffer.sample(2)["x"].tolist() == [1, 2]
+    ranked = made(max_size=2, writer=MaxValueWriter("next/reward"))
+    for start in (0, 10):
+        ranked.extend(numbered(start, 3))
+        ranked.empty()
+        ranked.extend(other(start, 3))
+        assert sorted(ranked["more"].tolist()) == [start + 1, start + 2]
+        ranked.empty()
+
+
+def test_the_first_rows_after_empty_say_what_batches_leave_as():
+    TensorDict = pytest.importorskip("tensordict").TensorDict
+    buffer, rows = made(), TensorDict({"x": torch.arange(6).view(2, 3)}, [2, 3])
+    for given, kind, axes in (({"x": rows["x"]}, DictTensor, None), (rows, TensorDict, (4, 3)),
+                              (TensorDict({"x": rows["x"]}, [2]), TensorDict, (4,))):  # fmt: skip
+        buffer.extend(given)
+        batch = buffer.sample(4)
+        assert type(batch) is kind and (axes is None or batch.batch_size == axes)
+        buffer.empty()
+    buffer.add({"x": torch.arange(3)})
+    assert isinstance(buffer.sample(1), DictTensor)
+
+
+def test_a_batch_that_is_being_made_keeps_its_columns():
+    def collate(batch):  # as another thread may, meanwhile
+        buffer.empty()
+        buffer.extend(other(0, 3))
+        return batch
+
+    buffer = made(collate_fn=collate)
+    buffer.extend(numbered(0, 3))
+    batch = buffer.sample(4)
+    assert set(batch.keys()) == {"obs", "next/reward", "next/done", "index"} and batch["next/done"].dtype == torch.bool
 
 
 BAD_ROWS = {
@@ -791,6 +925,62 @@ def test_columns_are_changed_in_place(storage):  # B6 set_/set_at_/update_, read
         with pytest.raises(error):
             change()
     assert buffer[:] == before
+
+
+@pytest.mark.parametrize("as_tensordict", [False, True])
+@pytest.mark.parametrize("way", ["write_all", "[:]", "mask", "ids"])
+def test_what_is_written_to_all_rows_may_have_new_columns(storage, way, as_tensordict):  # B1; as PPO adds advantages
+    buffer, rows = made(storage, 5, batch_size=4, sampler=PrioritizedSampler(beta=1.0)), numbered(0, 7)
+    buffer.extend(pytest.importorskip("tensordict").TensorDict(rows, [7]) if as_tensordict else rows)
+    buffer.add({"obs": torch.zeros(2), "next": {"reward": 7.0, "done": False}})
+    every = buffer.read_all_in_order()
+    reward = every["next", "reward"] if as_tensordict else every["next/reward"]
+    every.set("adv", reward[:, None].float() * 2)
+    every.set("half", reward.bfloat16() / 2)
+    if way == "write_all":
+        buffer.write_all(every)
+    else:
+        at = {"[:]": slice(None), "mask": np.ones(5, bool), "ids": [3, 4, 0, 1, 2]}[way]
+        buffer[at] = every
+    assert buffer["adv"].tolist() == [[6], [8], [10], [12], [14]] and buffer["half"].dtype == torch.bfloat16
+    batch = buffer.sample()
+    assert batch["adv"].equal(buffer[batch["index"]]["adv"]) and batch["half"].shape == (4,)
+    with pytest.raises(MissingKeyError, match="missing"):
+        buffer.add({"obs": torch.zeros(2), "next": {"reward": 7.0, "done": False}})
+    buffer.add({"obs": torch.zeros(2), "next": {"reward": 8.0, "done": False}, "adv": torch.ones(1), "half": 4.0})
+    assert buffer["adv"].tolist() == [[8], [10], [12], [14], [1]]
+    buffer.empty()
+    assert buffer.extend(numbered(0, 2)).tolist() == [0, 1]  # the next rollout comes without
+
+
+def test_new_columns_that_cannot_be_change_nothing(storage):
+    buffer = made(storage, 5, sampler=PrioritizedSampler(beta=1.0))
+    buffer.extend(numbered(0, 4))
+    before = buffer[:]
+    for values, error in (
+        ({"adv": torch.zeros(3)}, SpecError), ({"next/reward": torch.zeros(4), "adv": ["a"] * 4}, SpecError),
+        ({"index": torch.zeros(4)}, MissingKeyError), ({"priority_weight": torch.zeros(4)}, MissingKeyError),
+        ({"adv": torch.zeros(4), "next/reward": torch.zeros(4, 2)}, SpecError),
+    ):  # fmt: skip
+        with pytest.raises(error):
+            buffer[:] = values
+    for part in (slice(1, None), [0, 0, 1, 2], 0):
+        with pytest.raises(MissingKeyError, match="^no 'adv' in this store"):
+            buffer[part] = {"adv": np.zeros(1) if part == 0 else np.zeros(3 if isinstance(part, slice) else 4)}
+    with pytest.raises(MissingKeyError):
+        buffer.write_all({"adv": torch.zeros(3)}, 3)
+    for change in (lambda: buffer.update_({"adv": torch.zeros(4)}), lambda: buffer.set_("adv", torch.zeros(4)),
+                   lambda: buffer.set_at_("adv", torch.zeros(4), slice(None))):  # fmt: skip
+        with pytest.raises(MissingKeyError, match="^no 'adv' in this store"):
+            change()
+    assert buffer[:] == before
+
+
+def test_a_new_column_may_end_episodes():
+    buffer = made(sampler=SliceSampler(slice_len=2))
+    buffer.extend({"x": torch.arange(4)})
+    buffer[:] = {"done": torch.tensor([True, False, True, True])}
+    assert buffer.sample(2)["x"].tolist() == [1, 2]
 
 
 def test_a_row_that_is_changed_is_the_only_one_that_is_looked_at(storage, monkeypatch):

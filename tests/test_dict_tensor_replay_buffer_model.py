@@ -66,6 +66,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.buffer = self.made()
         self.rows, self.count = [], 0
         self.draws = []  # (row ids, numbers), the latest first
+        self.written = [], []  # those of the last write
         self.largest = 1.0
 
     def made(self):
@@ -108,23 +109,27 @@ class BufferMachine(RuleBasedStateMachine):
         assert batch["obs"][:, 0].tolist() == [row.obs for row in rows]
         assert batch["next/obs"][:, -1].tolist() == [row.following for row in rows]
 
-    def ids(self, n):
-        """The row ids of the last n rows, -1 of those that are gone."""
-        last = range(len(self.rows) - n, len(self.rows))
-        return [at % self.size if at >= len(self.rows) - self.size else -1 for at in last]
+    def wrote(self, rows):
+        """The row ids of these, which are the last ones, -1 of those that are gone."""
+        last = range(len(self.rows) - len(rows), len(self.rows))
+        ids = [at % self.size if at >= len(self.rows) - self.size else -1 for at in last]
+        if rows:
+            self.written = ids, [row.number for row in rows]
+        return ids
 
     # Writing
 
     @rule(end=st.booleans())
     def add(self, end):
-        row = self.columns([self.new_row(end)])
+        rows = [self.new_row(end)]
+        row = self.columns(rows)
         item = {"n": row["n"][0], "obs": row["obs"][0], "next": {k: v[0] for k, v in row["next"].items()}}
-        assert [self.buffer.add(item)] == self.ids(1)
+        assert [self.buffer.add(item)] == self.wrote(rows)
 
     @rule(ends=st.lists(st.booleans(), max_size=14))
     def extend(self, ends):
         rows = [self.new_row(end) for end in ends]
-        assert self.buffer.extend(self.columns(rows)).tolist() == self.ids(len(ends))
+        assert self.buffer.extend(self.columns(rows)).tolist() == self.wrote(rows)
 
     @rule(lengths=st.lists(st.integers(0, 4), min_size=1, max_size=3), ends=st.lists(st.booleans(), min_size=12))
     def extend_trajectories(self, lengths, ends):
@@ -139,7 +144,7 @@ class BufferMachine(RuleBasedStateMachine):
         steps = TemporalDictTensor(
             {key: value.unflatten(0, (len(lengths), T)) for key, value in flat.items()}, torch.tensor(lengths)
         )
-        assert self.buffer.extend(steps).tolist() == self.ids(len(rows))
+        assert self.buffer.extend(steps).tolist() == self.wrote(rows)
 
     @rule()
     def extend_what_does_not_fit(self):
@@ -183,6 +188,7 @@ class BufferMachine(RuleBasedStateMachine):
         elif way == "state_dict":
             self.buffer.load_state_dict(saved.state_dict())
         saved.close()
+        self.written = [], []
 
     # Reading
 
@@ -288,8 +294,8 @@ class PrioritisedMachine(BufferMachine):
     @rule(data=st.data(), priorities=st.lists(st.integers(0, 9), min_size=16, max_size=16))
     def update(self, data, priorities):
         ids, numbers = data.draw(st.sampled_from(self.draws))
-        # The same ids may have been drawn again since: then they mean that.
-        numbers = next(n for i, n in self.draws if i == ids)
+        # The same ids may have been drawn again since: then they mean that. Those of the last write mean that.
+        numbers = self.written[1] if ids == self.written[0] else next(n for i, n in self.draws if i == ids)
         self.buffer.update_priority(ids, [float(p) for p in priorities[: len(ids)]])
         held, given = self.held(), {}
         for row_id, number, priority in zip(ids, numbers, priorities, strict=False):
@@ -303,6 +309,7 @@ class PrioritisedMachine(BufferMachine):
     def update_what_was_written(self, priority):
         row = self.new_row(False)
         ids = self.buffer.extend(self.columns([row]))
+        assert ids.tolist() == self.wrote([row])
         self.buffer.update_priority(ids, float(priority))
         row.priority = float(priority)
         self.largest = max(self.largest, row.priority)

@@ -9,6 +9,8 @@ import pickle
 import shutil
 import subprocess
 import sys
+import tempfile
+import warnings
 from collections import namedtuple
 from pathlib import Path
 
@@ -41,7 +43,8 @@ from rlstructs.replay import (
     TensorStorage,
     Transform,
 )
-from rlstructs.replay.buffers import writers
+from rlstructs.replay.buffers import storages, writers
+from rlstructs.replay.tensor_columns import TensorColumns
 
 
 def made(storage=None, **settings):
@@ -170,6 +173,95 @@ def test_files_lie_in_the_folder_that_was_named_and_stay(tmp_path):
     (folder / "notes.txt").touch()
     with pytest.raises(SpecError, match="not empty, it holds .'notes.txt'.$"):
         made(MemmapStorage(6, folder, existsok=True))
+
+
+def test_the_folder_that_was_named_is_made_with_the_first_row(tmp_path):
+    folder = tmp_path / "new" / "rows"
+    buffer = made(LazyMemmapStorage(5, scratch_dir=folder))
+    assert not folder.exists()
+    other = made(LazyMemmapStorage(5, scratch_dir=folder))
+    folder.mkdir(parents=True)
+    gone = made(LazyMemmapStorage(5, scratch_dir=folder))
+    folder.rmdir()
+    gone.extend(numbers(0, 7))
+    assert gone["x"].tolist() == [2, 3, 4, 5, 6] and len(list(folder.iterdir())) == 2
+    for each in (buffer, other):
+        with pytest.raises(SpecError, match="this folder is not empty, it holds"):
+            each.extend(numbers(0, 1))
+        assert len(each) == 0 and gone["x"].tolist() == [2, 3, 4, 5, 6]
+
+
+def test_a_temporary_directory_may_be_given_and_stays_as_long_as_the_buffer():  # torchrl's rb_tutorial
+    directory = tempfile.TemporaryDirectory()
+    path = Path(directory.name)
+    buffer = made(LazyMemmapStorage(5, scratch_dir=directory))
+    assert repr(buffer.storage) == f"MemmapStorage(max_size=5, scratch_dir={str(path)!r})"
+    del directory
+    gc.collect()
+    buffer.extend(numbers(0, 3))
+    assert len(list(path.iterdir())) == 2
+    copies = [copy.deepcopy(buffer), pickle.loads(pickle.dumps(buffer))]
+    del copies[0]
+    gc.collect()
+    assert path.exists() and folder_of(copies[0]) != path and copies[0]["x"].tolist() == [0, 1, 2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # that it was not closed
+        del buffer
+        gc.collect()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("kind", [ListStorage, LazyTensorStorage, LazyMemmapStorage])
+def test_sizes_may_be_written_as_1e4(kind):  # as torchrl's examples do
+    for size in (1e4, np.float32(1e4)):
+        buffer = made(kind(size))
+        assert type(buffer.storage.max_size) is int and buffer.storage.max_size == 10_000
+    buffer.extend(numbers(0, 3))
+    assert len(buffer) == 3
+    for wrong in (1.5, float("nan"), float("inf")):
+        with pytest.raises(TypeError, match="^max_size must be an int"):
+            kind(wrong)
+
+
+def test_rows_lie_where_the_first_of_them_do(monkeypatch):  # B1 device="auto"
+    for kind in (ListStorage, LazyTensorStorage, LazyMemmapStorage):
+        buffer = made(kind(5, device="auto"))
+        buffer.extend(numbers(0, 3))
+        assert buffer._storage.columns.on_host and buffer["x"].tolist() == [0, 1, 2]
+    buffer = made(LazyTensorStorage(numbers(0, 3), device="auto"))
+    assert buffer._storage.columns.on_host and buffer["x"].tolist() == [0, 1, 2]
+    found = []
+
+    def on_cpu(values):  # as if this were a GPU
+        found.append(sorted(values))
+        return torch.device("cpu")
+
+    monkeypatch.setattr(storages, "device_of", on_cpu)
+    buffer = made(LazyTensorStorage(4, device="auto"), batch_size=4)
+    assert buffer._storage.columns.on_host
+    for start in (0, 3):
+        buffer.extend(numbers(start, 3))
+        assert isinstance(buffer._storage.columns, TensorColumns)
+    assert found == [["reward", "x"]] and buffer["x"].tolist() == [2, 3, 4, 5]
+    assert buffer.sample()["x"].device.type == "cpu" and buffer.storage.device == torch.device("cpu")
+    buffer = made(LazyTensorStorage(numbers(0, 3), device="auto"))
+    assert isinstance(buffer._storage.columns, TensorColumns) and buffer["x"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("as_tensordict", [False, True])
+@pytest.mark.parametrize("kind", [ListStorage, LazyTensorStorage, LazyMemmapStorage])
+def test_a_storage_gives_the_rows_of_its_buffer(kind, as_tensordict):  # B1
+    storage = kind(5)
+    for ask in (lambda: storage[:], lambda: storage.get(0)):
+        with pytest.raises(StateError, match="Storage belongs to no buffer yet"):
+            ask()
+    assert list(storage) == []
+    buffer = made(storage)
+    rows = numbers(0, 7)
+    buffer.extend(pytest.importorskip("tensordict").TensorDict(rows, [7]) if as_tensordict else rows)
+    assert type(storage[:]) is type(buffer[:]) and (storage[:] == buffer[:] if not as_tensordict else True)
+    assert storage[2]["x"] == buffer[2]["x"] == 2 and storage.get([0, 3])["x"].tolist() == [5, 3]
+    assert storage["x"].tolist() == [row["x"] for row in buffer.storage] == [2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")])
@@ -345,6 +437,14 @@ def test_a_rank_of_several_numbers_is_reduced():
         buffer = made(ListStorage(2), writer=MaxValueWriter(("next", "rank"), reduction))
         buffer.extend({"next": {"rank": values}, "x": torch.arange(3)})
         assert set(buffer["x"].tolist()) == {0, 1, 2} - {gone}
+
+
+@pytest.mark.parametrize("reduction", ["max", "min", "mean", "median", "sum"])
+def test_a_rank_may_have_several_axes(reduction):
+    buffer = made(ListStorage(2), writer=MaxValueWriter("rank", reduction=reduction))
+    rank = torch.arange(3.0)[:, None, None].expand(3, 2, 3)
+    assert buffer.extend({"x": torch.arange(3), "rank": rank}).tolist() == [-1, 1, 0]
+    assert buffer["x"].tolist() == [2, 1]
 
 
 def test_the_reward_is_the_rank_unless_told_otherwise():
@@ -536,6 +636,41 @@ def test_transforms_are_appended_and_inserted():  # B6
     with pytest.raises(TypeError, match="^a transform must take a batch, got str$"):
         buffer.append_transform("double")
     assert buffer["reward"].tolist() == [2, 4, 6]
+
+
+def test_those_that_a_compose_holds_are_the_transforms_of_the_buffer():
+    class Twice(Compose):
+        """Does what it holds two times."""
+
+        def forward(self, batch):
+            return super().forward(super().forward(batch))
+
+    buffer = made(transform=Compose(Shifted(), doubled))
+    buffer.insert_transform(1, Scaled(10))
+    assert repr(buffer.transform) == "Compose(Shifted, Scaled, doubled)" and len(buffer.transform) == 3
+    buffer.extend(numbers(0, 3))
+    assert buffer.transform[2] is doubled and isinstance(buffer.transform[0], Shifted)
+    assert made(transform=Compose()).transform.parts == []
+    twice = made(transform=Twice(doubled))
+    twice.append_transform(doubled)
+    twice.extend(numbers(1, 1))
+    assert len(twice.transform) == 2 and twice["reward"].tolist() == [8]
+
+
+def test_what_was_appended_is_what_an_index_gives():  # torchrl's ObservationNorm: loc is set later
+    class Moved(torch.nn.Module):
+        loc = 0.0
+
+        def forward(self, batch):
+            batch["reward"].add_(self.loc)
+            return batch
+
+    buffer = made()
+    buffer.append_transform(module := Moved())
+    buffer.extend(numbers(0, 3))
+    assert buffer.transform[0] is module and buffer["reward"].tolist() == [0, 1, 2]
+    buffer.transform[0].loc = 3.0
+    assert buffer.transform[0].loc == 3.0 and buffer["reward"].tolist() == [3, 4, 5]
 
 
 def test_a_batch_that_is_being_made_keeps_its_transforms():

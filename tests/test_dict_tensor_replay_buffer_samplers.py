@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import pickle
 
 import numpy as np
 import pytest
@@ -70,6 +71,36 @@ def test_without_shuffling_rows_come_in_order():
     buffer = made(SamplerWithoutReplacement(shuffle=False), batch_size=3, max_size=5)
     buffer.extend(numbers(0, 7))
     assert one_pass(buffer) == one_pass(buffer) == [[2, 3, 4], [5, 6]]
+
+
+def test_whether_rows_come_twice_can_be_said_where_it_is_known():  # as torchrl's samplers take it
+    assert SamplerWithoutReplacement(replacement=False).shuffle and PrioritizedSampler(replacement=True).fields
+    slices = SliceSampler(slice_len=2, replacement=False)
+    assert type(slices) is type(SliceSamplerWithoutReplacement(slice_len=2, replacement=False))
+    for make, is_not in (
+        (SamplerWithoutReplacement, True), (PrioritizedSampler, False),
+        (lambda **how: SliceSamplerWithoutReplacement(slice_len=2, **how), True),
+        (lambda **how: PrioritizedSliceSampler(slice_len=2, **how), False),
+    ):  # fmt: skip
+        with pytest.raises(SpecError, match=f"replacement must be {not is_not}, got {is_not}"):
+            make(replacement=is_not)
+
+
+@pytest.mark.parametrize("prefetch", [None, 2])
+def test_next_gives_what_an_iteration_does_and_none_at_its_end(prefetch):  # B4
+    buffer, twin = (made(SamplerWithoutReplacement(), batch_size=4, prefetch=prefetch) for _ in range(2))
+    for each in (buffer, twin):
+        each.extend(numbers(0, 10))
+    for _ in range(2):
+        for batch in twin:
+            assert buffer.next() == batch
+        assert buffer.next() is None
+    assert len(copy.deepcopy(buffer).next()) == 4
+    drawn = made(batch_size=3)
+    drawn.extend(numbers(0, 5))
+    assert [len(drawn.next()) for _ in range(5)] == [3] * 5
+    with pytest.raises(StateError, match="^batch_size not specified"):
+        made().next()
 
 
 def test_a_loop_that_was_left_early_is_followed_by_a_whole_one():  # B4, C1
@@ -656,6 +687,85 @@ def test_where_no_column_says_what_has_ended_slices_say_it_themselves(as_tensord
     own = made(SliceSampler(slice_len=4, truncated_key=("a", "cut")), 20)
     own.extend({**rows, "a": {"done": torch.full((8,), 7)}})
     assert own.sample(8)["a/done"].tolist() == [7] * 8
+
+
+@pytest.mark.parametrize("parent", ["next/agents/", "some/"])
+@pytest.mark.parametrize("kind", [SliceSampler, PrioritizedSliceSampler, SliceSamplerWithoutReplacement])
+def test_what_is_done_is_marked_beside_the_keys_that_were_named(kind, parent):
+    done = (torch.arange(8) == 7)[:, None].expand(8, 2)
+    keys = {"end_key": tuple(f"{parent}done".split("/")), "truncated_key": tuple(f"{parent}truncated".split("/"))}
+    buffer = made(kind(slice_len=4, **keys), 20)
+    buffer.extend({"x": torch.arange(8), f"{parent}done": done})
+    for _ in range(10):
+        batch, info = buffer.sample(4, return_info=True)
+        last, ended = torch.arange(4) == 3, batch["x"] == 7
+        for name, marks in (("truncated", last), ("done", last), ("terminated", ended)):
+            assert batch[f"{parent}{name}"].equal(marks[:, None].expand(4, 2))
+        assert {f"{parent}truncated", f"{parent}terminated"} < info.keys()
+    changed = {**batch, "x": batch["x"] + 100}
+    buffer[batch["index"]] = changed
+    assert buffer[f"{parent}done"].equal(done) and (buffer["x"] >= 100).sum() == 4
+
+
+def test_an_end_key_that_says_done_is_marked_wherever_it_is():
+    buffer = made(SliceSampler(slice_len=4, end_key=("next", "agents", "done")), 20)
+    buffer.extend({"x": torch.arange(8), "next/agents/done": torch.zeros(8, 1)})
+    batch = buffer.sample(4)
+    for name in ("next/agents/done", "next/done", "next/truncated"):
+        assert batch[name].reshape(-1).tolist() == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("framework", ["torch", "numpy"])
+@pytest.mark.parametrize("parent", ["next/", ""])
+@pytest.mark.parametrize("stored", ["done", "terminated", "truncated", "done truncated", "terminated truncated",
+                                    "done terminated"])  # fmt: skip
+def test_slices_have_all_three_ends_whichever_are_stored(stored, parent, framework):
+    t = torch.arange(8)[:, None]  # the first episode terminates, the second is cut off
+    ends = {"done": t % 4 == 3, "terminated": t == 3, "truncated": t == 7}
+    names = stored.split()
+    buffer = made(SliceSampler(slice_len=2, traj_key="e"), 20, framework=framework)
+    rows = {"x": t[:, 0], "e": t[:, 0] // 4} | {f"{parent}{name}": ends[name].float() for name in names}
+    buffer.extend(rows)
+    seen = set()
+    for _ in range(30):
+        batch = buffer.sample(2)
+        x = int(batch["x"][1])
+        seen.add(x)
+        # What is only done has terminated; of what is only cut off nothing says so.
+        terminated = x in {"done": (3, 7), "truncated": ()}.get(stored, (3,))
+        for name, last in (("truncated", True), ("done", True), ("terminated", terminated)):
+            found = torch.as_tensor(np.asarray(batch[f"{parent}{name}"])).reshape(-1)
+            assert found.tolist() == [False, last] and batch[f"{parent}{name}"].shape == (2, 1), (name, x)
+    assert seen == {1, 2, 3, 5, 6, 7}
+
+
+def test_no_rows_have_no_priorities_of_several_numbers_either():
+    buffer = DictTensorPrioritizedReplayBuffer(alpha=1.0, beta=1.0, eps=0.0, reduction="median")
+    buffer.extend(numbers(0, 3))
+    buffer.update_priority(torch.zeros(0, dtype=torch.int64), torch.zeros(0, 2, 3))
+    assert buffer.sampler.max_priority == 1
+
+
+@pytest.mark.parametrize("as_tensordict", [False, True])
+def test_what_is_known_of_slices_is_found_by_tuples_too(as_tensordict):
+    rows = {"x": torch.arange(8), "episode": torch.arange(8) // 4}
+    buffer = made(SliceSampler(slice_len=4), 20)
+    buffer.extend(pytest.importorskip("tensordict").TensorDict(rows, [8]) if as_tensordict else rows)
+    _, info = buffer.sample(4, return_info=True)
+    assert info["next", "truncated"] is info["next/truncated"] is info.get(("next", "truncated"))
+    assert ("next", "done") in info and ("next", "other") not in info and info.get(("a", "b"), 3) == 3
+    assert info["index"].tolist() == info[("index",)].tolist() and type(pickle.loads(pickle.dumps(info))) is type(info)
+    with pytest.raises(KeyError):
+        info["next", "other"]
+
+
+def test_a_slice_may_come_back_as_rows():
+    buffer = made(SliceSampler(slice_len=2), 20)
+    buffer.extend({"x": torch.arange(4), "next/done": torch.arange(4) == 3})
+    batch = buffer.sample(2)
+    assert {"next/terminated", "next/truncated"} < set(batch.keys())
+    buffer.extend(batch)
+    assert buffer["x"].tolist()[4:] == batch["x"].tolist() and buffer["next/done"].tolist()[4:] == [False, True]
 
 
 @pytest.mark.parametrize("first", [True, False])

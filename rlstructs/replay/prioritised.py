@@ -6,7 +6,6 @@ Schaul et al., Prioritized Experience Replay (2016): P(i) = p_i^alpha / sum of p
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -116,7 +115,8 @@ class Prioritised:
         self.tree = SumTree(n_rows)
         self.synced = np.zeros(n_lanes, np.int64)
         self._snapshot = b""  # of the counters that were last followed
-        self._draws: deque[Draw] = deque(maxlen=N_DRAWS)
+        # The latest first; replaced, never changed: it may be copied meanwhile.
+        self._draws: tuple[Draw, ...] = ()
         self._limit = limit_of(n_rows, alpha)
         self.lock = lock_that_forks()
 
@@ -194,7 +194,7 @@ class Prioritised:
     def remember(self, span: Span, rows: np.ndarray) -> None:
         """Notes what was drawn, so that priorities which come too late can be told."""
         if rows.size:
-            self._draws.appendleft(Draw(rows, span))
+            self._draws = (Draw(rows, span), *self._draws[: N_DRAWS - 1])
 
     def is_last(self, rows: np.ndarray, span: Span) -> bool:
         """Whether these are the rows of the last draw, and nothing was written since."""
@@ -361,5 +361,5 @@ class Prioritised:
         new.tree.fill(leaves)
         for rows, steps, _ in np.split(drawn, np.flatnonzero(np.diff(drawn[2])) + 1, axis=1):
             if rows.size and len(new._draws) < N_DRAWS:
-                new._draws.append(Draw(rows, None, steps))
+                new._draws += (Draw(rows, None, steps),)
         return new

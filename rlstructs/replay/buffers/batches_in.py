@@ -11,6 +11,7 @@ import torch
 
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.replay.buffers.rows_in import flat_items
+from rlstructs.replay.buffers.tensordicts import refuse_tensorclass
 from rlstructs.replay.trajectories import STEP_ENDS, STEP_START
 from rlstructs.replay.values import host_array
 from rlstructs.structures.base import check_same_keys
@@ -47,6 +48,7 @@ def rows_of(batch: Any, owner: str, names: Mapping[str, str] | None = None) -> R
     Raises:
         TypeError, MissingKeyError, SpecError: it is something else, or its parts do not fit.
     """
+    refuse_tensorclass(batch, owner)
     if isinstance(batch, Trajectories):
         batch = batch.trajectories
     if isinstance(batch, TemporalDictTensor):
@@ -76,6 +78,8 @@ def _with_axes(name: str, value: Any) -> Any:
 
 
 def _stacked(items: Sequence[Any], owner: str) -> Rows:
+    for item in items:
+        refuse_tensorclass(item, owner)
     flat = [flat_items(item, f"{owner}: item {at}") for at, item in enumerate(items)]
     for at, item in enumerate(flat):
         check_same_keys(f"{owner}: item {at}", flat[0], item)

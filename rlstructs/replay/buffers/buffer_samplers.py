@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from typing import Any
 
 import numpy as np
 
 from rlstructs.errors import SpecError
-from rlstructs.replay.buffers.parts import Part
+from rlstructs.replay.buffers.parts import Part, ask_for_nothing
 from rlstructs.replay.samplers import Span, Uniform
 from rlstructs.replay.selection import Selection
 from rlstructs.replay.storage import Storage
@@ -60,7 +60,7 @@ class Sampler(Part):
         """Values (n, length, ...) of a draw, of numpy or torch, as rows."""
         return values[:, 0]
 
-    def marks(self, names: Iterable[str], stored: Container[str]) -> set[str]:
+    def marks(self, names: Collection[str], stored: Container[str]) -> set[str]:
         """Which of a sample's columns it may have changed, or made where they are not stored."""
         return set()
 
@@ -151,12 +151,14 @@ class SamplerWithoutReplacement(Sampler):
     Args:
         drop_last: whether a pass ends before a batch that would be smaller.
         shuffle: whether the order is random; otherwise it is that in which the rows came.
+        replacement: False.
     """
 
     _order: _Order | None = None
     _at = 0
 
-    def __init__(self, drop_last: bool = False, shuffle: bool = True) -> None:
+    def __init__(self, drop_last: bool = False, shuffle: bool = True, *, replacement: bool = False) -> None:
+        ask_for_nothing(type(self).__name__, {"replacement": replacement}, {"replacement": False})
         self.drop_last, self.shuffle = drop_last, shuffle
 
     def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:

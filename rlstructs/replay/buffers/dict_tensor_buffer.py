@@ -20,7 +20,7 @@ from rlstructs.replay.buffers.prefetch import Prefetch
 from rlstructs.replay.buffers.prioritized_sampler import PrioritizedSampler, reduced_inside
 from rlstructs.replay.buffers.rows_in import flat_items
 from rlstructs.replay.buffers.storages import ListStorage, ReplayStorage
-from rlstructs.replay.buffers.transforms import Compose
+from rlstructs.replay.buffers.transforms import composed
 from rlstructs.replay.buffers.writers import ImmutableWriter, RoundRobinWriter, Writer
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.locks import lock_that_forks
@@ -54,7 +54,7 @@ class DictTensorReplayBuffer(DictTensorParts):
         prefetch: how many batches are made ahead, by as many threads. The stream of batches is the same as
             without, so that it gains nothing while rows or priorities change between any two samples.
             Transforms may then run in several threads at once.
-        transform: a `Transform`, or what else takes a batch and gives one.
+        transform: a `Transform`, or what else takes a batch and gives one; those in a `Compose` are the buffer's.
         batch_size: of `sample` and of iteration.
         priority_key: the column of new priorities.
         generator: of numpy or torch, or a seed; None for one seeded by torch's global generator.
@@ -82,6 +82,8 @@ class DictTensorReplayBuffer(DictTensorParts):
         >>> bool((batch["obs"] == batch["index"]).all())
         True
     """
+
+    _in_pass = False  # of `next`
 
     def __init__(
         self,
@@ -115,7 +117,7 @@ class DictTensorReplayBuffer(DictTensorParts):
         self._batch_size = None if batch_size is None else check_count("batch_size", batch_size)
         self._priority_key = joined(priority_key)
         self._collate_fn, self._pin_memory = collate_fn, pin_memory
-        self._transform = Compose() if transform is None else Compose(transform)
+        self._transform = composed(transform)
         self._lock, self._version, self._has_warned = lock_that_forks(), 0, False
         self._ahead = Prefetch(self._lock, 0 if not prefetch else check_count("prefetch", prefetch))
         if prefetch and batch_size is None:
@@ -178,6 +180,20 @@ class DictTensorReplayBuffer(DictTensorParts):
             self._sampler.begin_pass()
         while (made := self._next(self._batch_size, True, in_pass=True)) is not None:
             yield made[0]
+
+    def next(self) -> Any:
+        """The next batch of an iteration; None at the end of a pass over the rows, after which another begins.
+
+        Raises:
+            StateError: no size was given to the constructor, or nothing is stored.
+        """
+        n = self._size(None)
+        with self._lock:
+            if not self._in_pass:
+                self._sampler.begin_pass()
+        made = self._next(n, True, in_pass=True)  # which waits for threads that need the lock
+        self._in_pass = made is not None
+        return None if made is None else made[0]
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Whether `sample` would give a batch now; draws nothing.

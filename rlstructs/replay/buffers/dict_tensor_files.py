@@ -14,6 +14,7 @@ from rlstructs.replay.buffers.dict_tensor_index import DictTensorIndex
 from rlstructs.replay.buffers.prefetch import Prefetch
 from rlstructs.replay.locks import lock_that_forks
 from rlstructs.replay.unchanged import UNCHANGED, Unchanged
+from rlstructs.structures.files import WRITERS
 
 
 class DictTensorFiles(DictTensorIndex):
@@ -27,10 +28,10 @@ class DictTensorFiles(DictTensorIndex):
         """Writes rows, counters, episodes, priorities and the random stream, whole or not at all.
 
         Args:
-            path: a file, which ends in `.npz`, `.pt` or `.h5` (which needs the extra `hdf5`); or a folder, which has
-                no such ending, for what `dumps` does.
+            path: a file, which ends in `.npz`, `.pt` or `.h5` (which needs the extra `hdf5`); or a folder, whose name
+                is any other, for what `dumps` does.
         """
-        if Path(path).is_dir() or not Path(path).suffix:
+        if Path(path).is_dir() or Path(path).suffix not in WRITERS:
             self.dumps(path)
             return
         with self._lock:

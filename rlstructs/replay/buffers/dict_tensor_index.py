@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,6 +13,7 @@ from rlstructs.replay.buffers.buffer_samplers import INDEX
 from rlstructs.replay.buffers.dict_tensor_rows import DictTensorRows
 from rlstructs.replay.buffers.parts import joined
 from rlstructs.replay.buffers.rows_in import as_rows, flat_items
+from rlstructs.replay.columns import Spec
 from rlstructs.replay.values import host_array
 from rlstructs.structures.dict_tensor import DictTensor
 
@@ -42,9 +43,10 @@ class DictTensorIndex(DictTensorRows):
             rows = self._rows_at(index)
             ids = np.atleast_1d(rows)
             arrays = dict(zip(self._specs, self._storage.gather(list(self._specs), ids), strict=True))
-        if self._axes is not None and self.framework == "torch":  # torchrl's buffer keeps it with the columns
-            arrays[INDEX] = ids.copy()
-        batch = self._transform(self._as_given(self._hand_over(arrays), max(rows.ndim, 1)))
+            if self._axes is not None and self.framework == "torch":  # torchrl's buffer keeps it with the columns
+                arrays[INDEX] = ids.copy()
+            batch = self._as_given(self._hand_over(arrays), max(rows.ndim, 1))
+        batch = self._transform(batch)
         return batch if rows.ndim else _first(batch)
 
     def _column(self, given: Any) -> Any:
@@ -56,7 +58,8 @@ class DictTensorIndex(DictTensorRows):
         with self._lock:
             rows = self._chronological(np.arange(len(self)))
             arrays = dict(zip(names, self._storage.gather(names, rows), strict=True))
-        batch = self._transform(self._as_given(self._hand_over(arrays)))
+            batch = self._as_given(self._hand_over(arrays))
+        batch = self._transform(batch)
         if isinstance(batch, DictTensor) and key not in batch:
             inside = batch.truncate_key(f"{key}/")
             return batch[key] if inside.empty() else inside  # the one or the other raises
@@ -70,15 +73,20 @@ class DictTensorIndex(DictTensorRows):
             values: a mapping of some columns to values for these rows; of a single column only its values. What a
                 sample holds beside its columns is left out, so that it may be written back as it is; and of slices
                 the marks of their ends (`done`, `truncated`, `is_init`). Samples of n steps or stacks are not what is
-                stored: give columns without their `index`.
+                stored: give columns without their `index`. A mapping for all rows that are there may have new columns.
 
         Raises:
             IndexError, SpecError, MissingKeyError, StateError: something does not fit; nothing has changed.
         """
+        if isinstance(index, (str, tuple)):
+            self._set(slice(None), {joined(index): values})
+        else:
+            self._set(index, values, with_new=True)
+
+    def _set(self, index: Any, values: Any, with_new: bool = False) -> None:
+        """Changes rows in place; `with_new`, those of columns that are not there yet too, if these are all rows."""
         with self._lock:
             self._writer.refuse()
-            if isinstance(index, (str, tuple)):
-                index, values = slice(None), {joined(index): values}
             rows = self._rows_at(index)
             given = flat_items(values, "[]")
             beside = self._beside_names()
@@ -93,17 +101,19 @@ class DictTensorIndex(DictTensorRows):
             if rows.ndim > 1:
                 raise IndexError(f"an index to write to must have one axis, got shape {rows.shape}")
             inverted = self._inverted(rows_of(flat, "[]"), "[]")
-            if inverted is not None and rows.size:
-                self._put(rows, inverted.values)
+            if inverted is None or not rows.size:
+                return
+            new = inverted.values.keys() - self._specs.keys() - beside if with_new else ()
+            self._put(rows, inverted.values, new if new and np.unique(rows).size == len(self) else ())
 
     def set_(self: S, key: Any, value: Any) -> S:
         """Changes a column in all rows, the oldest first; raises as `[]` does. Returns the buffer."""
-        self[key] = value
+        self._set(slice(None), {joined(key): value})
         return self
 
     def set_at_(self: S, key: Any, value: Any, index: Any) -> S:
         """Changes a column in some rows; `index` and errors as of `[]`. Returns the buffer."""
-        self[index] = {joined(key): value}
+        self._set(index, {joined(key): value})
         return self
 
     def update_(self: S, values: Any, clone: bool = False, *, keys_to_update: Sequence[Any] | None = None) -> S:
@@ -121,7 +131,7 @@ class DictTensorIndex(DictTensorRows):
         keys = list(flat) if keys_to_update is None else [joined(key) for key in keys_to_update]
         if absent := sorted(set(keys) - set(flat)):
             raise MissingKeyError(f"update_: no {absent} among the values, there are {sorted(flat)}")
-        self[:] = {key: flat[key] for key in keys}
+        self._set(slice(None), {key: flat[key] for key in keys})
         return self
 
     def read_all_in_order(self, end: int | None = None) -> Any:
@@ -129,15 +139,29 @@ class DictTensorIndex(DictTensorRows):
         return self[:end]
 
     def write_all(self, data: Any, end: int | None = None) -> None:
-        """Changes as many rows as `data` has, or `end`, the oldest first; raises as `[]` does."""
+        """Changes as many rows as `data` has, or `end`, the oldest first; if that is all, there may be new columns.
+
+        Raises:
+            IndexError, SpecError, MissingKeyError, StateError: as of `[]`.
+        """
         self[: rows_of(data, "write_all").n if end is None else end] = data
 
-    def _put(self, rows: np.ndarray, values: Mapping[str, Any]) -> None:
-        storage = self._storage
-        block = {}
+    def _put(self, rows: np.ndarray, values: Mapping[str, Any], new: Collection[str]) -> None:
+        """Changes rows, and makes the columns that are new."""
+        storage, block, made = self._storage, {}, {}
         for name, value in values.items():
-            given = as_rows(name, value, self._specs.get(name))[0]
-            block[name] = storage.columns.check(name, given, rows.shape)
+            given, spec = as_rows(name, value, self._specs.get(name))
+            if name not in new:
+                block[name] = storage.columns.check(name, given, rows.shape)
+                continue
+            if given.shape[:1] != rows.shape:
+                raise SpecError(f"{name!r} has shape {given.shape}, needed are {rows.size} rows")
+            block[name], made[name] = given, Spec(spec.dtype, given.shape[1:], 0, spec.is_bfloat16)
+        if made:
+            self._make(made)
+            block |= {name: storage.columns.check(name, block[name], rows.shape) for name in made}
+            self._quick = None
+            self._knows_episodes |= bool(self._end_keys(made) or self._id_keys(made))
         _, last = np.unique(rows[::-1], return_index=True)  # of equal ones the last counts
         last = rows.size - 1 - last
         # Looking at every row takes long where there are many.

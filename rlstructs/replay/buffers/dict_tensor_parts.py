@@ -42,7 +42,7 @@ class DictTensorParts(DictTensorFiles):
 
     @property
     def storage(self) -> ReplayStorage:
-        """Settings of the storage."""
+        """The storage: its settings, and by index and one by one the rows."""
         return self._settings
 
     @property
@@ -62,7 +62,11 @@ class DictTensorParts(DictTensorFiles):
 
     @property
     def generator(self) -> np.random.Generator:
-        """What draws; setting it, to what the constructor takes, begins another stream."""
+        """What draws; setting it, to what the constructor takes, begins another stream.
+
+        A copy of a buffer, also that in a forked process such as a worker of torch's `DataLoader`, goes on with the
+        same stream, and draws the same rows: give it another by `set_rng`.
+        """
         return self._rng
 
     @generator.setter

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +15,11 @@ from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.buffers.base import ERROR, Buffer
 from rlstructs.replay.buffers.batches_in import Rows, require_keys, rows_of, steps_of, with_axis
 from rlstructs.replay.buffers.buffer_samplers import INDEX, WEIGHT, Sampler
+from rlstructs.replay.buffers.export import Exporter
 from rlstructs.replay.buffers.prioritized_sampler import PrioritizedSampler
 from rlstructs.replay.buffers.rows_in import OneRow, flat_items
 from rlstructs.replay.buffers.storages import ReplayStorage
-from rlstructs.replay.buffers.tensordicts import Axes, as_tensordict, axes_of
+from rlstructs.replay.buffers.tensordicts import Axes, as_given, axes_of, refuse_tensorclass
 from rlstructs.replay.buffers.transforms import Compose
 from rlstructs.replay.buffers.writers import Writer
 from rlstructs.replay.reading import DISCOUNT
@@ -66,11 +68,12 @@ class DictTensorRows(Buffer):
             Its row id; -1 if a transform or the writer did not take it.
 
         Raises:
-            SpecError, MissingKeyError, StateError: it does not fit; nothing has changed.
+            TypeError, SpecError, MissingKeyError, StateError: it does not fit; nothing has changed.
         """
         quick = self._quick
         if quick and type(item) is dict and (row_id := self._add_quickly(item)) is not None:
             return row_id
+        refuse_tensorclass(item, "add")
         row = flat_items(item, "add")
         if quick and (row_id := self._add_quickly(row)) is not None:  # now that it is flat
             return row_id
@@ -92,7 +95,7 @@ class DictTensorRows(Buffer):
             int64 (n,), the row id of each in order, -1 of those that were not kept.
 
         Raises:
-            SpecError, MissingKeyError, StateError: something does not fit; nothing has changed.
+            TypeError, SpecError, MissingKeyError, StateError: something does not fit; nothing has changed.
         """
         with self._lock:
             return torch.from_numpy(self._store(rows_of(batch, "extend"), "extend", update_priority, came_as=batch))
@@ -114,6 +117,8 @@ class DictTensorRows(Buffer):
     def empty(self, empty_write_count: bool = True) -> None:
         """Drops every row, and what samplers and writers know of them; row ids begin with 0 again.
 
+        The first rows that come then may be of another schema: they say anew what the columns are.
+
         Args:
             empty_write_count: whether `write_count` does, too.
 
@@ -125,14 +130,13 @@ class DictTensorRows(Buffer):
             self._storage.clear()
             self._sampler.cleared()
             self._writer.changed()
+            self._quick = None  # what batches leave as is said anew, too
             if empty_write_count:
                 self._n_written = 0
 
     def _as_given(self, batch: Any, n_axes: int = 1) -> Any:
         """A `DictTensor` as what rows came as, with so many axes in the place of that of the rows."""
-        if self._axes is None or not isinstance(batch, DictTensor):  # files may be loaded for another framework
-            return batch
-        return as_tensordict(batch, {name: n + n_axes - 1 for name, n in self._axes.items()})
+        return as_given(batch, self._axes, n_axes)
 
     def _store(
         self,
@@ -145,31 +149,60 @@ class DictTensorRows(Buffer):
     ) -> np.ndarray:
         """Writes rows, which came as this batch, with so many axes in front that it has not; their ids, int64 (n,)."""
         with self._lock:
-            if not self._specs and self.framework == "torch":  # the first rows say what batches leave as
+            if not len(self) and self.framework == "torch":  # the first rows say what batches leave as
                 self._axes = axes_of(came_as, n_more)
             writer = self._writer if writer is None else writer
             writer.refuse()
             rows = self._inverted(given, owner)
             if rows is None or not rows.n:
                 return np.zeros(0, np.int64)
-            rows = self._as_columns(rows)
-            self._check_names(rows.values)
-            writer.check(rows.values, rows.n, self._specs)
-            priorities = self._priorities_in(rows, update)
-            block = self._checked({name: value[None] for name, value in rows.values.items()}, ERROR, ERROR)
-            done, starts = self._marks(block, rows)
-            self._make_room(rows.n)
-            ids, replaced = writer.write(self._storage, block, rows.n, done, starts)
-            self._n_written += rows.n if writer.is_plain else int((ids >= 0).sum())
-            self._quick = self._quick_way() if self._quick is None else self._quick
-            if replaced.size:
-                self._sampler.replaced(self._storage, replaced)
-            if isinstance(self._sampler, PrioritizedSampler):
-                self._written = ids.copy(), self._span().steps(ids)
-            if priorities is not None:
-                assert isinstance(self._sampler, PrioritizedSampler)
-                self._sampler.update(self._storage, ids, priorities, self._span().steps(ids))
-            return ids
+            try:
+                return self._write_rows(self._as_columns(rows), update, writer)
+            except (SpecError, MissingKeyError):
+                if len(self) or not self._specs:
+                    raise
+            with self._other_columns():  # the buffer was emptied, and these are the first rows
+                return self._write_rows(self._as_columns(rows), update, writer)
+
+    def _write_rows(self, rows: Rows, update: bool | None, writer: Writer) -> np.ndarray:
+        """Writes rows as the columns are, or makes them; nothing has changed if it raises SpecError."""
+        self._check_names(rows.values)
+        writer.check(rows.values, rows.n, self._specs)
+        priorities = self._priorities_in(rows, update)
+        if not self._specs and self._settings.settle(rows.values):
+            self._storage.columns = self._settings.anew(self._storage.columns)
+            if self.framework == "torch" and self._export.device is None:
+                self._export = Exporter("torch", self._settings.device)
+        block = self._checked({name: value[None] for name, value in rows.values.items()}, ERROR, ERROR)
+        done, starts = self._marks(block, rows)
+        self._make_room(rows.n)
+        ids, replaced = writer.write(self._storage, block, rows.n, done, starts)
+        self._n_written += rows.n if writer.is_plain else int((ids >= 0).sum())
+        self._quick = self._quick_way() if self._quick is None else self._quick
+        if replaced.size:
+            self._sampler.replaced(self._storage, replaced)
+        if isinstance(self._sampler, PrioritizedSampler):
+            self._written = ids.copy(), self._span().steps(ids)
+        if priorities is not None:
+            assert isinstance(self._sampler, PrioritizedSampler)
+            self._sampler.update(self._storage, ids, priorities, self._span().steps(ids))
+        return ids
+
+    @contextlib.contextmanager
+    def _other_columns(self) -> Iterator[None]:
+        """Has a buffer without rows be without columns; if what is done then fails, it has those of before."""
+        storage = self._storage
+        before = storage.columns, storage.links, self._knows_episodes
+        storage.columns, storage.links, self._knows_episodes = self._settings.anew(storage.columns), {}, False
+        try:
+            yield
+        except BaseException:
+            self._settings.leave(storage.columns)
+            storage.columns, storage.links, self._knows_episodes = before
+            raise
+        finally:
+            storage.version += 1
+        self._settings.leave(before[0])
 
     def _inverted(self, given: Rows, owner: str) -> Rows | None:
         """Rows as the transforms make them; None if one does not take them."""
@@ -189,7 +222,10 @@ class DictTensorRows(Buffer):
         index = rows.values.get(INDEX)
         if index is None or str(index.dtype).rpartition(".")[2] != "int64":
             return rows
-        beside = (self._beside_names() | {WEIGHT}) - self._specs.keys()
+        beside = self._beside_names() | {WEIGHT}
+        if self._specs:
+            beside |= self._sampler.marks(rows.values, self._specs)
+        beside -= self._specs.keys()
         return replace(rows, values={name: value for name, value in rows.values.items() if name not in beside})
 
     def _check_names(self, values: Mapping[str, Any]) -> None:

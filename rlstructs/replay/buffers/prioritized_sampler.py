@@ -12,6 +12,7 @@ import numpy as np
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.buffers.buffer_samplers import WEIGHT, Sampler
+from rlstructs.replay.buffers.parts import ask_for_nothing
 from rlstructs.replay.prioritised import LEAVES, Prioritised, exponent
 from rlstructs.replay.selection import Selection
 from rlstructs.replay.storage import Storage
@@ -41,6 +42,7 @@ class PrioritizedSampler(Sampler):
         reduction: what becomes of several priorities of a row: "max", "min", "mean", "median" or "sum".
         max_priority_within_buffer: whether a new row gets the largest priority of the rows that are there, in place
             of the largest ever given. To look for it takes longer the more rows there are.
+        replacement: True: a batch may hold a row twice.
 
     Raises:
         SpecError: an argument is not what is needed.
@@ -58,7 +60,10 @@ class PrioritizedSampler(Sampler):
         reduction: str = "max",
         max_priority_within_buffer: bool = False,
         device: Any = None,
+        *,
+        replacement: bool = True,
     ) -> None:
+        ask_for_nothing(type(self).__name__, {"replacement": replacement}, {"replacement": True})
         self.max_capacity = None if max_capacity is None else check_count("max_capacity", max_capacity)
         self._alpha, self._beta = exponent("alpha", alpha), exponent("beta", beta)
         self.eps, self.reduction = exponent("eps", eps), checked_reduction(reduction)
@@ -252,6 +257,8 @@ def checked_reduction(reduction: str) -> str:
 def reduced(values: np.ndarray, reduction: str) -> np.ndarray:
     """`(n, ...)` as float64 (n,)."""
     axes = tuple(range(1, values.ndim))
+    if not len(values):  # numpy has no quantile of no rows over several axes
+        return np.zeros(0)
     return np.asarray(REDUCTIONS[reduction](values, axis=axes)) if axes else values
 
 

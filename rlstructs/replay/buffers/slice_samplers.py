@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from rlstructs.replay.buffers.buffer_samplers import INDEX, MASK, WEIGHT, Sample
 from rlstructs.replay.buffers.parts import ANY, ask_for_nothing, joined
 from rlstructs.replay.buffers.prioritized_sampler import PrioritizedSampler
 from rlstructs.replay.episodes import Episodes
-from rlstructs.replay.roles import ends_among
+from rlstructs.replay.roles import ENDS, ends_among
 from rlstructs.replay.samplers import Span, draw_fitting
 from rlstructs.replay.selection import Selection
 from rlstructs.replay.slices import TRAJECTORY, WINDOW, Slices, window
@@ -27,13 +27,15 @@ NEUTRAL = {
     "trajectories": None, "end_keys": None, "replacement": True,
 }  # fmt: skip
 INSIDE = "inside"  # of a selection: which of the steps of each slice are its own
+DONE = ("done", "dones")
 
 
 class SliceSampler(Sampler):
     """Slices of episodes, uniformly; they never mix episodes, nor cross from the newest row to the oldest.
 
     A batch of `batch_size` steps is `(batch_size, ...)`, one slice behind the other. The last step of each is
-    marked truncated, and done with it: there the slice ends, if not the episode.
+    marked truncated, and done with it: there the slice ends, if not the episode. A batch has all three of `truncated`,
+    `terminated` and `done`, whichever are stored; where only `done` is, an episode that is done has terminated.
 
     Args:
         num_slices: how many slices are in a batch; or
@@ -45,7 +47,8 @@ class SliceSampler(Sampler):
             own, and the batch is shorter.
         pad_output: whether these are as long as others, their last step repeated, and `mask` says which steps count.
         per: every "window" of so many steps is as likely as any other, or every "trajectory" is.
-        truncated_key: the column where the last step is marked; "auto" for that beside the other ends; None for none.
+        truncated_key: the column where the last step is marked, and beside which it is done; "auto" for that beside
+            the other ends; None for none.
         cache_values: changes nothing: where episodes end is noted as rows come, and never looked up again.
         init_key: a column in which the first step of each slice is marked, if there is one; None for none.
         replacement: if False, this makes a `SliceSamplerWithoutReplacement`.
@@ -129,10 +132,14 @@ class SliceSampler(Sampler):
             known[WEIGHT] = np.array(self.flat(picked, weights))
         return known
 
-    def marks(self, names: Iterable[str], stored: Container[str]) -> set[str]:
+    def marks(self, names: Collection[str], stored: Container[str]) -> set[str]:
         """See `Sampler`."""
         found = {key for key in (self.init_key, self.truncated_key) if key is not None and key != AUTO}
-        ends = [] if self.truncated_key is None else ends_among(names)
+        if self.truncated_key is None:
+            return found
+        own = [] if self.truncated_key == AUTO else [f"{parent_of(self.truncated_key)}{last}" for last in ENDS]
+        more = [] if self.end_key is None or self.end_key.rpartition("/")[2] not in DONE else [self.end_key]
+        ends = {name for name in (*ends_among(names), *own, *more) if name in names}
         return found | {name for name in ends if name not in stored or name.rpartition("/")[2] != "terminated"}
 
     def firsts(self, picked: Selection) -> np.ndarray:
@@ -248,6 +255,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
     Args:
         drop_last: whether a pass ends before a batch that would have fewer slices.
         shuffle: whether the order is random; otherwise it is that in which the episodes came.
+        replacement: False.
         num_slices, slice_len, end_key, traj_key, strict_length, pad_output, truncated_key, init_key: as of
             `SliceSampler`.
 
@@ -265,7 +273,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
     ) -> None:
         if "per" in slices:
             raise TypeError("per: of every trajectory there is one slice")
-        SamplerWithoutReplacement.__init__(self, drop_last, shuffle)
+        SamplerWithoutReplacement.__init__(self, drop_last, shuffle, replacement=replacement)
         SliceSampler.__init__(self, per=TRAJECTORY, **slices)
 
     def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
@@ -298,3 +306,8 @@ class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
         """See `Sampler`."""
         super().reordered()
         self.begin_pass()
+
+
+def parent_of(name: str) -> str:
+    """What a column's name begins with up to its last part: "next/" of `next/done`, "" of `done`."""
+    return name[: name.rfind("/") + 1]

@@ -8,33 +8,35 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from rlstructs.checks import check_count
-from rlstructs.errors import SpecError
+from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.backing import Block, FileBlock
 from rlstructs.replay.buffers.batches_in import rows_of
+from rlstructs.replay.buffers.episode_rows import check_size
 from rlstructs.replay.buffers.parts import ANY, Part, ask_for_nothing
 from rlstructs.replay.columns import LANE, Columns
 from rlstructs.replay.tensor_columns import TensorColumns
 
 # Rows that a store which grows begins with.
 FEW_ROWS = 1024
+# A device: that of the first rows.
+AUTO = "auto"
 
 
 def check_host(device: Any, what: str) -> None:
     """Raises SpecError unless this is the host."""
-    if device is not None and torch.device(device).type != "cpu":
+    if device not in (None, AUTO) and torch.device(device).type != "cpu":
         raise SpecError(f"device must be the CPU, where {what}, got {device}; give that to the buffer")
 
 
 class ReplayStorage(Part):
-    """What every storage says of itself.
+    """What every storage says of itself; its rows are those of its buffer, as `[]` of that gives them.
 
     Attributes:
         max_size: rows there is room for.
@@ -47,7 +49,7 @@ class ReplayStorage(Part):
     device: torch.device | None = None
 
     def __init__(self, max_size: int, ndim: int = 1) -> None:
-        self.max_size = self.capacity = check_count("max_size", max_size)
+        self.max_size = self.capacity = check_size("max_size", max_size)
         if ndim != 1:
             raise SpecError(
                 f"ndim must be 1, got {ndim}: rows have one axis; extend a TemporalDictTensor (B, T) by its steps"
@@ -60,6 +62,21 @@ class ReplayStorage(Part):
             return len(buffer)
         return 0 if self.data is None else rows_of(self.data, type(self).__name__).n
 
+    def __getitem__(self, index: Any) -> Any:
+        buffer = None if self._owner is None else self._owner()
+        if buffer is None:
+            raise StateError(f"this {type(self).__name__} belongs to no buffer yet, which is what rows are read from")
+        return buffer[index]
+
+    def get(self, index: Any) -> Any:
+        """As `[]`."""
+        return self[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        """The rows one by one, the oldest first."""
+        for number in range(len(self)):
+            yield self[number - len(self)]
+
     @property
     def alignment(self) -> int:
         """What every number of rows divides that there will be room for."""
@@ -68,6 +85,18 @@ class ReplayStorage(Part):
     def columns(self) -> Columns | None:
         """What will hold the rows; None for ordinary memory."""
         return None
+
+    def settle(self, values: Mapping[str, Any]) -> bool:
+        """Whether what holds the rows is other since it is known what the first ones are."""
+        return False
+
+    def anew(self, columns: Columns) -> Columns:
+        """Columns without a name yet that have as much room as these, and may take their place."""
+        made = self.columns()
+        return Columns(1, columns.capacity) if made is None else made
+
+    def leave(self, columns: Columns) -> None:
+        """Others have taken the place of these."""
 
     def capacity_for(self, n_rows: int) -> int:
         """Rows there must be room for if so many are to be held."""
@@ -117,7 +146,7 @@ class TensorStorage(ReplayStorage):
     Args:
         storage: how many rows, or rows that are there from the start, a copy of which is kept: whatever `extend` takes.
         max_size: rows there is room for; None for as many as are there.
-        device: where they lie; None for the host.
+        device: where they lie; None for the host, "auto" for where the first of them do.
         ndim: 1.
         compilable: changes nothing, as nothing is compiled.
         others: more of torchrl's arguments, which change nothing here or must be False.
@@ -129,6 +158,8 @@ class TensorStorage(ReplayStorage):
         >>> TensorStorage(100), TensorStorage({"x": torch.zeros(3, 2)}).max_size
         (TensorStorage(max_size=100), 3)
     """
+
+    _is_auto = False  # whether the first rows will say where they lie
 
     def __init__(
         self,
@@ -142,21 +173,30 @@ class TensorStorage(ReplayStorage):
     ) -> None:
         neutral = {"consolidated": False, "shared_init": False, "cleanup_memmap": ANY}
         ask_for_nothing(type(self).__name__, others, neutral)
-        if isinstance(storage, (int, np.integer)) and max_size is None:
+        if isinstance(storage, (int, float, np.integer, np.floating)) and max_size is None:
             storage, max_size = None, storage
-        n_rows = 0
-        if storage is not None:
-            self.data, n_rows = storage, rows_of(storage, "TensorStorage").n
-            max_size = n_rows if max_size is None else max_size
-        super().__init__(check_count("max_size", max_size), ndim)
-        if n_rows > self.max_size:
-            raise SpecError(f"max_size is {self.max_size}, but there are {n_rows} rows")
-        named = torch.device("cpu" if device is None else device)
+        self._is_auto = device == AUTO
+        rows = None if storage is None else rows_of(storage, "TensorStorage")
+        if rows is not None:
+            self.data, max_size = storage, rows.n if max_size is None else max_size
+        super().__init__(check_size("max_size", max_size), ndim)
+        if rows is not None and rows.n > self.max_size:
+            raise SpecError(f"max_size is {self.max_size}, but there are {rows.n} rows")
+        named = torch.device("cpu" if device in (None, AUTO) else device)
         self.device = None if named.type == "cpu" else named
+        if rows is not None:
+            self.settle(rows.values)
 
     def columns(self) -> Columns | None:
         """See `ReplayStorage`."""
         return None if self.device is None else TensorColumns(1, self.max_size, LANE, self.device)
+
+    def settle(self, values: Mapping[str, Any]) -> bool:
+        """See `ReplayStorage`."""
+        if not self._is_auto:
+            return False
+        self._is_auto, self.device = False, device_of(values)
+        return self.device is not None
 
 
 class MemmapStorage(ReplayStorage):
@@ -167,7 +207,8 @@ class MemmapStorage(ReplayStorage):
 
     Args:
         max_size: rows there is room for.
-        scratch_dir: the folder, new or empty, which stays; None for a temporary one.
+        scratch_dir: the folder, new or empty, which is made with the first row, and stays; a `TemporaryDirectory`, kept
+            until this storage goes; None for a temporary one of its own.
         existsok: whether it may hold the files of an earlier buffer, which are then overwritten.
         device: None or the CPU, as files are mapped there; batches can be on another, that of the buffer.
         ndim: 1.
@@ -179,10 +220,12 @@ class MemmapStorage(ReplayStorage):
         SpecError: there is something else in the folder, or the device or `ndim` is another.
     """
 
+    _kept: tempfile.TemporaryDirectory[str] | None = None
+
     def __init__(
         self,
         max_size: int,
-        scratch_dir: str | Path | None = None,
+        scratch_dir: str | Path | tempfile.TemporaryDirectory[str] | None = None,
         *,
         existsok: bool = False,
         device: Any = None,
@@ -193,12 +236,27 @@ class MemmapStorage(ReplayStorage):
         super().__init__(max_size, ndim)
         ask_for_nothing(type(self).__name__, others, {"shared_init": False, "auto_cleanup": scratch_dir is None})
         check_host(device, "files are mapped")
+        if isinstance(scratch_dir, tempfile.TemporaryDirectory):
+            self._kept, scratch_dir = scratch_dir, scratch_dir.name
         self.scratch_dir, self.existsok = scratch_dir, existsok
 
     def columns(self) -> Columns:
         """See `ReplayStorage`."""
         folder = Folder(None if self.scratch_dir is None else Path(self.scratch_dir), self.existsok)
         return FolderColumns(self.max_size, folder)
+
+    def anew(self, columns: Columns) -> Columns:
+        """See `ReplayStorage`."""
+        assert isinstance(columns, FolderColumns)
+        return FolderColumns(self.max_size, columns.folder)
+
+    def leave(self, columns: Columns) -> None:
+        """See `ReplayStorage`."""
+        assert isinstance(columns, FolderColumns)
+        columns.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_kept": None}  # a copy has a folder of its own
 
     def _shown(self) -> dict[str, Any]:
         return {**super()._shown(), "scratch_dir": None if self.scratch_dir is None else str(self.scratch_dir)}
@@ -213,11 +271,17 @@ class FolderColumns(Columns):
 
     def available_bytes(self) -> int | None:
         """Bytes that the folder's disk has free."""
-        return shutil.disk_usage(self.folder.path).free
+        return shutil.disk_usage(self.folder.made()).free
+
+    def remove(self) -> None:
+        """Removes the files."""
+        for block in self._blocks.values():
+            assert isinstance(block, FolderBlock)
+            block.remove()
 
 
 class Folder:
-    """Gives out the bytes of files in a folder; pickled, it is a temporary one with copies of them.
+    """Gives out the bytes of files in a folder, made with the first; pickled, it is a temporary one with copies.
 
     Args:
         path: None for a temporary one, which goes with this object.
@@ -228,22 +292,38 @@ class Folder:
     """
 
     def __init__(self, path: Path | None = None, overwrite: bool = False) -> None:
-        self._n = 0
+        self._n, self._overwrite = 0, overwrite
         if path is None:
             self.path = Path(tempfile.mkdtemp(prefix="rlstructs-"))
             weakref.finalize(self, _remove, self.path, os.getpid())
             return
         self.path = path
-        path.mkdir(parents=True, exist_ok=True)
-        found = sorted(path.iterdir())
-        ours = [file for file in found if overwrite and re.fullmatch(r"\d{4}\.bin", file.name)]
+        if path.exists():  # better told now than with the first row
+            self._ours()
+
+    def made(self) -> Path:
+        """The folder, which there is from now on, and in which nothing is at first.
+
+        Raises:
+            SpecError: something was put into it meanwhile.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        if not self._n:
+            for file in self._ours():
+                file.unlink()
+        return self.path
+
+    def _ours(self) -> list[Path]:
+        """Files of an earlier one that may be overwritten; raises SpecError if there is anything else."""
+        found = sorted(self.path.iterdir())
+        ours = [file for file in found if self._overwrite and re.fullmatch(r"\d{4}\.bin", file.name)]
         if others := [file.name for file in found if file not in ours]:
-            raise SpecError(f"{path}: this folder is not empty, it holds {others[:3]}")
-        for file in ours:
-            file.unlink()
+            raise SpecError(f"{self.path}: this folder is not empty, it holds {others[:3]}")
+        return ours
 
     def allocate(self, name: str, nbytes: int, sparse: bool = False) -> Block:
         """A file of `nbytes` zeros, of which only the touched pages are taken."""
+        self.made()
         self._n += 1  # names may hold anything, file names not
         return FolderBlock(self, self.path / f"{self._n:04d}.bin", nbytes)
 
@@ -262,12 +342,22 @@ class FolderBlock(FileBlock):
         super().__init__(path, nbytes)
         self._folder = folder
 
+    def remove(self) -> None:
+        """Removes the file; what is mapped stays until it is let go."""
+        self._path.unlink(missing_ok=True)
+
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self._folder, "name": self._path.name, "bytes": np.array(self.bytes())}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__init__(state["folder"], state["folder"].path / state["name"], state["bytes"].size)  # type: ignore[misc]
         self.bytes()[...] = state["bytes"]
+
+
+def device_of(values: Mapping[str, Any]) -> torch.device | None:
+    """Where values lie; None for the host, and for what is no tensor."""
+    devices = (value.device for value in values.values() if isinstance(value, torch.Tensor))
+    return next((device for device in devices if device.type != "cpu"), None)
 
 
 def _remove(path: Path, made_by: int) -> None:

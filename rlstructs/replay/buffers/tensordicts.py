@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,22 @@ def is_one(batch: Any) -> bool:
     return module is not None and isinstance(batch, module.TensorDictBase)
 
 
+def refuse_tensorclass(batch: Any, owner: str) -> None:
+    """Raises TypeError if it is an object of one of tensordict's `tensorclass`es, which has keys but not by `[]`."""
+    module = sys.modules.get("tensordict")
+    if module is not None and module.is_tensorclass(batch):
+        kind = type(batch).__name__
+        text = f"takes a mapping, a DictTensor or a tensordict, got the tensorclass {kind}: give its .to_tensordict()"
+        raise TypeError(f"{owner}: {text}")
+
+
 def axes_of(batch: Any, n_more: int = 0) -> Axes | None:
-    """The axes of a `TensorDict`, and so many more in front of them; None of what is none, or has no axes then."""
+    """The axes of a `TensorDict`, and so many more in front of them; None of what is none, or has no axes then.
+
+    A list of them, each a row, is as they are stacked.
+    """
+    if isinstance(batch, Sequence) and batch and all(map(is_one, batch)):
+        return axes_of(batch[0], n_more + 1)
     if not is_one(batch) or not batch.batch_dims + n_more:
         return None
     nested = {key: batch.get(key) for key in batch.keys(include_nested=True)}
@@ -47,6 +61,13 @@ def as_tensordict(batch: DictTensor, axes: Axes) -> Any:
         if name and len(inner) == 1:  # there may be nothing of it, or some of it may be stacked
             made[tuple(name.split("/"))].batch_size = inner.pop()
     return made
+
+
+def as_given(batch: Any, axes: Axes | None, n_axes: int = 1) -> Any:
+    """A `DictTensor` as what rows came as, with so many axes in the place of that of the rows."""
+    if axes is None or not isinstance(batch, DictTensor):  # files may be loaded for another framework
+        return batch
+    return as_tensordict(batch, {name: n + n_axes - 1 for name, n in axes.items()})
 
 
 def put(batch: Any, name: str, value: Any) -> None:

@@ -98,7 +98,9 @@ class Compose(Transform):
         return len(self._transforms)
 
     def __getitem__(self, index: int) -> Any:
-        return self._transforms[index]
+        """The `index`-th, as it was given."""
+        found = self._transforms[index]
+        return found.function if isinstance(found, Called) else found
 
     def __repr__(self) -> str:
         return f"Compose({', '.join(map(_name, self._transforms))})"
@@ -146,6 +148,17 @@ def as_transform(given: Any) -> Transform:
     if not callable(given):
         raise TypeError(f"a transform must take a batch, got {type(given).__name__}")
     return Called(given)
+
+
+def composed(given: Any) -> Compose:
+    """Transforms of a buffer: those that a `Compose` holds, that which is given, or none.
+
+    Raises:
+        TypeError: it is no transform.
+    """
+    if type(given) is Compose:  # one that does more is one transform
+        return given
+    return Compose() if given is None else Compose(given)
 
 
 def _inverts(transform: Transform) -> bool:
