@@ -25,6 +25,11 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
     return int(value)
 
 
+def check_size(name: str, size: Any) -> int:
+    """As `check_count`; floats that are whole numbers are counts too, for sizes are written as 1e6."""
+    return check_count(name, int(size) if isinstance(size, (float, np.floating)) and size.is_integer() else size)
+
+
 def holds(dtype: np.dtype[Any], values: np.ndarray) -> bool:
     """Whether these numbers, as this dtype, are what they were; rounded where it is a float."""
     if dtype.kind == "f" or np.can_cast(values.dtype, dtype):

@@ -136,7 +136,7 @@ class WorkerProcess:
         return asked, reply
 
     def await_close(self, deadline: float, with_earlier: bool = True) -> list[BaseException]:
-        """What it raises as it closes, or has raised before; reads its replies until it ends, or until the deadline."""
+        """What it raises as it closes, or `with_earlier` has raised before; reads replies until it ends or is late."""
         errors: list[BaseException] = []
         poll = select.poll()
         if self.state is State.GONE:

@@ -54,12 +54,21 @@ class _Server(forkserver.ForkServer):
     """
 
     has_answered = False
+    _lock: threading.Lock
+    _forkserver_address: str | None
+    _forkserver_alive_fd: int | None
+    _forkserver_pid: int | None
 
-    def forget(self) -> None:
-        """Has the next process started by another; this one ends with the last of those that it has started."""
-        for preload in [preload for preload, known in _servers.items() if known is self]:
-            del _servers[preload]
-            os.close(self._forkserver_alive_fd)  # type: ignore[attr-defined]
+    def give_up(self) -> None:
+        """Has the next process started by another server, unless this one still imports, as that would have to.
+
+        It ends with the last of those that it has started.
+        """
+        with self._lock:
+            if self.has_answered and self._forkserver_alive_fd is not None:
+                os.close(self._forkserver_alive_fd)
+                self._forkserver_address = self._forkserver_alive_fd = self._forkserver_pid = None
+                self.has_answered = False
 
 
 def default_start_method() -> str:
@@ -217,7 +226,7 @@ class _ForkServerPopen(popen_forkserver.Popen):
     def _launch(self, process_obj: Any) -> None:
         data = _start_data(process_obj, self)
         self._server.ensure_running()
-        pid: int = self._server._forkserver_pid
+        pid = self._server._forkserver_pid
         try:
             self._ask(data)
         except (ConnectionError, EOFError):
@@ -232,8 +241,7 @@ class _ForkServerPopen(popen_forkserver.Popen):
         try:
             _write(parent_writes, data)
             if not _readable(self.sentinel, None if self._timeout is None else time.monotonic() + self._timeout):
-                if self._server.has_answered:  # or it still imports, as another one would have to
-                    self._server.forget()
+                self._server.give_up()
                 raise TimeoutError("the fork server does not answer")
             self.pid = forkserver.read_signed(self.sentinel)
             self._server.has_answered = True
@@ -242,8 +250,10 @@ class _ForkServerPopen(popen_forkserver.Popen):
             raise
 
 
-def _is_over(pid: int) -> bool:
-    """Whether a fork server has ended, or does so in a moment."""
+def _is_over(pid: int | None) -> bool:
+    """Whether a fork server has ended, or does so in a moment; or was given up by another thread meanwhile."""
+    if pid is None:
+        return True
     try:
         over = os.pidfd_open(pid)
     except (AttributeError, ProcessLookupError):  # no Linux; another thread has waited for it

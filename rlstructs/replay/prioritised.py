@@ -100,8 +100,8 @@ class Prioritised:
         of_present: whether new rows get the largest priority of those that are there, in place of the largest ever.
 
     Attributes:
-        lock: held from the look at the store on, by who draws or sets priorities: to an older look than that of the
-            last one, rows that came since would be of a store that was cleared.
+        lock: for who has no other that keeps out who else draws or sets priorities. Held from the look at the store on:
+            to an older look than that of the last one, rows that came since would be of a store that was cleared.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlstructs.checks import check_count
+from rlstructs.checks import check_count, check_size
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.buffers import transitions
@@ -25,11 +25,6 @@ from rlstructs.replay.values import host_array
 from rlstructs.structures.trajectories import Trajectories
 
 Added = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-
-
-def check_size(name: str, size: Any) -> int:
-    """As `check_count`; floats that are whole numbers are counts too, for sizes are written as 1e6."""
-    return check_count(name, int(size) if isinstance(size, (float, np.floating)) and size.is_integer() else size)
 
 
 class MalformedBufferError(StateError):

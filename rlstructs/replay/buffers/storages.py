@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlstructs.checks import check_size
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.backing import Block, FileBlock
 from rlstructs.replay.buffers.batches_in import rows_of
-from rlstructs.replay.buffers.episode_rows import check_size
 from rlstructs.replay.buffers.parts import ANY, Part, ask_for_nothing
 from rlstructs.replay.columns import LANE, Columns
 from rlstructs.replay.tensor_columns import TensorColumns

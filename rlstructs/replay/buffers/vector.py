@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from rlstructs.checks import check_count
+from rlstructs.checks import check_count, check_size
 from rlstructs.errors import SpecError
 from rlstructs.replay.buffers.episode_reads import EpisodeReads
-from rlstructs.replay.buffers.episode_rows import check_size
 from rlstructs.replay.buffers.replay_buffer import ReplayBuffer
 from rlstructs.replay.buffers.snapshot import Rows
 from rlstructs.replay.values import host_array
