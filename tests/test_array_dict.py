@@ -129,6 +129,42 @@ def test_missing_values_are_found_and_left_out():
     assert len(nothing) == len(nothing.dropnull()) == 0
 
 
+@pytest.mark.parametrize("library", [np.asarray, torch.as_tensor])
+def test_batches_are_calculated_with(library):  # A19: + * /
+    batch = ArrayDict(obs={"speed": library([1.0, 2.0])}, act=library([3.0, 4.0]), info={})
+    doubled = batch + batch
+    assert doubled == batch * 2 and doubled / 2 == batch and "info" in doubled and type(doubled) is ArrayDict
+    assert (batch + {"obs": {"speed": 1.0}, "act": np.float32(2)}).act.tolist() == [5, 6] and batch.act[0] == 3
+    speed = batch.obs
+    speed += 1
+    batch *= 10
+    batch /= 5
+    assert speed.speed.tolist() == [2, 3] and batch.obs.speed.tolist() == [4, 6] and batch.act.tolist() == [6, 8]
+    before = copy.deepcopy(batch)
+    with pytest.raises(ValueError, match=r"^rows must have the names .'act', 'obs/speed'., got .'act'."):
+        batch += {"act": 1.0}
+    assert batch == before
+
+
+def test_rows_are_cleared():  # A19: empty and empty_
+    batch = ArrayDict(obs={"image": np.ones((3, 2)), "name": np.array(["a", None, "c"], object)}, act=torch.ones(3))
+    cleared = ArrayDict.empty(batch, [0, 2])
+    assert cleared.obs.image.tolist() == [[0, 0], [1, 1], [0, 0]] and cleared.act.tolist() == [0, 1, 0]
+    assert cleared.obs.name.tolist() == [None, None, None] and batch.obs.name.tolist() == ["a", None, "c"]
+    image = batch.obs.image
+    assert batch.empty_(slice(1)) is batch and image.tolist() == [[0, 0], [1, 1], [1, 1]]
+    assert ArrayDict.empty(batch).act.tolist() == [0, 0, 0] and batch.act.tolist() == [0, 1, 1]
+    row = ArrayDict(rew=np.float32(2), done=True, act=np.array(3), info="x").empty_()
+    assert row.rew == 0 and row.rew.dtype == np.float32 and row.done is False and row.act == 0 and row.info is None
+
+
+def test_what_is_taken_out_may_have_a_default():
+    batch = made()
+    assert batch.pop("x", None) is None and batch.pop(key="act", default=1)[0] == 3 and batch.get(key="act") is None
+    with pytest.raises(KeyError):
+        batch.pop("act")
+
+
 def test_lists_become_arrays():
     batch = ArrayDict(obs=[1, 2, 3], more={"x": [torch.ones(2)] * 3})
     batch.adv = [0.5, 1.5, 2.5]

@@ -74,6 +74,17 @@ def held(buffer):
 # Writing
 
 
+def test_arguments_have_torchrls_names():
+    buffer = made(sampler=PrioritizedSampler(beta=1.0))
+    assert buffer.add(data={"obs": torch.zeros(2), "next": {"reward": 9.0, "done": True}}) == 0
+    assert buffer.extend(tensordicts=numbered(0, 3), update_priority=None).tolist() == [1, 2, 3]
+    buffer.update_priority(index=[0, 1, 2, 3], priority=0.0)
+    buffer.update_tensordict_priority(data={"index": torch.tensor([2]), "td_error": torch.tensor([1.0])})
+    again = made(sampler=PrioritizedSampler(beta=1.0))
+    again.load_state_dict(state_dict=buffer.state_dict())
+    assert held(again) == [9, 0, 1, 2] and again.sample(batch_size=8)["index"].tolist() == [2] * 8
+
+
 def test_row_ids_go_around_and_the_newest_rows_stay(storage):  # B6 test_cursor_position2
     buffer = made(storage, 4)
     assert buffer.extend(numbered(0, 3)).tolist() == [0, 1, 2]

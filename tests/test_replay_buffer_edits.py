@@ -94,7 +94,7 @@ def test_an_update_that_does_not_fit_changes_nothing():  # A9: doubled rows ther
     with pytest.raises(SpecError, match="^update: a buffer cannot be appended to itself$"):
         buffer.update(buffer)
     with pytest.raises(TypeError, match="^update: needs a ReplayBuffer, got dict$"):
-        buffer.update({})
+        buffer.update(buffer={})
     other = ReplayBuffer(4)
     other.add({**row(1), "obs": 0.5})
     with pytest.raises(SpecError, match="^'obs' is float64"):

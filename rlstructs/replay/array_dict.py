@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
 from rlstructs.replay import array_ops
+from rlstructs.replay.array_values import ArrayValues
 
 A = TypeVar("A", bound="ArrayDict")
 
+NOTHING: Any = object()
 
-class ArrayDict(dict[str, Any]):
+
+class ArrayDict(ArrayValues):
     """Arrays by name, with a row each: its length is theirs, and an index that is no name picks rows.
 
     What is nested has names joined with `/`, and is reached as such too. Attributes are items. As of a `DictTensor`,
@@ -91,10 +93,10 @@ class ArrayDict(dict[str, Any]):
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or any(key.startswith(f"{name}/") for key in self)
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, key: str, default: Any = None) -> Any:
         """What is there under a name, or `default`."""
         try:
-            return self[name]
+            return self[key]
         except KeyError:
             return default
 
@@ -123,11 +125,15 @@ class ArrayDict(dict[str, Any]):
             self[f"{index}/{key}"] = inside
 
     def _put_rows(self, index: Any, value: Any) -> None:
-        rows, own = ArrayDict(value)._arrays(), self._arrays()
-        if rows.keys() != own.keys():
-            raise ValueError(f"rows must have the names {sorted(own)}, got {sorted(rows)}")
-        for name, array in rows.items():
+        own = self._arrays()
+        for name, array in self._of_same_names(value).items():
             own[name][index] = array
+
+    def _of_same_names(self, given: Any) -> dict[str, Any]:
+        found, own = ArrayDict(given)._arrays(), self._arrays()
+        if found.keys() != own.keys():
+            raise ValueError(f"rows must have the names {sorted(own)}, got {sorted(found)}")
+        return found
 
     def _set(self, name: str, value: Any) -> None:
         for around in array_ops.around(name):
@@ -136,7 +142,6 @@ class ArrayDict(dict[str, Any]):
         super().__setitem__(name, array_ops.array_of(value) if isinstance(value, (list, tuple)) else value)
 
     def _arrays(self) -> dict[str, Any]:
-        """All but what is empty."""
         return {name: value for name, value in self.items() if not isinstance(value, ArrayDict)}
 
     def _delete(self, name: str) -> None:
@@ -154,17 +159,17 @@ class ArrayDict(dict[str, Any]):
         for each in names:
             self._delete(each)
 
-    def pop(self, name: str, *default: Any) -> Any:
+    def pop(self, key: str, default: Any = NOTHING) -> Any:
         """Takes out what is there under a name, all that is nested too; the default if there is nothing.
 
         Raises:
             KeyError: there is nothing, and no default.
         """
-        if default and name not in self:
-            return default[0]
-        found = self[name]
+        if default is not NOTHING and key not in self:
+            return default
+        found = self[key]
         found = ArrayDict(found) if isinstance(found, ArrayDict) else found
-        del self[name]
+        del self[key]
         return found
 
     def update(self, given: Any = (), /, **named: Any) -> None:
@@ -272,45 +277,6 @@ class ArrayDict(dict[str, Any]):
             at[last] = {} if recursive and isinstance(value, ArrayDict) else value
         return found
 
-    # Values
-
-    def apply_values_transform(self: A, values_transform: Callable[[Any], Any], inplace: bool = False) -> A | None:
-        """Each array put through a function; a new batch, or with `inplace` this one, and then None is returned."""
-        made = self._mapped(values_transform)
-        if not inplace:
-            return made
-        for name, value in made.items():
-            self._set(name, value)
-        return None
-
-    def _mapped(self: A, function: Callable[[Any], Any]) -> A:
-        made: A = self._like({**self, **{name: function(value) for name, value in self._arrays().items()}})
-        return made
-
-    def to_torch(self: A, dtype: torch.dtype | None = None, device: torch.device | str | int = "cpu") -> A:
-        """Numbers as tensors of this dtype (None: as they are) and device; those of numpy share their memory."""
-        return self._mapped(lambda value: array_ops.tensor(value, dtype, device))
-
-    def to_torch_(self, dtype: torch.dtype | None = None, device: torch.device | str | int = "cpu") -> None:
-        """`to_torch` of this one."""
-        self.apply_values_transform(lambda value: array_ops.tensor(value, dtype, device), inplace=True)
-
-    def to_numpy(self: A) -> A:
-        """Tensors as arrays of numpy, which share the memory of those on the CPU."""
-        return self._mapped(array_ops.array)
-
-    def to_numpy_(self) -> None:
-        """`to_numpy` of this one."""
-        self.apply_values_transform(array_ops.array, inplace=True)
-
-    def isnull(self: A) -> A:
-        """Where values are NaN or None: arrays of bools."""
-        return self._mapped(array_ops.nulls)
-
-    def hasnull(self) -> bool:
-        """Whether a value is NaN or None."""
-        return any(array_ops.nulls(value).any() for value in self._arrays().values())
-
     def dropnull(self: A) -> A:
         """The rows without such."""
         found = np.zeros(len(self), bool)
@@ -320,6 +286,8 @@ class ArrayDict(dict[str, Any]):
                 found |= null.any(axis=tuple(range(1, null.ndim)))
         made: A = self[~found]
         return made
+
+    # Joined
 
     @staticmethod
     def cat(batches: Iterable[Mapping[str, Any]]) -> ArrayDict:
@@ -353,14 +321,13 @@ class ArrayDict(dict[str, Any]):
     def __ne__(self, other: object) -> bool:  # or it would be that of a dict
         return not self == other
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment] # as of a dict
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={array_ops.show(value)}" for name, value in self.items())
         return f"{type(self).__name__}({shown})"
 
     def _like(self: A, items: Any) -> A:
-        """Another batch of this kind."""
         return type(self).trusted(items)
 
 

@@ -145,6 +145,17 @@ def array_of(values: Sequence[Any]) -> Any:
         return found
 
 
+def cleared(value: Any, index: Any) -> Any:
+    """An array whose rows at an index have been filled with zeros; of anything else 0, or None."""
+    if isinstance(value, torch.Tensor) or (isinstance(value, np.ndarray) and value.dtype != object):
+        value[index] = 0
+    elif isinstance(value, np.ndarray):
+        value[index] = None
+    else:
+        return type(value)(0) if isinstance(value, (bool, int, float, np.number, np.bool_)) else None
+    return value
+
+
 def nulls(value: Any) -> np.ndarray:
     """Where it is NaN or None, bools of its shape."""
     if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16:

@@ -276,7 +276,7 @@ class DictTensorReplayBuffer(DictTensorParts):
                 self._has_warned = True
                 warnings.warn(f"update_priority: a {type(self._sampler).__name__} has no priorities", stacklevel=2)
 
-    def update_tensordict_priority(self, batch: Any) -> None:
+    def update_tensordict_priority(self, data: Any) -> None:
         """Sets the priorities of a batch's rows to its column `priority_key`; also `update_dict_tensor_priority`.
 
         Steps that its `mask` says are padding are left out. Of a batch that was reshaped to slices the first step of
@@ -288,7 +288,7 @@ class DictTensorReplayBuffer(DictTensorParts):
         """
         if not isinstance(self._sampler, PrioritizedSampler):
             return
-        flat = flat_items(batch, "update_tensordict_priority")
+        flat = flat_items(data, "update_tensordict_priority")
         if absent := sorted({INDEX, self._priority_key} - set(flat)):
             raise MissingKeyError(f"update_tensordict_priority: no {absent} in the batch, there are {sorted(flat)}")
         index, priorities = (host_array(key, flat[key]) for key in (INDEX, self._priority_key))

@@ -65,7 +65,7 @@ class DictTensorFiles(DictTensorIndex):
         with self._lock:
             return state_dicts.state_dict(self)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores what `state_dict` gave: the next samples are those that would have come then.
 
         Raises:
@@ -73,7 +73,7 @@ class DictTensorFiles(DictTensorIndex):
                 as it was.
         """
         with self._lock:
-            state_dicts.load_state_dict(self, state)
+            state_dicts.load_state_dict(self, state_dict)
 
     def _takes_capacity(self, capacity: int) -> bool:
         return self._settings.capacity_for(capacity) == capacity

@@ -58,11 +58,11 @@ class DictTensorRows(Buffer):
 
     # Writing
 
-    def add(self, item: Any) -> int:
+    def add(self, data: Any) -> int:
         """Adds one row.
 
         Args:
-            item: a mapping of names to values without a batch axis; what is nested has names joined with `/`.
+            data: a mapping of names to values without a batch axis; what is nested has names joined with `/`.
 
         Returns:
             Its row id; -1 if a transform or the writer did not take it.
@@ -71,21 +71,21 @@ class DictTensorRows(Buffer):
             TypeError, SpecError, MissingKeyError, StateError: it does not fit; nothing has changed.
         """
         quick = self._quick
-        if quick and type(item) is dict and (row_id := self._add_quickly(item)) is not None:
+        if quick and type(data) is dict and (row_id := self._add_quickly(data)) is not None:
             return row_id
-        refuse_tensorclass(item, "add")
-        row = flat_items(item, "add")
+        refuse_tensorclass(data, "add")
+        row = flat_items(data, "add")
         if quick and (row_id := self._add_quickly(row)) is not None:  # now that it is flat
             return row_id
         given = Rows({name: with_axis(name, value) for name, value in row.items()}, 1)
-        rows = self._store(given, "add", came_as=item, n_more=1)
+        rows = self._store(given, "add", came_as=data, n_more=1)
         return int(rows[0]) if rows.size else -1
 
-    def extend(self, batch: Any, update_priority: bool | None = None) -> torch.Tensor:
+    def extend(self, tensordicts: Any, update_priority: bool | None = None) -> torch.Tensor:
         """Adds rows.
 
         Args:
-            batch: a mapping of names to `(n, ...)`, a `DictTensor` or a tensordict; a `TemporalDictTensor` or
+            tensordicts: a mapping of names to `(n, ...)`, a `DictTensor` or a tensordict; a `TemporalDictTensor` or
                 `Trajectories`, whose valid steps are added, an episode beginning with each of their rows; or a
                 list of mappings, each a row. Batches leave as tensordicts if the first rows came as such. A sample, of
                 this buffer or another, is taken without its int64 `index` and weights: rows get their own here.
@@ -98,7 +98,8 @@ class DictTensorRows(Buffer):
             TypeError, SpecError, MissingKeyError, StateError: something does not fit; nothing has changed.
         """
         with self._lock:
-            return torch.from_numpy(self._store(rows_of(batch, "extend"), "extend", update_priority, came_as=batch))
+            rows = self._store(rows_of(tensordicts, "extend"), "extend", update_priority, came_as=tensordicts)
+        return torch.from_numpy(rows)
 
     def add_trajectories(self, trajectories: Trajectories, names: Mapping[str, str] | None = None) -> None:
         """Appends the valid steps of what `RL_Batcher.get` gives, one trajectory after another.

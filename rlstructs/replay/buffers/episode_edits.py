@@ -93,7 +93,7 @@ class EpisodeEdits(EpisodeReads):
                 return
         self.set_array_at_key(value, name)
 
-    def update(self, other: EpisodeReads) -> np.ndarray:
+    def update(self, buffer: EpisodeReads) -> np.ndarray:
         """Appends every row of another buffer, in order; its episodes stay what they are.
 
         Returns:
@@ -103,27 +103,27 @@ class EpisodeEdits(EpisodeReads):
             TypeError, SpecError: it is no such buffer, this one with rows in it, or its rows do not fit; nothing has
                 changed.
         """
-        if not isinstance(other, EpisodeReads):
-            raise TypeError(f"update: needs a ReplayBuffer, got {type(other).__name__}")
-        rows = other._rows()
+        if not isinstance(buffer, EpisodeReads):
+            raise TypeError(f"update: needs a ReplayBuffer, got {type(buffer).__name__}")
+        rows = buffer._rows()
         if not rows.total or not self._lane_size:
             return np.zeros(0, np.int64)
-        if other is self:
+        if buffer is self:
             raise SpecError("update: a buffer cannot be appended to itself")
         at = rows.every_row()
-        block = self._rows_of_other(other, at)
+        block = self._rows_of_other(buffer, at)
         head, n, capacity = int(self._storage.ring.head[0]), at.size, self._storage.columns.capacity
         starts = rows.prev(at) == at
         self._write(block, starts=starts[None], unknown=self._unknown, missing=self._missing)
         if at[-1] not in rows.unfinished():
             self._storage.end_episodes()
         self._find_begins()
-        lanes = np.flatnonzero(other._own_rows().span.counts())
-        self._running.shape(other._running.returns.shape[1:])
+        lanes = np.flatnonzero(buffer._own_rows().span.counts())
+        self._running.shape(buffer._running.returns.shape[1:])
         self._running.clear()
         if lanes.size:  # the last of them was the last to be copied
-            self._running.returns[0] = other._running.returns[lanes[-1]]
-            self._running.lengths[0] = other._running.lengths[lanes[-1]]
+            self._running.returns[0] = buffer._running.returns[lanes[-1]]
+            self._running.lengths[0] = buffer._running.lengths[lanes[-1]]
         placed = (head + np.arange(n)) % capacity
         placed[: max(n - capacity, 0)] = -1
         return placed

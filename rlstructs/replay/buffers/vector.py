@@ -48,7 +48,7 @@ class VectorReplayBuffer(ReplayBuffer):
         """How many rings there are."""
         return self._n_lanes
 
-    def update(self, other: EpisodeReads) -> np.ndarray:
+    def update(self, buffer: EpisodeReads) -> np.ndarray:
         """Not for several environments: whose would the rows be?"""
         raise NotImplementedError(f"{type(self).__name__} cannot be updated; add to one of its rings")
 
