@@ -183,8 +183,9 @@ def test_only_what_is_needed_is_loaded(statement, loaded):
     assert loaded_by(statement) == loaded
 
 
-# What torchrl calls it, and what it is called here.
+# What torchrl and tianshou call it, and what it is called here.
 ALIASES = {
+    "Batch": "ArrayDict",
     "ImmutableDatasetWriter": "ImmutableWriter",
     "LazyMemmapStorage": "MemmapStorage",
     "LazyTensorStorage": "TensorStorage",

@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlstructs.replay.array_dict import ArrayDict
+    from rlstructs.replay.array_dict import ArrayDict, Batch
     from rlstructs.replay.buffers.buffer_samplers import RandomSampler, SamplerWithoutReplacement
     from rlstructs.replay.buffers.cached import CachedReplayBuffer
     from rlstructs.replay.buffers.chunks import ChunkBatch, ChunkReplayBuffer
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 _EXPORTS = {
     "ArrayDict": "array_dict",
+    "Batch": "array_dict",
     "CachedReplayBuffer": "buffers.cached",
     "ChunkBatch": "buffers.chunks",
     "ChunkReplayBuffer": "buffers.chunks",
@@ -90,6 +91,7 @@ _EXPORTS = {
 
 __all__ = [
     "ArrayDict",
+    "Batch",
     "CachedReplayBuffer",
     "ChunkBatch",
     "ChunkReplayBuffer",

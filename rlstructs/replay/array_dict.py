@@ -19,9 +19,10 @@ NOTHING: Any = object()
 class ArrayDict(ArrayValues):
     """Arrays by name, with a row each: its length is theirs, and an index that is no name picks rows.
 
-    What is nested has names joined with `/`, and is reached as such too. Attributes are items. As of a `DictTensor`,
-    iterating gives the names. Lists become arrays, or a tensor if they are of tensors. Those of mappings, and arrays of
-    such, are rows of what is nested. What is nested and empty is a name of its own until something is put there.
+    `Batch` is another name of it. What is nested has names joined with `/`, and is reached as such too. Attributes are
+    items. As of a `DictTensor`, iterating gives the names. Lists become arrays, or a tensor if they are of tensors.
+    Those of mappings, and arrays of such, are rows of what is nested. What is nested and empty is a name of its own
+    until something is put there.
 
     Args:
         given: a mapping, or pairs of name and array; or a list or an array of mappings, each a row.
@@ -364,3 +365,6 @@ def _joined(batches: list[Mapping[str, Any]], join: Callable[[list[Any]], Any]) 
             raise ValueError(f"batches must have the same names, got {sorted(arrays[0])} and {sorted(one)}")
     made = {name: join([one[name] for one in arrays]) for name in (arrays[0] if arrays else ())}
     return ArrayDict({**{name: {} for batch in flat for name in batch}, **made})
+
+
+Batch = ArrayDict
