@@ -154,7 +154,7 @@ class RL_Batcher:
         check_count("n_timesteps", n_timesteps, 1)
         check_count("n_processes", n_processes, 0)
         check_start_method(start_method)
-        check_timeout(timeout)
+        timeout = check_timeout(timeout)
         check_policy(on_worker_failure, max_restarts)
         check_count("run_ahead", run_ahead, 0)
         check_factory("create_agent", create_agent)

@@ -38,14 +38,19 @@ def holds(dtype: np.dtype[Any], values: np.ndarray) -> bool:
         return bool((values.astype(dtype) == values).all())
 
 
-def check_timeout(timeout: Any) -> None:
-    """Raises TypeError or SpecError unless `timeout` is None or a number of seconds above 0."""
+def check_timeout(timeout: Any) -> float | None:
+    """A timeout, None or a number of seconds above 0, as a number of Python: times are not numbers of 32 bits.
+
+    Raises:
+        TypeError, SpecError: it is something else.
+    """
     if timeout is None:
-        return
+        return None
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float, np.number)):
         raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
     if not timeout > 0:
         raise SpecError(f"timeout must be above 0 seconds, got {timeout}")
+    return timeout.item() if isinstance(timeout, np.number) else timeout
 
 
 def share_memory(values: Iterable[Any]) -> bool:

@@ -49,7 +49,8 @@ def _check(key: str, tensor: torch.Tensor, spec: TensorSpec, lead: tuple[int, ..
         raise SpecError(f"get: out {key!r} is {show(tensor)} on {tensor.device}, needed is {needed} or more on cpu")
     if tensor.requires_grad or tensor.is_inference():
         raise SpecError(f"get: out {key!r} must neither require a gradient nor be made in inference mode")
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+    steps = zip(tensor.stride(), tensor.shape, strict=True)
+    if tensor.numel() and any(stride == 0 and size > 1 for stride, size in steps):
         raise SpecError(f"get: out {key!r} is expanded: several of its elements share memory")
 
 

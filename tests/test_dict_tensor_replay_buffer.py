@@ -798,6 +798,27 @@ def test_steps_and_frames_are_put_together_when_they_are_read():  # R8, R10
     assert only.sample(4)["next/reward"].shape == (4, 2) and only.sample(4)["obs"].shape == (4,)
 
 
+def test_what_a_batcher_puts_beside_observations_is_neither_summed_nor_stacked():
+    t = torch.arange(6.0)[None]
+    seen = {"frame": t, "reward": t, "initial_state": t == 0, "done": t < 0, "last_action": t.long()}
+    after = {"frame": t + 1, "reward": t + 1, "initial_state": t < 0, "done": t == 5, "last_action": t.long() + 1}
+    keys = {f"observation/{key}": value for key, value in seen.items()}
+    keys |= {f"_observation/{key}": value for key, value in after.items()}
+    rollout = Trajectories(DictTensor({}), TemporalDictTensor(keys, torch.tensor([6])))
+    n_step, stacked = made(n_step=2, gamma=0.5), made(stack_num=3)
+    for buffer in (n_step, stacked):
+        buffer.add_trajectories(rollout)
+    batch = n_step.sample(200)
+    at = batch["index"].float()
+    assert batch["observation/reward"].equal(at) and batch["observation/frame"].equal(at)
+    assert batch["_observation/frame"].equal((at + 2).clamp(max=6))
+    assert batch["_observation/reward"].equal(torch.where(at < 5, at + 1 + 0.5 * (at + 2), at + 1))
+    batch = stacked.sample(200)
+    shapes = {key: tuple(batch[key].shape[1:]) for key in keys}
+    assert shapes == {key: (3,) if key.endswith("frame") else () for key in keys}
+    assert batch["_observation/reward"].equal(batch["index"].float() + 1)
+
+
 @pytest.mark.parametrize("settings", [{"n_step": 2}, {"stack_num": 2}])
 def test_steps_are_not_put_together_across_what_nobody_knows(settings):
     buffer = made(**settings)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -29,6 +30,7 @@ from rlstructs import (
     RemoteTraceback,
     RL_Agent,
     RL_Batcher,
+    SharedVectorEnv,
     StateError,
     WorkerCrashed,
     WorkerError,
@@ -536,6 +538,20 @@ def test_any_long_timeout_will_do(timeout):
     with count_batcher([[3]], 5, timeout=timeout) as batcher:
         batcher.reset()
         assert rollout(batcher)[1] == 0
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.int64])
+def test_a_timeout_may_be_a_number_of_numpy(kind):
+    with count_batcher([[3]], 5, timeout=kind(60)) as batcher:
+        batcher.reset()
+        assert rollout(batcher)[1] == 0
+    with SharedVectorEnv([lambda: Count(9)], 1, timeout=kind(60)) as env:
+        env.reset()
+        env.step_async([0])
+        assert env.step_wait(timeout=kind(60))[1].tolist() == [1]
+        env.send([0], [0])
+        assert env.recv(timeout=kind(60))[1].tolist() == [2]
+        env.close(timeout=kind(60))
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import count_batcher, rollout
+from helpers import Counting, count_batcher, create_counts, rollout
 from test_lease import KINDS, pendulum
 
-from rlstructs import MissingKeyError, SpecError, TemporalDictTensor, Trajectories
+from rlstructs import MissingKeyError, RL_Batcher, SpecError, TemporalDictTensor, Trajectories
 
 
 def room_for(batcher):
@@ -46,6 +46,24 @@ def test_what_is_written_to_out_is_what_get_gives(kind, debug):
             assert written.lengths.data_ptr() == out.lengths.data_ptr()
             if arguments.get("autoreset") or create is pendulum:
                 break
+
+
+class WithNothing(Counting):
+    """Puts out, beside its actions, a column of no numbers."""
+
+    def __call__(self, state, observation, agent_info, history=None):
+        output, state = super().__call__(state, observation, agent_info, history)
+        return output.set("nothing", torch.zeros(output.n_elems(), 0)), state
+
+
+def test_columns_of_no_numbers_can_be_written_to():
+    with RL_Batcher(3, WithNothing, {}, create_counts, {"table": [[5, 5]], "autoreset": True}, 1, [0]) as batcher:
+        batcher.reset()
+        out, _ = rollout(batcher)
+        batcher.execute()
+        written, _ = batcher.get(out=out)
+        assert written.trajectories["action/nothing"].shape == (2, 3, 0)
+        assert written.trajectories["observation/frame"].data_ptr() == out.trajectories["observation/frame"].data_ptr()
 
 
 def changed(out, key, tensor):

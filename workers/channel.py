@@ -26,6 +26,11 @@ YIELDED = 5e-6
 LONGEST = 2**31 - 1
 
 
+def deadline_in(seconds: float | None) -> float | None:
+    """The time of `time.monotonic` so many seconds from now, None for no deadline; of numpy's numbers, too."""
+    return None if seconds is None else time.monotonic() + float(seconds)  # a float32 would make it one
+
+
 def milliseconds(deadline: float | None) -> float | None:
     """From now to a deadline in the time of `time.monotonic`, as poll wants it; None for no deadline."""
     return None if deadline is None else min(max(0.0, (deadline - time.monotonic()) * 1000), LONGEST)

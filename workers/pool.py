@@ -11,6 +11,7 @@ from multiprocessing import util
 from typing import Any
 
 from workers import messages
+from workers.channel import deadline_in
 from workers.descriptors import check_enough
 from workers.errors import WorkerError, WorkerTimeout, bare, check_owner
 from workers.messages import Asked, Build, Call, Close, Failure, Post, Result, State
@@ -189,7 +190,7 @@ class WorkerPool:
         Args, Raises: as `gather`.
         """
         self._take_read()
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = deadline_in(timeout)
         while not self._failures and not self._answers and (busy := self._busy()):
             if not self._wait(deadline, busy):
                 self._raise_late(timeout)
@@ -206,7 +207,7 @@ class WorkerPool:
             Exception: what a job raised, with the worker's traceback as the cause.
         """
         self._take_read()
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = deadline_in(timeout)
         while not self._failures and (busy := self._busy()):
             if not self._wait(deadline, busy):
                 if self._overdue():
@@ -300,7 +301,7 @@ class WorkerPool:
         self._watch.end()
         if timeout is None:
             timeout = CLOSE_DELAY if self.timeout is None else min(CLOSE_DELAY, self.timeout)
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + float(timeout)  # of numpy, too
         # A busy one reads it when it is through. One that reads no more, or is late already, is left to `kill`.
         lost = self._failures.keys() | self._late
         open_workers = [worker for worker in self._workers if worker.can_close() and worker.index not in lost]
@@ -400,7 +401,7 @@ class WorkerPool:
         """Sends a request to workers, under one deadline; what fails is raised, unless it is to be kept."""
         self.check_owner()
         message = messages.framed(messages.dumps(request)) if message is None else message  # once for all
-        deadline = None if self.timeout is None else time.monotonic() + self.timeout
+        deadline = deadline_in(self.timeout)
         asked = []
         for worker in workers:
             try:

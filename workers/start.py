@@ -31,7 +31,7 @@ from multiprocessing import (
 )
 from typing import Any, ClassVar
 
-from workers.channel import milliseconds
+from workers.channel import deadline_in, milliseconds
 
 # Milliseconds within which a Ctrl-C is noticed while a fork server is waited for that does not answer.
 SIGINT_DELAY = 100.0
@@ -240,7 +240,7 @@ class _ForkServerPopen(popen_forkserver.Popen):
         self.finalizer = util.Finalize(self, _close, (self.sentinel, parent_writes))
         try:
             _write(parent_writes, data)
-            if not _readable(self.sentinel, None if self._timeout is None else time.monotonic() + self._timeout):
+            if not _readable(self.sentinel, deadline_in(self._timeout)):
                 self._server.give_up()
                 raise TimeoutError("the fork server does not answer")
             self.pid = forkserver.read_signed(self.sentinel)

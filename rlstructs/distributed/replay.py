@@ -125,7 +125,7 @@ class RayReplay:
         address: str | None = None,
     ) -> None:
         engine.ray("RayReplay")
-        check_timeout(timeout)
+        timeout = check_timeout(timeout)
         self.beta = exponent("beta", beta)
         self._memory_size, self._num_envs = check_count("memory_size", memory_size), check_count("num_envs", num_envs)
         if n_shards is not None and check_count("n_shards", n_shards) > num_envs:

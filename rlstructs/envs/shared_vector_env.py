@@ -123,7 +123,7 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         self._order = CallOrder()
         self.closed = True  # until there is something to close
         makers = env_fns_of(env_fns)
-        check_timeout(timeout)
+        timeout = check_timeout(timeout)
         spaces = observation_spaces_of(observation_mode)
         start_method = start_method_of(start_method, context)
         self.env_fns, self.num_envs, self.copy = makers, len(makers), bool(copy)

@@ -20,6 +20,7 @@ from rlstructs.envs.hosts import Arguments, EnvFns, Request, first_of, shares_of
 from rlstructs.envs.outcomes import NOTHING, Outcome, unpacked
 from rlstructs.errors import WorkerCrashed, WorkerTimeout
 from workers import SharedArena, WorkerPool, messages
+from workers.channel import deadline_in
 from workers.messages import AT_ONCE, Post
 from workers.start import uninterrupted
 
@@ -164,7 +165,7 @@ class WorkerHost:
 
     def arrived(self, n: int, among: Sequence[int] | None, timeout: float | None) -> dict[int, Outcome]:
         """As `Host.arrived`."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = deadline_in(timeout)
         self._read_answers()
         try:
             while (found := first_of(self._arrived, n, among)) is None:

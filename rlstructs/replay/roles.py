@@ -14,11 +14,15 @@ from collections.abc import Iterable
 REWARDS = ("rew", "reward", "rewards")
 ENDS = ("terminated", "truncated", "done", "dones")
 NEXT_PARENTS = ("next/", "_observation/")
+SEEN = ("obs", "observation", "observations", "pixels")
+# What a batcher's observations hold beside what the environment shows, and the last action.
+BESIDE = ("reward", "raw_reward", "done", "terminated", "truncated", "initial_state")
 
 
 def is_reward(name: str) -> bool:
-    """Whether a column holds the reward of its step."""
-    return name.rpartition("/")[2] in REWARDS
+    """Whether a column holds the reward of its step, and not one that was seen before it."""
+    last = name.rpartition("/")[2]
+    return last in REWARDS and (name == f"_observation/{last}" or not _is_seen(name))
 
 
 def is_end(name: str) -> bool:
@@ -47,8 +51,19 @@ def source_of(name: str) -> str | None:
 
 
 def is_observation(name: str) -> bool:
-    """Whether a column holds what an agent saw, or will see after its step."""
-    return (source_of(name) or name).partition("/")[0] in ("obs", "observation", "observations", "pixels")
+    """Whether a column holds what an environment showed, or shows after its step."""
+    shown = (source_of(name) or name).removeprefix("observation/")
+    return _is_seen(name) and not is_beside(shown)
+
+
+def is_beside(key: str) -> bool:
+    """Whether an entry of a batcher's observations is nothing that the environment shows."""
+    first = key.partition("/")[0]
+    return first in BESIDE or first.startswith("last_action")
+
+
+def _is_seen(name: str) -> bool:
+    return (source_of(name) or name).partition("/")[0] in SEEN
 
 
 def ends_among(names: Iterable[str]) -> list[str]:

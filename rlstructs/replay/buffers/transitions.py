@@ -20,6 +20,7 @@ import torch
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.replay.buffers.rows_in import flat_items
 from rlstructs.replay.columns import Spec
+from rlstructs.replay.roles import is_beside
 from rlstructs.replay.values import host_array
 
 OBS, ACT, REW, DONE, OBS_NEXT = "obs", "act", "rew", "done", "obs_next"
@@ -28,8 +29,6 @@ REQUIRED = (OBS, ACT, REW, *FLAGS)
 RESERVED = (*REQUIRED, DONE, OBS_NEXT, "info", "policy")
 # What `get` and indexing give stacks of.
 STACKED = (OBS, OBS_NEXT, "info", "policy")
-# Keys of an observation that are no observation.
-NOT_SEEN = ("reward", "raw_reward", "done", "terminated", "truncated", "initial_state")
 
 
 def top(name: str) -> str:
@@ -154,8 +153,7 @@ def as_rewards(name: str, value: Any) -> Any:
 def trajectory_names(keys: Iterable[str], ignores_next: bool) -> dict[str, str]:
     """Which key of a batcher's trajectories is what here."""
     start, following = "observation/", "_observation/"
-    seen = [key[len(start) :] for key in keys if key.startswith(start)]
-    seen = [key for key in seen if top(key) not in NOT_SEEN and not top(key).startswith("last_action")]
+    seen = [key[len(start) :] for key in keys if key.startswith(start) and not is_beside(key[len(start) :])]
     at = {"": "frame"} if seen == ["frame"] else {f"/{key}": key for key in seen}
     names = {OBS + here: start + key for here, key in at.items()}
     if not ignores_next:
