@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from rlstructs.errors import SpecError
@@ -44,9 +45,13 @@ def batcher_of(layout: Layout, seeds: Sequence[int], agent_seeds: Sequence[int] 
 def of_statistics(statistics: Mapping[str, Moments]) -> State:
     """Moments as numbers and tensors."""
     return {
-        name: {"count": kept.count, "mean": torch.tensor(kept.mean), "m2": torch.tensor(kept.m2)}
+        name: {"count": kept.count, "mean": _copied(kept.mean), "m2": _copied(kept.m2)}
         for name, kept in statistics.items()
     }
+
+
+def _copied(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.array(array))
 
 
 def to_statistics(state: State) -> dict[str, Moments]:

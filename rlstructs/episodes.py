@@ -152,7 +152,7 @@ class EpisodeTracker:
     def peek(self) -> dict[str, torch.Tensor]:
         """What `take` would give, private memory; the episodes stay."""
         self._ended = [tuple(np.concatenate(column) for column in zip(_NONE, *self._ended, strict=True))]
-        return {name: torch.tensor(column) for name, column in zip(NAMES, self._ended[0], strict=True)}
+        return {name: torch.tensor(column, device="cpu") for name, column in zip(NAMES, self._ended[0], strict=True)}
 
     def put(self, episodes: dict[str, torch.Tensor], n_dropped: int) -> None:
         """Goes on from what `peek` gave, with no episode under way."""

@@ -386,7 +386,7 @@ def repeated(example: DictTensor, n: int) -> DictTensor:
     """Row 0 of an example, n times."""
     if example.empty():
         return example
-    return example.index(torch.zeros(n, dtype=torch.int64))
+    return example.index(torch.zeros(n, dtype=torch.int64, device="cpu"))
 
 
 @dataclass(frozen=True)

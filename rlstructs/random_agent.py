@@ -105,7 +105,7 @@ def _draw(leaf: Leaf) -> Callable[[int], torch.Tensor]:
 
 
 def _whole_numbers(low: int, end: int, shape: tuple[int, ...], dtype: torch.dtype, n: int) -> torch.Tensor:
-    return torch.randint(low, end, (n, *shape), dtype=dtype)
+    return torch.randint(low, end, (n, *shape), dtype=dtype, device="cpu")
 
 
 class _Whole:
@@ -127,21 +127,22 @@ class _Whole:
 
     def __call__(self, n: int) -> torch.Tensor:
         if self._count is not None:
-            drawn = torch.rand((n, *self._shape), dtype=torch.float64).mul_(self._count).long().add_(self._low)
+            drawn = torch.rand((n, *self._shape), dtype=torch.float64, device="cpu")
+            drawn = drawn.mul_(self._count).long().add_(self._low)
         else:
             drawn = self._bits(n)
             while (outside := (drawn < self._low) | (drawn > self._high)).any():
                 drawn = torch.where(outside, self._bits(n), drawn)
         if self._lowered:
-            return drawn.bitwise_xor_(torch.tensor(-(2**63))).view(self._dtype)
+            return drawn.bitwise_xor_(torch.tensor(-(2**63), device="cpu")).view(self._dtype)
         return drawn.to(self._dtype)
 
     def _bits(self, n: int) -> torch.Tensor:
-        bits = torch.empty((n, *self._shape), dtype=torch.int64).random_(-(2**63), None)
+        bits = torch.empty((n, *self._shape), dtype=torch.int64, device="cpu").random_(-(2**63), None)
         return bits.bitwise_and_(self._mask).add_(self._base)
 
     def _tensor(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64).reshape(self._shape)
+        return torch.tensor(values, dtype=torch.int64, device="cpu").reshape(self._shape)
 
 
 class _Real:
@@ -153,19 +154,19 @@ class _Real:
         self._below, self._above = low.isfinite(), high.isfinite()
         self._bounded = bool((self._below & self._above).all())
         # The outermost values of the dtype that lie within the bounds; 0 where there is none.
-        largest, zero = torch.finfo(dtype).max, torch.zeros((), dtype=torch.float64)
+        largest, zero = torch.finfo(dtype).max, torch.zeros((), dtype=torch.float64, device="cpu")
         self._low = torch.where(self._below, _towards(low.clamp(-largest, largest), dtype, torch.inf), zero)
         self._high = torch.where(self._above, _towards(high.clamp(-largest, largest), dtype, -torch.inf), zero)
         self._span = self._high - self._low
 
     def __call__(self, n: int) -> torch.Tensor:
         shape = (n, *self._shape)
-        drawn = torch.addcmul(self._low, torch.rand(shape), self._span)
+        drawn = torch.addcmul(self._low, torch.rand(shape, device="cpu"), self._span)
         if not self._bounded:
-            beyond = torch.empty(shape).exponential_()
+            beyond = torch.empty(shape, device="cpu").exponential_()
             one_sided = torch.where(self._below, self._low + beyond, self._high - beyond)
             drawn = torch.where(self._below & self._above, drawn, one_sided)
-            drawn = torch.where(self._below | self._above, drawn, torch.randn(shape).double())
+            drawn = torch.where(self._below | self._above, drawn, torch.randn(shape, device="cpu").double())
         return drawn.to(self._dtype)
 
 
@@ -174,6 +175,6 @@ def _towards(bound: torch.Tensor, dtype: torch.dtype, direction: float) -> torch
     rounded = bound.to(dtype).double()
     if dtype != torch.float32:  # float64 becomes float32; other dtypes are those of the bounds
         return rounded
-    further = torch.nextafter(rounded.float(), torch.tensor(direction)).double()
+    further = torch.nextafter(rounded.float(), torch.tensor(direction, dtype=torch.float32, device="cpu")).double()
     wrong = rounded < bound if direction > 0 else rounded > bound
     return torch.where(wrong, further, rounded)

@@ -234,5 +234,5 @@ def _with_rows(state: DictTensor, other: DictTensor, rows: np.ndarray) -> DictTe
 def _history(slots: Slots, rows: np.ndarray | None, t: int, device: torch.device | None) -> TemporalDictTensor:
     n = slots.n if rows is None else rows.size
     slots.lengths[... if rows is None else rows] = t
-    history = TemporalDictTensor(slots.read(rows, t), torch.full((n,), t, dtype=torch.int64))
+    history = TemporalDictTensor(slots.read(rows, t), torch.full((n,), t, dtype=torch.int64, device="cpu"))
     return history if device is None else history.to(device)

@@ -163,16 +163,25 @@ def numpy_specs(specs: Mapping[str, TensorSpec]) -> dict[str, Spec]:
     converted = {}
     for key, (shape, dtype) in specs.items():
         try:
-            converted[key] = shape, torch.empty(0, dtype=dtype).numpy().dtype
+            converted[key] = shape, torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
         except TypeError as error:
             raise SpecError(f"observation: {key!r} is {dtype}, which numpy has not") from error
     return converted
 
 
+def raw_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """numpy's dtype for such a tensor's memory: that of int16 for bfloat16, which numpy has not.
+
+    Raises:
+        TypeError: numpy has none.
+    """
+    return torch.empty(0, dtype=torch.int16 if dtype is torch.bfloat16 else dtype, device="cpu").numpy().dtype
+
+
 def check_dtype(what: str, key: str, dtype: torch.dtype) -> None:
     """Raises SpecError unless values of this dtype can lie in shared memory."""
     try:
-        torch.empty(0, dtype=torch.int16 if dtype is torch.bfloat16 else dtype).numpy()
+        raw_dtype(dtype)
     except TypeError as error:
         raise SpecError(f"{what}: {key!r} is {dtype}, which cannot be recorded; convert it first") from error
 

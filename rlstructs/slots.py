@@ -398,7 +398,7 @@ def _rows(column: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
 def _column(field: Field, buffer: mmap | memoryview) -> torch.Tensor:
     count = int(np.prod(field.shape, dtype=np.int64))
     if not count:
-        return torch.zeros(field.shape, dtype=field.dtype)
+        return torch.zeros(field.shape, dtype=field.dtype, device="cpu")
     # frombuffer in bytes, not in the dtype: numpy has no bfloat16.
     raw = np.frombuffer(buffer, np.uint8, field.nbytes, field.offset)
     return torch.from_numpy(raw).view(field.dtype).view(field.shape)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.rows import Packing, Rows, Target, TensorSpec, as_array
+from rlstructs.rows import Packing, Rows, Target, TensorSpec, as_array, raw_dtype
 from rlstructs.structures.base import show
 from rlstructs.structures.dict_tensor import DictTensor
 
@@ -130,7 +130,7 @@ def staged(packing: Packing, n: int, n_timesteps: int, action: Mapping[str, Tens
     observation = {name: column(shape, dtype) for name, (shape, dtype) in packing.blocks.items()}
     actions = {}
     for key, (shape, dtype) in action.items():
-        actions[key] = tensor_of(column(shape, raw_of(torch.empty(0, dtype=dtype)).dtype), dtype)
+        actions[key] = tensor_of(column(shape, raw_dtype(dtype)), dtype)
     return Steps(packing, observation, actions, is_staged=True)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ import torch
 from rlstructs.batch import Batch
 from rlstructs.distributed.actor import Columns
 from rlstructs.recorded import Recorded, blocks_of, sources_of, specs_of_steps
-from rlstructs.rows import Packing, Rows, TensorSpec, where_true
+from rlstructs.rows import Packing, Rows, TensorSpec, raw_dtype, where_true
 from rlstructs.slots import Layout, Slots
 from rlstructs.steps import raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
@@ -132,11 +131,11 @@ class Parts:
             n_rows: how many rows.
         """
         columns = {
-            field.name: np.zeros((n_rows, *_shape(field.name, field.shape[1:])), _raw_dtype(field.dtype))
+            field.name: np.zeros((n_rows, *_shape(field.name, field.shape[1:])), raw_dtype(field.dtype))
             for field in self.layout.fields
             if not field.sparse
         }
-        columns |= {field.name: np.zeros((0, *field.shape[2:]), _raw_dtype(field.dtype))
+        columns |= {field.name: np.zeros((0, *field.shape[2:]), raw_dtype(field.dtype))
                     for field in self.layout.fields if field.sparse}  # fmt: skip
         columns |= infos
         for column in columns.values():
@@ -149,10 +148,6 @@ def _shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     if name.startswith((SEEN, ACTION)) or name == "reset":
         return (int(name.startswith(SEEN)), *shape[1:])
     return shape
-
-
-def _raw_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    return raw_of(torch.empty(0, dtype=dtype)).dtype
 
 
 def _finals(packing: Packing, blocks: dict[str, np.ndarray], rows: np.ndarray, times: np.ndarray) -> Rows:
@@ -214,5 +209,5 @@ class PartsBatch(Batch):
 def _new(lead: tuple[int, int], specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
     # numpy asks for huge pages, torch does not: of large batches that is most of the time.
     return {
-        name: tensor_of(np.empty((*lead, *shape), _raw_dtype(dtype)), dtype) for name, (shape, dtype) in specs.items()
+        name: tensor_of(np.empty((*lead, *shape), raw_dtype(dtype)), dtype) for name, (shape, dtype) in specs.items()
     }

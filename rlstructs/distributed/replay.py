@@ -42,6 +42,7 @@ from rlstructs.replay.expand import NEVER
 from rlstructs.replay.prioritised import exponent, largest_of, limit_of
 from rlstructs.replay.trajectories import STEP_ENDS, STEP_START
 from rlstructs.replay.values import host_array
+from rlstructs.rows import raw_dtype
 from rlstructs.steps import raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
@@ -377,7 +378,7 @@ class RayReplay:
         for name, key in self._names.items():
             dtype = held.get(name, dtypes[key])
             if torch.bfloat16 not in (dtype, dtypes[key]) and dtype is not dtypes[key]:  # which numpy has not
-                columns[key], dtypes[key] = cast(name, columns[key], raw_of(torch.empty(0, dtype=dtype)).dtype), dtype
+                columns[key], dtypes[key] = cast(name, columns[key], raw_dtype(dtype)), dtype
         return dtypes
 
     def _drawn(self, n: int, names: list[str], settings: dict[str, Any]) -> tuple[Dtypes, list[Columns]]:

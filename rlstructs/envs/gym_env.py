@@ -111,7 +111,7 @@ class GymEnv:
             env_info: E rows, or empty. Row k, as `{key: number or list}`, is the `options` of
                 environment k's reset, here and wherever it resets itself.
         """
-        return self.reset_rows(env_info).tensors(), torch.arange(len(self._envs))
+        return self.reset_rows(env_info).tensors(), torch.arange(len(self._envs), device="cpu")
 
     def step(
         self, action: DictTensor

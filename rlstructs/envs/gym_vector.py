@@ -114,7 +114,7 @@ class GymVectorEnv:
         Args:
             env_info: empty: a vector environment has no options for single ones.
         """
-        return self.reset_rows(env_info).tensors(), torch.arange(self._n)
+        return self.reset_rows(env_info).tensors(), torch.arange(self._n, device="cpu")
 
     def step(self, action: DictTensor) -> tuple[tuple[DictTensor, torch.Tensor], tuple[DictTensor, torch.Tensor]]:
         """Steps every environment; see `VecEnv.step`.
@@ -128,7 +128,7 @@ class GymVectorEnv:
             StateError: there was no reset.
             MissingKeyError, SpecError: the action is not what the action space needs.
         """
-        return pairs(self.step_rows(action), torch.arange(self._n))
+        return pairs(self.step_rows(action), torch.arange(self._n, device="cpu"))
 
     def row_groups(self) -> Sequence[GymVectorGroup]:
         """The groups of a `SharedVectorEnv` that has several: a rollout steps one while the agent acts on another."""

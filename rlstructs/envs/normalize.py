@@ -141,7 +141,7 @@ class Normalizing:
 
     def reset(self, env_info: DictTensor = NO_INFO) -> tuple[DictTensor, torch.Tensor]:
         """As the environment's own."""
-        return self.reset_rows(env_info).tensors(), torch.arange(self.n_envs())
+        return self.reset_rows(env_info).tensors(), torch.arange(self.n_envs(), device="cpu")
 
     def step(self, action: DictTensor) -> tuple[tuple[DictTensor, torch.Tensor], tuple[DictTensor, torch.Tensor]]:
         """As the environment's own."""

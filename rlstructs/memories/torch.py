@@ -35,7 +35,7 @@ class Torch:
 
     def host_dtype(self, dtype: torch.dtype) -> np.dtype | None:
         try:
-            return None if dtype is torch.bfloat16 else torch.empty(0, dtype=dtype).numpy().dtype
+            return None if dtype is torch.bfloat16 else torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
         except TypeError as error:
             raise SpecError(f"dtype {dtype} is not supported: numpy has none like it") from error
 
@@ -78,7 +78,7 @@ class Torch:
         return torch.from_numpy(rows)
 
     def new_seed(self) -> int:
-        return int(torch.randint(2**63 - 1, ()))
+        return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
 class Memory(base.Memory):

@@ -65,7 +65,7 @@ def rows(value: Any, index: Any) -> Any:
     if not sizes:
         return value
     # Numbers for the batch's elements, so that no index reaches the axes behind.
-    return _picked(value, sizes, torch.arange(int(np.prod(sizes))).reshape(sizes)[index])
+    return _picked(value, sizes, torch.arange(int(np.prod(sizes)), device="cpu").reshape(sizes)[index])
 
 
 def _picked(value: Any, sizes: tuple[int, ...], at: torch.Tensor) -> Any:

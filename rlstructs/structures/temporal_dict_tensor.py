@@ -294,7 +294,7 @@ def _full_lengths(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if tensor.ndim < 2:
             raise SpecError(f"TemporalDictTensor: {key!r} has shape {tuple(tensor.shape)}, expected (B, T, ...)")
         return torch.full((tensor.shape[0],), tensor.shape[1], dtype=torch.int64, device=tensor.device)
-    return torch.zeros(0, dtype=torch.int64)
+    return torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
 def _cat_padded(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -120,7 +120,8 @@ class Trajectories(Structure):
         """
         if not 0 <= n <= self.n_elems():
             raise SpecError(f"Trajectories.sample: n must lie in [0, {self.n_elems()}], got {n}")
-        drawn = torch.randperm(self.n_elems(), generator=generator)[:n]
+        device = "cpu" if generator is None else generator.device
+        drawn = torch.randperm(self.n_elems(), generator=generator, device=device)[:n]
         return self.index(drawn.to(self.device()))
 
     @staticmethod

@@ -99,7 +99,7 @@ class _AgentCheck:
         script = observed(agent, source, self._info, n_steps)
         first = script[0].observation
         for n in sorted({1, 2, first.n_elems()}):
-            rows = torch.arange(n)
+            rows = torch.arange(n, device="cpu")
             moment = first.index(rows % first.n_elems())
             recorded(agent, [Moment(rows, moment, moment)], self._info)
         return script

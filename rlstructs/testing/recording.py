@@ -93,11 +93,11 @@ class _Example:
         self._observation = observation
 
     def reset(self, env_info: DictTensor) -> tuple[DictTensor, torch.Tensor]:
-        return self._observation.clone(), torch.arange(self._observation.n_elems())
+        return self._observation.clone(), torch.arange(self._observation.n_elems(), device="cpu")
 
     def step(self, action: DictTensor) -> tuple[tuple[DictTensor, torch.Tensor], tuple[DictTensor, torch.Tensor]]:
         n = self._observation.n_elems()
-        self._observation = self._observation.index((torch.arange(n) + 1) % n)
+        self._observation = self._observation.index((torch.arange(n, device="cpu") + 1) % n)
         pair = self.reset(DictTensor())
         if "initial_state" in pair[0]:
             pair[0]["initial_state"].zero_()

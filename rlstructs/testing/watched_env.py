@@ -39,16 +39,16 @@ class WatchedEnv:
         self._info = repeated(env_info, self._n)
         self._specs: dict[str, TensorSpec] | None = None
         self._handed_out: deque[tuple[str, DictTensor, DictTensor]] = deque(maxlen=REMEMBERED)
-        self.running = torch.zeros(0, dtype=torch.int64)
+        self.running = torch.zeros(0, dtype=torch.int64, device="cpu")
         # Environments whose episode ended, and whose next step has to do nothing but start another.
-        self._ended = torch.zeros(self._n, dtype=torch.bool)
+        self._ended = torch.zeros(self._n, dtype=torch.bool, device="cpu")
 
     def reset(self) -> DictTensor:
         """The first observation of every environment."""
         where = f"{self._name}.reset"
         observation, running = self._pair(where, self._env.reset(self._info))
         self._check_observation(where, observation, self._n)
-        if not torch.equal(running, torch.arange(self._n)):
+        if not torch.equal(running, torch.arange(self._n, device="cpu")):
             raise SpecError(f"{where}: all environments have to run after it: running is {running.tolist()}, "
                             f"expected {list(range(self._n))}")  # fmt: skip
         for key, wanted in ((START, True), (DONE, False), *((end, False) for end in ENDS)):
@@ -148,7 +148,7 @@ def repeated(example: DictTensor | None, n: int) -> DictTensor:
     """Row 0 of an example, n times; empty if there is none."""
     if example is None or example.empty():
         return DictTensor()
-    return example.index(torch.zeros(n, dtype=torch.int64))
+    return example.index(torch.zeros(n, dtype=torch.int64, device="cpu"))
 
 
 def check_unchanged(message: str, tensors: DictTensor, copy: DictTensor) -> None:
@@ -197,13 +197,13 @@ def _check_ends(
         Which of those that still run have ended, and start only with their next step.
     """
     done = _done(after)
-    stopped = torch.ones(before.numel(), dtype=torch.bool)
+    stopped = torch.ones(before.numel(), dtype=torch.bool, device="cpu")
     stopped[kept] = False
     if stopped.any() and done is None:
         raise SpecError(f"{where}: environment {int(before[stopped][0])} stopped, and no key says that its episode "
                         "ended; give bool keys 'done', 'terminated' and 'truncated'")  # fmt: skip
     if done is None:
-        return torch.zeros(kept.numel(), dtype=torch.bool)
+        return torch.zeros(kept.numel(), dtype=torch.bool, device="cpu")
     if (wrong := stopped & ~done).any():
         environment = int(before[wrong][0])
         raise SpecError(f"{where}: environment {environment} stopped, but its 'done' is False in the first pair")

@@ -378,7 +378,7 @@ def generator_of(seed: np.random.Generator | int | None) -> np.random.Generator:
     if isinstance(seed, np.random.Generator):
         return seed
     if seed is None:
-        return np.random.default_rng(int(torch.randint(2**63 - 1, ())))
+        return np.random.default_rng(int(torch.randint(2**63 - 1, (), device="cpu")))
     if isinstance(seed, (bool, np.bool_)) or not isinstance(seed, (int, np.integer)) or seed < 0:
         raise SpecError(f"a seed must be a Generator or an int of at least 0, got {seed!r}")
     return np.random.default_rng(int(seed))
