@@ -24,7 +24,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -251,6 +251,26 @@ class RL_Batcher:
             self._begin_anew(self._crew.forget())
         self._life.phase = Phase.RUNNING
 
+    @overload
+    def get(
+        self,
+        blocking: Literal[True] = True,
+        out: Trajectories | None = None,
+        *,
+        min_workers: int | None = None,
+        preempt: float | None = None,
+    ) -> tuple[Trajectories, int]: ...
+
+    @overload
+    def get(
+        self,
+        blocking: bool,
+        out: Trajectories | None = None,
+        *,
+        min_workers: int | None = None,
+        preempt: float | None = None,
+    ) -> tuple[Trajectories, int] | tuple[None, None]: ...
+
     def get(
         self,
         blocking: bool = True,
@@ -281,8 +301,8 @@ class RL_Batcher:
                 rollout of that size. The trajectories that are returned are the first of its rows and
                 timesteps, or a copy of them on the batcher's device.
             min_workers: hand out the environments of so many workers, or more, as soon as they are through, in
-                place of all: first come, first served. The others' rollouts come with a later `get`; `execute`
-                starts one in those who are through.
+                place of all: first come, first served. The others' rollouts come with the `get` after another
+                `execute`, which starts one in those who are through.
             preempt: a fraction, above 0 and up to 1, of the workers: once so many are through, the others end their
                 rollouts after the step that they are in; their lengths say so.
 

@@ -224,7 +224,6 @@ def _run(batcher: RL_Batcher, settings: Settings, collected: Collected, keep: bo
         batcher.execute()
         for left in reversed(range(settings.n_rollouts)):
             trajectories, _ = batcher.get()
-            assert trajectories is not None
             if left:
                 batcher.execute()  # the workers are at the next one meanwhile
             episodes = batcher.episodes()

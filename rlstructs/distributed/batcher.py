@@ -19,7 +19,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast, overload
 
 import torch
 
@@ -122,7 +122,29 @@ class RayBatcher(RL_Batcher):
             max_restarts=max_restarts, run_ahead=run_ahead, debug=debug,
         )  # fmt: skip
 
-    def get(  # type: ignore[override]
+    @overload  # type: ignore[override]
+    def get(
+        self,
+        blocking: Literal[True] = True,
+        out: Trajectories | None = None,
+        *,
+        min_nodes: int | None = None,
+        preempt: float | None = None,
+        min_workers: None = None,
+    ) -> tuple[Trajectories, int]: ...
+
+    @overload
+    def get(
+        self,
+        blocking: bool,
+        out: Trajectories | None = None,
+        *,
+        min_nodes: int | None = None,
+        preempt: float | None = None,
+        min_workers: None = None,
+    ) -> tuple[Trajectories, int] | tuple[None, None]: ...
+
+    def get(
         self,
         blocking: bool = True,
         out: Trajectories | None = None,
@@ -138,8 +160,8 @@ class RayBatcher(RL_Batcher):
             out: as there; with `on_worker_failure="restart"` it needs a row for every environment: those that had ended
                 run again with a worker that their node has replaced.
             min_nodes: hand out the environments of so many nodes, or more, as soon as they are through, in place of
-                all: first come, first served. The others' rollouts come with a later `get`; `execute` starts one in
-                those who are through.
+                all: first come, first served. The others' rollouts come with the `get` after another `execute`, which
+                starts one in those who are through.
             preempt: as of `RL_Batcher.get`, a fraction of the nodes.
             min_workers: not here: give `min_nodes`.
 
