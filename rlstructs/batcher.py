@@ -33,7 +33,7 @@ from rlstructs import batcher_state, outputs
 from rlstructs.agent import RL_Agent
 from rlstructs.batch import ROW_INFO, Batch
 from rlstructs.books import Books, SlotBooks
-from rlstructs.checks import check_count, check_timeout
+from rlstructs.checks import check_count, check_start_method, check_timeout
 from rlstructs.crew import RAISE, Crew, check_policy, started
 from rlstructs.debug import is_on
 from rlstructs.envs.vec_env import VecEnv
@@ -65,7 +65,7 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.weights import Outbox
 from workers import SharedArena
-from workers.start import check_start_method, uninterrupted
+from workers.start import uninterrupted
 
 logger = logging.getLogger("rlstructs")
 

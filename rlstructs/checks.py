@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import SpecError
+from workers.start import START_METHODS
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
@@ -36,6 +37,31 @@ def holds(dtype: np.dtype[Any], values: np.ndarray) -> bool:
         return True
     with np.errstate(invalid="ignore"):  # NaN is no whole number
         return bool((values.astype(dtype) == values).all())
+
+
+def check_start_method(start_method: Any) -> None:
+    """Raises SpecError unless it is the name of a start method, or None for the default one."""
+    if start_method is not None and start_method not in START_METHODS:
+        raise SpecError(f"start_method must be one of {START_METHODS}, got {start_method!r}")
+
+
+def check_gamma(gamma: Any) -> None:
+    """Raises TypeError or SpecError unless it is a number from 0 to 1."""
+    if isinstance(gamma, bool) or not isinstance(gamma, (int, float, np.number)):
+        raise TypeError(f"gamma must be a number, got {gamma!r}")
+    if not 0 <= gamma <= 1:
+        raise SpecError(f"gamma must be in [0, 1], got {gamma}")
+
+
+def several(name: str, keys: Any, noun: str = "names") -> tuple[Any, ...]:
+    """Names as a tuple.
+
+    Raises:
+        SpecError: it is a single one, which would be taken for one name for each of its letters.
+    """
+    if isinstance(keys, str):
+        raise SpecError(f"{name} must be several {noun}, got the string {keys!r}")
+    return tuple(keys)
 
 
 def check_timeout(timeout: Any) -> float | None:

@@ -38,7 +38,8 @@ def check_path(option: str, path: Path, endings: dict[str, str | None]) -> None:
         SpecError: another ending, a directory that is not there or cannot be written into, or a module
             that is not installed.
     """
-    if path.suffix not in endings:
+    ending = files.ending_of(path)
+    if ending not in endings:
         raise SpecError(f"{option}: the name must end in {' or '.join(endings)}, got {str(path)!r}")
     if not path.parent.is_dir():
         raise SpecError(f"{option}: there is no directory {str(path.parent)!r}")
@@ -48,7 +49,7 @@ def check_path(option: str, path: Path, endings: dict[str, str | None]) -> None:
         tempfile.TemporaryFile(dir=path.parent).close()  # the one sure way to know
     except OSError as error:
         raise SpecError(f"{option}: cannot write {str(path)!r}: {error}") from error
-    module = endings[path.suffix]
+    module = endings[ending]
     try:
         importlib.import_module(module or "torch")
     except ImportError as error:

@@ -61,7 +61,7 @@ class Field:
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize  # of any size, where numpy's would overflow
 
 
 @dataclass(frozen=True)

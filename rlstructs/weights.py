@@ -84,7 +84,7 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
         self._places: dict[int, Place] = {}
 
     def persistent_id(self, obj: Any) -> Place | None:
-        if type(obj) not in (torch.Tensor, torch.nn.Parameter) or obj.layout != torch.strided:
+        if type(obj) not in (torch.Tensor, torch.nn.Parameter) or not _has_plain_bytes(obj):
             return None
         if id(obj) not in self._places:
             parameter = type(obj) is torch.nn.Parameter
@@ -93,6 +93,11 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
             # At least one step: places tell tensors apart, empty ones too.
             self.nbytes += _up(max(1, obj.numel() * obj.element_size()), ALIGNMENT)
         return self._places[id(obj)]
+
+
+def _has_plain_bytes(tensor: torch.Tensor) -> bool:
+    """Whether its numbers, and nothing else, are what it is: not so of sparse and quantised ones, nor of "meta"."""
+    return tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
 
 
 class _Unpacker(Unpickler):

@@ -539,9 +539,10 @@ INFO = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("ending", [".npz", ".hdf5"])
 @pytest.mark.parametrize(("content", "lines"), INFO.values(), ids=INFO)
-def test_info_says_what_is_in_a_file(run, tmp_path, content, lines):
-    path = tmp_path / "x.npz"
+def test_info_says_what_is_in_a_file(run, tmp_path, content, lines, ending):
+    path = tmp_path / f"x{ending}"
     content.save(path)
     code, stdout, stderr = run("info", path)
     first, *rest = stdout.splitlines()

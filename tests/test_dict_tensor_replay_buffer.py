@@ -798,6 +798,19 @@ def test_steps_and_frames_are_put_together_when_they_are_read():  # R8, R10
     assert only.sample(4)["next/reward"].shape == (4, 2) and only.sample(4)["obs"].shape == (4,)
 
 
+def test_what_is_stacked_is_named():
+    buffer = made(stack_num=2, stack_keys=[("next", "obs")])
+    buffer.extend({"obs": torch.zeros(6, 3), "next": {"obs": torch.ones(6, 3), "done": torch.zeros(6) > 0}})
+    batch = buffer.sample(4)
+    assert batch["next/obs"].shape == (4, 2, 3) and batch["obs"].shape == (4, 3)
+    with pytest.raises(SpecError, match="^stack_keys must be several names, got the string 'obs'$"):
+        made(stack_num=2, stack_keys="obs")
+    buffer = made(stack_num=2, stack_keys=["obs", "nothing"])
+    buffer.extend(numbered(0, 3))
+    with pytest.raises(MissingKeyError, match=r"^stack_keys: no .'nothing'. in this buffer, there are .'next/done'"):
+        buffer.sample(2)
+
+
 def test_what_a_batcher_puts_beside_observations_is_neither_summed_nor_stacked():
     t = torch.arange(6.0)[None]
     seen = {"frame": t, "reward": t, "initial_state": t == 0, "done": t < 0, "last_action": t.long()}

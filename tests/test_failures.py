@@ -562,9 +562,10 @@ def test_a_timeout_that_is_none_is_refused(timeout, kind):
         count_batcher([[3]], 5, timeout=timeout)
 
 
-def test_slots_that_do_not_fit_are_refused_before_they_are_taken():
+@pytest.mark.parametrize("n_timesteps", [10**12, 2**62, 2**63, 10**30])
+def test_slots_that_do_not_fit_are_refused_before_they_are_taken(n_timesteps):
     with pytest.raises(OutOfMemoryError, match="bytes are needed"):
-        count_batcher([[3, 3]], 10**12)
+        count_batcher([[3, 3]], n_timesteps)
 
 
 def test_nothing_is_printed(capfd):

@@ -594,6 +594,24 @@ def test_a_reward_that_a_reset_overwrites_is_kept():  # R1
     assert rewards == [1, 2, 1, 2]
 
 
+class OneReward(Count):
+    """Environments that have one array for the rewards of them all."""
+
+    reward = np.zeros(())
+
+    def step(self, action):
+        observation, reward, *rest = super().step(action)
+        self.reward[...] = reward * self.length
+        return observation, self.reward, *rest
+
+
+def test_rewards_that_another_environment_overwrites_are_kept():
+    env = GymEnvInf([OneReward(8), OneReward(9)], 0)
+    env.reset()
+    rewards = [env.step(DictTensor({"action": torch.tensor([0, 0])}))[0][0]["reward"].tolist() for _ in range(4)]
+    assert rewards == [[8 * step, 9 * step] for step in range(1, 5)]
+
+
 def test_setting_a_key_of_one_observation_leaves_the_other():
     env = GymEnvInf([Count(9)], 0)
     env.reset()

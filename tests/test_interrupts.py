@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import linecache
+import os
 import signal
 import sys
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 from gymnasium.error import NoAsyncCallError
 from helpers import Count, count_batcher, rollout
+from processes import worker_pids
 
 import rlstructs.replay
 import workers
@@ -148,6 +151,24 @@ def test_a_get_that_is_interrupted_anywhere_loses_nothing_but_what_it_was_about_
             if not was_there:
                 break
         assert at > 100 and n_lost < 10  # in the very return
+
+
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_a_close_that_is_interrupted_anywhere_is_gone_on_with(first):
+    count_batcher([[3]], 2).close()  # the fork server runs from here on
+    n_open = len(os.listdir("/proc/self/fd"))
+    for at in itertools.count(first, 9):
+        batcher = count_batcher([[3]], 2)
+        _, was_there = signalled(batcher.close, at)
+        with open(os.devnull) as mine:  # has the first number that is free: nobody closes that a second time
+            batcher.close()
+            del batcher
+            gc.collect()
+            assert os.fstat(mine.fileno()) and not worker_pids()
+        assert len(os.listdir("/proc/self/fd")) == n_open
+        if not was_there:
+            break
+    assert at > 50
 
 
 def test_a_reset_that_is_interrupted_anywhere_is_none_or_whole_or_the_end():

@@ -73,6 +73,24 @@ def test_sequences_come_by_environment_and_are_never_cut(kind):  # CV2, S7, S11
     assert memory.all_sequence_indexes.tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
 
 
+@pytest.mark.parametrize("name", ["float32", "int32", "uint8", "bool", "bfloat16"])
+def test_dtypes_have_names(kind, name):
+    memory = KINDS[kind].RandomMemory(memory_size=2)
+    memory.create_tensor("x", 1, name)
+    framework = memory.framework
+    assert framework.name_of(framework.dtype(name)) == name
+
+
+def test_numbers_that_are_none_are_refused(kind):
+    memory = counted(kind, 4, 2, 4)
+    for wrong in ("2", 2.5, None, True):
+        with pytest.raises(TypeError, match=f"^mini_batches must be an int, got {wrong!r}$"):
+            memory.sample(["t"], 2, mini_batches=wrong)
+    for wrong in ("1", None, torch.tensor(0.5)):
+        with pytest.raises(TypeError, match="^gamma must be a number, got"):
+            memory.sample(["t"], 2, gamma=wrong)
+
+
 @pytest.mark.parametrize("mini_batches", [-1, 0, 1, 2, 3, 4, 8, 10])
 def test_sample_all_gives_every_row_exactly_once(kind, mini_batches):  # CV3, S8, R28
     parts = every(counted(kind, 4, 2, 4), "t", mini_batches=mini_batches)
@@ -284,7 +302,11 @@ def test_a_new_memory_is_empty(kind):
         ({"memory_size": 2, "num_envs": 0}, SpecError, "^num_envs must be at least 1, got 0$"),
         ({"memory_size": 2, "num_envs": "2"}, TypeError, "^num_envs must be an int, got '2'$"),
         ({"memory_size": 2, "export_format": "np"}, ValueError, "^the format must be one of .*'npz'.*, got 'np'$"),
-        ({"memory_size": 2, "device": "abacus"}, (SpecError, RuntimeError, ValueError), "abacus"),
+        ({"memory_size": 2, "device": "abacus"}, SpecError, "^device: .* has no 'abacus'"),
+        ({"memory_size": 2, "device": "cpu:7x"}, SpecError, "^device: .* has no 'cpu:7x'"),
+        ({"memory_size": 2, "device": 3.5}, (TypeError, SpecError), "3.5"),
+        ({"memory_size": 2, "seed": -1}, SpecError, "^a seed must be a Generator or an int of at least 0, got -1$"),
+        ({"memory_size": 2, "seed": 1.5}, SpecError, "^a seed must be a Generator or an int of at least 0, got 1.5$"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(kind, settings, error, message):

@@ -355,6 +355,8 @@ def test_what_cannot_be_normalised_is_said():
         NormalizeObservation(cartpole, clip="no")
     with pytest.raises(TypeError, match=r"^NormalizeObservation needs a VecEnv, such as GymEnvInf, got TimeLimit$"):
         NormalizeObservation(gymnasium.make("CartPole-v1"))
+    with pytest.raises(SpecError, match=r"^keys must be several names, got the string 'frame'$"):
+        NormalizeObservation(cartpole, keys="frame")
     with pytest.raises(SpecError, match=r"has no floating-point \['pixels'\]"):
         NormalizeObservation(cartpole, keys=["pixels"])
     with pytest.raises(SpecError, match=r"^NormalizeObservation: 'observation/frame' is normalised twice$"):

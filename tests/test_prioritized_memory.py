@@ -202,6 +202,8 @@ def test_the_last_of_equal_indexes_counts(kind, of):  # R24
         ([-1, 0], [1.0, 1.0], IndexError, r"^indexes must be in \[0, 4\), got -1$"),
         ([0.0], [1.0], SpecError, "^indexes must be integers, got float64$"),
         ([0, 3], [9.0, 9.0], SpecError, "^index 3 holds no row$"),
+        ([0], ["a"], SpecError, "^priorities must hold numbers, got <U1$"),
+        ([0], [1 + 1j], SpecError, "^priorities must hold numbers, got complex128$"),
         ([0], [1e300], SpecError, "priorit"),  # 1e300 ** 2 is no number
     ],
 )

@@ -68,7 +68,7 @@ def ways(buffer, folder):
     buffer.save_hdf5(str(folder / "packed.hdf5"), compression="gzip")
     yield type(buffer).load_hdf5(folder / "plain")
     yield type(buffer).load_hdf5(str(folder / "packed.hdf5"))
-    for suffix in (".npz", ".pt", ".h5"):
+    for suffix in (".npz", ".pt", ".h5", ".hdf5"):
         buffer.save(folder / f"x{suffix}")
         other = type(buffer)._of_settings(buffer._settings(), {})
         other._rng.random(3)

@@ -880,6 +880,6 @@ def test_what_is_wrong_with_an_argument_is_refused_and_nothing_is_left(arguments
         {"start_method": "spawn", "context": "fork"}, {"observation_mode": "other"}, {"max_concurrency": 0},
         {"observation_mode": (Basket.observation_space, 3)},
     ):  # fmt: skip
-        with pytest.raises(ValueError):
+        with pytest.raises(SpecError):
             SharedVectorEnv([Basket], 1, **wrong)
     assert worker_pids() == before

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from workers import groups
 from workers.descriptors import Descriptor
+from workers.start import uninterrupted
 
 
 class OutOfMemoryError(MemoryError):
@@ -36,7 +37,8 @@ class SharedArena:
     """
 
     def __init__(self) -> None:
-        self._descriptor = Descriptor(_anonymous_file())
+        with uninterrupted():  # until it has an owner
+            self._descriptor = Descriptor(_anonymous_file())
         self._map: mmap.mmap | None = None
 
     @property

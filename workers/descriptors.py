@@ -10,6 +10,7 @@ from multiprocessing import reduction
 from typing import Any
 
 from workers.errors import WorkerError
+from workers.start import uninterrupted
 
 # What a worker holds open here: its pipe, the two ends that its process object keeps, and its pidfd; and
 # what more there is while the last one starts, the fork server included.
@@ -28,9 +29,10 @@ class Descriptor:
         return self._fd
 
     def close(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        with uninterrupted():  # closed twice, it may be the number of somebody else's file
+            if self._fd is not None:
+                fd, self._fd = self._fd, None
+                os.close(fd)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # as a program ends, `os` may be gone before
         if self._fd is not None:

@@ -14,6 +14,7 @@ import os
 import pickle
 import re
 import struct
+import sys
 import traceback
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -154,6 +155,9 @@ class Failure(NamedTuple):
             error = WorkerError(f"{self.summary} ({where})", worker_index)
         else:
             add_note(error, where)
+            if isinstance(error, ModuleNotFoundError) and error.name in sys.modules:
+                module = f"sys.modules[{error.name!r}]"
+                add_note(error, f"it is loaded here: cloudpickle.register_pickle_by_value({module}) sends all of it")
         error.__cause__ = RemoteTraceback(self.text, worker_index)
         return error
 

@@ -202,17 +202,18 @@ class WorkerProcess:
 
     def release(self) -> None:
         """Lets go of the pipe and of the process object. Idempotent."""
-        if self._is_released:
-            return
-        self.state, self._is_released = State.GONE, True
-        self.channel.close()
-        if self._pidfd is not None:
-            self._pidfd.close()
-        self._exit_code = self._process.exitcode
-        if self._exit_code is not None:
-            self._process.close()
-        else:  # the fork server, which would tell it, is gone or stopped
-            start.forget_child(self._process)
+        with start.uninterrupted():  # what is left half done nobody does again
+            if self._is_released:
+                return
+            self.state, self._is_released = State.GONE, True
+            self.channel.close()
+            if self._pidfd is not None:
+                self._pidfd.close()
+            self._exit_code = self._process.exitcode
+            if self._exit_code is not None:
+                self._process.close()
+            else:  # the fork server, which would tell it, is gone or stopped
+                start.forget_child(self._process)
 
 
 def end_all(workers: list[WorkerProcess], patience: float = 0.0) -> None:

@@ -27,9 +27,10 @@ class Watch:
         self._made_by = os.getpid()
         # A signal handler may end the watch while its thread reads.
         self._lock, self._is_over, self._n_waiting = threading.RLock(), False, 0
-        woken, self._wakes = os.pipe()
+        with uninterrupted():  # until somebody is to close it
+            woken, self._wakes = os.pipe()
+            self._close_pipe = util.Finalize(self, _close_all, args=((woken, self._wakes),))
         self._poll.register(woken, select.POLLIN)
-        self._close_pipe = util.Finalize(self, _close_all, args=((woken, self._wakes),))
 
     def add(self, worker: WorkerProcess) -> None:
         """Watches a worker too.
@@ -46,9 +47,10 @@ class Watch:
 
     def forget(self, worker: WorkerProcess) -> None:
         """Watches a worker no more."""
-        for fd in [fd for fd, (index, _) in self._index_of.items() if index == worker.index]:
-            self._poll.unregister(fd)
-            del self._index_of[fd]
+        with uninterrupted():  # what is unregistered once and still known could not be forgotten again
+            for fd in [fd for fd, (index, _) in self._index_of.items() if index == worker.index]:
+                self._poll.unregister(fd)
+                del self._index_of[fd]
 
     def wait(self, deadline: float | None, read: Callable[[int, bool], None]) -> bool:
         """Reads what comes first; False when nothing came before the deadline.
@@ -71,7 +73,8 @@ class Watch:
                 self._lock.acquire()
                 self._n_waiting -= 1
                 if self._is_over and not self._n_waiting:
-                    self._close_pipe()
+                    with uninterrupted():  # it is done once
+                        self._close_pipe()
             self._check_going_on()
             with uninterrupted():  # a reply that was read and not kept would be waited for, for ever
                 for fd, _ in events:
@@ -81,7 +84,7 @@ class Watch:
 
     def end(self) -> None:
         """Ends the waiting of other threads, and all to come."""
-        with self._lock:
+        with self._lock, uninterrupted():
             if self._is_over:
                 return
             self._is_over = True

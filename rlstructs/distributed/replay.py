@@ -41,7 +41,7 @@ from rlstructs.replay.columns import cast
 from rlstructs.replay.expand import NEVER
 from rlstructs.replay.prioritised import exponent, largest_of, limit_of
 from rlstructs.replay.trajectories import STEP_ENDS, STEP_START
-from rlstructs.replay.values import host_array
+from rlstructs.replay.values import host_array, real_numbers
 from rlstructs.rows import raw_dtype
 from rlstructs.steps import raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
@@ -248,7 +248,7 @@ class RayReplay:
         if self._alpha is None:
             raise StateError("update_priorities: this memory draws all rows alike; make it with alpha=")
         rows = host_array(INDEX, index).reshape(-1).astype(np.int64)
-        values = host_array("priorities", priorities).astype(np.float64).reshape(-1)
+        values = real_numbers("priorities", priorities).reshape(-1)
         if values.shape != rows.shape:
             raise SpecError(f"update_priorities: {values.size} priorities came for {rows.size} indexes")
         if not rows.size:

@@ -159,7 +159,7 @@ class GymEnv:
         for row, (env, action_of_it) in enumerate(zip(self._stepped, actions, strict=True)):
             frame, reward, terminated, truncated, _ = env.step(action_of_it)
             if not are_apart:  # another environment may write into the same array
-                seen.append(frame)
+                seen.append((frame, reward))
                 frame, reward = _copied(frame), _copied(reward)
             if terminated or truncated:
                 ended.append((row, bool(terminated), bool(truncated)))
@@ -170,7 +170,10 @@ class GymEnv:
             rewards.append(reward)
         after = self._write(frames, running, rewards, ended, action_columns)
         if not are_apart:
-            self._are_apart = not any(share_memory(map(leaf.pick, seen)) for leaf in self._leaves.values())
+            given, paid = zip(*seen, strict=True)
+            self._are_apart = not share_memory(paid) and not any(
+                share_memory(map(leaf.pick, given)) for leaf in self._leaves.values()
+            )
         if not ended:
             return Step(after, NO_ROWS, None, None)
         rows = np.array([row for row, _, _ in ended], np.int64)
@@ -315,6 +318,8 @@ def refuse_reserved(keys: Any) -> None:
 
 
 def _options(env_info: DictTensor, n_envs: int) -> list[dict[str, Any] | None]:
+    if not isinstance(env_info, DictTensor):
+        raise TypeError(f"env_info must be a DictTensor, got {type(env_info).__name__}")
     if env_info.empty():
         return [None] * n_envs
     if env_info.n_elems() != n_envs:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from rlstructs.checks import several
 from rlstructs.envs.gym_env import NO_INFO, RAW_REWARD, RESERVED
 from rlstructs.envs.vec_env import NO_ROWS, Step, VecEnv, load_statistics, pairs, row_env, take_statistics
 from rlstructs.errors import MissingKeyError, SpecError
@@ -268,7 +269,7 @@ class NormalizeObservation(Normalizing):
     def __init__(
         self, env: VecEnv, *, keys: Sequence[str] | None = None, epsilon: float = 1e-8, clip: float | None = 10.0
     ) -> None:
-        self._keys = None if keys is None else list(keys)
+        self._keys = None if keys is None else list(several("keys", keys))
         self._epsilon, self._clip = _positive("epsilon", epsilon), None if clip is None else _positive("clip", clip)
         super().__init__(env)
 

@@ -33,6 +33,7 @@ from rlstructs.envs.outcomes import Outcome, infos_of_all, infos_of_some
 from rlstructs.envs.vector_arguments import (
     RESET_MASK,
     SAME,
+    autoreset_mode_of,
     env_fns_of,
     env_ids_of,
     group_count,
@@ -127,7 +128,7 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         spaces = observation_spaces_of(observation_mode)
         start_method = start_method_of(start_method, context)
         self.env_fns, self.num_envs, self.copy = makers, len(makers), bool(copy)
-        self.autoreset_mode = AutoresetMode(autoreset_mode)
+        self.autoreset_mode = autoreset_mode_of(autoreset_mode)
         groups = shares_of(range(self.num_envs), group_count(n_groups, self.num_envs))
         self.groups = tuple(np.array(group) for group in groups)
         n_workers = worker_count(n_workers, len(groups[-1]), max_concurrency)

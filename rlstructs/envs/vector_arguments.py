@@ -8,8 +8,9 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+from gymnasium.vector import AutoresetMode
 
-from rlstructs.checks import check_count
+from rlstructs.checks import check_count, check_start_method
 from rlstructs.errors import SpecError
 from workers.groups import n_cores
 
@@ -81,11 +82,25 @@ def start_method_of(start_method: str | None, context: str | None) -> str | None
     """How workers are started, which gymnasium calls the context.
 
     Raises:
-        SpecError: both are given, and differ.
+        SpecError: both are given, and differ; or there is no such method.
     """
     if start_method is not None and context not in (None, start_method):
         raise SpecError(f"start_method and context mean the same, got {start_method!r} and {context!r}")
-    return context if start_method is None else start_method
+    method = context if start_method is None else start_method
+    check_start_method(method)
+    return method
+
+
+def autoreset_mode_of(mode: AutoresetMode | str) -> AutoresetMode:
+    """The mode of this name.
+
+    Raises:
+        SpecError: there is none.
+    """
+    try:
+        return AutoresetMode(mode)
+    except ValueError as error:
+        raise SpecError(f"autoreset_mode must be one of {[m.value for m in AutoresetMode]}, got {mode!r}") from error
 
 
 def seeds_of(seed: int | Sequence[int | None] | None, n_envs: int) -> list[int | None]:

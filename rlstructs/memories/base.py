@@ -256,6 +256,8 @@ class Memory(NamedTensors, ABC):
         starts: np.ndarray | None = None,
     ) -> list[list[Any]]:
         """Hands arrays over in parts; a part begins only at one of `starts`, if they are given."""
+        if isinstance(mini_batches, bool) or not hasattr(mini_batches, "__index__"):
+            raise TypeError(f"mini_batches must be an int, got {mini_batches!r}")
         dtypes = [self._dtypes[name] for name in known]
         if mini_batches <= 1:
             return [self._in_order(names, known, self.framework.hand_over(arrays, dtypes, self.device))]

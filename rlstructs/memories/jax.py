@@ -61,7 +61,12 @@ class Jax:
             return jax.devices()[0]
         if isinstance(device, str):
             kind, _, number = device.partition(":")
-            return jax.devices({"cuda": "gpu"}.get(kind, kind))[int(number or 0)]
+            try:
+                return jax.devices({"cuda": "gpu"}.get(kind, kind))[int(number or 0)]
+            except (RuntimeError, ValueError, IndexError) as error:
+                raise SpecError(f"device: jax has no {device!r}: {error}") from error
+        if not isinstance(device, jax.Device):
+            raise TypeError(f"device must be one of jax's or its name, got {device!r}")
         return device
 
     def name_of_device(self, device: Any) -> str:

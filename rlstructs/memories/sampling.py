@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rlstructs.checks import check_count
+from rlstructs.checks import check_count, check_gamma
 from rlstructs.errors import SpecError, StateError
 from rlstructs.memories import base
 from rlstructs.replay import expand
@@ -19,7 +19,7 @@ from rlstructs.replay.reading import discounted
 from rlstructs.replay.roles import is_after, is_reward
 from rlstructs.replay.samplers import Span, Uniform, draw_fitting
 from rlstructs.replay.selection import Selection
-from rlstructs.replay.values import host_array
+from rlstructs.replay.values import host_array, real_numbers
 
 Fits = Callable[[np.ndarray], np.ndarray]
 
@@ -106,7 +106,7 @@ class RandomMemory(base.Memory):
             return self.sample_by_index(names=names, indexes=self.sampling_indexes, mini_batches=mini_batches)
         if length > 1:
             arrays = [array.reshape(n * length, *array.shape[2:]) for array in arrays]
-        starts = None if mini_batches <= 1 else np.arange(0, n * length, length)
+        starts = None if mini_batches == 1 else np.arange(0, n * length, length)
         return self._batches(names, known, arrays, n * length, mini_batches, starts)
 
     def get_sampling_mask(self) -> Any:
@@ -266,7 +266,7 @@ class PrioritizedMemory(RandomMemory):
             IndexError, SpecError: something is not so; nothing has changed.
         """
         rows = host_array("indexes", indexes)
-        values = host_array("priorities", priorities).astype(np.float64).reshape(-1)
+        values = real_numbers("priorities", priorities).reshape(-1)
         with self._prioritised.lock:
             span = self._store().span()
             is_last = self._prioritised.is_last(rows, span)
@@ -323,8 +323,7 @@ def _check(sequence_length: Any, n_step: Any, gamma: float, episode_ends: str) -
     length = 1 if sequence_length in (0, 1) else check_count("sequence_length", sequence_length)
     if n_step != 1 and check_count("n_step", n_step) > 1 and length > 1:
         raise SpecError("n_step and sequence_length cannot both be above 1")
-    if not 0 <= gamma <= 1:
-        raise SpecError(f"gamma must be in [0, 1], got {gamma}")
+    check_gamma(gamma)
     if episode_ends not in EPISODE_ENDS:
         raise SpecError(f"episode_ends must be one of {EPISODE_ENDS}, got {episode_ends!r}")
     return length

@@ -26,7 +26,7 @@ from rlstructs.replay.roles import ENDS
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.storage import Storage
 from rlstructs.replay.tensor_columns import TensorColumns
-from rlstructs.replay.values import as_whole, encoded, host_array
+from rlstructs.replay.values import as_whole, encoded, generator_of, host_array
 
 
 class NamedTensors:
@@ -54,7 +54,7 @@ class NamedTensors:
         self.export_directory = export_directory
         self.strict = strict
         self.sampling_indexes: Any = None
-        self._rng = np.random.default_rng(self.framework.new_seed() if seed is None else seed)
+        self._rng = generator_of(self.framework.new_seed() if seed is None else seed)
         self._dtypes: dict[str, Any] = {}
         # Tensors that were asked for; they get their bytes when one is first needed.
         self._planned: dict[str, Spec] = {}

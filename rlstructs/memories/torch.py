@@ -28,6 +28,8 @@ class Torch:
             return torch.get_default_dtype()
         if isinstance(dtype, torch.dtype):
             return dtype
+        if dtype == "bfloat16":
+            return torch.bfloat16
         try:
             return torch.from_numpy(np.empty(0, dtype)).dtype
         except TypeError as error:
@@ -51,7 +53,10 @@ class Torch:
     def device(self, device: Any) -> torch.device:
         if device is None:
             device = "cuda:0" if torch.cuda.is_available() else "cpu"
-        return as_device(device)
+        try:
+            return as_device(device)
+        except RuntimeError as error:
+            raise SpecError(f"device: torch has no {device!r}: {error}") from error
 
     def name_of_device(self, device: torch.device) -> str:
         return str(device)

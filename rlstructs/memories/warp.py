@@ -35,7 +35,9 @@ class Warp:
     def dtype(self, dtype: Any) -> Any:
         if dtype is None or (isinstance(dtype, type) and dtype in PYTHON):
             return PYTHON[dtype]
-        for convert in (lambda found: wp.dtype_to_numpy(found) and found, wp.dtype_from_numpy):
+        if dtype == "bfloat16":
+            return BFLOAT16
+        for convert in (_scalar, _of_numpy):
             with contextlib.suppress(TypeError):
                 return convert(dtype)
         raise SpecError(f"dtype must be one of warp's or numpy's scalars, got {dtype!r}")
@@ -51,7 +53,10 @@ class Warp:
 
     def device(self, device: Any) -> Any:
         start_warp()
-        return wp.get_device(device)
+        try:
+            return wp.get_device(device)
+        except (ValueError, RuntimeError, TypeError) as error:
+            raise SpecError(f"device: warp has no {device!r}: {error}") from error
 
     def name_of_device(self, device: Any) -> str:
         return str(device.alias)
@@ -88,6 +93,15 @@ class Warp:
 
     def new_seed(self) -> int:
         return int(np.random.randint(2**63 - 1, dtype=np.int64))
+
+
+def _scalar(dtype: Any) -> Any:
+    wp.dtype_to_numpy(dtype)  # raises where it is none of warp's
+    return dtype
+
+
+def _of_numpy(dtype: Any) -> Any:
+    return wp.dtype_from_numpy(np.dtype(dtype))
 
 
 def _of_tensor(tensor: torch.Tensor, dtype: Any) -> wp.array:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlstructs.errors import SpecError
+from rlstructs.errors import OutOfMemoryError, SpecError
 from workers.arena import SharedArena, available_bytes
 
 __all__ = ["Backing", "Block", "Heap", "OnDisk", "Shared", "available_bytes"]
@@ -33,7 +33,10 @@ class HeapBlock:
     """Ordinary memory; pickled by value."""
 
     def __init__(self, nbytes: int) -> None:
-        self._bytes = np.zeros(nbytes, np.uint8)
+        try:
+            self._bytes = np.zeros(nbytes, np.uint8)
+        except MemoryError as error:
+            raise OutOfMemoryError(f"{nbytes:,} bytes are needed, which there are not: {error}") from error
 
     def bytes(self) -> np.ndarray:
         return self._bytes

@@ -7,6 +7,7 @@ time. Only this module knows it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,7 @@ class Spec:
     @property
     def nbytes(self) -> int:
         """Bytes of a row."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def unwritten(self) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlstructs.checks import check_count
+from rlstructs.checks import check_count, check_gamma
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay import expand
 from rlstructs.replay.columns import Spec
@@ -44,8 +44,7 @@ class Reading:
     def __post_init__(self) -> None:
         check_count("n_step", self.n_step)
         check_count("stack_num", self.stack_num)
-        if not 0 <= self.gamma <= 1:
-            raise SpecError(f"gamma must be in [0, 1], got {self.gamma}")
+        check_gamma(self.gamma)
 
     @property
     def is_plain(self) -> bool:

@@ -34,6 +34,29 @@ def host_array(name: str, value: Any) -> np.ndarray:
     return np.asarray(array, np.float32) if array.dtype.name == "bfloat16" else array
 
 
+def real_numbers(name: str, value: Any) -> np.ndarray:
+    """The same, float64.
+
+    Raises:
+        SpecError: they are no real numbers.
+    """
+    array = host_array(name, value)
+    if array.dtype.kind not in "biuf" and array.size:
+        raise SpecError(f"{name} must hold numbers, got {array.dtype}")
+    return array.astype(np.float64)
+
+
+def generator_of(seed: np.random.Generator | int | None) -> np.random.Generator:
+    """A generator: `seed` itself, one with this seed, or one seeded from torch's global generator."""
+    if isinstance(seed, np.random.Generator):
+        return seed
+    if seed is None:
+        return np.random.default_rng(int(torch.randint(2**63 - 1, (), device="cpu")))
+    if isinstance(seed, (bool, np.bool_)) or not isinstance(seed, (int, np.integer)) or seed < 0:
+        raise SpecError(f"a seed must be a Generator or an int of at least 0, got {seed!r}")
+    return np.random.default_rng(int(seed))
+
+
 def encoded(name: str, values: Any, spec: Spec) -> Any:
     """Numbers as a column holds them, but for a cast; tensors that it takes are as they should be."""
     return values if not spec.is_bfloat16 or isinstance(values, torch.Tensor) else to_bits(name, values)

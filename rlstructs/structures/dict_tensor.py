@@ -266,6 +266,8 @@ def masked_tensor(tensor0: torch.Tensor, tensor1: torch.Tensor, mask: torch.Tens
     """
     if tensor0.shape != tensor1.shape or tensor0.dtype != tensor1.dtype:
         raise SpecError(f"masked_tensor: tensor1 is {show(tensor1)}, expected {show(tensor0)} as tensor0")
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"masked_tensor: mask must be a tensor, got {type(mask).__name__}")
     if mask.ndim != 1 or tensor0.ndim == 0 or mask.shape[0] != tensor0.shape[0]:
         raise SpecError(f"masked_tensor: mask is {show(mask)}, expected one value per row of {show(tensor0)}")
     if mask.dtype != torch.bool:

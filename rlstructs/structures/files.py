@@ -122,7 +122,7 @@ def reading(
     """
     path = Path(path)
     open_file = _by_ending(path, READERS, suffix)
-    if compressed and (suffix or path.suffix) == ".h5":
+    if compressed and (suffix or ending_of(path)) == ".h5":
         open_file = partial(open_file, compressed=True)
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
@@ -170,17 +170,22 @@ def _checked(header: Any) -> dict[str, Any]:
 
 
 def _by_ending(path: Path, table: Mapping[str, Callable[..., Any]], suffix: str | None = None) -> Callable[..., Any]:
-    suffix = path.suffix if suffix is None else suffix
-    if suffix not in table:
+    ending = ending_of(path) if suffix is None else suffix
+    if ending not in table:
         raise FileError(f"{path}: the name must end in one of {', '.join(table)}")
-    return table[suffix]
+    return table[ending]
+
+
+def ending_of(path: Path) -> str:
+    """What a name ends in, of two names for one kind of file the one that is known here."""
+    return {".hdf5": ".h5"}.get(path.suffix, path.suffix)
 
 
 def _check_names(path: Path, names: list[str]) -> None:
     groups = {name[:end] for name in names for end, letter in enumerate(name) if letter == "/"}
     for name in names:
         # HDF5 takes a/b for b in the group a, and has no empty names.
-        unfit = path.suffix == ".h5" and (name in groups or not {"", "."}.isdisjoint(name.split("/")))
+        unfit = ending_of(path) == ".h5" and (name in groups or not {"", "."}.isdisjoint(name.split("/")))
         if name == HEADER or "\0" in name or unfit:
             raise FileError(f"{path}: a {path.suffix} file cannot hold the name {name!r} beside the others")
 

@@ -24,7 +24,7 @@ from rlstructs.replay.samplers import Span
 from rlstructs.replay.selection import Selection
 from rlstructs.replay.storage import ALL, Storage
 from rlstructs.replay.trajectories import STEP_ENDS, STEP_START, as_slice, rounds
-from rlstructs.replay.values import host_array
+from rlstructs.replay.values import generator_of, host_array
 from rlstructs.structures.trajectories import Trajectories
 
 LOG = logging.getLogger("rlstructs")
@@ -371,14 +371,3 @@ class Buffer:
     def _restorer(self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Callable[[], None]:
         """What restores both; raises ValueError, KeyError or TypeError if they do not fit."""
         return lambda: None
-
-
-def generator_of(seed: np.random.Generator | int | None) -> np.random.Generator:
-    """A generator: `seed` itself, one with this seed, or one seeded from torch's global generator."""
-    if isinstance(seed, np.random.Generator):
-        return seed
-    if seed is None:
-        return np.random.default_rng(int(torch.randint(2**63 - 1, (), device="cpu")))
-    if isinstance(seed, (bool, np.bool_)) or not isinstance(seed, (int, np.integer)) or seed < 0:
-        raise SpecError(f"a seed must be a Generator or an int of at least 0, got {seed!r}")
-    return np.random.default_rng(int(seed))

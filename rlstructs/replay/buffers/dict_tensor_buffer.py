@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlstructs.checks import check_count
+from rlstructs.checks import check_count, several
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay.buffers.batches_in import rows_of
 from rlstructs.replay.buffers.buffer_samplers import INDEX, MASK, RandomSampler, Sampler
@@ -124,7 +124,8 @@ class DictTensorReplayBuffer(DictTensorParts):
             raise SpecError("prefetch needs a batch_size: it says how large the batches are that are made ahead")
         if pin_memory and not torch.accelerator.is_available():
             raise StateError("pin_memory: torch sees no accelerator that page-locked memory would be for")
-        reading = Reading(n_step, gamma, stack_num, None if stack_keys is None else tuple(stack_keys))
+        keys = None if stack_keys is None else tuple(joined(key) for key in several("stack_keys", stack_keys))
+        reading = Reading(n_step, gamma, stack_num, keys)
         self._check_parts(self._sampler, self._writer, reading)
         super().__init__(
             1,
@@ -239,6 +240,8 @@ class DictTensorReplayBuffer(DictTensorParts):
         request = (*self._sampler.plan(n), with_info)
         if not self._span().total:
             raise StateError("Cannot sample from an empty storage.")
+        if absent := sorted(set(self._reading.stack_keys or ()) - self._specs.keys()):
+            raise MissingKeyError(f"stack_keys: no {absent} in this buffer, there are {sorted(self._specs)}")
         if not self._knows_episodes and (self._sampler.needs_episodes or not self._reading.is_plain):
             raise SpecError(
                 "nothing says where episodes end: no terminated, truncated or done, and no end_key or traj_key"

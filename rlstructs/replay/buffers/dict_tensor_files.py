@@ -14,7 +14,7 @@ from rlstructs.replay.buffers.dict_tensor_index import DictTensorIndex
 from rlstructs.replay.buffers.prefetch import Prefetch
 from rlstructs.replay.locks import lock_that_forks
 from rlstructs.replay.unchanged import UNCHANGED, Unchanged
-from rlstructs.structures.files import WRITERS
+from rlstructs.structures.files import WRITERS, ending_of
 
 
 class DictTensorFiles(DictTensorIndex):
@@ -31,7 +31,7 @@ class DictTensorFiles(DictTensorIndex):
             path: a file, which ends in `.npz`, `.pt` or `.h5` (which needs the extra `hdf5`); or a folder, whose name
                 is any other, for what `dumps` does.
         """
-        if Path(path).is_dir() or Path(path).suffix not in WRITERS:
+        if Path(path).is_dir() or ending_of(Path(path)) not in WRITERS:
             self.dumps(path)
             return
         with self._lock:

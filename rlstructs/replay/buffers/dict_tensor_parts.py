@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from rlstructs.errors import SpecError
-from rlstructs.replay.buffers.base import generator_of
 from rlstructs.replay.buffers.buffer_samplers import RandomSampler, Sampler
 from rlstructs.replay.buffers.dict_tensor_files import DictTensorFiles
 from rlstructs.replay.buffers.parts import joined, part
@@ -16,6 +15,7 @@ from rlstructs.replay.buffers.storages import ReplayStorage
 from rlstructs.replay.buffers.transforms import Compose, Inverted, as_transform
 from rlstructs.replay.buffers.writers import RoundRobinWriter, Writer
 from rlstructs.replay.reading import Reading
+from rlstructs.replay.values import generator_of
 
 S = TypeVar("S", bound="DictTensorParts")
 

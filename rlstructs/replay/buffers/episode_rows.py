@@ -12,7 +12,7 @@ from rlstructs.checks import check_count, check_size
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.buffers import transitions
-from rlstructs.replay.buffers.base import ERROR, FILL, GROW, Buffer, generator_of
+from rlstructs.replay.buffers.base import ERROR, FILL, GROW, Buffer
 from rlstructs.replay.buffers.rows_in import OneRow, flat_items
 from rlstructs.replay.buffers.running import Running
 from rlstructs.replay.buffers.snapshot import Rows, Snapshot
@@ -21,7 +21,7 @@ from rlstructs.replay.columns import Spec
 from rlstructs.replay.reading import DISCOUNT, Reading
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.trajectories import STEP_START, as_slice, rounds
-from rlstructs.replay.values import host_array
+from rlstructs.replay.values import generator_of, host_array
 from rlstructs.structures.trajectories import Trajectories
 
 Added = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]

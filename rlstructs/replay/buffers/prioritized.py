@@ -14,7 +14,7 @@ from rlstructs.replay.buffers.snapshot import Rows, Snapshot
 from rlstructs.replay.buffers.vector import VectorReplayBuffer
 from rlstructs.replay.prioritised import Prioritised, exponent
 from rlstructs.replay.samplers import draw_fitting
-from rlstructs.replay.values import host_array
+from rlstructs.replay.values import host_array, real_numbers
 
 # What is added to the absolute value of a priority, so that every row may be drawn.
 EPSILON = float(np.finfo(np.float32).eps)
@@ -103,16 +103,14 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         rows = host_array("index", index).reshape(-1)
         if rows.dtype.kind not in "iu" and rows.size:
             raise SpecError(f"index must hold integers, got {rows.dtype}")
-        given = host_array("new_weight", new_weight).reshape(-1)
-        if given.dtype.kind not in "biuf":
-            raise SpecError(f"new_weight must hold numbers, got {given.dtype}")
+        given = real_numbers("new_weight", new_weight).reshape(-1)
         with self._prioritised.lock:
             now, rows = self._own_rows(), rows.astype(np.int64)
             rows = np.where(rows < 0, rows + self._index_end(now), rows)
             if rows.size and not (rows.min() >= 0 and rows.max() < self.maxsize):
                 raise IndexError(f"index {rows[(rows < 0) | (rows >= self.maxsize)][0]} is not in [0, {self.maxsize})")
             is_plain = self._prioritised.is_last(rows, now.span) or self._prioritised.are_of_now(rows, now.span)
-            self._prioritised.update(now.span, rows, np.abs(given.astype(np.float64)) + EPSILON, is_plain)
+            self._prioritised.update(now.span, rows, np.abs(given) + EPSILON, is_plain)
 
     def get_weight(self, index: Any) -> Any:
         """The importance weights of rows, over the largest in the buffer, float64 of the shape of `index`."""

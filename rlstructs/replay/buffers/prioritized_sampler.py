@@ -16,7 +16,7 @@ from rlstructs.replay.buffers.parts import ask_for_nothing
 from rlstructs.replay.prioritised import LEAVES, Prioritised, exponent
 from rlstructs.replay.selection import Selection
 from rlstructs.replay.storage import Storage
-from rlstructs.replay.values import host_array
+from rlstructs.replay.values import host_array, real_numbers
 
 # Of an even number of values torch's median is the lower of the two in the middle.
 LOWER_MEDIAN = functools.partial(np.quantile, q=0.5, method="lower")
@@ -151,7 +151,7 @@ class PrioritizedSampler(Sampler):
         Raises:
             SpecError: they do not fit, or one is negative or not finite.
         """
-        values = host_array("priorities", priorities).astype(np.float64)
+        values = real_numbers("priorities", priorities)
         if values.ndim == 0:
             values = np.full(n, values)
         if values.shape[0] != n:
