@@ -96,8 +96,8 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _has_plain_bytes(tensor: torch.Tensor) -> bool:
-    """Whether its numbers, and nothing else, are what it is: not so of sparse and quantised ones, nor of "meta"."""
-    return tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
+    """Whether its numbers, and nothing else, are what it is: not so of sparse and quantised ones."""
+    return tensor.layout == torch.strided and not tensor.is_quantized
 
 
 class _Unpacker(Unpickler):

@@ -156,6 +156,7 @@ def test_a_get_that_is_interrupted_anywhere_loses_nothing_but_what_it_was_about_
 @pytest.mark.parametrize("first", [1, 2, 3])
 def test_a_close_that_is_interrupted_anywhere_is_gone_on_with(first):
     count_batcher([[3]], 2).close()  # the fork server runs from here on
+    gc.collect()  # what other tests have left
     n_open = len(os.listdir("/proc/self/fd"))
     for at in itertools.count(first, 9):
         batcher = count_batcher([[3]], 2)
@@ -165,7 +166,7 @@ def test_a_close_that_is_interrupted_anywhere_is_gone_on_with(first):
             del batcher
             gc.collect()
             assert os.fstat(mine.fileno()) and not worker_pids()
-        assert len(os.listdir("/proc/self/fd")) == n_open
+        assert len(os.listdir("/proc/self/fd")) <= n_open
         if not was_there:
             break
     assert at > 50
