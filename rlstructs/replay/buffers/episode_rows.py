@@ -163,8 +163,12 @@ class EpisodeRows(Buffer):
             SpecError, MissingKeyError, IndexError: something does not fit; the buffer is as it was.
             StateError: the size is 0.
         """
-        if self._is_every_lane(buffer_ids) and (added := self._added_quickly(batch, buffer_ids)) is not None:
-            return added
+        with self._storage.lock:  # a file holds returns and lengths as they are with all of these rows, or none
+            if self._is_every_lane(buffer_ids) and (added := self._added_quickly(batch, buffer_ids)) is not None:
+                return added
+            return self._added_slowly(batch, buffer_ids)
+
+    def _added_slowly(self, batch: Any, buffer_ids: Any) -> Added:
         self._require_room()
         lanes, n_axes = self._lanes_given(buffer_ids)
         rows = transitions.as_transitions(batch, "add", self._ignored, n_axes, self.save_only_last_obs)
