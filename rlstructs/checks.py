@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import SpecError
-from workers.start import START_METHODS
+from workers import start
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
@@ -41,8 +41,10 @@ def holds(dtype: np.dtype[Any], values: np.ndarray) -> bool:
 
 def check_start_method(start_method: Any) -> None:
     """Raises SpecError unless it is the name of a start method, or None for the default one."""
-    if start_method is not None and start_method not in START_METHODS:
-        raise SpecError(f"start_method must be one of {START_METHODS}, got {start_method!r}")
+    try:
+        start.check_start_method(start_method)
+    except ValueError as error:
+        raise SpecError(str(error)) from None
 
 
 def check_gamma(gamma: Any) -> None:

@@ -109,8 +109,10 @@ class _Unpacker(Unpickler):
     def persistent_load(self, place: Place) -> torch.Tensor:
         if place not in self._found:
             offset, shape, dtype, parameter, gradient = place
-            empty = None if shape.numel() else torch.empty(shape, dtype=dtype, device="cpu")
-            tensor = _view(self._region, offset, shape, dtype) if empty is None else empty
+            if shape.numel():
+                tensor = _view(self._region, offset, shape, dtype)
+            else:
+                tensor = torch.empty(shape, dtype=dtype, device="cpu")
             self._found[place] = (
                 torch.nn.Parameter(tensor, gradient) if parameter else tensor.requires_grad_(gradient)
             )

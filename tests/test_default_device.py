@@ -62,13 +62,12 @@ def create_native(seed, n_envs=2):
     return GymVectorEnv(gymnasium.make_vec("CartPole-v1", n_envs, "vector_entry_point"), seed)
 
 
-def collected(where, n_processes, create_env, create_agent, run_ahead=0):
+def collected(where, n_processes, create_env, create_agent):
     """What a batcher hands out, in every way there is."""
     torch.manual_seed(0)
-    with where(), RL_Batcher(
-        6, create_agent, {"action_space": spaces.Discrete(2)}, create_env, {}, n_processes, 0, agent_seeds=[7] * max(
-            1, n_processes), agent_info=DictTensor({"e": torch.zeros(1, device="cpu")}), run_ahead=run_ahead,
-    ) as batcher:  # fmt: skip
+    given = {"agent_seeds": [7] * max(1, n_processes), "agent_info": DictTensor({"e": torch.zeros(1, device="cpu")})}
+    space = {"action_space": spaces.Discrete(2)}
+    with where(), RL_Batcher(6, create_agent, space, create_env, {}, n_processes, 0, **given) as batcher:
         batcher.reset(agent_info=DictTensor({"e": torch.ones(batcher.n_elems(), device="cpu")}))
         found = []
         for _ in range(4):
@@ -93,8 +92,8 @@ def test_a_batcher_collects_on_the_host(n_processes, create_agent):
 
 
 def test_a_native_vector_environment_is_stepped_on_the_host():
-    there = collected(ELSEWHERE["elsewhere"], 0, create_native, RandomAgent, run_ahead=0)
-    assert there == collected(ELSEWHERE["host"], 0, create_native, RandomAgent, run_ahead=0)
+    there = collected(ELSEWHERE["elsewhere"], 0, create_native, RandomAgent)
+    assert there == collected(ELSEWHERE["host"], 0, create_native, RandomAgent)
 
 
 @pytest.mark.parametrize("space", [

@@ -14,6 +14,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from rlstructs.envs.gym_env import NO_INFO, packing_of, refuse_reserved
 from rlstructs.envs.spaces import ActionReader, Sheet, example, leaves
 from rlstructs.envs.vec_env import NO_ROWS, Step, pairs
+from rlstructs.envs.vector_arguments import autoreset_mode_of
 from rlstructs.errors import SpecError, StateError
 from rlstructs.rows import Rows, Target
 from rlstructs.seeding import environment_seeds
@@ -335,10 +336,7 @@ def _n_envs(envs: Any) -> int:
 
 def _mode(envs: Any, asked: AutoresetMode | str | None) -> AutoresetMode:
     told = (getattr(envs, "metadata", None) or {}).get("autoreset_mode")
-    try:
-        modes = [AutoresetMode(getattr(mode, "value", mode)) for mode in (told, asked) if mode is not None]
-    except ValueError as error:
-        raise SpecError(f"autoreset_mode: must be one of {[m.value for m in AutoresetMode]}, got {asked!r}") from error
+    modes = [autoreset_mode_of(getattr(mode, "value", mode)) for mode in (told, asked) if mode is not None]
     if len(set(modes)) > 1:
         raise SpecError(f"autoreset_mode: {type(envs).__name__} says {modes[0].value}, got {modes[1].value}")
     if not modes:

@@ -100,7 +100,7 @@ def autoreset_mode_of(mode: AutoresetMode | str) -> AutoresetMode:
     try:
         return AutoresetMode(mode)
     except ValueError as error:
-        raise SpecError(f"autoreset_mode must be one of {[m.value for m in AutoresetMode]}, got {mode!r}") from error
+        raise SpecError(f"autoreset_mode: must be one of {[m.value for m in AutoresetMode]}, got {mode!r}") from error
 
 
 def seeds_of(seed: int | Sequence[int | None] | None, n_envs: int) -> list[int | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from rlstructs.replay.columns import Spec
 from rlstructs.replay.reading import DISCOUNT, Reading
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.trajectories import STEP_START, as_slice, rounds
+from rlstructs.replay.unchanged import UNCHANGED, Unchanged
 from rlstructs.replay.values import generator_of, host_array
 from rlstructs.structures.trajectories import Trajectories
 
@@ -373,10 +375,18 @@ class EpisodeRows(Buffer):
 
         return restore
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = memo[id(self)] = type(self).__new__(type(self))
+        with self._storage.lock:
+            made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return made
+
     def __getstate__(self) -> dict[str, Any]:
         forgotten = ("_stand_in", "_step_writer", "_one_row", "_n_columns", "_known_names", "_known_specs")
-        return {name: value for name, value in vars(self).items() if name not in forgotten}
+        with self._storage.lock:
+            state = {name: value for name, value in vars(self).items() if name not in forgotten}
+            return state | {UNCHANGED: Unchanged(self._storage._content if self._storage.is_private else bool)}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state)
+        vars(self).update({name: value for name, value in state.items() if name != UNCHANGED})
         self._forget()
