@@ -32,6 +32,7 @@ from typing import Any
 from workers import messages
 from workers.channel import Channel
 from workers.descriptors import Descriptor
+from workers.start_errors import next_step
 
 # One thread each: W workers with a thread pool per core each would fight over the cores.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -63,14 +64,24 @@ def run(
     os.set_inheritable(channel.fileno(), False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     unblock_sigint()
-    if dies_with_parent:
-        die_with_parent()
-    if main_process is not None:
-        end_with(main_process.fileno())
     try:
+        try:
+            if dies_with_parent:
+                die_with_parent()
+            if main_process is not None:
+                end_with(main_process.fileno())
+        except Exception as error:  # no thread, for one: the reply to the first request
+            channel.send(messages.Failure.of(_with_step(error)))
+            return
         serve(index, channel, shared)
     except EOFError:
         pass  # the parent is gone or has let go: nobody to tell
+
+
+def _with_step(error: Exception) -> Exception:
+    if step := next_step(error):
+        messages.add_note(error, step.lstrip("; "))
+    return error
 
 
 def serve(index: int, channel: Channel, shared: tuple[Any, ...]) -> None:
