@@ -43,12 +43,12 @@ def import_path() -> list[str]:
 
 
 def with_import_path(command: str) -> str:
-    """A command of `python -c` that first of all has this process's import path.
+    """A command of `python -c` that first of all takes this process's import path.
 
-    `sys` is part of the interpreter, so that importing it looks nowhere.
+    `sys` is part of the interpreter, so that importing it looks nowhere. What a changed PYTHONPATH adds comes last.
     """
     path = import_path()
-    first = f"import sys; sys.path[:] = {path!a}"
+    first = f"import sys; path = {path!a}; sys.path[:] = path + [one for one in sys.path if one and one not in path]"
     if hidden := _hidden(path):
         finder = f"found = {hidden!a}{_FINDER}"
         first += f"; exec({finder!a}, {{'sys': sys}})"

@@ -29,7 +29,7 @@ import threading
 import time
 from typing import Any
 
-from workers import messages
+from workers import main_module, messages
 from workers.channel import Channel
 from workers.descriptors import Descriptor
 from workers.start_errors import next_step
@@ -177,8 +177,9 @@ def _build(request: messages.Build, index: int, shared: tuple[Any, ...]) -> Any:
         faulthandler.enable()
     except (AttributeError, ValueError, RuntimeError, OSError):
         pass  # no usable stderr
-    messages.loads(request.setup)()
-    return messages.loads(request.factory)(index, *shared, *request.args)
+    loads = messages.loads if request.script is None else main_module.install(request.script).loads
+    loads(request.setup)()
+    return loads(request.factory)(index, *shared, *request.args)
 
 
 def _answer(job: Any, data: bytes) -> Any:
