@@ -32,6 +32,7 @@ from typing import Any
 from workers import main_module, messages
 from workers.channel import Channel
 from workers.descriptors import Descriptor
+from workers.hints import add_hint
 from workers.start_errors import next_step
 
 # One thread each: W workers with a thread pool per core each would fight over the cores.
@@ -118,7 +119,7 @@ def serve(index: int, channel: Channel, shared: tuple[Any, ...]) -> None:
                 value = getattr(job, request.method)(*request.args)
             reply = messages.Result(value)
         except BaseException as error:
-            reply = messages.Failure.of(error)
+            reply = _failure(error)
         end_copy(pid)
         _reply(channel, reply)
         if isinstance(request, messages.Close):
@@ -186,7 +187,13 @@ def _answer(job: Any, data: bytes) -> Any:
     try:
         return messages.RAW + job.answer(data)
     except BaseException as error:
-        return messages.Failure.of(error)
+        return _failure(error)
+
+
+def _failure(error: BaseException) -> messages.Failure:
+    """What the parent is sent, with what a user does not see from there."""
+    add_hint(error)
+    return messages.Failure.of(error)
 
 
 def _reply(channel: Channel, reply: Any) -> None:

@@ -208,10 +208,10 @@ class _Loader(Unpickler):
         made = make(*arguments)
         # Of functions the first is the value itself: the pickle of a function begins with it. Of classes, bases come
         # before it.
-        if self._begin is not None and (self._key is None) == (name == "_make_function"):
-            if self._key is None or self._key in arguments[4:6]:
-                self._begin(made)
-                self._begin = None
+        is_value = name == "_make_function" if self._key is None else self._key in arguments[4:6]
+        if is_value and self._begin is not None:
+            self._begin(made)
+            self._begin = None
         return made
 
     def _fill_function(self, set_state: Any, function: Any, state: Any) -> None:
@@ -235,6 +235,12 @@ def names_of(module: types.ModuleType) -> dict[str, Any]:
     """The dictionary that is behind a module, without anything being made for it."""
     names: dict[str, Any] = _real_dict.__get__(module)
     return names
+
+
+def why_left_out(name: str) -> str | None:
+    """Why a name of the script is not in this worker; None if it is, or is none."""
+    module = sys.modules.get("__main__")
+    return module.script.left_out.get(name) if isinstance(module, MainModule) else None
 
 
 def globals_of_main() -> dict[str, Any]:

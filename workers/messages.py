@@ -247,7 +247,7 @@ def _pickled(error: BaseException) -> bytes | None:
         return None
     # Pickle calls the class with what the constructor has made of its arguments: a message made of a
     # message, often. Then it is put together without the constructor.
-    for sent in (error, _Parts(error)):
+    for sent in (_Group(error),) if _is_group(error) else (error, _Parts(error)):
         with contextlib.suppress(BaseException):  # SystemExit too, of a __reduce__ or a constructor
             data = dumps(sent)
             if ADDRESS.sub("", _summary(loads(data))) == ADDRESS.sub("", _summary(error)):
@@ -269,6 +269,30 @@ def _put_together(cls: type[Exception], args: tuple[Any, ...], attributes: dict[
     error.args = args
     error.__dict__.update(attributes)
     return error
+
+
+def _is_group(error: BaseException) -> bool:
+    """Whether it is an ExceptionGroup, Python's (3.11) or that of the package `exceptiongroup`."""
+    return any(base.__name__ == "BaseExceptionGroup" for base in type(error).__mro__)
+
+
+class _Group:
+    """An ExceptionGroup whose members travel as each would alone; one that cannot is a WorkerError."""
+
+    def __init__(self, error: Any) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        error = self._error
+        members = [_pickled(member) or dumps(WorkerError(_summary(member))) for member in error.exceptions]
+        return _put_group_together, (type(error), error.message, members, dict(vars(error)))
+
+
+def _put_group_together(cls: Any, message: str, members: list[bytes], attributes: dict[str, Any]) -> Any:
+    [base] = [base for base in cls.__mro__ if base.__name__ == "BaseExceptionGroup"]
+    group = base.__new__(cls, message, [loads(member) for member in members])
+    group.__dict__.update(attributes)
+    return group
 
 
 def _summary(error: BaseException) -> str:

@@ -29,7 +29,8 @@ MOST_BYTES, MOST_OBJECTS, MOST_IN_ALL = 2**16, 10_000, 2**22
 ATTRIBUTES = ("__file__", "__doc__", "__package__")
 MODULES = ("__main__", SPAWNED)
 # Packages whose objects are data, small ones at least.
-PLAIN = (sys.stdlib_module_names | {"numpy", "torch", "gymnasium", "cloudpickle", "workers", *MODULES}) - {"multiprocessing", "asyncio", "socket"}
+PLAIN = sys.stdlib_module_names - {"multiprocessing", "asyncio", "socket"}
+PLAIN |= {"numpy", "torch", "gymnasium", "cloudpickle", "workers", *MODULES}
 # What is no object of its own: it is the same wherever it is equal.
 ATOMS = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset, types.ModuleType)
 
