@@ -436,8 +436,8 @@ def started(
             name="rlstructs-worker",
         )
     except Exception as error:
-        if culprit := settings.unpicklable():
-            raise TypeError(f"{culprit[0]} cannot be sent to a worker: {culprit[1]}") from error
+        if why := settings.why_not_sent():
+            raise TypeError(why) from error
         raise
 
 

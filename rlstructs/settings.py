@@ -22,6 +22,7 @@ from rlstructs.rows import check_dtype, specs_of
 from rlstructs.seeding import EnvSeed, next_seed
 from rlstructs.structures.base import check_same_keys
 from rlstructs.structures.dict_tensor import DictTensor
+from workers.culprits import why_not_sent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,17 +57,12 @@ class JobSettings:
             agent_args, env_args = cloudpickle.loads(cloudpickle.dumps(both))
         return dataclasses.replace(self, agent_args=agent_args, env_args=env_args)
 
-    def unpicklable(self) -> tuple[str, Exception] | None:
-        """Which of the user's objects cannot be pickled, and why; None when all can."""
+    def why_not_sent(self) -> str | None:
+        """Says which of the user's objects cannot be sent to a worker, and why; None when all can."""
         parts: dict[str, Any] = {"create_agent": self.create_agent, "create_env": self.create_env}
         parts |= {f"agent_args[{key!r}]": value for key, value in self.agent_args.items()}
         parts |= {f"env_args[{key!r}]": value for key, value in self.env_args.items()}
-        for name, part in parts.items():
-            try:
-                cloudpickle.dumps(part)
-            except Exception as error:
-                return name, error
-        return None
+        return why_not_sent(parts)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,9 +29,11 @@ import threading
 import time
 from typing import Any
 
-from workers import messages
+from workers import main_module, messages
 from workers.channel import Channel
 from workers.descriptors import Descriptor
+from workers.hints import add_hint
+from workers.start_errors import next_step
 
 # One thread each: W workers with a thread pool per core each would fight over the cores.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -63,14 +65,24 @@ def run(
     os.set_inheritable(channel.fileno(), False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     unblock_sigint()
-    if dies_with_parent:
-        die_with_parent()
-    if main_process is not None:
-        end_with(main_process.fileno())
     try:
+        try:
+            if dies_with_parent:
+                die_with_parent()
+            if main_process is not None:
+                end_with(main_process.fileno())
+        except Exception as error:  # no thread, for one: the reply to the first request
+            channel.send(messages.Failure.of(_with_step(error)))
+            return
         serve(index, channel, shared)
     except EOFError:
         pass  # the parent is gone or has let go: nobody to tell
+
+
+def _with_step(error: Exception) -> Exception:
+    if step := next_step(error):
+        messages.add_note(error, step.lstrip("; "))
+    return error
 
 
 def serve(index: int, channel: Channel, shared: tuple[Any, ...]) -> None:
@@ -107,7 +119,7 @@ def serve(index: int, channel: Channel, shared: tuple[Any, ...]) -> None:
                 value = getattr(job, request.method)(*request.args)
             reply = messages.Result(value)
         except BaseException as error:
-            reply = messages.Failure.of(error)
+            reply = _failure(error)
         end_copy(pid)
         _reply(channel, reply)
         if isinstance(request, messages.Close):
@@ -166,15 +178,22 @@ def _build(request: messages.Build, index: int, shared: tuple[Any, ...]) -> Any:
         faulthandler.enable()
     except (AttributeError, ValueError, RuntimeError, OSError):
         pass  # no usable stderr
-    messages.loads(request.setup)()
-    return messages.loads(request.factory)(index, *shared, *request.args)
+    loads = messages.loads if request.script is None else main_module.install(request.script).loads
+    loads(request.setup)()
+    return loads(request.factory)(index, *shared, *request.args)
 
 
 def _answer(job: Any, data: bytes) -> Any:
     try:
         return messages.RAW + job.answer(data)
     except BaseException as error:
-        return messages.Failure.of(error)
+        return _failure(error)
+
+
+def _failure(error: BaseException) -> messages.Failure:
+    """What the parent is sent, with what a user does not see from there."""
+    add_hint(error)
+    return messages.Failure.of(error)
 
 
 def _reply(channel: Channel, reply: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import importlib
 import io
 import os
 import pickle
@@ -16,7 +17,9 @@ import re
 import struct
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import cloudpickle
@@ -29,6 +32,8 @@ RAW = b"\0"
 MESSAGE_LENGTH, LENGTH = struct.Struct("!Q"), struct.Struct("!I")
 # Bytes that go into the pipe of a side that has read all so far without waiting for it.
 AT_ONCE = 16384
+# The classes that cloudpickle has made in this process, or sent, by the ids that it gives them.
+_classes = importlib.import_module("cloudpickle.cloudpickle")._DYNAMIC_CLASS_TRACKER_BY_ID
 # Begins the note on an exception that says where it comes from.
 RAISED = "raised in worker "
 
@@ -43,24 +48,28 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class Build:
-    """The first request: call `setup()`, then become the job that `factory(index, *shared, *args)` returns."""
+    """The first request: call `setup()`, then become the job that `factory(index, *shared, *args)` returns.
+
+    `script` is what `__main__` is to be (`main_module.Script`); None where it is what it has to be.
+    """
 
     setup: bytes
     factory: bytes
     environ: dict[str, str]
     directory: str | None
+    script: Any = None
     args: tuple[Any, ...] = ()
     label: ClassVar[str] = "build"
     n_replies: ClassVar[int] = 1
 
     @classmethod
-    def here(cls, setup: bytes, factory: bytes) -> Build:
+    def here(cls, setup: bytes, factory: bytes, script: Any = None) -> Build:
         """With the environment variables and the working directory as they are now."""
         try:
             directory = os.getcwd()
         except FileNotFoundError:  # deleted under this process
             directory = None
-        return cls(setup, factory, dict(os.environ), directory)
+        return cls(setup, factory, dict(os.environ), directory, script)
 
 
 @dataclass(frozen=True)
@@ -200,21 +209,32 @@ def loads(data: bytes | bytearray | memoryview) -> Any:
 class Unpickler(pickle.Unpickler):
     """Leaves classes that this process already has as they are."""
 
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self._made: list[Any] = []  # classes that are made here, and yet to be filled
+
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
-        if name == "_class_setstate" and module.startswith("cloudpickle"):
-            return _fill_class(found)
+        if module.startswith("cloudpickle"):
+            if name in ("_make_skeleton_class", "_make_skeleton_enum"):
+                return partial(self._make_class, found)
+            if name == "_class_setstate":
+                return partial(self._fill_class, found)
         return found
 
+    def _make_class(self, make: Callable[..., Any], *arguments: Any) -> Any:
+        is_here = arguments[-2] in _classes
+        made = make(*arguments)
+        if not is_here:
+            self._made.append(made)
+        return made
 
-def _fill_class(set_state: Any) -> Any:
-    # A class of the script comes back with every exception of it. cloudpickle finds the class that
-    # is here already, but would then overwrite its methods with copies that see other globals.
-    def fill(cls: type, state: Any) -> Any:
+    def _fill_class(self, set_state: Callable[..., Any], cls: Any, state: Any) -> Any:
+        # A class of the script comes back with every exception of it. cloudpickle finds the class that
+        # is here already, but would then overwrite its methods with copies that see other globals.
         names = set(state[0]) - {"__module__", "__doc__"}
-        return cls if names and names <= set(vars(cls)) else set_state(cls, state)
-
-    return fill
+        is_made_here = any(cls is made for made in self._made)
+        return cls if names and names <= set(vars(cls)) and not is_made_here else set_state(cls, state)
 
 
 # Where an object lies, in its repr.
@@ -227,7 +247,7 @@ def _pickled(error: BaseException) -> bytes | None:
         return None
     # Pickle calls the class with what the constructor has made of its arguments: a message made of a
     # message, often. Then it is put together without the constructor.
-    for sent in (error, _Parts(error)):
+    for sent in (_Group(error),) if _is_group(error) else (error, _Parts(error)):
         with contextlib.suppress(BaseException):  # SystemExit too, of a __reduce__ or a constructor
             data = dumps(sent)
             if ADDRESS.sub("", _summary(loads(data))) == ADDRESS.sub("", _summary(error)):
@@ -249,6 +269,30 @@ def _put_together(cls: type[Exception], args: tuple[Any, ...], attributes: dict[
     error.args = args
     error.__dict__.update(attributes)
     return error
+
+
+def _is_group(error: BaseException) -> bool:
+    """Whether it is an ExceptionGroup, Python's (3.11) or that of the package `exceptiongroup`."""
+    return any(base.__name__ == "BaseExceptionGroup" for base in type(error).__mro__)
+
+
+class _Group:
+    """An ExceptionGroup whose members travel as each would alone; one that cannot is a WorkerError."""
+
+    def __init__(self, error: Any) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        error = self._error
+        members = [_pickled(member) or dumps(WorkerError(_summary(member))) for member in error.exceptions]
+        return _put_group_together, (type(error), error.message, members, dict(vars(error)))
+
+
+def _put_group_together(cls: Any, message: str, members: list[bytes], attributes: dict[str, Any]) -> Any:
+    [base] = [base for base in cls.__mro__ if base.__name__ == "BaseExceptionGroup"]
+    group = base.__new__(cls, message, [loads(member) for member in members])
+    group.__dict__.update(attributes)
+    return group
 
 
 def _summary(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from workers.descriptors import check_enough
 from workers.errors import WorkerError, WorkerTimeout, bare, check_owner
 from workers.messages import Asked, Build, Call, Close, Failure, Post, Result, State
 from workers.process import WorkerProcess, end_all
+from workers.script import first_request
 from workers.start import default_start_method, uninterrupted
 from workers.watch import Watch
 
@@ -66,8 +67,9 @@ class WorkerPool:
         self.timeout = timeout
         self._made_by = os.getpid()
         # A successor is built from the same, whatever becomes of the factory and of this process meanwhile.
-        self._first = Build.here(messages.dumps(setup), messages.dumps(factory))
-        self._arguments = (shared, start_method or default_start_method(), tuple(preload), name)
+        start_method = start_method or default_start_method()
+        self._first = first_request(setup, factory, start_method)
+        self._arguments = (shared, start_method, tuple(preload), name)
         self._workers: list[WorkerProcess] = []
         self._replies: dict[int, Any] = {}
         self._answers: list[tuple[int, bytes]] = []

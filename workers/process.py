@@ -6,7 +6,6 @@ import errno
 import os
 import select
 import signal
-import tempfile
 import time
 from collections import deque
 from typing import Any
@@ -16,6 +15,7 @@ from workers.channel import Channel, milliseconds
 from workers.descriptors import Descriptor
 from workers.errors import WorkerCrashed, WorkerTimeout, describe_exit
 from workers.messages import Asked, Failure, State
+from workers.start_errors import StartError, next_step
 
 # Seconds. Under forkserver the exit code comes a little later than the end of the pipe.
 EXIT_CODE_DELAY = 1.0
@@ -62,8 +62,11 @@ class WorkerProcess:
             if isinstance(error, TimeoutError):
                 raise WorkerTimeout(f"worker {index} was not started within {timeout} s: {error}", index) from error
             if isinstance(error, (EOFError, OSError)):
-                words = f"worker {index} could not be started: {error!r}{_next_step(error)}"
+                words = f"worker {index} could not be started: {error!r}{next_step(error)}"
                 raise WorkerCrashed(words, index) from error
+            if isinstance(error, StartError):
+                words = f"worker {index} could not be started: {error}{next_step(error)}"
+                raise WorkerCrashed(words, index) from error.__cause__
             raise
         finally:
             theirs.close()
@@ -230,14 +233,6 @@ def end_all(workers: list[WorkerProcess], patience: float = 0.0) -> None:
         if worker not in left:
             worker.reap(max(0.0, deadline - time.monotonic()))
         worker.release()
-
-
-def _next_step(error: BaseException) -> str:
-    """What to do about an error of a start, where that is known."""
-    if "AF_UNIX path too long" not in str(error):
-        return ""
-    # The fork server listens at a name in it.
-    return f"; the name of the temporary directory, {tempfile.gettempdir()}, is too long: set TMPDIR to a shorter one"
 
 
 def _main_process() -> Descriptor | None:

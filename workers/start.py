@@ -31,7 +31,10 @@ from multiprocessing import (
 )
 from typing import Any, ClassVar
 
+from workers import import_path
 from workers.channel import deadline_in, milliseconds
+from workers.fork_server import ForkServer
+from workers.start_errors import StartError
 
 # Milliseconds within which a Ctrl-C is noticed while a fork server is waited for that does not answer.
 SIGINT_DELAY = 100.0
@@ -43,32 +46,7 @@ SIGINT = int(signal.SIGINT)
 _CONFIG_LOCK = threading.Lock()
 # Seconds that a fork server takes at most from its last word to its end.
 DYING = 1.0
-_servers: dict[tuple[str, ...], _Server] = {}
-
-
-class _Server(forkserver.ForkServer):
-    """A fork server of our own.
-
-    Attributes:
-        has_answered: whether it is through with its preload, which may take longer than some have patience for.
-    """
-
-    has_answered = False
-    _lock: threading.Lock
-    _forkserver_address: str | None
-    _forkserver_alive_fd: int | None
-    _forkserver_pid: int | None
-
-    def give_up(self) -> None:
-        """Has the next process started by another server, unless this one still imports, as that would have to.
-
-        It ends with the last of those that it has started.
-        """
-        with self._lock:
-            if self.has_answered and self._forkserver_alive_fd is not None:
-                os.close(self._forkserver_alive_fd)
-                self._forkserver_address = self._forkserver_alive_fd = self._forkserver_pid = None
-                self.has_answered = False
+_servers: dict[tuple[str, ...], ForkServer] = {}
 
 
 def default_start_method() -> str:
@@ -127,7 +105,8 @@ class uninterrupted:
 @contextlib.contextmanager
 def sigint_blocked() -> Iterator[None]:
     """Blocks SIGINT in this thread and in what it starts; a Ctrl-C raises when the block is through."""
-    resource_tracker.ensure_running()  # its own start would unblock SIGINT on CPython 3.11
+    with import_path.sent_to_children():
+        resource_tracker.ensure_running()  # its own start would unblock SIGINT on CPython 3.11
     with uninterrupted():
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -154,11 +133,9 @@ def dies_with_parent(start_method: str) -> bool:
     return start_method == "forkserver" or threading.current_thread() is threading.main_thread()
 
 
-def _server(preload: tuple[str, ...]) -> _Server:
+def _server(preload: tuple[str, ...]) -> ForkServer:
     if preload not in _servers:
-        server = _Server()
-        server.set_forkserver_preload(["workers.server", *preload])
-        _servers[preload] = server
+        _servers[preload] = ForkServer(preload)
     return _servers[preload]
 
 
@@ -171,6 +148,7 @@ def _disown() -> None:
     """In a forked copy of this process: it starts its own server, and waits for no worker at its exit."""
     global _CONFIG_LOCK
     _CONFIG_LOCK = threading.Lock()  # held, if it was copied while a worker was started: it may be that worker
+    import_path.disown()
     _servers.clear()
     children: set[Any] = process._children  # type: ignore[attr-defined]
     children -= {child for child in children if isinstance(child, (_SpawnProcess, _ForkServerProcess))}
@@ -184,6 +162,7 @@ def _start_data(process_object: process.BaseProcess, popen: Any) -> bytes:
     preparation = spawn.get_preparation_data(process_object.name)
     preparation.pop("init_main_from_name", None)
     preparation.pop("init_main_from_path", None)
+    preparation["sys_path"] = import_path.import_path()
     buffer = io.BytesIO()
     context.set_spawning_popen(popen)
     try:
@@ -205,7 +184,7 @@ class _SpawnPopen(popen_spawn_posix.Popen):
         child_reads, parent_writes = os.pipe()
         self._fds += [tracker, child_end, child_reads]
         try:
-            command = spawn.get_command_line(tracker_fd=tracker, pipe_handle=child_reads)
+            command = import_path.change_command(spawn.get_command_line(tracker_fd=tracker, pipe_handle=child_reads))
             self.pid = util.spawnv_passfds(spawn.get_executable(), command, self._fds)  # type: ignore[arg-type]
         finally:
             os.close(child_end)
@@ -226,14 +205,21 @@ class _ForkServerPopen(popen_forkserver.Popen):
     def _launch(self, process_obj: Any) -> None:
         data = _start_data(process_obj, self)
         self._server.ensure_running()
-        pid = self._server._forkserver_pid
+        pid = self._server.pid
         try:
             self._ask(data)
         except (ConnectionError, EOFError):
             # A server that is killed cannot be waited for at once, and is taken for one that runs until then.
             if not _is_over(pid):
                 raise
-            self._ask(data)  # another takes its place
+            self._server.check_preload()
+            try:
+                self._ask(data)  # another takes its place
+            except (ConnectionError, EOFError) as error:
+                if _is_over(self._server.pid):
+                    self._server.check_preload()
+                    raise StartError(f"the fork server has ended twice{self._server.last_words()}") from error
+                raise
 
     def _ask(self, data: bytes) -> None:
         self.sentinel, parent_writes = self._server.connect_to_new_process(self._fds)
@@ -243,9 +229,16 @@ class _ForkServerPopen(popen_forkserver.Popen):
             if not _readable(self.sentinel, deadline_in(self._timeout)):
                 self._server.give_up()
                 raise TimeoutError("the fork server does not answer")
-            self.pid = forkserver.read_signed(self.sentinel)
+            pid = forkserver.read_signed(self.sentinel)
             self._server.has_answered = True
-        except (ConnectionError, EOFError):
+            if pid < 0:  # the number of the error of a fork that failed
+                raise OSError(-pid, os.strerror(-pid))
+            self.pid = pid
+        except OSError as error:
+            if not isinstance(error, TimeoutError):
+                self.finalizer()
+            raise
+        except EOFError:
             self.finalizer()
             raise
 
@@ -272,7 +265,7 @@ class _SpawnProcess(process.BaseProcess):
 class _ForkServerProcess(process.BaseProcess):
     _start_method = "forkserver"
     _Popen = staticmethod(_ForkServerPopen)
-    server: _Server
+    server: ForkServer
     timeout: float | None
 
 

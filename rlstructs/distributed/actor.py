@@ -79,8 +79,7 @@ class NodeActor:
         """Makes the job; where this is: Ray's name of the machine, and the process."""
         import ray
 
-        # What the trainer finds on its machine may be at the same place on this one, or not.
-        sys.path.extend(folder for folder in path if folder not in sys.path)
+        _take_path(path)
         self._job = messages.loads(settings).build(*args)
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
@@ -98,3 +97,14 @@ class NodeActor:
         if notes and notes[-1].startswith(RAISED):
             notes.pop()
         return self._first + cause.worker_index, Failure.of(error)._replace(text=cause.text)
+
+
+def _take_path(path: list[str]) -> None:
+    """Looks for modules where the trainer does, as far as these folders are on this machine.
+
+    In the trainer's order, where it has the same Python: what Ray has added comes behind. Else behind what is here.
+    """
+    is_same = os.path.dirname(os.__file__) in path
+    first, then = (path, sys.path) if is_same else (sys.path, path)
+    here = [folder for folder in first if folder in sys.path or os.path.exists(folder)]
+    sys.path[:] = here + [folder for folder in then if folder not in here]

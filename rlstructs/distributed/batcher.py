@@ -44,6 +44,7 @@ from rlstructs.settings import RunSettings, warn_of_overlap
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from workers import messages
+from workers.script import Carried
 from workers.start import uninterrupted
 
 
@@ -224,10 +225,10 @@ class RayBatcher(RL_Batcher):
         """What the nodes' batchers are made of, pickled."""
         job = self._settings
         try:
-            return messages.dumps(NodeSettings(job, run, self._debug, registry.registered()))
+            return messages.dumps(Carried(NodeSettings(job, run, self._debug, registry.registered())))
         except Exception as error:
-            if culprit := job.unpicklable():
-                raise TypeError(f"{culprit[0]} cannot be sent to a worker: {culprit[1]}") from error
+            if why := job.why_not_sent():
+                raise TypeError(why) from error
             raise
 
     def _attach(self, run: RunSettings) -> None:

@@ -17,6 +17,7 @@ from rlstructs.books import SlotBooks
 from rlstructs.distributed.actor import Columns, WithColumns
 from rlstructs.distributed.parts import columns_of
 from rlstructs.envs import registry
+from rlstructs.envs.registry import Registered
 from rlstructs.job import Once, Specs
 from rlstructs.lifecycle import Phase
 from rlstructs.moments import Moments
@@ -40,7 +41,7 @@ class NodeSettings:
     job: JobSettings
     run: RunSettings
     debug: bool
-    registered: list[bytes]
+    registered: Registered
 
     def of(self, workers: slice) -> NodeSettings:
         """For some workers alone."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import threading
 import time
 from collections import deque
@@ -20,6 +19,7 @@ from rlstructs.distributed.engine import Placement
 from rlstructs.errors import OutOfMemoryError, WorkerCrashed, WorkerError, WorkerTimeout
 from workers import messages
 from workers.errors import bare
+from workers.import_path import import_path
 from workers.messages import Asked, Call, Failure, Result
 from workers.start import uninterrupted
 
@@ -312,7 +312,7 @@ class NodePool:
         return Node(index, workers, actor, self.noun, *found)
 
     def _build(self, node: Node, *args: Any) -> Asked:
-        request = messages.dumps(Call(BUILD, (sys.path, *self._parts[node.index], *args)))
+        request = messages.dumps(Call(BUILD, (import_path(), *self._parts[node.index], *args)))
         limit = self._limit()
         return self._ask(node, BUILD, request, [self._settings], None if limit is None else PLACING + limit)
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import cloudpickle
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
@@ -21,6 +20,7 @@ from rlstructs.envs.outcomes import NOTHING, Outcome, unpacked
 from rlstructs.errors import WorkerCrashed, WorkerTimeout
 from workers import SharedArena, WorkerPool, messages
 from workers.channel import deadline_in
+from workers.culprits import why_not_sent
 from workers.messages import AT_ONCE, Post
 from workers.start import uninterrupted
 
@@ -74,8 +74,8 @@ class WorkerHost:
                 name="rlstructs-environments",
             )
         except Exception as error:
-            if culprit := _unpicklable(env_fns):
-                raise TypeError(f"env_fns[{culprit[0]}] cannot be sent to a worker: {culprit[1]}") from error
+            if why := why_not_sent({f"env_fns[{index}]": env_fn for index, env_fn in enumerate(env_fns)}):
+                raise TypeError(why) from error
             raise
 
     @property
@@ -245,12 +245,3 @@ class WorkerHost:
 
 def _slice(envs: range) -> slice:
     return slice(envs.start, envs.stop)
-
-
-def _unpicklable(env_fns: EnvFns) -> tuple[int, Exception] | None:
-    for index, env_fn in enumerate(env_fns):
-        try:
-            cloudpickle.dumps(env_fn)
-        except Exception as error:
-            return index, error
-    return None

@@ -1,0 +1,23 @@
+"""What to add to an exception of a worker that says too little to who did not see it happen."""
+
+from __future__ import annotations
+
+import bdb
+
+from workers.main_module import why_left_out
+from workers.messages import add_note
+
+NO_TERMINAL = (
+    "a worker has no terminal: debug in the main process, with n_processes=0 of a batcher or n_workers=0 of a "
+    "SharedVectorEnv"
+)
+
+
+def add_hint(error: BaseException) -> None:
+    """Adds to an exception of this worker what to do about it, where that is known."""
+    if isinstance(error, bdb.BdbQuit) and not error.args:  # of breakpoint()
+        error.args = (NO_TERMINAL,)
+    elif isinstance(error, EOFError) and "when reading a line" in str(error):  # of input()
+        add_note(error, NO_TERMINAL)
+    elif isinstance(error, NameError) and (why := why_left_out(error.name)):
+        add_note(error, f"{error.name!r} of the script was not sent to this worker: {why}")
