@@ -15,15 +15,15 @@ from functools import partial
 from typing import Any
 
 from rlstructs.checks import check_count
-from rlstructs.envs import registry
 from rlstructs.errors import SpecError
 from rlstructs.generations import Generations
 from rlstructs.job import JobFactory
 from rlstructs.member import Member, Order
 from rlstructs.moments import Moments, merged
 from rlstructs.rollout import Clock
-from rlstructs.seeding import PrivateStreams
-from rlstructs.settings import JobSettings
+from rlstructs.seeding import PrivateStreams, seed_worker_streams
+from rlstructs.settings import JobSettings, RunSettings
+from rlstructs.worker_setup import WorkerSetup, unpicklable
 from workers import InlinePool, SharedArena, WorkerError, WorkerPool
 from workers.errors import is_gone
 from workers.messages import Asked
@@ -411,11 +411,7 @@ class Crew:
 
 
 def started(
-    settings: JobSettings,
-    n_processes: int,
-    shared: tuple[SharedArena, SharedArena],
-    start_method: str | None,
-    timeout: float | None,
+    settings: JobSettings, run: RunSettings, shared: tuple[SharedArena, SharedArena]
 ) -> WorkerPool | InlinePool:
     """Workers with their jobs built; with no processes the job runs in this one.
 
@@ -423,20 +419,22 @@ def started(
         TypeError: what the user gave cannot be sent to a worker.
     """
     try:
-        if n_processes == 0:
-            return InlinePool(JobFactory(settings.by_value()), shared=shared, around=PrivateStreams())
+        if run.n_processes == 0:
+            factory = JobFactory(settings.by_value())
+            return InlinePool(factory, shared=shared, around=PrivateStreams(), init_worker=run.init_worker)
         return WorkerPool(
-            n_processes,
+            run.n_processes,
             JobFactory(settings),
             shared=shared,
-            start_method=start_method,
-            timeout=timeout,
+            start_method=run.start_method,
+            timeout=run.timeout,
             preload=PRELOAD,
-            setup=partial(registry.register, registry.registered()),
+            setup=WorkerSetup(partial(seed_worker_streams, settings.seeds, settings.agent_seeds)),
+            init_worker=run.init_worker,
             name="rlstructs-worker",
         )
     except Exception as error:
-        if culprit := settings.unpicklable():
+        if culprit := (run.n_processes and unpicklable(run.init_worker)) or settings.unpicklable():
             raise TypeError(f"{culprit[0]} cannot be sent to a worker: {culprit[1]}") from error
         raise
 

@@ -80,6 +80,7 @@ class RunSettings:
     on_worker_failure: str
     max_restarts: int | None
     run_ahead: int
+    init_worker: Callable[[int], object] | None = None
 
 
 def info_example(name: str, info: DictTensor | None) -> DictTensor:

@@ -29,9 +29,10 @@ import threading
 import time
 from typing import Any
 
-from workers import messages
+from workers import log_records, messages
 from workers.channel import Channel
 from workers.descriptors import Descriptor
+from workers.process_settings import SETTINGS, quiet_imports, write_settings
 
 # One thread each: W workers with a thread pool per core each would fight over the cores.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -40,6 +41,8 @@ PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 # woken takes as long as to step a few environments. One that is asked later, as something is computed between two
 # steps, sleeps at once: the computation may want its core.
 SOON = 120e-6
+# Seconds that a worker that ends waits for its parent to read what it has logged.
+LOG_DELAY = 1.0
 
 _parent, _self = 0, os.getpid()
 
@@ -56,10 +59,12 @@ def run(
     index: int,
     channel: Channel,
     shared: tuple[Any, ...],
+    log: Descriptor,
     main_process: Descriptor | None,
     dies_with_parent: bool = False,
 ) -> None:
     """The body of a worker process."""
+    log_records.send_records(log.fileno())
     os.set_inheritable(channel.fileno(), False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     unblock_sigint()
@@ -103,6 +108,7 @@ def serve(index: int, channel: Channel, shared: tuple[Any, ...]) -> None:
                 job = _build(request, index, shared)
             elif isinstance(request, messages.Close):
                 close_job(job)
+                log_records.send_rest(LOG_DELAY)
             else:
                 value = getattr(job, request.method)(*request.args)
             reply = messages.Result(value)
@@ -166,8 +172,18 @@ def _build(request: messages.Build, index: int, shared: tuple[Any, ...]) -> Any:
         faulthandler.enable()
     except (AttributeError, ValueError, RuntimeError, OSError):
         pass  # no usable stderr
-    messages.loads(request.setup)()
-    return messages.loads(request.factory)(index, *shared, *request.args)
+    with quiet_imports():
+        setup = messages.loads(request.setup)
+    write_settings(SETTINGS, request.settings)
+    setup(index)
+    with quiet_imports():
+        init_worker = None if request.init_worker is None else messages.loads(request.init_worker)
+    with log_records.handlers_are_own():
+        if init_worker is not None:
+            init_worker(index)
+    with quiet_imports():
+        factory = messages.loads(request.factory)
+    return factory(index, *shared, *request.args)
 
 
 def _answer(job: Any, data: bytes) -> Any:
@@ -178,6 +194,7 @@ def _answer(job: Any, data: bytes) -> Any:
 
 
 def _reply(channel: Channel, reply: Any) -> None:
+    log_records.send_rest()  # before what may have the parent read it
     try:
         if isinstance(reply, bytes):
             channel.send_framed(messages.framed(reply))

@@ -43,9 +43,12 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class Build:
-    """The first request: call `setup()`, then become the job that `factory(index, *shared, *args)` returns."""
+    """The first request: take over what is set, call `setup(index)` and `init_worker(index)`, then become the job
+    that `factory(index, *shared, *args)` returns."""
 
+    settings: dict[str, bytes]
     setup: bytes
+    init_worker: bytes | None
     factory: bytes
     environ: dict[str, str]
     directory: str | None
@@ -54,13 +57,13 @@ class Build:
     n_replies: ClassVar[int] = 1
 
     @classmethod
-    def here(cls, setup: bytes, factory: bytes) -> Build:
+    def here(cls, settings: dict[str, bytes], setup: bytes, init_worker: bytes | None, factory: bytes) -> Build:
         """With the environment variables and the working directory as they are now."""
         try:
             directory = os.getcwd()
         except FileNotFoundError:  # deleted under this process
             directory = None
-        return cls(setup, factory, dict(os.environ), directory)
+        return cls(settings, setup, init_worker, factory, dict(os.environ), directory)
 
 
 @dataclass(frozen=True)
