@@ -64,6 +64,7 @@ from rlstructs.structures.base import as_device
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.weights import Outbox
+from rlstructs.worker_setup import check_init_worker
 from workers import SharedArena
 from workers.start import uninterrupted
 
@@ -106,12 +107,15 @@ class RL_Batcher:
         debug: padding, and slots between rollouts, hold poison in place of zeros: NaN, or the extreme of
             an integer (`rlstructs.debug`); a leased tensor raises when it is used after its release. None
             for what the variable RLSTRUCTS_DEBUG says.
+        init_worker: `init_worker(index)` is called in each worker before anything else of yours, in one that takes
+            another's place too, with the index of the worker; with no processes once in this one, with 0. For what
+            workers do not take over by themselves (see the page on start methods). May be a lambda.
 
     Raises:
         SpecError, TypeError: an argument is not what is needed.
         OutOfMemoryError: the slots do not fit into memory.
         WorkerError: a worker did not come up.
-        Exception: what `create_env` or `create_agent` raised in a worker.
+        Exception: what `create_env`, `create_agent` or `init_worker` raised in a worker.
 
     Example:
         >>> import gymnasium
@@ -149,6 +153,7 @@ class RL_Batcher:
         max_restarts: int | None = None,
         run_ahead: int = 0,
         debug: bool | None = None,
+        init_worker: Callable[[int], object] | None = None,
     ) -> None:
         self._life = Lifecycle()
         check_count("n_timesteps", n_timesteps, 1)
@@ -175,8 +180,9 @@ class RL_Batcher:
             None if self._device.type == "cpu" else self._device,
         )
         self._run = RunSettings(
-            n_timesteps, n_processes, start_method, timeout, on_worker_failure, max_restarts, run_ahead
-        )
+            n_timesteps, n_processes, start_method, timeout, on_worker_failure, max_restarts, run_ahead,
+            check_init_worker(init_worker),
+        )  # fmt: skip
         self._start(self._run)
         try:
             self._attach(self._run)
@@ -591,7 +597,7 @@ class RL_Batcher:
         """Starts workers and what reaches them."""
         self._arena, self._weights = SharedArena(), SharedArena()
         shared = self._arena, self._weights
-        self._pool: Any = started(self._settings, run.n_processes, shared, run.start_method, run.timeout)
+        self._pool: Any = started(self._settings, run, shared)
         self._crew = Crew(self._pool, run.on_worker_failure, run.max_restarts, run.run_ahead)
         self._outbox: Any = Outbox(self._weights, run.run_ahead + 1, self._pool.settle)
 

@@ -15,16 +15,17 @@ from functools import partial
 from typing import Any
 
 from rlstructs.checks import check_count
-from rlstructs.envs import registry
 from rlstructs.errors import SpecError
 from rlstructs.generations import Generations
 from rlstructs.job import JobFactory
 from rlstructs.member import Member, Order
 from rlstructs.moments import Moments, merged
 from rlstructs.rollout import Clock
-from rlstructs.seeding import PrivateStreams
-from rlstructs.settings import JobSettings
+from rlstructs.seeding import PrivateStreams, seed_worker_streams
+from rlstructs.settings import JobSettings, RunSettings
+from rlstructs.worker_setup import WorkerSetup
 from workers import InlinePool, SharedArena, WorkerError, WorkerPool
+from workers.culprits import why_not_sent
 from workers.errors import is_gone
 from workers.messages import Asked
 from workers.start import uninterrupted
@@ -411,11 +412,7 @@ class Crew:
 
 
 def started(
-    settings: JobSettings,
-    n_processes: int,
-    shared: tuple[SharedArena, SharedArena],
-    start_method: str | None,
-    timeout: float | None,
+    settings: JobSettings, run: RunSettings, shared: tuple[SharedArena, SharedArena]
 ) -> WorkerPool | InlinePool:
     """Workers with their jobs built; with no processes the job runs in this one.
 
@@ -423,20 +420,23 @@ def started(
         TypeError: what the user gave cannot be sent to a worker.
     """
     try:
-        if n_processes == 0:
-            return InlinePool(JobFactory(settings.by_value()), shared=shared, around=PrivateStreams())
+        if run.n_processes == 0:
+            factory = JobFactory(settings.by_value())
+            return InlinePool(factory, shared=shared, around=PrivateStreams(), init_worker=run.init_worker)
         return WorkerPool(
-            n_processes,
+            run.n_processes,
             JobFactory(settings),
             shared=shared,
-            start_method=start_method,
-            timeout=timeout,
+            start_method=run.start_method,
+            timeout=run.timeout,
             preload=PRELOAD,
-            setup=partial(registry.register, registry.registered()),
+            setup=WorkerSetup(partial(seed_worker_streams, settings.seeds, settings.agent_seeds)),
+            init_worker=run.init_worker,
             name="rlstructs-worker",
         )
     except Exception as error:
-        if why := settings.why_not_sent():
+        objects = {"init_worker": run.init_worker if run.n_processes else None} | settings.objects()
+        if why := why_not_sent(objects):
             raise TypeError(why) from error
         raise
 

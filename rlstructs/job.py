@@ -82,7 +82,6 @@ class RolloutJob:
     specs: Specs | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        torch.set_num_threads(1)
         settings = self.settings
         self._agent_seed = None if settings.agent_seeds is None else int(settings.agent_seeds[self.index])
         seed_global_streams(settings.seeds[self.index], self._agent_seed)

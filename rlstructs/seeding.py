@@ -96,6 +96,16 @@ def seed_global_streams(seed: int, agent_seed: int | None) -> None:
     torch.manual_seed(int(states[2]))
 
 
+def seed_worker_streams(seeds: Sequence[int], agent_seeds: Sequence[int] | None, index: int) -> None:
+    """Seeds the global streams of a worker, before it has a job; one that takes its place is seeded anew with its job.
+
+    Args:
+        seeds, agent_seeds: one for each worker.
+        index: of the worker.
+    """
+    seed_global_streams(seeds[index], None if agent_seeds is None else agent_seeds[index])
+
+
 class PrivateStreams:
     """Global random streams, and one torch thread, of one's own inside a `with` block.
 

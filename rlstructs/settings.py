@@ -22,7 +22,6 @@ from rlstructs.rows import check_dtype, specs_of
 from rlstructs.seeding import EnvSeed, next_seed
 from rlstructs.structures.base import check_same_keys
 from rlstructs.structures.dict_tensor import DictTensor
-from workers.culprits import why_not_sent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +56,11 @@ class JobSettings:
             agent_args, env_args = cloudpickle.loads(cloudpickle.dumps(both))
         return dataclasses.replace(self, agent_args=agent_args, env_args=env_args)
 
-    def why_not_sent(self) -> str | None:
-        """Says which of the user's objects cannot be sent to a worker, and why; None when all can."""
+    def objects(self) -> dict[str, Any]:
+        """What the user gave, by what messages call it."""
         parts: dict[str, Any] = {"create_agent": self.create_agent, "create_env": self.create_env}
         parts |= {f"agent_args[{key!r}]": value for key, value in self.agent_args.items()}
-        parts |= {f"env_args[{key!r}]": value for key, value in self.env_args.items()}
-        return why_not_sent(parts)
+        return parts | {f"env_args[{key!r}]": value for key, value in self.env_args.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +74,7 @@ class RunSettings:
     on_worker_failure: str
     max_restarts: int | None
     run_ahead: int
+    init_worker: Callable[[int], object] | None = None
 
 
 def info_example(name: str, info: DictTensor | None) -> DictTensor:

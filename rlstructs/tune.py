@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import gymnasium
 
 from rlstructs.collect import Settings, make_batcher
-from rlstructs.envs import registry
 from rlstructs.seeding import environment_seeds
+from rlstructs.streams import WorkerStreams
+from rlstructs.worker_setup import WorkerSetup
 from workers import WorkerPool
 
 # The first three are tried together, then others of one at a time, each beside the best so far.
@@ -157,6 +158,6 @@ class BareLoop:
 @contextlib.contextmanager
 def bare_loops(env_id: str, n: int) -> Iterator[Callable[[float], float]]:
     """What so many bare loops reach together: seconds -> environment steps a second."""
-    setup = partial(registry.register, registry.registered())
+    setup = WorkerSetup(WorkerStreams.of_seed(0))
     with WorkerPool(n, partial(BareLoop, env_id=env_id), preload=("torch", "gymnasium"), setup=setup) as pool:
         yield lambda seconds: float(sum(pool.call("run", seconds)))

@@ -18,6 +18,7 @@ class InlinePool:
 
     Args:
         around: gives a context in which the factory and every method run.
+        init_worker: called with 0, before the factory.
     """
 
     def __init__(
@@ -26,10 +27,13 @@ class InlinePool:
         *,
         shared: tuple[Any, ...] = (),
         around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        init_worker: Callable[[int], object] | None = None,
     ) -> None:
         self._around = around
         self._asked: list[Asked] = []
         with around():
+            if init_worker is not None:
+                init_worker(0)
             self._job: Any = factory(0, *shared)
         self.n_workers, self.pids, self.states, self._open = 1, [os.getpid()], ["idle"], True
 

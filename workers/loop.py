@@ -29,10 +29,11 @@ import threading
 import time
 from typing import Any
 
-from workers import main_module, messages
+from workers import log_records, main_module, messages
 from workers.channel import Channel
 from workers.descriptors import Descriptor
 from workers.hints import add_hint
+from workers.process_settings import SETTINGS, quiet_imports, write_settings
 from workers.start_errors import next_step
 
 # One thread each: W workers with a thread pool per core each would fight over the cores.
@@ -42,6 +43,8 @@ PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 # woken takes as long as to step a few environments. One that is asked later, as something is computed between two
 # steps, sleeps at once: the computation may want its core.
 SOON = 120e-6
+# Seconds that a worker that ends waits for its parent to read what it has logged.
+LOG_DELAY = 1.0
 
 _parent, _self = 0, os.getpid()
 
@@ -58,10 +61,12 @@ def run(
     index: int,
     channel: Channel,
     shared: tuple[Any, ...],
+    log: Descriptor,
     main_process: Descriptor | None,
     dies_with_parent: bool = False,
 ) -> None:
     """The body of a worker process."""
+    log_records.send_records(log.fileno())
     os.set_inheritable(channel.fileno(), False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     unblock_sigint()
@@ -115,6 +120,7 @@ def serve(index: int, channel: Channel, shared: tuple[Any, ...]) -> None:
                 job = _build(request, index, shared)
             elif isinstance(request, messages.Close):
                 close_job(job)
+                log_records.send_rest(LOG_DELAY)
             else:
                 value = getattr(job, request.method)(*request.args)
             reply = messages.Result(value)
@@ -179,8 +185,18 @@ def _build(request: messages.Build, index: int, shared: tuple[Any, ...]) -> Any:
     except (AttributeError, ValueError, RuntimeError, OSError):
         pass  # no usable stderr
     loads = messages.loads if request.script is None else main_module.install(request.script).loads
-    loads(request.setup)()
-    return loads(request.factory)(index, *shared, *request.args)
+    with quiet_imports():
+        setup = loads(request.setup)
+    write_settings(SETTINGS, request.settings)
+    setup(index)
+    with quiet_imports():
+        init_worker = None if request.init_worker is None else loads(request.init_worker)
+    with log_records.handlers_are_own():
+        if init_worker is not None:
+            init_worker(index)
+    with quiet_imports():
+        factory = loads(request.factory)
+    return factory(index, *shared, *request.args)
 
 
 def _answer(job: Any, data: bytes) -> Any:
@@ -197,6 +213,7 @@ def _failure(error: BaseException) -> messages.Failure:
 
 
 def _reply(channel: Channel, reply: Any) -> None:
+    log_records.send_rest()  # before what may have the parent read it
     try:
         if isinstance(reply, bytes):
             channel.send_framed(messages.framed(reply))

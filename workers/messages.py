@@ -48,12 +48,15 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class Build:
-    """The first request: call `setup()`, then become the job that `factory(index, *shared, *args)` returns.
+    """The first request: take over what is set, call `setup(index)` and `init_worker(index)`, then become the job
+    that `factory(index, *shared, *args)` returns.
 
     `script` is what `__main__` is to be (`main_module.Script`); None where it is what it has to be.
     """
 
+    settings: dict[str, bytes]
     setup: bytes
+    init_worker: bytes | None
     factory: bytes
     environ: dict[str, str]
     directory: str | None
@@ -63,13 +66,20 @@ class Build:
     n_replies: ClassVar[int] = 1
 
     @classmethod
-    def here(cls, setup: bytes, factory: bytes, script: Any = None) -> Build:
+    def here(
+        cls,
+        settings: dict[str, bytes],
+        setup: bytes,
+        init_worker: bytes | None,
+        factory: bytes,
+        script: Any = None,
+    ) -> Build:
         """With the environment variables and the working directory as they are now."""
         try:
             directory = os.getcwd()
         except FileNotFoundError:  # deleted under this process
             directory = None
-        return cls(setup, factory, dict(os.environ), directory, script)
+        return cls(settings, setup, init_worker, factory, dict(os.environ), directory, script)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from workers import messages
 from workers.channel import deadline_in
 from workers.descriptors import check_enough
 from workers.errors import WorkerError, WorkerTimeout, bare, check_owner
+from workers.log_records import LogPipe
 from workers.messages import Asked, Build, Call, Close, Failure, Post, Result, State
 from workers.process import WorkerProcess, end_all
 from workers.script import first_request
@@ -26,7 +27,7 @@ CLOSE_DELAY = 3.0
 START_PATIENCE = 1.0
 
 
-def _nothing() -> None:
+def _nothing(index: int) -> None:
     pass
 
 
@@ -42,7 +43,9 @@ class WorkerPool:
         timeout: seconds within which replies must come, None for no limit. Deaths are noticed at
             once either way.
         preload: modules that the fork server imports once for all workers.
-        setup: called in each worker before the factory is unpickled.
+        setup: called in each worker, with its index, before the factory is unpickled.
+        init_worker: likewise, behind that; what it raises arrives as what the factory raises does. Handlers that it
+            adds to loggers handle what this worker logs, too.
         name: what the processes are called, with their index behind it.
 
     Raises:
@@ -59,7 +62,8 @@ class WorkerPool:
         start_method: str | None = None,
         timeout: float | None = None,
         preload: Iterable[str] = (),
-        setup: Callable[[], None] = _nothing,
+        setup: Callable[[int], None] = _nothing,
+        init_worker: Callable[[int], object] | None = None,
         name: str = "worker",
     ) -> None:
         if n_workers < 1:
@@ -68,17 +72,18 @@ class WorkerPool:
         self._made_by = os.getpid()
         # A successor is built from the same, whatever becomes of the factory and of this process meanwhile.
         start_method = start_method or default_start_method()
-        self._first = first_request(setup, factory, start_method)
-        self._arguments = (shared, start_method, tuple(preload), name)
+        self._first = first_request(setup, init_worker, factory, start_method)
+        self._log = LogPipe()
+        self._arguments = (shared, start_method, tuple(preload), name, self._log.writer)
         self._workers: list[WorkerProcess] = []
         self._replies: dict[int, Any] = {}
         self._answers: list[tuple[int, bytes]] = []
         self._failures: dict[int, BaseException] = {}
         self._late: set[int] = set()  # those that have outrun a deadline, and may yet reply
-        self._watch = Watch()
+        self._watch = Watch(self._log)
         # Not weakref.finalize: this one runs before multiprocessing joins what is left at exit,
         # and never in a forked copy of this process.
-        self._finalizer = util.Finalize(self, end_all, args=(self._workers,), exitpriority=100)
+        self._finalizer = util.Finalize(self, _end_at_exit, args=(self._workers, self._log), exitpriority=100)
         try:
             check_enough(n_workers)
             for index in range(n_workers):
@@ -259,6 +264,8 @@ class WorkerPool:
         for worker in old:
             self._watch.forget(worker)
         end_all(old)
+        self._log.read_all()
+        self._log.deliver()
         for worker in old:
             for each in worker.asked:
                 each.end(error=bare(worker.crashed()))
@@ -313,7 +320,7 @@ class WorkerPool:
                 with contextlib.suppress(WorkerError):  # gone: reported where it mattered
                     worker.send(Close())
             for worker in open_workers:
-                errors += worker.await_close(deadline, with_earlier)
+                errors += worker.await_close(deadline, with_earlier, self._log)
         finally:
             self.kill(0.0 if lost else max(0.0, deadline - time.monotonic()))
         if errors:
@@ -326,6 +333,9 @@ class WorkerPool:
             for worker in self._workers:
                 self._watch.forget(worker)
             end_all(self._workers, patience)
+            self._log.read_all()
+            self._log.deliver()
+            self._log.close()
             self._finalizer.cancel()  # not before: it is there for those that an interrupt has left
 
     def _is_ours(self) -> bool:
@@ -362,13 +372,16 @@ class WorkerPool:
         if self.timeout is not None:
             due = min(worker.since for worker in workers) + self.timeout
             deadline = due if deadline is None else min(due, deadline)
-        return self._watch.wait(deadline, self._read)
+        has_come = self._watch.wait(deadline, self._read)
+        self._log.deliver()
+        return has_come
 
     def _drain(self) -> None:
         """Reads what has come."""
         self._take_read()
         while self._watch.wait(time.monotonic(), self._read) and self._busy():
             pass
+        self._log.deliver()
 
     def _take_read(self) -> None:
         """Takes what was read while something was sent."""
@@ -376,6 +389,7 @@ class WorkerPool:
             while worker.state is State.BUSY and worker.channel.has_read():
                 with uninterrupted():
                     self._take(*worker.receive())
+                    self._log.read()
 
     def _overdue(self) -> list[WorkerProcess]:
         """Those whose reply is later than the pool's timeout allows."""
@@ -447,6 +461,7 @@ class WorkerPool:
         except EOFError:
             pass
         error = bare(worker.crashed())  # it ended, with nothing more to say
+        self._log.read_all()
         if all(asked.is_kept for asked in worker.asked) and worker.asked:
             for asked in worker.asked:
                 asked.end(error=error)
@@ -475,6 +490,13 @@ class WorkerPool:
             self._failures[index] = error
         else:
             self._replies[index] = value
+
+
+def _end_at_exit(workers: list[WorkerProcess], log: LogPipe) -> None:
+    end_all(workers)
+    log.read_all()
+    log.deliver()
+    log.close()
 
 
 def _late(workers: list[WorkerProcess], timeout: float | None) -> WorkerTimeout:

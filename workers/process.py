@@ -14,6 +14,7 @@ from workers import loop, messages, start
 from workers.channel import Channel, milliseconds
 from workers.descriptors import Descriptor
 from workers.errors import WorkerCrashed, WorkerTimeout, describe_exit
+from workers.log_records import LogPipe
 from workers.messages import Asked, Failure, State
 from workers.start_errors import StartError, next_step
 
@@ -35,6 +36,7 @@ class WorkerProcess:
         start_method: str,
         preload: tuple[str, ...],
         name: str,
+        log: Descriptor,
         timeout: float | None = None,
     ) -> None:
         self.index = index
@@ -52,7 +54,7 @@ class WorkerProcess:
                     preload,
                     timeout,
                     target=loop.run,
-                    args=(index, theirs, shared, _main_process(), start.dies_with_parent(start_method)),
+                    args=(index, theirs, shared, log, _main_process(), start.dies_with_parent(start_method)),
                     name=f"{name}-{index}",
                     daemon=False,  # an environment may start processes of its own
                 )
@@ -138,16 +140,29 @@ class WorkerProcess:
             self.state = State.IDLE
         return asked, reply
 
-    def await_close(self, deadline: float, with_earlier: bool = True) -> list[BaseException]:
-        """What it raises as it closes, or `with_earlier` has raised before; reads replies until it ends or is late."""
+    def await_close(
+        self, deadline: float, with_earlier: bool = True, log: LogPipe | None = None
+    ) -> list[BaseException]:
+        """What it raises as it closes, or `with_earlier` has raised before; reads replies until it ends or is late.
+
+        Reads what comes through `log`, too: a worker that ends waits for that, for a while.
+        """
         errors: list[BaseException] = []
         poll = select.poll()
         if self.state is State.GONE:
             return errors
         for fd in (self.channel.fileno(), self.sentinel()):  # the pipe may live on in a program of an environment
             poll.register(fd, select.POLLIN)
+        if log is not None:
+            poll.register(log.fileno(), select.POLLIN)
         try:
-            while self.asked and poll.poll(milliseconds(deadline)) and self.channel.arrive():
+            while self.asked and (events := poll.poll(milliseconds(deadline))):
+                if log is not None and log.fileno() in dict(events):
+                    log.read()
+                    if len(events) == 1:
+                        continue
+                if not self.channel.arrive():
+                    break
                 while self.channel.has_read():
                     asked, reply = self.receive()
                     if asked.label != messages.Close.label and not with_earlier:

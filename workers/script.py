@@ -20,6 +20,7 @@ import cloudpickle
 from workers import main_module
 from workers.main_module import SPAWNED, Entry, MainModule, Script, names_of
 from workers.messages import Build
+from workers.process_settings import SETTINGS, read_settings
 
 # Of the implementation, as the methods to override are.
 _cloudpickle = importlib.import_module("cloudpickle.cloudpickle")
@@ -35,12 +36,16 @@ PLAIN |= {"numpy", "torch", "gymnasium", "cloudpickle", "workers", *MODULES}
 ATOMS = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset, types.ModuleType)
 
 
-def first_request(setup: Callable[[], None], factory: Callable[..., Any], start_method: str) -> Build:
+def first_request(
+    setup: Callable[[int], None],
+    init_worker: Callable[[int], object] | None,
+    factory: Callable[..., Any],
+    start_method: str,
+) -> Build:
     """The request that builds a job. A forked worker has the main module itself."""
-    if start_method == "fork":
-        return Build.here(_plain(setup), _plain(factory))
-    [setup_data, factory_data], script = _packed(setup, factory)
-    return Build.here(setup_data, factory_data, script)
+    values = [value for value in (setup, factory, init_worker) if value is not None]
+    data, script = ([_plain(value) for value in values], None) if start_method == "fork" else _packed(*values)
+    return Build.here(read_settings(SETTINGS), data[0], data[2] if len(data) > 2 else None, data[1], script)
 
 
 class Carried:

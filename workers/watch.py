@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
@@ -11,18 +12,19 @@ from multiprocessing import util
 
 from workers.channel import milliseconds
 from workers.errors import WorkerError, check_owner
+from workers.log_records import LogPipe
 from workers.process import WorkerProcess
 from workers.start import uninterrupted
 
 
 class Watch:
-    """One poll over the pipes and sentinels of workers.
+    """One poll over the pipes and sentinels of workers, and over the pipe through which their log records come.
 
     Replies are read under its lock: a thread that ends the watch lets whoever reads one be through with it.
     """
 
-    def __init__(self) -> None:
-        self._poll = select.poll()
+    def __init__(self, log: LogPipe) -> None:
+        self._poll, self._log = select.poll(), log
         self._index_of: dict[int, tuple[int, bool]] = {}
         self._made_by = os.getpid()
         # A signal handler may end the watch while its thread reads.
@@ -44,6 +46,10 @@ class Watch:
             for fd, is_pipe in ((worker.channel.fileno(), True), (worker.sentinel(), False)):
                 self._poll.register(fd, select.POLLIN)
                 self._index_of[fd] = worker.index, is_pipe
+            # Behind all of these, each time: what was logged before a reply is there when that is.
+            with contextlib.suppress(KeyError):
+                self._poll.unregister(self._log.fileno())
+            self._poll.register(self._log.fileno(), select.POLLIN)
 
     def forget(self, worker: WorkerProcess) -> None:
         """Watches a worker no more."""
@@ -53,7 +59,7 @@ class Watch:
                 del self._index_of[fd]
 
     def wait(self, deadline: float | None, read: Callable[[int, bool], None]) -> bool:
-        """Reads what comes first; False when nothing came before the deadline.
+        """Reads what comes first; False when nothing, or nothing but log records, came before the deadline.
 
         Args:
             deadline: in the time of `time.monotonic`; None for none.
@@ -65,6 +71,7 @@ class Watch:
         check_owner(self._made_by)  # before the lock, which the other may have held as it was copied
         with self._lock:
             self._check_going_on()
+            log = self._log.fileno()
             self._n_waiting += 1
             try:
                 self._lock.release()  # to wait, and held again behind it, whatever is raised meanwhile
@@ -80,7 +87,10 @@ class Watch:
                 for fd, _ in events:
                     if fd in self._index_of:  # or the same worker's other descriptor has told of its end
                         read(*self._index_of[fd])
-        return bool(events) or deadline is None or time.monotonic() < deadline
+                    elif fd == log:
+                        self._log.read()
+        has_come = len(events) > 1 or (len(events) == 1 and events[0][0] != log)
+        return has_come or deadline is None or time.monotonic() < deadline
 
     def end(self) -> None:
         """Ends the waiting of other threads, and all to come."""

@@ -39,11 +39,14 @@ from rlstructs.envs import registry
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.episodes import NAMES_OF_STEPS
 from rlstructs.errors import SpecError
+from rlstructs.library_settings import read_libraries
 from rlstructs.lifecycle import Phase
 from rlstructs.settings import RunSettings, warn_of_overlap
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from workers import messages
+from workers.culprits import why_not_sent
+from workers.process_settings import SETTINGS, read_settings
 from workers.script import Carried
 from workers.start import uninterrupted
 
@@ -61,7 +64,7 @@ class RayBatcher(RL_Batcher):
 
     Args:
         n_timesteps, create_agent, agent_args, create_env, env_args, seeds: as of `RL_Batcher`.
-        agent_info, env_info, agent_seeds, device, start_method, debug: as of `RL_Batcher`.
+        agent_info, env_info, agent_seeds, device, start_method, debug, init_worker: as of `RL_Batcher`.
         n_processes: W, worker processes in all, at least 1.
         timeout: seconds within which workers must answer. A node gets twice that and 5 s, to mend what it can itself,
             and a minute more to be placed by Ray. None for no limit: a node that dies is noticed all the same, as soon
@@ -107,6 +110,7 @@ class RayBatcher(RL_Batcher):
         max_restarts: int | None = None,
         run_ahead: int = 0,
         debug: bool | None = None,
+        init_worker: Callable[[int], object] | None = None,
         n_nodes: int | None = None,
         resources: Mapping[str, float] | None = None,
         placement: Any = None,
@@ -120,7 +124,7 @@ class RayBatcher(RL_Batcher):
         super().__init__(
             n_timesteps, create_agent, agent_args, create_env, env_args, n_processes, seeds, agent_info, env_info,
             agent_seeds, device, start_method=start_method, timeout=timeout, on_worker_failure=on_worker_failure,
-            max_restarts=max_restarts, run_ahead=run_ahead, debug=debug,
+            max_restarts=max_restarts, run_ahead=run_ahead, debug=debug, init_worker=init_worker,
         )  # fmt: skip
 
     @overload  # type: ignore[override]
@@ -225,9 +229,10 @@ class RayBatcher(RL_Batcher):
         """What the nodes' batchers are made of, pickled."""
         job = self._settings
         try:
-            return messages.dumps(Carried(NodeSettings(job, run, self._debug, registry.registered())))
+            sent = NodeSettings(job, run, self._debug, registry.registered(), read_settings(SETTINGS), read_libraries())
+            return messages.dumps(Carried(sent))
         except Exception as error:
-            if why := job.why_not_sent():
+            if why := why_not_sent({"init_worker": run.init_worker} | job.objects()):
                 raise TypeError(why) from error
             raise
 

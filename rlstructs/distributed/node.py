@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -19,6 +20,7 @@ from rlstructs.distributed.parts import columns_of
 from rlstructs.envs import registry
 from rlstructs.envs.registry import Registered
 from rlstructs.job import Once, Specs
+from rlstructs.library_settings import write_libraries
 from rlstructs.lifecycle import Phase
 from rlstructs.moments import Moments
 from rlstructs.settings import JobSettings, RunSettings
@@ -26,6 +28,7 @@ from rlstructs.slots import STATE
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.weights import Parcel
 from workers import messages
+from workers.process_settings import SETTINGS, write_settings
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,15 @@ class NodeSettings:
         job, run: of all workers.
         debug: as of `RL_Batcher`.
         registered: environment ids that the trainer's process has registered with gymnasium.
+        process, libraries: what the trainer's process has set; the workers of nodes take it over from them.
     """
 
     job: JobSettings
     run: RunSettings
     debug: bool
     registered: Registered
+    process: dict[str, bytes]
+    libraries: dict[str, dict[str, bytes]]
 
     def of(self, workers: slice) -> NodeSettings:
         """For some workers alone."""
@@ -49,7 +55,10 @@ class NodeSettings:
         job = dataclasses.replace(
             self.job, seeds=self.job.seeds[workers], agent_seeds=None if agent_seeds is None else agent_seeds[workers]
         )
-        run = dataclasses.replace(self.run, n_processes=workers.stop - workers.start, run_ahead=0)
+        n_processes, init_worker = workers.stop - workers.start, self.run.init_worker
+        if init_worker is not None:
+            init_worker = partial(_init_worker, init_worker, workers.start)
+        run = dataclasses.replace(self.run, n_processes=n_processes, run_ahead=0, init_worker=init_worker)
         return dataclasses.replace(self, job=job, run=run)
 
     def build(self, workers: slice, states: Sequence[dict[str, Any]] | None = None) -> NodeJob:
@@ -92,6 +101,7 @@ class NodeBatcher(RL_Batcher):
             job.agent_info if len(job.agent_info.keys()) else None, job.env_info if len(job.env_info.keys()) else None,
             job.agent_seeds, job.device or "cpu", start_method=run.start_method, timeout=run.timeout,
             on_worker_failure=run.on_worker_failure, max_restarts=run.max_restarts, debug=settings.debug,
+            init_worker=run.init_worker,
         )  # fmt: skip
 
     def describe(self) -> tuple[int, Specs]:
@@ -168,6 +178,8 @@ class NodeJob:
         self, settings: NodeSettings, workers: slice, states: Sequence[dict[str, Any]] | None = None
     ) -> None:
         self._workers = workers
+        write_settings(SETTINGS, settings.process)
+        write_libraries(settings.libraries)
         registry.register(settings.registered)
         # The trainer's process says so, of all workers.
         warnings.filterwarnings("ignore", "seeds: environments of processes")
@@ -283,6 +295,11 @@ class NodeJob:
     def _rows(self) -> slice:
         n_envs, workers = self._batcher._n_envs, self._workers
         return slice(workers.start * n_envs, workers.stop * n_envs)
+
+
+def _init_worker(init_worker: Callable[[int], object], first: int, index: int) -> None:
+    """Calls it with the index of a node's worker, of all."""
+    init_worker(first + index)
 
 
 def _part(info: DictTensor, rows: slice) -> DictTensor:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium
-import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from rlstructs.envs.env_group import Description, EnvGroup
@@ -49,8 +48,6 @@ class EnvWorker:
         env_fns: Sequence[Callable[[], gymnasium.Env[Any, Any]]],
         shares: Sequence[Sequence[slice]],
     ) -> None:
-        # Forked from one server, all workers would draw the same numbers; `random` sees to that by itself.
-        np.random.seed()
         self._arena = arena
         self._groups: list[EnvGroup] = []
         try:

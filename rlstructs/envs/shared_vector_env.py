@@ -44,8 +44,10 @@ from rlstructs.envs.vector_arguments import (
     value_for_each,
     worker_count,
 )
-from rlstructs.envs.worker_host import WorkerHost
+from rlstructs.envs.worker_host import WorkerHost, WorkerOptions
 from rlstructs.errors import SpecError, StateError, WorkerCrashed, WorkerTimeout
+from rlstructs.streams import WorkerStreams
+from rlstructs.worker_setup import check_init_worker
 from workers.start import uninterrupted
 
 # Names that `call` leaves to methods of the vectorised environment itself.
@@ -83,6 +85,11 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         context: gymnasium's name of `start_method`.
         shared_memory, daemon: gymnasium's, and without effect: arrays are always shared and all else is pickled;
             workers always end with this process, and may start processes of their own.
+        seed: what the global random streams of workers (of `random`, numpy and torch) follow from, each worker having
+            its own; None for those of this process as they are now, which they leave as they are. Two that are made
+            with the same have the same streams. With no workers environments draw from those of this process.
+        init_worker: `init_worker(index)` is called in each worker before environments are made, with the index of the
+            worker; with no workers once in this process, with 0. May be a lambda.
 
     Attributes:
         env_fns: those that were given.
@@ -120,6 +127,8 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         context: str | None = None,
         shared_memory: bool = True,
         daemon: bool = True,
+        seed: int | None = None,
+        init_worker: Callable[[int], object] | None = None,
     ) -> None:
         self._order = CallOrder()
         self.closed = True  # until there is something to close
@@ -132,9 +141,16 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         groups = shares_of(range(self.num_envs), group_count(n_groups, self.num_envs))
         self.groups = tuple(np.array(group) for group in groups)
         n_workers = worker_count(n_workers, len(groups[-1]), max_concurrency)
-        self._host: Host = (
-            WorkerHost(makers, n_workers, groups, start_method, timeout) if n_workers else LocalHost(makers, groups)
-        )
+        init_worker = check_init_worker(init_worker)
+        streams = WorkerStreams.of_this_process() if seed is None else WorkerStreams.of_seed(check_count("seed", seed))
+        self._host: Host
+        if n_workers:
+            options = WorkerOptions(start_method, timeout, init_worker, streams)
+            self._host = WorkerHost(makers, n_workers, groups, options)
+        else:
+            if init_worker is not None:
+                init_worker(0)
+            self._host = LocalHost(makers, groups)
         try:
             described = self._host.describe()._replace(bounds_differ=observation_mode != SAME)
             if spaces is not None:

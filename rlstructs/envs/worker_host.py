@@ -5,19 +5,21 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from rlstructs.envs import registry
 from rlstructs.envs.columns import Columns, nbytes
 from rlstructs.envs.env_group import Description
 from rlstructs.envs.env_worker import CALL, EVERY, HEAD, ONE, EnvWorker
 from rlstructs.envs.hosts import Arguments, EnvFns, Request, first_of, shares_of
 from rlstructs.envs.outcomes import NOTHING, Outcome, unpacked
 from rlstructs.errors import WorkerCrashed, WorkerTimeout
+from rlstructs.streams import WorkerStreams
+from rlstructs.worker_setup import WorkerSetup
 from workers import SharedArena, WorkerPool, messages
 from workers.channel import deadline_in
 from workers.culprits import why_not_sent
@@ -30,6 +32,21 @@ PRELOAD = ("numpy", "gymnasium.vector", "rlstructs.envs.env_worker")
 MANY = 64
 
 
+@dataclass(frozen=True)
+class WorkerOptions:
+    """How the workers of a `SharedVectorEnv` are started, and what they begin with.
+
+    Attributes:
+        start_method, timeout, init_worker: as `WorkerPool`'s.
+        streams: seed their global random streams.
+    """
+
+    start_method: str | None
+    timeout: float | None
+    init_worker: Callable[[int], object] | None
+    streams: WorkerStreams
+
+
 class WorkerHost:
     """Environments in worker processes, some in each.
 
@@ -37,7 +54,7 @@ class WorkerHost:
         env_fns: make the environments.
         n_workers: how many workers share them; the first has the first of each group.
         groups: which are stepped together.
-        start_method, timeout: as `WorkerPool`'s.
+        options: how workers are started, and begin.
 
     Raises:
         TypeError: what the user gave cannot be sent to a worker.
@@ -48,8 +65,7 @@ class WorkerHost:
         env_fns: EnvFns,
         n_workers: int,
         groups: Sequence[range],
-        start_method: str | None,
-        timeout: float | None,
+        options: WorkerOptions,
     ) -> None:
         shared = [shares_of(group, n_workers) for group in groups]
         # Of each worker its share of each group; and in the order of the environments: whose, of which group, which.
@@ -67,14 +83,16 @@ class WorkerHost:
                 n_workers,
                 partial(EnvWorker, env_fns=env_fns, shares=self._shares),
                 shared=(self._arena,),
-                start_method=start_method,
-                timeout=timeout,
+                start_method=options.start_method,
+                timeout=options.timeout,
                 preload=PRELOAD,
-                setup=partial(registry.register, registry.registered()),
+                setup=WorkerSetup(options.streams),
+                init_worker=options.init_worker,
                 name="rlstructs-environments",
             )
         except Exception as error:
-            if why := why_not_sent({f"env_fns[{index}]": env_fn for index, env_fn in enumerate(env_fns)}):
+            objects = {f"env_fns[{index}]": env_fn for index, env_fn in enumerate(env_fns)}
+            if why := why_not_sent({"init_worker": options.init_worker} | objects):
                 raise TypeError(why) from error
             raise
 

@@ -1,0 +1,215 @@
+"""Settings of numpy, torch, gymnasium, jax and warp, which workers take over from the trainer.
+
+Of each library that the trainer has loaded; a worker sets them once it has loaded it too, which may be never. Not among
+them are torch's default device, as workers compute on the host unless they are told otherwise, its number of
+threads, which is one, and what holds within a `with` block only, such as `torch.no_grad`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from workers.on_import import after_import
+from workers.process_settings import Setting, Table, read_settings, write_settings
+
+# What says how float32 is multiplied, from torch 2.9 on: of each backend, and of each operation of it.
+PRECISIONS = ("cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn", "mkldnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
+# Attributes of `torch.backends`.
+BACKENDS = (
+    "cuda.matmul.allow_tf32",
+    "cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "cuda.matmul.allow_fp16_accumulation",
+    "cudnn.enabled",
+    "cudnn.benchmark",
+    "cudnn.benchmark_limit",
+    "cudnn.deterministic",
+    "cudnn.allow_tf32",
+    "mkldnn.enabled",
+    "mkldnn.deterministic",
+    "mkldnn.allow_tf32",
+    "opt_einsum.enabled",
+    "opt_einsum.strategy",
+    "quantized.engine",
+)
+# Kernels of attention, of which `torch.backends.cuda` has a function that tells and one that sets.
+ATTENTION = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
+JAX = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_debug_nans",
+    "jax_debug_infs",
+    "jax_disable_jit",
+    "jax_enable_checks",
+    "jax_log_compiles",
+    "jax_traceback_filtering",
+)
+
+
+def read_libraries() -> dict[str, dict[str, bytes]]:
+    """The settings of each library that this process has loaded."""
+    return {name: read_settings(table()) for name, table in TABLES.items() if name in sys.modules}
+
+
+def write_libraries(values: dict[str, dict[str, bytes]]) -> None:
+    """Sets what `read_libraries` gave, of each library as soon as this process has loaded it."""
+    for name, settings in values.items():
+        after_import(name, partial(_write, name, settings))
+
+
+def _write(name: str, settings: dict[str, bytes]) -> None:
+    table = TABLES[name]()
+    write_settings(table, {setting: data for setting, data in settings.items() if setting in table})
+
+
+def numpy_settings() -> Table:
+    """How numpy calculates, and what it says of errors and shows of arrays."""
+    import numpy as np
+
+    return {
+        "numpy.seterrcall": Setting(np.geterrcall, np.seterrcall),
+        "numpy.seterr": Setting(np.geterr, _set_numpy_errors),
+        "numpy.setbufsize": Setting(np.getbufsize, np.setbufsize),
+        "numpy.set_printoptions": Setting(np.get_printoptions, _set_numpy_print),
+    }
+
+
+def _set_numpy_errors(modes: dict[str, Any]) -> None:
+    import numpy as np
+
+    if np.geterrcall() is None:  # it could not be sent, an open file perhaps
+        modes = {kind: "warn" if mode in ("call", "log") else mode for kind, mode in modes.items()}
+    np.seterr(**modes)
+
+
+def _set_numpy_print(options: dict[str, Any]) -> None:
+    import numpy as np
+
+    np.set_printoptions(**options)
+
+
+def torch_settings() -> Table:
+    """How torch calculates, and what it checks and says."""
+    import torch
+
+    printing: Any = torch._tensor_str.PRINT_OPTS
+    invariants: Any = torch.sparse.check_sparse_tensor_invariants
+    return {
+        "torch.set_default_dtype": Setting(torch.get_default_dtype, torch.set_default_dtype),
+        "torch.use_deterministic_algorithms": Setting(_determinism, lambda value: _set_determinism(*value)),
+        "torch.set_float32_matmul_precision": Setting(
+            torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+        ),
+        "torch.set_flush_denormal": Setting(_flushes_denormals, torch.set_flush_denormal),
+        "torch.autograd.set_detect_anomaly": Setting(_anomaly, lambda value: _set_anomaly(*value)),
+        "torch.set_warn_always": Setting(torch.is_warn_always_enabled, torch.set_warn_always),
+        "torch.set_printoptions": Setting(lambda: dict(vars(printing)), lambda value: vars(printing).update(value)),
+        "torch.distributions": Setting.attribute(torch.distributions.Distribution, "_validate_args"),
+        "torch.sparse": Setting(
+            invariants.is_enabled, lambda value: invariants.enable() if value else invariants.disable()
+        ),
+        **dict(_newer_torch_settings(torch)),
+    }
+
+
+def _newer_torch_settings(torch: Any) -> Iterator[tuple[str, Setting]]:
+    """Those that not every release of torch has, or lets be read where both an older and a newer name was set."""
+    names = ("fp32_precision", *(f"{name}.fp32_precision" for name in PRECISIONS), *BACKENDS)
+    for name in (*(f"backends.{name}" for name in names), "utils.deterministic.fill_uninitialized_memory"):
+        path, _, attribute = name.rpartition(".")
+        with contextlib.suppress(AttributeError, RuntimeError):
+            owner = operator.attrgetter(path)(torch)
+            getattr(owner, attribute)
+            yield f"torch.{name}", Setting.attribute(owner, attribute)
+    cuda = torch.backends.cuda
+    pairs = [(cuda, f"{kernel}_enabled", f"enable_{kernel}") for kernel in ATTENTION]
+    pairs.append((torch.backends.mha, "get_fastpath_enabled", "set_fastpath_enabled"))
+    for owner, read, write in pairs:
+        if hasattr(owner, read):
+            yield f"{owner.__name__}.{write}", Setting(getattr(owner, read), getattr(owner, write))
+    if hasattr(torch.serialization, "get_safe_globals"):
+        yield "torch.serialization.add_safe_globals", Setting(_safe_globals, torch.serialization.add_safe_globals)
+
+
+def _safe_globals() -> list[Any]:
+    """Those of the program, by which `torch.load` knows its classes; torch adds its own as it loads."""
+    import torch
+
+    found = torch.serialization.get_safe_globals()
+    return [each for each in found if not getattr(each, "__module__", "").startswith("torch.")]
+
+
+def _determinism() -> tuple[bool, bool]:
+    import torch
+
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _set_determinism(mode: bool, warn_only: bool) -> None:
+    import torch
+
+    torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+
+
+def _anomaly() -> tuple[bool, bool]:
+    import torch
+
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
+def _set_anomaly(mode: bool, check_nan: bool) -> None:
+    import torch
+
+    torch.set_anomaly_enabled(mode, check_nan)
+
+
+def _flushes_denormals() -> bool:
+    """Whether this thread's processor takes the smallest numbers for 0; nothing tells, but the numbers."""
+    return sys.float_info.min * float("0.5") == 0.0
+
+
+def gymnasium_settings() -> Table:
+    """What gymnasium says."""
+    from gymnasium import logger
+
+    return {"gymnasium.logger.min_level": Setting.attribute(logger, "min_level")}
+
+
+def jax_settings() -> Table:
+    """How jax calculates, and what it checks and says."""
+    import jax
+
+    config: Any = jax.config
+    return {
+        name: Setting(partial(getattr, config, name), partial(config.update, name))
+        for name in JAX
+        if hasattr(config, name)
+    }
+
+
+def warp_settings() -> Table:
+    """How warp compiles, and what it checks and says."""
+    import warp
+
+    plain = (bool, int, float, str, type(None))
+    names = [name for name, value in vars(warp.config).items() if name[0] != "_" and isinstance(value, plain)]
+    return {f"warp.config.{name}": Setting.attribute(warp.config, name) for name in names if name != "version"}
+
+
+# By the module that has to be loaded.
+TABLES: dict[str, Callable[[], Table]] = {
+    "numpy": numpy_settings,
+    "torch": torch_settings,
+    "gymnasium": gymnasium_settings,
+    "jax": jax_settings,
+    "warp": warp_settings,
+}
