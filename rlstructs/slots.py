@@ -23,6 +23,7 @@ from mmap import mmap
 import numpy as np
 import torch
 
+from rlstructs.checks import batch_first
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.recorded import Ends, Recorded, blocks_of, patched, sources_of, specs_of_steps
 from rlstructs.rows import Packing, Rows, TensorSpec, numpy_specs, where_true
@@ -256,8 +257,8 @@ class Slots:
         for key, (shape, dtype) in self._states.items():
             if key not in state:
                 raise MissingKeyError(f"agent: no {key!r} in its state, there are {sorted(state.keys())}")
-            if tuple(state[key].shape) != (n, *shape) or state[key].dtype != dtype:
-                wanted = f"{(n, *shape)} {type_name(dtype)}"
+            if (found := tuple(state[key].shape)) != (n, *shape) or state[key].dtype != dtype:
+                wanted = f"{(n, *shape)} {type_name(dtype)}{batch_first(found, n)}"
                 raise SpecError(f"agent: state {key!r} is {show(state[key])}, expected {wanted}")
         if unknown := set(state.keys()) - set(self._states):
             raise SpecError(f"agent: state {sorted(unknown)} was not in its first one")

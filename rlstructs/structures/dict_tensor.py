@@ -40,20 +40,20 @@ class DictTensor(TensorMap):
     """
 
     _kind = "DictTensor"
-    _tensors: dict[str, torch.Tensor]
+    _tensors: Mapping[str, torch.Tensor]
 
     def __init__(self, tensors: Mapping[str, Any] | TensorMap | None = None) -> None:
         self._tensors = {} if tensors is None else flatten(tensors, "DictTensor")
         _check(self._tensors.items())
 
     @classmethod
-    def trusted(cls, tensors: dict[str, torch.Tensor]) -> DictTensor:
-        """Wraps a flat dict that is known to be right, as it is: for hot loops."""
+    def trusted(cls, tensors: Mapping[str, torch.Tensor]) -> DictTensor:
+        """Wraps a flat mapping that is known to be right, as it is: for hot loops."""
         made = cls.__new__(cls)
         made._tensors = tensors
         return made
 
-    def _tree(self) -> dict[str, torch.Tensor]:
+    def _tree(self) -> Mapping[str, torch.Tensor]:
         return self._tensors
 
     @classmethod
