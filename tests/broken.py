@@ -523,7 +523,8 @@ AGENTS = {
         "clone it first, or leave out takes_views: 'frame' was",
     ),
     "an agent_info that is written into": (
-        WritesIntoInfo, "^WritesIntoInfo.__call__ of 3 rows wrote into the agent_info that it was given, .* takes_views: 'epsilon' was"
+        WritesIntoInfo,
+        "^WritesIntoInfo.__call__ of 3 rows wrote into the agent_info that .* or leave out takes_views: 'epsilon' was",
     ),
     "an observation that is kept": (
         Keeps, "^Keeps: its output 'change' at t=0 of rollout 1 depends on an observation of the rollout before"
