@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +11,13 @@ from typing import Any
 import torch
 
 from rlstructs.agent import EmptyHistory, RL_Agent
-from rlstructs.checks import batch_first
+from rlstructs.checks import BATCH_FIRST, batch_first
 from rlstructs.errors import SpecError
 from rlstructs.rows import check_dtype
 from rlstructs.structures.dict_tensor import DictTensor
+
+# What torch's recurrent layers say of a state whose first two axes are in the wrong order.
+HIDDEN = re.compile(r"Expected hidden\S* size \((\d+), (\d+), .*got \[(\d+), (\d+), ")
 
 
 def first_step(agent: RL_Agent, observation: DictTensor, info: DictTensor, n: int) -> tuple[DictTensor, DictTensor]:
@@ -71,18 +76,20 @@ def check_batch_first(
     other = n - 1 or 2  # fewer, if there are: an index that an agent makes stays within its bounds
     rows = torch.arange(other, device="cpu") % n
     seen, info = observation.index(rows.to(observation.device() or "cpu")), info if info.empty() else info.index(rows)
-    initial = _asked(lambda: agent.initial_state(info.clone(), other))
-    _refuse_layers(f"{name}: initial_state of {_environments(other)}", initial, square, other, n)
+    where = f"{name}: initial_state of {_environments(other)}"
+    initial = _asked(where, lambda: agent.initial_state(info.clone(), other))
+    _refuse_layers(where, initial, square, other, n)
     if not isinstance(initial, DictTensor) or not set(square) <= set(initial.keys()):
         return
     initial = initial.to(observation.device() or "cpu")
-    layers_first = {key: t.transpose(0, 1) if key in square else t for key, t in initial.items()}
-    # An agent that hands (B, layers, ...) to a layer that wants (layers, B, ...) takes the second one only.
-    for given in (dict(initial.items()), layers_first):
-        result = _asked(lambda given=given: _called(agent, DictTensor.trusted(given).clone(), seen, info))
-        if isinstance(result, (tuple, list)) and len(result) == 2:
-            _refuse_layers(f"{name}: its next state of {_environments(other)}", result[1], square, other, n)
-            return
+    where = f"{name}: its next state of {_environments(other)}"
+    result = _asked(where, lambda: _called(agent, initial.clone(), seen, info))
+    if result is None:  # code of one's own that takes (layers, B, ...) is content with that; a mask is not
+        turned = {key: t.transpose(0, 1) if key in square else t for key, t in initial.items()}
+        with contextlib.suppress(Exception):
+            result = _called(agent, DictTensor.trusted(turned).clone(), seen, info)
+    if isinstance(result, (tuple, list)) and len(result) == 2:
+        _refuse_layers(where, result[1], square, other, n)
 
 
 def _called(agent: RL_Agent, state: DictTensor, observation: DictTensor, info: DictTensor) -> Any:
@@ -93,14 +100,17 @@ def _called(agent: RL_Agent, state: DictTensor, observation: DictTensor, info: D
     return agent(state, observation, info.clone())
 
 
-def _asked(call: Callable[[], Any]) -> Any:
-    """What a call gives, None where it raises."""
+def _asked(what: str, call: Callable[[], Any]) -> Any:
+    """What a call gives, None where it raises; raises SpecError where that says that rows do not come first."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return call()
-    except Exception:
-        return None
+    except Exception as error:
+        found = HIDDEN.search(str(error))
+        if BATCH_FIRST in str(error) or (found and found.groups()[:2] == found.groups()[:1:-1]):
+            raise SpecError(f"{what}: {error}{'' if BATCH_FIRST in str(error) else BATCH_FIRST}") from error
+    return None
 
 
 def _refuse_layers(what: str, state: Any, keys: list[str], n: int, n_layers: int) -> None:
