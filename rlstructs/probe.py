@@ -86,7 +86,8 @@ def check_batch_first(
     result = _asked(where, lambda: _called(agent, initial.clone(), seen, info))
     if result is None:  # code of one's own that takes (layers, B, ...) is content with that; a mask is not
         turned = {key: t.transpose(0, 1) if key in square else t for key, t in initial.items()}
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             result = _called(agent, DictTensor.trusted(turned).clone(), seen, info)
     if isinstance(result, (tuple, list)) and len(result) == 2:
         _refuse_layers(where, result[1], square, other, n)

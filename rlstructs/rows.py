@@ -135,6 +135,8 @@ class Views(Mapping[str, torch.Tensor]):
     def __getitem__(self, key: str) -> torch.Tensor:
         found = self._made.get(key)
         if found is None:
+            if key not in self._rows.packing.specs:
+                raise KeyError(key)
             found = self._made[key] = torch.from_numpy(self._rows[key])
         return found
 

@@ -192,9 +192,7 @@ class Slots:
         self.layout, self.first = layout, first
         self._poisons = poisons
         self.n = layout.n_slots if n is None else n
-        self._columns = {
-            field.name: _column(field, buffer)[first : first + self.n] for field in layout.fields
-        }
+        self._columns = {field.name: _column(field, buffer)[first : first + self.n] for field in layout.fields}
         self.lengths: np.ndarray = self._columns["lengths"].numpy()
         self._reset: np.ndarray = self._columns["reset"].numpy()
         self._packing = layout.packing()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 from collections import deque
 
 import gymnasium
@@ -19,6 +21,7 @@ from rlstructs import (
     GymEnv,
     GymEnvInf,
     GymVectorEnv,
+    MissingKeyError,
     RandomAgent,
     RL_Agent,
     RL_Agent_CheckDevice,
@@ -457,3 +460,42 @@ def test_views_are_of_what_is_recorded(n_timesteps):
     assert seen == recorded
     recorded, seen = places(Own)
     assert not set(seen) & set(recorded)
+
+
+# --- what is handed over is a DictTensor like any other ------------------------------------------------
+
+
+class Uses(RL_Agent):
+    """Looks for a key that is not there, and keeps the observation whole, which an evaluation has to copy."""
+
+    def __init__(self):
+        self.kept = []
+
+    def initial_state(self, agent_info, B):
+        return DictTensor()
+
+    def __call__(self, state, observation, agent_info, history=None):
+        with pytest.raises(MissingKeyError, match=r"^DictTensor: no key 'image', there are \['done', 'frame', "):
+            observation["image"]
+        assert "image" not in observation and observation["reward"] is observation["reward"]
+        same = DictTensor(dict(observation.items()))
+        for other in (
+            observation, observation.clone(), observation.to("cpu"), copy.copy(observation), copy.deepcopy(observation),
+            pickle.loads(pickle.dumps(observation)), observation.prepend_key("a/").truncate_key("a/"),
+            observation.slice(0, len(observation)), observation + DictTensor(), DictTensor.cat([observation]),
+            observation.get(observation.keys()), DictTensor.from_numpy(observation.numpy()),
+        ):  # fmt: skip
+            assert other == same and list(other.keys()) == list(same.keys()) and repr(other) == repr(same)
+        self.kept.append(observation)
+        observation.set("more", observation["reward"] + 1)
+        action = torch.zeros(observation.n_elems(), dtype=torch.int64)
+        return DictTensor({"action": action, "number": torch.full_like(action, len(self.kept))}), state
+
+
+def test_what_an_agent_is_handed_is_a_dict_tensor_like_any_other():
+    with RL_Batcher(3, Uses, {}, functools.partial(counts, kind=GymEnv), {}, 0, 0) as batcher:
+        batcher.reset()
+        rollout(batcher)
+        assert batcher.evaluate(3, seed=0)["length"].tolist() == [4, 5, 6]
+        steps = rollout(batcher)[0].trajectories
+        assert steps["action/number"][2, :3].tolist() == [4, 5, 6] and "observation/more" not in steps
