@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -34,6 +34,11 @@ class RL_Agent:
         (tensor([0, 1]), tensor([1, 6]))
     """
 
+    #: Whether `__call__` is handed views of what is recorded, in place of copies: for a class whose `__call__` neither
+    #: writes into what it gets, its state aside, nor keeps anything of it, in its state or elsewhere. It saves a copy
+    #: of the observation at every step. A derived class that has a `__call__` of its own has to say so again.
+    takes_views: ClassVar[bool] = False
+
     def initial_state(self, agent_info: DictTensor, B: int) -> DictTensor:
         """The state before the first step after `RL_Batcher.reset`; and, with deferred resets, of the environments that
         were reset between two rollouts.
@@ -57,12 +62,14 @@ class RL_Agent:
         """One step.
 
         Args:
-            state: B rows, which may be written into. Nothing resets it where an environment resets itself in a rollout:
-                replace the rows where `observation["initial_state"]` (`masked_dicttensor` does it).
-            observation: B rows, read-only. Clone what is to be kept for longer than the rollout. (That of step T - 1
-                need not be cloned.)
+            state: B rows. Nothing resets it where an environment resets itself in a rollout: replace the rows where
+                `observation["initial_state"]` (`masked_dicttensor` does it).
+            observation: B rows.
             agent_info: B rows, or empty.
             history: where `require_history`: the steps of this rollout so far, B x t.
+
+        All of it is the agent's own (unless `takes_views`): it may keep it and write into it, which changes nothing
+        that is recorded, and nobody else writes into it.
 
         Returns:
             The output, which holds what the environment needs (`action`) and anything else that is to
@@ -86,13 +93,16 @@ class RL_Agent:
         if state is None:
             if t != 0:
                 raise SpecError(f"call_replay: a state is needed at t={t}")
-            # A copy: agents may write into their state, and the trajectories are to be replayed again.
+            # Copies, here and below: agents may write into them, and the trajectories are to be replayed again.
             state = trajectories.info.truncate_key("agent_state/").clone()
+        steps, is_shown = trajectories.trajectories, takes_views(self)
         info = trajectories.info.truncate_key("agent_info/").to("cpu")
-        steps = trajectories.trajectories
         observation = steps.temporal_index(t).truncate_key("observation/")
+        if not is_shown:
+            info, observation = info.clone(), observation.clone()
         if self.require_history():
-            return self(state, observation, info, history=steps.temporal_slice(0, t))
+            history = steps.temporal_slice(0, t)
+            return self(state, observation, info, history=history if is_shown else history.clone())
         return self(state, observation, info)
 
     def require_history(self) -> bool:
@@ -112,6 +122,16 @@ class RL_Agent:
 
     def close(self) -> None:
         """Frees what the agent holds."""
+
+
+def takes_views(agent: Any) -> bool:
+    """Whether the class that an agent's `__call__` is of, or one derived from it, says that it takes views."""
+    for cls in type(agent).__mro__:
+        if "takes_views" in vars(cls):
+            return vars(cls)["takes_views"] is True
+        if "__call__" in vars(cls):
+            break
+    return False
 
 
 class RL_Agent_CheckDevice:

@@ -39,6 +39,17 @@ def holds(dtype: np.dtype[Any], values: np.ndarray) -> bool:
         return bool((values.astype(dtype) == values).all())
 
 
+# What is said of a state that is (layers, B, ...).
+BATCH_FIRST = "; permute it to batch first, by `.transpose(0, 1)`: a recurrent layer of torch has (layers, B, ...)"
+
+
+def batch_first(shape: tuple[int, ...], n: int) -> str:
+    """What to do about a tensor of n rows that has them on its second axis; "" for any other."""
+    if len(shape) < 2 or shape[0] == n or shape[1] != n:
+        return ""
+    return BATCH_FIRST
+
+
 def check_start_method(start_method: Any) -> None:
     """Raises SpecError unless it is the name of a start method, or None for the default one."""
     try:

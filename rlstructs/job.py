@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlstructs.agent import EmptyHistory, RL_Agent
+from rlstructs.agent import RL_Agent
 from rlstructs.checks import called, check_made
 from rlstructs.envs.vec_env import (
     RowEnv,
@@ -29,8 +29,9 @@ from rlstructs.errors import SpecError
 from rlstructs.evaluation import Evaluation, seed_agent
 from rlstructs.generations import Generations
 from rlstructs.moments import Moments
-from rlstructs.rollout import Clock, Progress, acquire, acquire_in_turns
-from rlstructs.rows import TensorSpec, check_dtype, specs_of
+from rlstructs.probe import first_step, repeated
+from rlstructs.rollout import Clock, Progress, acquire, acquire_in_turns, initial_state
+from rlstructs.rows import TensorSpec, specs_of
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.settings import JobSettings
 from rlstructs.slots import Slots
@@ -168,7 +169,7 @@ class RolloutJob:
         with Once(self):
             load_statistics(self._given, statistics)
             if progress.running.size < slots.n and getattr(self._env, "defers_resets", False):
-                progress = self._revived(progress, slots.info("agent_info/"))
+                progress = self._revived(progress, slots)
             if not progress.running.size:
                 return [], self._clock.fields(), self._inbox.version, take_statistics(self._given)
             began = perf_counter()
@@ -179,20 +180,22 @@ class RolloutJob:
             return running, self._clock.fields(), self._inbox.version, take_statistics(self._given)
 
     @torch.no_grad()
-    def _revived(self, progress: Progress, agent_info: DictTensor) -> Progress:
+    def _revived(self, progress: Progress, slots: Slots) -> Progress:
         """Starts episodes in environments that have ended, whose resets were deferred; all run then."""
         which, first = self._env.revive_rows()  # type: ignore[attr-defined]
         place = np.argsort(np.concatenate([progress.running, which]))
         assert progress.state is not None
+        agent_info = slots.info("agent_info/")
         info = agent_info if agent_info.empty() else agent_info.index(which)
-        state = self._agent.initial_state(info, which.size)
+        state = initial_state(self._agent, info, which.size)
+        slots.check_state(state, which.size)
         if not state.empty():
             state = DictTensor.cat([progress.state, state.to(self.settings.device or "cpu")]).index(place)
         return Progress(progress.observation.joined(first).take(place), np.arange(place.size), state)
 
     def _acquire(self, number: int, slots: Slots, progress: Progress) -> Progress:
         """Has the agent act, in groups if there are any; where the environments are then."""
-        info = slots.info("agent_info/").clone()
+        info = slots.info("agent_info/")
         clock = None if BARE in os.environ else self._clock
         cuts, index = self._cuts, self.index
         how = info, self.settings.device, clock, lambda: cuts[index] > number
@@ -322,7 +325,7 @@ class RolloutJob:
                     observation = row_env(env).reset_rows(repeated(settings.env_info, n)).tensors()
             else:
                 observation = env.example().tensors()  # type: ignore[attr-defined]
-            seen = observation.clone().to(settings.device or "cpu")  # the agent may `set` keys in it
+            seen = observation.to(settings.device or "cpu")
             agent = self._make_agent(agent_args)
             try:
                 self._seed(agent, settings.seeds[self.index])
@@ -350,42 +353,6 @@ class Once:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._job.error = error
-
-
-def first_step(agent: RL_Agent, observation: DictTensor, info: DictTensor, n: int) -> tuple[DictTensor, DictTensor]:
-    """What an agent puts out in its very first step, and its initial state; checks both."""
-    # Wherever the agent has made it, as in a rollout.
-    state = checked("agent: initial_state", agent.initial_state(info, n), n).to(observation.device() or "cpu")
-    if agent.require_history():
-        result: Any = agent(state, observation, info, history=EmptyHistory.of(observation))
-    else:
-        result = agent(state, observation, info)
-    if not isinstance(result, (tuple, list)) or len(result) != 2:  # a DictTensor would be taken apart into its keys
-        raise TypeError(f"agent: it must return its output and its next state, got {type(result).__name__}")
-    output, following = result
-    checked("agent: its output", output, n)
-    checked("agent: its next state", following, n)
-    if state.specs() != following.specs():
-        raise SpecError(f"agent: its next state is {following!r}, its initial one {state!r}")
-    return output, state
-
-
-def checked(what: str, value: Any, n: int) -> DictTensor:
-    """Raises unless `value` is a DictTensor of `n` rows, or an empty one."""
-    if not isinstance(value, DictTensor):
-        raise TypeError(f"{what} must be a DictTensor, got {type(value).__name__}")
-    for key, tensor in value.items():
-        if tensor.ndim == 0 or tensor.shape[0] != n:
-            raise SpecError(f"{what}: {key!r} has shape {tuple(tensor.shape)}, expected ({n}, ...)")
-        check_dtype(what, key, tensor.dtype)
-    return value
-
-
-def repeated(example: DictTensor, n: int) -> DictTensor:
-    """Row 0 of an example, n times."""
-    if example.empty():
-        return example
-    return example.index(torch.zeros(n, dtype=torch.int64, device="cpu"))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -33,6 +33,9 @@ class RandomAgent(RL_Agent):
         >>> output["action"].shape
         torch.Size([2, 3])
     """
+
+    #: It looks only at how many rows there are.
+    takes_views: ClassVar[bool] = True
 
     def __init__(self, action_space: gymnasium.Space[Any]) -> None:
         self._draws = {ActionReader.key(leaf): _Ahead(_draw(leaf)) for leaf in leaves(action_space, "action")}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlstructs.agent import RL_Agent
+from rlstructs.agent import RL_Agent, takes_views
 from rlstructs.envs.vec_env import RowEnv, SplitEnv
 from rlstructs.errors import SpecError
 from rlstructs.rows import Rows
@@ -154,33 +154,37 @@ def _acting(
     if progress.state is None:  # of another worker, or another environment, than the one that the slots were made for
         slots.check_observation(progress.observation)
     info = agent_info if rows is None or agent_info.empty() else agent_info.index(rows)
-    state = agent.initial_state(info, progress.running.size) if progress.state is None else progress.state
-    with_history = agent.require_history()
-    steps = slots.begin(rows, state, is_read=with_history)
+    state = initial_state(agent, info, progress.running.size) if progress.state is None else progress.state
+    with_history, is_shown = agent.require_history(), takes_views(agent)
+    steps, has_state = slots.begin(rows, state, is_read=with_history), not state.empty()
     steps.write_observation(0, rows, progress.observation)
-    writes = is_split or env.writes_rows
+    writes, moves = is_split or env.writes_rows, device is not None and device.type != "cpu"
     began = acted = 0.0
     idle: list[tuple[int, np.ndarray]] = []
     for t in range(slots.layout.n_timesteps):
         if clock is not None:
             began = perf_counter()
-        observation = steps.observed(t) if rows is None else steps.rows(t, rows).tensors()
+        is_view = rows is None and (is_shown or moves)
+        observation = steps.viewed(t) if is_view else steps.rows(t, rows).views()
+        known = info if is_shown else _own(info)
         if device is not None:
             observation, state = observation.to(device), state.to(device)
-        if t + 1 == slots.layout.n_timesteps:  # what the agent keeps of it lies where the next rollout is written
-            observation = observation.clone()
         # Agents may write into their state.
         before = state.clone() if env.may_idle and not state.empty() else state
         if with_history:
-            output, state = agent(state, observation, info, history=_history(slots, rows, t, device))
+            output, state = agent(state, observation, known, history=_history(slots, rows, t, device))
         else:
-            output, state = agent(state, observation, info)
+            output, state = agent(state, observation, known)
         if clock is not None:
             acted = perf_counter()
             clock.agent += acted - began
+        if has_state:  # before the agent is given it
+            slots.check_state(state, slots.n if rows is None else rows.size)
         steps.write_action(t, rows, output)
         if is_split:
             env.send_rows(output)
+            if has_state:  # the agent may write into what it returned when it acts on another group
+                state = state.clone()
             yield
             acted = perf_counter()
             step = env.recv_rows(steps.target(t + 1))
@@ -215,10 +219,21 @@ def _acting(
     slots.lengths[... if rows is None else rows] = t + 1
     left = np.arange(slots.n) if rows is None else rows
     slots.check_state(state, left.size)
-    # The agent may have given back views of what the next rollout overwrites.
+    # A copy: an update may write into what the agent returned, such as a view of a parameter.
     progress = Progress(steps.rows(t + 1, left), left, state.clone())
     slots.end(idle)
     return progress
+
+
+def initial_state(agent: RL_Agent, info: DictTensor, n: int) -> DictTensor:
+    """The state that an agent gives n environments, nobody else's; `info` is copied for it."""
+    state = agent.initial_state(_own(info), n)
+    return state.clone() if isinstance(state, DictTensor) else state
+
+
+def _own(info: DictTensor) -> DictTensor:
+    """A copy of what an agent may keep and write into."""
+    return info.clone() if info._tensors else DictTensor.trusted({})
 
 
 def _with_rows(state: DictTensor, other: DictTensor, rows: np.ndarray) -> DictTensor:

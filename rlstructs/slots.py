@@ -23,6 +23,7 @@ from mmap import mmap
 import numpy as np
 import torch
 
+from rlstructs.checks import batch_first
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.recorded import Ends, Recorded, blocks_of, patched, sources_of, specs_of_steps
 from rlstructs.rows import Packing, Rows, TensorSpec, numpy_specs, where_true
@@ -191,9 +192,7 @@ class Slots:
         self.layout, self.first = layout, first
         self._poisons = poisons
         self.n = layout.n_slots if n is None else n
-        self._columns = {
-            field.name: _column(field, buffer)[first : first + self.n] for field in layout.fields
-        }
+        self._columns = {field.name: _column(field, buffer)[first : first + self.n] for field in layout.fields}
         self.lengths: np.ndarray = self._columns["lengths"].numpy()
         self._reset: np.ndarray = self._columns["reset"].numpy()
         self._packing = layout.packing()
@@ -256,8 +255,8 @@ class Slots:
         for key, (shape, dtype) in self._states.items():
             if key not in state:
                 raise MissingKeyError(f"agent: no {key!r} in its state, there are {sorted(state.keys())}")
-            if tuple(state[key].shape) != (n, *shape) or state[key].dtype != dtype:
-                wanted = f"{(n, *shape)} {type_name(dtype)}"
+            if (found := tuple(state[key].shape)) != (n, *shape) or state[key].dtype != dtype:
+                wanted = f"{(n, *shape)} {type_name(dtype)}{batch_first(found, n)}"
                 raise SpecError(f"agent: state {key!r} is {show(state[key])}, expected {wanted}")
         if unknown := set(state.keys()) - set(self._states):
             raise SpecError(f"agent: state {sorted(unknown)} was not in its first one")

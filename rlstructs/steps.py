@@ -91,12 +91,14 @@ class Steps:
         for key, column in self._columns.items():
             put(column, (slice(None) if rows is None else rows, t), tensors[key])
 
-    def observed(self, t: int) -> DictTensor:
+    def viewed(self, t: int) -> DictTensor:
         """What the agent sees at t, every row, views."""
-        return DictTensor.trusted(self._row(t)[1])  # an object of its own: the agent may `set` keys
+        return DictTensor.trusted(self._row(t)[1])
 
-    def rows(self, t: int, rows: np.ndarray) -> Rows:
-        """What the agent sees at t, these rows, private memory."""
+    def rows(self, t: int, rows: np.ndarray | None) -> Rows:
+        """What the agent sees at t, these rows (None: all), private memory."""
+        if rows is None:
+            return Rows(self._packing, {name: row.copy() for name, row in self._row(t)[0]})
         return Rows(self._packing, {name: block[rows, t] for name, block in self.observation.items()})
 
     def target(self, t: int) -> Target:

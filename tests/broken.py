@@ -402,12 +402,16 @@ def key(name, change):
 
 
 class WritesIntoObservation(Sums):
+    takes_views = True
+
     def __call__(self, state, observation, agent_info, history=None):
         observation["frame"].clamp_(-1, 0)
         return super().__call__(state, observation, agent_info)
 
 
 class WritesIntoInfo(Sums):
+    takes_views = True
+
     def __call__(self, state, observation, agent_info, history=None):
         agent_info["epsilon"].mul_(0.5)
         return super().__call__(state, observation, agent_info)
@@ -416,6 +420,7 @@ class WritesIntoInfo(Sums):
 class Keeps(Sums):
     """What it saw at the end of a rollout counts in the next."""
 
+    takes_views = True
     last = None
 
     def __call__(self, state, observation, agent_info, history=None):
@@ -515,10 +520,11 @@ AGENTS = {
     "an observation that is written into": (
         WritesIntoObservation,
         "^WritesIntoObservation.__call__ of 3 rows wrote into the observation that it was given, and that is recorded; "
-        "clone it first: 'frame' was",
+        "clone it first, or leave out takes_views: 'frame' was",
     ),
     "an agent_info that is written into": (
-        WritesIntoInfo, "^WritesIntoInfo.__call__ of 3 rows wrote into the agent_info that it was given: 'epsilon' was"
+        WritesIntoInfo,
+        "^WritesIntoInfo.__call__ of 3 rows wrote into the agent_info that .* or leave out takes_views: 'epsilon' was",
     ),
     "an observation that is kept": (
         Keeps, "^Keeps: its output 'change' at t=0 of rollout 1 depends on an observation of the rollout before"

@@ -60,6 +60,7 @@ ROWS = {
     "rlstructs.settings": 4,
     "rlstructs.random_agent": 4,
     "rlstructs.testing": 4,
+    "rlstructs.probe": 3.2,
     "rlstructs.rollout": 5,
     "rlstructs.evaluation": 5.1,
     "rlstructs.job": 5.2,

@@ -30,7 +30,8 @@ from rlstructs import (
 )
 from rlstructs.envs.vec_env import row_env
 from rlstructs.generations import Generations
-from rlstructs.job import RolloutJob, Specs, first_step
+from rlstructs.job import RolloutJob, Specs
+from rlstructs.probe import first_step
 from rlstructs.rollout import Progress, acquire
 from rlstructs.rows import specs_of
 from rlstructs.seeding import PrivateStreams, seed_global_streams

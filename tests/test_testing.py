@@ -16,7 +16,21 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from broken import AGENTS, ENVIRONMENTS, GYMNASIUM, CountsOutside, Ending, Gym, Holds, HoldsLock, Sums, Walk
+from broken import (
+    AGENTS,
+    ENVIRONMENTS,
+    GYMNASIUM,
+    CountsOutside,
+    Ending,
+    Gym,
+    Holds,
+    HoldsLock,
+    Keeps,
+    Sums,
+    Walk,
+    WritesIntoInfo,
+    WritesIntoObservation,
+)
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 from helpers import Count, Counting, create_gym
@@ -200,6 +214,17 @@ def test_agents_with_a_history_pass():
 def test_what_is_wrong_with_an_agent_is_said(broken, message):
     with pytest.raises((SpecError, TypeError), match=message):
         check_agent(broken, SEEN, agent_info=INFO)
+
+
+@pytest.mark.parametrize("broken", [WritesIntoObservation, WritesIntoInfo, Keeps])
+def test_agents_may_write_into_what_they_get_and_keep_it_unless_they_say_that_views_do(broken):
+    class Derived(broken):  # what the class above says is not of this one's __call__
+        def __call__(self, state, observation, agent_info, history=None):
+            return super().__call__(state, observation, agent_info)
+
+    check_agent(Derived, SEEN, agent_info=INFO)
+    with pytest.raises(SpecError, match="takes_views"):
+        check_agent(type("Same", (broken,), {}), SEEN, agent_info=INFO)
 
 
 def test_what_a_replay_depends_on_beside_the_state_is_found_where_it_counts():

@@ -296,7 +296,9 @@ class GymVectorGroup(GymVectorEnv):
 
     def send_rows(self, action: DictTensor) -> None:
         """As `SplitEnv.send_rows`."""
-        actions, self._columns = self._read(action)
+        actions, columns = self._read(action)
+        # Copies: the agent may write into its output before these environments have been stepped.
+        self._columns = {name: column.copy() for name, column in columns.items()}
         self._envs.step_async(actions)
 
     def recv_rows(self, target: Target) -> Step:

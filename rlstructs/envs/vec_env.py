@@ -199,7 +199,8 @@ class RowEnv:
 
     def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
         """As `VecEnv.step`; the target is for those that write to it."""
-        (after, before), (following, running) = self._env.step(action)
+        # A copy: either of the two, environment and agent, may write into what it has of it.
+        (after, before), (following, running) = self._env.step(action.clone())
         if not np.array_equal(_array(before), self._running):
             raise SpecError(f"environment: it stepped {_array(before)}, running were {self._running}")
         left = _array(running)
@@ -239,7 +240,7 @@ class WritingRowEnv(RowEnv):
         if target is None:
             rows = Rows.zeros(self._packing, self.n_envs())
             target = Target(rows, rows.arrays())
-        found = self._env.step_into(action, target.arrays)  # type: ignore[attr-defined]
+        found = self._env.step_into(action.clone(), target.arrays)  # type: ignore[attr-defined]
         idle = _idle(target.arrays)
         if found is None:
             return Step(target.rows, NO_ROWS, None, None, idle)

@@ -27,7 +27,7 @@ class Structure:
     # Tensors are mutable, so that equal content gives no stable hash.
     __hash__ = None  # type: ignore[assignment]
 
-    def _tree(self) -> Tree:
+    def _tree(self) -> Mapping[str, Any]:
         """The tensors, without a copy: name -> tensor, or name -> such a mapping."""
         raise NotImplementedError
 
@@ -88,7 +88,7 @@ class Structure:
             return NotImplemented
         return _equal_trees(self._content(), other._content())
 
-    def _content(self) -> Tree:
+    def _content(self) -> Mapping[str, Any]:
         """The part of the tree that `==` compares."""
         return self._tree()
 

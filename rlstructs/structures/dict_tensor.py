@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlstructs.checks import batch_first
 from rlstructs.errors import SpecError
 from rlstructs.structures.base import TensorMap, check_alike, check_same_keys, flatten, parts_of, put_rows, show
 
@@ -40,20 +41,20 @@ class DictTensor(TensorMap):
     """
 
     _kind = "DictTensor"
-    _tensors: dict[str, torch.Tensor]
+    _tensors: Mapping[str, torch.Tensor]
 
     def __init__(self, tensors: Mapping[str, Any] | TensorMap | None = None) -> None:
         self._tensors = {} if tensors is None else flatten(tensors, "DictTensor")
         _check(self._tensors.items())
 
     @classmethod
-    def trusted(cls, tensors: dict[str, torch.Tensor]) -> DictTensor:
-        """Wraps a flat dict that is known to be right, as it is: for hot loops."""
+    def trusted(cls, tensors: Mapping[str, torch.Tensor]) -> DictTensor:
+        """Wraps a flat mapping that is known to be right, as it is: for hot loops."""
         made = cls.__new__(cls)
         made._tensors = tensors
         return made
 
-    def _tree(self) -> dict[str, torch.Tensor]:
+    def _tree(self) -> Mapping[str, torch.Tensor]:
         return self._tensors
 
     @classmethod
@@ -264,16 +265,23 @@ def masked_tensor(tensor0: torch.Tensor, tensor1: torch.Tensor, mask: torch.Tens
         >>> masked_tensor(torch.tensor([1, 2, 3]), torch.tensor([10, 20, 30]), torch.tensor([0, 1, 0]))
         tensor([ 1, 20,  3])
     """
-    if tensor0.shape != tensor1.shape or tensor0.dtype != tensor1.dtype:
-        raise SpecError(f"masked_tensor: tensor1 is {show(tensor1)}, expected {show(tensor0)} as tensor0")
+    return _masked("masked_tensor:", tensor0, tensor1, mask)
+
+
+def _masked(owner: str, tensor0: torch.Tensor, tensor1: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     if not isinstance(mask, torch.Tensor):
-        raise TypeError(f"masked_tensor: mask must be a tensor, got {type(mask).__name__}")
-    if mask.ndim != 1 or tensor0.ndim == 0 or mask.shape[0] != tensor0.shape[0]:
-        raise SpecError(f"masked_tensor: mask is {show(mask)}, expected one value per row of {show(tensor0)}")
+        raise TypeError(f"{owner} mask must be a tensor, got {type(mask).__name__}")
+    shape0, shape1, n = tuple(tensor0.shape), tuple(tensor1.shape), mask.numel()
+    if shape0 != shape1 or tensor0.dtype != tensor1.dtype:
+        hint = batch_first(shape0, n) or batch_first(shape1, n)
+        raise SpecError(f"{owner} tensor1 is {show(tensor1)}, expected {show(tensor0)} as tensor0{hint}")
+    if mask.ndim != 1 or tensor0.ndim == 0 or n != shape0[0]:
+        hint = batch_first(shape0, n)
+        raise SpecError(f"{owner} mask is {show(mask)}, expected one value per row of {show(tensor0)}{hint}")
     if mask.dtype != torch.bool:
         chosen = mask != 0
         if not bool((~chosen | (mask == 1)).all()):
-            raise SpecError("masked_tensor: mask must be bool, or hold only 0 and 1")
+            raise SpecError(f"{owner} mask must be bool, or hold only 0 and 1")
         mask = chosen
     return torch.where(mask.view(-1, *[1] * (tensor0.ndim - 1)), tensor1, tensor0)
 
@@ -282,17 +290,18 @@ def masked_dicttensor(dicttensor0: DictTensor, dicttensor1: DictTensor, mask: to
     """`masked_tensor` of every key; two empty ones give an empty one.
 
     Raises:
-        MissingKeyError, SpecError: the keys differ, or what `masked_tensor` refuses.
+        MissingKeyError, SpecError: the keys differ, or what `masked_tensor` refuses; names the key.
     """
     check_same_keys("masked_dicttensor: dicttensor1", dicttensor0.keys(), dicttensor1.keys())
-    return DictTensor.trusted(
-        {key: masked_tensor(tensor, dicttensor1[key], mask) for key, tensor in dicttensor0.items()}
-    )
+    made = {}
+    for key, tensor in dicttensor0.items():
+        made[key] = _masked(f"masked_dicttensor: {key!r}:", tensor, dicttensor1[key], mask)
+    return DictTensor.trusted(made)
 
 
 def _check(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raises unless all have one batch size and one device."""
-    first, n_elems = None, None
+    first, known = None, None
     for key, tensor in tensors:
         if first is None:
             first = key
@@ -302,9 +311,16 @@ def _check(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
                 f"DictTensor: {key!r} is on {tensor.device}, expected {device} (from {first!r})"
             )
         if tensor.ndim:
-            if n_elems is None:
-                n_elems, source = tensor.shape[0], key
-            elif tensor.shape[0] != n_elems:
+            if known is None:
+                known, source = tensor, key
+            elif len(tensor) != len(known):
+                hint = _hint(source, known, len(tensor)) or _hint(key, tensor, len(known))
                 raise SpecError(
-                    f"DictTensor: {key!r} has batch size {tensor.shape[0]}, expected {n_elems} (from {source!r})"
+                    f"DictTensor: {key!r} has batch size {len(tensor)}, expected {len(known)} (from {source!r}){hint}"
                 )
+
+
+def _hint(key: str, tensor: torch.Tensor, n: int) -> str:
+    """What to do about a tensor that has n rows on its second axis; "" for any other."""
+    hint = batch_first(tuple(tensor.shape), n)
+    return hint and f"; {key!r} has shape {tuple(tensor.shape)}, expected ({n}, ...){hint}"

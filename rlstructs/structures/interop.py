@@ -55,7 +55,7 @@ def host_array(name: str, tensor: torch.Tensor) -> np.ndarray:
         raise SpecError(f"{name!r} is {dtype}, which numpy has not; convert it to float32 first") from error
 
 
-def to_numpy(tree: Tree, view: bool) -> Tree:
+def to_numpy(tree: Mapping[str, Any], view: bool) -> Tree:
     def convert(name: str, tensor: torch.Tensor) -> np.ndarray:
         array = host_array(name, tensor)
         return array if view else array.copy()
@@ -82,7 +82,7 @@ def from_numpy(arrays: Mapping[str, Any], view: bool) -> Tree:
     return _map_named(convert, arrays)
 
 
-def to_jax(tree: Tree) -> Tree:
+def to_jax(tree: Mapping[str, Any]) -> Tree:
     import jax.numpy as jnp
 
     def convert(name: str, tensor: torch.Tensor) -> Any:
@@ -130,7 +130,7 @@ def from_jax(arrays: Mapping[str, Any]) -> Tree:
     return _map_named(convert, arrays)
 
 
-def to_warp(tree: Tree, view: bool) -> Tree:
+def to_warp(tree: Mapping[str, Any], view: bool) -> Tree:
     wp = start_warp()
 
     def convert(name: str, tensor: torch.Tensor) -> Any:
@@ -152,7 +152,7 @@ def from_warp(arrays: Mapping[str, Any], view: bool) -> Tree:
     return map_tree(lambda array: wp.to_torch(array) if view else wp.to_torch(array).clone(), arrays)
 
 
-def to_tensordict(tree: Tree, n_elems: int, device: torch.device | None = None) -> Any:
+def to_tensordict(tree: Mapping[str, Any], n_elems: int, device: torch.device | None = None) -> Any:
     from tensordict import TensorDict
 
     flat = TensorDict(_nested(tree), batch_size=[], device=device)

@@ -12,6 +12,7 @@ import torch
 from rlstructs.agent import RL_Agent, replay_agent
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
+from rlstructs.probe import check_batch_first
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.structures.base import equal
 from rlstructs.structures.dict_tensor import DictTensor
@@ -42,8 +43,8 @@ def check_agent(
     """Runs an agent and checks all that `RL_Batcher` and `replay_agent` rely on; raises on the first thing wrong.
 
     Checked are: the methods; keys, dtypes, rows and devices of states and outputs, for several batch sizes; that
-    observations are left as they are, and none is kept; that the same seeds give the same outputs; that a replay
-    gives what the agent did; `update` and `close`; that the factory can be pickled.
+    the same seeds give the same outputs; that a replay gives what the agent did; `update` and `close`; that the factory
+    can be pickled; of a class that `takes_views`, that it leaves observations as they are, and keeps none.
 
     Args:
         agent: the `create_agent` of a batcher, which is checked best; or an agent, of which copies are used.
@@ -98,11 +99,19 @@ class _AgentCheck:
         agent = self._watched()
         script = observed(agent, source, self._info, n_steps)
         first = script[0].observation
+        self._check_batch_first(first)
         for n in sorted({1, 2, first.n_elems()}):
             rows = torch.arange(n, device="cpu")
             moment = first.index(rows % first.n_elems())
             recorded(agent, [Moment(rows, moment, moment)], self._info)
         return script
+
+    def _check_batch_first(self, observation: DictTensor) -> None:
+        """Checks that no state is (layers, B, ...) with as many layers as rows."""
+        agent, info = self._new(), repeated(self._info, observation.n_elems())
+        with torch.no_grad():
+            state = agent.initial_state(info.clone(), observation.n_elems())
+            check_batch_first(self._name, agent, state.to(observation.device() or "cpu"), observation, info)
 
     def repeats(self, script: list[Moment]) -> Recording:
         """Checks that agents that are alike act alike, in two rollouts; gives the first of them."""
@@ -112,10 +121,12 @@ class _AgentCheck:
                 f"{self._name}: two agents made alike, in random streams seeded alike, put out different {found}; draw "
                 "from torch's global generator, or from one of your own that `seed(seed)` seeds"
             )
+        if not self._watched().takes_views:
+            return rollouts[0]
         if (found := _first_difference(rollouts, self._rollouts(script, overwrite=True))) is not None:
             raise SpecError(
                 f"{self._name}: its output {found} depends on an observation of the rollout before, which has been "
-                "overwritten by then; clone what is to be kept"
+                "overwritten by then; clone what is to be kept, or leave out takes_views"
             )
         return rollouts[0]
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from rlstructs.agent import takes_views
+from rlstructs.checks import batch_first
 from rlstructs.errors import SpecError
 from rlstructs.rows import TensorSpec, check_dtype, specs_of
 from rlstructs.structures.dict_tensor import DictTensor
@@ -26,6 +28,7 @@ class WatchedAgent:
     def __init__(self, agent: Any, name: str) -> None:
         self._agent, self._name = agent, name
         self._specs: dict[str, dict[str, TensorSpec]] = {}
+        self.takes_views = takes_views(agent)
         self.needs_history = agent.require_history()
         if self.needs_history not in (True, False):
             raise TypeError(f"{name}.require_history must return a bool, got {self.needs_history!r}")
@@ -33,11 +36,8 @@ class WatchedAgent:
     @torch.no_grad()
     def begin(self, info: DictTensor, n: int) -> DictTensor:
         """The state that n environments begin with."""
-        given = info.clone()
-        state = self._agent.initial_state(info, n)
-        where = f"{self._name}.initial_state of {_rows(n)}"
-        check_unchanged(f"{where} wrote into the agent_info that it was given: ", info, given)
-        return self._checked(where, STATE, state, n)
+        state = self._agent.initial_state(info.clone(), n)
+        return self._checked(f"{self._name}.initial_state of {_rows(n)}", STATE, state, n)
 
     @torch.no_grad()
     def step(
@@ -47,15 +47,16 @@ class WatchedAgent:
         n = observation.n_elems()
         where = f"{self._name}.__call__ of {_rows(n)}"
         seen, known = observation.clone(), info.clone()
-        arguments = (state, DictTensor(observation), info)  # the agent may set keys in what it gets
+        arguments = (state, DictTensor(observation), DictTensor(info))  # the agent may set keys in what it gets
         result = self._agent(*arguments, history=history) if self.needs_history else self._agent(*arguments)
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(f"{where} must return its output and the next state, got {kind_of(result)}")
         output = self._checked(where, OUTPUT, result[0], n, observation.device())
         following = self._checked(where, NEXT_STATE, result[1], n, observation.device())
-        told = f"{where} wrote into the observation that it was given, and that is recorded; clone it first: "
-        check_unchanged(told, observation, seen)
-        check_unchanged(f"{where} wrote into the agent_info that it was given: ", info, known)
+        if self.takes_views:
+            told = "that it was given, and that is recorded; clone it first, or leave out takes_views: "
+            check_unchanged(f"{where} wrote into the observation {told}", observation, seen)
+            check_unchanged(f"{where} wrote into the agent_info {told}", info, known)
         return output, following
 
     def _checked(self, where: str, what: str, value: Any, n: int, device: torch.device | None = None) -> DictTensor:
@@ -63,7 +64,9 @@ class WatchedAgent:
             raise TypeError(f"{where}: {what} must be a DictTensor, got {kind_of(value)}")
         for key, tensor in value.items():
             if tensor.ndim == 0 or tensor.shape[0] != n:
-                raise SpecError(f"{where}: {what} {key!r} has shape {tuple(tensor.shape)}, expected ({n}, ...)")
+                shape = tuple(tensor.shape)
+                hint = batch_first(shape, n)
+                raise SpecError(f"{where}: {what} {key!r} has shape {shape}, expected ({n}, ...){hint}")
             check_dtype(f"{where}: {what}", key, tensor.dtype)
             if device is not None and tensor.device != device:
                 raise SpecError(f"{where}: {what} {key!r} is on {tensor.device}, the observation on {device}")
