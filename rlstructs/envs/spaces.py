@@ -16,6 +16,7 @@ import torch
 from gymnasium import spaces
 
 from rlstructs.checks import holds
+from rlstructs.envs.values import as_numpy, native
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.rows import Packing, Rows, as_array
 from rlstructs.structures.base import show
@@ -59,8 +60,8 @@ class Leaf:
             SpecError: it is not in the space; begins with `name`.
         """
         try:
-            got = np.asarray(self.pick(observation))
-        except (TypeError, ValueError, LookupError) as error:
+            got = as_numpy(self.pick(observation))
+        except (TypeError, ValueError, LookupError, RuntimeError) as error:
             raise SpecError(f"{name} cannot be read: {error!r}") from error
         if got.shape != shape and not got.size == math.prod(shape) == 1:
             raise SpecError(f"{name} has shape {got.shape}, the space says {shape}")
@@ -73,16 +74,19 @@ def leaves(space: gymnasium.Space[Any], what: str, keep_float64: bool = False) -
     """The flat columns of a space.
 
     Raises:
-        SpecError: a space of another kind, a Dict or Tuple without entries, or one with two entries
-            of the same key; names it.
+        SpecError: a space of another kind, a Dict or Tuple without entries, one with an entry that
+            has no name, or with two entries of the same key; names it.
     """
-    found = list(_leaves(space, "", (), what, keep_float64))
+    found: dict[str, Leaf] = {}
+    for leaf in _leaves(space, "", (), what, keep_float64):
+        if leaf.path and str(leaf.path[0]) == "":
+            raise SpecError(f"{what}: an entry of space {space} is called '', which gives no key; rename it")
+        if leaf.key in found:
+            raise SpecError(f"{what}: two entries of space {space} are called {leaf.key!r}")
+        found[leaf.key] = leaf
     if not found:
         raise SpecError(f"{what}: space {space} has no entries")
-    keys = [leaf.key for leaf in found]
-    if twice := [key for key in keys if keys.count(key) > 1]:
-        raise SpecError(f"{what}: two entries of space {space} are called {twice[0]!r}")
-    return found
+    return list(found.values())
 
 
 def _leaves(space: Any, key: str, path: Path, what: str, keep_float64: bool) -> Any:
@@ -93,12 +97,13 @@ def _leaves(space: Any, key: str, path: Path, what: str, keep_float64: bool) -> 
     elif isinstance(space, spaces.Discrete):
         yield Leaf(key, path, space, (), np.dtype(np.int64))
     elif isinstance(space, (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)):
-        dtype = np.dtype(np.float32) if space.dtype == np.float64 and not keep_float64 else space.dtype
-        yield Leaf(key, path, space, tuple(space.shape), np.dtype(dtype))
+        dtype = native(space.dtype)
+        shrinks = dtype == np.float64 and not keep_float64
+        yield Leaf(key, path, space, tuple(space.shape), np.dtype(np.float32) if shrinks else dtype)
     else:
         raise SpecError(
             f"{what}: space {space} is not supported; needed is Box, Discrete, MultiDiscrete, "
-            "MultiBinary, or a Dict or Tuple of them"
+            f"MultiBinary, or a Dict or Tuple of them{f' (it is entry {key!r})' if path else ''}"
         )
 
 
@@ -144,7 +149,7 @@ class Column:
         n = len(observations)
         try:
             self._fill_at_once(observations, n)
-        except (TypeError, ValueError, LookupError):
+        except (TypeError, ValueError, LookupError, RuntimeError):  # torch's own, of tensors with gradients
             self._fill_one_by_one(observations, range(n) if environments is None else environments)
         return self.array if n == self._n_envs else self.array[:n]
 
