@@ -129,8 +129,16 @@ class Objects:
         return bool(self._parts)
 
     def pick(self, observation: Any) -> list[Any]:
-        """These parts of one observation."""
-        return [part.pick(observation) for part in self._parts]
+        """These parts of one observation.
+
+        Raises:
+            SpecError: it lacks one.
+        """
+        try:
+            return [part.pick(observation) for part in self._parts]
+        except (LookupError, TypeError) as error:
+            names = ["/".join(map(str, part.path)) for part in self._parts]
+            raise SpecError(f"observation {names} cannot be read: {error!r}") from error
 
     def put(self, env: int, picked: list[Any]) -> None:
         """Keeps what `pick` gave as an environment's newest."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import gymnasium
@@ -74,6 +74,24 @@ def nest(space: gymnasium.Space[Any], values: Iterator[Any]) -> Any:
     if isinstance(space, spaces.Tuple):
         return tuple(nest(inner, values) for inner in space.spaces)
     return next(values)
+
+
+def nest_rows(space: gymnasium.Space[Any], columns: Iterator[Iterable[Any]], n: int) -> list[Any]:
+    """n values of a space, of the n values of each of `parts_of(space)`, in order.
+
+    Example:
+        >>> space = spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Tuple([spaces.Text(3), spaces.MultiBinary(2)])})
+        >>> nest_rows(space, iter(["uv", "wx", "yz"]), 2)
+        [{'a': 'u', 'b': ('w', 'y')}, {'a': 'v', 'b': ('x', 'z')}]
+    """
+    if isinstance(space, spaces.Dict):
+        keys = tuple(space.spaces)
+        rows = zip(*[nest_rows(inner, columns, n) for inner in space.spaces.values()], strict=True)
+        return [dict(zip(keys, row, strict=True)) for row in rows] if keys else [{} for _ in range(n)]
+    if isinstance(space, spaces.Tuple):
+        rows = zip(*[nest_rows(inner, columns, n) for inner in space.spaces], strict=True)
+        return list(rows) if space.spaces else [()] * n
+    return list(next(columns))
 
 
 def copy_parts(space: gymnasium.Space[Any], sample: Any) -> Any:

@@ -16,6 +16,8 @@ import torch
 from gymnasium import spaces
 
 from rlstructs.checks import holds
+from rlstructs.envs.libraries import Wanted, same
+from rlstructs.envs.parts import nest, nest_rows
 from rlstructs.envs.values import as_numpy, native
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.rows import Packing, Rows, as_array
@@ -216,23 +218,6 @@ class Sheet:
             got = leaf.read(f"environment: observation {key!r}", batch, (self._n_envs, *leaf.shape))
             _copy(arrays[key], got.reshape(self._n_envs, *leaf.row_shape))
 
-    def put(self, at: np.ndarray, observations: Any, arrays: Mapping[str, np.ndarray]) -> None:
-        """Writes those of some environments to their rows in the arrays of the keys.
-
-        Args:
-            at: int64, which.
-            observations: E of them as one, or an array of E objects.
-            arrays: E rows each.
-        """
-        are_objects = isinstance(observations, np.ndarray) and observations.dtype == object
-        for key, leaf in self._leaves.items():
-            name = f"environment: final observation {key!r}"
-            if are_objects:
-                found = np.stack([leaf.read(name, observations[row], leaf.shape) for row in at])
-            else:
-                found = leaf.read(name, observations, (self._n_envs, *leaf.shape))[at]
-            arrays[key][at] = found.reshape(len(at), *leaf.row_shape)
-
 
 def _sheet_of(
     found: Mapping[str, Leaf], packing: Packing, n_envs: int, blocks: Mapping[str, np.ndarray]
@@ -285,15 +270,19 @@ class ActionReader:
         ]
         if self.leaves[0].path == ():
             return values[0], columns
-        paths = [leaf.path for leaf in self.leaves]
-        rows = (dict(zip(paths, row, strict=True)) for row in zip(*values, strict=True))
-        return [_nested(self.space, row, ()) for row in rows], columns
+        return nest_rows(self.space, iter(values), n), columns
 
-    def read_batch(self, action: DictTensor, n: int) -> tuple[Any, dict[str, np.ndarray]]:
-        """What `n` environments get that take their actions as one, and the columns as `read` gives them."""
+    def read_batch(self, action: DictTensor, n: int, as_wanted: Wanted = same) -> tuple[Any, dict[str, np.ndarray]]:
+        """What `n` environments get that take their actions as one, and the columns as `read` gives them.
+
+        Args:
+            action: as for `read`.
+            n: how many environments there are.
+            as_wanted: makes of a leaf's key and array what the environment takes.
+        """
         columns = self._columns(action, n)
-        batch = {leaf.path: _own(columns[leaf.key], leaf) for leaf in self.leaves}
-        return _nested(self.space, batch, ()), columns
+        batch = (as_wanted(key, _own(columns[leaf.key], leaf)) for leaf, key, _ in self._wanted)
+        return nest(self.space, batch), columns
 
     def _columns(self, action: DictTensor, n: int) -> dict[str, np.ndarray]:
         columns: dict[str, np.ndarray] = {}
@@ -320,7 +309,7 @@ class ActionReader:
         wants_whole = leaf.dtype.kind != "f"
         bits = leaf.dtype.kind == "b" or isinstance(leaf.space, spaces.MultiBinary)
         whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
-        if wants_whole != whole or (tensor.dtype == torch.bool and not bits):
+        if wants_whole != whole or tensor.dtype.is_complex or (tensor.dtype == torch.bool and not bits):
             wanted = "an integer" if wants_whole else "a floating point"
             raise SpecError(f"agent: {key!r} is {show(tensor)}, expected {wanted} dtype for {leaf.space}")
         self._approved[key] = (n, tensor.shape, tensor.dtype)
@@ -337,11 +326,3 @@ def _own(array: np.ndarray, leaf: Leaf) -> np.ndarray:
     if own.dtype != array.dtype and own.dtype.kind != "f" and not holds(own.dtype, array):
         raise SpecError(f"agent: {ActionReader.key(leaf)!r} has values that {leaf.space} cannot hold")
     return own
-
-
-def _nested(space: Any, values: dict[Path, Any], path: Path) -> Any:
-    if isinstance(space, spaces.Dict):
-        return {part: _nested(inner, values, (*path, part)) for part, inner in space.spaces.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(_nested(inner, values, (*path, part)) for part, inner in enumerate(space.spaces))
-    return values[path]
