@@ -79,7 +79,7 @@ class GymEnv:
             env.action_space.seed(value)
         n = len(self._envs)
         self._leaves = {
-            leaf.key or "frame": leaf for leaf in leaves(self.observation_space, "observation", keep_float64)
+            leaf.name: leaf for leaf in leaves(self.observation_space, "observation", keep_float64)
         }
         self._actions = ActionReader(self.action_space, keep_float64)
         refuse_reserved(self._leaves)
@@ -101,8 +101,9 @@ class GymEnv:
     def example(self) -> Rows:
         """A first observation such as `reset` gives, made of the spaces alone."""
         rows = self._fresh.rows.take(np.arange(len(self._envs)))
+        arrays = rows.arrays()
         for key, leaf in self._leaves.items():
-            rows[key][...] = example(leaf)
+            arrays[key][...] = example(leaf)
         return rows
 
     def reset(self, env_info: DictTensor = NO_INFO) -> tuple[DictTensor, torch.Tensor]:

@@ -86,7 +86,7 @@ class GymVectorEnv:
         self._seeds: list[int] | None = environment_seeds(seed, self._n)
         self._single = int(seed) if isinstance(seed, (int, np.integer)) else self._seeds[0]
         self._leaves = {
-            leaf.key or "frame": leaf for leaf in leaves(self.observation_space, "observation", keep_float64)
+            leaf.name: leaf for leaf in leaves(self.observation_space, "observation", keep_float64)
         }
         refuse_reserved(self._leaves)
         self._actions = ActionReader(self.action_space, keep_float64)
@@ -108,8 +108,9 @@ class GymVectorEnv:
     def example(self) -> Rows:
         """A first observation such as `reset` gives, made of the spaces alone."""
         rows = self._fresh.rows.take(np.arange(self._n))
+        arrays = rows.arrays()
         for key, leaf in self._leaves.items():
-            rows[key][...] = example(leaf)
+            arrays[key][...] = example(leaf)
         return rows
 
     def reset(self, env_info: DictTensor = NO_INFO) -> tuple[DictTensor, torch.Tensor]:

@@ -6,7 +6,7 @@ Nested Dict and Tuple spaces give keys joined with `/`; a Tuple's parts are call
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ class Leaf:
     """One flat column of a space.
 
     Attributes:
-        key: its name, "" when the space itself is the leaf.
+        key: its name, which is the path joined with `/`; "" when the space itself is the leaf.
         path: how to get from a sample of the space to this leaf's value.
         space: the leaf's space.
         shape: of a value.
@@ -44,6 +44,11 @@ class Leaf:
     space: gymnasium.Space[Any]
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+
+    @property
+    def name(self) -> str:
+        """The key in an observation: `frame` when the space itself is the leaf. (An entry may be called "".)"""
+        return self.key if self.path else "frame"
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -76,13 +81,11 @@ def leaves(space: gymnasium.Space[Any], what: str, keep_float64: bool = False) -
     """The flat columns of a space.
 
     Raises:
-        SpecError: a space of another kind, a Dict or Tuple without entries, one with an entry that
-            has no name, or with two entries of the same key; names it.
+        SpecError: a space of another kind, a Dict or Tuple without entries, or one with two entries
+            of the same key; names it.
     """
     found: dict[str, Leaf] = {}
-    for leaf in _leaves(space, "", (), what, keep_float64):
-        if leaf.path and str(leaf.path[0]) == "":
-            raise SpecError(f"{what}: an entry of space {space} is called '', which gives no key; rename it")
+    for leaf in _leaves(space, (), what, keep_float64):
         if leaf.key in found:
             raise SpecError(f"{what}: two entries of space {space} are called {leaf.key!r}")
         found[leaf.key] = leaf
@@ -91,22 +94,26 @@ def leaves(space: gymnasium.Space[Any], what: str, keep_float64: bool = False) -
     return list(found.values())
 
 
-def _leaves(space: Any, key: str, path: Path, what: str, keep_float64: bool) -> Any:
+def _leaves(space: Any, path: Path, what: str, keep_float64: bool) -> Iterator[Leaf]:
     if isinstance(space, (spaces.Dict, spaces.Tuple)):
         parts = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
         for part, inner in parts:
-            yield from _leaves(inner, f"{key}/{part}" if key else str(part), (*path, part), what, keep_float64)
+            yield from _leaves(inner, (*path, part), what, keep_float64)
     elif isinstance(space, spaces.Discrete):
-        yield Leaf(key, path, space, (), np.dtype(np.int64))
+        yield Leaf(_key(path), path, space, (), np.dtype(np.int64))
     elif isinstance(space, (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)):
         dtype = native(space.dtype)
         shrinks = dtype == np.float64 and not keep_float64
-        yield Leaf(key, path, space, tuple(space.shape), np.dtype(np.float32) if shrinks else dtype)
+        yield Leaf(_key(path), path, space, tuple(space.shape), np.dtype(np.float32) if shrinks else dtype)
     else:
         raise SpecError(
             f"{what}: space {space} is not supported; needed is Box, Discrete, MultiDiscrete, "
-            f"MultiBinary, or a Dict or Tuple of them{f' (it is entry {key!r})' if path else ''}"
+            f"MultiBinary, or a Dict or Tuple of them{f' (it is entry {_key(path)!r})' if path else ''}"
         )
+
+
+def _key(path: Path) -> str:
+    return "/".join(map(str, path))
 
 
 def example(leaf: Leaf) -> np.ndarray:
@@ -170,7 +177,7 @@ class Column:
         """Finds what is wrong; takes values of another dtype where none is changed by it."""
         leaf = self.leaf
         for row, (environment, observation) in enumerate(zip(environments, observations, strict=True)):
-            got = leaf.read(f"environment {environment}: observation {leaf.key or 'frame'!r}", observation, leaf.shape)
+            got = leaf.read(f"environment {environment}: observation {leaf.name!r}", observation, leaf.shape)
             self.array[row] = got.astype(leaf.dtype).reshape(leaf.row_shape)
 
 
@@ -255,7 +262,7 @@ class ActionReader:
 
     @staticmethod
     def key(leaf: Leaf) -> str:
-        return f"action/{leaf.key}" if leaf.key else "action"
+        return f"action/{leaf.key}" if leaf.path else "action"
 
     def read(self, action: DictTensor, n: int) -> tuple[list[Any], dict[str, np.ndarray]]:
         """What each of `n` environments gets, and the columns that it came from.
