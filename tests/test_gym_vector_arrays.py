@@ -140,7 +140,7 @@ def walked(env, n_steps=9):
         for k in range(N_ENVS):
             if after["initial_state"][k] and not after["done"][k]:
                 continue  # this was no step
-            keys = [key for key in after.keys() if not key.startswith("last_action")]
+            keys = [key for key in after if not key.startswith("last_action")]
             found[k].append({key: (after[key][k].tolist(), following[key][k].tolist()) for key in keys})
     return found
 
@@ -207,7 +207,10 @@ class Pushing(RL_Agent):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_environment_of_tensors_is_one_as_they_should_be(mode):
-    check_env(lambda seed: DeviceEnv(GymVectorEnv(Walk(mode, "torch"), seed), "cpu", "cpu"), {}, n_steps=20, uses_seed=False)
+    def create_env(seed):
+        return DeviceEnv(GymVectorEnv(Walk(mode, "torch"), seed), "cpu", "cpu")
+
+    check_env(create_env, {}, n_steps=20, uses_seed=False)
 
 
 # --- infos ---------------------------------------------------------------------------------------
@@ -241,8 +244,8 @@ def test_final_observations_may_be_a_dict_of_arrays_of_objects():
 @pytest.mark.parametrize(
     ("infos", "message"),
     [
-        (lambda *_: {"final_obs": [None, np.zeros(2), np.zeros(2)]}, "^environment 0: final observation 'frame' is mis"),
-        (lambda *_: [{}, {"final_obs": np.zeros(2)}, {}], r"^environment 0: final observation 'frame' is missing: .*final"),
+        (lambda *_: {"final_obs": [None, np.zeros(2), np.zeros(2)]}, "^environment 0: final observation 'frame' is m"),
+        (lambda *_: [{}, {"final_obs": np.zeros(2)}, {}], r"^environment 0: final observation 'frame' is missing: .*"),
         (lambda *_: {"final_obs": [np.zeros(3)] * 3}, r"^environment 0: final observation 'frame' has shape \(3,\)"),
         (lambda *_: {"final_obs": None}, r"^environment: Walk ended an episode without infos\['final_obs'\]$"),
         (lambda *_: None, "^environment: infos must be a dict, got NoneType$"),

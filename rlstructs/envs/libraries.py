@@ -23,7 +23,7 @@ def same(key: str, array: np.ndarray) -> np.ndarray:
 
 
 def wanted_by(observations: Iterable[Any]) -> Wanted:
-    """What makes actions of the kind of these: tensors of torch or arrays of jax, on their device, or numpy's arrays."""
+    """What makes actions of the kind of these: tensors of torch or arrays of jax on their device, or numpy's arrays."""
     for found in observations:
         if isinstance(found, torch.Tensor):
             return partial(_tensor, found.device)
