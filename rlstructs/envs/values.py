@@ -43,18 +43,17 @@ def copy_value(value: Any) -> Any:
 
 def share_memory(values: Iterable[Any]) -> bool:
     """Whether two of these may lie, in part, in the same memory: also if what they lie in cannot be seen."""
-    arrays, lists = [], []
+    arrays, places = [], []
     for value in values:
-        if isinstance(value, np.ndarray):
-            arrays.append(value)
-        elif isinstance(value, memoryview) or _is_tensor(value):
+        if isinstance(value, CONSTANTS):
+            continue
+        if isinstance(value, memoryview) or hasattr(value, "__array__"):
             arrays.append(as_numpy(value))
-        elif isinstance(value, (list, tuple)) and all(isinstance(number, CONSTANTS) for number in value):
-            lists.append(id(value))
-        elif not isinstance(value, CONSTANTS):
+        elif not isinstance(value, (list, tuple)) or not all(isinstance(number, CONSTANTS) for number in value):
             return True
+        places.append(id(value))
     arrays.sort(key=lambda array: int(array.__array_interface__["data"][0]))
-    return len(set(lists)) < len(lists) or any(np.may_share_memory(*two) for two in pairwise(arrays))
+    return len(set(places)) < len(places) or any(np.may_share_memory(*two) for two in pairwise(arrays))
 
 
 def native(dtype: Any) -> np.dtype[Any]:
