@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from itertools import pairwise
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -90,13 +89,6 @@ def check_timeout(timeout: Any) -> float | None:
     if not timeout > 0:
         raise SpecError(f"timeout must be above 0 seconds, got {timeout}")
     return timeout.item() if isinstance(timeout, np.number) else timeout
-
-
-def share_memory(values: Iterable[Any]) -> bool:
-    """Whether two of the arrays among these lie, in part, in the same memory."""
-    arrays = [value for value in values if isinstance(value, np.ndarray)]
-    arrays.sort(key=lambda array: int(array.__array_interface__["data"][0]))
-    return any(np.may_share_memory(*two) for two in pairwise(arrays))
 
 
 def called(how: str, factory: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
@@ -38,7 +39,9 @@ class RandomAgent(RL_Agent):
     takes_views: ClassVar[bool] = True
 
     def __init__(self, action_space: gymnasium.Space[Any]) -> None:
-        self._draws = {ActionReader.key(leaf): _Ahead(_draw(leaf)) for leaf in leaves(action_space, "action")}
+        found = leaves(action_space, "action")
+        row_bytes = sum(NUMBER_BYTES * math.prod(leaf.shape) for leaf in found)
+        self._draws = {ActionReader.key(leaf): _Ahead(_draw(leaf), len(found), row_bytes) for leaf in found}
 
     def initial_state(self, agent_info: DictTensor, B: int) -> DictTensor:
         """Nothing: it has no state."""
@@ -67,20 +70,36 @@ class RandomAgent(RL_Agent):
 # Batches, and rows in all of them. A few calls draw any number of rows, and in a loop with an environment each call
 # finds cold caches: drawing for every step anew took longer than all else that a rollout adds to its environments.
 BATCHES_AHEAD, ROWS_AHEAD = 512, 2**16
+# Bytes of all of them, of all leaves together: draws of wide spaces take long enough to hide what a call costs.
+BYTES_AHEAD = 2**24
+# Bytes of a number, which is drawn with 64 bits, and of a tensor beside its numbers.
+NUMBER_BYTES, TENSOR_BYTES = 8, 512
+
+
+def _batches_ahead(n: int, n_leaves: int, row_bytes: int) -> int:
+    """How many batches of n rows to draw at once; the same for all leaves of a space.
+
+    Args:
+        n: rows of a batch.
+        n_leaves: of the space.
+        row_bytes: what the numbers of a row take, of all leaves.
+    """
+    n_bytes = n_leaves * TENSOR_BYTES + n * row_bytes
+    return max(1, min(BATCHES_AHEAD, ROWS_AHEAD // max(1, n), BYTES_AHEAD // n_bytes))
 
 
 class _Ahead:
-    """Draws many batches at once and gives them away one after another."""
+    """Draws many batches of a leaf at once and gives them away one after another."""
 
-    def __init__(self, draw: Callable[[int], torch.Tensor]) -> None:
-        self._draw = draw
+    def __init__(self, draw: Callable[[int], torch.Tensor], n_leaves: int, row_bytes: int) -> None:
+        self._draw, self._sizes = draw, (n_leaves, row_bytes)
         self._batches: list[torch.Tensor] = []
         self._n = 0
 
     def __call__(self, n: int) -> torch.Tensor:
         if not self._batches or n != self._n:
             # A new tensor each time: what was given away is never written again.
-            n_batches = max(1, min(BATCHES_AHEAD, ROWS_AHEAD // max(1, n)))
+            n_batches = _batches_ahead(n, *self._sizes)
             drawn = self._draw(n_batches * n)
             self._batches = list(drawn.reshape(n_batches, n, *drawn.shape[1:]).unbind())
             self._n = n
@@ -95,7 +114,7 @@ def _draw(leaf: Leaf) -> Callable[[int], torch.Tensor]:
     """A function of B that draws B values of one leaf."""
     space, dtype = leaf.space, torch.from_numpy(np.zeros(0, leaf.dtype)).dtype
     if isinstance(space, spaces.Discrete):
-        return partial(_whole_numbers, int(space.start), int(space.start + space.n), leaf.shape, dtype)
+        return partial(_whole_numbers, int(space.start), int(space.start) + int(space.n), leaf.shape, dtype)
     if isinstance(space, spaces.MultiBinary):
         return partial(_whole_numbers, 0, 2, leaf.shape, dtype)
     if isinstance(space, spaces.MultiDiscrete):

@@ -107,10 +107,12 @@ class Ends:
 
     def __getitem__(self, key: str) -> np.ndarray:
         """The finals of a key, (K, ...)."""
-        name = key if key in self._packing.blocks else RECORD
+        is_block = key in self._packing.blocks
+        name = key if is_block else RECORD
         if name not in self._found:
-            self._found[name] = self._final[name][self.rows, self.times]
-        return self._packing.view(self._found, key)
+            found = self._final[name][self.rows, self.times]
+            self._found[name] = found if is_block else found.view(self._packing.record)
+        return self._found[name] if is_block else self._found[name][key]
 
 
 def patched(seen: np.ndarray, key: str, ends: Ends) -> torch.Tensor:

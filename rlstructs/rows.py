@@ -27,6 +27,9 @@ class Packing:
     Args:
         specs: key -> row shape and dtype.
 
+    Raises:
+        SpecError: a key has the name of the record.
+
     Attributes:
         specs: as given.
         blocks: block -> row shape and dtype of its array; a record is opaque, so that copying it is
@@ -39,11 +42,18 @@ class Packing:
     """
 
     def __init__(self, specs: Mapping[str, Spec]) -> None:
+        if RECORD in specs:
+            raise SpecError(f"observation: a key may not be called {RECORD!r}, which is what records are called")
         self.specs = dict(specs)
         small = {key: spec for key, spec in specs.items() if np.prod(spec[0], dtype=int) == 1}
         self.record = _record(small)
         self.blocks: dict[str, Spec] = {RECORD: ((), np.dtype(f"V{self.record.itemsize}"))} if small else {}
         self.blocks |= {key: spec for key, spec in specs.items() if key not in small}
+
+    def views(self, blocks: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Each key's values, in the order of the specs: `view` of all, which takes for each as long as this does."""
+        record = blocks[RECORD].view(self.record) if RECORD in self.blocks else None
+        return {key: blocks[key] if key in self.blocks else record[key] for key in self.specs}  # type: ignore[index]
 
     def view(self, blocks: Mapping[str, np.ndarray], key: str) -> np.ndarray:
         """A key's values in arrays of these blocks, a view with its own dtype."""
@@ -89,8 +99,8 @@ class Rows:
     def of(cls, packing: Packing, arrays: Mapping[str, np.ndarray]) -> Rows:
         """Copies of arrays (n, ...), one for each key."""
         rows = cls.zeros(packing, len(next(iter(arrays.values()), ())))
-        for key, array in arrays.items():
-            rows[key][...] = array
+        for key, target in rows.arrays().items():
+            target[...] = arrays[key]
         return rows
 
     def __getitem__(self, key: str) -> np.ndarray:
@@ -110,9 +120,7 @@ class Rows:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Each key's values, views, in the order of the specs."""
-        blocks = self.blocks
-        record = blocks[RECORD].view(self.packing.record) if RECORD in blocks else None
-        return {key: blocks[key] if key in blocks else record[key] for key in self.packing.specs}  # type: ignore[index]
+        return self.packing.views(self.blocks)
 
     def tensors(self) -> DictTensor:
         """Each key's values as tensors, private memory."""

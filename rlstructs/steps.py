@@ -46,7 +46,7 @@ class Steps:
     ) -> None:
         self._packing, self.observation, self._columns = packing, observation, action
         self.is_staged = is_staged
-        self.arrays = {key: packing.view(observation, key) for key in packing.specs}
+        self.arrays = packing.views(observation)
         self.seen = {key: torch.from_numpy(view) for key, view in self.arrays.items()}
         self.action = {key: raw_of(column) for key, column in action.items()}
         # Views of one timestep, made when first needed and kept: making them costs more than a write.

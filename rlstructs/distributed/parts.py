@@ -116,7 +116,7 @@ class Parts:
     def of(self, node: int, columns: Columns) -> Part:
         """What a node has sent."""
         blocks = blocks_of(self._packing, columns, SEEN)
-        seen = {key: self._packing.view(blocks, key) for key in self._packing.specs}
+        seen = self._packing.views(blocks)
         sources = sources_of(seen, {key: columns[ACTION + key] for key in self.layout.action})
         finals = partial(_finals, self._packing, blocks_of(self._packing, columns, FINAL))
         recorded = Recorded(self.specs, sources, columns["lengths"], columns["reset"], finals, self._poisons)

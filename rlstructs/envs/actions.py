@@ -10,7 +10,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector.utils import batch_space, iterate
 
-from rlstructs.envs.parts import nest, parts_of
+from rlstructs.envs.parts import nest_rows, parts_of
 from rlstructs.errors import SpecError
 
 # The number types that actions may come in, as numpy's letters, and the bytes of the widest.
@@ -30,7 +30,6 @@ class Actions:
     def __init__(self, space: gymnasium.Space[Any], n_envs: int, arrays: Sequence[np.ndarray]) -> None:
         self._space, self._n_envs = space, n_envs
         self._parts = list(parts_of(space))
-        self._batched = batch_space(space, 1)  # how a batch is taken apart depends on its kind alone
         self._has_arrays = bool(self._parts) and all(part.is_array for part in self._parts)
         self._shapes = [part.shape for part in self._parts]
         self._is_plain = self._has_arrays and self._parts[0].path == ()
@@ -68,7 +67,7 @@ class Actions:
         if self._is_plain:
             return list(self._view(0, types)[envs].copy())
         arrays = [self._view(at, letter)[envs].copy() for at, letter in enumerate(types)]
-        return list(iterate(self._batched, nest(self._space, iter(arrays))))
+        return nest_rows(self._space, iter(arrays), len(arrays[0]))
 
     def apart(self, actions: Any, n: int) -> list[Any]:
         """A batch of actions as one for each of n environments, taken apart as gymnasium does it.
@@ -77,7 +76,8 @@ class Actions:
             SpecError: they are not as many.
             Exception: what gymnasium raises if they are no batch.
         """
-        rows = list(iterate(self._batched, actions))
+        # How a batch is taken apart depends on the kind of its space alone.
+        rows = list(iterate(batch_space(self._space, 1), actions))
         if len(rows) != n:
             raise SpecError(f"actions: needs one for each of {n} environments, got {len(rows)}")
         seen: set[int] = set()

@@ -18,10 +18,11 @@ import gymnasium
 import numpy as np
 from gymnasium.vector.utils import concatenate, create_empty_array
 
-from rlstructs.checks import holds, share_memory
+from rlstructs.checks import holds
 from rlstructs.envs.actions import WIDEST, Actions
 from rlstructs.envs.outcomes import Outcome
 from rlstructs.envs.parts import Part, nest, parts_of
+from rlstructs.envs.values import as_numpy, share_memory
 from rlstructs.errors import SpecError
 
 # Bytes: what a cache line wants.
@@ -44,6 +45,7 @@ class ObservationColumn:
         # Laid one behind another along their first axis: a single concatenation.
         self._chain = array.reshape(len(array) * part.shape[0], *part.shape[1:]) if part.shape else array
         self._lengths = [part.shape[0]] * len(array) if part.shape else []
+        self._shape, self._dtype = part.shape, array.dtype
         # Rounding a float is all right. Whole numbers of a wider dtype are looked at one by one.
         self._casting: Any = "same_kind" if array.dtype.kind == "f" else "safe"
 
@@ -55,28 +57,49 @@ class ObservationColumn:
         """Writes the observations of all N.
 
         Raises:
-            SpecError: one has another shape than the space, or numbers that its dtype cannot hold.
+            SpecError: one lacks this part, has another shape than the space, or numbers that its dtype cannot hold.
             TypeError: one is of something else than numbers, or complex.
         """
-        values = [self.part.pick(each) for each in observations] if self.part.path else observations
-        if not self._fill_at_once(values):
-            for k, value in enumerate(map(np.asarray, values)):
-                self._fill_one(self.array[k : k + 1], value)
+        try:
+            values = [self.part.pick(each) for each in observations] if self.part.path else observations
+            if self._fill_at_once(values):
+                return
+        except (LookupError, TypeError):  # one lacks this part
+            pass
+        for k, observation in enumerate(observations):
+            self.put(k, observation)
+
+    def put(self, k: int, observation: Any) -> None:
+        """Writes the observation of environment k; raises as `fill` does."""
+        try:
+            value = self.part.pick(observation)
+            if isinstance(value, (np.ndarray, np.generic)) and value.dtype == self._dtype:
+                if value.shape == self._shape:
+                    self.array[k] = value
+                    return
+            else:
+                value = as_numpy(value)
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+            raise SpecError(f"observation{self._name} cannot be read: {error!r}") from error
+        self._put_converted(self.array[k : k + 1], value)
 
     def share_memory(self, observations: Sequence[Any]) -> bool:
-        """Whether the arrays of two observations lie, in part, in the same memory."""
+        """Whether two observations may lie, in part, in the same memory."""
         return share_memory(map(self.part.pick, observations))
 
-    def _fill_one(self, row: np.ndarray, value: np.ndarray) -> None:
-        if value.shape != self.part.shape and not row.size == value.size == 1:
-            raise SpecError(f"observation{self._name} has shape {value.shape}, its space {self.part.shape}")
+    def _put_converted(self, row: np.ndarray, value: np.ndarray) -> None:
+        if value.shape != self._shape and not row.size == value.size == 1:
+            raise SpecError(f"observation{self._name} has shape {value.shape}, its space {self._shape}")
         casting: Any = "same_kind"
         if value.dtype.kind in "biuf":  # numbers of any type, if none is changed by it
             if not holds(row.dtype, value):
                 name = f"observation{self._name}"
                 raise SpecError(f"{name} has dtype {value.dtype}, and values that the space's {row.dtype} cannot hold")
             casting = "unsafe"
-        np.copyto(row, value.reshape(row.shape), casting=casting)
+        try:
+            np.copyto(row, value.reshape(row.shape), casting=casting)
+        except TypeError as error:
+            raise TypeError(f"observation{self._name} cannot be read: {error}") from error
 
     def _fill_at_once(self, values: Sequence[Any]) -> bool:
         # Takes half as long as `stack`, which gives every array one more axis first.
@@ -90,7 +113,7 @@ class ObservationColumn:
                 if numbers.shape != self.array.shape:
                     return False
                 np.copyto(self.array, numbers, casting=self._casting)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RuntimeError):  # torch's own, of tensors with gradients
             return False
         return True
 
@@ -106,8 +129,16 @@ class Objects:
         return bool(self._parts)
 
     def pick(self, observation: Any) -> list[Any]:
-        """These parts of one observation."""
-        return [part.pick(observation) for part in self._parts]
+        """These parts of one observation.
+
+        Raises:
+            SpecError: it lacks one.
+        """
+        try:
+            return [part.pick(observation) for part in self._parts]
+        except (LookupError, TypeError) as error:
+            names = ["/".join(map(str, part.path)) for part in self._parts]
+            raise SpecError(f"observation {names} cannot be read: {error!r}") from error
 
     def put(self, env: int, picked: list[Any]) -> None:
         """Keeps what `pick` gave as an environment's newest."""

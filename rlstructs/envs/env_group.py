@@ -17,6 +17,7 @@ from gymnasium.vector import AutoresetMode
 
 from rlstructs.envs.columns import Columns
 from rlstructs.envs.outcomes import Outcome
+from rlstructs.envs.parts import are_equal, copy_parts
 from rlstructs.errors import SpecError
 from workers import messages
 
@@ -37,10 +38,10 @@ class Description(NamedTuple):
     def check(self, k: int, env: gymnasium.Env[Any, Any]) -> None:
         """Raises OtherSpacesError if environment k is not like this."""
         found, wanted = env.observation_space, self.observation_space
-        if found != wanted and not (self.bounds_differ and is_space_dtype_shape_equiv(found, wanted)):
+        if not are_equal(found, wanted) and not (self.bounds_differ and is_space_dtype_shape_equiv(found, wanted)):
             rule = "shapes and dtypes must be equal" if self.bounds_differ else 'observation_mode="same"'
             raise OtherSpacesError(f"env_fns: observation_space of environment {k} is {found}, not {wanted} ({rule})")
-        if env.action_space != self.action_space:
+        if not are_equal(env.action_space, self.action_space):
             raise OtherSpacesError(
                 f"env_fns: action_space of environment {k} is {env.action_space}, not {self.action_space}"
             )
@@ -108,6 +109,7 @@ class EnvGroup:
             described.check(self._first + k, env)
         spaces = described.observation_space, described.action_space
         self._columns, self._mode = Columns(*spaces, n_envs, buffer), mode
+        self._space = described.observation_space
         self._find_rows()
         self.rest()
         self._needs_reset = [False] * len(self._envs)
@@ -151,7 +153,7 @@ class EnvGroup:
             try:
                 observation, info = env.reset(seed=seeds[k], options=copy.deepcopy(options))
                 self._terminations[k] = self._truncations[k] = self._needs_reset[k] = False
-                self._write([observation], slice(k, k + 1), outcome)
+                self._write_one(k, observation, outcome)
             except Exception as error:
                 self._name(error, k)
                 raise
@@ -166,7 +168,7 @@ class EnvGroup:
             for k, action in enumerate(actions):
                 observations.append(self._stepped(k, action, outcome))
                 if write_each:
-                    self._write(observations[k:], slice(k, k + 1), outcome)
+                    self._write_one(k, observations[k], outcome)
         except Exception as error:
             self._name(error, k)
             raise
@@ -174,17 +176,21 @@ class EnvGroup:
             self._are_apart = not any(column.share_memory(observations) for column in self._observations)
             return outcome
         try:
-            self._write(observations, None, outcome)
+            for column in self._observations:
+                column.fill(observations)
         except Exception:
             self._name_misfit(observations)
             raise
+        if self._objects:
+            for k, observation in enumerate(observations):
+                self._note_objects(k, observation, outcome)
         return outcome
 
     def step_one(self, k: int, action: Any) -> Outcome:
         """Steps one of them."""
         outcome = Outcome([], [])
         try:
-            self._write([self._stepped(k, action, outcome)], slice(k, k + 1), outcome)
+            self._write_one(k, self._stepped(k, action, outcome), outcome)
         except Exception as error:
             self._name(error, k)
             raise
@@ -244,29 +250,35 @@ class EnvGroup:
                     self._needs_reset[k] = True
                 elif self._mode is AutoresetMode.SAME_STEP:
                     # As they are now: the reset that comes next may write into the same arrays.
-                    final = {"final_obs": copy.deepcopy(observation), "final_info": _as_it_is(info)}
+                    final = {"final_obs": self._copied(observation), "final_info": _as_it_is(info)}
                     outcome.infos.append((self._first + k, final))
                     observation, info = env.reset()
         if info:
             self._tell(k, info, outcome)
         return observation
 
+    def _copied(self, observation: Any) -> Any:
+        """What the space has of an observation."""
+        return copy_parts(self._space, observation)
+
     def _tell(self, k: int, info: Mapping[str, Any], outcome: Outcome) -> None:
         if info:  # a copy: environments of one class may share what is in it, and write into it again
             outcome.infos.append((self._first + k, _as_it_is(info)))
 
-    def _write(self, observations: list[Any], rows: slice | None, outcome: Outcome) -> None:
+    def _write_one(self, k: int, observation: Any, outcome: Outcome) -> None:
         for column in self._observations:
-            (column if rows is None else column.rows(rows)).fill(observations)
+            column.put(k, observation)
         if self._objects:
-            start = self._first + (0 if rows is None else rows.start)
-            outcome.objects.extend((start + k, self._objects.pick(each)) for k, each in enumerate(observations))
+            self._note_objects(k, observation, outcome)
+
+    def _note_objects(self, k: int, observation: Any, outcome: Outcome) -> None:
+        outcome.objects.append((self._first + k, self._objects.pick(observation)))
 
     def _name_misfit(self, observations: list[Any]) -> None:
         """Raises what one of these observations cannot be written for, with the name of its environment."""
         for k, observation in enumerate(observations):
             try:
-                self._write([observation], slice(k, k + 1), Outcome([], []))
+                self._write_one(k, observation, Outcome([], []))
             except Exception as error:
                 self._name(error, k)
                 raise

@@ -10,9 +10,10 @@ import gymnasium
 import numpy as np
 import torch
 
-from rlstructs.checks import share_memory
 from rlstructs.envs.env_group import innermost
+from rlstructs.envs.parts import are_equal, copy_parts
 from rlstructs.envs.spaces import ActionReader, Leaf, Sheet, example, leaves
+from rlstructs.envs.values import copy_value, share_memory
 from rlstructs.envs.vec_env import NO_ROWS, Step, pairs
 from rlstructs.errors import SpecError, StateError
 from rlstructs.rows import Packing, Rows
@@ -78,7 +79,7 @@ class GymEnv:
             env.action_space.seed(value)
         n = len(self._envs)
         self._leaves = {
-            leaf.key or "frame": leaf for leaf in leaves(self.observation_space, "observation", keep_float64)
+            leaf.name: leaf for leaf in leaves(self.observation_space, "observation", keep_float64)
         }
         self._actions = ActionReader(self.action_space, keep_float64)
         refuse_reserved(self._leaves)
@@ -100,8 +101,9 @@ class GymEnv:
     def example(self) -> Rows:
         """A first observation such as `reset` gives, made of the spaces alone."""
         rows = self._fresh.rows.take(np.arange(len(self._envs)))
+        arrays = rows.arrays()
         for key, leaf in self._leaves.items():
-            rows[key][...] = example(leaf)
+            arrays[key][...] = example(leaf)
         return rows
 
     def reset(self, env_info: DictTensor = NO_INFO) -> tuple[DictTensor, torch.Tensor]:
@@ -133,7 +135,7 @@ class GymEnv:
         self._options = _options(env_info, len(self._envs))
         seeds, self._seeds = self._seeds, None
         frames = [
-            _copied(self._reset_one(k, None if seeds is None else seeds[k])) for k in range(len(self._envs))
+            self._copied(self._reset_one(k, None if seeds is None else seeds[k])) for k in range(len(self._envs))
         ]
         self._run(np.arange(len(self._envs)))
         return self._fresh.fill(frames).take(np.arange(len(self._envs)))
@@ -146,7 +148,7 @@ class GymEnv:
         """
         assert self._running is not None
         which = np.setdiff1d(np.arange(len(self._envs)), self._running)
-        fresh = [_copied(self._reset_one(k, None)) for k in which.tolist()]
+        fresh = [self._copied(self._reset_one(k, None)) for k in which.tolist()]
         self._run(np.arange(len(self._envs)))
         return which, self._fresh.fill(fresh, which).take(np.arange(which.size))
 
@@ -160,12 +162,12 @@ class GymEnv:
             frame, reward, terminated, truncated, _ = env.step(action_of_it)
             if not are_apart:  # another environment may write into the same array
                 seen.append((frame, reward))
-                frame, reward = _copied(frame), _copied(reward)
+                frame, reward = self._copied(frame), copy_value(reward)
             if terminated or truncated:
                 ended.append((row, bool(terminated), bool(truncated)))
-                frame, reward = _copied(frame), _copied(reward)  # before a reset writes into the same arrays
+                frame, reward = self._copied(frame), copy_value(reward)  # before a reset writes into the same arrays
                 if self._autoreset:
-                    fresh.append(_copied(self._reset_one(int(running[row]), None)))
+                    fresh.append(self._copied(self._reset_one(int(running[row]), None)))
             frames.append(frame)
             rewards.append(reward)
         after = self._write(frames, running, rewards, ended, action_columns)
@@ -210,6 +212,10 @@ class GymEnv:
         if options is not None:
             arguments["options"] = copy.deepcopy(options)  # the environment may change them
         return self._envs[k].reset(**arguments)[0]
+
+    def _copied(self, observation: Any) -> Any:
+        """What the space has of an observation, which the environment may write into again."""
+        return copy_parts(self.observation_space, observation)
 
     def _write(
         self,
@@ -294,7 +300,7 @@ def _checked(envs: Sequence[gymnasium.Env[Any, Any]]) -> list[gymnasium.Env[Any,
         for name in ("observation_space", "action_space"):
             if getattr(env, name, None) is None:
                 raise SpecError(f"envs: number {k} has no {name}, which says what keys, dtypes and shapes there are")
-            if getattr(env, name) != getattr(envs[0], name):
+            if not are_equal(getattr(env, name), getattr(envs[0], name)):
                 raise SpecError(
                     f"envs: {name} of number {k} is {getattr(env, name)}, of number 0 {getattr(envs[0], name)}"
                 )
@@ -345,8 +351,4 @@ def _plain_array(values: Any) -> np.ndarray:
         return np.asarray(values)
     except (TypeError, ValueError):  # of different shapes
         return np.asarray(None)
-
-
-def _copied(observation: Any) -> Any:
-    return observation.copy() if isinstance(observation, np.ndarray) else copy.deepcopy(observation)
 

@@ -11,8 +11,11 @@ import numpy as np
 import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
+from rlstructs.envs.finals import finals_of, has_finals, put_finals
 from rlstructs.envs.gym_env import NO_INFO, packing_of, refuse_reserved
+from rlstructs.envs.libraries import Wanted, same, wanted_by
 from rlstructs.envs.spaces import ActionReader, Sheet, example, leaves
+from rlstructs.envs.values import as_numpy
 from rlstructs.envs.vec_env import NO_ROWS, Step, pairs
 from rlstructs.envs.vector_arguments import autoreset_mode_of
 from rlstructs.errors import SpecError, StateError
@@ -78,13 +81,12 @@ class GymVectorEnv:
         autoreset_mode: AutoresetMode | str | None = None,
     ) -> None:
         self._envs, self._n, self._name = envs, _n_envs(envs), type(envs).__name__
-        self.observation_space = getattr(envs, "single_observation_space", None) or envs.observation_space
-        self.action_space = getattr(envs, "single_action_space", None) or envs.action_space
+        self.observation_space, self.action_space = _single_space(envs, "observation"), _single_space(envs, "action")
         self._mode = _mode(envs, autoreset_mode)
         self._seeds: list[int] | None = environment_seeds(seed, self._n)
         self._single = int(seed) if isinstance(seed, (int, np.integer)) else self._seeds[0]
         self._leaves = {
-            leaf.key or "frame": leaf for leaf in leaves(self.observation_space, "observation", keep_float64)
+            leaf.name: leaf for leaf in leaves(self.observation_space, "observation", keep_float64)
         }
         refuse_reserved(self._leaves)
         self._actions = ActionReader(self.action_space, keep_float64)
@@ -94,6 +96,7 @@ class GymVectorEnv:
         self._fresh.view["initial_state"][:] = True
         self._last_actions = {key: leaf.key for key, leaf in last_actions.items()}
         self._is_running = False
+        self._as_wanted: Wanted = same  # until a reset has shown what arrays there are
         # Environments whose next step does nothing but reset.
         self._ended = NO_ROWS
         self._groups = [GymVectorGroup(Group(envs, ids), keep_float64) for ids in _groups(envs, self._mode)]
@@ -105,8 +108,9 @@ class GymVectorEnv:
     def example(self) -> Rows:
         """A first observation such as `reset` gives, made of the spaces alone."""
         rows = self._fresh.rows.take(np.arange(self._n))
+        arrays = rows.arrays()
         for key, leaf in self._leaves.items():
-            rows[key][...] = example(leaf)
+            arrays[key][...] = example(leaf)
         return rows
 
     def reset(self, env_info: DictTensor = NO_INFO) -> tuple[DictTensor, torch.Tensor]:
@@ -142,7 +146,9 @@ class GymVectorEnv:
         observations = self._seeded_reset()
         for env in (self, *self._groups):
             env._is_running, env._ended = True, NO_ROWS
-        return self._shown(observations, np.arange(self._n))
+        first = self._shown(observations, np.arange(self._n))
+        self._as_wanted = wanted_by(leaf.pick(observations) for leaf in self._leaves.values())
+        return first
 
     @property
     def may_idle(self) -> bool:
@@ -167,7 +173,7 @@ class GymVectorEnv:
         """A batch of actions as the environment takes it, and as columns."""
         if not self._is_running:
             raise StateError("step: call reset first")
-        return self._actions.read_batch(action, self._n)
+        return self._actions.read_batch(action, self._n, self._as_wanted)
 
     def _followed(self, columns: Mapping[str, np.ndarray], stepped: Any, target: Target | None) -> Step:
         """What came of the actions in these columns."""
@@ -179,9 +185,8 @@ class GymVectorEnv:
         self._write(after.arrays, observations, (*outcome, done), columns)
         self._begin(after.arrays, idle)
         ended = done.nonzero()[0]
-        finals = _finals(infos) if ended.size else None
         if self._mode is AutoresetMode.NEXT_STEP:
-            if finals is not None:
+            if ended.size and has_finals(infos):
                 raise SpecError(f"environment: {self._name} gave infos['final_obs'], which is not {self._mode.value}")
             self._ended = ended
             return Step(after.rows, NO_ROWS, None, None, idle)
@@ -189,9 +194,7 @@ class GymVectorEnv:
             return Step(after.rows, NO_ROWS, None, None)
         first = self._restarted(ended) if self._mode is AutoresetMode.DISABLED else self._first_of(after.rows, ended)
         if self._mode is AutoresetMode.SAME_STEP:
-            if finals is None:
-                raise SpecError(f"environment: {self._name} ended an episode without infos['final_obs']")
-            self._after.put(ended, finals, after.arrays)
+            put_finals(self._leaves, ended, finals_of(infos, self._n, self._name), after.arrays)
         return Step(after.rows, ended, first, None)
 
     def _write(
@@ -217,7 +220,7 @@ class GymVectorEnv:
 
     def _numbers(self, key: str, values: Any) -> np.ndarray:
         """Rewards or flags, one for each environment."""
-        found = np.asarray(values)
+        found = as_numpy(values)
         if found.shape != (self._n,) or found.dtype.kind not in "biuf":
             raise SpecError(f"environment: {key} must be {self._n} numbers, got {found.shape} {found.dtype}")
         return found
@@ -320,11 +323,9 @@ def _groups(envs: Any, mode: AutoresetMode) -> Sequence[np.ndarray]:
     return groups
 
 
-def _finals(infos: Any) -> Any:
-    """The final observations, None if there are none."""
-    if not isinstance(infos, Mapping):
-        raise SpecError(f"environment: infos must be a dict, got {type(infos).__name__}")
-    return infos.get("final_obs", infos.get("final_observation"))
+def _single_space(envs: Any, what: str) -> Any:
+    single = getattr(envs, f"single_{what}_space", None)
+    return getattr(envs, f"{what}_space") if single is None else single
 
 
 def _n_envs(envs: Any) -> int:

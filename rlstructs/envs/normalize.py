@@ -28,6 +28,8 @@ from rlstructs.structures.dict_tensor import DictTensor
 
 # Bytes of rows that are kept until they are counted all at once, which takes a hundredth of the time.
 BLOCK = 1 << 18
+# Keys from which on it is faster to find all arrays of some rows at once.
+MANY = 8
 
 
 class Scale:
@@ -287,14 +289,15 @@ class NormalizeObservation(Normalizing):
         return {names[key]: scale for key, scale in self._columns}
 
     def _begun(self, rows: Rows) -> Rows:
+        arrays = self._arrays(rows)
         for key, scale in self._columns:
-            values = rows[key]
+            values = arrays[key]
             scale.add(values)
             scale.apply(values)
         return rows
 
     def _stepped(self, step: Step) -> Step:
-        after, fresh = step.after, step.fresh
+        after, fresh = self._arrays(step.after), None if step.fresh is None else self._arrays(step.fresh)
         # Which of the fresh rows are first observations; others may be there that were counted as what followed.
         begun = None if fresh is None else after["done"][step.reset].astype(bool)
         for key, scale in self._columns:
@@ -305,6 +308,9 @@ class NormalizeObservation(Normalizing):
                 scale.apply(fresh[key])
             scale.apply(values)
         return step
+
+    def _arrays(self, rows: Rows) -> Any:
+        return rows if len(self._columns) < MANY else rows.arrays()
 
 
 class NormalizeReward(Normalizing):

@@ -6,7 +6,7 @@ Nested Dict and Tuple spaces give keys joined with `/`; a Tuple's parts are call
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,9 @@ import torch
 from gymnasium import spaces
 
 from rlstructs.checks import holds
+from rlstructs.envs.libraries import Wanted, same
+from rlstructs.envs.parts import nest, nest_rows
+from rlstructs.envs.values import as_numpy, native
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.rows import Packing, Rows, as_array
 from rlstructs.structures.base import show
@@ -29,7 +32,7 @@ class Leaf:
     """One flat column of a space.
 
     Attributes:
-        key: its name, "" when the space itself is the leaf.
+        key: its name, which is the path joined with `/`; "" when the space itself is the leaf.
         path: how to get from a sample of the space to this leaf's value.
         space: the leaf's space.
         shape: of a value.
@@ -41,6 +44,11 @@ class Leaf:
     space: gymnasium.Space[Any]
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+
+    @property
+    def name(self) -> str:
+        """The key in an observation: `frame` when the space itself is the leaf. (An entry may be called "".)"""
+        return self.key if self.path else "frame"
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -59,8 +67,8 @@ class Leaf:
             SpecError: it is not in the space; begins with `name`.
         """
         try:
-            got = np.asarray(self.pick(observation))
-        except (TypeError, ValueError, LookupError) as error:
+            got = as_numpy(self.pick(observation))
+        except (TypeError, ValueError, LookupError, RuntimeError) as error:
             raise SpecError(f"{name} cannot be read: {error!r}") from error
         if got.shape != shape and not got.size == math.prod(shape) == 1:
             raise SpecError(f"{name} has shape {got.shape}, the space says {shape}")
@@ -76,30 +84,36 @@ def leaves(space: gymnasium.Space[Any], what: str, keep_float64: bool = False) -
         SpecError: a space of another kind, a Dict or Tuple without entries, or one with two entries
             of the same key; names it.
     """
-    found = list(_leaves(space, "", (), what, keep_float64))
+    found: dict[str, Leaf] = {}
+    for leaf in _leaves(space, (), what, keep_float64):
+        if leaf.key in found:
+            raise SpecError(f"{what}: two entries of space {space} are called {leaf.key!r}")
+        found[leaf.key] = leaf
     if not found:
         raise SpecError(f"{what}: space {space} has no entries")
-    keys = [leaf.key for leaf in found]
-    if twice := [key for key in keys if keys.count(key) > 1]:
-        raise SpecError(f"{what}: two entries of space {space} are called {twice[0]!r}")
-    return found
+    return list(found.values())
 
 
-def _leaves(space: Any, key: str, path: Path, what: str, keep_float64: bool) -> Any:
+def _leaves(space: Any, path: Path, what: str, keep_float64: bool) -> Iterator[Leaf]:
     if isinstance(space, (spaces.Dict, spaces.Tuple)):
         parts = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
         for part, inner in parts:
-            yield from _leaves(inner, f"{key}/{part}" if key else str(part), (*path, part), what, keep_float64)
+            yield from _leaves(inner, (*path, part), what, keep_float64)
     elif isinstance(space, spaces.Discrete):
-        yield Leaf(key, path, space, (), np.dtype(np.int64))
+        yield Leaf(_key(path), path, space, (), np.dtype(np.int64))
     elif isinstance(space, (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)):
-        dtype = np.dtype(np.float32) if space.dtype == np.float64 and not keep_float64 else space.dtype
-        yield Leaf(key, path, space, tuple(space.shape), np.dtype(dtype))
+        dtype = native(space.dtype)
+        shrinks = dtype == np.float64 and not keep_float64
+        yield Leaf(_key(path), path, space, tuple(space.shape), np.dtype(np.float32) if shrinks else dtype)
     else:
         raise SpecError(
             f"{what}: space {space} is not supported; needed is Box, Discrete, MultiDiscrete, "
-            "MultiBinary, or a Dict or Tuple of them"
+            f"MultiBinary, or a Dict or Tuple of them{f' (it is entry {_key(path)!r})' if path else ''}"
         )
+
+
+def _key(path: Path) -> str:
+    return "/".join(map(str, path))
 
 
 def example(leaf: Leaf) -> np.ndarray:
@@ -144,7 +158,7 @@ class Column:
         n = len(observations)
         try:
             self._fill_at_once(observations, n)
-        except (TypeError, ValueError, LookupError):
+        except (TypeError, ValueError, LookupError, RuntimeError):  # torch's own, of tensors with gradients
             self._fill_one_by_one(observations, range(n) if environments is None else environments)
         return self.array if n == self._n_envs else self.array[:n]
 
@@ -163,7 +177,7 @@ class Column:
         """Finds what is wrong; takes values of another dtype where none is changed by it."""
         leaf = self.leaf
         for row, (environment, observation) in enumerate(zip(environments, observations, strict=True)):
-            got = leaf.read(f"environment {environment}: observation {leaf.key or 'frame'!r}", observation, leaf.shape)
+            got = leaf.read(f"environment {environment}: observation {leaf.name!r}", observation, leaf.shape)
             self.array[row] = got.astype(leaf.dtype).reshape(leaf.row_shape)
 
 
@@ -211,23 +225,6 @@ class Sheet:
             got = leaf.read(f"environment: observation {key!r}", batch, (self._n_envs, *leaf.shape))
             _copy(arrays[key], got.reshape(self._n_envs, *leaf.row_shape))
 
-    def put(self, at: np.ndarray, observations: Any, arrays: Mapping[str, np.ndarray]) -> None:
-        """Writes those of some environments to their rows in the arrays of the keys.
-
-        Args:
-            at: int64, which.
-            observations: E of them as one, or an array of E objects.
-            arrays: E rows each.
-        """
-        are_objects = isinstance(observations, np.ndarray) and observations.dtype == object
-        for key, leaf in self._leaves.items():
-            name = f"environment: final observation {key!r}"
-            if are_objects:
-                found = np.stack([leaf.read(name, observations[row], leaf.shape) for row in at])
-            else:
-                found = leaf.read(name, observations, (self._n_envs, *leaf.shape))[at]
-            arrays[key][at] = found.reshape(len(at), *leaf.row_shape)
-
 
 def _sheet_of(
     found: Mapping[str, Leaf], packing: Packing, n_envs: int, blocks: Mapping[str, np.ndarray]
@@ -265,7 +262,7 @@ class ActionReader:
 
     @staticmethod
     def key(leaf: Leaf) -> str:
-        return f"action/{leaf.key}" if leaf.key else "action"
+        return f"action/{leaf.key}" if leaf.path else "action"
 
     def read(self, action: DictTensor, n: int) -> tuple[list[Any], dict[str, np.ndarray]]:
         """What each of `n` environments gets, and the columns that it came from.
@@ -280,15 +277,19 @@ class ActionReader:
         ]
         if self.leaves[0].path == ():
             return values[0], columns
-        paths = [leaf.path for leaf in self.leaves]
-        rows = (dict(zip(paths, row, strict=True)) for row in zip(*values, strict=True))
-        return [_nested(self.space, row, ()) for row in rows], columns
+        return nest_rows(self.space, iter(values), n), columns
 
-    def read_batch(self, action: DictTensor, n: int) -> tuple[Any, dict[str, np.ndarray]]:
-        """What `n` environments get that take their actions as one, and the columns as `read` gives them."""
+    def read_batch(self, action: DictTensor, n: int, as_wanted: Wanted = same) -> tuple[Any, dict[str, np.ndarray]]:
+        """What `n` environments get that take their actions as one, and the columns as `read` gives them.
+
+        Args:
+            action: as for `read`.
+            n: how many environments there are.
+            as_wanted: makes of a leaf's key and array what the environment takes.
+        """
         columns = self._columns(action, n)
-        batch = {leaf.path: _own(columns[leaf.key], leaf) for leaf in self.leaves}
-        return _nested(self.space, batch, ()), columns
+        batch = (as_wanted(key, _own(columns[leaf.key], leaf)) for leaf, key, _ in self._wanted)
+        return nest(self.space, batch), columns
 
     def _columns(self, action: DictTensor, n: int) -> dict[str, np.ndarray]:
         columns: dict[str, np.ndarray] = {}
@@ -315,7 +316,7 @@ class ActionReader:
         wants_whole = leaf.dtype.kind != "f"
         bits = leaf.dtype.kind == "b" or isinstance(leaf.space, spaces.MultiBinary)
         whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
-        if wants_whole != whole or (tensor.dtype == torch.bool and not bits):
+        if wants_whole != whole or tensor.dtype.is_complex or (tensor.dtype == torch.bool and not bits):
             wanted = "an integer" if wants_whole else "a floating point"
             raise SpecError(f"agent: {key!r} is {show(tensor)}, expected {wanted} dtype for {leaf.space}")
         self._approved[key] = (n, tensor.shape, tensor.dtype)
@@ -332,11 +333,3 @@ def _own(array: np.ndarray, leaf: Leaf) -> np.ndarray:
     if own.dtype != array.dtype and own.dtype.kind != "f" and not holds(own.dtype, array):
         raise SpecError(f"agent: {ActionReader.key(leaf)!r} has values that {leaf.space} cannot hold")
     return own
-
-
-def _nested(space: Any, values: dict[Path, Any], path: Path) -> Any:
-    if isinstance(space, spaces.Dict):
-        return {part: _nested(inner, values, (*path, part)) for part, inner in space.spaces.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(_nested(inner, values, (*path, part)) for part, inner in enumerate(space.spaces))
-    return values[path]

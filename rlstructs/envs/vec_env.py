@@ -158,8 +158,9 @@ def pairs(step: Step, running: torch.Tensor) -> tuple[Pair, Pair]:
     following, kept = DictTensor.trusted(after._tensors), running  # an object of its own: a wrapper may `set` keys
     if step.fresh is not None:
         seen = Rows.of(step.after.packing, step.after.arrays())
+        arrays = seen.arrays()
         for key, fresh in step.fresh.arrays().items():
-            seen[key][step.reset] = fresh
+            arrays[key][step.reset] = fresh
         following = seen.tensors()
     if step.kept is not None:
         rows = torch.from_numpy(step.kept)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from rlstructs.errors import SpecError
 from rlstructs.replay import array_ops
 from rlstructs.replay.array_values import ArrayValues
 
@@ -48,14 +49,22 @@ class ArrayDict(ArrayValues):
         given = {} if given is None else ArrayDict.stack(given) if array_ops.are_rows(given) else given
         items = dict(given, **named)
         for name, value in (copying.deepcopy(items) if copy else items).items():
+            if not isinstance(name, str):
+                raise TypeError(f"{type(self).__name__}: a key must be a string, got {name!r}")
             if isinstance(value, Mapping) or array_ops.are_rows(value):
                 inside = ArrayDict(value)
                 for key, each in inside.items():
+                    self._check_new(f"{name}/{key}")
                     self._set(f"{name}/{key}", each)
                 if not inside.keys() and name not in self:
                     self._set(name, inside)
             else:
+                self._check_new(name)
                 self._set(name, value)
+
+    def _check_new(self, name: str) -> None:
+        if dict.__contains__(self, name) and not isinstance(dict.__getitem__(self, name), ArrayDict):
+            raise SpecError(f"{type(self).__name__}: key {name!r} is given twice")
 
     @classmethod
     def trusted(cls: type[A], items: Any) -> A:

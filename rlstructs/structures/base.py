@@ -230,7 +230,9 @@ def flatten(mapping: Mapping[str, Any] | TensorMap, owner: str) -> dict[str, tor
     flat: dict[str, torch.Tensor] = {}
     for key, value in mapping.items():
         if type(key) is not str:
-            raise TypeError(f"{owner}: a key must be a string, got {key!r}")
+            if not isinstance(key, str):
+                raise TypeError(f"{owner}: a key must be a string, got {key!r}")
+            key = str.__str__(key)  # numpy's strings and members of enumerations are strings too
         if isinstance(value, torch.Tensor):
             _put(flat, key, value, owner)
         elif isinstance(value, (Mapping, TensorMap)):
