@@ -44,6 +44,7 @@ from rlstructs.job import Specs
 from rlstructs.lease import Lease
 from rlstructs.lifecycle import Lifecycle, Phase
 from rlstructs.member import Order
+from rlstructs.module_state import plain_state
 from rlstructs.moments import Moments
 from rlstructs.recorded import specs_of_steps
 from rlstructs.rows import specs_of
@@ -397,16 +398,19 @@ class RL_Batcher:
         agent raises comes with the rollout after those.
 
         Args:
-            info: any object that can be pickled. It goes through shared memory, once; agents get its tensors as they
-                are now, on the CPU, for themselves: they may keep and change them.
+            info: a `torch.nn.Module`, of which agents get the state dict that its plain twin has: without the names
+                that `torch.compile`, `DataParallel` and their like put before those of the network, and with
+                parametrisations applied. Or any object that can be pickled. It goes through shared memory, once;
+                agents get its tensors as they are now, on the CPU, for themselves: they may keep and change them.
 
         Raises:
             StateError: a rollout is under way, and there is no run-ahead: `get` it first.
+            SpecError: an agent could not take the state dict of a wrapped module; give `update` the module.
             Exception: what an agent raised.
         """
         ahead = (Phase.RUNNING,) if self._run.run_ahead else ()
         self._life.check("update", Phase.NEW, Phase.READY, Phase.LEASED, Phase.ENDED, *ahead)
-        packed = self._outbox.pack(info)
+        packed = self._outbox.pack(plain_state(info) if isinstance(info, torch.nn.Module) else info)
         with self._life.failing("update"):
             self._outbox.sent(packed, self._crew.update(packed))
             self._begin_anew(self._crew.forget())

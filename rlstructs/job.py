@@ -28,6 +28,7 @@ from rlstructs.envs.vec_env import (
 from rlstructs.errors import SpecError
 from rlstructs.evaluation import Evaluation, seed_agent
 from rlstructs.generations import Generations
+from rlstructs.module_state import update_agent
 from rlstructs.moments import Moments
 from rlstructs.rollout import Clock, Progress, acquire, acquire_in_turns
 from rlstructs.rows import TensorSpec, check_dtype, specs_of
@@ -207,7 +208,7 @@ class RolloutJob:
     def update(self, packed: Packed) -> tuple[int, ...]:
         """Hands the agent an update; those of which it still has tensors."""
         with Once(self):
-            self._agent.update(self._inbox.unpack(packed))
+            update_agent(self._agent, self._inbox.unpack(packed))
         return self._inbox.held()
 
     def renew(

@@ -52,6 +52,7 @@ ROWS = {
     "rlstructs.lifecycle": 4,
     "rlstructs.lease": 4.5,
     "rlstructs.outputs": 4,
+    "rlstructs.module_state": 4,
     "rlstructs.weights": 4,
     "rlstructs.settings": 4,
     "rlstructs.random_agent": 4,
