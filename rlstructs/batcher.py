@@ -424,8 +424,8 @@ class RL_Batcher:
         environment gives the same number of episodes, one more or less, so that short ones do not count more
         often than long ones. It takes until the last of them has ended.
 
-        Agents are copied by `copy.deepcopy`, and the copies are seeded; environments come from `create_env`, which
-        has to make new ones at each call.
+        Agents are copied by their `copy_for_evaluation`, and the copies are seeded; environments come from
+        `create_env`, which has to make new ones at each call.
 
         Args:
             n_episodes: how many in all, at least 1.
@@ -437,6 +437,7 @@ class RL_Batcher:
 
         Raises:
             SpecError: an argument is not what is needed, or the environment gives no `reward` or `done`.
+            TypeError: an agent cannot be copied; names what in it cannot be.
             StateError: there was no `reset`, or a rollout is under way: `get` it first.
             WorkerError: as `get`; a worker that is replaced plays its episodes anew.
             Exception: what an agent or environment raised; the training can go on.

@@ -19,6 +19,7 @@ ROWS = {
     "rlstructs.errors": 1,
     "rlstructs.structures": 2,
     "rlstructs.checks": 1.2,
+    "rlstructs.copying": 1.2,
     "rlstructs.debug": 1.2,
     "rlstructs.seeding": 2,
     "rlstructs.moments": 2,
