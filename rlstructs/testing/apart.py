@@ -17,7 +17,7 @@ class Alike(Protocol):
     """What runs several environments with the same actions."""
 
     def alike(self, source: EnvSource, seed: int, n_steps: int) -> list[DictTensor] | None:
-        """What all of them do; None if they differ."""
+        """What all of them show until one ends; None if they differ."""
         ...
 
 

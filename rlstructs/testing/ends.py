@@ -29,8 +29,8 @@ class Ends:
     def __init__(self, name: str) -> None:
         self._name = name
         self._n_same = self._n_others = 0
-        # By environment: what the agent saw last, and, of those that start with their next step, how they ended.
-        self._seen: dict[int, DictTensor] = {}
+        # What the agent saw last; and, of environments that start with their next step, how they ended.
+        self._seen, self._rows = DictTensor(), np.zeros(0, np.int64)
         self._ended: dict[int, tuple[DictTensor, DictTensor]] = {}
 
     def begin(self, observation: DictTensor) -> None:
@@ -50,15 +50,15 @@ class Ends:
             return
         rows, place = before.tolist(), {env: row for row, env in enumerate(left.tolist())}
         for row, env in enumerate(rows):
-            shown = after.slice(row, row + 1)
             if env in self._ended:
-                self._compare(*self._ended.pop(env), shown)
+                self._compare(*self._ended.pop(env), _row(after, row))
             elif done[row] and env in place:
+                seen, final = self._seen_of(env), _row(after, row)
                 first = following.slice(place[env], place[env] + 1)
                 if "initial_state" in first and not bool(first["initial_state"]):  # it starts with its next step
-                    self._ended[env] = self._seen[env], _visible(shown)
+                    self._ended[env] = seen, final.clone()
                 else:
-                    self._compare(self._seen[env], _visible(shown), first)
+                    self._compare(seen, final, _row(following, place[env]))
         self._see(left.numpy(), following)
 
     def check(self) -> None:
@@ -71,7 +71,6 @@ class Ends:
             )
 
     def _compare(self, before: DictTensor, final: DictTensor, first: DictTensor) -> None:
-        first = _visible(first)
         if _same(before, final):
             return  # a step that changed nothing says nothing
         if _same(final, first):
@@ -80,13 +79,16 @@ class Ends:
             self._n_others += 1
 
     def _see(self, envs: np.ndarray, observation: DictTensor) -> None:
-        seen = _visible(observation).clone()
-        self._seen = {env: seen.slice(row, row + 1) for row, env in enumerate(envs.tolist())}
+        self._seen, self._rows = observation.clone(), envs.copy()
+
+    def _seen_of(self, env: int) -> DictTensor:
+        return _row(self._seen, int(np.searchsorted(self._rows, env)))
 
 
-def _visible(observation: DictTensor) -> DictTensor:
+def _row(observation: DictTensor, row: int) -> DictTensor:
+    """What can be seen in one row."""
     kept = [key for key in observation if key not in TOLD and key.partition("/")[0] != "last_action"]
-    return observation.get(kept)
+    return observation.get(kept).slice(row, row + 1)
 
 
 def _same(one: DictTensor, other: DictTensor) -> bool:

@@ -23,7 +23,7 @@ from rlstructs.testing.ends import Ends
 from rlstructs.testing.inside import forget_inside, innermost, reseed, reseeds, reset_by_mask, watch_inside
 from rlstructs.testing.sources import EnvSource, close, env_source
 from rlstructs.testing.spaces import check_declared
-from rlstructs.testing.watched_env import WatchedEnv, repeated
+from rlstructs.testing.watched_env import WatchedEnv, done_of, repeated
 
 Act = Callable[[DictTensor], DictTensor]
 Stream = list[tuple[str, DictTensor]]
@@ -149,23 +149,21 @@ class _Run:
         return found, anew
 
     def alike(self, source: EnvSource, seed: int, n_steps: int) -> list[DictTensor] | None:
-        """What all environments do alike after a reset, with the same actions; None if they differ."""
+        """What all environments show alike until one ends, with the same actions; None if they differ."""
         seed_global_streams(seed, None)
         env = source.make(seed)
         with contextlib.closing(env) if source.is_new else contextlib.nullcontext():
             n, act = env.n_envs(), self._acting(env, source.name)
             observation, _ = env.reset(repeated(self._env_info, n))
-            found = [observation.slice(0, 1).clone()]
+            found: list[DictTensor] = []
             for _ in range(n_steps):
                 if n < 2 or not _are_alike(observation):
                     return None
+                found.append(observation.slice(0, 1).clone())
                 action = act(observation).index(torch.zeros(n, dtype=torch.int64, device="cpu"))
-                (after, _), (observation, left) = env.step(action)
-                found.append(after.slice(0, 1).clone())
-                if not _are_alike(after):
-                    return None
-                if left.numel() < n:
-                    break
+                (after, _), (observation, _) = env.step(action)
+                if (done := done_of(after)) is not None and done.any():
+                    break  # of one before another, which may be longer
             return found
 
     def _acting(self, env: VecEnv, name: str) -> Act:

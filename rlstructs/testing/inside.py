@@ -8,7 +8,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from rlstructs.envs.gym_env import GymEnv
 from rlstructs.envs.gym_vector import GymVectorEnv
@@ -78,12 +78,14 @@ def reset_by_mask(env: VecEnv) -> None:
 
 
 def keeps_state(env: Any) -> bool:
-    """Whether a wrapper of gymnasium keeps what is meant to survive a reset, a running mean."""
+    """Whether a wrapper of gymnasium keeps what is meant to survive a reset, a running mean, or may do so unseen."""
     while isinstance(env, (gymnasium.Wrapper, gymnasium.vector.VectorWrapper)):
         if isinstance(env, RUNNING):
             return True
         env = env.env
-    return False
+    if isinstance(env, SyncVectorEnv):
+        return any(map(keeps_state, env.envs))
+    return hasattr(env, "env_fns")  # single ones in other processes
 
 
 class WatchedGym(gymnasium.Wrapper):  # type: ignore[misc]
