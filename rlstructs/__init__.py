@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     )
     from rlstructs.random_agent import RandomAgent
     from rlstructs.returns import discounted_returns, gae, lambda_returns, n_step_returns, transitions, vtrace
+    from rlstructs.seeding import int32_seed
     from rlstructs.structures.dict_tensor import DictTensor, masked_dicttensor, masked_tensor
     from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
     from rlstructs.structures.trajectories import Trajectories
@@ -90,6 +91,7 @@ _EXPORTS = {
     "WorkerTimeout": "errors",
     "discounted_returns": "returns",
     "gae": "returns",
+    "int32_seed": "seeding",
     "lambda_returns": "returns",
     "masked_dicttensor": "structures.dict_tensor",
     "masked_tensor": "structures.dict_tensor",
@@ -131,6 +133,7 @@ __all__ = [
     "WorkerTimeout",
     "discounted_returns",
     "gae",
+    "int32_seed",
     "lambda_returns",
     "masked_dicttensor",
     "masked_tensor",

@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from rlstructs.checks import check_made
+from rlstructs.copying import deep_copy
 from rlstructs.errors import SpecError
 from rlstructs.structures.base import as_device, check_same_keys
 from rlstructs.structures.dict_tensor import DictTensor
@@ -120,6 +122,18 @@ class RL_Agent:
         evaluated; and when the batcher loads a state.
         """
 
+    def copy_for_evaluation(self) -> RL_Agent:
+        """Another agent that acts as this one does now, which `RL_Batcher.evaluate` seeds, runs and closes.
+
+        By default all of it is copied, by `copy.deepcopy`. Define it for an agent that holds what cannot be copied,
+        such as a lock, an open file or a tensor with a history, or what the copy may share with it: the copy must not
+        change anything of this agent, nor close what this one still needs.
+
+        Raises:
+            TypeError: something in it cannot be copied; names it.
+        """
+        return deep_copy(self)
+
     def close(self) -> None:
         """Frees what the agent holds."""
 
@@ -179,6 +193,10 @@ class RL_Agent_CheckDevice:
         self._check("state", state, self.device)
         return self._checked(self.agent.call_replay(trajectories, t, state))
 
+    def copy_for_evaluation(self) -> RL_Agent_CheckDevice:
+        """The agent's own, checked likewise."""
+        return RL_Agent_CheckDevice(copy_agent(self.agent), self.device)
+
     def _checked(self, result: tuple[DictTensor, DictTensor]) -> tuple[DictTensor, DictTensor]:
         self._check("the output", result[0], self.device)
         self._check("the next state", result[1], self.device)
@@ -193,6 +211,21 @@ class RL_Agent_CheckDevice:
         if name.startswith("_") or name == "agent":  # which a copy in the making does not have yet
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.agent, name)
+
+
+def copy_agent(agent: Any) -> Any:
+    """What `copy_for_evaluation` of an agent gives; a deep copy of one that has no such method.
+
+    Raises:
+        TypeError: it gives no other agent, or something in it cannot be copied.
+    """
+    if not callable(getattr(agent, "copy_for_evaluation", None)):
+        return deep_copy(agent)
+    made, name = agent.copy_for_evaluation(), f"{type(agent).__name__}.copy_for_evaluation"
+    if made is agent:
+        raise TypeError(f"{name} must return another agent, it returned the agent itself, which must not change")
+    check_made(f"{name} must return an RL_Agent", made, "initial_state", "__call__", "require_history", "close")
+    return made
 
 
 def replay_agent(

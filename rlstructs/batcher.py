@@ -44,9 +44,11 @@ from rlstructs.job import Specs
 from rlstructs.lease import Lease
 from rlstructs.lifecycle import Lifecycle, Phase
 from rlstructs.member import Order
+from rlstructs.module_state import plain_state
 from rlstructs.moments import Moments
 from rlstructs.recorded import specs_of_steps
 from rlstructs.rows import specs_of
+from rlstructs.seeding import as_given, draw_seed
 from rlstructs.settings import (
     JobSettings,
     RunSettings,
@@ -84,7 +86,8 @@ class RL_Batcher:
         env_args: its arguments.
         n_processes: W, worker processes; 0 runs the same rollout in this process, for debugging.
         seeds: one for each process, handed to `create_env` as they are (environment k of process p
-            then has `seeds[p] + k`); or one int, from which a stream for each environment is derived.
+            then has `seeds[p] + k`); or one int, from which a stream for each environment is derived; None for an
+            int that is drawn, differently each time: `stats()["seeds"]` says which, and given here repeats the run.
         agent_info: an example, one row, of what `reset` and `execute` will be given; empty if nothing.
         env_info: likewise.
         agent_seeds: one for each process, handed to `RL_Agent.seed`; None for those of the environments.
@@ -141,7 +144,7 @@ class RL_Batcher:
         create_env: Callable[..., VecEnv],
         env_args: Mapping[str, Any],
         n_processes: int,
-        seeds: int | Sequence[int],
+        seeds: int | Sequence[int] | None = None,
         agent_info: DictTensor | None = None,
         env_info: DictTensor | None = None,
         agent_seeds: Sequence[int] | None = None,
@@ -173,7 +176,7 @@ class RL_Batcher:
             arguments_of("agent_args", agent_args),
             create_env,
             arguments_of("env_args", env_args),
-            seeds_of(seeds, n_workers),
+            seeds_of(draw_seed() if seeds is None else seeds, n_workers),
             agent_seeds_of(agent_seeds, n_workers),
             self._examples["agent_info"],
             self._examples["env_info"],
@@ -403,16 +406,19 @@ class RL_Batcher:
         agent raises comes with the rollout after those.
 
         Args:
-            info: any object that can be pickled. It goes through shared memory, once; agents get its tensors as they
-                are now, on the CPU, for themselves: they may keep and change them.
+            info: a `torch.nn.Module`, of which agents get the state dict that its plain twin has: without the names
+                that `torch.compile`, `DataParallel` and their like put before those of the network, and with
+                parametrisations applied. Or any object that can be pickled. It goes through shared memory, once;
+                agents get its tensors as they are now, on the CPU, for themselves: they may keep and change them.
 
         Raises:
             StateError: a rollout is under way, and there is no run-ahead: `get` it first.
+            SpecError: an agent could not take the state dict of a wrapped module; give `update` the module.
             Exception: what an agent raised.
         """
         ahead = (Phase.RUNNING,) if self._run.run_ahead else ()
         self._life.check("update", Phase.NEW, Phase.READY, Phase.LEASED, Phase.ENDED, *ahead)
-        packed = self._outbox.pack(info)
+        packed = self._outbox.pack(plain_state(info) if isinstance(info, torch.nn.Module) else info)
         with self._life.failing("update"):
             self._outbox.sent(packed, self._crew.update(packed))
             self._begin_anew(self._crew.forget())
@@ -426,8 +432,8 @@ class RL_Batcher:
         environment gives the same number of episodes, one more or less, so that short ones do not count more
         often than long ones. It takes until the last of them has ended.
 
-        Agents are copied by `copy.deepcopy`, and the copies are seeded; environments come from `create_env`, which
-        has to make new ones at each call.
+        Agents are copied by their `copy_for_evaluation`, and the copies are seeded; environments come from
+        `create_env`, which has to make new ones at each call.
 
         Args:
             n_episodes: how many in all, at least 1.
@@ -439,6 +445,7 @@ class RL_Batcher:
 
         Raises:
             SpecError: an argument is not what is needed, or the environment gives no `reward` or `done`.
+            TypeError: an agent cannot be copied; names what in it cannot be.
             StateError: there was no `reset`, or a rollout is under way: `get` it first.
             WorkerError: as `get`; a worker that is replaced plays its episodes anew.
             Exception: what an agent or environment raised; the training can go on.
@@ -500,7 +507,8 @@ class RL_Batcher:
             of its last rollout, `steps`, `steps_per_second` (of all the time since it began), and
             `environment_seconds`, `agent_seconds` and `waiting_seconds`. `restarts` and
             `lost_rollouts` in all. `dropped_episodes`: how many `episodes` will never give.
-            `arena_bytes`: the shared memory that rollouts take.
+            `arena_bytes`: the shared memory that rollouts take. `seeds`: those that were given, or the int that was
+            drawn.
         """
         self._life.check_open("stats")
         workers = self._crew.stats()
@@ -510,12 +518,13 @@ class RL_Batcher:
             "lost_rollouts": sum(worker["lost_rollouts"] for worker in workers),
             "dropped_episodes": self._books.episodes.n_dropped,
             "arena_bytes": self.nbytes,
+            "seeds": as_given(self._settings.seeds),
         }
 
     def state_dict(self) -> dict[str, Any]:
         """What a batcher made of the same arguments goes on from, as of the last rollout that was handed out.
 
-        It holds how far the streams of seeds are, the statistics, how often `update` was called, the counters of
+        It holds the seeds and how far their streams are, the statistics, how often `update` was called, the counters of
         `stats` and the episodes that `episodes` would give. It does not hold environments, nor agents: save the
         weights yourself. For `torch.save`; `torch.load(weights_only=True)` reads it.
 
@@ -527,6 +536,7 @@ class RL_Batcher:
         return {
             "format": batcher_state.FORMAT,
             "version": batcher_state.VERSION,
+            "seeds": as_given(settings.seeds),
             "batcher": batcher_state.batcher_of(self._books.layout, settings.seeds, settings.agent_seeds),
             "weights_version": self.policy_version,
             "workers": self._crew.state(),
@@ -543,8 +553,9 @@ class RL_Batcher:
         goes on in the same way. Episodes that had not ended are gone. Agents stay as they are: `update` them.
 
         Args:
-            state: of a batcher with the same number of workers and environments, the same seeds, and the same
-                keys, dtypes and shapes; `n_timesteps` may be another, and `n_processes` 0 is as 1.
+            state: of a batcher with the same number of workers and environments, the same seeds (`state["seeds"]` is
+                what its constructor was given, or had drawn), and the same keys, dtypes and shapes; `n_timesteps` may
+                be another, and `n_processes` 0 is as 1.
 
         Raises:
             SpecError: it is not; says what differs, and the batcher is as it was.

@@ -1,6 +1,7 @@
 """What `RL_Batcher.state_dict` gives: dicts, lists, tensors, numbers and texts, and the checks of one that is given.
 
     format, version         which layout this is
+    seeds                   what the batcher was made with, or had drawn, in a state that is not too old
     batcher                 what must be the same in the one that takes it: n_processes (0 as 1), n_envs, seeds,
                             agent_seeds, keys
     weights_version         how often `update` was called
@@ -26,6 +27,8 @@ from rlstructs.slots import Layout
 State = dict[str, Any]
 
 FORMAT, VERSION = "rlstructs.RL_Batcher", 1
+# What messages begin with.
+FAILED = "load_state_dict: "
 
 
 def batcher_of(layout: Layout, seeds: Sequence[int], agent_seeds: Sequence[int] | None) -> State:
@@ -69,8 +72,14 @@ def check(state: Any, own: State) -> None:
         raise SpecError(f"load_state_dict: needs what RL_Batcher.state_dict gave, got {what!r}")
     if state.get("version") != VERSION:
         raise SpecError(f"load_state_dict: the state is of version {state.get('version')!r}, needed is {VERSION}")
-    _check_same("batcher", state.get("batcher"), own["batcher"])
-    _check_form("state", state, own)
+    try:
+        _check_same("batcher", state.get("batcher"), own["batcher"])
+    except SpecError as error:
+        if str(error).startswith(f"{FAILED}seeds is") and "seeds" in state:
+            raise SpecError(f"{error}; make the batcher with seeds={state['seeds']!r}") from None
+        raise
+    given, needed = ({key: value for key, value in each.items() if key != "seeds"} for each in (state, own))
+    _check_form("state", given, needed)
     for name, kept in state["statistics"].items():
         if not (kept["mean"].isfinite().all() and kept["m2"].isfinite().all() and (kept["m2"] >= 0).all()):
             raise SpecError(f"load_state_dict: statistics of {name!r} are not finite, or negative")
@@ -84,7 +93,7 @@ def _check_same(where: str, given: Any, own: Any) -> None:
             name = key if where in ("batcher", "keys") else f"{where}/{key}"
             _check_same(str(name), given.get(key, "missing"), own.get(key, "missing"))
     elif type(given) is not type(own) or given != own:
-        raise SpecError(f"load_state_dict: {where} is {given!r} in the state, in this batcher it is {own!r}")
+        raise SpecError(f"{FAILED}{where} is {given!r} in the state, in this batcher it is {own!r}")
 
 
 def _check_form(where: str, given: Any, own: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import mmap
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlstructs.agent import RL_Agent
+from rlstructs.agent import RL_Agent, copy_agent
 from rlstructs.envs.vec_env import RowEnv
 from rlstructs.episodes import EpisodeTracker
 from rlstructs.rollout import Progress, acquire
@@ -39,7 +38,7 @@ class Evaluation:
 
     Args:
         create_env: makes E environments of its own; they are closed at the end.
-        agent: a copy of it acts.
+        agent: its `copy_for_evaluation` acts.
         layout: of the batcher's slots.
         seed: of the global streams while it runs; those of the worker are left as they were.
         wanted: int64 (E,), how many episodes of each environment.
@@ -65,7 +64,7 @@ class Evaluation:
         self._slots = Slots(own, mmap.mmap(-1, own.reserved_nbytes))
         with self._streams():
             seed_global_streams(seed, None)
-            self._agent = copy.deepcopy(agent)
+            self._agent = copy_agent(agent)
             seed_agent(self._agent, seed)
             try:
                 self._env = create_env()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import torch
 
 from rlstructs.agent import RL_Agent
 from rlstructs.checks import called, check_made
+from rlstructs.copying import copy_arguments
 from rlstructs.envs.vec_env import (
     RowEnv,
     SplitEnv,
@@ -28,6 +28,7 @@ from rlstructs.envs.vec_env import (
 from rlstructs.errors import SpecError
 from rlstructs.evaluation import Evaluation, seed_agent
 from rlstructs.generations import Generations
+from rlstructs.module_state import update_agent
 from rlstructs.moments import Moments
 from rlstructs.probe import first_step, repeated
 from rlstructs.rollout import Clock, Progress, acquire, acquire_in_turns, initial_state
@@ -209,7 +210,7 @@ class RolloutJob:
     def update(self, packed: Packed) -> tuple[int, ...]:
         """Hands the agent an update; those of which it still has tensors."""
         with Once(self):
-            self._agent.update(self._inbox.unpack(packed))
+            update_agent(self._agent, self._inbox.unpack(packed))
         return self._inbox.held()
 
     def renew(
@@ -227,7 +228,7 @@ class RolloutJob:
             self._agent_seed = None if agent_seeds is None else int(agent_seeds[self.index])
             self._env.close()
             seed_global_streams(seed, self._agent_seed)
-            env = self._make_env(seed, copy.deepcopy(self.settings.env_args))
+            env = self._make_env(seed, copy_arguments(self.settings.env_args))
             self._given, self._env = env, row_env(env)
             if env.n_envs() != n:
                 raise SpecError(f"create_env: made {env.n_envs()} environments, and {n} before")
@@ -258,7 +259,7 @@ class RolloutJob:
         own = {name: info if info.empty() else info.slice(mine.start, mine.stop) for name, info in infos.items()}
 
         def create_env() -> RowEnv:
-            env = self._make_env(seed, copy.deepcopy(self.settings.env_args))
+            env = self._make_env(seed, copy_arguments(self.settings.env_args))
             if (n_own := env.n_envs()) != n:
                 env.close()
                 raise SpecError(f"create_env: made {n_own} environments for an evaluation, and {n} before")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import random
+import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,7 +19,9 @@ import torch
 from rlstructs.errors import SpecError
 
 # First element of a spawn key: what a stream is for.
-_ENVIRONMENT, _WORKER, _GLOBALS, _AGAIN = 0, 1, 2, 3
+_ENVIRONMENT, _WORKER, _GLOBALS, _AGAIN, _INT32 = 0, 1, 2, 3, 4
+# The seeds that fit into int32.
+BELOW = 2**31
 
 
 class EnvSeed(int):
@@ -48,6 +51,18 @@ class EnvSeed(int):
         first = self.worker_index * n_envs
         again = _again(self.generation)
         return [_derived(self.root, *again, _ENVIRONMENT, first + k) for k in range(n_envs)]
+
+
+def draw_seed() -> int:
+    """A seed that nobody gave: entropy of the system, below 2**63, whatever the global streams are seeded with."""
+    return secrets.randbits(63)
+
+
+def as_given(seeds: Sequence[int]) -> int | list[int]:
+    """What a batcher is given to have these seeds, one for each worker: the int that they come from, or themselves."""
+    roots = {seed.root if isinstance(seed, EnvSeed) else None for seed in seeds}
+    root = roots.pop() if len(roots) == 1 else None
+    return [int(seed) for seed in seeds] if root is None else root
 
 
 def next_seed(seed: int, generation: int) -> int:
@@ -84,6 +99,20 @@ def environment_seeds(seed: int | Sequence[int], n_envs: int) -> list[int]:
     if len(seeds) != n_envs or min(seeds, default=0) < 0:
         raise SpecError(f"seed: needs an int >= 0, or {n_envs} of them, got {seed!r}")
     return seeds
+
+
+def int32_seed(seed: int) -> int:
+    """A seed for what takes none from 2**31 on: itself if it is below, or else one that is derived from it.
+
+    What a worker's environments get may be larger, and so may seeds of one's own. Cutting off their upper bits would
+    give some of them the same streams.
+
+    Example:
+        >>> int32_seed(7), int32_seed(2**31), int32_seed(2**32)
+        (7, 1728974362, 1910394651)
+    """
+    seed = operator.index(seed)
+    return seed if 0 <= seed < BELOW else _derived(abs(seed), _INT32, int(seed < 0)) % BELOW
 
 
 def seed_global_streams(seed: int, agent_seed: int | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 import operator
@@ -16,6 +15,7 @@ import torch
 
 from rlstructs.agent import RL_Agent
 from rlstructs.checks import check_count
+from rlstructs.copying import copy_arguments
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
 from rlstructs.rows import check_dtype, specs_of
@@ -50,10 +50,7 @@ class JobSettings:
     def by_value(self) -> JobSettings:
         """With copies of the arguments, as a worker gets them."""
         both = self.agent_args, self.env_args  # what is in both is one object in the copies too
-        try:
-            agent_args, env_args = copy.deepcopy(both)
-        except Exception:  # a module, say, which workers would get
-            agent_args, env_args = cloudpickle.loads(cloudpickle.dumps(both))
+        agent_args, env_args = copy_arguments(both)
         return dataclasses.replace(self, agent_args=agent_args, env_args=env_args)
 
     def objects(self) -> dict[str, Any]:

@@ -158,6 +158,38 @@ class SeededByItself(Walk):
         super().__init__(7)
 
 
+class SeededAlike(Walk):
+    """All three walk alike, for five steps."""
+
+    def __init__(self, seed=0):
+        super().__init__(seed)
+        self.lengths = torch.tensor([5, 5, 5])
+        self.generator = Repeating(self.generator)
+
+
+class Repeating:
+    """A generator that draws the same for each of three."""
+
+    def __init__(self, generator):
+        self.generator = generator
+
+    def normal(self, size):
+        return np.repeat(self.generator.normal(size=(1, *size[1:])), size[0], axis=0)
+
+
+class Loses(Walk):
+    """Shows what a reset gave in the place of where an episode ended."""
+
+    def step(self, action):
+        (after, before), (following, running) = super().step(action)
+        ended = after["done"]
+        self.places[ended] = torch.from_numpy(self.generator.normal(size=(int(ended.sum()), 2))).float()
+        for pair in (after, following):
+            pair["frame"][ended] = self.places[ended]
+        after.set("step", torch.where(ended, 0, after["step"]))
+        return (after, before), (following, running)
+
+
 class Holds(Walk):
     """Cannot be pickled."""
 
@@ -286,6 +318,22 @@ ENVIRONMENTS = {
         Unseeded, "^Unseeded: two environments made with seed=0 differ, first in 'frame' of the first observation"
     ),
     "always the same seed": (SeededByItself, "^SeededByItself: seed=0 and seed=1 give the same 100 steps; if ther"),
+    "a reward that is NaN": (
+        changed(first=with_key("reward", flag(float("nan"))), second=with_key("reward", flag(float("nan")))),
+        "^Broken.step, first pair: 'reward' has to be finite numbers, got nan in row 0$",
+    ),
+    "an observation that is NaN": (
+        everywhere(with_key("frame", lambda x: x.index_fill(0, torch.tensor([1]), float("nan")))),
+        r"^Broken.reset: 'frame' holds NaN, got \[nan, nan\] in row 1$",
+    ),
+    "an observation out of bounds": (
+        changed(observation_space=spaces.Dict({"frame": spaces.Box(-0.01, 0.01, (2,)), "step": spaces.Discrete(9)})),
+        r"^Broken: 'frame' is .* at \[0, 0\], the space says -0.00\d+ to 0.00\d+",
+    ),
+    "final observations that are those of a reset": (
+        Loses, "^Loses: the final observations of .* episodes are the first ones of the episodes after them: what a "
+    ),
+    "one seed for all": (SeededAlike, "^SeededAlike: all its environments do the same when they get the same actions"),
     "a second close": (ClosesOnce, r"^ClosesOnce.close raised RuntimeError\('closed twice'\); it has to work at any"),
     "no action space": (changed(action_space=None), "^Broken has no action_space to draw actions from: check with act"),
 }  # fmt: skip
@@ -335,6 +383,29 @@ def own_generator(self):
     return self.own.normal(size=2).astype(np.float32)
 
 
+class Survives(Gym):
+    """Goes on where the episode before has stopped."""
+
+    total = 0.0
+
+    def observation(self):
+        self.total += 0.25
+        return super().observation() + np.float32(self.total)
+
+
+class SeededOnce(Gym):
+    """Takes the seed of its first reset, and no other."""
+
+    def reset(self, *, seed=None, options=None):
+        if not hasattr(self, "own"):
+            self.own = np.random.default_rng(seed)
+        self.steps = 0
+        return self.observation(), {}
+
+    def observation(self):
+        return self.own.normal(size=2).astype(np.float32)
+
+
 GYMNASIUM = {
     "a reset without options": (
         gym(reset=lambda self, seed=None: (0, {})), "^Broken.reset must take seed= and options=, as gymnasium.Env.reset"
@@ -362,6 +433,172 @@ GYMNASIUM = {
         "^Broken: seed=0 and seed=1 give the same 100 steps; if there is no chance in it, check with uses_seed=False",
     ),
     "a close that fails": (gym(close=lambda self: 1 / 0), r"^Broken.close raised ZeroDivisionError"),
+    "a reward that is NaN": (stepping((1, float("nan"))), "^Broken.step: reward is nan, it has to be a finite number$"),
+    "a reward without bound": (stepping((1, -np.inf)), "^Broken.step: reward is -inf, it has to be a finite number$"),
+    "a NaN": (
+        stepping((0, np.array([0, np.nan], np.float32))),
+        r"^Broken.step: 'frame' holds NaN at \[1\], which is in no space$",
+    ),
+    "a NaN at a reset": (
+        gym(reset=lambda self, seed=None, options=None: (np.full(2, np.nan, np.float32), {})),
+        r"^Broken.reset: 'frame' holds NaN at \[0\], which is in no space$",
+    ),
+    "a value above its bound": (
+        gym(observation_space=spaces.Box(-1, 1, (2,)), observation=lambda self: np.array([0, 1.5], np.float32)),
+        r"^Broken.reset: 'frame' is 1.5 at \[1\], the space says -1.0 to 1.0; keep to the bounds",
+    ),
+    "a value below its bound": (
+        gym(observation_space=spaces.Box(np.array([-1, -2]), np.inf, (2,), np.float64),
+            observation=lambda self: np.array([0, -3.0])),
+        r"^Broken.reset: 'frame' is -3.0 at \[1\], the space says -2.0 to inf",
+    ),
+    "a frame outside of its bytes": (
+        gym(observation_space=spaces.Box(0, 200, (2,), np.uint8), observation=lambda self: np.full(2, 255, np.uint8)),
+        r"^Broken.reset: 'frame' is 255 at \[0\], the space says 0 to 200",
+    ),
+    "a number that is too large": (
+        gym(observation_space=spaces.Discrete(3, start=1), observation=lambda self: 4),
+        "^Broken.reset: 'frame' is 4, the space says 1 to 3",
+    ),
+    "one of several that is too large": (
+        gym(observation_space=spaces.MultiDiscrete([3, 4]), observation=lambda self: np.array([2, 4])),
+        r"^Broken.reset: 'frame' is 4 at \[1\], the space says 0 to 3",
+    ),
+    "a bit that is none": (
+        gym(observation_space=spaces.MultiBinary(2), observation=lambda self: np.array([2, 0], np.int8)),
+        r"^Broken.reset: 'frame' is 2 at \[0\], the space says 0 to 1",
+    ),
+    "an entry too many": (
+        gym(observation_space=spaces.Dict({"n": spaces.Discrete(3)}), observation=lambda self: {"n": 1, "more": 2}),
+        r"^Broken.reset: the observation has the entries \['n', 'more'\], the space has \['n'\]$",
+    ),
+    "an entry too few": (
+        gym(observation_space=spaces.Dict({"n": spaces.Discrete(3), "more": spaces.Discrete(3)}),
+            observation=lambda self: {"n": 1}),
+        r"^Broken.reset: the observation has the entries \['n'\], the space has \['more', 'n'\]$",
+    ),
+    "an entry too many inside": (
+        gym(observation_space=spaces.Tuple([spaces.Dict({"n": spaces.Discrete(3)})]),
+            observation=lambda self: ({"n": 1, "more": 2},)),
+        r"^Broken.reset: the observation's 0 has the entries \['n', 'more'\], the space has \['n'\]$",
+    ),
+    "a part too many": (
+        gym(observation_space=spaces.Tuple([spaces.Discrete(3)]), observation=lambda self: (1, 2)),
+        "^Broken.reset: the observation must be a tuple of 1, got 2$",
+    ),
+    "no dict": (
+        gym(observation_space=spaces.Dict({"n": spaces.Discrete(3)}), observation=lambda self: np.zeros(1)),
+        r"^Broken.reset: the observation must be a dict with \['n'\], got ndarray$",
+    ),
+    "an info that is None": (stepping((4, None)), r"^Broken.step: info must be a dict, got None \(NoneType\)$"),
+    "an info at a reset that is None": (
+        gym(reset=lambda self, seed=None, options=None: (np.zeros(2, np.float32), None)),
+        r"^Broken.reset must return \(observation, info dict\), got \(ndarray, NoneType\)$",
+    ),
+    "an info that is a list": (stepping((4, [])), r"^Broken.step: info must be a dict, got \[\] \(list\)$"),
+    "an end that is a number of numpy": (stepping((2, np.int64(0))), "^Broken.step: terminated must be a bool, got "),
+    "an end that is an array": (stepping((3, np.array([False]))), "^Broken.step: truncated must be a bool, got "),
+    "a state that survives a reset": (Survives, "^Survives: (after another reset with seed=0|two environments made)"),
+    "a generator that a reset does not seed": (
+        SeededOnce, "^SeededOnce: (after another reset with seed=0|two environments made with seed=0 differ)"
+    ),
+}  # fmt: skip
+
+
+# --- gymnasium's vector environments -------------------------------------------------------------------
+
+
+class Vector(gymnasium.vector.VectorEnv):
+    """Three random walks of 3, 4 and 5 steps, in any autoreset mode; a flaw is what it does wrong."""
+
+    def __init__(self, mode="SameStep", flaw=None, **changes):
+        self.num_envs, self.metadata = 3, {"autoreset_mode": mode}
+        self.single_observation_space, self.single_action_space = spaces.Box(-99, 99, (2,)), spaces.Discrete(2)
+        self.mode, self.flaw, self.changes, self.lengths = mode, flaw, changes, np.array([3, 4, 5])
+        self.offset = 0.0
+
+    def reset(self, *, seed=None, options=None):
+        mask = np.full(3, True)
+        if options is not None and self.flaw != "mask":
+            mask = options["reset_mask"]
+        if seed is not None:
+            seeds = seed if isinstance(seed, list) else [seed + k for k in range(3)]
+            self.rngs = [np.random.default_rng(seeds[0] if self.flaw == "one seed" else each) for each in seeds]
+            self.places, self.steps, self.ended = np.zeros((3, 2), np.float32), np.zeros(3, int), np.full(3, False)
+        self._begin(mask)
+        return self.places.copy(), self.changes.get("reset_infos", {})
+
+    def _begin(self, mask):
+        for k in np.flatnonzero(mask):
+            self.places[k] = self.rngs[k].uniform(-1, 1, 2) + self.offset
+        self.steps[mask], self.ended[mask] = 0, False
+
+    def step(self, actions):
+        idle = self.ended.copy() if self.mode == "NextStep" else np.full(3, False)
+        self._begin(idle)
+        for k in np.flatnonzero(~idle):
+            self.places[k] += self.rngs[k].uniform(-1, 1, 2)
+        self.steps[~idle] += 1
+        ended = ~idle & (self.steps == self.lengths)
+        if self.flaw == "survives":
+            self.offset += 0.01
+        self.ended, infos, rewards = ended.copy(), {}, np.where(idle & (self.flaw != "idle"), 0.0, 1.0)
+        finals = self.places.copy()
+        if ended.any() and self.mode == "SameStep":
+            self._begin(ended)
+        if self.mode == "SameStep" and ended.any():
+            finals = self.places.copy() if self.flaw == "finals" else finals
+            infos = {"final_obs": finals, "_final_obs": ended if self.flaw != "final mask" else ~ended}
+        result = self.places.copy(), rewards, ended, np.full(3, False), infos
+        return tuple(self.changes.get(name, value) for name, value in zip(PARTS, result, strict=True))
+
+
+PARTS = "observations", "rewards", "terminations", "truncations", "infos"
+LOST = "the final observations of .* episodes are the first ones of the episodes after them: what a step led to was"
+IDLE = r"^Vector.step: environment 0 has to do nothing but reset in the step after its end \(autoreset mode NextStep\)"
+ALIKE = r"^GymVectorEnv: all its environments do the same when they get the same actions, with each of 10 seeds, and so"
+VECTORS = {
+    "final observations that are the reset's": ({"flaw": "finals"}, LOST),
+    "a mask that is ignored": (
+        {"mode": "Disabled", "flaw": "mask"},
+        r"^Vector.reset changed the observation of environment \d, which options\['reset_mask'\] does not name",
+    ),
+    "one seed for all": ({"flaw": "one seed"}, ALIKE),
+    "one seed for all, in another mode": ({"mode": "NextStep", "flaw": "one seed"}, ALIKE),
+    "a state that survives": ({"flaw": "survives"}, "^GymVectorEnv: after another reset with seed=0 the same actions"),
+    "a step after an end that is paid": ({"mode": "NextStep", "flaw": "idle"}, IDLE),
+    "a mask of others": ({"flaw": "final mask"}, r"^Vector.step: infos\['_final_obs'\] is \[.*, the episodes that"),
+    "flags that are ints": (
+        {"terminations": np.zeros(3, int)}, "^Vector.step: terminated must be an array of bool, got int64$"
+    ),
+    "cuts that are floats": (
+        {"truncations": [0.0, 0.0, 0.0]}, "^Vector.step: truncated must be an array of bool, got float64$"
+    ),
+    "rewards that are NaN": (
+        {"rewards": np.array([0, np.nan, 0])}, "^Vector.step: reward is nan, it has to be a finite number$"
+    ),
+    "rewards of too many": ({"rewards": np.zeros(4)}, r"^environment: reward must be 3 numbers, got \(4,\) float64$"),
+    "a NaN": (
+        {"observations": np.full((3, 2), np.nan, np.float32)}, r"^Vector.step: 'frame' holds NaN at \[0, 0\]"
+    ),
+    "values out of bounds": (
+        {"observations": np.full((3, 2), 100, np.float32)},
+        r"^Vector.step: 'frame' is 100.0 at \[0, 0\], the space says -99.0 to 99.0",
+    ),
+    "observations of too few": (
+        {"observations": np.zeros((2, 2), np.float32)}, r"'frame' has shape \(2, 2\), the space says \(3, 2\)"
+    ),
+    "infos that are None": ({"infos": None}, r"^Vector.step: infos must be a dict, got None \(NoneType\)$"),
+    "infos at a reset that are None": (
+        {"reset_infos": None}, r"^Vector.reset: infos must be a dict, got None \(NoneType\)$"
+    ),
+    "a mask of infos that is too short": (
+        {"mode": "NextStep", "infos": {"n": np.zeros(3), "_n": np.full(2, True)}},
+        r"^Vector.step: infos\['_n'\] says whose 'n' there is: it must be \(3,\) bool, got \(2,\) bool$",
+    ),
+    "a mask of infos of ints": (
+        {"mode": "NextStep", "infos": {"n": np.zeros(3), "_n": np.ones(3, int)}}, r"be \(3,\) bool, got \(3,\) int64$"
+    ),
 }  # fmt: skip
 
 

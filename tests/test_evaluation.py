@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import math
 import os
 import signal
 import threading
@@ -18,6 +20,7 @@ from rlstructs import (
     GymEnvInf,
     RandomAgent,
     RL_Agent,
+    RL_Agent_CheckDevice,
     RL_Batcher,
     SpecError,
     StateError,
@@ -300,6 +303,107 @@ def test_an_agent_that_cannot_be_copied_cannot_be_evaluated_and_goes_on_training
         with pytest.raises(TypeError, match="cannot pickle"):
             batcher.evaluate(2, 0)
         assert rollout(batcher)[1] == max(1, n_processes) and batcher.stats()["restarts"] == 0
+
+
+class Holding(Balance):
+    """Has something, at some depth, that cannot be copied."""
+
+    def __init__(self, what):
+        self.parts, self.network = {"list": [1, what]}, torch.nn.Sequential(torch.nn.Linear(4, 2))
+        if isinstance(what, torch.Tensor):
+            self.network[0].last = what
+
+    def close(self):
+        if isinstance(what := self.parts["list"][1], io.IOBase):
+            what.close()
+
+
+def nothing():
+    yield 1
+
+
+UNCOPYABLE = {
+    "a lock": (threading.Lock, r"parts\['list'\]\[1\] \(of type lock\)"),
+    "a generator": (nothing, r"parts\['list'\]\[1\] \(of type generator\)"),
+    "an open file": (lambda: open(os.devnull), r"parts\['list'\]\[1\] \(of type TextIOWrapper\)"),  # noqa: SIM115
+    "a tensor with a history": (
+        lambda: torch.ones(1, requires_grad=True) * 2, r"(network\.0\.last|parts\['list'\]\[1\]) \(of type Tensor\)"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("checks_device", [False, True])
+@pytest.mark.parametrize("n_processes", [0, 1])
+@pytest.mark.parametrize(("make", "told"), UNCOPYABLE.values(), ids=UNCOPYABLE)
+def test_the_error_names_what_in_an_agent_cannot_be_copied_and_the_method_to_define(
+    n_processes, make, told, checks_device
+):
+    def create_agent():
+        agent = Holding(make())
+        return RL_Agent_CheckDevice(agent, "cpu") if checks_device else agent
+
+    with RL_Batcher(3, create_agent, {}, create_gym, {"env_id": "CartPole-v1", "n_envs": 1}, n_processes, 0) as batcher:
+        batcher.reset()
+        message = rf"^Holding cannot be copied for an evaluation: its attribute {told} cannot be copied: .*; define "
+        with pytest.raises(TypeError, match=rf"{message}Holding.copy_for_evaluation\(\)"):
+            batcher.evaluate(2, 0)
+        assert rollout(batcher)[1] == 1
+
+
+class OwnCopy(Told):
+    """Holds a lock, and makes copies without it, of which there are as many as it says."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock, self.n_copies = threading.Lock(), 0
+
+    def copy_for_evaluation(self):
+        self.n_copies += 1
+        made = OwnCopy()
+        made.__dict__.update({**self.__dict__, "lock": threading.Lock()})
+        return made
+
+
+@pytest.mark.parametrize("checks_device", [False, True])
+@pytest.mark.parametrize("n_processes", [0, 2])
+def test_an_agent_may_say_how_it_is_copied(n_processes, checks_device):
+    def play(agent_class):
+        def create_agent():
+            return RL_Agent_CheckDevice(agent_class(), "cpu") if checks_device else agent_class()
+
+        info = DictTensor({"more": torch.zeros(max(1, n_processes), dtype=torch.int64)})
+        with RL_Batcher(
+            2, create_agent, {}, lambda seed: GymEnvInf([Pays()], seed), {}, n_processes, 0, agent_info=info
+        ) as batcher:
+            batcher.update(2)
+            batcher.reset(agent_info=info)
+            return batcher.evaluate(4, 0), rollout(batcher)[0], batcher.evaluate(4, 0)
+
+    assert play(OwnCopy) == play(Told)
+
+
+@pytest.mark.parametrize(
+    ("copied", "told"),
+    [(lambda self: self, "must return another agent, it returned the agent itself"),
+     (lambda self: None, "must return an RL_Agent, got NoneType without initial_state")],
+    ids=["itself", "nothing"],
+)  # fmt: skip
+def test_a_copy_that_is_none_is_refused(copied, told):
+    made = type("Odd", (Balance,), {"copy_for_evaluation": copied})
+    with RL_Batcher(3, made, {}, create_gym, {"env_id": "CartPole-v1", "n_envs": 1}, 1, 0) as batcher:
+        batcher.reset()
+        with pytest.raises(TypeError, match=rf"^Odd.copy_for_evaluation {told}"):
+            batcher.evaluate(2, 0)
+        assert rollout(batcher)[1] == 1
+
+
+def test_arguments_that_only_pickling_copies_can_be_evaluated():
+    def create_env(module, seed):
+        return GymEnvInf([Count(module.floor(3.5))], seed)
+
+    with RL_Batcher(3, Counting, {}, create_env, {"module": math}, 1, 0) as batcher:
+        batcher.reset()
+        assert batcher.evaluate(2, 0)["length"].tolist() == [3, 3]
 
 
 class Drawing(Count):

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
 import gymnasium
 import numpy as np
 import pytest
@@ -478,3 +484,98 @@ def test_what_cannot_be_is_refused():
     env.reset()
     with pytest.raises(SpecError, match=r"^agent: 'action' has shape \(1, 2\), expected \(2, 2\)"):
         env.step(DictTensor({"action": ACTION["action"][:1]}))
+
+
+@pytest.mark.parametrize("kind", ["int", "list"])
+def test_seeds_from_2_31_on_give_workers_streams_of_their_own(kind):
+    """Of an environment that takes one seed only, and none that does not fit into int32."""
+
+    class Small(Own):
+        def reset(self, *, seed=None, options=None):
+            if seed is None:
+                return super().reset()
+            if isinstance(seed, (list, np.ndarray)) or not 0 <= seed < 2**31:
+                raise ValueError("Seed should be in range of int32")
+            self.seeded = seed
+            return super().reset()
+
+    found = []
+    for seed in (2**31, 2**32, 2**40, 2**41, 2**63, *(EnvSeed(0, worker) for worker in range(8))):
+        envs = Small()
+        env = GymVectorEnv(envs, seed if kind == "int" else [seed + k for k in range(2)])
+        env.reset()
+        found.append(envs.seeded)
+    assert len(set(found)) == len(found)
+
+
+def test_environments_that_were_seeded_before_are_not_seeded_again(recwarn):
+    class Seeded(Own):
+        def reset(self, **arguments):
+            assert not arguments
+            return super().reset()
+
+    GymVectorEnv(Seeded(), None).reset()
+    assert not recwarn.list
+
+
+# A double of EnvPool as far as seeds go: one int32 when it is made, none at a reset; the same seed, the same streams.
+ENVPOOL = '''
+import gymnasium
+import numpy as np
+
+
+class EnvPool:
+    observation_space = gymnasium.spaces.Box(-1, 1, (3,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, n, seed):
+        self.n, self.rngs = n, [np.random.default_rng(seed + k) for k in range(n)]
+
+    def __len__(self):
+        return self.n
+
+    def _observation(self):
+        return np.stack([rng.uniform(-1, 1, 3).astype(np.float32) for rng in self.rngs])
+
+    def reset(self, env_id=None):
+        return self._observation(), {}
+
+    def step(self, actions):
+        no = np.zeros(self.n, bool)
+        return self._observation(), np.ones(self.n, np.float32), no, no, {}
+
+    def close(self):
+        pass
+
+
+def make(task_id, env_type, num_envs, seed=42):
+    assert -(2**31) <= seed < 2**31, f"Seed should be in range of int32, got {seed}"
+    return EnvPool(num_envs, seed)
+'''
+
+
+def test_workers_with_the_recipe_for_envpool_have_streams_of_their_own(subprocess_env, tmp_path):
+    page = (Path(__file__).parent.parent / "docs/learn/environments.md").read_text()
+    recipe = page.split('```python title="EnvPool"\n')[1].split("```")[0]
+    (tmp_path / "envpool.py").write_text(ENVPOOL)
+    (tmp_path / "program.py").write_text(recipe + textwrap.dedent("""
+        import gymnasium
+        import torch
+        from rlstructs import RandomAgent, RL_Batcher
+
+        if __name__ == "__main__":
+            for seeds in (0, 2**63, [0, 1000], [2**40, 2**41], [2**63, 2**62], None):
+                with RL_Batcher(
+                    2, lambda: RandomAgent(gymnasium.spaces.Discrete(2)), {}, create_env, {"n_envs": 3}, 2, seeds
+                ) as batcher:
+                    batcher.reset()
+                    batcher.execute()
+                    frames = batcher.get()[0].trajectories["observation/frame"]
+                    print(len(torch.unique(frames[:, 0], dim=0)))
+    """))  # fmt: skip
+    path = os.pathsep.join([str(tmp_path), subprocess_env["PYTHONPATH"]])
+    done = subprocess.run(
+        [sys.executable, "-W", "error", tmp_path / "program.py"], capture_output=True, text=True,
+        env={**subprocess_env, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("6\n" * 6, "")

@@ -6,11 +6,13 @@ import copy
 import pickle
 import random
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
+from helpers import Counting, create_gym, rollout
 
-from rlstructs import SpecError
+from rlstructs import RandomAgent, RL_Batcher, SpecError, int32_seed
 from rlstructs.seeding import EnvSeed, PrivateStreams, environment_seeds, seed_global_streams
 
 
@@ -116,3 +118,61 @@ def test_private_streams_run_with_one_thread():
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_seed_for_int32_is_itself_if_it_fits_and_others_do_not_meet():
+    assert [int32_seed(seed) for seed in (0, 7, np.int64(5), 2**31 - 1)] == [0, 7, 5, 2**31 - 1]
+    large = [2**shift for shift in range(31, 129)] + [2**shift - 1 for shift in range(32, 129)]
+    large += [2**31 * number for number in range(3, 1000, 2)] + [-(2**shift) for shift in range(40)]
+    found = [int32_seed(seed) for seed in large]
+    assert len({*found}) == len(large) and all(0 <= seed < 2**31 for seed in found)
+    assert {type(int32_seed(seed)) for seed in (EnvSeed(0, 1), EnvSeed(1, 1), np.uint64(2**63))} == {int}
+    with pytest.raises(TypeError):
+        int32_seed(1.0)
+
+
+def random_agent():
+    return RandomAgent(gymnasium.spaces.Discrete(2))
+
+
+@pytest.mark.parametrize("n_processes", [0, 2])
+def test_without_seeds_one_is_drawn_and_repeats_the_run(n_processes):
+    def play(*seeds):
+        settings = 8, random_agent, {}, create_gym, {"env_id": "CartPole-v1", "n_envs": 2}, n_processes, *seeds
+        with RL_Batcher(*settings) as batcher:
+            batcher.reset()
+            return batcher.stats()["seeds"], rollout(batcher)[0], batcher.state_dict()
+
+    states = random.getstate(), np.random.get_state()[1].tolist()
+    drawn, trajectories, state = play()
+    assert type(drawn) is int and state["seeds"] == drawn
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states  # nobody's global stream
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    others = []
+    for _ in range(2):
+        random.seed(0), np.random.seed(0), torch.manual_seed(0)
+        others.append(play(None))
+    assert len({drawn, others[0][0], others[1][0]}) == 3 and others[0][1] != trajectories
+    again = play(drawn)
+    assert again[:2] == (drawn, trajectories)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"), [(3, 3), (np.int64(3), 3), ([5, 900], [5, 900]), ((5, 900), [5, 900])], ids=str
+)
+def test_seeds_that_were_given_are_told(given, told):
+    with RL_Batcher(8, Counting, {}, create_gym, {"env_id": "CartPole-v1", "n_envs": 2}, 2, given) as batcher:
+        assert batcher.stats()["seeds"] == batcher.state_dict()["seeds"] == told
+
+
+def test_a_state_of_drawn_seeds_names_them():
+    settings = 8, Counting, {}, create_gym, {"env_id": "CartPole-v1", "n_envs": 2}, 0
+    with RL_Batcher(*settings) as first, RL_Batcher(*settings) as second:
+        state = first.state_dict()
+        told = f"make the batcher with seeds={state['seeds']}"
+        with pytest.raises(SpecError, match=rf"^load_state_dict: seeds is .*; {told}$"):
+            second.load_state_dict(state)
+    with RL_Batcher(*settings, state["seeds"]) as third:
+        third.load_state_dict(state)
+        assert third.stats()["seeds"] == state["seeds"]
+        third.load_state_dict({key: value for key, value in state.items() if key != "seeds"})  # an older one

@@ -20,6 +20,7 @@ from broken import (
     AGENTS,
     ENVIRONMENTS,
     GYMNASIUM,
+    VECTORS,
     CountsOutside,
     Ending,
     Gym,
@@ -27,15 +28,29 @@ from broken import (
     HoldsLock,
     Keeps,
     Sums,
+    Survives,
+    Vector,
     Walk,
     WritesIntoInfo,
     WritesIntoObservation,
 )
-from gymnasium import spaces
-from gymnasium.vector import SyncVectorEnv
+from gymnasium import spaces, wrappers
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from helpers import Count, Counting, create_gym
+from vector_envs import Same
 
-from rlstructs import DictTensor, GymEnv, GymEnvInf, RandomAgent, RL_Agent, RL_Agent_CheckDevice, RL_Batcher, SpecError
+from rlstructs import (
+    DictTensor,
+    GymEnv,
+    GymEnvInf,
+    GymVectorEnv,
+    RandomAgent,
+    RL_Agent,
+    RL_Agent_CheckDevice,
+    RL_Batcher,
+    SharedVectorEnv,
+    SpecError,
+)
 from rlstructs.errors import WorkerCrashed, WorkerTimeout
 from rlstructs.seeding import EnvSeed
 from rlstructs.testing import Fault, FaultyEnv, Ledger, check_agent, check_env, create_faulty_envs, verify
@@ -101,6 +116,109 @@ def test_what_is_wrong_with_an_environment_is_said(broken, message):
 def test_what_is_wrong_with_a_gymnasium_environment_is_said(broken, message, form):
     with pytest.raises((SpecError, TypeError), match=message):
         check_env(broken if form == "class" else broken())
+
+
+@pytest.mark.parametrize(("broken", "message"), GYMNASIUM.values(), ids=GYMNASIUM)
+def test_what_is_wrong_below_a_gym_env_is_said(broken, message):
+    """Of a single answer; what it takes several resets to see is for those that are given by themselves."""
+    if any(word in message for word in ("seed", "reset must take", "close")):
+        pytest.skip("needs more than an answer")
+    for make in (GymEnv, GymEnvInf):
+        with pytest.raises((SpecError, TypeError), match=message):
+            check_env(lambda seed, make=make: make([broken() for _ in range(2)], seed))
+
+
+@pytest.mark.parametrize(("arguments", "message"), VECTORS.values(), ids=VECTORS)
+def test_what_is_wrong_with_a_vector_environment_is_said(arguments, message):
+    with pytest.raises((SpecError, TypeError), match=message):
+        check_env(lambda seed: GymVectorEnv(Vector(**arguments), seed))
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
+def test_good_vector_environments_pass(mode):
+    check_env(lambda seed: GymVectorEnv(Vector(mode), seed))
+    check_env(GymVectorEnv(Vector(mode), 0))
+    check_env(lambda seed: GymVectorEnv(Vector(mode, flaw="survives"), seed), keeps_state=True)
+
+
+WRAPPED = {
+    "none": lambda env: env,
+    "running means": lambda env: wrappers.NormalizeReward(wrappers.NormalizeObservation(env)),
+    "stacks": lambda env: wrappers.FrameStackObservation(env, 2),
+    "time": lambda env: wrappers.TimeAwareObservation(env, flatten=False),
+    "delays": lambda env: wrappers.DelayObservation(env, 1),
+    "statistics": wrappers.RecordEpisodeStatistics,
+    "resets": wrappers.Autoreset,
+}
+
+
+@pytest.mark.parametrize(
+    ("env_id", "wrap"),
+    [("CartPole-v1", wrap) for wrap in WRAPPED]
+    + [(env_id, "none") for env_id in ("Pendulum-v1", "FrozenLake-v1", "Blackjack-v1", "MountainCar-v0", "Hopper-v5")],
+)
+def test_gymnasiums_own_environments_pass(env_id, wrap):
+    def make():
+        return WRAPPED[wrap](gymnasium.make(env_id))
+
+    check_env(make, n_steps=30)
+    check_env(make(), n_steps=30)
+    check_env(lambda seed: GymEnvInf([make() for _ in range(2)], seed), n_steps=30)
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.value)
+def test_vector_environments_of_gymnasium_pass(mode):
+    makers = [lambda: gymnasium.make("CartPole-v1", max_episode_steps=4)] * 2
+
+    def create(vector, **arguments):
+        return lambda seed: GymVectorEnv(vector(makers, **arguments, autoreset_mode=mode), seed)
+
+    check_env(create(SyncVectorEnv), n_steps=20)
+    check_env(create(AsyncVectorEnv), n_steps=20)
+    check_env(create(SharedVectorEnv, n_workers=2), n_steps=20)
+    check_env(create(SharedVectorEnv, n_workers=0, copy=False), n_steps=20)
+
+
+def test_one_array_for_all_observations_is_found_where_final_ones_are_lost_in_it():
+    """As gymnasium's own vector environments keep no copy of the final observation."""
+
+    def create(vector):
+        return lambda seed: GymVectorEnv(vector([Same] * 2, autoreset_mode=AutoresetMode.SAME_STEP), seed)
+
+    with pytest.raises(SpecError, match="^GymVectorEnv: the final observations of .* episodes are the first ones"):
+        check_env(create(SyncVectorEnv), uses_seed=False)
+    check_env(create(SharedVectorEnv), uses_seed=False)
+
+
+def test_environments_without_chance_that_end_where_they_begin_pass():
+    class Loop(Gym):
+        observation_space = spaces.Discrete(3)
+
+        def observation(self):
+            return self.steps % 3
+
+        def step(self, action):
+            self.steps += 1
+            return self.observation(), 1.0, self.steps == 3, False, {}
+
+    check_env(Loop, uses_seed=False)
+    check_env(lambda seed: GymEnvInf([Loop() for _ in range(2)], seed), uses_seed=False)
+
+
+def test_a_state_that_is_meant_to_survive_may():
+    check_env(Survives, keeps_state=True)
+    check_env(Survives(), keeps_state=True)
+
+
+def test_what_was_put_around_an_environment_to_watch_it_is_gone():
+    inner, vector = Gym(), Vector()
+    env, envs = GymEnvInf([inner], 0), GymVectorEnv(vector, 0)
+    check_env(env)
+    check_env(envs)
+    assert env._envs == [inner] and envs._envs is vector
+    with pytest.raises(SpecError):
+        check_env(broken_envs := GymEnvInf([GYMNASIUM["a reward that is NaN"][0]()], 0))
+    assert type(broken_envs._envs[0]).__name__ == "Broken"
 
 
 def test_factories_have_to_travel_and_to_take_a_seed():

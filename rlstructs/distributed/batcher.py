@@ -98,7 +98,7 @@ class RayBatcher(RL_Batcher):
         create_env: Callable[..., VecEnv],
         env_args: Mapping[str, Any],
         n_processes: int,
-        seeds: int | Sequence[int],
+        seeds: int | Sequence[int] | None = None,
         agent_info: DictTensor | None = None,
         env_info: DictTensor | None = None,
         agent_seeds: Sequence[int] | None = None,

@@ -20,14 +20,12 @@ from rlstructs.envs.vec_env import NO_ROWS, Step, pairs
 from rlstructs.envs.vector_arguments import autoreset_mode_of
 from rlstructs.errors import SpecError, StateError
 from rlstructs.rows import Rows, Target
-from rlstructs.seeding import environment_seeds
+from rlstructs.seeding import environment_seeds, int32_seed
 from rlstructs.structures.dict_tensor import DictTensor
 
 OUTCOME = ("reward", "terminated", "truncated")
 # What a seed that is not to an environment's taste may raise.
 REFUSALS = (TypeError, ValueError, AssertionError, gymnasium.error.Error)
-# The seeds that all take which take any.
-SEEDS = 2**31
 
 
 class GymVectorEnv:
@@ -50,7 +48,8 @@ class GymVectorEnv:
         envs: with `num_envs`, `single_observation_space` and `single_action_space`, or, as EnvPool has it,
             `observation_space` and `action_space` of a single environment.
         seed: as of `GymEnv`. One that cannot take a list of them gets an array, or else a single one, below
-            2**31; one that takes none at a reset warns.
+            2**31; one that takes none at a reset warns. None for environments that were seeded when they were made, as
+            EnvPool's are: `rlstructs.int32_seed` makes a seed for those.
         keep_float64: do not turn float64 into float32, neither observations nor the last action.
         autoreset_mode: what `envs.metadata["autoreset_mode"]` is where that says nothing; None for NEXT_STEP then,
             with a warning.
@@ -75,7 +74,7 @@ class GymVectorEnv:
     def __init__(
         self,
         envs: Any,
-        seed: int | Sequence[int],
+        seed: int | Sequence[int] | None,
         *,
         keep_float64: bool = False,
         autoreset_mode: AutoresetMode | str | None = None,
@@ -83,8 +82,8 @@ class GymVectorEnv:
         self._envs, self._n, self._name = envs, _n_envs(envs), type(envs).__name__
         self.observation_space, self.action_space = _single_space(envs, "observation"), _single_space(envs, "action")
         self._mode = _mode(envs, autoreset_mode)
-        self._seeds: list[int] | None = environment_seeds(seed, self._n)
-        self._single = int(seed) if isinstance(seed, (int, np.integer)) else self._seeds[0]
+        self._seeds: list[int] | None = None if seed is None else environment_seeds(seed, self._n)
+        self._single = int(seed) if isinstance(seed, (int, np.integer)) else (self._seeds or [0])[0]
         self._leaves = {
             leaf.name: leaf for leaf in leaves(self.observation_space, "observation", keep_float64)
         }
@@ -250,7 +249,7 @@ class GymVectorEnv:
         if isinstance(getattr(self._envs, "unwrapped", self._envs), (SyncVectorEnv, AsyncVectorEnv)):
             return self._envs.reset(seed=seeds)[0]  # whatever this raises is not about the seeds
         refused: Exception | None = None
-        for seed in (seeds, np.array(seeds) % SEEDS, self._single % SEEDS, None):
+        for seed in (seeds, np.array([int32_seed(seed) for seed in seeds]), int32_seed(self._single), None):
             try:
                 observation = self._envs.reset()[0] if seed is None else self._envs.reset(seed=seed)[0]
             except REFUSALS as error:

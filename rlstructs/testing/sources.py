@@ -9,11 +9,11 @@ from typing import Any
 
 import cloudpickle
 import gymnasium
-import numpy as np
 
 from rlstructs.envs.gym_env import GymEnvInf
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
+from rlstructs.testing.inside import WatchedGym, keeps_state
 
 BY_SEED = "the seed that create_env gets"
 BY_RESET = "the seed that reset gets: super().reset(seed=seed), then self.np_random"
@@ -29,6 +29,7 @@ class EnvSource:
         seeded_by: where an environment finds the seed.
         is_new: whether what it gives is new each time, and can be closed.
         can_repeat: whether it can be called again, with another seed.
+        is_kept: whether something in it is meant to survive a reset, such as a running mean.
     """
 
     name: str
@@ -36,6 +37,7 @@ class EnvSource:
     seeded_by: str = BY_SEED
     is_new: bool = True
     can_repeat: bool = True
+    is_kept: bool = False
 
 
 def env_source(env: Any, env_args: dict[str, Any]) -> EnvSource:
@@ -49,7 +51,12 @@ def env_source(env: Any, env_args: dict[str, Any]) -> EnvSource:
         raise SpecError(f"check_env: env_args are for what makes an environment, got one ({type(env).__name__})")
     if isinstance(env, gymnasium.Env):
         name = type(env.unwrapped).__name__
-        return EnvSource(name, lambda seed: GymEnvInf([_WatchedGym(env, name)], seed), BY_RESET, is_new=False)
+        _check_reset(env, name)
+
+        def wrap(seed: int) -> VecEnv:
+            return GymEnvInf([WatchedGym(env, name)], seed)
+
+        return EnvSource(name, wrap, BY_RESET, is_new=False, is_kept=keeps_state(env))
     if is_object:
         name = type(env).__name__
         return EnvSource(name, lambda seed: _checked_methods(env, name), is_new=False, can_repeat=False)
@@ -79,12 +86,13 @@ def _factory(create_env: Callable[..., Any], env_args: dict[str, Any]) -> EnvSou
         made = make(0)
     if isinstance(made, gymnasium.Env):
         name = type(made.unwrapped).__name__
+        _check_reset(made, name)
         close(made, name)
 
         def make_two(seed: int) -> VecEnv:
-            return GymEnvInf([_WatchedGym(make(seed + k), name) for k in range(2)], seed)
+            return GymEnvInf([WatchedGym(make(seed + k), name) for k in range(2)], seed)
 
-        return EnvSource(name, make_two, seeded_by=BY_RESET)
+        return EnvSource(name, make_two, seeded_by=BY_RESET, is_kept=keeps_state(made))
     name = type(made).__name__
     close(_checked_methods(made, name), name)
     if not takes_seed:
@@ -113,6 +121,12 @@ def close(env: Any, name: str) -> None:
         env.close()
     except Exception as error:
         raise SpecError(f"{name}.close raised {error!r}; it has to work at any time, also a second time") from error
+
+
+def _check_reset(env: gymnasium.Env[Any, Any], name: str) -> None:
+    reset = env.unwrapped.reset
+    if not (_takes(reset, "seed") and _takes(reset, "options")):
+        raise SpecError(f"{name}.reset must take seed= and options=, as gymnasium.Env.reset does")
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:
@@ -144,36 +158,3 @@ def _checked_methods(env: Any, name: str) -> VecEnv:
     except TypeError:
         raise SpecError(f"{name}.reset must take env_info, a DictTensor, as its one argument") from None
     return env  # type: ignore[no-any-return]
-
-
-class _WatchedGym(gymnasium.Wrapper):  # type: ignore[misc]
-    """A gymnasium environment whose answers are looked at before `GymEnv` takes them apart."""
-
-    def __init__(self, env: gymnasium.Env[Any, Any], name: str) -> None:
-        super().__init__(env)
-        self._name = name
-        reset = env.unwrapped.reset
-        if not (_takes(reset, "seed") and _takes(reset, "options")):
-            raise SpecError(f"{name}.reset must take seed= and options=, as gymnasium.Env.reset does")
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict]:
-        result = self.env.reset(seed=seed, options=options)
-        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
-            raise SpecError(f"{self._name}.reset must return (observation, info dict), got {_short(result)}")
-        return result
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict]:
-        result = self.env.step(action)
-        if not isinstance(result, tuple) or len(result) != 5:
-            wanted = "(observation, reward, terminated, truncated, info)"
-            raise SpecError(f"{self._name}.step must return {wanted}, got {_short(result)}")
-        for flag, value in (("terminated", result[2]), ("truncated", result[3])):
-            if not isinstance(value, (bool, np.bool_)):
-                raise TypeError(f"{self._name}.step: {flag} must be a bool, got {_short(value)}")
-        return result
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"({', '.join(type(part).__name__ for part in value)})"
-    return f"{value!r:.60} ({type(value).__name__})"

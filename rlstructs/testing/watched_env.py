@@ -127,6 +127,7 @@ class WatchedEnv:
                 raise SpecError(f"{where}: {key!r} must be bool, one for each environment, got {show(tensor)}")
             if key == "reward" and tensor.ndim != 1:
                 raise SpecError(f"{where}: 'reward' must be one number for each environment, got {show(tensor)}")
+            _check_numbers(where, key, tensor)
         specs = specs_of(observation)
         if self._specs is None:
             _check_recordable(where, specs)
@@ -166,6 +167,16 @@ def _check_recordable(where: str, specs: dict[str, TensorSpec]) -> None:
             raise SpecError(f"{where}: {key!r} is {_short(dtype)}, which cannot be recorded; convert it") from error
 
 
+def _check_numbers(where: str, key: str, tensor: torch.Tensor) -> None:
+    if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+        return
+    wrong = ~tensor.isfinite() if key == "reward" else tensor.isnan()
+    if wrong.any():
+        row = int(wrong.reshape(len(tensor), -1).any(dim=1).nonzero()[0])
+        what = "has to be finite numbers" if key == "reward" else "holds NaN"
+        raise SpecError(f"{where}: {key!r} {what}, got {_values(tensor[row])} in row {row}")
+
+
 def _check_flags(where: str, before: torch.Tensor, after: DictTensor, only_starts: torch.Tensor) -> None:
     """Raises unless the flags after a step agree."""
     starts = after[START] if START in after else torch.zeros_like(only_starts)
@@ -196,7 +207,7 @@ def _check_ends(
     Returns:
         Which of those that still run have ended, and start only with their next step.
     """
-    done = _done(after)
+    done = done_of(after)
     stopped = torch.ones(before.numel(), dtype=torch.bool, device="cpu")
     stopped[kept] = False
     if stopped.any() and done is None:
@@ -240,7 +251,8 @@ def _check_row(where: str, environment: int, after: DictTensor, following: DictT
             )
 
 
-def _done(after: DictTensor) -> torch.Tensor | None:
+def done_of(after: DictTensor) -> torch.Tensor | None:
+    """Which rows of what followed a step have ended, bool; None if no key says so."""
     if DONE in after:
         return after[DONE]
     ends = [after[key] for key in ENDS if key in after]

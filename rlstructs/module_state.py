@@ -1,0 +1,142 @@
+"""What a network's plain twin has: the state of a `torch.nn.Module` without what wrappers add to its names."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.utils import parametrize
+
+from rlstructs.errors import SpecError
+
+# Names that `torch.compile` and the parallel wrappers put before those of the module that they wrap.
+COMPILED, PARALLEL = "_orig_mod", "module"
+
+
+class _Place(NamedTuple):
+    """A module in a network: what the keys of its tensors begin with, and what they would begin with in the plain
+    network; None for what that does not have."""
+
+    prefix: str
+    plain: str | None
+    module: torch.nn.Module
+
+
+def plain_state(module: torch.nn.Module) -> dict[str, Any]:
+    """The state dict that the module would have if nothing wrapped it.
+
+    `torch.compile`, `DataParallel`, `DistributedDataParallel` and `AveragedModel` leave no trace in the names, at any
+    depth. Parametrisations are applied: `weight` is there, `parametrizations.weight.original` is not.
+
+    Example:
+        >>> network = torch.nn.Sequential(torch.nn.DataParallel(torch.nn.Linear(1, 1)))
+        >>> list(network.state_dict()), list(plain_state(network))
+        (['0.module.weight', '0.module.bias'], ['0.weight', '0.bias'])
+    """
+    state, places = module.state_dict(), {place.prefix: place for place in _places(module, "", "")}
+    found: OrderedDict[str, Any] = OrderedDict()
+    for key, value in state.items():
+        place = _place_of(key, places)
+        if place.plain is not None:
+            found[place.plain + key[len(place.prefix) :]] = value
+    for place in places.values():
+        for name, value in _computed(place.module):
+            found[f"{place.plain}{name}"] = value
+    # The versions of modules, which `load_state_dict` looks at.
+    versions: dict[str, Any] = getattr(state, "_metadata", {})
+    found._metadata = {  # type: ignore[attr-defined]
+        place.plain[:-1]: versions[place.prefix[:-1]]
+        for place in places.values()
+        if place.plain is not None and place.prefix[:-1] in versions
+    }
+    return found
+
+
+def update_agent(agent: Any, info: Any) -> None:
+    """Hands an agent an update.
+
+    Raises:
+        SpecError: it could not take it, which is, or holds, the state dict of a wrapped module; the cause says why.
+        Exception: what else the agent raised.
+    """
+    try:
+        agent.update(info)
+    except Exception as error:
+        found = next(_wrapped_keys(info), None)
+        if found is None:
+            raise
+        raise SpecError(
+            f"update: the agent could not take the state dict of a {found[1]} (it has {found[0]!r}): call "
+            f"update(module), which sends what the plain module has. The agent raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _wrapped_keys(info: Any) -> Iterator[tuple[str, str]]:
+    """Keys that only a wrapped module has, and what wraps it."""
+    if isinstance(info, Mapping):
+        names = [key for key in info if isinstance(key, str)]
+        yield from ((key, "compiled module") for key in names if COMPILED in key.split("."))
+        if names and all(key.startswith(f"{PARALLEL}.") or key == "n_averaged" for key in names):
+            yield names[-1], "wrapped module"
+        yield from (each for value in info.values() for each in _wrapped_keys(value))
+    elif isinstance(info, (list, tuple)):
+        yield from (each for value in info for each in _wrapped_keys(value))
+
+
+def _wrapped(module: torch.nn.Module) -> str | None:
+    """Under which name a wrapper has the module that it wraps; None for a module that is no wrapper."""
+    if COMPILED in module._modules:
+        return COMPILED
+    parallel = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel, torch.optim.swa_utils.AveragedModel)
+    return PARALLEL if isinstance(module, parallel) else None
+
+
+def _places(module: torch.nn.Module, prefix: str, plain: str) -> Iterator[_Place]:
+    """A module and all below it; of what a plain module does not have only the uppermost."""
+    wrapped = _wrapped(module)
+    if wrapped is not None:
+        yield _Place(prefix, None, module)  # what the wrapper itself has, such as a number of averages
+        yield from _places(getattr(module, wrapped), f"{prefix}{wrapped}.", plain)
+        return
+    yield _Place(prefix, plain, module)
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        if name == "parametrizations" and _is_parametrised(module):
+            yield _Place(f"{prefix}{name}.", None, child)
+        else:
+            yield from _places(child, f"{prefix}{name}.", f"{plain}{name}.")
+
+
+def _place_of(key: str, places: Mapping[str, _Place]) -> _Place:
+    """The nearest module to which a key of the state belongs."""
+    prefix = key
+    while prefix and prefix not in places:
+        prefix = prefix[: prefix[:-1].rfind(".") + 1]
+    return places[prefix]
+
+
+def _is_parametrised(module: torch.nn.Module) -> bool:
+    """Whether torch's parametrisations make some of its tensors; not so of a part that is only called like them."""
+    parts = getattr(module, "parametrizations", None)
+    return isinstance(parts, torch.nn.ModuleDict) and all(
+        isinstance(part, parametrize.ParametrizationList) for part in parts.values()
+    )
+
+
+def _computed(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a module that are made of others by its parametrisations."""
+    if _wrapped(module) is not None or not _is_parametrised(module):
+        return
+    for name, parametrization in module.parametrizations.items():  # type: ignore[operator, union-attr]
+        # As in an evaluation: a spectral norm that is trained changes when it is looked at.
+        modes = [(part, part.training) for part in parametrization.modules()]
+        parametrization.eval()
+        try:
+            with torch.no_grad():
+                yield name, parametrization().detach().clone()
+        finally:
+            for part, mode in modes:
+                part.training = mode

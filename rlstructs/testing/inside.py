@@ -1,0 +1,239 @@
+"""Environments of gymnasium, single and vectorised, whose answers are looked at before the library takes them apart."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from rlstructs.envs.gym_env import GymEnv
+from rlstructs.envs.gym_vector import GymVectorEnv
+from rlstructs.envs.vec_env import VecEnv
+from rlstructs.errors import SpecError
+from rlstructs.seeding import environment_seeds
+from rlstructs.testing.spaces import SpaceCheck, check_reward
+
+STEP = "(observation, reward, terminated, truncated, info)"
+FLAGS = ("terminated", "truncated")
+RUNNING = (
+    gymnasium.wrappers.NormalizeObservation, gymnasium.wrappers.NormalizeReward,
+    gymnasium.wrappers.vector.NormalizeObservation, gymnasium.wrappers.vector.NormalizeReward,
+)  # fmt: skip
+
+
+def innermost(env: VecEnv) -> Any:
+    """What is below the wrappers of this library, and others that call it `_env`."""
+    while "_env" in getattr(env, "__dict__", {}) and not isinstance(env, (GymEnv, GymVectorEnv)):
+        env = env.__dict__["_env"]
+    return env
+
+
+def watch_inside(env: VecEnv) -> None:
+    """Has all that gymnasium's environments below `env` answer be checked; they raise where it is wrong."""
+    inner = innermost(env)
+    if isinstance(inner, GymEnv):
+        inner._envs = [
+            each if isinstance(each, WatchedGym) else WatchedGym(each, type(each.unwrapped).__name__, is_given=False)
+            for each in inner._envs
+        ]
+    elif isinstance(inner, GymVectorEnv) and not isinstance(inner._envs, WatchedVector):
+        inner._envs = WatchedVector(inner._envs, inner)
+
+
+def forget_inside(env: VecEnv) -> None:
+    """Puts back what `watch_inside` replaced."""
+    inner = innermost(env)
+    if isinstance(inner, GymEnv):
+        inner._envs = [each.env if isinstance(each, WatchedGym) else each for each in inner._envs]
+    elif isinstance(inner, GymVectorEnv) and isinstance(inner._envs, WatchedVector):
+        inner._envs = inner._envs.envs
+
+
+def reseeds(env: VecEnv) -> bool:
+    """Whether a reset with a seed has to bring back what it began with."""
+    inner = innermost(env)
+    if isinstance(inner, GymVectorEnv):
+        return inner._seeds is not None and not keeps_state(inner._envs.envs)
+    return isinstance(inner, GymEnv) and all(isinstance(each, WatchedGym) and each.is_given for each in inner._envs)
+
+
+def reseed(env: VecEnv, seed: int) -> bool:
+    """Has the next reset begin with the seeds of the first one; whether it takes any."""
+    inner = innermost(env)
+    if isinstance(inner, GymVectorEnv) and not inner._envs.took_seed:
+        return False
+    inner._seeds = environment_seeds(seed, inner.n_envs())
+    return True
+
+
+def reset_by_mask(env: VecEnv) -> None:
+    """Resets one of several environments in the middle of its episode, where the autoreset mode allows it."""
+    inner = innermost(env)
+    if isinstance(inner, GymVectorEnv) and inner._mode is AutoresetMode.DISABLED and inner.n_envs() > 1:
+        inner._envs.reset(options={"reset_mask": np.arange(inner.n_envs()) == 0})
+
+
+def keeps_state(env: Any) -> bool:
+    """Whether a wrapper of gymnasium keeps what is meant to survive a reset, a running mean, or may do so unseen."""
+    while isinstance(env, (gymnasium.Wrapper, gymnasium.vector.VectorWrapper)):
+        if isinstance(env, RUNNING):
+            return True
+        env = env.env
+    if isinstance(env, SyncVectorEnv):
+        return any(map(keeps_state, env.envs))
+    return hasattr(env, "env_fns")  # single ones in other processes
+
+
+class WatchedGym(gymnasium.Wrapper):  # type: ignore[misc]
+    """A gymnasium environment whose answers are checked.
+
+    Args:
+        env: the environment.
+        name: for messages.
+        is_given: whether it is itself what is checked, and not a part of what a factory has made.
+    """
+
+    def __init__(self, env: gymnasium.Env[Any, Any], name: str, is_given: bool = True) -> None:
+        super().__init__(env)
+        self._name, self.is_given = name, is_given
+
+    @functools.cached_property
+    def _spaces(self) -> SpaceCheck:
+        return SpaceCheck(self.env.observation_space, self._name)  # which `GymEnv` has looked at by then
+
+    def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:  # type: ignore[override]
+        result = self.env.reset(**arguments)
+        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
+            raise SpecError(f"{self._name}.reset must return (observation, info dict), got {_short(result)}")
+        self._spaces.check("reset", result[0])
+        return result
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        result = self.env.step(action)
+        if not isinstance(result, tuple) or len(result) != 5:
+            raise SpecError(f"{self._name}.step must return {STEP}, got {_short(result)}")
+        for flag, value in zip(FLAGS, result[2:4], strict=True):
+            if not isinstance(value, (bool, np.bool_)):
+                raise TypeError(f"{self._name}.step: {flag} must be a bool, got {_short(value)}")
+        if not isinstance(result[4], dict):
+            raise SpecError(f"{self._name}.step: info must be a dict, got {_short(result[4])}")
+        check_reward(f"{self._name}.step", result[1])
+        self._spaces.check("step", result[0])
+        return result
+
+
+class WatchedVector:
+    """A vector environment of gymnasium's kind whose answers are checked; every other attribute is its own.
+
+    Args:
+        envs: the vector environment.
+        owner: what it is used by, which knows its spaces, size and mode.
+    """
+
+    def __init__(self, envs: Any, owner: GymVectorEnv) -> None:
+        self.envs, self._name, self._n = envs, owner._name, owner.n_envs()
+        self._mode, self._spaces = owner._mode, SpaceCheck(owner.observation_space, owner._name)
+        self._last: list[np.ndarray] | None = None
+        self.took_seed = False
+        self._ended = np.zeros(self._n, bool)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.envs, name)
+
+    def reset(self, **arguments: Any) -> tuple[Any, Any]:
+        """As the environment's own; what a mask leaves out has to stay as it was."""
+        mask = (arguments.get("options") or {}).get("reset_mask")
+        left = None if mask is None else ~mask
+        result = self.envs.reset(**arguments)
+        self.took_seed = self.took_seed or arguments.get("seed") is not None
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise SpecError(f"{self._name}.reset must return (observations, infos), got {_short(result)}")
+        self._check_infos("reset", result[1])
+        self._spaces.check("reset", result[0], (self._n,))
+        shown = self._read(result[0])
+        if left is not None and self._last is not None and shown is not None:
+            changed = [_rows_that_differ(*pair) for pair in zip(self._last, shown, strict=True)]
+            if (wrong := np.logical_or.reduce(changed) & left).any():
+                raise SpecError(
+                    f"{self._name}.reset changed the observation of environment {int(np.argmax(wrong))}, which "
+                    f"options['reset_mask'] does not name ({np.flatnonzero(~left).tolist()}): its episode has to go on"
+                )
+        self._last, self._ended = shown, np.zeros(self._n, bool)
+        return result
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, Any]:
+        """As the environment's own."""
+        result = self.envs.step(actions)
+        if not isinstance(result, tuple) or len(result) != 5:
+            wanted = "(observations, rewards, terminations, truncations, infos)"
+            raise SpecError(f"{self._name}.step must return {wanted}, got {_short(result)}")
+        observations, rewards, *flags, infos = result
+        for flag, values in zip(FLAGS, flags, strict=True):
+            found = np.asarray(values)
+            if found.dtype != np.bool_:
+                raise TypeError(f"{self._name}.step: {flag} must be an array of bool, got {found.dtype}")
+        check_reward(f"{self._name}.step", rewards)
+        self._check_infos("step", infos)
+        self._spaces.check("step", observations, (self._n,))
+        done = np.asarray(flags[0]) | np.asarray(flags[1])
+        if done.shape == (self._n,):
+            self._check_ends(rewards, done, infos)
+        self._last = self._read(observations)
+        return result
+
+    def _check_ends(self, rewards: Any, done: np.ndarray, infos: Any) -> None:
+        """Raises unless an end, or what follows it, is as the autoreset mode says."""
+        if self._mode is AutoresetMode.NEXT_STEP:
+            paid = np.asarray(rewards, np.float64) != 0
+            if (wrong := self._ended & (done | paid)).any():
+                raise SpecError(
+                    f"{self._name}.step: environment {int(np.argmax(wrong))} has to do nothing but reset in the step "
+                    "after its end (autoreset mode NextStep): its reward is 0, and its flags are False then"
+                )
+        self._ended = done.copy()
+        mask = infos.get("_final_obs") if isinstance(infos, Mapping) else None
+        if mask is not None and not np.array_equal(np.asarray(mask), done):
+            raise SpecError(
+                f"{self._name}.step: infos['_final_obs'] is {np.asarray(mask).tolist()}, the episodes that ended are "
+                f"{done.tolist()}"
+            )
+        finals = infos.get("final_obs") if isinstance(infos, Mapping) else None
+        if finals is not None and isinstance(finals, np.ndarray) and finals.dtype == object:
+            for k in np.flatnonzero(done):
+                self._spaces.check("step, final observation", finals[k])
+
+    def _check_infos(self, method: str, infos: Any) -> None:
+        if infos is None or not isinstance(infos, (Mapping, list, tuple)):
+            raise SpecError(f"{self._name}.{method}: infos must be a dict, got {_short(infos)}")
+        for key, mask in infos.items() if isinstance(infos, Mapping) else ():
+            is_mask = isinstance(mask, np.ndarray) and isinstance(key, str) and key[:1] == "_" and key[1:] in infos
+            if is_mask and (mask.shape != (self._n,) or mask.dtype != np.bool_):
+                raise SpecError(
+                    f"{self._name}.{method}: infos[{key!r}] says whose {key[1:]!r} there is: it must be "
+                    f"({self._n},) bool, got {mask.shape} {mask.dtype}"
+                )
+
+    def _read(self, observations: Any) -> list[np.ndarray] | None:
+        """Copies of the leaves of a batch; None if it cannot be read, of which others tell."""
+        try:
+            found = [np.array(leaf.pick(observations)) for leaf in self._spaces.leaves]
+        except (TypeError, ValueError, LookupError):
+            return None
+        return found if all(values.shape[:1] == (self._n,) for values in found) else None
+
+
+def _rows_that_differ(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    if one.shape != other.shape:
+        return np.ones(len(one), bool)
+    found: np.ndarray = (one != other).reshape(len(one), -1).any(axis=1)
+    return found
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(type(part).__name__ for part in value)})"
+    return f"{value!r:.60} ({type(value).__name__})"
