@@ -131,10 +131,11 @@ class GymEnv:
     def reset_rows(self, env_info: DictTensor) -> Rows:
         """As `reset`, the observation as rows of its own."""
         self._options = _options(env_info, len(self._envs))
-        seeds, self._seeds = self._seeds, None
+        seeds = self._seeds
         frames = [
             _copied(self._reset_one(k, None if seeds is None else seeds[k])) for k in range(len(self._envs))
         ]
+        self._seeds = None  # not before: who was interrupted begins again
         self._run(np.arange(len(self._envs)))
         return self._fresh.fill(frames).take(np.arange(len(self._envs)))
 

@@ -241,7 +241,11 @@ class GymVectorEnv:
         return first
 
     def _seeded_reset(self) -> Any:
-        seeds, self._seeds = self._seeds, None
+        observations = self._reset_by(self._seeds)
+        self._seeds = None  # not before: who was interrupted begins again
+        return observations
+
+    def _reset_by(self, seeds: list[int] | None) -> Any:
         if seeds is None:
             return self._envs.reset()[0]
         if isinstance(getattr(self._envs, "unwrapped", self._envs), (SyncVectorEnv, AsyncVectorEnv)):
