@@ -12,6 +12,7 @@ import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from rlstructs.envs.gym_env import NO_INFO, packing_of, refuse_reserved
+from rlstructs.envs.info_columns import InfoColumns, InfoKeys, final_infos
 from rlstructs.envs.spaces import ActionReader, Sheet, example, leaves
 from rlstructs.envs.vec_env import NO_ROWS, Step, pairs
 from rlstructs.envs.vector_arguments import autoreset_mode_of
@@ -51,6 +52,7 @@ class GymVectorEnv:
         keep_float64: do not turn float64 into float32, neither observations nor the last action.
         autoreset_mode: what `envs.metadata["autoreset_mode"]` is where that says nothing; None for NEXT_STEP then,
             with a warning.
+        info_keys: as of `GymEnv`. Of a step that ended an episode in mode SAME_STEP, what `infos["final_info"]` says.
 
     Raises:
         TypeError: `envs` is no vector environment.
@@ -76,7 +78,9 @@ class GymVectorEnv:
         *,
         keep_float64: bool = False,
         autoreset_mode: AutoresetMode | str | None = None,
+        info_keys: InfoKeys = (),
     ) -> None:
+        self._infos = InfoColumns(info_keys)
         self._envs, self._n, self._name = envs, _n_envs(envs), type(envs).__name__
         self.observation_space = getattr(envs, "single_observation_space", None) or envs.observation_space
         self.action_space = getattr(envs, "single_action_space", None) or envs.action_space
@@ -89,14 +93,15 @@ class GymVectorEnv:
         refuse_reserved(self._leaves)
         self._actions = ActionReader(self.action_space, keep_float64)
         last_actions = {f"last_{ActionReader.key(leaf)}": leaf for leaf in self._actions.leaves}
-        packing = packing_of(self._leaves, last_actions)
+        packing = packing_of(self._leaves, last_actions, self._infos)
         self._after, self._fresh = (Sheet(self._leaves, packing, self._n) for _ in range(2))
         self._fresh.view["initial_state"][:] = True
         self._last_actions = {key: leaf.key for key, leaf in last_actions.items()}
         self._is_running = False
         # Environments whose next step does nothing but reset.
         self._ended = NO_ROWS
-        self._groups = [GymVectorGroup(Group(envs, ids), keep_float64) for ids in _groups(envs, self._mode)]
+        groups = _groups(envs, self._mode)
+        self._groups = [GymVectorGroup(Group(envs, ids), keep_float64, info_keys) for ids in groups]
 
     def n_envs(self) -> int:
         """Number of environments, E."""
@@ -139,10 +144,10 @@ class GymVectorEnv:
         """As `reset`, the observation as rows of its own."""
         if not env_info.empty():
             raise SpecError(f"env_info: {self._name} takes no options for single environments")
-        observations = self._seeded_reset()
+        observations, infos = self._seeded_reset()
         for env in (self, *self._groups):
             env._is_running, env._ended = True, NO_ROWS
-        return self._shown(observations, np.arange(self._n))
+        return self._shown(observations, infos, np.arange(self._n))
 
     @property
     def may_idle(self) -> bool:
@@ -178,6 +183,8 @@ class GymVectorEnv:
         done[idle] = False
         self._write(after.arrays, observations, (*outcome, done), columns)
         self._begin(after.arrays, idle)
+        if self._infos:
+            self._infos.write_batch(after.arrays, infos)
         ended = done.nonzero()[0]
         finals = _finals(infos) if ended.size else None
         if self._mode is AutoresetMode.NEXT_STEP:
@@ -192,6 +199,10 @@ class GymVectorEnv:
             if finals is None:
                 raise SpecError(f"environment: {self._name} ended an episode without infos['final_obs']")
             self._after.put(ended, finals, after.arrays)
+            if self._infos and final_infos(infos) is not None:
+                self._infos.write_batch(after.arrays, final_infos(infos), ended)
+            elif self._infos:  # it says nothing of resets
+                self._infos.write_batch(first.arrays(), {})
         return Step(after.rows, ended, first, None)
 
     def _write(
@@ -226,12 +237,14 @@ class GymVectorEnv:
         """The first observations of environments that are reset now."""
         mask = np.zeros(self._n, bool)
         mask[ended] = True
-        observations, _ = self._envs.reset(options={"reset_mask": mask})
-        return self._shown(observations, ended)
+        observations, infos = self._envs.reset(options={"reset_mask": mask})
+        return self._shown(observations, infos, ended)
 
-    def _shown(self, observations: Any, rows: np.ndarray) -> Rows:
+    def _shown(self, observations: Any, infos: Any, rows: np.ndarray) -> Rows:
         """The first observations of some environments."""
         self._fresh.fill_batch(observations, self._fresh.view)
+        if self._infos:
+            self._infos.write_batch(self._fresh.view, infos, rows)
         return self._fresh.rows.take(rows)
 
     def _first_of(self, rows: Rows, ended: np.ndarray) -> Rows:
@@ -241,19 +254,20 @@ class GymVectorEnv:
         return first
 
     def _seeded_reset(self) -> Any:
-        observations = self._reset_by(self._seeds)
+        """What the first reset gives, or a later one: observations and infos."""
+        found = self._reset_by(self._seeds)
         self._seeds = None  # not before: who was interrupted begins again
-        return observations
+        return found
 
     def _reset_by(self, seeds: list[int] | None) -> Any:
         if seeds is None:
-            return self._envs.reset()[0]
+            return self._envs.reset()
         if isinstance(getattr(self._envs, "unwrapped", self._envs), (SyncVectorEnv, AsyncVectorEnv)):
-            return self._envs.reset(seed=seeds)[0]  # whatever this raises is not about the seeds
+            return self._envs.reset(seed=seeds)  # whatever this raises is not about the seeds
         refused: Exception | None = None
         for seed in (seeds, np.array(seeds) % SEEDS, self._single % SEEDS, None):
             try:
-                observation = self._envs.reset()[0] if seed is None else self._envs.reset(seed=seed)[0]
+                found = self._envs.reset() if seed is None else self._envs.reset(seed=seed)
             except REFUSALS as error:
                 refused = refused or error
                 continue
@@ -263,7 +277,7 @@ class GymVectorEnv:
                 break
             if seed is None:
                 warnings.warn(f"{self._name}.reset takes no seed: give it one when it is made", stacklevel=2)
-            return observation
+            return found
         assert refused is not None
         raise refused
 
@@ -294,8 +308,8 @@ class Group:
 class GymVectorGroup(GymVectorEnv):
     """One group of a `GymVectorEnv`: see `SplitEnv`. It is reset with the whole."""
 
-    def __init__(self, group: Group, keep_float64: bool) -> None:
-        super().__init__(group, 0, keep_float64=keep_float64)
+    def __init__(self, group: Group, keep_float64: bool, info_keys: InfoKeys) -> None:
+        super().__init__(group, 0, keep_float64=keep_float64, info_keys=info_keys)
         self._columns: Mapping[str, np.ndarray] = {}
 
     def send_rows(self, action: DictTensor) -> None:

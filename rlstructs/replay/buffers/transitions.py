@@ -11,7 +11,7 @@ Each may be nested: `obs` is then `obs/image`, `obs/speed` and so on.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.replay.buffers.rows_in import flat_items
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.roles import is_beside
+from rlstructs.replay.roles import INFO, is_beside
 from rlstructs.replay.values import host_array
 
 OBS, ACT, REW, DONE, OBS_NEXT = "obs", "act", "rew", "done", "obs_next"
@@ -150,7 +150,7 @@ def as_rewards(name: str, value: Any) -> Any:
     return rewards if rewards.dtype.kind == "f" else rewards.astype(np.float64)
 
 
-def trajectory_names(keys: Iterable[str], ignores_next: bool) -> dict[str, str]:
+def trajectory_names(keys: Collection[str], ignores_next: bool) -> dict[str, str]:
     """Which key of a batcher's trajectories is what here."""
     start, following = "observation/", "_observation/"
     seen = [key[len(start) :] for key in keys if key.startswith(start) and not is_beside(key[len(start) :])]
@@ -158,6 +158,8 @@ def trajectory_names(keys: Iterable[str], ignores_next: bool) -> dict[str, str]:
     names = {OBS + here: start + key for here, key in at.items()}
     if not ignores_next:
         names |= {OBS_NEXT + here: following + key for here, key in at.items()}
+    infos = [key for key in keys if key.startswith(following + INFO)]
+    names |= {key.removeprefix(following): key for key in infos}
     return names | {ACT: "action/action", REW: f"{following}reward"} | {flag: following + flag for flag in FLAGS}
 
 
