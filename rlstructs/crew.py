@@ -354,7 +354,7 @@ class Crew:
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
-        """Finishes telling workers of something before an interrupt goes through; a job in this process may take long."""
+        """Puts off Ctrl-C until all workers are told; not for a job in this process, which may take long."""
         if isinstance(self.pool, InlinePool):
             yield
             return

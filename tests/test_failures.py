@@ -440,7 +440,7 @@ def test_an_interrupted_reset_is_said_to_have_been_and_is_called_again_and_close
     for call in (batcher.execute, batcher.get):
         with pytest.raises(StateError, match=": a reset or a rollout was interrupted, call reset first$"):
             call()
-    batcher.update(1)
+    batcher.update(1.0)
     batcher.reset()
     assert rollout(batcher)[0].lengths.tolist() == [10]
     with Deadline():

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from rlstructs.checks import share_memory
+from rlstructs.envs.answers import NONE_YET, add_origin, blame_step, checked_reset
 from rlstructs.envs.env_group import innermost
 from rlstructs.envs.info_columns import PREFIX, InfoColumns, InfoKeys
 from rlstructs.envs.spaces import ActionReader, Leaf, Sheet, example, leaves
@@ -168,20 +169,26 @@ class GymEnv:
         actions, action_columns = self._actions.read(action, running.size)
         frames, rewards, ended, fresh, seen = [], [], [], [], []
         are_apart, infos = self._are_apart, self._infos
-        for row, (env, action_of_it) in enumerate(zip(self._stepped, actions, strict=True)):
-            frame, reward, terminated, truncated, info = env.step(action_of_it)
-            if infos:  # before a reset changes it
-                infos.write(self._after.view, row, info, int(running[row]))
-            if not are_apart:  # another environment may write into the same array
-                seen.append((frame, reward))
-                frame, reward = _copied(frame), _copied(reward)
-            if terminated or truncated:
-                ended.append((row, bool(terminated), bool(truncated)))
-                frame, reward = _copied(frame), _copied(reward)  # before a reset writes into the same arrays
-                if self._autoreset:
-                    fresh.append(_copied(self._reset_one(int(running[row]), None, len(fresh))))
-            frames.append(frame)
-            rewards.append(reward)
+        row, answer = 0, NONE_YET
+        try:
+            for row, (env, action_of_it) in enumerate(zip(self._stepped, actions, strict=True)):
+                answer = env.step(action_of_it)
+                frame, reward, terminated, truncated, info = answer
+                if infos:  # before a reset changes it
+                    infos.write(self._after.view, row, info, int(running[row]))
+                if not are_apart:  # another environment may write into the same array
+                    seen.append((frame, reward))
+                    frame, reward = _copied(frame), _copied(reward)
+                if terminated or truncated:
+                    ended.append((row, bool(terminated), bool(truncated)))
+                    frame, reward = _copied(frame), _copied(reward)  # before a reset writes into the same arrays
+                    if self._autoreset:
+                        fresh.append(_copied(self._reset_one(int(running[row]), None, len(fresh))))
+                frames.append(frame)
+                rewards.append(reward)
+        except Exception as error:
+            blame_step(error, answer, self._stepped[row], int(running[row]))
+            raise
         after = self._write(frames, running, rewards, ended, action_columns)
         if not are_apart:
             given, paid = zip(*seen, strict=True)
@@ -200,10 +207,11 @@ class GymEnv:
     def close(self) -> None:
         """Closes every environment, also when one of them raises; then raises what the first did."""
         errors = []
-        for env in self._envs:
+        for k, env in enumerate(self._envs):
             try:
                 env.close()
             except Exception as error:
+                add_origin(error, "close", env, k)
                 errors.append(error)
         if errors:
             raise errors[0]
@@ -224,7 +232,12 @@ class GymEnv:
         arguments: dict[str, Any] = {} if seed is None else {"seed": seed}
         if options is not None:
             arguments["options"] = copy.deepcopy(options)  # the environment may change them
-        observation, info = self._envs[k].reset(**arguments)
+        try:
+            answer = self._envs[k].reset(**arguments)
+        except Exception as error:
+            add_origin(error, "reset", self._envs[k], k)
+            raise
+        observation, info = checked_reset(answer, self._envs[k], k)
         if self._infos:
             self._infos.write(self._fresh.view, row, info, k)
         return observation

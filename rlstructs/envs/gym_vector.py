@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
+from rlstructs.envs.answers import add_origin, check_step, checked_reset
 from rlstructs.envs.gym_env import NO_INFO, packing_of, refuse_reserved
 from rlstructs.envs.info_columns import InfoColumns, InfoKeys, final_infos
 from rlstructs.envs.spaces import ActionReader, Sheet, example, leaves
@@ -162,11 +163,20 @@ class GymVectorEnv:
             target: where they are written to; None for rows of its own.
         """
         actions, columns = self._read(action)
-        return self._followed(columns, self._envs.step(actions), target)
+        try:
+            stepped = self._envs.step(actions)
+        except Exception as error:
+            add_origin(error, "step", self._envs)
+            raise
+        return self._followed(columns, stepped, target)
 
     def close(self) -> None:
         """Closes the environments."""
-        self._envs.close()
+        try:
+            self._envs.close()
+        except Exception as error:
+            add_origin(error, "close", self._envs)
+            raise
 
     def _read(self, action: DictTensor) -> tuple[Any, dict[str, np.ndarray]]:
         """A batch of actions as the environment takes it, and as columns."""
@@ -176,7 +186,11 @@ class GymVectorEnv:
 
     def _followed(self, columns: Mapping[str, np.ndarray], stepped: Any, target: Target | None) -> Step:
         """What came of the actions in these columns."""
-        observations, rewards, terminated, truncated, infos = stepped
+        try:
+            observations, rewards, terminated, truncated, infos = stepped
+        except (TypeError, ValueError):
+            check_step(stepped, self._envs)
+            raise
         idle, after = self._ended, target or Target(self._after.rows, self._after.view)
         outcome = list(map(self._numbers, OUTCOME, (rewards, terminated, truncated)))
         done = np.logical_or(*outcome[1:])
@@ -237,7 +251,12 @@ class GymVectorEnv:
         """The first observations of environments that are reset now."""
         mask = np.zeros(self._n, bool)
         mask[ended] = True
-        observations, infos = self._envs.reset(options={"reset_mask": mask})
+        try:
+            answer = self._envs.reset(options={"reset_mask": mask})
+        except Exception as error:
+            add_origin(error, "reset", self._envs)
+            raise
+        observations, infos = checked_reset(answer, self._envs)
         return self._shown(observations, infos, ended)
 
     def _shown(self, observations: Any, infos: Any, rows: np.ndarray) -> Rows:
@@ -255,9 +274,13 @@ class GymVectorEnv:
 
     def _seeded_reset(self) -> Any:
         """What the first reset gives, or a later one: observations and infos."""
-        found = self._reset_by(self._seeds)
+        try:
+            answer = self._reset_by(self._seeds)
+        except Exception as error:
+            add_origin(error, "reset", self._envs)
+            raise
         self._seeds = None  # not before: who was interrupted begins again
-        return found
+        return checked_reset(answer, self._envs)
 
     def _reset_by(self, seeds: list[int] | None) -> Any:
         if seeds is None:

@@ -113,8 +113,9 @@ def _is_nothing(value: Any) -> bool:
 
 def as_column(name: str, value: Any, n_axes: int, only_last: bool = False) -> Any:
     """One value with `n_axes` axes in front of those of a row, as its column takes it but for a cast."""
-    if not hasattr(value, "__getitem__") or not hasattr(value, "ndim") or not hasattr(value, "__array__"):
-        value = host_array(name, value)  # numbers, lists, and warp's arrays, which have no plain indexing
+    is_array = all(hasattr(value, attribute) for attribute in ("__getitem__", "ndim", "__array__"))
+    if not is_array or isinstance(value, np.flexible):
+        value = host_array(name, value)  # numbers, texts, lists, and warp's arrays, which have no plain indexing
     if value.ndim < n_axes:
         raise SpecError(f"{name!r} has shape {tuple(value.shape)}, needed is a first axis of rows")
     if only_last and top(name) in (OBS, OBS_NEXT):
