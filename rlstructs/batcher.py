@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, overload
@@ -68,6 +69,7 @@ from rlstructs.structures.trajectories import Trajectories
 from rlstructs.weights import Outbox
 from rlstructs.worker_setup import check_init_worker
 from workers import SharedArena
+from workers.interrupts import finished, forget_last_interrupt
 from workers.start import uninterrupted
 
 logger = logging.getLogger("rlstructs")
@@ -196,6 +198,8 @@ class RL_Batcher:
         self._version_before = 0
         # What a `get` was about to return when it was interrupted; the next one does.
         self._kept: tuple[Trajectories, int] | None = None
+        # A lease that is not released, what it is of, and how many environments run.
+        self._lent: tuple[weakref.ref[Any], Any, int] | None = None
         self._life.phase = Phase.NEW
 
     def n_elems(self) -> int:
@@ -215,7 +219,8 @@ class RL_Batcher:
     def reset(self, agent_info: DictTensor = NO_INFO, env_info: DictTensor = NO_INFO) -> None:
         """Starts an episode in every environment; drops agents' states, and episodes that had not ended.
 
-        With a run-ahead it waits for the rollouts that were begun, and drops them.
+        It waits for the rollouts that are under way, those of a run-ahead too, and drops them: a cell of a notebook
+        that was interrupted can be run again. Interrupted itself, it can be called again.
 
         Args:
             agent_info: N rows with the keys of the constructor's example, on the CPU; kept until the
@@ -224,15 +229,17 @@ class RL_Batcher:
 
         Raises:
             SpecError: an info is not as its example; the batcher is as it was.
-            StateError: a rollout is under way: `get` it first.
-            Exception: what an environment raised.
+            StateError: a rollout is leased: release it first.
+            Exception: what an environment raised, or an agent or environment in a rollout that was under way.
         """
-        self._life.check("reset", Phase.NEW, Phase.READY, Phase.ENDED)
+        self._drop_lease()
+        self._life.check("reset", Phase.NEW, Phase.READY, Phase.RUNNING, Phase.ENDED, Phase.INTERRUPTED)
         infos = {"agent_info": agent_info, "env_info": env_info}
         for name, info in infos.items():
             check_info(name, info, self._examples[name], self.n_elems())
-        with self._life.failing("reset"):
+        with self._life.failing("reset", self._is_halfway):
             self._crew.settle()
+            self._life.phase, self._kept = Phase.INTERRUPTED, None  # until it is through
             self._books.put_infos(infos)
             self._crew.reset()
             self._begin_anew(range(self._pool.n_workers))
@@ -241,24 +248,31 @@ class RL_Batcher:
     def execute(self, agent_info: DictTensor | None = None) -> None:
         """Starts a rollout and returns at once; `get` gives it, or, with a run-ahead, the oldest one.
 
+        Ctrl-C goes through once the rollout is started; with no processes once it is over, or when it comes again:
+        then the next call is `reset`.
+
         Args:
             agent_info: N rows that replace the ones in force, from the rollout on that is started now; the rows of
                 environments that have ended are ignored. None, or an empty one, keeps them.
 
         Raises:
             SpecError: the info is not as its example; the batcher is as it was.
-            StateError: there was no `reset`, a rollout is under way, or every environment has ended.
+            StateError: there was no `reset`, a rollout is under way or leased, or every environment has ended.
         """
+        self._drop_lease()
         self._life.check("execute", Phase.READY)
         agent_info = None if agent_info == NO_INFO else agent_info
         if agent_info is not None:
             check_info("agent_info", agent_info, self._examples["agent_info"], self.n_elems())
-        with self._life.failing("execute"):
+        with self._life.failing():
+            self._crew.mend_gone()
+        with finished(), self._life.failing("execute", self._is_halfway):
+            self._life.phase = Phase.INTERRUPTED  # until it is through
             if agent_info is not None:
                 self._books.put_agent_info(agent_info)
             self._crew.begin(self._books.prepare)
-            self._begin_anew(self._crew.forget())
-        self._life.phase = Phase.RUNNING
+            self._take_successors()
+            self._life.phase = Phase.RUNNING
 
     @overload
     def get(
@@ -360,8 +374,13 @@ class RL_Batcher:
     def _handed_out(self, trajectories: Trajectories, n_running: int) -> tuple[Trajectories, int]:
         """What `get` returns at last."""
         found = trajectories if self._device.type == "cpu" else trajectories.to(self._device)
-        with uninterrupted():
-            self._kept, self._life.phase = None, Phase.READY if n_running else Phase.ENDED
+        try:
+            with uninterrupted():
+                self._kept, self._life.phase = None, Phase.READY if n_running else Phase.ENDED
+        except BaseException as error:
+            if not isinstance(error, Exception):  # put off until now: nobody has it yet
+                self._kept, self._life.phase = (trajectories, n_running), Phase.RUNNING
+            raise
         return found, n_running
 
     def lease(self) -> Lease:
@@ -384,7 +403,7 @@ class RL_Batcher:
             n_running = self._end(orders, trajectories)
             give_back = partial(self._take_back, batch, n_running)
             lease = Lease(trajectories, n_running, give_back, is_guarded=self._debug)
-            self._life.phase = Phase.LEASED
+            self._lent, self._life.phase = (weakref.ref(lease), batch, n_running), Phase.LEASED
         return lease
 
     def _check_lease(self) -> None:
@@ -393,17 +412,25 @@ class RL_Batcher:
         if self._kept is not None:
             raise StateError("lease: an interrupted get has copied the rollout: get it")
 
+    def _drop_lease(self) -> None:
+        """Takes back what is leased, if nobody has the lease any more, who could release it."""
+        if self._life.phase is Phase.LEASED and self._life.is_ours and self._lent is not None:
+            forget_last_interrupt()  # that holds what its traceback does
+            if self._lent is not None and self._lent[0]() is None:
+                self._take_back(*self._lent[1:])
+
     def _take_back(self, batch: Batch, n_running: int) -> None:
         """What a lease calls at its end."""
         if self._life.is_ours and self._life.phase is Phase.LEASED:  # and not closed, or failed, meanwhile
             batch.release()
-            self._life.phase = Phase.READY if n_running else Phase.ENDED
+            self._lent, self._life.phase = None, Phase.READY if n_running else Phase.ENDED
 
     def update(self, info: Any) -> None:
         """Calls `update(info)` of every agent, and waits for it.
 
         With a run-ahead it does not wait: agents are updated behind the rollouts that were ordered before, and what an
-        agent raises comes with the rollout after those.
+        agent raises comes with the rollout after those. Ctrl-C goes through when all agents are updated, or when it
+        comes again.
 
         Args:
             info: a `torch.nn.Module`, of which agents get the state dict that its plain twin has: without the names
@@ -417,18 +444,19 @@ class RL_Batcher:
             Exception: what an agent raised.
         """
         ahead = (Phase.RUNNING,) if self._run.run_ahead else ()
-        self._life.check("update", Phase.NEW, Phase.READY, Phase.LEASED, Phase.ENDED, *ahead)
+        self._life.check("update", Phase.NEW, Phase.READY, Phase.LEASED, Phase.ENDED, Phase.INTERRUPTED, *ahead)
         packed = self._outbox.pack(plain_state(info) if isinstance(info, torch.nn.Module) else info)
-        with self._life.failing("update"):
-            self._outbox.sent(packed, self._crew.update(packed))
-            self._begin_anew(self._crew.forget())
+        with self._life.failing("update", self._is_halfway):
+            self._crew.update(packed, partial(self._outbox.sent, packed))
+            self._take_successors()
 
     def evaluate(
         self, n_episodes: int, seed: int | Sequence[int], agent_info: DictTensor | None = None
     ) -> DictTensor:
         """Plays episodes with copies of the agents as they are now, in environments made for it.
 
-        Environments, agents and random streams of the training are left as they are, also when it fails. Every
+        Environments, agents and random streams of the training are left as they are, also when it fails or is
+        interrupted. Every
         environment gives the same number of episodes, one more or less, so that short ones do not count more
         often than long ones. It takes until the last of them has ended.
 
@@ -459,10 +487,10 @@ class RL_Batcher:
                 raise SpecError(f"evaluate: the environment gives no {key!r} of shape (B, T)")
         seeds = seeds_of(seed, len(self._settings.seeds), "seed")
         warn_of_overlap(seeds, self._n_envs)
-        with self._life.failing("evaluate"):
+        with self._life.failing("evaluate", self._is_halfway):
             infos = self._books.infos | ({} if agent_info is None else {"agent_info": agent_info.clone()})
             parts = self._crew.evaluate(quotas(n_episodes, self.n_elems()), seeds, infos)
-            self._begin_anew(self._crew.forget())
+            self._take_successors()
         if isinstance(parts, Exception):
             raise parts
         for block, part in zip(self._books.blocks, parts, strict=True):
@@ -562,10 +590,10 @@ class RL_Batcher:
             StateError: a rollout is under way, or leased.
             Exception: what an environment or agent raised.
         """
-        self._life.check("load_state_dict", Phase.NEW, Phase.READY, Phase.ENDED)
+        self._life.check("load_state_dict", Phase.NEW, Phase.READY, Phase.ENDED, Phase.INTERRUPTED)
         batcher_state.check(state, self.state_dict())
         statistics = batcher_state.to_statistics(state["statistics"])
-        with self._life.failing("load_state_dict"):
+        with finished(), self._life.failing("load_state_dict"):
             self._renew(state["workers"])
             self._begin_anew(range(self._pool.n_workers))
             self._crew.know(statistics)
@@ -649,6 +677,15 @@ class RL_Batcher:
             settings = settings.again(worker, kept["stream"] + 1)
         self._crew.renew(workers, settings.seeds, settings.agent_seeds)
 
+    def _is_halfway(self) -> bool:
+        """Whether some workers may have been told of what others were not."""
+        return self._crew.is_halfway
+
+    def _take_successors(self) -> None:
+        """Where all of a worker that was replaced is handed out, its successor's rollouts come next."""
+        with uninterrupted():  # it is said once who they are
+            self._begin_anew(self._crew.forget())
+
     def _begin_anew(self, replaced: Iterable[int]) -> None:
         """The next rollouts of these members of the crew begin with a reset."""
         self._outbox.forget(self._crew.take_replaced())
@@ -671,6 +708,7 @@ class RL_Batcher:
 
     def _free(self) -> None:
         """Lets go of the memory."""
+        self._lent = None
         self._books.close()
         self._arena.close()
         self._weights.close()

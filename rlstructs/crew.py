@@ -7,10 +7,11 @@ the last update, and resets its environments. The others' work is kept.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from rlstructs.worker_setup import WorkerSetup
 from workers import InlinePool, SharedArena, WorkerError, WorkerPool
 from workers.culprits import why_not_sent
 from workers.errors import is_gone
+from workers.interrupts import finished
 from workers.messages import Asked
 from workers.start import uninterrupted
 
@@ -69,6 +71,10 @@ class Crew:
         # What a successor is told, in this order, before it is one of the crew.
         self._orders: dict[str, tuple[Any, ...]] = {"describe": ()}
         self._n_envs: int | None = None
+        # What all were asked last, beside rollouts: who is interrupted while it is waited for leaves it under way.
+        self._called: list[Asked] = []
+        #: Whether some workers may have been told of what others were not.
+        self.is_halfway = False
 
     @property
     def n_workers(self) -> list[int]:
@@ -98,14 +104,20 @@ class Crew:
         self._orders["attach"] = (generations,)
         self.pool.call("attach", generations)
 
-    def update(self, *arguments: Any) -> list[Asked]:
-        """Updates every agent: at once, or, with a run-ahead, behind the rollouts that were ordered before."""
+    def update(self, packed: Any, sent: Callable[[list[Asked]], None]) -> list[Asked]:
+        """Updates every agent: at once, or, with a run-ahead, behind the rollouts that were ordered before.
+
+        Args:
+            packed: the update.
+            sent: called with what was asked, as soon as all were.
+        """
         if not self._run_ahead:
-            return self._call("update", *arguments)
-        if self._mends:
-            self._mend(self.pool.check())
-        self._remember("update", arguments)
-        asked = self.pool.ask("update", *arguments)
+            return self._call("update", packed, sent=sent)
+        self.mend_gone()
+        with self._asking():
+            self._remember("update", (packed,))
+            asked = self.pool.ask("update", packed)
+            sent(asked)
         self._raise_gone(asked)
         return asked
 
@@ -180,30 +192,32 @@ class Crew:
         found: dict[int, dict[str, Any]] = {}
         everyone = range(self.pool.n_workers)
         n_deaths, first, new = dict.fromkeys(everyone, 0), dict[int, BaseException](), list(everyone)
-        while left := [index for index in everyone if index not in found]:
-            failures = self._asked("begin_evaluation", (*arguments, self.statistics), new)[1]
-            if not failures:
-                ended, failures = self._asked("evaluate", (), left)
-                if not failures and all(ended.values()):
-                    episodes, failures = self._asked("end_evaluation", (), left)
-                    found |= episodes
-            raised = [error for _, error in sorted(failures.items()) if not is_gone(error)]
-            if raised and len(raised) == len(failures):
-                assert isinstance(raised[0], Exception)
-                self._asked("end_evaluation", (), left)
-                return raised[0]
-            for index, error in failures.items():
-                first.setdefault(index, error)
-                n_deaths[index] += 1
-                if not self._mends or n_deaths[index] == MAX_ATTEMPTS:
-                    raise first[index]
-            self._mend(failures)
-            new = sorted(failures)
-            try:
+        try:
+            while left := [index for index in everyone if index not in found]:
+                failures = self._asked("begin_evaluation", (*arguments, self.statistics), new)[1]
+                if not failures:
+                    ended, failures = self._asked("evaluate", (), left)
+                    if not failures and all(ended.values()):
+                        episodes, failures = self._asked("end_evaluation", (), left)
+                        found |= episodes
+                raised = [error for _, error in sorted(failures.items()) if not is_gone(error)]
+                if raised and len(raised) == len(failures):
+                    assert isinstance(raised[0], Exception)
+                    self._asked("end_evaluation", (), left)
+                    return raised[0]
+                for index, error in failures.items():
+                    first.setdefault(index, error)
+                    n_deaths[index] += 1
+                    if not self._mends or n_deaths[index] == MAX_ATTEMPTS:
+                        raise first[index]
+                self._mend(failures)
+                new = sorted(failures)
                 yield
-            except GeneratorExit:  # nobody wants the rest
-                self._asked("end_evaluation", (), left)
-                raise
+        except BaseException as error:
+            if not isinstance(error, Exception):  # nobody wants the rest: it ends behind what is under way
+                with self._asking():
+                    self._called = self.pool.ask("end_evaluation")
+            raise
         return [found[index] for index in everyone]
 
     def reset(self) -> None:
@@ -215,8 +229,9 @@ class Crew:
         self._call("reset", self.statistics)
 
     def settle(self) -> None:
-        """Waits until no rollout is under way."""
-        self.pool.settle([order.asked for member in self.members for order in member.orders])
+        """Waits until no rollout is under way, nor anything that was interrupted."""
+        self.pool.settle(self._called + [order.asked for member in self.members for order in member.orders])
+        self._called = []
 
     def begin(self, prepare: Callable[[int, int], None]) -> None:
         """Orders as many rollouts as may be ordered.
@@ -224,8 +239,6 @@ class Crew:
         Args:
             prepare: called with the index of a worker and the number of a rollout before that is ordered.
         """
-        if self._mends:
-            self._mend(self.pool.check())
         for _ in range(self._run_ahead + 1):
             numbers: dict[int, list[int]] = {}
             for index, member in enumerate(self.members):
@@ -234,9 +247,10 @@ class Crew:
                     numbers.setdefault(member.n_ordered, []).append(index)
                     member.n_ordered += 1
             for number, indexes in numbers.items():
-                asked = self.pool.ask("rollout", number, self.statistics, only=indexes)
-                for each in asked:
-                    self.members[each.index].orders.append(Order(number, each))
+                with self._asking():
+                    asked = self.pool.ask("rollout", number, self.statistics, only=indexes)
+                    for each in asked:
+                        self.members[each.index].orders.append(Order(number, each))
                 self._raise_gone(asked)
 
     def is_ready(self, n: int | None = None) -> bool:
@@ -272,8 +286,8 @@ class Crew:
         for index, member in enumerate(self.members):
             order = member.orders[0]
             if not (order.asked.is_over or order.is_cut):
-                order.is_cut = True
                 cut(index, order.number + 1)
+                order.is_cut = True
 
     def _heads(self, n: int | None) -> tuple[list[Asked], int | None]:
         """What was asked first of those who run something, or of all (n is None), and of how many it is awaited."""
@@ -319,7 +333,10 @@ class Crew:
         self, method: str, arguments: tuple[Any, ...], only: list[int]
     ) -> tuple[dict[int, Any], dict[int, BaseException]]:
         """What some workers reply, and what became of those that did not."""
-        asked = self.pool.ask(method, *arguments, only=only) if only else []
+        asked: list[Asked] = []
+        if only:
+            with self._asking():
+                asked = self.pool.ask(method, *arguments, only=only)
         self.pool.settle(asked)
         return (
             {each.index: each.value for each in asked if each.error is None},
@@ -336,18 +353,44 @@ class Crew:
         self._orders.pop(method, None)
         self._orders[method] = arguments
 
-    def _call(self, method: str, *arguments: Any, is_lasting: bool = True) -> list[Asked]:
-        """Asks all workers, and, if that is lasting, successors from now on."""
-        if self._mends:
-            self._mend(self.pool.check())  # first: who takes the place of one of these is asked below
-            if is_lasting:
-                self._remember(method, arguments)
-        asked = self.pool.ask(method, *arguments)
-        self.pool.settle(asked, fails_fast=not self._mends)
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Puts off Ctrl-C until all workers are told; not for a job in this process, which may take long."""
+        if isinstance(self.pool, InlinePool):
+            yield
+            return
+        with finished():
+            self.is_halfway = True
+            yield
+            self.is_halfway = False
+
+    def _call(
+        self, method: str, *arguments: Any, is_lasting: bool = True, sent: Callable[[list[Asked]], None] | None = None
+    ) -> list[Asked]:
+        """Asks all workers, and, if that is lasting, successors from now on.
+
+        Args:
+            sent: if given, is called with what was asked, as soon as all were; and replies are waited for until all
+                are there, whatever is interrupted.
+        """
+        self.mend_gone()  # first: who takes the place of one of these is asked below
+        with contextlib.nullcontext() if sent is None else finished():
+            with self._asking():
+                if self._mends and is_lasting:
+                    self._remember(method, arguments)
+                self._called = asked = self.pool.ask(method, *arguments)
+                if sent is not None:
+                    sent(asked)
+            self.pool.settle(asked, fails_fast=not self._mends)
         if not self._mends:
             _raise_first(asked)
         self._mend({each.index: each.error for each in asked if each.error is not None})
         return asked
+
+    def mend_gone(self) -> None:
+        """Puts successors in the place of workers that are gone, if they are to have any."""
+        if self._mends:
+            self._mend(self.pool.check())
 
     def _mend(self, failures: dict[int, BaseException]) -> None:
         """Puts successors in the place of workers that failed, and of those of an earlier call that was interrupted.
@@ -388,11 +431,23 @@ class Crew:
 
     def _replace(self, indexes: list[int]) -> dict[int, BaseException]:
         """Starts a successor for each of these; those that did not come up, and why."""
+        members = [self.members[index] for index in indexes]
+        counts = [(member.stream, member.n_restarts) for member in members]
+        try:
+            return self._begin_successors(indexes)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # interrupted: others take their place, with the same seeds
+                for member, count in zip(members, counts, strict=True):
+                    member.stream, member.n_restarts = count
+            raise
+
+    def _begin_successors(self, indexes: list[int]) -> dict[int, BaseException]:
         pool = self.pool
         assert not isinstance(pool, InlinePool)
-        for index in indexes:
-            self.members[index].begin_anew()
-        self._replaced |= set(indexes)
+        with uninterrupted():
+            for index in indexes:
+                self.members[index].begin_anew()
+            self._replaced |= set(indexes)
         asked = pool.restart({index: self._succession(index) for index in indexes})
         pool.settle(asked)
         failures = {each.index: each.error for each in asked if each.error is not None}

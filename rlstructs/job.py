@@ -340,6 +340,8 @@ class RolloutJob:
 class Once:
     """What comes behind an order that failed fails as it did: environments and agent are halfway.
 
+    Not behind one that was interrupted, with no processes: the batcher asks for a reset then.
+
     Args:
         job: has an `error`, None at first.
     """
@@ -352,7 +354,7 @@ class Once:
             raise self._job.error
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
+        if error is not None and not isinstance(error, KeyboardInterrupt):
             self._job.error = error
 
 

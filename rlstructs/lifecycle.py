@@ -6,7 +6,7 @@ import contextlib
 import enum
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rlstructs.errors import ClosedError, StateError
 from workers.errors import check_owner
@@ -22,6 +22,7 @@ class Phase(enum.Enum):
     RUNNING = "a rollout is under way"
     LEASED = "a rollout is leased"
     ENDED = "every environment has ended"
+    INTERRUPTED = "a reset or a rollout was interrupted"
     FAILED = "a worker failed"
     CLOSED = "closed"
 
@@ -32,6 +33,7 @@ NEEDED = {
     Phase.RUNNING: "call get first",
     Phase.LEASED: "release it first",
     Phase.ENDED: "call reset first",
+    Phase.INTERRUPTED: "call reset first",
 }
 
 
@@ -85,11 +87,13 @@ class Lifecycle:
         raise StateError(f"{call}: {self.phase.value}, {NEEDED[self.phase]}")
 
     @contextlib.contextmanager
-    def failing(self, call: str = "") -> Iterator[None]:
-        """Marks the batcher as failed when a worker fails, and when `call` is interrupted halfway.
+    def failing(self, call: str = "", is_halfway: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        """Marks the batcher as failed when a worker fails, and when `call` is interrupted.
 
-        Without a call an interrupt changes nothing: the workers do not know of it, and it can be waited
-        for them again.
+        Args:
+            call: its name; without one an interrupt changes nothing: the workers do not know of it, and they can be
+                waited for again.
+            is_halfway: whether an interrupted call cannot be made again, as just some workers were told of it.
         """
         try:
             yield
@@ -99,7 +103,7 @@ class Lifecycle:
             self.fail(error, "a worker failed before")
             raise
         except BaseException as error:
-            if call:
+            if call and is_halfway():
                 self.fail(error, f"{call} was interrupted before")
             raise
 

@@ -578,7 +578,7 @@ def test_calls_out_of_order_are_refused_and_change_nothing():
             with pytest.raises(StateError, match="call execute first"):
                 batcher.get(blocking)
         batcher.execute()
-        for call in (batcher.execute, batcher.reset, lambda: batcher.update(1.0)):
+        for call in (batcher.execute, lambda: batcher.update(1.0)):
             with pytest.raises(StateError, match="a rollout is under way, call get first"):
                 call()
         trajectories, n = batcher.get()

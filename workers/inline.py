@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from workers.interrupts import forget_last_interrupt
 from workers.loop import close_job
 from workers.messages import Asked
 
@@ -29,6 +30,7 @@ class InlinePool:
         around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         init_worker: Callable[[int], object] | None = None,
     ) -> None:
+        forget_last_interrupt()
         self._around = around
         self._asked: list[Asked] = []
         with around():

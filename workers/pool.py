@@ -14,6 +14,7 @@ from workers import messages
 from workers.channel import deadline_in
 from workers.descriptors import check_enough
 from workers.errors import WorkerError, WorkerTimeout, bare, check_owner
+from workers.interrupts import finished, forget_last_interrupt
 from workers.log_records import LogPipe
 from workers.messages import Asked, Build, Call, Close, Failure, Post, Result, State
 from workers.process import WorkerProcess, end_all
@@ -29,6 +30,15 @@ START_PATIENCE = 1.0
 
 def _nothing(index: int) -> None:
     pass
+
+
+def _end_left(workers: list[WorkerProcess], log: LogPipe) -> None:
+    """Ends the workers of a pool that was dropped."""
+    with finished():  # a finalizer runs once
+        end_all(workers)
+        log.read_all()
+        log.deliver()
+        log.close()
 
 
 class WorkerPool:
@@ -68,6 +78,7 @@ class WorkerPool:
     ) -> None:
         if n_workers < 1:
             raise ValueError(f"n_workers must be at least 1, got {n_workers}")
+        forget_last_interrupt()
         self.timeout = timeout
         self._made_by = os.getpid()
         # A successor is built from the same, whatever becomes of the factory and of this process meanwhile.
@@ -83,7 +94,7 @@ class WorkerPool:
         self._watch = Watch(self._log)
         # Not weakref.finalize: this one runs before multiprocessing joins what is left at exit,
         # and never in a forked copy of this process.
-        self._finalizer = util.Finalize(self, _end_at_exit, args=(self._workers, self._log), exitpriority=100)
+        self._finalizer = util.Finalize(self, _end_left, args=(self._workers, self._log), exitpriority=100)
         try:
             check_enough(n_workers)
             for index in range(n_workers):
@@ -490,13 +501,6 @@ class WorkerPool:
             self._failures[index] = error
         else:
             self._replies[index] = value
-
-
-def _end_at_exit(workers: list[WorkerProcess], log: LogPipe) -> None:
-    end_all(workers)
-    log.read_all()
-    log.deliver()
-    log.close()
 
 
 def _late(workers: list[WorkerProcess], timeout: float | None) -> WorkerTimeout:

@@ -73,15 +73,14 @@ class Watch:
             self._check_going_on()
             log = self._log.fileno()
             self._n_waiting += 1
-            try:
-                self._lock.release()  # to wait, and held again behind it, whatever is raised meanwhile
-                events = self._poll.poll(milliseconds(deadline))
-            finally:
-                self._lock.acquire()
+        try:
+            events = self._poll.poll(milliseconds(deadline))
+        finally:
+            with uninterrupted(), self._lock:
                 self._n_waiting -= 1
                 if self._is_over and not self._n_waiting:
-                    with uninterrupted():  # it is done once
-                        self._close_pipe()
+                    self._close_pipe()
+        with self._lock:
             self._check_going_on()
             with uninterrupted():  # a reply that was read and not kept would be waited for, for ever
                 for fd, _ in events:

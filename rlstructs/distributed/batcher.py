@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast, overload
@@ -195,7 +196,7 @@ class RayBatcher(RL_Batcher):
         with uninterrupted():
             n_running = self._end(orders, trajectories)
             lease = PartsLease(list(batch.parts), n_running, lambda: self._take_back(batch, n_running))
-            self._life.phase = Phase.LEASED
+            self._lent, self._life.phase = (weakref.ref(lease), batch, n_running), Phase.LEASED
         return lease
 
     def stats(self) -> dict[str, Any]:

@@ -94,11 +94,13 @@ class NodeCrew(Crew):
 
     def inform(self, infos: Any) -> None:
         """Has nodes take `agent_info` and `env_info`, pickled, or a reference of that, for what comes behind."""
-        self._orders["inform"] = (infos,)  # where it stands first: before the reset
-        self._hear_of(self.pool.ask("inform", infos))
+        with self._asking():
+            self._orders["inform"] = (infos,)  # where it stands first: before the reset
+            asked = self.pool.ask("inform", infos)
+        self._hear_of(asked)
 
-    def update(self, *arguments: Any) -> list[Asked]:
-        asked = super().update(*arguments)
+    def update(self, packed: Any, sent: Callable[[list[Asked]], None]) -> list[Asked]:
+        asked = super().update(packed, sent)
         self._hear_of(asked)
         return asked
 
@@ -169,6 +171,18 @@ class NodeCrew(Crew):
                 failures.setdefault(asked.index, asked.error)
                 member.drop(number)
         return failures
+
+    def _replace(self, indexes: list[int]) -> dict[int, BaseException]:
+        nodes, n_told = self._nodes.nodes, list(self._n_told)
+        states = [nodes[index].report["state"] for index in indexes]
+        try:
+            return super()._replace(indexes)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # interrupted: others will take their place
+                self._n_told = n_told
+                for index, state in zip(indexes, states, strict=True):
+                    nodes[index].report["state"] = state
+            raise
 
     def _succession(self, index: int) -> tuple[Any, ...]:
         """What the workers of a node that is gone have been through; each has one more restart."""

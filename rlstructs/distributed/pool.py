@@ -20,6 +20,7 @@ from rlstructs.errors import OutOfMemoryError, WorkerCrashed, WorkerError, Worke
 from workers import messages
 from workers.errors import bare
 from workers.import_path import import_path
+from workers.interrupts import forget_last_interrupt
 from workers.messages import Asked, Call, Failure, Result
 from workers.start import uninterrupted
 
@@ -155,6 +156,7 @@ class NodePool:
         timeout: float | None,
     ) -> None:  # fmt: skip
         placement.check()
+        forget_last_interrupt()
         self._settings, self._parts = engine.ray().put(settings), parts
         self._placement, self.timeout = placement, timeout
         # What was asked is looked at under it: `close` may be called while another thread waits for replies.

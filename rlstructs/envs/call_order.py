@@ -9,6 +9,7 @@ from typing import TypeVar
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
 from rlstructs.errors import ClosedError, StateError, WorkerTimeout
+from workers.interrupts import finished
 
 T = TypeVar("T")
 
@@ -73,12 +74,13 @@ class CallOrder:
 
         When that goes wrong halfway, some environments have been asked and others not: it cannot go on.
         """
-        try:
-            request()
-            self.pending = pending  # in here: an interrupt must not leave answers that nobody waits for
-        except BaseException as error:
-            self.failure = error
-            raise
+        with finished():  # an interrupt goes through when all have been asked
+            try:
+                request()
+                self.pending = pending
+            except BaseException as error:
+                self.failure = error
+                raise
 
     def answered(self, answer: Callable[[float | None], T], timeout: float | None) -> T:
         """Waits. After an interrupt, or a timeout of the caller's own, it can be waited for again."""

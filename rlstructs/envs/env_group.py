@@ -15,6 +15,7 @@ import numpy as np
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import AutoresetMode
 
+from rlstructs.envs.answers import check_step, checked_reset
 from rlstructs.envs.columns import Columns
 from rlstructs.envs.outcomes import Outcome
 from rlstructs.envs.parts import are_equal, copy_parts
@@ -151,7 +152,8 @@ class EnvGroup:
                 continue
             self._at[0] = self._first + k
             try:
-                observation, info = env.reset(seed=seeds[k], options=copy.deepcopy(options))
+                answer = env.reset(seed=seeds[k], options=copy.deepcopy(options))
+                observation, info = checked_reset(answer, env, self._first + k)
                 self._terminations[k] = self._truncations[k] = self._needs_reset[k] = False
                 self._write_one(k, observation, outcome)
             except Exception as error:
@@ -239,20 +241,26 @@ class EnvGroup:
         env = self._envs[k]
         self._at[0] = self._first + k
         if self._needs_reset[k]:
-            observation, info = env.reset()
+            observation, info = checked_reset(env.reset(), env, self._first + k)
             self._rewards[k] = 0.0
             self._terminations[k] = self._truncations[k] = self._needs_reset[k] = False
         else:
-            observation, self._rewards[k], terminated, truncated, info = env.step(action)
-            self._terminations[k], self._truncations[k] = terminated, truncated
-            if terminated or truncated:
+            answer = env.step(action)
+            try:
+                observation, self._rewards[k], terminated, truncated, info = answer
+                self._terminations[k], self._truncations[k] = terminated, truncated
+                has_ended = terminated or truncated
+            except (TypeError, ValueError):
+                check_step(answer, env, self._first + k)
+                raise
+            if has_ended:
                 if self._mode is AutoresetMode.NEXT_STEP:
                     self._needs_reset[k] = True
                 elif self._mode is AutoresetMode.SAME_STEP:
                     # As they are now: the reset that comes next may write into the same arrays.
                     final = {"final_obs": self._copied(observation), "final_info": _as_it_is(info)}
                     outcome.infos.append((self._first + k, final))
-                    observation, info = env.reset()
+                    observation, info = checked_reset(env.reset(), env, self._first + k)
         if info:
             self._tell(k, info, outcome)
         return observation

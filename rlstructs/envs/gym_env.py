@@ -10,7 +10,9 @@ import gymnasium
 import numpy as np
 import torch
 
+from rlstructs.envs.answers import NONE_YET, add_origin, blame_step, checked_reset
 from rlstructs.envs.env_group import innermost
+from rlstructs.envs.info_columns import PREFIX, InfoColumns, InfoKeys
 from rlstructs.envs.parts import are_equal, copy_parts
 from rlstructs.envs.spaces import ActionReader, Leaf, Sheet, example, leaves
 from rlstructs.envs.values import copy_value, share_memory
@@ -37,7 +39,9 @@ class GymEnv:
     - `reward`: float32 (B,), the reward of the step that led here, 0 at a reset;
     - `terminated`, `truncated`, `done` (either of the two): bool (B,), False at a reset;
     - `initial_state`: bool (B,), True at a reset;
-    - `last_action`: the action that led here, 0 at a reset; `last_action/<key>` for structured ones.
+    - `last_action`: the action that led here, 0 at a reset; `last_action/<key>` for structured ones;
+    - `info/<key>` for each of `info_keys`, (B,): what the info of the step that led here, or of the reset, says; where
+      it does not, NaN, or 0 or False in a column of other numbers.
 
     Args:
         envs: gymnasium environments of equal spaces.
@@ -45,6 +49,8 @@ class GymEnv:
             stream of its own; or a sequence with a seed for each. Used at the first reset only: later
             episodes continue the stream.
         keep_float64: do not turn float64 into float32, neither observations nor the last action.
+        info_keys: which numbers of the infos are recorded, such as `("is_success",)`, as float32; or a mapping from
+            keys to dtypes, `{"is_success": bool}`. `"a/b"` is entry `b` of the info `a`.
 
     Raises:
         TypeError: `envs` are not gymnasium environments.
@@ -69,9 +75,15 @@ class GymEnv:
     may_idle: ClassVar[bool] = False
 
     def __init__(
-        self, envs: Sequence[gymnasium.Env[Any, Any]], seed: int | Sequence[int], *, keep_float64: bool = False
+        self,
+        envs: Sequence[gymnasium.Env[Any, Any]],
+        seed: int | Sequence[int],
+        *,
+        keep_float64: bool = False,
+        info_keys: InfoKeys = (),
     ) -> None:
         self._envs = _checked(envs)
+        self._infos = InfoColumns(info_keys)
         self.observation_space = self._envs[0].observation_space
         self.action_space = self._envs[0].action_space
         self._seeds: list[int] | None = environment_seeds(seed, len(self._envs))
@@ -84,7 +96,7 @@ class GymEnv:
         self._actions = ActionReader(self.action_space, keep_float64)
         refuse_reserved(self._leaves)
         self._last_actions = {f"last_{ActionReader.key(leaf)}": leaf for leaf in self._actions.leaves}
-        packing = packing_of(self._leaves, self._last_actions)
+        packing = packing_of(self._leaves, self._last_actions, self._infos)
         self._after, self._fresh = (Sheet(self._leaves, packing, n) for _ in range(2))
         self._fresh.view["initial_state"][:] = True
         # None before the first reset.
@@ -133,10 +145,11 @@ class GymEnv:
     def reset_rows(self, env_info: DictTensor) -> Rows:
         """As `reset`, the observation as rows of its own."""
         self._options = _options(env_info, len(self._envs))
-        seeds, self._seeds = self._seeds, None
+        seeds = self._seeds
         frames = [
-            self._copied(self._reset_one(k, None if seeds is None else seeds[k])) for k in range(len(self._envs))
+            self._copied(self._reset_one(k, None if seeds is None else seeds[k], k)) for k in range(len(self._envs))
         ]
+        self._seeds = None  # not before: who was interrupted begins again
         self._run(np.arange(len(self._envs)))
         return self._fresh.fill(frames).take(np.arange(len(self._envs)))
 
@@ -148,7 +161,7 @@ class GymEnv:
         """
         assert self._running is not None
         which = np.setdiff1d(np.arange(len(self._envs)), self._running)
-        fresh = [self._copied(self._reset_one(k, None)) for k in which.tolist()]
+        fresh = [self._copied(self._reset_one(k, None, row)) for row, k in enumerate(which.tolist())]
         self._run(np.arange(len(self._envs)))
         return which, self._fresh.fill(fresh, which).take(np.arange(which.size))
 
@@ -157,19 +170,27 @@ class GymEnv:
         running = self._check_running()
         actions, action_columns = self._actions.read(action, running.size)
         frames, rewards, ended, fresh, seen = [], [], [], [], []
-        are_apart = self._are_apart
-        for row, (env, action_of_it) in enumerate(zip(self._stepped, actions, strict=True)):
-            frame, reward, terminated, truncated, _ = env.step(action_of_it)
-            if not are_apart:  # another environment may write into the same array
-                seen.append((frame, reward))
-                frame, reward = self._copied(frame), copy_value(reward)
-            if terminated or truncated:
-                ended.append((row, bool(terminated), bool(truncated)))
-                frame, reward = self._copied(frame), copy_value(reward)  # before a reset writes into the same arrays
-                if self._autoreset:
-                    fresh.append(self._copied(self._reset_one(int(running[row]), None)))
-            frames.append(frame)
-            rewards.append(reward)
+        are_apart, infos = self._are_apart, self._infos
+        row, answer = 0, NONE_YET
+        try:
+            for row, (env, action_of_it) in enumerate(zip(self._stepped, actions, strict=True)):
+                answer = env.step(action_of_it)
+                frame, reward, terminated, truncated, info = answer
+                if infos:  # before a reset changes it
+                    infos.write(self._after.view, row, info, int(running[row]))
+                if not are_apart:  # another environment may write into the same array
+                    seen.append((frame, reward))
+                    frame, reward = self._copied(frame), copy_value(reward)
+                if terminated or truncated:
+                    ended.append((row, bool(terminated), bool(truncated)))
+                    frame, reward = self._copied(frame), copy_value(reward)  # before a reset writes into them
+                    if self._autoreset:
+                        fresh.append(self._copied(self._reset_one(int(running[row]), None, len(fresh))))
+                frames.append(frame)
+                rewards.append(reward)
+        except Exception as error:
+            blame_step(error, answer, self._stepped[row], int(running[row]))
+            raise
         after = self._write(frames, running, rewards, ended, action_columns)
         if not are_apart:
             given, paid = zip(*seen, strict=True)
@@ -188,10 +209,11 @@ class GymEnv:
     def close(self) -> None:
         """Closes every environment, also when one of them raises; then raises what the first did."""
         errors = []
-        for env in self._envs:
+        for k, env in enumerate(self._envs):
             try:
                 env.close()
             except Exception as error:
+                add_origin(error, "close", env, k)
                 errors.append(error)
         if errors:
             raise errors[0]
@@ -206,12 +228,21 @@ class GymEnv:
     def _run(self, running: np.ndarray) -> None:
         self._running, self._stepped = running, [self._envs[k] for k in running.tolist()]
 
-    def _reset_one(self, k: int, seed: int | None) -> Any:
+    def _reset_one(self, k: int, seed: int | None, row: int) -> Any:
+        """What environment k observes after a reset; its info goes into a row of the fresh ones."""
         options = self._options[k]
         arguments: dict[str, Any] = {} if seed is None else {"seed": seed}
         if options is not None:
             arguments["options"] = copy.deepcopy(options)  # the environment may change them
-        return self._envs[k].reset(**arguments)[0]
+        try:
+            answer = self._envs[k].reset(**arguments)
+        except Exception as error:
+            add_origin(error, "reset", self._envs[k], k)
+            raise
+        observation, info = checked_reset(answer, self._envs[k], k)
+        if self._infos:
+            self._infos.write(self._fresh.view, row, info, k)
+        return observation
 
     def _copied(self, observation: Any) -> Any:
         """What the space has of an observation, which the environment may write into again."""
@@ -267,19 +298,21 @@ class GymEnvInf(GymEnv):
         *,
         keep_float64: bool = False,
         defer_resets: bool = False,
+        info_keys: InfoKeys = (),
     ) -> None:
-        super().__init__(envs, seed, keep_float64=keep_float64)
+        super().__init__(envs, seed, keep_float64=keep_float64, info_keys=info_keys)
         if not isinstance(defer_resets, bool):
             raise TypeError(f"defer_resets must be a bool, got {defer_resets!r}")
         self._autoreset, self.defers_resets = not defer_resets, defer_resets
 
 
-def packing_of(observation: Mapping[str, Leaf], last_actions: Mapping[str, Leaf]) -> Packing:
-    """How observations lie in rows: entries of the space, reward, flags and the last action."""
+def packing_of(observation: Mapping[str, Leaf], last_actions: Mapping[str, Leaf], infos: InfoColumns) -> Packing:
+    """How observations lie in rows: entries of the space, reward, flags, the last action and infos."""
     specs = {key: (leaf.row_shape, leaf.dtype) for key, leaf in observation.items()}
     specs["reward"] = (), np.dtype(np.float32)
     specs |= {flag: ((), np.dtype(bool)) for flag in FLAGS}
-    return Packing(specs | {key: (leaf.shape, leaf.dtype) for key, leaf in last_actions.items()})
+    specs |= {key: (leaf.shape, leaf.dtype) for key, leaf in last_actions.items()}
+    return Packing(specs | infos.specs)
 
 
 def _checked(envs: Sequence[gymnasium.Env[Any, Any]]) -> list[gymnasium.Env[Any, Any]]:
@@ -319,8 +352,8 @@ def _instead_of(envs: Any) -> str:
 def refuse_reserved(keys: Any) -> None:
     """Raises SpecError if an entry of an observation is called as one of ours."""
     for key in keys:
-        if key.split("/")[0] in RESERVED:
-            raise SpecError(f"observation: an entry may not be called {key!r}; reserved are {RESERVED}")
+        if key.split("/")[0] in RESERVED or key.startswith(PREFIX):
+            raise SpecError(f"observation: an entry may not be called {key!r}; reserved are {(*RESERVED, PREFIX)}")
 
 
 def _options(env_info: DictTensor, n_envs: int) -> list[dict[str, Any] | None]:

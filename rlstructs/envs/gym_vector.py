@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
+from rlstructs.envs.answers import add_origin, check_step, checked_reset
 from rlstructs.envs.finals import finals_of, has_finals, put_finals
 from rlstructs.envs.gym_env import NO_INFO, packing_of, refuse_reserved
+from rlstructs.envs.info_columns import InfoColumns, InfoKeys, final_infos
 from rlstructs.envs.libraries import Wanted, same, wanted_by
 from rlstructs.envs.spaces import ActionReader, Sheet, example, leaves
 from rlstructs.envs.values import as_numpy
@@ -53,6 +55,7 @@ class GymVectorEnv:
         keep_float64: do not turn float64 into float32, neither observations nor the last action.
         autoreset_mode: what `envs.metadata["autoreset_mode"]` is where that says nothing; None for NEXT_STEP then,
             with a warning.
+        info_keys: as of `GymEnv`. Of a step that ended an episode in mode SAME_STEP, what `infos["final_info"]` says.
 
     Raises:
         TypeError: `envs` is no vector environment.
@@ -78,7 +81,9 @@ class GymVectorEnv:
         *,
         keep_float64: bool = False,
         autoreset_mode: AutoresetMode | str | None = None,
+        info_keys: InfoKeys = (),
     ) -> None:
+        self._infos = InfoColumns(info_keys)
         self._envs, self._n, self._name = envs, _n_envs(envs), type(envs).__name__
         self.observation_space, self.action_space = _single_space(envs, "observation"), _single_space(envs, "action")
         self._mode = _mode(envs, autoreset_mode)
@@ -90,7 +95,7 @@ class GymVectorEnv:
         refuse_reserved(self._leaves)
         self._actions = ActionReader(self.action_space, keep_float64)
         last_actions = {f"last_{ActionReader.key(leaf)}": leaf for leaf in self._actions.leaves}
-        packing = packing_of(self._leaves, last_actions)
+        packing = packing_of(self._leaves, last_actions, self._infos)
         self._after, self._fresh = (Sheet(self._leaves, packing, self._n) for _ in range(2))
         self._fresh.view["initial_state"][:] = True
         self._last_actions = {key: leaf.key for key, leaf in last_actions.items()}
@@ -98,7 +103,8 @@ class GymVectorEnv:
         self._as_wanted: Wanted = same  # until a reset has shown what arrays there are
         # Environments whose next step does nothing but reset.
         self._ended = NO_ROWS
-        self._groups = [GymVectorGroup(Group(envs, ids), keep_float64) for ids in _groups(envs, self._mode)]
+        groups = _groups(envs, self._mode)
+        self._groups = [GymVectorGroup(Group(envs, ids), keep_float64, info_keys) for ids in groups]
 
     def n_envs(self) -> int:
         """Number of environments, E."""
@@ -142,10 +148,10 @@ class GymVectorEnv:
         """As `reset`, the observation as rows of its own."""
         if not env_info.empty():
             raise SpecError(f"env_info: {self._name} takes no options for single environments")
-        observations = self._seeded_reset()
+        observations, infos = self._seeded_reset()
         for env in (self, *self._groups):
             env._is_running, env._ended = True, NO_ROWS
-        first = self._shown(observations, np.arange(self._n))
+        first = self._shown(observations, infos, np.arange(self._n))
         self._as_wanted = wanted_by(leaf.pick(observations) for leaf in self._leaves.values())
         return first
 
@@ -162,11 +168,20 @@ class GymVectorEnv:
             target: where they are written to; None for rows of its own.
         """
         actions, columns = self._read(action)
-        return self._followed(columns, self._envs.step(actions), target)
+        try:
+            stepped = self._envs.step(actions)
+        except Exception as error:
+            add_origin(error, "step", self._envs)
+            raise
+        return self._followed(columns, stepped, target)
 
     def close(self) -> None:
         """Closes the environments."""
-        self._envs.close()
+        try:
+            self._envs.close()
+        except Exception as error:
+            add_origin(error, "close", self._envs)
+            raise
 
     def _read(self, action: DictTensor) -> tuple[Any, dict[str, np.ndarray]]:
         """A batch of actions as the environment takes it, and as columns."""
@@ -176,13 +191,19 @@ class GymVectorEnv:
 
     def _followed(self, columns: Mapping[str, np.ndarray], stepped: Any, target: Target | None) -> Step:
         """What came of the actions in these columns."""
-        observations, rewards, terminated, truncated, infos = stepped
+        try:
+            observations, rewards, terminated, truncated, infos = stepped
+        except (TypeError, ValueError):
+            check_step(stepped, self._envs)
+            raise
         idle, after = self._ended, target or Target(self._after.rows, self._after.view)
         outcome = list(map(self._numbers, OUTCOME, (rewards, terminated, truncated)))
         done = np.logical_or(*outcome[1:])
         done[idle] = False
         self._write(after.arrays, observations, (*outcome, done), columns)
         self._begin(after.arrays, idle)
+        if self._infos:
+            self._infos.write_batch(after.arrays, infos)
         ended = done.nonzero()[0]
         if self._mode is AutoresetMode.NEXT_STEP:
             if ended.size and has_finals(infos):
@@ -194,6 +215,10 @@ class GymVectorEnv:
         first = self._restarted(ended) if self._mode is AutoresetMode.DISABLED else self._first_of(after.rows, ended)
         if self._mode is AutoresetMode.SAME_STEP:
             put_finals(self._leaves, ended, finals_of(infos, self._n, self._name), after.arrays)
+            if self._infos and final_infos(infos) is not None:
+                self._infos.write_batch(after.arrays, final_infos(infos), ended)
+            elif self._infos:  # it says nothing of resets
+                self._infos.write_batch(first.arrays(), {})
         return Step(after.rows, ended, first, None)
 
     def _write(
@@ -228,12 +253,19 @@ class GymVectorEnv:
         """The first observations of environments that are reset now."""
         mask = np.zeros(self._n, bool)
         mask[ended] = True
-        observations, _ = self._envs.reset(options={"reset_mask": mask})
-        return self._shown(observations, ended)
+        try:
+            answer = self._envs.reset(options={"reset_mask": mask})
+        except Exception as error:
+            add_origin(error, "reset", self._envs)
+            raise
+        observations, infos = checked_reset(answer, self._envs)
+        return self._shown(observations, infos, ended)
 
-    def _shown(self, observations: Any, rows: np.ndarray) -> Rows:
+    def _shown(self, observations: Any, infos: Any, rows: np.ndarray) -> Rows:
         """The first observations of some environments."""
         self._fresh.fill_batch(observations, self._fresh.view)
+        if self._infos:
+            self._infos.write_batch(self._fresh.view, infos, rows)
         return self._fresh.rows.take(rows)
 
     def _first_of(self, rows: Rows, ended: np.ndarray) -> Rows:
@@ -243,15 +275,24 @@ class GymVectorEnv:
         return first
 
     def _seeded_reset(self) -> Any:
-        seeds, self._seeds = self._seeds, None
+        """What the first reset gives, or a later one: observations and infos."""
+        try:
+            answer = self._reset_by(self._seeds)
+        except Exception as error:
+            add_origin(error, "reset", self._envs)
+            raise
+        self._seeds = None  # not before: who was interrupted begins again
+        return checked_reset(answer, self._envs)
+
+    def _reset_by(self, seeds: list[int] | None) -> Any:
         if seeds is None:
-            return self._envs.reset()[0]
+            return self._envs.reset()
         if isinstance(getattr(self._envs, "unwrapped", self._envs), (SyncVectorEnv, AsyncVectorEnv)):
-            return self._envs.reset(seed=seeds)[0]  # whatever this raises is not about the seeds
+            return self._envs.reset(seed=seeds)  # whatever this raises is not about the seeds
         refused: Exception | None = None
         for seed in (seeds, np.array([int32_seed(seed) for seed in seeds]), int32_seed(self._single), None):
             try:
-                observation = self._envs.reset()[0] if seed is None else self._envs.reset(seed=seed)[0]
+                found = self._envs.reset() if seed is None else self._envs.reset(seed=seed)
             except REFUSALS as error:
                 refused = refused or error
                 continue
@@ -261,7 +302,7 @@ class GymVectorEnv:
                 break
             if seed is None:
                 warnings.warn(f"{self._name}.reset takes no seed: give it one when it is made", stacklevel=2)
-            return observation
+            return found
         assert refused is not None
         raise refused
 
@@ -292,8 +333,8 @@ class Group:
 class GymVectorGroup(GymVectorEnv):
     """One group of a `GymVectorEnv`: see `SplitEnv`. It is reset with the whole."""
 
-    def __init__(self, group: Group, keep_float64: bool) -> None:
-        super().__init__(group, 0, keep_float64=keep_float64)
+    def __init__(self, group: Group, keep_float64: bool, info_keys: InfoKeys) -> None:
+        super().__init__(group, 0, keep_float64=keep_float64, info_keys=info_keys)
         self._columns: Mapping[str, np.ndarray] = {}
 
     def send_rows(self, action: DictTensor) -> None:

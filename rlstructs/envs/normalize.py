@@ -20,6 +20,7 @@ import torch
 
 from rlstructs.checks import several
 from rlstructs.envs.gym_env import NO_INFO, RAW_REWARD, RESERVED
+from rlstructs.envs.info_columns import PREFIX
 from rlstructs.envs.vec_env import NO_ROWS, Step, VecEnv, load_statistics, pairs, row_env, take_statistics
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.moments import Moments
@@ -277,7 +278,7 @@ class NormalizeObservation(Normalizing):
 
     def _scales_of(self, packing: Packing) -> dict[str, Scale]:
         floats = [key for key, (_, dtype) in packing.specs.items() if dtype.kind == "f"]
-        keys = [key for key in floats if key.split("/")[0] not in RESERVED] if self._keys is None else self._keys
+        keys = [key for key in floats if not _is_beside(key)] if self._keys is None else self._keys
         if not keys or set(keys) - set(floats):
             wanted = f"has no floating-point {sorted(set(keys) - set(floats))}" if keys else "is not floating-point"
             raise SpecError(f"NormalizeObservation: the observation {wanted}: {packing.specs}")
@@ -410,6 +411,11 @@ class NormalizeReward(Normalizing):
 def _record(rows: Rows) -> np.ndarray:
     """What is one number per row, reward and flags among it."""
     return rows.blocks[RECORD].view(rows.packing.record)
+
+
+def _is_beside(key: str) -> bool:
+    """Whether it is not what the environment shows."""
+    return key.split("/")[0] in RESERVED or key.startswith(PREFIX)
 
 
 def _check_done(env: Normalizing, packing: Packing) -> None:

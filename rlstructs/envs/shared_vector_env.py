@@ -28,7 +28,7 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space
 from rlstructs.checks import check_count, check_timeout
 from rlstructs.envs.call_order import CallOrder, Pending
 from rlstructs.envs.env_group import Description
-from rlstructs.envs.hosts import Arguments, Host, LocalHost, shares_of
+from rlstructs.envs.hosts import Arguments, Host, LocalHost, Request, shares_of
 from rlstructs.envs.outcomes import Outcome, infos_of_all, infos_of_some
 from rlstructs.envs.vector_arguments import (
     RESET_MASK,
@@ -131,7 +131,7 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         init_worker: Callable[[int], object] | None = None,
     ) -> None:
         self._order = CallOrder()
-        self.closed = True  # until there is something to close
+        self.closed, self._is_closing = True, False  # until there is something to close
         makers = env_fns_of(env_fns)
         timeout = check_timeout(timeout)
         spaces = observation_spaces_of(observation_mode)
@@ -195,6 +195,9 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
     ) -> tuple[Any, dict[str, Any]]:
         """Starts an episode in every environment, or in those of a mask.
 
+        Waits for what is under way, and drops it: a cell of a notebook that was interrupted can be run again.
+        (`reset_async` refuses then, as gymnasium's.)
+
         Args:
             seed: environment k gets `seed + k`; or a sequence with a seed or None for each.
             options: each environment gets a copy of them. With `reset_mask`, bool (N,), which is not handed on,
@@ -205,10 +208,13 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
 
         Raises:
             SpecError, TypeError: `seed` or `reset_mask` is not what is needed; nothing was reset.
-            StateError: the mask leaves out an environment that was never reset, or something is under way.
-            Exception: what an environment raised.
+            StateError: the mask leaves out an environment that was never reset.
+            Exception: what an environment raised, in a step that was under way, too.
         """
-        self.reset_async(seed=seed, options=options)
+        self._order.check_free("reset", self._order.pending)
+        arguments = self._reset_arguments(seed, options)  # before anything is dropped
+        self._drop()
+        self._reset_async(*arguments)
         return self.reset_wait()
 
     def reset_async(
@@ -216,13 +222,7 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
     ) -> None:
         """As `reset`, but does not wait; `reset_wait` does."""
         self._order.check_free("reset")
-        seeds = seeds_of(seed, self.num_envs)
-        handed_on, mask = options_of(options, self.num_envs)
-        if mask is not None and not (mask | self._was_reset).all():
-            never = np.flatnonzero(~(mask | self._was_reset)).tolist()
-            raise StateError(f"reset: environments {never} were never reset, {RESET_MASK} must name them too")
-        self._ask("reset", Pending.RESET, lambda rows: (seeds[rows], handed_on, None if mask is None else mask[rows]))
-        self._will_be = self._was_reset | (True if mask is None else mask)
+        self._reset_async(*self._reset_arguments(seed, options))
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """What `reset_async` asked for.
@@ -261,7 +261,7 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         """As `step`, but does not wait; `step_wait` does."""
         self._order.check_free("step")
         self._check_running("step")
-        self._order.ask(Pending.STEP, self._host.step(actions))
+        self._send(Pending.STEP, self._host.step(actions))
 
     def step_wait(self, timeout: float | None = None) -> Stepped:
         """What `step_async` asked for; `timeout` as in `reset_wait`."""
@@ -300,7 +300,7 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
             request()
             self._is_out[envs] = True
 
-        self._order.ask(Pending.SEND, send)
+        self._send(Pending.SEND, send)
 
     def recv(
         self,
@@ -408,17 +408,21 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
             Exception: what an environment raised as it was closed; all is gone all the same.
         """
         if self.closed:
+            if self._is_closing:
+                self._host.kill()  # what an interrupted `close` has left
             return
-        self.closed = self._order.is_closed = True
+        self._is_closing = self.closed = self._order.is_closed = True
         failure, self._order.failure = self._order.failure, None  # its traceback holds whatever was in use
-        if terminate:
-            self._host.kill()
-            return
         try:
-            self._host.close(timeout)
+            if terminate:
+                self._host.kill()
+            else:
+                self._host.close(timeout)
         except Exception:
+            self._is_closing = False
             if failure is None:  # otherwise that has been reported
                 raise
+        self._is_closing = False
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """As `close`."""
@@ -431,6 +435,36 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         if error is not None and self._order.failure is None:
             self._order.failure = error  # what is on its way out matters more than what closing raises
         self.close()
+
+    def _reset_arguments(
+        self, seed: int | Sequence[int | None] | None, options: dict[str, Any] | None
+    ) -> tuple[list[int | None], dict[str, Any] | None, np.ndarray | None]:
+        """Seeds, options and mask as environments take them."""
+        seeds = seeds_of(seed, self.num_envs)
+        handed_on, mask = options_of(options, self.num_envs)
+        known = self._will_be if self._order.pending is Pending.RESET else self._was_reset
+        if mask is not None and not (mask | known).all():
+            never = np.flatnonzero(~(mask | known)).tolist()
+            raise StateError(f"reset: environments {never} were never reset, {RESET_MASK} must name them too")
+        return seeds, handed_on, mask
+
+    def _reset_async(
+        self, seeds: list[int | None], options: dict[str, Any] | None, mask: np.ndarray | None
+    ) -> None:
+        self._will_be = self._was_reset | (True if mask is None else mask)
+        self._ask("reset", Pending.RESET, lambda rows: (seeds[rows], options, None if mask is None else mask[rows]))
+
+    def _drop(self) -> None:
+        """Waits for what is under way, and forgets what it gives."""
+        pending = self._order.pending
+        if pending is None:
+            return
+        wait = {Pending.RESET: self.reset_wait, Pending.STEP: self.step_wait, Pending.CALL: self.call_wait}
+        try:
+            wait.get(pending, self.recv)()
+        except Exception:
+            if self.closed or self._order.failure is not None:
+                raise
 
     def _group_of(self, envs: np.ndarray) -> int | None:
         """Which group these are; None if they are none, or all there are."""
@@ -461,7 +495,18 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
                 raise StateError(f"{call}: environments {which} have ended, reset them by {RESET_MASK} first")
 
     def _ask(self, method: str, pending: Pending, arguments: Arguments) -> None:
-        self._order.ask(pending, self._host.call(method, arguments))
+        self._send(pending, self._host.call(method, arguments))
+
+    def _send(self, pending: Pending, request: Request) -> None:
+        try:
+            self._order.ask(pending, request)
+        except BaseException as error:
+            if self._order.failure is error and isinstance(self._host, LocalHost) and not isinstance(error, Exception):
+                # Interrupted halfway, in this process: a reset of all of them is all that is needed.
+                self._order.failure = self._order.pending = None
+                self._was_reset, self._are_all_reset = np.zeros(self.num_envs, bool), False
+                self._is_out[:] = False
+            raise
 
     def _answers(self, pending: Pending, timeout: float | None) -> list[Outcome]:
         self._order.check_pending(pending)

@@ -17,6 +17,7 @@ NEXT_PARENTS = ("next/", "_observation/")
 SEEN = ("obs", "observation", "observations", "pixels")
 # What a batcher's observations hold beside what the environment shows, and the last action.
 BESIDE = ("reward", "raw_reward", "done", "terminated", "truncated", "initial_state")
+INFO = "info/"
 
 
 def is_reward(name: str) -> bool:
@@ -59,7 +60,7 @@ def is_observation(name: str) -> bool:
 def is_beside(key: str) -> bool:
     """Whether an entry of a batcher's observations is nothing that the environment shows."""
     first = key.partition("/")[0]
-    return first in BESIDE or first.startswith("last_action")
+    return first in BESIDE or first.startswith("last_action") or key.startswith(INFO)
 
 
 def _is_seen(name: str) -> bool:

@@ -11,7 +11,7 @@ Each may be nested: `obs` is then `obs/image`, `obs/speed` and so on.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.replay.buffers.rows_in import flat_items
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.roles import is_beside
+from rlstructs.replay.roles import INFO, is_beside
 from rlstructs.replay.values import host_array
 
 OBS, ACT, REW, DONE, OBS_NEXT = "obs", "act", "rew", "done", "obs_next"
@@ -113,8 +113,9 @@ def _is_nothing(value: Any) -> bool:
 
 def as_column(name: str, value: Any, n_axes: int, only_last: bool = False) -> Any:
     """One value with `n_axes` axes in front of those of a row, as its column takes it but for a cast."""
-    if not hasattr(value, "__getitem__") or not hasattr(value, "ndim") or not hasattr(value, "__array__"):
-        value = host_array(name, value)  # numbers, lists, and warp's arrays, which have no plain indexing
+    is_array = all(hasattr(value, attribute) for attribute in ("__getitem__", "ndim", "__array__"))
+    if not is_array or isinstance(value, np.flexible):
+        value = host_array(name, value)  # numbers, texts, lists, and warp's arrays, which have no plain indexing
     if value.ndim < n_axes:
         raise SpecError(f"{name!r} has shape {tuple(value.shape)}, needed is a first axis of rows")
     if only_last and top(name) in (OBS, OBS_NEXT):
@@ -150,7 +151,7 @@ def as_rewards(name: str, value: Any) -> Any:
     return rewards if rewards.dtype.kind == "f" else rewards.astype(np.float64)
 
 
-def trajectory_names(keys: Iterable[str], ignores_next: bool) -> dict[str, str]:
+def trajectory_names(keys: Collection[str], ignores_next: bool) -> dict[str, str]:
     """Which key of a batcher's trajectories is what here."""
     start, following = "observation/", "_observation/"
     seen = [key[len(start) :] for key in keys if key.startswith(start) and not is_beside(key[len(start) :])]
@@ -158,6 +159,8 @@ def trajectory_names(keys: Iterable[str], ignores_next: bool) -> dict[str, str]:
     names = {OBS + here: start + key for here, key in at.items()}
     if not ignores_next:
         names |= {OBS_NEXT + here: following + key for here, key in at.items()}
+    infos = [key for key in keys if key.startswith(following + INFO)]
+    names |= {key.removeprefix(following): key for key in infos}
     return names | {ACT: "action/action", REW: f"{following}reward"} | {flag: following + flag for flag in FLAGS}
 
 

@@ -1,0 +1,172 @@
+"""Errors that come of environments say of which one, and what gymnasium's order is."""
+
+from __future__ import annotations
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import SyncVectorEnv
+from helpers import Count, Counting, rollout
+
+from rlstructs import DictTensor, GymEnv, GymEnvInf, GymVectorEnv, RL_Batcher, SharedVectorEnv, SpecError
+from rlstructs.replay import Batch, ReplayBuffer
+
+STEP_ORDER = r"step must give 5 values, \(observation, reward, terminated, truncated, info\), got "
+RESET_ORDER = r"reset must give 2 values, \(observation, info\), got "
+OLD = "gym's old interface: wrap it, by shimmy's GymV21CompatibilityV0 for one"
+
+
+class Answering(Count):
+    """Gives of its first step, or reset, something else than it should; or raises in one of its methods."""
+
+    def __init__(self, step=None, reset=None, raises=""):
+        super().__init__(9)
+        self.answers, self.raises = {"step": step, "reset": reset}, raises
+
+    def _answer(self, call, found):
+        if self.raises == call:
+            raise ZeroDivisionError("mine")
+        return found if self.answers[call] is None else self.answers[call](*found)
+
+    def step(self, action):
+        return self._answer("step", super().step(action))
+
+    def reset(self, **arguments):
+        return self._answer("reset", super().reset(**arguments))
+
+    def close(self):
+        if self.raises == "close":
+            raise ZeroDivisionError("mine")
+
+
+gymnasium.register("Answering-v3", entry_point=Answering)
+
+
+WRONG_STEPS = {
+    "four": (lambda o, r, a, b, i: (o, r, a, i), STEP_ORDER + r"4, \(ndarray, float, bool, dict\); \(observation, "
+                                                 "reward, done, info\\) is " + OLD),
+    "none": (lambda *_: (), STEP_ORDER + r"0, \(\)"),
+    "six": (lambda *found: (*found, 1), STEP_ORDER + "6, "),
+    "observation": (lambda o, *_: o, STEP_ORDER + r"ndarray of shape \(2,\)"),
+    "flag": (lambda o, r, a, b, i: (o, r, np.array([True, False]), b, i),
+             r"terminated must be a bool, got array\(\[ True, False\]\)"),
+    "cut": (lambda o, r, a, b, i: (o, r, a, np.array([True, False]), i), "truncated must be a bool, got array"),
+    "reward": (lambda o, r, a, b, i: (o, [r, r], a, b, i), r"reward must be a number, got \[1.0, 1.0\]"),
+}  # fmt: skip
+WRONG_RESETS = {
+    "alone": (lambda o, i: o, RESET_ORDER + r"ndarray of shape \(2,\); an observation alone is " + OLD),
+    "three": (lambda o, i: (o, i, 0), RESET_ORDER + r"3, \(ndarray, dict, int\)"),
+}
+
+
+def listed(cls):
+    return lambda makes, seed: cls([make() for make in makes], seed)
+
+
+def vector(cls, **arguments):
+    return lambda makes, seed: GymVectorEnv(cls(makes, **arguments), seed)
+
+
+LISTS = {"GymEnv": listed(GymEnv), "GymEnvInf": listed(GymEnvInf), "shared": vector(SharedVectorEnv, n_workers=0)}
+
+
+def played(create, makes):
+    env = create(makes, 0)
+    try:
+        env.reset()
+        env.step(DictTensor({"action": torch.zeros(len(makes), dtype=torch.int64)}))
+    finally:
+        env.close()
+
+
+@pytest.mark.parametrize("create", LISTS.values(), ids=LISTS)
+@pytest.mark.parametrize(("call", "answer", "message"),
+                         [("step", *found) for found in WRONG_STEPS.values()]
+                         + [("reset", *found) for found in WRONG_RESETS.values()])  # fmt: skip
+def test_an_answer_that_is_not_gymnasiums_is_named_with_its_environment(create, call, answer, message):
+    makes = [nine, lambda: Answering(**{call: answer})]
+    with pytest.raises(SpecError, match=r"^environment 1( \(Answering\))?: " + message):
+        played(create, makes)
+
+
+def nine():
+    return Count(9)
+
+
+class Old(SyncVectorEnv):
+    """As vector environments of gym were."""
+
+    def reset(self, **arguments):
+        return super().reset(**arguments)[0]
+
+
+class OldSteps(SyncVectorEnv):
+    def step(self, actions):
+        observations, rewards, terminated, _, infos = super().step(actions)
+        return observations, rewards, terminated, infos
+
+
+class Raising(SyncVectorEnv):
+    def step(self, actions):
+        raise ZeroDivisionError("mine")
+
+
+@pytest.mark.parametrize(("cls", "message"), [
+    (Old, r"^environment \(Old\): " + RESET_ORDER + r"ndarray of shape \(2, 2\); an observation alone is " + OLD),
+    (OldSteps, r"^environment \(OldSteps\): " + STEP_ORDER + r"4, .*; \(observation, reward, done, info\) is " + OLD),
+])  # fmt: skip
+def test_vector_environments_of_the_old_interface_are_named(cls, message):
+    with pytest.raises(SpecError, match=message):
+        played(vector(cls), [nine, nine])
+
+
+def test_what_a_vector_environment_raises_names_it():
+    with pytest.raises(ZeroDivisionError) as caught:
+        played(vector(Raising), [nine, nine])
+    assert caught.value.__notes__ == ["raised by environments (Raising) in step"]
+
+
+@pytest.mark.parametrize("call", ["reset", "step", "close"])
+@pytest.mark.parametrize("cls", [GymEnv, GymEnvInf])
+@pytest.mark.parametrize("name", ["Answering-v3", "Answering"])
+def test_what_an_environment_raises_says_which_one_it_was(call, cls, name):
+    def make():
+        return gymnasium.make(name, raises=call, disable_env_checker=True) if "-" in name else Answering(raises=call)
+
+    with pytest.raises(ZeroDivisionError, match="^mine") as caught:
+        played(listed(cls), [nine, nine, make])
+    assert caught.value.__notes__ == [f"raised by environment 2 ({name}) in {call}"]
+
+
+@pytest.mark.parametrize("n_processes", [0, 2])
+@pytest.mark.parametrize("call", ["reset", "step", "close"])
+def test_a_batcher_says_which_environment_of_which_worker_raised(n_processes, call, start_method):
+    def create_env(seed):
+        raises = call if seed == 100 * max(0, n_processes - 1) else ""
+        return GymEnvInf([Count(9), Answering(raises=raises)], seed)
+
+    seeds = [100 * worker for worker in range(n_processes or 1)]
+    batcher = RL_Batcher(3, Counting, {}, create_env, {}, n_processes, seeds, start_method=start_method)
+    with pytest.raises(ZeroDivisionError, match="^mine") as caught, batcher:
+        batcher.reset()
+        rollout(batcher)
+    where = {"step": "rollout"}.get(call, call)
+    worker = [f"raised in worker 1 during {where!r}"] if n_processes else []
+    assert caught.value.__notes__ == [f"raised by environment 1 (Answering) in {call}", *worker]
+
+
+def test_one_of_several_that_raises_what_another_gave_is_not_blamed_for_it():
+    """The answer of the one before is right; that it is looked at again changes nothing."""
+    with pytest.raises(ZeroDivisionError) as caught:
+        played(listed(GymEnvInf), [lambda: Answering(step=lambda o, r, a, b, i: (o, [r], a, b, i)),
+                                   lambda: Answering(raises="step")])  # fmt: skip
+    assert caught.value.__notes__ == ["raised by environment 1 (Answering) in step"]
+
+
+@pytest.mark.parametrize("value", [np.str_("x"), np.bytes_(b"x"), np.void(b"xy"), "x"], ids=repr)
+def test_a_text_of_numpy_in_an_info_is_no_error_about_indices(value):
+    buffer = ReplayBuffer(4)
+    row = {"obs": np.zeros(2), "act": 0, "rew": 0.0, "terminated": False, "truncated": False, "obs_next": np.zeros(2)}
+    with pytest.raises(SpecError, match="^'info/a' holds "):
+        buffer.add(Batch(**row, info={"a": value}))

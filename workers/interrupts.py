@@ -1,0 +1,46 @@
+"""Ctrl-C put off while something is finished, and what the interpreter keeps of the last one."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+from workers.start import uninterrupted
+
+
+class finished(uninterrupted):
+    """Puts off the first Ctrl-C until the block is through; a second one raises at once.
+
+    For what should be whole, but may take long, or for ever: the code of an environment or agent in this process, or
+    a worker that does not answer. In nested blocks each puts off one.
+    """
+
+    def _note(self, *signal_and_frame: object) -> None:
+        if not self._is_pending or not callable(self._before):
+            super()._note(*signal_and_frame)
+            return
+        self._is_pending = False
+        self._before(*signal_and_frame)
+
+
+def forget_last_interrupt() -> None:
+    """Clears the local variables of the last KeyboardInterrupt that a notebook or prompt has shown.
+
+    The interpreter keeps it, and its traceback keeps every frame: what is bound to a name anew would live on in one of
+    them, and its workers with it. Of other exceptions everything stays, for a debugger.
+    """
+    for error in _chain(getattr(sys, "last_exc", None), getattr(sys, "last_value", None)):
+        traceback.clear_frames(error.__traceback__)  # leaves those that are still executed as they are
+
+
+def _chain(*errors: Any) -> Iterator[BaseException]:
+    """Interrupts, and what each was raised from or during."""
+    left, seen = [error for error in errors if isinstance(error, KeyboardInterrupt)], set[int]()
+    while left:
+        error: BaseException | None = left.pop()
+        if error is not None and id(error) not in seen:
+            seen.add(id(error))
+            left += [error.__cause__, error.__context__]  # type: ignore[list-item]
+            yield error
