@@ -27,7 +27,7 @@ _cloudpickle = importlib.import_module("cloudpickle.cloudpickle")
 
 # Bytes and objects that the value of one name may have, and bytes that all may have together: they are sent unasked.
 MOST_BYTES, MOST_OBJECTS, MOST_IN_ALL = 2**16, 10_000, 2**22
-ATTRIBUTES = ("__file__", "__doc__", "__package__")
+ATTRIBUTES = ("__name__", "__file__", "__doc__", "__package__")
 MODULES = ("__main__", SPAWNED)
 # Packages whose objects are data, small ones at least.
 PLAIN = sys.stdlib_module_names - {"multiprocessing", "asyncio", "socket"}
@@ -160,10 +160,18 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, type):
             return self._reduced_class(obj)
         if isinstance(obj, types.FunctionType) and obj.__module__ == SPAWNED:
+            if self._is_of_script(obj):
+                self.globals_ref[id(obj.__globals__)] = _MainGlobals()
             return self._dynamic_function_reduce(obj)
         if type(obj) is typing.NewType and obj.__module__ in MODULES:
             return _new_type, (obj.__name__, obj.__supertype__, obj.__qualname__, obj.__module__)
         return super().reducer_override(obj)
+
+    def _is_of_script(self, function: types.FunctionType) -> bool:
+        """Whether its globals are the script's; a spawned process has run it in another namespace than its module."""
+        return function.__globals__ is self._names or (
+            bool(self._names) and function.__globals__.get("__name__") == SPAWNED
+        )
 
     def _reduced_class(self, cls: type) -> Any:
         if cls.__module__ == SPAWNED:  # another module of that name, or none, in a worker
@@ -215,7 +223,7 @@ class _EntryPickler(_Pickler):
 
     def _dynamic_function_reduce(self, func: types.FunctionType) -> Any:
         reduced = super()._dynamic_function_reduce(func)
-        if func.__globals__ is self._names:
+        if self._is_of_script(func):
             slots = reduced[2][1]
             self.needs.update(dict.fromkeys(slots["__globals__"]))
             slots["__globals__"] = {}
@@ -241,7 +249,7 @@ def _new_type(name: str, supertype: Any, qualname: str, module: str) -> Any:
 
 
 def _is_special(name: str) -> bool:
-    return name in ATTRIBUTES or name in ("__name__", "__builtins__", "__spec__", "__loader__", "__cached__")
+    return name in ATTRIBUTES or name in ("__builtins__", "__spec__", "__loader__", "__cached__")
 
 
 def _is_own(value: Any) -> bool:
