@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -19,8 +19,10 @@ from rlstructs.replay.buffers.transition_reading import How, read
 from rlstructs.replay.buffers.transitions import DONE, FLAGS, OBS_NEXT, RESERVED, REW
 from rlstructs.replay.samplers import draw_fitting
 from rlstructs.replay.selection import Selection
+from rlstructs.replay.storage import MAX_REDRAWS
 from rlstructs.replay.values import from_bits, host_array
 
+T = TypeVar("T")
 Fields = dict[str, np.ndarray]
 WANTED = "row with so many others before it in its episode"
 
@@ -61,9 +63,28 @@ class EpisodeReads(EpisodeRows):
         Raises:
             SpecError, IndexError: it is none of these, or no such row is there.
         """
-        at = self._rows_at(index)
-        arrays = self._read_at(self._names(), at, How(self.stack_num))
-        return self._hand_over(arrays | self._beside(at))
+
+        def look() -> Any:
+            at = self._rows_at(index)
+            arrays = self._read_at(self._names(), at, How(self.stack_num))
+            return self._hand_over(arrays | self._beside(at))
+
+        return self._of_one_layout(look)
+
+    def _of_one_layout(self, look: Callable[[], T]) -> T:
+        """What `look` finds, or finds again if another thread gave columns other dtypes meanwhile."""
+        columns = self._storage.columns
+        for _ in range(MAX_REDRAWS):
+            layout = columns.layout
+            try:
+                found = look()
+            except Exception:  # columns may have gone
+                if layout == columns.layout and not layout % 2:
+                    raise
+            else:
+                if layout == columns.layout and not layout % 2:
+                    return found
+        raise StateError("columns change faster than they are read")
 
     def __iter__(self) -> Iterator[Any]:
         """Each row that is there, in the order of row ids."""
@@ -91,6 +112,9 @@ class EpisodeReads(EpisodeRows):
             SpecError, IndexError: no such row is there.
         """
         how = How(self.stack_num if stack_num is None else check_count("stack_num", stack_num), stacked=None)
+        return self._of_one_layout(lambda: self._got(index, key, default_value, how))
+
+    def _got(self, index: Any, key: str, default_value: Any, how: How) -> Any:
         names = [name for name in self._names() if name == key or name.startswith(f"{key}/")]
         if not names:
             if default_value is not None:
@@ -259,6 +283,9 @@ class EpisodeReads(EpisodeRows):
             StateError, SpecError: there is nothing to draw from, or a subclass reads in a way of its own what is not
                 as indexing gives it.
         """
+        return self._of_one_layout(lambda: self._sampled(batch_size))
+
+    def _sampled(self, batch_size: int | None) -> tuple[Any, np.ndarray]:
         own = type(self)
         reads_itself = own.__getitem__ is not EpisodeReads.__getitem__
         if not reads_itself and own.sample_indices is EpisodeReads.sample_indices:

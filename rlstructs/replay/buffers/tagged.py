@@ -184,9 +184,9 @@ class TaggedBuffer(Buffer):
             raise SpecError(f"unknown tag(s) {more}, this buffer has {sorted(self._tags)}")
         return super()._checked(rows, GROW, missing)  # a tag gets its column with the first row
 
-    def _as_rows(self, name: str, value: Any) -> tuple[Any, Spec]:
+    def _as_rows(self, name: str, value: Any, known: Spec | None) -> tuple[Any, Spec]:
         if name not in self._tags:  # of trajectories, where no tag is set up
-            return super()._as_rows(name, value)
+            return super()._as_rows(name, value, known)
         spec = self._tags[name]
         rows, _ = as_rows(name, value, spec)
         return rows if rows.dtype == spec.dtype else cast(name, as_whole(rows, spec), spec.dtype), spec
