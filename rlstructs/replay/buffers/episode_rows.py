@@ -13,15 +13,14 @@ from rlstructs.checks import check_count, check_size
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.buffers import transitions
-from rlstructs.replay.buffers.base import ERROR, FILL, GROW, LOG, Buffer
-from rlstructs.replay.buffers.info_columns import OBJECTS, Plan, held_values, planned
+from rlstructs.replay.buffers.base import ERROR, FILL, GROW, Buffer
+from rlstructs.replay.buffers.checked_rows import CheckedRows
 from rlstructs.replay.buffers.rows_in import OneRow, plain_items
 from rlstructs.replay.buffers.running import Running
 from rlstructs.replay.buffers.snapshot import Rows, Snapshot
-from rlstructs.replay.buffers.transitions import DONE, FLAGS, OBS_NEXT, REW, top
+from rlstructs.replay.buffers.transitions import DONE, FLAGS, OBS_NEXT, REW
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.objects import OBJECT
-from rlstructs.replay.reading import DISCOUNT, Reading
+from rlstructs.replay.reading import Reading
 from rlstructs.replay.roles import is_info
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.trajectories import STEP_START, as_slice, rounds
@@ -46,7 +45,7 @@ class MalformedBufferError(StateError):
     """An episode does not fit into the rows that are kept for it."""
 
 
-class EpisodeRows(Buffer):
+class EpisodeRows(CheckedRows):
     """Lanes of transitions; see `ReplayBuffer` for the arguments."""
 
     # As tianshou calls them, for programs that look; whatever else is in a batch is a column too.
@@ -303,56 +302,6 @@ class EpisodeRows(Buffer):
             raise SpecError(f"buffer_ids must be None or [0] for a buffer of one lane, got {buffer_ids!r}")
         return np.zeros(1, np.int64), 1
 
-    def _checked(
-        self, rows: Mapping[str, Any], unknown: str, missing: str, plan: Plan | None = None
-    ) -> dict[str, Any]:
-        plan = self._planned(rows, 2)
-        self._check_names(plan)
-        transitions.check_required(plan.rows)
-        return super()._checked(plan.rows, unknown, missing, plan)
-
-    def _as_rows(self, name: str, value: Any, known: Spec | None) -> tuple[Any, Spec]:
-        if is_info(name) and isinstance(value, np.ndarray) and value.dtype == OBJECT:
-            return value, OBJECTS
-        return super()._as_rows(name, value, known)
-
-    def _planned(self, rows: Mapping[str, Any], n_lead: int) -> Plan:
-        """What becomes of the columns of infos with these rows (n, ...), or (n, T, ...)."""
-        return planned(rows, self._specs, self._held, n_lead)
-
-    def _held(self, name: str) -> np.ndarray:
-        """The numbers that a column holds in the rows that are there."""
-        return held_values(self._storage, name, self._specs[name])
-
-    def _adopt(self, plan: Plan) -> None:
-        super()._adopt(plan)
-        self._say_what_is_left_out([*plan.changed, *plan.folded])
-
-    def _make(self, made: dict[str, Spec]) -> None:
-        super()._make(made)
-        self._say_what_is_left_out(made)
-
-    def _say_what_is_left_out(self, names: Iterable[str]) -> None:
-        objects = sorted(name for name in names if self._specs[name].is_object)
-        if objects and self.framework == "torch":
-            LOG.warning(
-                "%s: %s hold objects, which batches of torch leave out: read them with `get`, or let `framework` be "
-                "'numpy'", type(self).__name__, objects,
-            )  # fmt: skip
-
-    def _check_names(self, plan: Plan) -> None:
-        """Raises SpecError if there cannot be columns of these names beside those that there are."""
-        rows = plan.rows
-        if rows.keys() <= self._specs.keys():
-            return
-        transitions.check_names([*plan.specs(self._specs), *rows])
-        if taken := sorted(self._beside_names() & {top(name) for name in rows}):
-            raise SpecError(f"{taken[0]!r} is what a batch of this buffer holds beside its keys; give it another name")
-
-    def _beside_names(self) -> set[str]:
-        """What a batch holds that no column does."""
-        return {DISCOUNT} if self._reading.n_step > 1 else set()
-
     def _ends_among(self, names: Iterable[str]) -> list[str]:
         return [name for name in FLAGS if name in names]
 
@@ -414,9 +363,6 @@ class EpisodeRows(Buffer):
         self._running.add_many(every // self._storage.columns.capacity, self._rewards(rewards), open_lengths, begun)
 
     # Files and pickles
-
-    def _keeps_objects(self, name: str) -> bool:
-        return is_info(name)
 
     def _more_arrays(self) -> dict[str, np.ndarray]:
         return self._running.arrays()

@@ -42,21 +42,19 @@ class Exporter:
         self._library: Any = None
 
     def __call__(self, arrays: Mapping[str, Any], specs: Mapping[str, Spec]) -> Any:
-        """A batch of arrays that nobody else holds; those without a spec are what they say they are.
-
-        Arrays of objects stay numpy's; a `DictTensor` is without them.
-        """
-        objects = {name for name, array in arrays.items() if array.dtype == OBJECT}
-        if objects:
-            numbers = {name: array for name, array in arrays.items() if name not in objects}
-            batch = self(numbers, specs)
-            if self.framework == "torch":
-                return batch
-            # Of a single row they are what it holds.
-            return ArrayDict.trusted((n, a[()] if n in objects else batch[n]) for n, a in arrays.items())
+        """A batch of arrays that nobody else holds; those without a spec are what they say they are."""
         if self.framework == "torch":
             return DictTensor.trusted({name: self._tensor(array, specs.get(name)) for name, array in arrays.items()})
         return ArrayDict.trusted(zip(arrays, self._converted(arrays, specs), strict=True))
+
+    def with_objects(self, arrays: Mapping[str, Any], specs: Mapping[str, Spec]) -> Any:
+        """The same, where some may be arrays of objects: these stay numpy's, and a `DictTensor` is without them."""
+        objects = {name for name, array in arrays.items() if array.dtype == OBJECT}
+        batch = self({name: array for name, array in arrays.items() if name not in objects}, specs)
+        if self.framework == "torch":
+            return batch
+        # Of a single row they are what it holds.
+        return ArrayDict.trusted((n, a[()] if n in objects else batch[n]) for n, a in arrays.items())
 
     def one(self, name: str, array: Any, spec: Spec | None = None) -> Any:
         """One array; that of objects as it is, or if it has no axes what it holds."""
