@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import OutOfMemoryError
-from rlstructs.replay.buffers.infos_in import nested
+from rlstructs.replay.buffers.infos_in import is_nothing, nested
 from rlstructs.replay.buffers.rows_in import as_rows
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.objects import OBJECT, objects_in, objects_of
@@ -119,7 +119,7 @@ def _is_nothing(values: Any) -> bool:
     """Whether it is None, or an empty mapping, in every row."""
     if not isinstance(values, np.ndarray) or values.dtype != OBJECT:
         return False
-    return all(each is None or (isinstance(each, Mapping) and not each) for each in values.flat)
+    return all(map(is_nothing, values.flat))
 
 
 def held_values(storage: Storage, name: str, spec: Spec) -> np.ndarray:

@@ -50,8 +50,10 @@ def info_items(name: str, value: Any, n_axes: int, owner: str) -> dict[str, Any]
         return {key: _column([cell]) for key, cell in _cells(name, value, owner).items()}
     if are_mappings(value):
         return _columns([_cells(name, each, owner) for each in value])
+    if value is None or (is_mapping(value) and not value.keys()):
+        return {}
     if not _is_nested(value):
-        return {name: _rows(name, value)}
+        return {name: _rows(name, value, owner)}
     parts = [info_items(f"{name}/{key}", value[key], n_axes, owner) for key in value.keys()]  # noqa: SIM118
     return _joined(parts, owner)
 
@@ -111,8 +113,11 @@ def _holds(array: np.ndarray, given: Sequence[Any]) -> bool:
     )
 
 
-def _rows(name: str, value: Any) -> Any:
+def _rows(name: str, value: Any, owner: str) -> Any:
     """The rows (n, ...) of what several environments say, which is not nested."""
+    if is_mapping(value):
+        wrong = next(key for key in value.keys() if not isinstance(key, str))  # noqa: SIM118
+        raise TypeError(f"{owner}: a key must be a string, got {wrong!r} in {name!r}")
     if isinstance(value, np.ndarray) and value.dtype == object and value.ndim:
         plain = value.ndim == 1 and all(isinstance(each, NUMBERS) for each in value)
         return _column([_cell(name, each) for each in value]) if plain else objects_in(value, 1)
@@ -135,6 +140,8 @@ def _columns(rows: Sequence[Cells]) -> dict[str, Any]:
     """Rows of several environments by name; what is nested in some of them and not in others as objects."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     whole = {name for name in names if any(other.startswith(f"{name}/") for other in names)}
+    said = {name for name in whole if not all(is_nothing(row[name]) for row in rows if name in row)}
+    names, whole = [name for name in names if name not in whole or name in said], said
     columns = {}
     for name in names:
         if name in whole:
@@ -157,6 +164,12 @@ def nested(name: str, row: Mapping[str, Any]) -> Any:
                 at = at.setdefault(each, {})
             at[last] = as_object(cell.value if isinstance(cell, Object) else cell)
     return Object(found) if found else None
+
+
+def is_nothing(cell: Any) -> bool:
+    """Whether a row says None, or a mapping without entries."""
+    value = cell.value if isinstance(cell, Object) else cell
+    return value is None or (isinstance(value, Mapping) and not value)
 
 
 def _column(cells: Sequence[Any]) -> Any:
