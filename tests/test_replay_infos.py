@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
-
 from replay_rows import state_of
+
 from rlstructs import SharedVectorEnv
 from rlstructs.errors import FileError, OutOfMemoryError, SpecError
 from rlstructs.replay import (
@@ -151,7 +151,7 @@ def test_infos_of_every_kind_are_in_files_pickles_and_copies(kind, suffix, tmp_p
     for same_kind in (loaded, other):
         same_kind.load(tmp_path / f"buffer.{suffix}")
     for each in (loaded, other, copy.deepcopy(buffer), pickle.loads(pickle.dumps(buffer))):
-        assert set(each._specs) == set(buffer._specs) and [each._specs["info/x"].dtype, len(each)] == [object, len(buffer)]
+        assert set(each._specs) == set(buffer._specs) and len(each) == len(buffer)
         assert all(same(info_at(each, row), info) for row, info in zip(at, infos, strict=True))
         add(kind, each, 6, {"x": "more", "n": 0.5})
     assert info_at(buffer, at[1]) == "text" and buffer._specs["info/n"].dtype == np.int64
@@ -176,7 +176,7 @@ def test_what_no_file_holds_is_named_and_nothing_is_written(info, why, tmp_path)
 
 
 @surfaces
-@pytest.mark.parametrize("bad", [{"act": "left"}, {"obs": np.zeros(3)}, {"rew": [1.0, 2.0]}, {"terminated": 2}], ids=str)
+@pytest.mark.parametrize("bad", [{"act": "left"}, {"obs": np.ones(3)}, {"rew": [1.0, 2]}, {"truncated": 2}], ids=str)
 def test_a_write_that_fails_leaves_the_columns_of_infos_as_they_are(kind, bad):
     buffer = BUFFERS[kind]()
     add(kind, buffer, 0, {"x": 1, "y": {"z": 1}})

@@ -24,7 +24,7 @@ from rlstructs.replay.roles import ends_among, source_of
 from rlstructs.replay.samplers import Span
 from rlstructs.replay.selection import Selection
 from rlstructs.replay.storage import ALL, Storage
-from rlstructs.replay.trajectories import STEP_ENDS, STEP_START, as_slice, rounds
+from rlstructs.replay.trajectories import STEP_ENDS, STEP_START, as_slice, named_steps, rounds
 from rlstructs.replay.values import generator_of, host_array
 from rlstructs.structures.trajectories import Trajectories
 
@@ -206,7 +206,7 @@ class Buffer:
             TypeError, MissingKeyError, SpecError: something does not fit; the buffer is as it was.
         """
         steps = steps_of(trajectories)
-        names = self._trajectory_names(steps) if names is None else names
+        names = named_steps(self._trajectory_names(steps) if names is None else names, list(steps.keys()))
         require_keys(steps, names.values())
         lead = (steps.n_elems(), steps.n_timesteps())
         rows = {name: self._prepared(name, steps[key]) for name, key in names.items()}

@@ -19,6 +19,7 @@ from rlstructs.replay.reading import DISCOUNT
 from rlstructs.replay.roles import ends_among
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.storage import ALL, Storage
+from rlstructs.replay.trajectories import key_of
 from rlstructs.replay.values import as_whole, host_array
 from rlstructs.structures.trajectories import Trajectories
 
@@ -215,7 +216,7 @@ class TaggedBuffer(Buffer):
 
     def _trajectory_names(self, steps: Any) -> dict[str, str]:
         known = NAMES | MORE_NAMES
-        return {tag: known.get(tag, tag) for tag in self._tags} if self._tags else dict(NAMES)
+        return {tag: key_of(tag, known) for tag in self._tags} if self._tags else dict(NAMES)
 
     # Files and copies
 
