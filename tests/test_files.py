@@ -482,3 +482,79 @@ def test_classes_that_are_derived_are_saved_and_loaded_as_themselves(path):
     batch.save(path)
     assert type(Batch.load(path)) is Batch and Batch.load(path) == batch
     assert Trajectories.load(path).trajectories == batch.trajectories
+
+
+# --- names ------------------------------------------------------------------------------------------
+
+
+def _saved(structure, path):
+    structure.save(path)
+    return type(structure).load(path) == structure
+
+
+def _buffer_saved(make, path):
+    buffer, other = make(), make()
+    buffer.save(path)
+    other.load(path)
+    return len(other) == len(buffer) == 2
+
+
+def _tianshou(kind):
+    from rlstructs import replay
+
+    buffer = replay.ReplayBuffer(4) if kind == "plain" else replay.PrioritizedReplayBuffer(4, 0.5, 0.5)
+    for t in range(2):
+        buffer.add({"obs": t, "act": 0, "rew": 0.0, "terminated": False, "truncated": False, "info": {"x": "t"}})
+    return buffer
+
+
+def _chunks():
+    from rlstructs.replay import ChunkReplayBuffer
+
+    buffer = ChunkReplayBuffer(4, 0)
+    buffer.setup_entry("x", np.int64)
+    for t in range(2):
+        buffer.append({"x": t})
+    return buffer
+
+
+def _rows():
+    from rlstructs.replay import DictTensorReplayBuffer, LazyTensorStorage
+
+    buffer = DictTensorReplayBuffer(storage=LazyTensorStorage(4))
+    buffer.extend(DictTensor({"x": torch.arange(2)}))
+    return buffer
+
+
+SAVERS = {
+    "DictTensor": lambda path: _saved(DictTensor({"x": torch.arange(3)}), path),
+    "TemporalDictTensor": lambda path: _saved(TemporalDictTensor({"x": torch.zeros(2, 3)}, torch.tensor([1, 3])), path),
+    "Trajectories": lambda path: _saved(sample(), path),
+    "ReplayBuffer": lambda path: _buffer_saved(lambda: _tianshou("plain"), path),
+    "PrioritizedReplayBuffer": lambda path: _buffer_saved(lambda: _tianshou("prioritised"), path),
+    "ChunkReplayBuffer": lambda path: _buffer_saved(_chunks, path),
+    "DictTensorReplayBuffer": lambda path: _buffer_saved(_rows, path),
+}
+STEMS = {"200": "a" * 200, "235": "b" * 235, "longest": "c" * 251, "accents": "é" * 125, "signs": "学" * 83}
+
+
+@pytest.mark.parametrize("stem", STEMS.values(), ids=STEMS)
+@pytest.mark.parametrize("saver", SAVERS)
+def test_whatever_name_a_file_may_have_it_can_be_saved_to(saver, stem, path):
+    named = path.with_name(stem[: 255 - len(path.suffix)] + path.suffix)
+    assert len(os.fsencode(named.name)) <= 255
+    for _ in range(2):
+        assert SAVERS[saver](named)
+    assert [each.name for each in named.parent.iterdir()] == [named.name]
+
+
+def test_long_names_that_begin_alike_have_temporary_names_of_their_own(tmp_path):
+    first, other = (files.temporary_name(tmp_path / f"{'x' * 240}{end}.pt") for end in ("a", "b"))
+    assert first != other and all(len(os.fsencode(each.name)) <= 255 for each in (first, other))
+
+
+def test_a_name_that_is_too_long_is_named_and_nothing_is_left(path):
+    named = path.with_name("a" * 300 + path.suffix)
+    with pytest.raises(OSError, match="File name too long") as raised:
+        DictTensor({"x": torch.arange(3)}).save(named)
+    assert str(named) in str(raised.value) and not list(path.parent.iterdir())

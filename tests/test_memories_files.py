@@ -445,3 +445,37 @@ def test_a_tensor_that_the_csv_has_no_room_for_takes_no_memory(tmp_path):
         assert tracemalloc.get_traced_memory()[1] < 10**7  # a million names take ten times as much
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("stem", ["memory", "a" * 235, "é" * 125], ids=["short", "long", "accents"])
+def test_a_memory_is_saved_to_the_file_that_is_named(kind, form, stem, tmp_path):
+    memory, other = rich(kind, 2), rich(kind)
+    named = tmp_path / "new folder" / f"{stem}.{form}"
+    for given in (named, str(named)):
+        assert memory.save(given) == named
+    assert memory.save(named, form) == named
+    beside = [named.with_suffix(".json")] if form == "csv" else []
+    assert sorted(named.parent.iterdir()) == sorted([named, *beside])
+    other.load(named)
+    assert valid_rows(other) == valid_rows(memory)
+
+
+def test_a_directory_is_one_whatever_it_is_called(form, tmp_path):
+    memory = rich("torch", 2)
+    (tmp_path / "there.pt").mkdir()
+    for folder in ("there.pt", "runs.v2", "runs"):
+        path = memory.save(tmp_path / folder, form)
+        assert path.parent == tmp_path / folder / "memories" and path.suffix == f".{form}"
+    assert memory.save(tmp_path / "runs").suffix == ".pt"
+
+
+def test_a_name_that_ends_in_another_format_is_refused(tmp_path):
+    memory = rich("torch", 2)
+    for name, form, message in (
+        ("a.npz", "csv", r"a\.npz: the name ends in \.npz, the format should be 'csv'; leave one of them out$"),
+        ("a.h5", None, r"^the format must be one of \('pt', 'npz', 'csv'\), got 'h5'$"),
+        ("a.pt", "h5", r"^the format must be one of \('pt', 'npz', 'csv'\), got 'h5'$"),
+    ):
+        with pytest.raises(SpecError, match=message):
+            memory.save(tmp_path / name, form)
+    assert not list(tmp_path.iterdir())

@@ -40,7 +40,7 @@ from rlstructs.memories.trajectories import NAMES, lanes_of
 from rlstructs.replay.columns import cast
 from rlstructs.replay.expand import NEVER
 from rlstructs.replay.prioritised import exponent, largest_of, limit_of
-from rlstructs.replay.trajectories import STEP_ENDS, STEP_START
+from rlstructs.replay.trajectories import STEP_ENDS, STEP_START, named_steps
 from rlstructs.replay.values import host_array, real_numbers
 from rlstructs.rows import raw_dtype
 from rlstructs.steps import raw_of, tensor_of
@@ -159,13 +159,15 @@ class RayReplay:
         self._check_open("extend")
         if not isinstance(trajectories, Trajectories):
             raise TypeError(f"extend: needs Trajectories, got {type(trajectories).__name__}")
-        steps, keys = trajectories.trajectories, sorted(set(self._names.values()) | self._ends(trajectories))
+        steps = trajectories.trajectories
+        names = named_steps(self._names, list(steps.keys()))
+        keys = sorted(set(names.values()) | self._ends(trajectories))
         if absent := [key for key in keys if key not in steps]:
             raise MissingKeyError(f"extend: no {absent} in the trajectories, there are {sorted(steps.keys())}")
         environments = lanes_of(trajectories, self._num_envs, "extend")
         columns = {key: raw_of(steps[key].detach().cpu()) for key in keys}
         columns[LENGTHS] = host_array(LENGTHS, steps.lengths)
-        dtypes = self._dtypes(columns, {key: steps[key].dtype for key in keys})
+        dtypes = self._dtypes(names, columns, {key: steps[key].dtype for key in keys})
         largest = max(report["largest"] for report in self._reports())  # which new rows have, in every shard
         parts = []
         for shard in range(self._n_shards):
@@ -209,9 +211,10 @@ class RayReplay:
             WorkerError: a shard is gone.
         """
         self._check_open("sample")
-        n, names = check_count("batch_size", batch_size), list(self._names if names is None else names)
-        if unknown := sorted(set(names) - set(self._names)):
-            raise MissingKeyError(f"sample: no tensor(s) {unknown}, there are {sorted(self._names)}")
+        n, known = check_count("batch_size", batch_size), self._tensor_names()
+        names = known if names is None else list(names)
+        if unknown := sorted(set(names) - set(known)):
+            raise MissingKeyError(f"sample: no tensor(s) {unknown}, there are {sorted(known)}")
         length = check_count("sequence_length", sequence_length or 1)
         settings = {"sequence_length": length, "n_step": n_step, "gamma": gamma, "episode_ends": episode_ends}
         try:
@@ -224,10 +227,10 @@ class RayReplay:
         joined = {name: np.concatenate([part[name] for part in columns]) for name in columns[0]}
         lead = (n,) if length == 1 else (n, length)
         found = {name: tensor_of(joined[name].reshape(*lead, *joined[name].shape[1:]), dtypes[name]) for name in names}
-        known = {name.removeprefix("/"): torch.from_numpy(joined[name].reshape(lead))
+        more = {name.removeprefix("/"): torch.from_numpy(joined[name].reshape(lead))
                  for name in joined if name.startswith("/")}  # fmt: skip
         weights = (np.minimum(least, leaves.min()) / leaves).astype(np.float32) ** np.float32(self.beta)
-        return DictTensor({**found, **known, WEIGHT: torch.from_numpy(weights)})
+        return DictTensor({**found, **more, WEIGHT: torch.from_numpy(weights)})
 
     def update_priorities(self, index: Any, priorities: Any) -> None:
         """Sets the priorities of rows; of equal indexes the last counts.
@@ -366,7 +369,13 @@ class RayReplay:
         """Keys that say where episodes end and begin, whatever the tensors are."""
         return {key for key in (*STEP_ENDS, STEP_START) if key in trajectories.trajectories}
 
-    def _dtypes(self, columns: Columns, dtypes: Dtypes) -> Dtypes:
+    def _tensor_names(self) -> list[str]:
+        """The names of the tensors that the shards have; what they will have as long as none has rows."""
+        if not any(report["dtypes"] for report in self._reports()):
+            self._refresh()  # others may have added the first ones
+        return list(next((report["dtypes"] for report in self._reports() if report["dtypes"]), self._names))
+
+    def _dtypes(self, names: Mapping[str, str], columns: Columns, dtypes: Dtypes) -> Dtypes:
         """Of all columns; those that the shards hold otherwise are cast, here: for all shards or none.
 
         Raises:
@@ -375,7 +384,7 @@ class RayReplay:
         if not any(report["dtypes"] for report in self._reports()):
             self._refresh()  # others may have added the first ones
         held: Dtypes = next((report["dtypes"] for report in self._reports() if report["dtypes"]), {})
-        for name, key in self._names.items():
+        for name, key in names.items():
             dtype = held.get(name, dtypes[key])
             if torch.bfloat16 not in (dtype, dtypes[key]) and dtype is not dtypes[key]:  # which numpy has not
                 columns[key], dtypes[key] = cast(name, columns[key], raw_dtype(dtype)), dtype

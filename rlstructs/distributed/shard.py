@@ -150,7 +150,9 @@ class Shard:
         """How many rows there are, what `ShardMemory` tells of them, bytes, and dtypes by name, if it has any rows."""
         memory = self._memory
         masses, least = memory.masses(self._kinds)
-        dtypes = {name: memory.get_tensor_by_name(name).dtype for name in self._settings.names} if len(memory) else {}
+        held = memory.get_tensor_names() if len(memory) else []
+        names = [name for key in self._settings.names for name in held if name == key or name.startswith(f"{key}/")]
+        dtypes = {name: memory.get_tensor_by_name(name).dtype for name in names}
         return {"rows": len(memory), "masses": masses, "least": least, "largest": memory.largest,
                 "nbytes": memory.nbytes, "dtypes": dtypes}  # fmt: skip
 

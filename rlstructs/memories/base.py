@@ -12,7 +12,6 @@ import numpy as np
 from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.memories import files, trajectories
-from rlstructs.memories.formats import checked_format
 from rlstructs.memories.names import ends_of
 from rlstructs.memories.tensors import NamedTensors
 from rlstructs.replay.columns import Spec
@@ -279,21 +278,23 @@ class Memory(NamedTensors, ABC):
 
     # Files
 
-    def save(self, directory: str | Path = "", format: str = "pt") -> Path:  # noqa: A002 - skrl's name
-        """Writes all to a file in `directory`/memories, whole or not at all.
+    def save(self, directory: str | Path = "", format: str | None = None) -> Path:  # noqa: A002 - skrl's name
+        """Writes all to a file, whole or not at all: one in `directory`/memories, or the one that is named.
 
         Args:
-            directory: "" for `export_directory`.
-            format: "pt", "npz" or "csv" (valid rows only, with a .json beside it).
+            directory: "" for `export_directory`; or the name of a file, which ends in .pt, .npz or .csv and is no
+                directory.
+            format: "pt", "npz" or "csv" (valid rows only, with a .json beside it); None for what a file's name ends
+                in, or "pt".
 
         Returns:
-            The file. Its name begins with the time, so that names sort by it.
+            The file. In a directory its name begins with the time, so that names sort by it.
 
         Raises:
-            SpecError: no such format.
+            SpecError: no such format, or not the one that the file's name ends in.
             OSError: the directory cannot be written to.
         """
-        return files.save(self, directory or self.export_directory, checked_format(format))
+        return files.save(self, *files.target(self, directory or self.export_directory, format))
 
     def load(self, path: str | Path) -> None:
         """Restores what `save` wrote: rows, length, cursor and random stream. Missing tensors are made.

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlstructs.errors import FileError
-from rlstructs.memories.formats import FORMATS
+from rlstructs.errors import FileError, SpecError
+from rlstructs.memories.formats import FORMATS, checked_format
 from rlstructs.memories.framework import spec_of
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.episodes import EPISODE
@@ -40,12 +40,26 @@ LONGEST_NUMBER = 100
 CHECKSUM, ROWS_CHECKSUM = "crc32", "rows_crc32"
 
 
-def save(memory: Memory, directory: str | Path, format: str) -> Path:  # noqa: A002
+def target(memory: Memory, given: str | Path, format: str | None) -> tuple[Path, str]:  # noqa: A002
+    """Which file a memory is saved to, and in which format: a file that is named, or one in a directory.
+
+    Raises:
+        SpecError: there is no such format, or the file's name ends in another one.
+    """
+    path = Path(given)
+    ending = path.suffix[1:]
+    if path.is_dir() or ending not in (*FORMATS, "h5", "hdf5"):
+        format = checked_format("pt" if format is None else format)  # noqa: A001
+        now = datetime.now().strftime("%y-%m-%d_%H-%M-%S-%f")
+        return path / "memories" / f"{now}_memory_{hex(id(memory))}.{format}", format
+    if checked_format(ending if format is None else format) != ending:
+        raise SpecError(f"{path}: the name ends in .{ending}, the format should be {format!r}; leave one of them out")
+    return path, ending
+
+
+def save(memory: Memory, path: Path, format: str) -> Path:  # noqa: A002
     """Writes a memory; returns the file."""
-    folder = Path(directory) / "memories"
-    folder.mkdir(parents=True, exist_ok=True)
-    now = datetime.now().strftime("%y-%m-%d_%H-%M-%S-%f")
-    path = folder / f"{now}_memory_{hex(id(memory))}.{format}"
+    path.parent.mkdir(parents=True, exist_ok=True)
     if format == "csv":
         _save_csv(memory, path)
     else:

@@ -11,7 +11,7 @@ from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.memories.framework import spec_of
 from rlstructs.memories.names import check_name, ends_of
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.trajectories import STEP_ENDS, STEP_START, as_slice, rounds
+from rlstructs.replay.trajectories import STEP_ENDS, STEP_START, as_slice, named_steps, rounds
 from rlstructs.replay.values import encoded, host_array
 from rlstructs.structures.trajectories import Trajectories
 
@@ -33,7 +33,7 @@ def add(memory: Memory, batch: Trajectories, names: Mapping[str, str] | None) ->
     if not isinstance(batch, Trajectories):
         raise TypeError(f"add_trajectories: needs Trajectories, got {type(batch).__name__}")
     steps = batch.trajectories
-    names = NAMES if names is None else names
+    names = named_steps(NAMES if names is None else names, list(steps.keys()))
     for key in names.values():
         if key not in steps:
             raise MissingKeyError(f"add_trajectories: no {key!r} in the trajectories, there are {sorted(steps.keys())}")

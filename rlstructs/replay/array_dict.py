@@ -11,6 +11,7 @@ import numpy as np
 from rlstructs.errors import SpecError
 from rlstructs.replay import array_ops
 from rlstructs.replay.array_values import ArrayValues
+from rlstructs.replay.roles import is_info
 
 A = TypeVar("A", bound="ArrayDict")
 
@@ -52,7 +53,10 @@ class ArrayDict(ArrayValues):
             if not isinstance(name, str):
                 raise TypeError(f"{type(self).__name__}: a key must be a string, got {name!r}")
             if isinstance(value, Mapping) or array_ops.are_rows(value):
-                inside = ArrayDict(value)
+                inside = _rows_of(name, value)
+                if not isinstance(inside, Mapping):
+                    self._set(name, inside)
+                    continue
                 for key, each in inside.items():
                     self._check_new(f"{name}/{key}")
                     self._set(f"{name}/{key}", each)
@@ -123,7 +127,7 @@ class ArrayDict(ArrayValues):
             return
         for key in self._inside(index):
             self._delete(f"{index}/{key}")
-        value = ArrayDict(value) if array_ops.are_rows(value) else value
+        value = _rows_of(index, value) if array_ops.are_rows(value) else value
         if not isinstance(value, Mapping):
             self._set(index, value)
             return
@@ -306,8 +310,17 @@ class ArrayDict(ArrayValues):
 
     @staticmethod
     def stack(batches: Iterable[Mapping[str, Any]], axis: int = 0) -> ArrayDict:
-        """Batches of the same names and shapes along a new axis."""
-        return _joined(list(batches), lambda values: array_ops.stack(values, axis))
+        """Batches of the same names and shapes along a new axis; infos may differ, and are objects where they do."""
+        listed = [ArrayDict(batch) for batch in batches]
+        odd = _odd_infos(listed) if axis == 0 else []
+        columns = {name: array_ops.stacked([batch._arrays().get(name) for batch in listed]) for name in odd}
+        for batch in listed if odd else ():
+            for name in batch.keys() & odd:
+                batch._delete(name)
+        made = _joined(listed, lambda values: array_ops.stack(values, axis))
+        for name, column in columns.items():
+            made._set(name, column)
+        return made
 
     def cat_(self, batches: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Puts one or several batches behind this one."""
@@ -364,6 +377,22 @@ class _Nested(ArrayDict):
 
     def __repr__(self) -> str:
         return repr(ArrayDict(self))
+
+
+def _rows_of(name: str, value: Any) -> Any:
+    """Mappings, a row each, as a batch; those of infos that differ as an array of objects."""
+    try:
+        return ArrayDict(value)
+    except ValueError:
+        if not is_info(name):
+            raise
+        return array_ops.stacked(value)
+
+
+def _odd_infos(batches: list[ArrayDict]) -> list[str]:
+    """The names of infos that not all of these batches have, or not in the same shape."""
+    infos = dict.fromkeys(name for batch in batches for name in batch._arrays() if is_info(name))
+    return [name for name in infos if len({np.shape(b.get(name)) if name in b else None for b in batches}) > 1]
 
 
 def _joined(batches: list[Mapping[str, Any]], join: Callable[[list[Any]], Any]) -> ArrayDict:

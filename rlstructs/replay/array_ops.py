@@ -110,6 +110,18 @@ def stack(values: list[Any], axis: int) -> Any:
     return _library(values[0]).stack(values, axis)
 
 
+def stacked(values: Sequence[Any]) -> np.ndarray:
+    """Values of which some are None as rows: zeros stand for None among numbers of one shape, else all are objects."""
+    given = [np.asarray(array(value)) for value in values if value is not None]
+    if given and len({each.shape for each in given}) == 1 and all(each.dtype.kind in "biufc" for each in given):
+        absent = np.zeros_like(given[0])
+        return np.stack([absent if value is None else np.asarray(array(value)) for value in values])
+    found = np.empty(len(values), object)
+    for at, value in enumerate(values):
+        found[at] = array(value)
+    return found
+
+
 def _library(value: Any) -> Any:
     """numpy, or what has its functions for such an array."""
     if type(value).__module__.partition(".")[0] in ("jax", "jaxlib"):

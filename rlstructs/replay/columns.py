@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from rlstructs.debug import is_on, poison
-from rlstructs.errors import MissingKeyError, SpecError
+from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay.backing import Backing, Block, Heap, available_bytes
+from rlstructs.replay.objects import OBJECT, ObjectBlock, private_rows
 
 LANE, SLOT = "lane", "slot"
 # The bits of bfloat16's NaN: numpy has no such dtype, so that its columns hold integers.
@@ -28,7 +29,7 @@ class Spec:
     """What a column holds in a row.
 
     Attributes:
-        dtype: of numpy.
+        dtype: of numpy; that of objects for rows of Python's objects, of shape ().
         shape: of one row.
         fill: what a row holds of a column that it was written without; None for `unwritten`.
         is_bfloat16: whether what the dtype, int16, holds are the bits of bfloat16.
@@ -45,15 +46,22 @@ class Spec:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
+    def is_object(self) -> bool:
+        """Whether a row is one of Python's objects."""
+        return bool(self.dtype == OBJECT)
+
+    @property
     def unwritten(self) -> Any:
         """The value of what was never written: `fill`, or NaN in floats and zero in others; in debug mode poison."""
-        if self.fill is not None:
+        if self.fill is not None or self.is_object:
             return self.fill
         return self.poison if is_on() or self.is_bfloat16 or self.dtype.kind in "fc" else 0
 
     @property
     def poison(self) -> Any:
         """The value of what is not to be read."""
+        if self.is_object:
+            return None
         return BFLOAT16_NAN if self.is_bfloat16 else poison(self.dtype)
 
 
@@ -84,7 +92,11 @@ class Columns:
     def __init__(self, n_lanes: int, capacity: int, order: str = LANE, backing: Backing | None = None) -> None:
         self.n_lanes, self.capacity, self.order = n_lanes, capacity, order
         self.lane_stride, self.slot_stride = (capacity, 1) if order == LANE else (1, n_lanes)
+        # Another dict with each change, as others may be looking at it.
         self.specs: dict[str, Spec] = {}
+        # How often columns came, went or changed, twice each; odd while one does.
+        self.layout = 0
+        self.has_objects = False
         self._backing = Heap() if backing is None else backing
         self._blocks: dict[str, Block] = {}
         self._sparse: set[str] = set()
@@ -106,11 +118,20 @@ class Columns:
             self.cells[name] = flat.reshape(self.capacity, self.n_lanes, *spec.shape).swapaxes(0, 1)
 
     def _rows_of(self, name: str) -> np.ndarray:
-        spec = self.specs[name]
-        return self._blocks[name].bytes().view(spec.dtype).reshape(self.n_rows, *spec.shape)
+        return self._rows_in(self._blocks[name], self.specs[name])
+
+    def _rows_in(self, block: Block, spec: Spec) -> np.ndarray:
+        if isinstance(block, ObjectBlock):
+            return block.values
+        return block.bytes().view(spec.dtype).reshape(self.n_rows, *spec.shape)
 
     def _allocate(self, name: str, spec: Spec) -> None:
-        self._blocks[name] = self._backing.allocate(name, spec.nbytes * self.n_rows, name in self._sparse)
+        self._blocks[name] = self._block(name, spec)
+
+    def _block(self, name: str, spec: Spec) -> Block:
+        if spec.is_object:
+            return ObjectBlock(self.n_rows)
+        return self._backing.allocate(name, spec.nbytes * self.n_rows, name in self._sparse)
 
     @property
     def n_rows(self) -> int:
@@ -134,15 +155,39 @@ class Columns:
         """Adds a column, every row of it unwritten; the others are as they were. Of a sparse one few are ever set."""
         if sparse:
             self._sparse.add(name)
+        self.layout += 1
         self._allocate(name, spec)
-        self.specs[name] = spec
+        self.specs, self.has_objects = {**self.specs, name: spec}, self.has_objects or spec.is_object
         self._map_one(name)
+        self.layout += 1
         if spec.unwritten != 0:  # NaN is not equal to it either
             self.put_rows(name, slice(None), self.value(name, spec.unwritten))
+
+    def exchange(self, made: Mapping[str, tuple[Spec, np.ndarray]], gone: Iterable[str] = ()) -> None:
+        """Gives columns other specs and values, `(n_rows, *shape)` in the order of row ids, and takes others away.
+
+        Who reads meanwhile has the old ones or the new ones; `layout` tells whether they were exchanged.
+        """
+        blocks = {name: self._block(name, spec) for name, (spec, _) in made.items()}
+        for name, (spec, values) in made.items():
+            self._rows_in(blocks[name], spec)[...] = values
+        self.layout += 1
+        gone = set(gone) - made.keys()
+        self._blocks = {name: block for name, block in (self._blocks | blocks).items() if name not in gone}
+        specs = self.specs | {name: spec for name, (spec, _) in made.items()}
+        self.specs = {name: spec for name, spec in specs.items() if name not in gone}
+        self.has_objects = any(spec.is_object for spec in self.specs.values())
+        for name in made:
+            self._map_one(name)
+        for name in gone:
+            del self.flat[name], self.cells[name]
+        self.layout += 1
 
     def move(self, backing: Backing) -> None:
         """Copies every column to bytes of another kind; views of the old ones no longer follow."""
         moved = {}
+        if objects := [name for name, spec in self.specs.items() if spec.is_object]:
+            raise StateError(f"{objects[0]!r} holds objects, which cannot be moved to where processes share them")
         for name, spec in self.specs.items():
             moved[name] = backing.allocate(name, spec.nbytes * self.n_rows)
             moved[name].bytes()[...] = self._blocks[name].bytes()
@@ -179,7 +224,10 @@ class Columns:
     def gather(self, names: Iterable[str], rows: np.ndarray) -> list[Any]:
         """These rows of these columns, private memory of the columns' kind, `(*rows.shape, *shape)` each."""
         # mode="clip" reads without a look at every index first; row ids from here are in range.
-        return [self.flat[name].take(rows, axis=0, mode="clip") for name in names]
+        taken = [self.flat[name].take(rows, axis=0, mode="clip") for name in names]
+        if self.has_objects:
+            return [private_rows(values) if values.dtype == OBJECT else values for values in taken]
+        return taken
 
     def host(self, name: str, values: Any) -> np.ndarray:
         """What `gather` gave, in host memory."""
@@ -239,6 +287,14 @@ class Columns:
         spec = self.specs.get(name)
         if spec is None:
             raise MissingKeyError(f"no {name!r} in this store, there are {sorted(self.specs)}")
+        return self.fitted(name, values, lead, spec)
+
+    def fitted(self, name: str, values: Any, lead: tuple[int, ...], spec: Spec) -> Any:
+        """As `check`, for a column of this spec, which need not be there yet.
+
+        Raises:
+            SpecError: the shape or dtype does not fit.
+        """
         if tuple(values.shape) != (*lead, *spec.shape):
             raise SpecError(f"{name!r} has shape {tuple(values.shape)}, needed is {(*lead, *spec.shape)}")
         return self.converted(name, values, spec)

@@ -20,6 +20,11 @@ BESIDE = ("reward", "raw_reward", "done", "terminated", "truncated", "initial_st
 INFO = "info/"
 
 
+def is_info(name: str) -> bool:
+    """Whether a column holds what an environment says beside all else, whatever that is."""
+    return name.startswith("info") and name.partition("/")[0] == "info"
+
+
 def is_reward(name: str) -> bool:
     """Whether a column holds the reward of its step, and not one that was seen before it."""
     last = name.rpartition("/")[2]

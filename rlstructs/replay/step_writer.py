@@ -117,7 +117,7 @@ class StepWriter:
                 and bool((counters == counters[:, :1]).all())
                 and int(counters[1, 0]) == int(counters[2, 0])
                 and all(columns.specs[name].dtype == END and columns.specs[name].nbytes == 1 for name in self._ends)
-                and not any(spec.is_bfloat16 for spec in columns.specs.values())
+                and not any(spec.is_bfloat16 or spec.is_object for spec in columns.specs.values())
             )
             n, self._capacity = columns.n_lanes, columns.capacity
             specs = dict(columns.specs) if usable else {}

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -215,9 +216,22 @@ def _tree(flat: Mapping[str, torch.Tensor], kind: str) -> dict[str, Any]:
 
 def temporary_name(path: Path) -> Path:
     """A name beside `path`, with its ending, that nobody else uses; nothing is there."""
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.{threading.get_ident()}{path.suffix}")
+    stem, mark = path.stem, f".{os.getpid()}.{threading.get_ident()}"
+    room = _longest_name(path.parent) - len(os.fsencode(f".{mark}{path.suffix}"))
+    if len(os.fsencode(stem)) > room:  # what is left of it may be that of another name
+        mark = f".{zlib.crc32(os.fsencode(stem)):08x}{mark}"
+        stem = os.fsencode(stem)[: max(0, room - 9)].decode(errors="ignore")
+    temporary = path.with_name(f".{stem}{mark}{path.suffix}")
     temporary.unlink(missing_ok=True)  # of a process that was killed, and had the same number
     return temporary
+
+
+def _longest_name(folder: Path) -> int:
+    """The most bytes of a file's name in a folder."""
+    try:
+        return os.pathconf(folder, "PC_NAME_MAX")
+    except (AttributeError, OSError, ValueError):  # there is no such folder, or the system does not say
+        return 255
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from rlstructs.replay.backing import Backing
 from rlstructs.replay.buffers import files
 from rlstructs.replay.buffers.batches_in import require_keys, steps_of
 from rlstructs.replay.buffers.export import Exporter
+from rlstructs.replay.buffers.info_columns import Plan, adopt
 from rlstructs.replay.buffers.rows_in import as_rows
 from rlstructs.replay.columns import Columns, Spec
 from rlstructs.replay.links import SMALLEST
@@ -23,7 +24,7 @@ from rlstructs.replay.roles import ends_among, source_of
 from rlstructs.replay.samplers import Span
 from rlstructs.replay.selection import Selection
 from rlstructs.replay.storage import ALL, Storage
-from rlstructs.replay.trajectories import STEP_ENDS, STEP_START, as_slice, rounds
+from rlstructs.replay.trajectories import STEP_ENDS, STEP_START, as_slice, named_steps, rounds
 from rlstructs.replay.values import generator_of, host_array
 from rlstructs.structures.trajectories import Trajectories
 
@@ -116,9 +117,11 @@ class Buffer:
             done = self._done(block)
         self._storage.write(block, lanes, lengths=lengths, done=done, starts=starts)
 
-    def _checked(self, rows: Mapping[str, Any], unknown: str, missing: str) -> dict[str, Any]:
-        """Rows as the columns take them; makes those that are not there yet."""
-        specs = self._specs
+    def _checked(
+        self, rows: Mapping[str, Any], unknown: str, missing: str, plan: Plan | None = None
+    ) -> dict[str, Any]:
+        """Rows as the columns take them; makes those that are not there yet, and changes others as planned."""
+        specs = self._specs if plan is None else plan.specs(self._specs)
         if specs and missing == ERROR and (lacking := sorted(specs.keys() - rows.keys())):
             raise MissingKeyError(f"key(s) {lacking} are missing, got {sorted(rows)}")
         if specs and unknown == ERROR and (more := sorted(rows.keys() - specs.keys())):
@@ -126,27 +129,33 @@ class Buffer:
         block, made = {}, {}
         lead: tuple[int, ...] | None = None
         for name, value in rows.items():
-            block[name], spec = self._as_rows(name, value)
+            block[name], spec = self._as_rows(name, value, specs.get(name))
             shape = tuple(block[name].shape)
             lead = shape[:2] if lead is None else lead
             if len(shape) < 2 or shape[:2] != lead:
                 raise SpecError(f"{name!r} has shape {shape}, others have {lead} rows")
             if name in specs:
-                block[name] = self._storage.columns.check(name, block[name], lead)
+                block[name] = self._storage.columns.fitted(name, block[name], lead, specs[name])
             else:
-                made[name] = Spec(spec.dtype, shape[2:], 0, spec.is_bfloat16)
+                made[name] = spec if spec.is_object else Spec(spec.dtype, shape[2:], 0, spec.is_bfloat16)
+        if plan is not None:
+            self._adopt(plan)
         if made:
             self._make(made)
         return block
 
-    def _as_rows(self, name: str, value: Any) -> tuple[Any, Spec]:
+    def _adopt(self, plan: Plan) -> None:
+        """Changes columns as planned."""
+        adopt(self._storage, plan)
+
+    def _as_rows(self, name: str, value: Any, known: Spec | None) -> tuple[Any, Spec]:
         columns = self._storage.columns
         if not columns.on_host and isinstance(value, torch.Tensor):
             _, spec = as_rows(name, value[:0], None)
             own = columns.own(value, spec)
             if own is not None:
                 return own, spec
-        return as_rows(name, value, self._specs.get(name))
+        return as_rows(name, value, known)
 
     def _make(self, made: dict[str, Spec]) -> None:
         columns = self._storage.columns
@@ -197,7 +206,7 @@ class Buffer:
             TypeError, MissingKeyError, SpecError: something does not fit; the buffer is as it was.
         """
         steps = steps_of(trajectories)
-        names = self._trajectory_names(steps) if names is None else names
+        names = named_steps(self._trajectory_names(steps) if names is None else names, list(steps.keys()))
         require_keys(steps, names.values())
         lead = (steps.n_elems(), steps.n_timesteps())
         rows = {name: self._prepared(name, steps[key]) for name, key in names.items()}
@@ -355,6 +364,10 @@ class Buffer:
     def _takes_capacity(self, capacity: int) -> bool:
         """Whether a file with so many rows per lane fits."""
         return capacity == self._storage.columns.capacity
+
+    def _keeps_objects(self, name: str) -> bool:
+        """Whether a column of this name may hold objects, and change what it holds."""
+        return False
 
     def _state(self) -> dict[str, Any]:
         """What a file says of this buffer beside its arrays, as JSON has it."""

@@ -13,13 +13,16 @@ from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.buffers.base import Buffer
 from rlstructs.replay.buffers.episode_reads import Fields, Pick
 from rlstructs.replay.buffers.episode_rows import Added, MalformedBufferError
+from rlstructs.replay.buffers.info_columns import OBJECTS, Plan, adopt
 from rlstructs.replay.buffers.lazy_column import LazyColumn, read_only
 from rlstructs.replay.buffers.replay_buffer import ReplayBuffer
 from rlstructs.replay.buffers.snapshot import Joined, Rows
 from rlstructs.replay.buffers.transitions import REW, raw_numbers
 from rlstructs.replay.buffers.vector import VectorReplayBuffer
 from rlstructs.replay.columns import Spec
+from rlstructs.replay.roles import is_info
 from rlstructs.replay.trajectories import rounds
+from rlstructs.replay.widening import widened
 from rlstructs.structures.trajectories import Trajectories
 
 if TYPE_CHECKING:
@@ -129,6 +132,29 @@ class CachedReplayBuffer(VectorReplayBuffer):
         if lacking := {name: spec for name, spec in made.items() if name not in self.main_buffer._specs}:
             self.main_buffer._make(lacking)
         super()._make(made)
+
+    def _planned(self, rows: Mapping[str, Any], n_lead: int) -> Plan:
+        self._agree()
+        return super()._planned(rows, n_lead)
+
+    def _held(self, name: str) -> np.ndarray:
+        return np.concatenate([self.main_buffer._held(name), super()._held(name)])
+
+    def _adopt(self, plan: Plan) -> None:
+        self.main_buffer._adopt(plan)
+        super()._adopt(plan)
+
+    def _agree(self) -> None:
+        """Has the caches take what somebody let the main buffer hold of infos, and the other way round."""
+        main, own = self.main_buffer._specs, self._specs
+        for name in [name for name in own if is_info(name) and main.get(name, own[name]) != own[name]]:
+            theirs, ours = self.main_buffer._held(name), super()._held(name)
+            numbers = not (main[name].is_object or own[name].is_object) and main[name].shape == own[name].shape
+            dtype = widened(theirs, ours, theirs.dtype) if numbers else None
+            spec = OBJECTS if dtype is None else Spec(dtype, own[name].shape, 0)
+            for buffer in (self.main_buffer, self):
+                if buffer._specs[name] != spec:
+                    adopt(buffer._storage, Plan({}, {name: spec}))
 
     def _check_room(self, lanes: np.ndarray, done: np.ndarray) -> None:
         steps = self._storage.ring.head[lanes] - self._begins[lanes]

@@ -25,6 +25,7 @@ from rlstructs.replay.buffers.writers import Writer
 from rlstructs.replay.reading import DISCOUNT
 from rlstructs.replay.roles import ends_among
 from rlstructs.replay.step_writer import StepWriter
+from rlstructs.replay.trajectories import named_steps
 from rlstructs.replay.values import host_array
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
@@ -112,6 +113,7 @@ class DictTensorRows(Buffer):
             MissingKeyError, SpecError: something does not fit; the buffer is as it was.
         """
         steps = steps_of(trajectories)
+        names = names and named_steps(names, list(steps.keys()))
         require_keys(steps, (names or {}).values())
         self._store(rows_of(steps, "add_trajectories", names), "add_trajectories")
 

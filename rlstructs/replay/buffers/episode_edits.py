@@ -12,11 +12,13 @@ from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.buffers import transitions
 from rlstructs.replay.buffers.base import FILL, GROW
 from rlstructs.replay.buffers.episode_reads import EpisodeReads
+from rlstructs.replay.buffers.infos_in import info_items
 from rlstructs.replay.buffers.rows_in import as_rows, is_mapping
 from rlstructs.replay.buffers.snapshot import Rows
 from rlstructs.replay.buffers.transition_reading import How, read
 from rlstructs.replay.buffers.transitions import DONE, FLAGS, OBS_NEXT, RESERVED, REW, top
 from rlstructs.replay.columns import Spec
+from rlstructs.replay.roles import is_info
 from rlstructs.replay.values import from_bits, host_array
 
 # Rows that are looked at together, so that little memory is needed.
@@ -80,6 +82,8 @@ class EpisodeEdits(EpisodeReads):
         """Whether these are what a column holds."""
         if name not in self._specs or values.shape != (column := self._column(name)).shape:
             return False
+        if self._specs[name].is_object:
+            return bool(all(one is other for one, other in zip(values, column, strict=True)))
         parts = (slice(start, start + AT_ONCE) for start in range(0, self.maxsize, AT_ONCE))
         return all(np.array_equal(host_array(name, values[part]), column[part], equal_nan=True) for part in parts)
 
@@ -185,26 +189,35 @@ class EpisodeEdits(EpisodeReads):
             raise SpecError(f"{key!r} is not stored: {why}")
         if any(name.startswith(f"{key}/") for name in self._specs):
             raise SpecError(f"{key!r} is nested; name one of its arrays")
-        values = transitions.as_column(key, seq, 1)
+        if is_info(key):
+            rows = info_items(key, seq, 1, "set_array_at_key")
+        else:
+            rows = {key: transitions.as_column(key, seq, 1)}
         at = np.arange(self.maxsize) if index is None else self._rows_at(index).reshape(-1)
-        if len(values) != len(at):
-            raise SpecError(f"{key!r}: {len(values)} rows came for {len(at)}")
-        self._replace({key: values}, at, default_value, some=index is not None)
+        for values in rows.values():
+            if len(values) != len(at):
+                raise SpecError(f"{key!r}: {len(values)} rows came for {len(at)}")
+        self._replace(rows, at, default_value, some=index is not None)
 
     def _replace(self, rows: Mapping[str, Any], at: np.ndarray, default: Any = None, some: bool = False) -> None:
         """Puts values into columns, new ones too; `some` says that there are other rows."""
-        self._check_names(rows)
-        placed, made, fills = {}, {}, {}
-        for name, values in rows.items():
-            placed[name], spec = as_rows(name, values, self._specs.get(name))
-            if name in self._specs:
-                placed[name] = self._storage.columns.check(name, placed[name], at.shape)
+        plan = self._planned(rows, 1)
+        self._check_names(plan)
+        placed, made, fills, specs = {}, {}, {}, plan.specs(self._specs)
+        for name, values in plan.rows.items():
+            placed[name], spec = self._as_rows(name, values, specs.get(name))
+            if name in specs:
+                placed[name] = self._storage.columns.fitted(name, placed[name], at.shape, specs[name])
                 continue
-            made[name] = Spec(spec.dtype, tuple(placed[name].shape[1:]), 0, spec.is_bfloat16)
+            made[name] = spec if spec.is_object else Spec(
+                spec.dtype, tuple(placed[name].shape[1:]), 0, spec.is_bfloat16
+            )  # fmt: skip
             if some:
                 fills[name] = self._default(name, made[name], default)
         if made:
-            transitions.check_required({**self._specs, **made})  # or rows could never be added
+            transitions.check_required({**specs, **made})  # or rows could never be added
+        self._adopt(plan)
+        if made:
             self._make(made)
         rebuild = None if rows.keys().isdisjoint(FLAGS) else self._rebuilder()
         for name, fill in fills.items():
@@ -224,6 +237,8 @@ class EpisodeEdits(EpisodeReads):
 
     def _default(self, name: str, spec: Spec, default: Any) -> Any:
         """What a new column of this spec holds where it is not given."""
+        if spec.is_object:
+            return default
         if default is None and not (spec.dtype.kind in "fc" or spec.is_bfloat16):
             raise SpecError(f"{name!r} is {spec.dtype}, which has no NaN: default_value is needed")
         value, _ = as_rows(name, np.asarray(np.nan if default is None else default), spec)

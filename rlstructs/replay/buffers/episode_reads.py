@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -12,14 +11,13 @@ import numpy as np
 from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay.array_dict import ArrayDict
-from rlstructs.replay.buffers.episode_rows import EpisodeRows
-from rlstructs.replay.buffers.lazy_column import LazyColumn, read_only
 from rlstructs.replay.buffers.snapshot import Rows, Snapshot
 from rlstructs.replay.buffers.transition_reading import How, read
-from rlstructs.replay.buffers.transitions import DONE, FLAGS, OBS_NEXT, RESERVED, REW
+from rlstructs.replay.buffers.transitions import OBS_NEXT, REW
+from rlstructs.replay.buffers.whole_columns import WholeColumns
 from rlstructs.replay.samplers import draw_fitting
 from rlstructs.replay.selection import Selection
-from rlstructs.replay.values import from_bits, host_array
+from rlstructs.replay.values import host_array
 
 Fields = dict[str, np.ndarray]
 WANTED = "row with so many others before it in its episode"
@@ -46,7 +44,7 @@ class TransitionDict(ArrayDict):
         return self._nested(name) if name in ("info", "policy", OBS_NEXT) else super().__missing__(name)
 
 
-class EpisodeReads(EpisodeRows):
+class EpisodeReads(WholeColumns):
     """Transitions that can be read; see `ReplayBuffer`."""
 
     # By index
@@ -61,8 +59,11 @@ class EpisodeReads(EpisodeRows):
         Raises:
             SpecError, IndexError: it is none of these, or no such row is there.
         """
+        return self._of_one_layout(self._indexed, index)
+
+    def _indexed(self, index: Any) -> Any:
         at = self._rows_at(index)
-        arrays = self._read_at(self._names(), at, How(self.stack_num))
+        arrays = self._read_at(self._names(), at, How(self._stack_num))
         return self._hand_over(arrays | self._beside(at))
 
     def __iter__(self) -> Iterator[Any]:
@@ -91,6 +92,9 @@ class EpisodeReads(EpisodeRows):
             SpecError, IndexError: no such row is there.
         """
         how = How(self.stack_num if stack_num is None else check_count("stack_num", stack_num), stacked=None)
+        return self._of_one_layout(self._got, index, key, default_value, how)
+
+    def _got(self, index: Any, key: str, default_value: Any, how: How) -> Any:
         names = [name for name in self._names() if name == key or name.startswith(f"{key}/")]
         if not names:
             if default_value is not None:
@@ -101,7 +105,7 @@ class EpisodeReads(EpisodeRows):
             return self._export.one(key, arrays[key], self._known_specs[key])
         start = len(key) + 1
         inside = {name[start:]: array for name, array in arrays.items()}
-        return self._export(inside, {name[start:]: self._known_specs[name] for name in names})
+        return self._export.with_objects(inside, {name[start:]: self._known_specs[name] for name in names})
 
     def _read_at(self, names: list[str], at: np.ndarray, how: How) -> dict[str, Any]:
         """As `read`, with what stands in for the rewards."""
@@ -111,56 +115,6 @@ class EpisodeReads(EpisodeRows):
                 at = self._rows().frames(at.reshape(-1), how.stack_num).reshape(*at.shape, how.stack_num)
             arrays[REW] = np.asarray(self._stand_in[at])
         return arrays
-
-    def __getattr__(self, name: str) -> Any:
-        """A whole column, `(maxsize, ...)`, as a read-only array of numpy; what is nested as a dict of them.
-
-        Rows that are not there hold zeros, or what they once held. It may or may not follow what is written later:
-        copy what is kept. One that does not lie in memory as it is, as next observations that are stored once, is a
-        `LazyColumn`: only the rows that are indexed are gathered. If its rows are small it is joined to an array.
-        """
-        if "_storage" in vars(self) and not name.startswith("_"):
-            if name == DONE and self._specs:
-                return read_only(np.asarray(self._column(FLAGS[0])) | np.asarray(self._column(FLAGS[1])))
-            if name in self._specs:
-                return self._shown(name)
-            if inside := [key for key in self._specs if key.startswith(f"{name}/")]:
-                return ArrayDict.trusted({key[len(name) + 1 :]: self._column(key) for key in inside})
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in RESERVED:  # it would hide the column
-            raise AttributeError(f"{name!r} is a column of this buffer; use set_array_at_key or set_batch")
-        super().__setattr__(name, value)
-
-    def _shown(self, name: str) -> np.ndarray | LazyColumn:
-        """A column, or what stands in for it."""
-        if name != REW or self._stand_in is None:
-            return self._column(name)
-        return read_only(from_bits(self._stand_in) if self._specs[REW].is_bfloat16 else self._stand_in.view())
-
-    def _column(self, name: str) -> np.ndarray | LazyColumn:
-        """A column, `(maxsize, ...)`; where it is stored as it is a view."""
-        if name in self._storage.links:
-            return self._gathered(name)
-        whole = self._storage.columns.flat[name]
-        whole = from_bits(whole) if self._specs[name].is_bfloat16 else whole
-        return read_only(whole[: self._n_lanes * self._lane_size].view())
-
-    def _gathered(self, name: str) -> LazyColumn:
-        """A column that does not lie in memory as it is, (maxsize, ...)."""
-        none = self._values_at(name, np.zeros(0, np.int64))
-        return LazyColumn((self.maxsize, *none.shape[1:]), none.dtype, functools.partial(self._values_at, name))
-
-    def _values_at(self, name: str, at: np.ndarray) -> np.ndarray:
-        """What a column holds at row ids (n,), whether rows are there or not."""
-        if name in self._storage.links:
-            rows, spec = self._own_rows(), self._specs[name]
-            values, there = np.zeros((at.size, *spec.shape), spec.dtype), rows.has(at)
-            [values[there]] = rows.gather([name], at[there])
-        else:
-            values = self._storage.columns.flat[name][at]
-        return from_bits(values) if self._specs[name].is_bfloat16 else values
 
     def _rows_at(self, index: Any) -> np.ndarray:
         """The rows that an index means, int64 of any shape."""
@@ -259,6 +213,10 @@ class EpisodeReads(EpisodeRows):
             StateError, SpecError: there is nothing to draw from, or a subclass reads in a way of its own what is not
                 as indexing gives it.
         """
+        found: tuple[Any, np.ndarray] = self._of_one_layout(self._sampled, batch_size)
+        return found
+
+    def _sampled(self, batch_size: int | None) -> tuple[Any, np.ndarray]:
         own = type(self)
         reads_itself = own.__getitem__ is not EpisodeReads.__getitem__
         if not reads_itself and own.sample_indices is EpisodeReads.sample_indices:
@@ -388,7 +346,8 @@ class EpisodeReads(EpisodeRows):
         return {}
 
     def _hand_over(self, arrays: Mapping[str, Any]) -> Any:
-        batch = self._export(arrays, self._known_specs)
+        export = self._export.with_objects if self._storage.columns.has_objects else self._export
+        batch = export(arrays, self._known_specs)
         return TransitionDict.trusted(batch) if type(batch) is ArrayDict else batch
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,12 +14,14 @@ from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.buffers import transitions
 from rlstructs.replay.buffers.base import ERROR, FILL, GROW, Buffer
-from rlstructs.replay.buffers.rows_in import OneRow, flat_items
+from rlstructs.replay.buffers.checked_rows import CheckedRows
+from rlstructs.replay.buffers.rows_in import OneRow, plain_items
 from rlstructs.replay.buffers.running import Running
 from rlstructs.replay.buffers.snapshot import Rows, Snapshot
-from rlstructs.replay.buffers.transitions import DONE, FLAGS, OBS_NEXT, REW, top
+from rlstructs.replay.buffers.transitions import DONE, FLAGS, OBS_NEXT, REW
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.reading import DISCOUNT, Reading
+from rlstructs.replay.reading import Reading
+from rlstructs.replay.roles import is_info
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.trajectories import STEP_START, as_slice, rounds
 from rlstructs.replay.unchanged import UNCHANGED, Unchanged
@@ -29,11 +31,21 @@ from rlstructs.structures.trajectories import Trajectories
 Added = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
+class _Known(NamedTuple):
+    """What is known of the columns while `layout` of them is this: what batches hold, and how rows are written."""
+
+    layout: int
+    names: list[str]
+    specs: dict[str, Spec]
+    one_row: OneRow
+    writer: StepWriter
+
+
 class MalformedBufferError(StateError):
     """An episode does not fit into the rows that are kept for it."""
 
 
-class EpisodeRows(Buffer):
+class EpisodeRows(CheckedRows):
     """Lanes of transitions; see `ReplayBuffer` for the arguments."""
 
     # As tianshou calls them, for programs that look; whatever else is in a batch is a column too.
@@ -90,9 +102,7 @@ class EpisodeRows(Buffer):
         """Drops what is made again when it is needed, and what is not stored."""
         # What `rew` gives in the place of what is stored, as the column has it, (maxsize, ...).
         self._stand_in: np.ndarray | None = None
-        self._step_writer: StepWriter | None = None
-        self._one_row: OneRow | None = None
-        self._n_columns, self._known_names, self._known_specs = 0, list[str](), dict[str, Spec]()
+        self._known: _Known | None = None
 
     @property
     def stack_num(self) -> int:
@@ -138,11 +148,23 @@ class EpisodeRows(Buffer):
 
     def _names(self) -> list[str]:
         """What a batch holds: the columns, and what is made of them."""
-        if self._n_columns != len(self._specs):  # none is ever taken away
-            self._known_names, self._one_row = transitions.names_of(self._specs), OneRow(self._specs)
-            self._known_specs = transitions.specs_of(self._specs, self._known_names)
-            self._step_writer, self._n_columns = StepWriter(self._storage, FLAGS), len(self._specs)
-        return self._known_names
+        return self._look().names
+
+    @property
+    def _known_specs(self) -> dict[str, Spec]:
+        """The specs of what a batch holds."""
+        return self._look().specs
+
+    def _look(self) -> _Known:
+        """What is known of the columns as they are."""
+        known, columns = self._known, self._storage.columns
+        if known is None or known.layout != columns.layout:
+            layout, specs = columns.layout, columns.specs
+            names = transitions.names_of(specs)
+            writer = StepWriter(self._storage, FLAGS)
+            known = _Known(layout, names, transitions.specs_of(specs, names), OneRow(specs, is_info), writer)
+            self._known = known
+        return known
 
     # Writing
 
@@ -200,24 +222,26 @@ class EpisodeRows(Buffer):
 
     def _added_quickly(self, batch: Any, buffer_ids: Any) -> Added | None:
         """As `add`, for a row of each lane just as columns hold it; None, and nothing has changed, if it is none."""
-        if type(batch) not in (dict, ArrayDict) or self.save_only_last_obs or not self._names() or not self._lane_size:
+        if type(batch) not in (dict, ArrayDict) or self.save_only_last_obs or not self._lane_size:
             return None
+        known = self._look()
+        flat: Mapping[str, Any] | None = batch
         if type(batch) is ArrayDict:  # whose length is that of its rows
             flat = batch._arrays()
-        else:
-            flat = batch if dict not in map(type, batch.values()) else flat_items(batch, "add")
+        elif dict in map(type, batch.values()):
+            flat = plain_items(batch)
+        if not known.names or flat is None:
+            return None
         if not self._ignored.isdisjoint(flat):
             flat = {name: values for name, values in flat.items() if name not in self._ignored}
-        rows: dict[str, Any] | None = flat
+        rows: Mapping[str, Any] | None = flat
         if buffer_ids is None and not self._is_stacked:
-            assert self._one_row is not None
             try:
-                rows = self._one_row(flat)
+                rows = known.one_row(flat)
             except TypeError:  # there are lists in it
                 return None
-        assert self._step_writer is not None
         heads = self._storage.ring.head.copy()
-        if rows is None or not self._step_writer.write(rows):
+        if rows is None or not known.writer.write(rows):
             return None
         rewards = self._rewards(rows[REW])
         if rewards.shape == (1,):
@@ -277,23 +301,6 @@ class EpisodeRows(Buffer):
         if ids.shape != (1,) or ids.dtype.kind not in "iu" or ids[0] != 0:
             raise SpecError(f"buffer_ids must be None or [0] for a buffer of one lane, got {buffer_ids!r}")
         return np.zeros(1, np.int64), 1
-
-    def _checked(self, rows: Mapping[str, Any], unknown: str, missing: str) -> dict[str, Any]:
-        self._check_names(rows)
-        transitions.check_required(rows)
-        return super()._checked(rows, unknown, missing)
-
-    def _check_names(self, rows: Mapping[str, Any]) -> None:
-        """Raises SpecError if there cannot be columns of these names beside those that there are."""
-        if rows.keys() <= self._specs.keys():
-            return
-        transitions.check_names([*self._specs, *rows])
-        if taken := sorted(self._beside_names() & {top(name) for name in rows}):
-            raise SpecError(f"{taken[0]!r} is what a batch of this buffer holds beside its keys; give it another name")
-
-    def _beside_names(self) -> set[str]:
-        """What a batch holds that no column does."""
-        return {DISCOUNT} if self._reading.n_step > 1 else set()
 
     def _ends_among(self, names: Iterable[str]) -> list[str]:
         return [name for name in FLAGS if name in names]
@@ -382,7 +389,7 @@ class EpisodeRows(Buffer):
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        forgotten = ("_stand_in", "_step_writer", "_one_row", "_n_columns", "_known_names", "_known_specs")
+        forgotten = ("_stand_in", "_known")
         with self._storage.lock:
             state = {name: value for name, value in vars(self).items() if name not in forgotten}
             return state | {UNCHANGED: Unchanged(self._storage._content if self._storage.is_private else bool)}

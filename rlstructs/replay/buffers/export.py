@@ -11,6 +11,7 @@ import torch
 from rlstructs.errors import SpecError
 from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.columns import Spec
+from rlstructs.replay.objects import OBJECT
 from rlstructs.replay.values import from_bits
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.interop import fitting_jax
@@ -46,8 +47,19 @@ class Exporter:
             return DictTensor.trusted({name: self._tensor(array, specs.get(name)) for name, array in arrays.items()})
         return ArrayDict.trusted(zip(arrays, self._converted(arrays, specs), strict=True))
 
+    def with_objects(self, arrays: Mapping[str, Any], specs: Mapping[str, Spec]) -> Any:
+        """The same, where some may be arrays of objects: these stay numpy's, and a `DictTensor` is without them."""
+        objects = {name for name, array in arrays.items() if array.dtype == OBJECT}
+        batch = self({name: array for name, array in arrays.items() if name not in objects}, specs)
+        if self.framework == "torch":
+            return batch
+        # Of a single row they are what it holds.
+        return ArrayDict.trusted((n, a[()] if n in objects else batch[n]) for n, a in arrays.items())
+
     def one(self, name: str, array: Any, spec: Spec | None = None) -> Any:
-        """One array."""
+        """One array; that of objects as it is, or if it has no axes what it holds."""
+        if array.dtype == OBJECT:
+            return array[()]
         return self({name: array}, {} if spec is None else {name: spec})[name]
 
     def _tensor(self, array: Any, spec: Spec | None) -> torch.Tensor:

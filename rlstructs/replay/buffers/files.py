@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlstructs.errors import FileError, OutOfMemoryError
+from rlstructs.replay import object_files
 from rlstructs.replay.backing import available_bytes
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.episodes import EPISODE
 from rlstructs.replay.links import check_arrays, unlinked
+from rlstructs.replay.objects import OBJECT
 from rlstructs.replay.ring import HEAD, N_COUNTERS
 from rlstructs.structures import files
 from rlstructs.structures.containers import Reader
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 # Names that no column has: those of columns begin with ROWS.
 ROWS, RING, EPISODES, LINKS, MORE = "rows/", "ring", "episodes", "links/", "more/"
+# Texts of columns of objects.
+OBJECTS = "objects/"
 # Before the names of a buffer that is in another one.
 INNER = "inner/"
 
@@ -48,6 +52,8 @@ def contents(buffer: Buffer) -> tuple[dict[str, Any], dict[str, str], dict[str, 
         if name in storage.links:
             parts = storage.links[name].arrays(storage.ring)
             arrays |= {f"{LINKS}{name}/{part}": array for part, array in parts.items()}
+        elif columns.specs[name].is_object:
+            arrays[OBJECTS + name] = object_files.encoded(name, _held_objects(storage, name, n_slots))
         else:
             arrays[ROWS + name] = columns.slots_to_file(name, n_slots)
     assert storage.episodes is not None
@@ -72,6 +78,14 @@ def contents(buffer: Buffer) -> tuple[dict[str, Any], dict[str, str], dict[str, 
         dtypes |= {f"{INNER}{key}/{name}": dtype for name, dtype in its_dtypes.items()}
         state["inner"][key] = {"class": type(inner).__name__, "state": its_state}
     return arrays, dtypes, state
+
+
+def _held_objects(storage: Storage, name: str, n_slots: int) -> np.ndarray:
+    """The first slots of every lane of a column of objects, (n_lanes, n_slots), None where no row is."""
+    columns, rows = storage.columns, storage.span().every_row()
+    whole = np.full((columns.n_lanes, columns.capacity), None, object)
+    whole[columns.places(rows)] = columns.flat[name][rows]
+    return whole[:, :n_slots]
 
 
 def own_state(path: Path, kind: str, suffix: str | None = None) -> dict[str, Any]:
@@ -130,6 +144,8 @@ def _checked(buffer: Buffer, path: Any, reader: Reader, header: Mapping[str, Any
         )
     specs, linked = _columns_of(buffer, path, reader, state)
     needed = sum(_nbytes(*reader.found(name)) for name in header["arrays"])
+    objects = {name: _any(reader, OBJECTS + name) for name, spec in specs.items() if spec.is_object}
+    needed += sum(map(object_files.nbytes_of, objects.values()))
     if not columns.specs:
         links_here = {name for name in linked if buffer._is_linked(name, specs)}
         needed += sum(spec.nbytes for name, spec in specs.items() if name not in links_here) * n_lanes * capacity
@@ -146,6 +162,7 @@ def _checked(buffer: Buffer, path: Any, reader: Reader, header: Mapping[str, Any
     more = {name[len(MORE) :]: _any(reader, name) for name in header["arrays"] if name.startswith(MORE)}
     generator = _generator(state["rng"])
     restore_own = buffer._restorer(state["own"], more)
+    values = {name: object_files.decoded(name, text, (n_lanes, n_slots)) for name, text in objects.items()}
     restores = [
         restorer(inner, path, *_of_inner(key, reader, header)) for key, inner in buffer._inner().items()
     ]
@@ -157,9 +174,11 @@ def _checked(buffer: Buffer, path: Any, reader: Reader, header: Mapping[str, Any
         storage.alignment = int(state["alignment"])
         if storage.columns.capacity != capacity:
             storage.grow(capacity)
-        if not columns.specs:
-            _make_columns(buffer, specs, linked)
-        _restore_columns(storage, specs, linked, links, ring, reader)
+        _make_columns(buffer, specs, linked)
+        numbers = {name: spec for name, spec in specs.items() if name not in values}
+        _restore_columns(storage, numbers, linked, links, ring, reader)
+        for name, rows in values.items():
+            columns.put_cells(name, slice(None), slice(0, n_slots), rows)
         assert storage.episodes is not None
         storage.episodes.columns.cells[EPISODE][:, :n_slots] = episodes
         storage.ring.counters[...] = ring
@@ -177,10 +196,14 @@ def _columns_of(
     columns, lead = buffer._storage.columns, (int(state["n_lanes"]), int(state["n_slots"]))
     specs = {name: _spec(*spec) for name, spec in state["columns"].items()}
     linked = dict(state["linked"])
-    if columns.specs and specs != dict(columns.specs):
+    if columns.specs and _strict(buffer, specs) != _strict(buffer, columns.specs):
         raise FileError(f"{path}: has columns {_shown(specs)}, this buffer {_shown(columns.specs)}")
     for name, spec in specs.items():
-        if name not in linked:
+        if spec.is_object:
+            dtype, shape = reader.found(OBJECTS + name)
+            if not buffer._keeps_objects(name) or name in linked or dtype != np.uint8 or len(shape) != 1:
+                raise ValueError(f"column {name!r} cannot be of objects")
+        elif name not in linked:
             wanted = spec.dtype, (*lead, *spec.shape)
             if reader.found(ROWS + name) != wanted:
                 raise ValueError(f"column {name!r} is {reader.found(ROWS + name)}, its header says {wanted}")
@@ -235,7 +258,13 @@ class _Inside:
 
 
 def _make_columns(buffer: Buffer, specs: Mapping[str, Spec], linked: Mapping[str, str]) -> None:
-    """Makes the columns of a file, linked those that are so in the file and can be here."""
+    """Makes the columns of a file, linked those that are so in the file and can be here, unless they are there."""
+    columns = buffer._storage.columns
+    if columns.specs:
+        columns.exchange({}, [name for name, spec in columns.specs.items() if specs.get(name) != spec])
+        for name in specs.keys() - columns.specs.keys():
+            columns.add(name, specs[name])
+        return
     links = {name: source for name, source in linked.items() if buffer._is_linked(name, specs)}
     for name, spec in specs.items():
         if name not in links:
@@ -262,10 +291,17 @@ def _generator(state: Mapping[str, Any]) -> np.random.Generator:
 
 
 def _spec(dtype: str, shape: Any, is_bfloat16: bool) -> Spec:
+    if dtype == OBJECT.name and not shape and not is_bfloat16:
+        return Spec(OBJECT)
     spec = Spec(np.dtype(dtype), tuple(int(n) for n in shape), 0, bool(is_bfloat16))
     if spec.dtype.kind not in "biufc" or any(n < 0 for n in spec.shape):
         raise ValueError(f"a column of {dtype} {shape} cannot be")
     return spec
+
+
+def _strict(buffer: Buffer, specs: Mapping[str, Spec]) -> dict[str, Spec]:
+    """The columns that must be those of a file."""
+    return {name: spec for name, spec in specs.items() if not buffer._keeps_objects(name)}
 
 
 def _shown(specs: Mapping[str, Spec]) -> str:

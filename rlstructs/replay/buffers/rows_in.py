@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from rlstructs.errors import SpecError
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.values import encoded, host_array
+from rlstructs.replay.widening import is_too_wide
 from rlstructs.structures.base import TensorMap
 
 BFLOAT16 = np.dtype(np.int16)
@@ -19,6 +20,26 @@ BFLOAT16 = np.dtype(np.int16)
 PLAIN = frozenset(np.dtype(code).str for code in "?bhilqBHILQefdFD")
 # numpy's kind -> what Python calls such numbers.
 PYTHON: dict[str, type] = {"b": bool, "i": int, "u": int, "f": float}
+
+
+def plain_items(batch: Mapping[str, Any]) -> dict[str, Any] | None:
+    """As `flat_items`, of dicts in dicts, and the rest as it is; None if a key is no string, or given twice."""
+    flat: dict[str, Any] = {}
+    n = 0
+    for key, value in batch.items():
+        if type(key) is not str:
+            return None
+        if type(value) is dict:
+            inside = plain_items(value)
+            if inside is None:
+                return None
+            n += len(inside)
+            for name, each in inside.items():
+                flat[f"{key}/{name}"] = each
+        else:
+            n += 1
+            flat[key] = value
+    return flat if n == len(flat) else None
 
 
 def flat_items(batch: Any, owner: str) -> dict[str, Any]:
@@ -47,7 +68,7 @@ def flat_items(batch: Any, owner: str) -> dict[str, Any]:
         if is_mapping(value):
             inside = _prefixed(key, flat_items(value, owner))
         else:
-            inside = _prefixed(key, _stacked(value, owner)) if _are_mappings(value) else {key: value}
+            inside = _prefixed(key, _stacked(value, owner)) if are_mappings(value) else {key: value}
         if twice := flat.keys() & inside.keys():
             raise SpecError(f"{owner}: key {sorted(twice)[0]!r} is given twice")
         flat |= inside
@@ -59,7 +80,7 @@ def is_mapping(value: Any) -> bool:
     return isinstance(value, (Mapping, TensorMap)) or (hasattr(value, "keys") and hasattr(value, "__getitem__"))
 
 
-def _are_mappings(value: Any) -> bool:
+def are_mappings(value: Any) -> bool:
     """Whether it is a list, or an array of objects, each of which has keys."""
     is_array = type(value) is np.ndarray and value.dtype == object and value.ndim == 1
     return (is_array or type(value) in (list, tuple)) and len(value) > 0 and all(map(is_mapping, value))
@@ -101,7 +122,7 @@ def as_rows(name: str, value: Any, spec: Spec | None) -> tuple[Any, Spec]:
     array = host_array(name, value)
     if array.dtype.kind not in "biufc":
         raise SpecError(f"{name!r} holds {array.dtype}; a buffer keeps numbers only")
-    if spec is None and _is_too_wide(array.dtype):
+    if spec is None and is_too_wide(array.dtype):
         raise SpecError(f"{name!r} holds {array.dtype}, which only numpy has; convert it first")
     made = Spec(BFLOAT16, is_bfloat16=True) if is_bfloat16 else Spec(array.dtype.newbyteorder("="))
     return encoded(name, array, made if spec is None else spec), made
@@ -124,14 +145,9 @@ def spec_of(name: str, dtype: Any) -> Spec:
         found = None if named is None else np.dtype(named)
     except TypeError:
         found = None
-    if found is None or found.kind not in "biufc" or _is_too_wide(found):
+    if found is None or found.kind not in "biufc" or is_too_wide(found):
         raise SpecError(f"{name!r} must have a dtype of numbers, got {dtype!r}")
     return Spec(found.newbyteorder("="))
-
-
-def _is_too_wide(dtype: np.dtype) -> bool:
-    """Whether numbers are longer than other libraries have them."""
-    return dtype.itemsize > (16 if dtype.kind == "c" else 8)
 
 
 class OneRow:
@@ -139,6 +155,7 @@ class OneRow:
 
     Args:
         specs: of the columns.
+        widening: of columns that widen: of those a number is only taken as it is if its kind holds it exactly.
 
     Example:
         >>> one_row = OneRow({"x": Spec(np.dtype(np.uint8))})
@@ -146,9 +163,11 @@ class OneRow:
         ({'x': array([255], dtype=uint8)}, None)
     """
 
-    def __init__(self, specs: Mapping[str, Spec]) -> None:
+    def __init__(self, specs: Mapping[str, Spec], widening: Callable[[str], bool] = lambda name: False) -> None:
         # Of numpy's own objects: a dtype that was pickled is equal to one, but not the same.
-        self._known = {name: (np.dtype(spec.dtype.str), _limits(spec)) for name, spec in specs.items()}
+        self._known = {
+            name: (np.dtype(spec.dtype.str), _limits(spec, widening(name))) for name, spec in specs.items()
+        }
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
         """name -> `(1, ...)`; None if it takes more than a glance."""
@@ -183,10 +202,10 @@ def _at_a_glance(value: Any, dtype: np.dtype, limits: Mapping[type, tuple[Any, A
     return np.array([value], dtype) if fits else None
 
 
-def _limits(spec: Spec) -> dict[type, tuple[Any, Any]]:
-    """Python's type -> between what its numbers certainly keep their value, but for the precision of a float."""
+def _limits(spec: Spec, exactly: bool) -> dict[type, tuple[Any, Any]]:
+    """Python's type -> between what its numbers certainly keep their value, and if `exactly` floats their precision."""
     kind, dtype = spec.dtype.kind, spec.dtype
-    if kind == "c" or spec.is_bfloat16:
+    if kind == "c" or spec.is_bfloat16 or spec.is_object:
         return {}
     bits = {bool: (0, 1)}
     if kind == "b":
@@ -194,4 +213,5 @@ def _limits(spec: Spec) -> dict[type, tuple[Any, Any]]:
     if kind in "iu":
         return bits | {int: (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))}
     whole, largest = 2 ** (np.finfo(dtype).nmant + 1), float(np.finfo(dtype).max)
-    return bits | {int: (-whole, whole), float: (-largest, largest)}
+    floats = {} if exactly and dtype.itemsize < 8 else {float: (-largest, largest)}
+    return bits | {int: (-whole, whole)} | floats

@@ -181,7 +181,7 @@ class Joined:
 
     def gather(self, names: Sequence[str], rows: np.ndarray) -> list[Any]:
         specs = [self.parts[-1].storage.columns.specs[name] for name in names]
-        arrays = [np.zeros((*rows.shape, *spec.shape), spec.dtype) for spec in specs]
+        arrays = [np.full((*rows.shape, *spec.shape), None if spec.is_object else 0, spec.dtype) for spec in specs]
         for part, at, own, _ in self._parts_of(rows):
             for array, values in zip(arrays, part.gather(names, own), strict=True):
                 array[at] = values

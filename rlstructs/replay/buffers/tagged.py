@@ -19,6 +19,7 @@ from rlstructs.replay.reading import DISCOUNT
 from rlstructs.replay.roles import ends_among
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.storage import ALL, Storage
+from rlstructs.replay.trajectories import key_of
 from rlstructs.replay.values import as_whole, host_array
 from rlstructs.structures.trajectories import Trajectories
 
@@ -184,9 +185,9 @@ class TaggedBuffer(Buffer):
             raise SpecError(f"unknown tag(s) {more}, this buffer has {sorted(self._tags)}")
         return super()._checked(rows, GROW, missing)  # a tag gets its column with the first row
 
-    def _as_rows(self, name: str, value: Any) -> tuple[Any, Spec]:
+    def _as_rows(self, name: str, value: Any, known: Spec | None) -> tuple[Any, Spec]:
         if name not in self._tags:  # of trajectories, where no tag is set up
-            return super()._as_rows(name, value)
+            return super()._as_rows(name, value, known)
         spec = self._tags[name]
         rows, _ = as_rows(name, value, spec)
         return rows if rows.dtype == spec.dtype else cast(name, as_whole(rows, spec), spec.dtype), spec
@@ -215,7 +216,7 @@ class TaggedBuffer(Buffer):
 
     def _trajectory_names(self, steps: Any) -> dict[str, str]:
         known = NAMES | MORE_NAMES
-        return {tag: known.get(tag, tag) for tag in self._tags} if self._tags else dict(NAMES)
+        return {tag: key_of(tag, known) for tag in self._tags} if self._tags else dict(NAMES)
 
     # Files and copies
 

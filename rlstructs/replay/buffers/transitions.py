@@ -18,9 +18,11 @@ import numpy as np
 import torch
 
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.replay.buffers.rows_in import flat_items
+from rlstructs.replay.array_dict import ArrayDict
+from rlstructs.replay.buffers.infos_in import info_items
+from rlstructs.replay.buffers.rows_in import flat_items, is_mapping
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.roles import INFO, is_beside
+from rlstructs.replay.roles import INFO, is_beside, is_info
 from rlstructs.replay.values import host_array
 
 OBS, ACT, REW, DONE, OBS_NEXT = "obs", "act", "rew", "done", "obs_next"
@@ -82,26 +84,44 @@ def as_transitions(batch: Any, owner: str, ignored: Iterable[str], n_axes: int, 
     """A batch as rows of columns.
 
     Args:
-        batch: what `flat_items` takes; what is None, or an array of nothing else, is left out.
+        batch: what `flat_items` takes; what is None, or an array of nothing else, is left out, but of infos.
         owner: who asks, for messages.
         ignored: keys that are left out.
         n_axes: how many axes its arrays have in front of those of a row: 0 or 1.
         only_last: whether of observations only the last along the next axis is taken.
 
     Returns:
-        name -> `(n, *shape)`, of numpy or whatever they came as; flags are bool and rewards floats.
+        name -> `(n, *shape)`, of numpy or whatever they came as; flags are bool and rewards floats; infos as of
+            `info_items`.
 
     Raises:
         TypeError, SpecError: it is no batch, or something does not fit.
     """
-    rows = {}
-    for name, value in flat_items(batch, owner).items():
+    rows: dict[str, Any] = {}
+    others, infos = _apart(batch, owner)
+    for name, value in flat_items(others, owner).items():
         if _is_nothing(value) or top(name) in ignored:
             continue
         rows[name] = as_column(name, value, n_axes, only_last)
         if n_axes == 0:
             rows[name] = rows[name][None]
+    for name, value in infos.items():
+        items = info_items(name, value, n_axes, owner)
+        if twice := rows.keys() & items.keys():
+            raise SpecError(f"{owner}: key {sorted(twice)[0]!r} is given twice")
+        rows |= items
     return rows
+
+
+def _apart(batch: Any, owner: str) -> tuple[Any, dict[str, Any]]:
+    """A batch without its infos, and these by name, as they were given."""
+    if not is_mapping(batch) or not any(isinstance(key, str) and is_info(key) for key in batch.keys()):  # noqa: SIM118
+        return batch, {}
+    if isinstance(batch, ArrayDict):
+        batch = dict(dict.items(batch))  # or what is nested would come twice
+    items = {key: batch[key] for key in batch.keys()}  # noqa: SIM118
+    infos = {key: items.pop(key) for key in list(items) if isinstance(key, str) and is_info(key)}
+    return items, infos
 
 
 def _is_nothing(value: Any) -> bool:

@@ -1,0 +1,149 @@
+"""Objects as text of JSON, for files: what Python says in plain values, and arrays of numbers.
+
+    None, bool, int, float, str        as they are
+    [...]                              a list
+    {"dict": {...}}                    a dict of strings
+    {"tuple": [...]}                   a tuple
+    {"complex": [re, im]}              a complex number
+    {"bytes": "..."}                   bytes, base64
+    {"array": [dtype, shape, "..."]}   an array of numbers, its bytes base64
+    {"objects": [shape, [...]]}        an array of objects
+
+Nothing else is written, and nothing else is read; reading calls nothing that a file names.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from typing import Any
+
+import numpy as np
+
+from rlstructs.errors import FileError, SpecError
+
+KINDS = "biufc"
+# Bytes that a value may take in memory, for each comma and bracket of its text.
+PER_VALUE = 128
+
+
+class _Unfit(Exception):
+    """A value that no file holds."""
+
+
+def encoded(name: str, values: np.ndarray) -> np.ndarray:
+    """A column of objects as uint8 (n,), the bytes of a text.
+
+    Args:
+        name: of the column.
+        values: objects.
+
+    Raises:
+        SpecError: one is nothing that JSON holds.
+    """
+    plain = []
+    for value in values.flat:
+        try:
+            plain.append(_plain(value))
+        except (_Unfit, RecursionError) as error:
+            what = "what holds itself" if isinstance(error, RecursionError) else str(error)
+            raise SpecError(
+                f"save: {name!r} holds {what}, which a file cannot: it holds numbers, text, None, arrays, and lists, "
+                "tuples and dicts of them; leave this key out of the infos, or pickle the buffer"
+            ) from None
+    text = json.dumps(plain, separators=(",", ":")).encode()
+    return np.frombuffer(bytearray(text), np.uint8)
+
+
+def _plain(value: Any) -> Any:
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind is list:
+        return [_plain(each) for each in value]
+    if kind is tuple:
+        return {"tuple": [_plain(each) for each in value]}
+    if kind is dict:
+        if wrong := [key for key in value if type(key) is not str]:
+            raise _Unfit(f"a dict with the key {wrong[0]!r}, which is no string")
+        return {"dict": {key: _plain(each) for key, each in value.items()}}
+    if kind is complex:
+        return {"complex": [value.real, value.imag]}
+    if kind is bytes:
+        return {"bytes": base64.b64encode(value).decode()}
+    if kind is np.ndarray:
+        return _plain_array(value)
+    raise _Unfit(f"a {kind.__module__}.{kind.__qualname__}")
+
+
+def _plain_array(array: np.ndarray) -> dict[str, Any]:
+    if array.dtype == object:
+        return {"objects": [list(array.shape), [_plain(each) for each in array.flat]]}
+    if array.dtype.kind not in KINDS:
+        raise _Unfit(f"an array of {array.dtype}")
+    host = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    return {"array": [host.dtype.str, list(array.shape), base64.b64encode(host.tobytes()).decode()]}
+
+
+def nbytes_of(text: np.ndarray) -> int:
+    """The most bytes that the values of a text may take."""
+    return int(text.size + PER_VALUE * np.isin(text, np.frombuffer(b",[{", np.uint8)).sum())
+
+
+def decoded(name: str, text: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """What `encoded` was given, in a shape.
+
+    Raises:
+        FileError, ValueError: it is no such text, or of another size.
+    """
+    values = json.loads(text.tobytes())
+    if not isinstance(values, list) or len(values) != math.prod(shape):
+        raise FileError(f"column {name!r} has not one object for each of its {math.prod(shape)} rows")
+    found = np.empty(len(values), object)
+    for at, value in enumerate(values):
+        found[at] = _value(value)
+    return found.reshape(shape)
+
+
+def _value(plain: Any) -> Any:
+    if isinstance(plain, list):
+        return [_value(each) for each in plain]
+    if not isinstance(plain, dict):
+        return plain
+    [(tag, inside)] = plain.items()
+    if tag == "dict":
+        return {key: _value(each) for key, each in dict(inside).items()}
+    if tag == "tuple":
+        return tuple(_value(list(inside)))
+    if tag == "complex":
+        return complex(*map(float, inside))
+    if tag == "bytes":
+        return base64.b64decode(inside, validate=True)
+    if tag == "array":
+        return _array(*inside)
+    if tag == "objects":
+        return _objects(*inside)
+    raise ValueError(f"an object of the kind {tag!r} cannot be")
+
+
+def _array(dtype: str, shape: Any, data: str) -> np.ndarray:
+    kind = np.dtype(str(dtype))
+    if kind.kind not in KINDS:
+        raise ValueError(f"an array of {dtype!r} cannot be")
+    flat = np.frombuffer(base64.b64decode(data, validate=True), kind)
+    return flat.reshape(_sizes(shape)).astype(kind.newbyteorder("="))
+
+
+def _objects(shape: Any, values: Any) -> np.ndarray:
+    found = np.empty(len(values), object)
+    for at, value in enumerate(list(values)):
+        found[at] = _value(value)
+    return found.reshape(_sizes(shape))
+
+
+def _sizes(shape: Any) -> tuple[int, ...]:
+    sizes = tuple(shape)
+    if any(type(n) is not int or n < 0 for n in sizes):
+        raise ValueError(f"an array of shape {sizes} cannot be")
+    return sizes

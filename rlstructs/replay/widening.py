@@ -1,0 +1,60 @@
+"""Which dtype holds both what a column holds and what is to be written, without losing a value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+# Kinds of numbers, each of which holds those before it.
+ORDER = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
+
+
+def widened(old: np.ndarray, new: np.ndarray, dtype: np.dtype) -> np.dtype | None:
+    """The dtype of a column that takes more values; None if no dtype of numbers holds all of them.
+
+    Args:
+        old: what it holds.
+        new: what is to be written.
+        dtype: of the column.
+
+    Example:
+        >>> widened(np.array([3]), np.array([0.5]), np.dtype(np.int64))
+        dtype('float64')
+    """
+    return next((wide for wide in _candidates(dtype, new.dtype) if is_exact(old, wide) and is_exact(new, wide)), None)
+
+
+def _candidates(dtype: np.dtype, new: np.dtype) -> Iterator[np.dtype]:
+    """Dtypes that might do, the one that there is first, and the others from the narrowest on."""
+    here, there = ORDER[dtype.kind], ORDER[new.kind]
+    if there < here or (there == here and (here < 2 or new.itemsize <= dtype.itemsize)):
+        yield dtype
+    both = np.promote_types(dtype, new)
+    if not is_too_wide(both) and not (here == there == 1 and both.kind == "f"):
+        yield both
+    if max(here, there) <= 1:
+        yield from (np.dtype(np.int64), np.dtype(np.uint64))
+    yield np.dtype(np.float64 if max(here, there) <= 2 else np.complex128)
+
+
+def is_too_wide(dtype: np.dtype) -> bool:
+    """Whether numbers are longer than other libraries have them."""
+    return dtype.itemsize > (16 if dtype.kind == "c" else 8)
+
+
+def is_exact(values: np.ndarray, dtype: np.dtype) -> bool:
+    """Whether numbers keep their values in a dtype of the same kind, or of one that comes after it."""
+    kind = values.dtype.kind
+    if not values.size or kind == "b" or values.dtype == dtype:
+        return True
+    if kind in "iu":
+        low, high = int(values.min()), int(values.max())
+        if dtype.kind in "iu":
+            return bool(np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max)
+        whole = 2 ** (np.finfo(dtype).nmant + 1)
+        return -whole <= low and high <= whole and high <= np.finfo(dtype).max and low >= np.finfo(dtype).min
+    if kind == "f" and dtype.kind == "c":
+        dtype = np.empty(0, dtype).real.dtype
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.array_equal(values.astype(dtype).astype(values.dtype), values, equal_nan=True))
