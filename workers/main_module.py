@@ -249,6 +249,11 @@ def globals_of_main() -> dict[str, Any]:
     return names_of(module) if isinstance(module, MainModule) else {"__name__": "__main__"}
 
 
+def globals_of_fork() -> dict[str, Any]:
+    """What functions of the script have for globals in this forked worker, as its classes do."""
+    return names_of(sys.modules["__main__"])
+
+
 def unpacked(script: Script, data: bytes) -> Any:
     """What `script.Carried` carries; for a process that is made for this alone."""
     return install(script).loads(data)

@@ -17,7 +17,7 @@ from typing import Any
 
 import cloudpickle
 
-from workers import main_module
+from workers import log_records, main_module
 from workers.main_module import SPAWNED, Entry, MainModule, Script, names_of
 from workers.messages import Build
 from workers.process_settings import SETTINGS, read_settings
@@ -43,9 +43,29 @@ def first_request(
     start_method: str,
 ) -> Build:
     """The request that builds a job. A forked worker has the main module itself."""
+    if start_method == "fork":
+        both = factory if init_worker is None else Initialised(init_worker, factory)
+        return Build.here(read_settings(SETTINGS), _plain(setup), None, _plain(both))
     values = [value for value in (setup, factory, init_worker) if value is not None]
-    data, script = ([_plain(value) for value in values], None) if start_method == "fork" else _packed(*values)
+    data, script = _packed(*values)
     return Build.here(read_settings(SETTINGS), data[0], data[2] if len(data) > 2 else None, data[1], script)
+
+
+class Initialised:
+    """Builds a job in a worker that `init_worker` has prepared, both in one pickle: globals that one sets the other sees.
+
+    Args:
+        init_worker, factory: as of `WorkerPool`.
+    """
+
+    def __init__(self, init_worker: Callable[[int], object], factory: Callable[..., Any]) -> None:
+        self._init_worker, self._factory = init_worker, factory
+
+    def __call__(self, index: int, *shared: Any) -> Any:
+        """The job of the worker of this index."""
+        with log_records.handlers_are_own():
+            self._init_worker(index)
+        return self._factory(index, *shared)
 
 
 class Carried:
@@ -63,9 +83,13 @@ class Carried:
 
 
 def _plain(value: Any) -> bytes:
-    """Pickled apart from the main module."""
+    """Pickled for a forked worker, whose main module is a copy of this one's: its functions find their globals there."""
+    main = sys.modules.get("__main__")
     file = io.BytesIO()
-    _Pickler(file, {}).dump(value)
+    pickler = _Pickler(file, {})
+    if isinstance(main, types.ModuleType):
+        pickler.globals_ref[id(names_of(main))] = _ForkedGlobals()
+    pickler.dump(value)
     return file.getvalue()
 
 
@@ -141,6 +165,13 @@ class _MainGlobals:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return main_module.globals_of_main, ()
+
+
+class _ForkedGlobals:
+    """In the place of the globals of the script's functions: those of a forked worker's main module."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return main_module.globals_of_fork, ()
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
