@@ -154,7 +154,8 @@ def test_records_come_with_their_tracebacks_and_in_order(start_method, caplog):
     assert "ZeroDivisionError: at work" in caplog.records[0].exc_text and caplog.records[0].exc_info is None
     found = messages_of(caplog)
     assert found[:4] == ["it failed", *(f"{k} {'x' * 10}" for k in range(3))]
-    assert found[4:] == ["0 " + "x" * 100_000, "of a child " + "x" * 9000, "closed"]
+    # What one process writes is in order; the child may be through before the rest of the longest is there.
+    assert sorted(found[4:]) == ["0 " + "x" * 100_000, "closed", "of a child " + "x" * 9000]
 
 
 def test_warnings_that_are_captured_are_records(start_method, caplog):
