@@ -10,32 +10,33 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 from workers.on_import import after_import
 from workers.process_settings import Setting, Table, read_settings, write_settings
 
-# What says how float32 is multiplied, from torch 2.9 on: of each backend, and of each operation of it.
+# What says how float32 is multiplied: older names before newer ones, which are there from torch 2.9 on. Each follows
+# from those before it unless it is set itself, and torch lets nobody set older ones where newer ones differ.
+OLDER_PRECISIONS = ("backends.cuda.matmul.allow_tf32", "backends.cudnn.allow_tf32")
 PRECISIONS = ("cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn", "mkldnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
-# Attributes of `torch.backends`.
-BACKENDS = (
-    "cuda.matmul.allow_tf32",
-    "cuda.matmul.allow_fp16_reduced_precision_reduction",
-    "cuda.matmul.allow_bf16_reduced_precision_reduction",
-    "cuda.matmul.allow_fp16_accumulation",
-    "cudnn.enabled",
-    "cudnn.benchmark",
-    "cudnn.benchmark_limit",
-    "cudnn.deterministic",
-    "cudnn.allow_tf32",
-    "mkldnn.enabled",
-    "mkldnn.deterministic",
-    "mkldnn.allow_tf32",
-    "opt_einsum.enabled",
-    "opt_einsum.strategy",
-    "quantized.engine",
+NEWER_PRECISIONS = ("backends.fp32_precision", *(f"backends.{name}.fp32_precision" for name in PRECISIONS))
+# Further ones.
+ATTRIBUTES = (
+    "utils.deterministic.fill_uninitialized_memory",
+    "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "backends.cuda.matmul.allow_fp16_accumulation",
+    "backends.cudnn.enabled",
+    "backends.cudnn.benchmark",
+    "backends.cudnn.benchmark_limit",
+    "backends.cudnn.deterministic",
+    "backends.mkldnn.enabled",
+    "backends.mkldnn.deterministic",
+    "backends.opt_einsum.enabled",
+    "backends.opt_einsum.strategy",
+    "backends.quantized.engine",
 )
 # Kernels of attention, of which `torch.backends.cuda` has a function that tells and one that sets.
 ATTENTION = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
@@ -104,11 +105,13 @@ def torch_settings() -> Table:
     printing: Any = torch._tensor_str.PRINT_OPTS
     invariants: Any = torch.sparse.check_sparse_tensor_invariants
     return {
-        "torch.set_default_dtype": Setting(torch.get_default_dtype, torch.set_default_dtype),
-        "torch.use_deterministic_algorithms": Setting(_determinism, lambda value: _set_determinism(*value)),
+        **_attributes(torch, OLDER_PRECISIONS),
         "torch.set_float32_matmul_precision": Setting(
             torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
         ),
+        **_attributes(torch, (*NEWER_PRECISIONS, *ATTRIBUTES)),
+        "torch.set_default_dtype": Setting(torch.get_default_dtype, torch.set_default_dtype),
+        "torch.use_deterministic_algorithms": Setting(_determinism, lambda value: _set_determinism(*value)),
         "torch.set_flush_denormal": Setting(_flushes_denormals, torch.set_flush_denormal),
         "torch.autograd.set_detect_anomaly": Setting(_anomaly, lambda value: _set_anomaly(*value)),
         "torch.set_warn_always": Setting(torch.is_warn_always_enabled, torch.set_warn_always),
@@ -121,15 +124,20 @@ def torch_settings() -> Table:
     }
 
 
-def _newer_torch_settings(torch: Any) -> Iterator[tuple[str, Setting]]:
-    """Those that not every release of torch has, or lets be read where both an older and a newer name was set."""
-    names = ("fp32_precision", *(f"{name}.fp32_precision" for name in PRECISIONS), *BACKENDS)
-    for name in (*(f"backends.{name}" for name in names), "utils.deterministic.fill_uninitialized_memory"):
+def _attributes(torch: Any, names: Iterable[str]) -> dict[str, Setting]:
+    """Attributes of what this release of torch has."""
+    found = {}
+    for name in names:
         path, _, attribute = name.rpartition(".")
-        with contextlib.suppress(AttributeError, RuntimeError):
+        with contextlib.suppress(AttributeError, RuntimeError):  # the latter where it cannot be read as things are
             owner = operator.attrgetter(path)(torch)
             getattr(owner, attribute)
-            yield f"torch.{name}", Setting.attribute(owner, attribute)
+            found[f"torch.{name}"] = Setting.attribute(owner, attribute)
+    return found
+
+
+def _newer_torch_settings(torch: Any) -> Iterator[tuple[str, Setting]]:
+    """Those that not every release of torch has functions for."""
     cuda = torch.backends.cuda
     pairs = [(cuda, f"{kernel}_enabled", f"enable_{kernel}") for kernel in ATTENTION]
     pairs.append((torch.backends.mha, "get_fastpath_enabled", "set_fastpath_enabled"))

@@ -11,7 +11,10 @@ import pytest
 
 FOLDER = Path(__file__).parent
 # Those with tests that take a start method of ours.
-NAMES = ("batcher", "failures", "memories", "recovery", "shared_vector_env", "shared_vector_env_failures", "workers")
+NAMES = (
+    "batcher", "failures", "memories", "recovery", "shared_vector_env", "shared_vector_env_failures", "worker_logs",
+    "worker_streams", "workers",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -68,11 +68,7 @@ class Sender(logging.Handler):
             if len(self._waiting) * CHUNK > MOST:
                 self._n_dropped += 1
                 return
-            if self._n_dropped:
-                words = f"{self._n_dropped} log records were dropped: they came faster than they were read"
-                lost = logging.LogRecord(logger.name, logging.WARNING, __file__, 0, words, (), None)
-                self._n_dropped = 0
-                self._add(lost)
+            self._tell_dropped()
             self._add(record)
             self._write()
         except Exception:
@@ -84,13 +80,20 @@ class Sender(logging.Handler):
             deadline, poll = time.monotonic() + timeout, select.poll()
             poll.register(self._fd, select.POLLOUT)
             self._write()
+            self._tell_dropped()
             while self._waiting and poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 self._write()
 
     @property
     def waits(self) -> bool:
         """Whether something is to be sent yet."""
-        return bool(self._waiting)
+        return bool(self._waiting or self._n_dropped)
+
+    def _tell_dropped(self) -> None:
+        if self._n_dropped:
+            words = f"{self._n_dropped} log records were dropped: they came faster than they were read"
+            self._n_dropped = 0
+            self._add(logging.LogRecord(logger.name, logging.WARNING, __file__, 0, words, (), None))
 
     def _add(self, record: logging.LogRecord) -> None:
         data = messages.dumps(_plain(record))

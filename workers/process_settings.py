@@ -25,7 +25,7 @@ class Setting(NamedTuple):
     """What reads a setting of this process, and what writes it."""
 
     read: Callable[[], Any]
-    write: Callable[[Any], None]
+    write: Callable[[Any], object]
 
     @classmethod
     def attribute(cls, owner: Any, name: str) -> Setting:

@@ -40,8 +40,8 @@ _is_quiet = False
 
 def read() -> list[bytes]:
     """The filters of this process, the first that is looked at first; without those that cannot be pickled."""
-    found = []
-    for action, message, category, module, line in warnings.filters:
+    found, filters = [], list[Any](warnings.filters)
+    for action, message, category, module, line in filters:
         named = Named(category.__module__, category.__qualname__)
         is_known = named.module != "__main__" and named.found() is category
         with contextlib.suppress(Exception):  # what cannot be sent, no worker can warn by
