@@ -10,7 +10,6 @@ import torch
 from rlstructs.errors import SpecError
 from rlstructs.replay.columns import Spec
 
-
 # Of a numpy dtype's `isbuiltin`: it is not numpy's own, as 8-bit floats are.
 OF_OTHERS = 2
 
