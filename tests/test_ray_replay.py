@@ -103,6 +103,30 @@ def test_rows_of_all_shards_are_drawn_alike(cluster):
         assert (memory.sample(8, ["obs"])["obs"] != 0).any()
 
 
+def test_nested_actions_and_observations_are_tensors_of_their_own(cluster):
+    steps = dict(rollout().trajectories.items())
+    frames, times = steps.pop("observation/frame"), steps.pop("action/action")
+    steps |= {"observation/image": frames, "observation/speed/x": -frames, "_observation/image": frames + 1,
+              "_observation/speed/x": -frames - 1, "action/action/left": times, "action/action/right/0": -times,
+              "action/value": frames}  # fmt: skip
+    del steps["_observation/frame"]
+    batch = Trajectories(DictTensor({"env_index": torch.arange(N_ENVS)}),
+                         TemporalDictTensor(steps, torch.full((N_ENVS,), T)))  # fmt: skip
+    names = ["observations/image", "observations/speed/x", "next_observations/image", "next_observations/speed/x",
+             "actions/left", "actions/right/0", "rewards", "terminated", "truncated"]  # fmt: skip
+    with replay(names=None) as memory:
+        for _ in range(2):
+            memory.extend(batch)
+        found = memory.sample(16)
+        assert [name for name in found if "/" in name or name in names] == names
+        left, image = found["actions/left"].reshape(-1), found["observations/image"][..., 0]
+        assert (left == -found["actions/right/0"].reshape(-1)).all() and (left == image.long() % 1000).all()
+        assert (found["next_observations/speed/x"] == -found["observations/image"] - 1).all()
+        assert next(iter(memory.sample(4, ["actions/left"]))) == "actions/left"
+        with pytest.raises(MissingKeyError, match=r"^sample: no tensor\(s\) \['actions'\], there are \['actions/left'"):
+            memory.sample(4, ["actions"])
+
+
 def test_priorities_count_over_all_shards(cluster):
     with replay(alpha=0.5, beta=1.0) as memory:
         memory.extend(rollout())

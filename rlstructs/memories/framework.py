@@ -10,6 +10,9 @@ import torch
 from rlstructs.errors import SpecError
 from rlstructs.replay.columns import Spec
 
+# Of a numpy dtype's `isbuiltin`: it is not numpy's own, as 8-bit floats are.
+OF_OTHERS = 2
+
 
 class Framework(Protocol):
     """How one library names its dtypes and takes arrays."""
@@ -56,8 +59,8 @@ def spec_of(framework: Framework, dtype: Any, shape: tuple[int, ...]) -> Spec:
     host = framework.host_dtype(dtype)
     if host is None:
         return Spec(np.dtype(np.int16), shape, is_bfloat16=True)
-    if host.kind not in "biufc":
-        raise SpecError(f"dtype {dtype} is not supported; needed is a bool, an integer or a float")
+    if host.kind not in "biufc" or host.isbuiltin == OF_OTHERS:
+        raise SpecError(f"dtype {dtype} is not supported; needed is a bool, an integer, a float or a complex number")
     return Spec(host, shape)
 
 

@@ -143,7 +143,7 @@ class NamedTensors:
         shape = tuple(getattr(values, "shape", ()))
         if name not in self._dtypes and len(shape) > 2 and shape[:2] == (self.memory_size, self.num_envs):
             check_name(name)
-            self._add(name, self.framework.dtype(values.dtype), shape[2:])
+            self._add(name, self._dtype(name, values.dtype), shape[2:])
         self.set_tensor_by_name(name, values)
 
     @property
@@ -243,12 +243,34 @@ class NamedTensors:
             return False
         check_name(name)
         shape = _kept(size) if keep_dimensions else (n_elements(size),)
-        named = self.framework.dtype(dtype)
+        named = self._dtype(name, dtype)
         if name in self._dtypes:
             self._check_same(name, shape, None if dtype is None else named)
             return False
         self._add(name, named, shape)
         return True
+
+    def _dtype(self, name: str, dtype: Any) -> Any:
+        """The framework's own name of a dtype, of which columns can be.
+
+        Raises:
+            SpecError: there is none; names the tensor.
+        """
+        return self._checked_dtype(name, self.framework.dtype, dtype)
+
+    def _dtype_named(self, name: str, dtype: torch.dtype) -> Any:
+        """The same of a dtype of torch's."""
+        return self._checked_dtype(name, self.framework.named, str(dtype).removeprefix("torch."))
+
+    def _checked_dtype(self, name: str, convert: Callable[[Any], Any], dtype: Any) -> Any:
+        try:
+            named = convert(dtype)
+            spec_of(self.framework, named, ())
+        except SpecError as error:
+            raise SpecError(f"tensor {name!r}: {error}") from error
+        except TypeError as error:
+            raise SpecError(f"tensor {name!r}: dtype {dtype} is not supported: {error}") from error
+        return named
 
     def _add(self, name: str, dtype: Any, shape: tuple[int, ...]) -> None:
         spec = spec_of(self.framework, dtype, shape)

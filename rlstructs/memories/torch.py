@@ -16,6 +16,7 @@ import torch
 from rlstructs.errors import SpecError
 from rlstructs.memories import base, sampling
 from rlstructs.structures.base import as_device
+from rlstructs.structures.dtypes import KEPT, UNFIT
 
 __all__ = ["Memory", "PrioritizedMemory", "RandomMemory"]
 
@@ -36,6 +37,8 @@ class Torch:
             raise SpecError(f"dtype must be one of torch's, got {dtype!r}") from error
 
     def host_dtype(self, dtype: torch.dtype) -> np.dtype | None:
+        if dtype in UNFIT:
+            raise SpecError(f"dtype {dtype} is not supported; {KEPT} are, but floats of 8 bits")
         try:
             return None if dtype is torch.bfloat16 else torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
         except TypeError as error:

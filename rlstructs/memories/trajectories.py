@@ -46,7 +46,7 @@ def add(memory: Memory, batch: Trajectories, names: Mapping[str, str] | None) ->
             spec = memory._spec(name)
         else:
             check_name(name)
-            missing[name] = memory.framework.named(str(steps[key].dtype).removeprefix("torch."))
+            missing[name] = memory._dtype_named(name, steps[key].dtype)
             spec = spec_of(memory.framework, missing[name], shapes[name])
         own = columns.own(steps[key], spec)
         rows = encoded(name, _padded(host_array(name, steps[key]), spec, lengths) if own is None else own, spec)

@@ -21,7 +21,7 @@ import warp as wp
 from rlstructs.errors import SpecError
 from rlstructs.memories import base, sampling
 from rlstructs.memories.framework import copied
-from rlstructs.structures.interop import WARP_MAX_AXES, start_warp
+from rlstructs.structures.interop import WARP_DTYPES, WARP_MAX_AXES, start_warp
 
 __all__ = ["Memory", "PrioritizedMemory", "RandomMemory"]
 
@@ -35,12 +35,14 @@ class Warp:
     def dtype(self, dtype: Any) -> Any:
         if dtype is None or (isinstance(dtype, type) and dtype in PYTHON):
             return PYTHON[dtype]
-        if dtype == "bfloat16":
+        if _name_of(dtype) == "bfloat16":
+            if isinstance(BFLOAT16, str):
+                raise SpecError(f"dtype bfloat16 is not supported: warp has it from version 1.9 on; {WARP_DTYPES} are")
             return BFLOAT16
         for convert in (_scalar, _of_numpy):
-            with contextlib.suppress(TypeError):
+            with contextlib.suppress(TypeError, KeyError):
                 return convert(dtype)
-        raise SpecError(f"dtype must be one of warp's or numpy's scalars, got {dtype!r}")
+        raise SpecError(f"dtype must be one of warp's or numpy's scalars ({WARP_DTYPES}), got {dtype!r}")
 
     def host_dtype(self, dtype: Any) -> np.dtype | None:
         return None if dtype is BFLOAT16 else np.dtype(wp.dtype_to_numpy(dtype))
@@ -93,6 +95,12 @@ class Warp:
 
     def new_seed(self) -> int:
         return int(np.random.randint(2**63 - 1, dtype=np.int64))
+
+
+def _name_of(dtype: Any) -> str:
+    """The name of a dtype, whichever library's it is."""
+    name = dtype if isinstance(dtype, str) else getattr(dtype, "name", getattr(dtype, "__name__", dtype))
+    return str(name).removeprefix("torch.")
 
 
 def _scalar(dtype: Any) -> Any:

@@ -395,7 +395,7 @@ def _odd_infos(batches: list[ArrayDict]) -> list[str]:
     return [name for name in infos if len({np.shape(b.get(name)) if name in b else None for b in batches}) > 1]
 
 
-def _joined(batches: list[Mapping[str, Any]], join: Callable[[list[Any]], Any]) -> ArrayDict:
+def _joined(batches: Sequence[Mapping[str, Any]], join: Callable[[list[Any]], Any]) -> ArrayDict:
     flat = [ArrayDict(batch) for batch in batches]
     arrays = [batch._arrays() for batch in flat]
     for one in arrays:

@@ -24,6 +24,8 @@ import numpy as np
 from rlstructs.errors import FileError, SpecError
 
 KINDS = "biufc"
+# Digits of a whole number: what takes more takes time in proportion to their square.
+LONGEST_NUMBER = 4300
 # Bytes that a value may take in memory, for each comma and bracket of its text.
 PER_VALUE = 128
 
@@ -58,6 +60,8 @@ def encoded(name: str, values: np.ndarray) -> np.ndarray:
 
 def _plain(value: Any) -> Any:
     kind = type(value)
+    if kind is int and value.bit_length() > 3 * LONGEST_NUMBER:
+        raise _Unfit(f"a number of {value.bit_length():,} bits")
     if value is None or kind in (bool, int, float, str):
         return value
     if kind is list:
@@ -97,13 +101,19 @@ def decoded(name: str, text: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     Raises:
         FileError, ValueError: it is no such text, or of another size.
     """
-    values = json.loads(text.tobytes())
+    values = json.loads(text.tobytes(), parse_int=_whole)
     if not isinstance(values, list) or len(values) != math.prod(shape):
         raise FileError(f"column {name!r} has not one object for each of its {math.prod(shape)} rows")
     found = np.empty(len(values), object)
     for at, value in enumerate(values):
         found[at] = _value(value)
     return found.reshape(shape)
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > LONGEST_NUMBER:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
 
 
 def _value(plain: Any) -> Any:

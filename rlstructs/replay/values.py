@@ -24,7 +24,8 @@ def host_array(name: str, value: Any) -> np.ndarray:
         try:
             return as_array(value.float() if value.dtype is torch.bfloat16 else value)
         except TypeError as error:  # sparse, or of 8-bit floats
-            raise SpecError(f"{name!r} is a tensor that numpy cannot have; convert it first: {error}") from error
+            why = f"{str(value.dtype).removeprefix('torch.')}, {error}"
+            raise SpecError(f"{name!r} is a tensor that numpy cannot have; convert it first: {why}") from error
     if hasattr(value, "numpy") and not hasattr(value, "__array__"):  # a warp array
         value = value.numpy()
     try:

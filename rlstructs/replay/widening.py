@@ -40,7 +40,7 @@ def _candidates(dtype: np.dtype, new: np.dtype) -> Iterator[np.dtype]:
 
 def is_too_wide(dtype: np.dtype) -> bool:
     """Whether numbers are longer than other libraries have them."""
-    return dtype.itemsize > (16 if dtype.kind == "c" else 8)
+    return bool(dtype.itemsize > (16 if dtype.kind == "c" else 8))
 
 
 def is_exact(values: np.ndarray, dtype: np.dtype) -> bool:
@@ -53,7 +53,7 @@ def is_exact(values: np.ndarray, dtype: np.dtype) -> bool:
         if dtype.kind in "iu":
             return bool(np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max)
         whole = 2 ** (np.finfo(dtype).nmant + 1)
-        return -whole <= low and high <= whole and high <= np.finfo(dtype).max and low >= np.finfo(dtype).min
+        return bool(-whole <= low and high <= whole and high <= np.finfo(dtype).max and low >= np.finfo(dtype).min)
     if kind == "f" and dtype.kind == "c":
         dtype = np.empty(0, dtype).real.dtype
     with np.errstate(over="ignore", invalid="ignore"):

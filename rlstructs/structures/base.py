@@ -14,6 +14,7 @@ import torch
 
 from rlstructs.errors import FileError, MissingKeyError, SpecError
 from rlstructs.structures import files, interop
+from rlstructs.structures.dtypes import CARRIERS, UNFIT, portable, refuse, restored
 from rlstructs.structures.interop import Tree, map_tree
 
 S = TypeVar("S", bound="Structure")
@@ -66,8 +67,7 @@ class Structure:
         return self._map(lambda tensor: tensor.to(target, non_blocking=non_blocking))
 
     def __reduce__(self) -> Any:
-        # torch pickles no unsigned integers of more than 8 bits.
-        return _unpickled, (type(self), map_tree(_signed, self._tree()))
+        return _unpickled, (type(self), map_tree(portable, self._tree()))  # torch does not pickle every dtype
 
     def pin_memory(self: S) -> S:
         """A copy in page-locked host memory, from which copies to a GPU are asynchronous.
@@ -246,6 +246,8 @@ def flatten(mapping: Mapping[str, Any] | TensorMap, owner: str) -> dict[str, tor
 def _put(flat: dict[str, torch.Tensor], key: str, tensor: torch.Tensor, owner: str) -> None:
     if key in flat:
         raise SpecError(f"{owner}: key {key!r} is given twice")
+    if tensor.dtype in UNFIT:
+        raise refuse(owner, key, tensor.dtype)
     flat[key] = tensor
 
 
@@ -308,21 +310,13 @@ def as_device(device: torch.device | str) -> torch.device:
     return device
 
 
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-
-
-def _signed(tensor: torch.Tensor) -> Any:
-    dtype = _SIGNED.get(tensor.dtype)
-    return tensor if dtype is None else (tensor.view(dtype), tensor.dtype)
-
-
 def _unpickled(kind: type[S], tree: Tree) -> S:
-    return kind._trusted(map_tree(lambda leaf: leaf[0].view(leaf[1]) if isinstance(leaf, tuple) else leaf, tree))
+    return kind._trusted(map_tree(restored, tree))
 
 
 def put_rows(tensor: torch.Tensor, index: Any, values: torch.Tensor) -> None:
     """`tensor[index] = values`, of the same dtype, also for those that torch cannot write to by index."""
-    values, dtype = values.to(tensor.device), _SIGNED.get(tensor.dtype)
+    values, dtype = values.to(tensor.device), CARRIERS.get(tensor.dtype)
     if dtype is None or values.dtype != tensor.dtype:
         tensor[index] = values
     else:

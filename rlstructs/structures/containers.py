@@ -21,9 +21,15 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from rlstructs.structures.dtypes import FLOAT8
+
 HEADER = "__header__"
-# numpy has no bfloat16: its bits are stored as integers.
-BITS = {"bfloat16": "int16"}
+# numpy has no such dtypes: their bits are stored as integers.
+BITS = {
+    "bfloat16": "int16",
+    "complex32": "int32",
+    **{str(dtype).removeprefix("torch."): "uint8" for dtype in FLOAT8},
+}
 # Bytes read at a time.
 CHUNK = 1 << 20
 

@@ -19,10 +19,12 @@ import numpy as np
 import torch
 
 from rlstructs.errors import SpecError
+from rlstructs.structures.dtypes import FLOAT8, SIGNED
 
 Tree = dict[str, Any]  # name -> tensor, or name -> Tree
 
 WARP_MAX_AXES = 4
+WARP_DTYPES = "bool, integers of 8 to 64 bits, float16, bfloat16, float32 and float64"
 _START_LOCK = threading.Lock()
 
 
@@ -51,8 +53,14 @@ def host_array(name: str, tensor: torch.Tensor) -> np.ndarray:
     try:
         return host.numpy()
     except TypeError as error:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        raise SpecError(f"{name!r} is {dtype}, which numpy has not; convert it to float32 first") from error
+        wide = "complex64" if tensor.dtype.is_complex else "float32"
+        dtype = named(tensor.dtype)
+        raise SpecError(f"{name!r} is {dtype}, which numpy has not; convert it to {wide} first") from error
+
+
+def named(dtype: torch.dtype) -> str:
+    """The name of a dtype, without that of torch."""
+    return str(dtype).removeprefix("torch.")
 
 
 def to_numpy(tree: Mapping[str, Any], view: bool) -> Tree:
@@ -88,6 +96,11 @@ def to_jax(tree: Mapping[str, Any]) -> Tree:
     def convert(name: str, tensor: torch.Tensor) -> Any:
         if tensor.dtype == torch.bfloat16:
             return jnp.array(host_array(name, tensor.float()), dtype=jnp.bfloat16)
+        if tensor.dtype in FLOAT8 and hasattr(jnp, named(tensor.dtype)):
+            bits = host_array(name, tensor.detach().contiguous().view(torch.uint8))
+            return jnp.array(bits.view(np.dtype(getattr(jnp, named(tensor.dtype)))))
+        if tensor.dtype == torch.complex32:
+            raise SpecError(f"{name!r} is complex32, which jax has not; convert it to complex64 first")
         array = fitting_jax(name, host_array(name, tensor))
         # jnp.array copies; device_put would alias aligned host memory.
         return jnp.array(array)
@@ -125,6 +138,8 @@ def from_jax(arrays: Mapping[str, Any]) -> Tree:
         host = np.array(array, order="C")
         if host.dtype.name == "bfloat16":
             return torch.from_numpy(host.astype(np.float32)).bfloat16()
+        if host.dtype.name.startswith("float8") and isinstance(getattr(torch, host.dtype.name, None), torch.dtype):
+            return torch.from_numpy(host.view(np.uint8)).view(getattr(torch, host.dtype.name))
         return _from_host(name, host)
 
     return _map_named(convert, arrays)
@@ -138,11 +153,15 @@ def to_warp(tree: Mapping[str, Any], view: bool) -> Tree:
             raise SpecError(f"{name!r} has {tensor.ndim} axes, warp arrays have 1 to {WARP_MAX_AXES}; reshape it first")
         tensor = tensor.resolve_conj().resolve_neg()
         source = tensor.detach() if view else tensor.detach().clone(memory_format=torch.contiguous_format)
+        signed = SIGNED.get(tensor.dtype)
+        if signed is not None:  # which warp has, but takes from no tensor
+            return wp.from_torch(source.view(signed), dtype=getattr(wp, named(tensor.dtype)))
         try:
             return wp.from_torch(source)  # keeps `source` alive
         except TypeError as error:
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            raise SpecError(f"{name!r} is {dtype}, which warp has not; convert it first") from error
+            raise SpecError(
+                f"{name!r} is {named(tensor.dtype)}, which warp has not; convert it first, to one of {WARP_DTYPES}"
+            ) from error
 
     return _map_named(convert, tree)
 

@@ -117,10 +117,12 @@ class Buffer:
             done = self._done(block)
         self._storage.write(block, lanes, lengths=lengths, done=done, starts=starts)
 
-    def _checked(
-        self, rows: Mapping[str, Any], unknown: str, missing: str, plan: Plan | None = None
-    ) -> dict[str, Any]:
-        """Rows as the columns take them; makes those that are not there yet, and changes others as planned."""
+    def _checked(self, rows: Mapping[str, Any], unknown: str, missing: str) -> dict[str, Any]:
+        """Rows as the columns take them; makes those that are not there yet."""
+        return self._fitted(rows, unknown, missing, None)
+
+    def _fitted(self, rows: Mapping[str, Any], unknown: str, missing: str, plan: Plan | None) -> dict[str, Any]:
+        """As `_checked`; changes columns as planned, once it is clear that all else fits."""
         specs = self._specs if plan is None else plan.specs(self._specs)
         if specs and missing == ERROR and (lacking := sorted(specs.keys() - rows.keys())):
             raise MissingKeyError(f"key(s) {lacking} are missing, got {sorted(rows)}")

@@ -21,13 +21,11 @@ from rlstructs.replay.roles import is_info
 class CheckedRows(Buffer):
     """A buffer of transitions, whose columns of infos become what environments say; the others stay what they are."""
 
-    def _checked(
-        self, rows: Mapping[str, Any], unknown: str, missing: str, plan: Plan | None = None
-    ) -> dict[str, Any]:
+    def _checked(self, rows: Mapping[str, Any], unknown: str, missing: str) -> dict[str, Any]:
         plan = self._planned(rows, 2)
         self._check_names(plan)
         transitions.check_required(plan.rows)
-        return super()._checked(plan.rows, unknown, missing, plan)
+        return self._fitted(plan.rows, unknown, missing, plan)
 
     def _as_rows(self, name: str, value: Any, known: Spec | None) -> tuple[Any, Spec]:
         if is_info(name) and isinstance(value, np.ndarray) and value.dtype == OBJECT:

@@ -126,7 +126,7 @@ def _rows(name: str, value: Any, owner: str) -> Any:
         return numbers
     if type(value) in (list, tuple):
         return _column([_cell(name, each) for each in value])
-    if numbers is None and getattr(value, "ndim", 0):
+    if numbers is None and getattr(value, "ndim", None):
         return objects_in(value, 1)
     raise SpecError(f"{name!r} has shape {tuple(np.shape(value))}, needed is a first axis of rows")
 

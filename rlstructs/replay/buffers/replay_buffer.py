@@ -30,6 +30,11 @@ class ReplayBuffer(EpisodeEdits):
     names joined with `/`. A row id is the slot of a row, in [0, size). What is read is copied. One thread writes;
     others may `sample`.
 
+    Infos are in each row what the environment said in that step. Their numbers widen (bool, int, float, complex; longer
+    ones), as long as no value is lost; what cannot be one column of numbers (text, None, lists that grow, dicts that were
+    numbers) becomes one of objects, which are sampled in numpy's arrays of objects. Rows without such a key hold 0 in
+    numbers and None in objects. `save` writes what JSON holds. All other keys keep their dtype and shape.
+
     Args:
         size: how many; 0 for a placeholder that takes none.
         stack_num: of how many rows `obs`, `obs_next`, `info` and `policy` are made when they are read; the first row
@@ -39,8 +44,8 @@ class ReplayBuffer(EpisodeEdits):
         save_only_last_obs: observations come as stacks; store the last of each.
         sample_avail: draw only rows that have `stack_num - 1` others before them in their episode.
         random_seed: a generator, an int, or None for one from torch's global generator.
-        framework: what samples are made of: "numpy" (a dict of arrays with attributes), "torch" (a `DictTensor`),
-            "jax" or "warp". Row ids are numpy's in any case.
+        framework: what samples are made of: "numpy" (a dict of arrays with attributes), "torch" (a `DictTensor`,
+            which is without objects; `get` has them), "jax" or "warp". Row ids and objects are numpy's in any case.
         device: where samples are wanted.
         n_step, gamma: what `sample` makes of rewards, see there.
         new_keys: keys that there were not before "grow" a column, zero in the rows before; or are an "error".

@@ -213,5 +213,5 @@ def _limits(spec: Spec, exactly: bool) -> dict[type, tuple[Any, Any]]:
     if kind in "iu":
         return bits | {int: (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))}
     whole, largest = 2 ** (np.finfo(dtype).nmant + 1), float(np.finfo(dtype).max)
-    floats = {} if exactly and dtype.itemsize < 8 else {float: (-largest, largest)}
-    return bits | {int: (-whole, whole)} | floats
+    limits: dict[type, tuple[Any, Any]] = {bool: (0, 1), int: (-whole, whole)}
+    return limits if exactly and dtype.itemsize < 8 else {**limits, float: (-largest, largest)}
