@@ -21,8 +21,9 @@ from typing import BinaryIO, Protocol
 import numpy as np
 import torch
 
+from rlstructs.checks import DTYPES, MOST_AXES, is_size
 from rlstructs.structures.opening import open_file, read_at, read_into, size_of
-from rlstructs.structures.pickled import BITS, DTYPES, MOST_AXES, is_size
+from rlstructs.structures.pickled import BITS
 from rlstructs.structures.pickled import Stored as _Stored
 from rlstructs.structures.pickled import Unpickler as _Unpickler
 from rlstructs.structures.pickled import stored as _stored  # noqa: F401 - with the class that it makes

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlstructs.checks import reason, shown
 from rlstructs.errors import FileError
 from rlstructs.structures import containers, json_text
 from rlstructs.structures.containers import BITS, HEADER, Reader
 from rlstructs.structures.hdf5 import open_h5, write_h5
 from rlstructs.structures.interop import host_array
-from rlstructs.structures.opening import reason, shown
 
 FORMAT, VERSION = "rlstructs", 1
 WRITERS: Mapping[str, Callable[..., None]] = {**containers.WRITERS, ".h5": write_h5}

@@ -33,8 +33,8 @@ CHECKSUM = "crc32"
 # Bytes of a chunk: those of an array of a megabyte, how many times larger they are for one ten times larger, and the
 # least and the most; and how far above that a chunk may be. libhdf5 unpacks a whole chunk, whatever comes of it.
 CHUNK, GROWTH, LEAST, MOST, MARGIN = 1 << 14, 2.0, 1 << 13, 1 << 20, 1.5
-# Bytes behind a chunk that are its checksum.
-N_FLETCHER32 = 4
+# Bytes by which a small chunk may become longer when it is compressed, with its checksum.
+LONGER = 64
 
 
 @contextmanager
@@ -172,11 +172,10 @@ class _Hdf5:
 
 def _check_chunk(name: str, data: bytes, mask: int, filters: list[int], nbytes: int) -> None:
     """Raises ValueError unless what is stored of a chunk becomes a chunk, and not more."""
-    most = nbytes + N_FLETCHER32
-    fits = len(data) <= most
+    fits = len(data) <= nbytes + nbytes // 256 + LONGER
     if fits and filters[0] == GZIP and not mask & 1:
         unpacking = zlib.decompressobj()
-        fits = len(unpacking.decompress(data, most)) == nbytes and unpacking.eof
+        fits = len(unpacking.decompress(data, nbytes + 1)) == nbytes and unpacking.eof
     if not fits:
         raise ValueError(f"{name!r}: has a chunk that is not of {nbytes:,} bytes")
 

@@ -12,8 +12,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from rlstructs.checks import DTYPES, MOST_AXES, is_size
 from rlstructs.structures.opening import size_of
-from rlstructs.structures.pickled import DTYPES, MOST_AXES, is_size
 
 ELSEWHERE = "lies in another file"
 # Reads of a file: libhdf5 takes a few for each array, and so does not come to this in files that are as they should be.

@@ -13,9 +13,6 @@ from typing import BinaryIO
 
 from rlstructs.errors import FileError
 
-# Characters of an error's own text that go into ours: what a file says of itself may be of any length.
-LONGEST_REASON = 500
-
 # Those that there are on this system.
 FLAGS = os.O_RDONLY
 for _name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY"):
@@ -82,19 +79,6 @@ def read_into(file: BinaryIO, offset: int, data: memoryview) -> None:
         if not n:
             raise ValueError("it ends too early")
         done += n
-
-
-def reason(error: object) -> str:
-    """An error's own text, as a message of ours may show it: of bounded length, without control characters."""
-    return shown(str(error), LONGEST_REASON)
-
-
-def shown(text: str, longest: int = 200) -> str:
-    """Text that a file has in it, as a terminal may get it: without control characters, and of bounded length."""
-    start = text[:longest]
-    if not start.isprintable():
-        start = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in start)
-    return start + (f"... ({len(text):,} characters)" if len(text) > longest else "")
 
 
 def _check_regular(path: str | Path, mode: int) -> None:

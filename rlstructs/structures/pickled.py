@@ -15,16 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlstructs.checks import DTYPES, MOST_AXES, is_size
+
 # numpy has no bfloat16: its bits are stored as integers.
 BITS = {"bfloat16": "int16"}
-# The dtypes that arrays in files have, by name; of this machine's byte order.
-DTYPES = {
-    name: np.dtype(name)
-    for name in ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
-                 "float16", "float32", "float64", "complex64", "complex128")
-}  # fmt: skip
-# Axes of an array at most, and numbers of one.
-MOST_AXES, MOST_NUMBERS = 32, 1 << 62
 # Values that wait for others: `torch.save` writes a dictionary a thousand entries at a time.
 MOST_WAITING = 10_000
 
@@ -91,11 +85,6 @@ def stored(storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any
     if requires_grad is not False or hooks is not NO_HOOKS or offset != 0 or not (plain or 0 in size):
         raise ValueError("it holds a tensor that is not plain")
     return Stored(storage.key, dtype, size)
-
-
-def is_size(n: Any) -> bool:
-    """Whether this is a length that an axis can have."""
-    return type(n) is int and 0 <= n <= MOST_NUMBERS
 
 
 class Unpickler:

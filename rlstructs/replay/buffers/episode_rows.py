@@ -18,6 +18,7 @@ from rlstructs.replay.buffers.rows_in import OneRow, flat_items
 from rlstructs.replay.buffers.running import Running
 from rlstructs.replay.buffers.snapshot import Rows, Snapshot
 from rlstructs.replay.buffers.transitions import DONE, FLAGS, OBS_NEXT, REW, top
+from rlstructs.replay.claims import MOST, Claims
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.reading import DISCOUNT, Reading
 from rlstructs.replay.step_writer import StepWriter
@@ -360,12 +361,21 @@ class EpisodeRows(Buffer):
     def _more_arrays(self) -> dict[str, np.ndarray]:
         return self._running.arrays()
 
-    def _restorer(self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Callable[[], None]:
+    def _check_columns(self, specs: Mapping[str, Spec]) -> None:
+        transitions.check_specs(specs, self._beside_names())
+
+    def _restorer(
+        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], claims: Claims
+    ) -> Callable[[], None]:
         running = Running(self._n_lanes)
         returns, lengths = arrays["returns"], arrays["lengths"]
         shapes = returns.shape[:1] == lengths.shape == running.lengths.shape
+        if REW in claims.specs:
+            shapes &= returns.shape[1:] in ((), claims.specs[REW].shape)
         if not shapes or returns.dtype != np.float64 or lengths.dtype != np.int64:
             raise ValueError("its returns and lengths of episodes have other shapes")
+        if not ((lengths >= 0) & (lengths <= MOST)).all():
+            raise ValueError("its lengths of episodes make no sense")
         running.returns, running.lengths = returns, lengths
 
         def restore() -> None:
