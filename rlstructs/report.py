@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from rlstructs.checks import shown
 from rlstructs.episodes import EpisodeTracker
 from rlstructs.errors import FileError, SpecError
 from rlstructs.structures import files
@@ -85,11 +86,14 @@ def describe(path: Path) -> Iterator[str]:
     kind, arrays = header["class"], header["arrays"]
     content = KINDS[kind].load(path) if kind in KINDS else None
     rows = "" if content is None else f", {content.n_elems():,} rows"
-    yield f"{path}: {kind}{rows}, {path.stat().st_size / 1e6:,.2f} MB"
-    shapes = {name: "x".join(map(str, spec["shape"])) or "scalar" for name, spec in arrays.items()}
-    widths = [max(map(len, column), default=0) for column in (shapes, shapes.values())]
-    for name, spec in arrays.items():
-        yield f"  {name:{widths[0]}}  {shapes[name]:{widths[1]}}  {spec['dtype']}"
+    yield f"{path}: {shown(kind)}{rows}, {path.stat().st_size / 1e6:,.2f} MB"
+    # Names may hold what a terminal would obey.
+    lines = [
+        (shown(name), "x".join(map(str, spec["shape"])) or "scalar", spec["dtype"]) for name, spec in arrays.items()
+    ]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)] or [0, 0]
+    for name, shape, dtype in lines:
+        yield f"  {name:{widths[0]}}  {shape:{widths[1]}}  {dtype}"
     if isinstance(content, (TemporalDictTensor, Trajectories)):
         yield f"lengths: {_spread(content.lengths)}, {int(content.lengths.sum()):,} steps"
     if isinstance(content, Trajectories):

@@ -370,12 +370,11 @@ class EpisodeRows(Buffer):
         running = Running(self._n_lanes)
         returns, lengths = arrays["returns"], arrays["lengths"]
         shapes = returns.shape[:1] == lengths.shape == running.lengths.shape
-        if REW in claims.specs:
-            shapes &= returns.shape[1:] in ((), claims.specs[REW].shape)
+        shapes &= REW not in claims.specs or returns.shape[1:] in ((), claims.specs[REW].shape)
         if not shapes or returns.dtype != np.float64 or lengths.dtype != np.int64:
             raise ValueError("its returns and lengths of episodes have other shapes")
         if not ((lengths >= 0) & (lengths <= MOST)).all():
-            raise ValueError("its lengths of episodes make no sense")
+            raise ValueError("its lengths make no sense")
         running.returns, running.lengths = returns, lengths
 
         def restore() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlstructs.checks import reason
 from rlstructs.errors import FileError, OutOfMemoryError
 from rlstructs.replay.backing import available_bytes
 from rlstructs.replay.claims import (
@@ -41,6 +42,10 @@ ROWS, RING, EPISODES, LINKS, MORE = "rows/", "ring", "episodes", "links/", "more
 # Settings that say for how much a buffer is made, and of how many rows what is read is made: no more than there is
 # room for, or so many.
 READ_AT_ONCE, MOST_READ = ("stack_num", "n_step"), 1024
+SETTINGS = (
+    "ignore_obs_next", "save_only_last_obs", "sample_avail", "framework", "gamma", "new_keys", "missing_keys", "alpha",
+    "beta", "weight_norm", "horizon", "future_k", "main",
+)  # fmt: skip
 SIZES = ("size", "total_size", "buffer_num", "cached_buffer_num", "max_episode_length", *READ_AT_ONCE)
 # Before the names of a buffer that is in another one.
 INNER = "inner/"
@@ -198,7 +203,7 @@ def _columns_of(
     specs = {name: _spec(name, *spec) for name, spec in state["columns"].items()}
     linked = dict(state["linked"])
     if columns.specs and specs != dict(columns.specs):
-        raise FileError(f"{path}: has columns {_shown(specs)}, this buffer {_shown(columns.specs)}")
+        raise FileError(f"{path}: has columns {reason(_shown(specs))}, this buffer {_shown(columns.specs)}")
     for name, spec in specs.items():
         if name not in linked:
             wanted = spec.dtype, (*lead, *spec.shape)
@@ -298,6 +303,8 @@ def _check_sizes(path: Any, reader: Reader, state: Any) -> None:
         for name, value in each.items() if isinstance(each, dict) else ():
             if name in SIZES:
                 whole(f"the setting {name!r}", value, 0, max(n_rows, MOST_READ if name in READ_AT_ONCE else 0))
+            elif name not in SETTINGS:  # a program's own class might take it, and do something with it
+                raise FileError(f"{path}: has a setting {name!r}, which is none of ours")
 
 
 def _shown(specs: Mapping[str, Spec]) -> str:
