@@ -27,6 +27,7 @@ OUT_ENDINGS: dict[str, str | None] = {".npz": None, ".pt": None, ".h5": "h5py"}
 PLOT_ENDINGS: dict[str, str | None] = {".png": "matplotlib.figure"}
 # What installs such a module.
 EXTRAS = {"h5py": "hdf5", "matplotlib": "plot", "imageio_ffmpeg": "plot"}
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 KINDS = {kind.__name__: kind for kind in (DictTensor, TemporalDictTensor, Trajectories)}
 # Episodes that the running mean of a plot spans, at most.
 WINDOW = 100
@@ -110,10 +111,16 @@ def ended_episodes(trajectories: Trajectories) -> DictTensor:
         SpecError: a key is missing, or is not what it has to be.
     """
     env_index, steps = trajectories.info["env_index"], trajectories.trajectories
-    if env_index.ndim != 1 or env_index.dtype.is_floating_point:
+    if env_index.ndim != 1 or env_index.dtype not in INTEGERS:
         raise SpecError(f"env_index is {tuple(env_index.shape)} {env_index.dtype}, expected (B,) of integers")
     needed = [f"_observation/{key}" for key in ("reward", "raw_reward", "done", "terminated", "truncated")]
     steps = steps.get([key for key in [*needed, "observation/initial_state"] if key in steps])
+    for key in needed:
+        if key in steps and (steps[key].ndim != 2 or steps[key].is_complex()):
+            raise SpecError(f"{key!r} is {tuple(steps[key].shape)} {steps[key].dtype}, expected (B, T) of numbers")
+    # Those that there are, counted from 0: the tracker has room for all up to the largest.
+    known, places = torch.unique(env_index, return_inverse=True)
+    env_index = places
     rows, tracker = Trajectories(DictTensor({"env_index": env_index}), steps), EpisodeTracker()
     # A rollout has each environment at most once, in ascending order.
     starts = [0, *(np.flatnonzero(np.diff(env_index.numpy()) <= 0) + 1).tolist()]
@@ -121,7 +128,8 @@ def ended_episodes(trajectories: Trajectories) -> DictTensor:
         rollout = rows.index(slice(start, stop))
         tracker.forget(_begun(rollout))
         tracker.add(rollout)
-    return tracker.take()
+    ended = tracker.take()
+    return DictTensor({**dict(ended.items()), "env_index": known.long()[ended["env_index"]]})
 
 
 def plot(path: Path, settings: Settings, collected: Collected) -> None:

@@ -157,6 +157,12 @@ def check_slots(n_slots: int, ring: Ring) -> None:
         raise ValueError(f"it holds {n_slots} rows of each lane, its counters say more")
 
 
+def check_aligned(ring: Ring) -> None:
+    """Raises ValueError unless each lane's rows began in its first slot, as where row ids count rows."""
+    if (ring.base % ring.capacity).any():
+        raise ValueError("its counters make no sense: its rows begin in the middle of a lane")
+
+
 def generator_in(state: Any) -> np.random.Generator:
     """A generator in this state.
 

@@ -13,7 +13,7 @@ from rlstructs.checks import MOST_AXES
 from rlstructs.replay.buffers import state_dicts
 from rlstructs.replay.buffers.dict_tensor_index import DictTensorIndex
 from rlstructs.replay.buffers.prefetch import Prefetch
-from rlstructs.replay.claims import Claims, flag, whole
+from rlstructs.replay.claims import Claims, check_aligned, flag, whole
 from rlstructs.replay.locks import lock_that_forks
 from rlstructs.replay.unchanged import UNCHANGED, Unchanged
 from rlstructs.structures.files import WRITERS, ending_of
@@ -101,6 +101,7 @@ class DictTensorFiles(DictTensorIndex):
         own, found = (self._settings.max_size, type(self._sampler).__name__), state["sampler"]
         if own != (state["max_size"], found["class"]):
             raise ValueError(f"it has room for {state['max_size']} rows and a {found['class']}, needed are {own}")
+        check_aligned(claims.ring)
         whole("n_rows", state["n_rows"], claims.n_rows, claims.n_rows)
         n_written, knows = whole("n_written", state["n_written"]), flag("knows_episodes", state["knows_episodes"])
         axes = _checked_axes(state.get("axes"), claims)
@@ -142,7 +143,9 @@ def _checked_axes(axes: Any, claims: Claims) -> dict[str, int] | None:
         return None
     if not isinstance(axes, Mapping) or "" not in axes:
         raise ValueError("its axes are not those of a batch")
+    most = max((len(spec.shape) for spec in claims.specs.values()), default=MOST_AXES)
+    whole("the axes of its batches", axes[""], 1, 1 + most)
     for name, n in axes.items():
         inside = [len(spec.shape) for column, spec in claims.specs.items() if column.startswith(f"{name}/")]
-        whole(f"the axes of {name!r}", n, 1 if not name else axes[""], 1 + min(inside, default=MOST_AXES))
+        whole(f"the axes of {name!r}", n, axes[""], 1 + min(inside, default=most))
     return dict(axes)

@@ -18,7 +18,7 @@ from rlstructs.replay.buffers.rows_in import OneRow, flat_items
 from rlstructs.replay.buffers.running import Running
 from rlstructs.replay.buffers.snapshot import Rows, Snapshot
 from rlstructs.replay.buffers.transitions import DONE, FLAGS, OBS_NEXT, REW, top
-from rlstructs.replay.claims import MOST, Claims
+from rlstructs.replay.claims import MOST, Claims, check_aligned
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.reading import DISCOUNT, Reading
 from rlstructs.replay.step_writer import StepWriter
@@ -367,14 +367,13 @@ class EpisodeRows(Buffer):
     def _restorer(
         self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], claims: Claims
     ) -> Callable[[], None]:
-        running = Running(self._n_lanes)
-        returns, lengths = arrays["returns"], arrays["lengths"]
+        check_aligned(claims.ring)
+        running, returns, lengths = Running(self._n_lanes), arrays["returns"], arrays["lengths"]
         shapes = returns.shape[:1] == lengths.shape == running.lengths.shape
         shapes &= REW not in claims.specs or returns.shape[1:] in ((), claims.specs[REW].shape)
-        if not shapes or returns.dtype != np.float64 or lengths.dtype != np.int64:
-            raise ValueError("its returns and lengths of episodes have other shapes")
-        if not ((lengths >= 0) & (lengths <= MOST)).all():
-            raise ValueError("its lengths make no sense")
+        dtypes = returns.dtype, lengths.dtype
+        if not shapes or dtypes != (np.float64, np.int64) or not ((lengths >= 0) & (lengths <= MOST)).all():
+            raise ValueError("its returns and lengths of episodes are not what they can be")
         running.returns, running.lengths = returns, lengths
 
         def restore() -> None:
