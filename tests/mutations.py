@@ -6,31 +6,89 @@ Each takes a file of one kind and a generator of random numbers, and changes the
 from __future__ import annotations
 
 import json
-import pickletools
 import random
-import struct
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import torch
 
 from rlstructs.structures import containers, files
-from rlstructs.structures.containers import HEADER
 from rlstructs.structures.hdf5 import write_h5
 
 Rng = random.Random
 
-NUMBERS = [0, -1, 1, 2, 3, 5, 7, 64, 255, 2**16, 2**31 - 1, 2**31, 2**32, 2**53, 2**62, 2**63 - 1, 2**63, 2**64, 10**19,
-           10**30, 10**39, -(2**63), 0.5, -0.5, 1e-320, 1e300, 1e308, float("nan"), float("inf"), float("-inf")]  # fmt: skip
-OTHERS = ["", "x", "é\x1b[2J", "float32", "float8_e5m2", "object", "int64", "PCG64", "MT19937", "jax", "\ud800", None,
-          True, False, [], {}, [[]], [0], [-1], [2**40], [1, 2, 3], {"": 1}, {"x": {}}]  # fmt: skip
-RAW_JSON = ["1" * 5000, "[" * 3000 + "]" * 3000, '{"a":' * 2000 + "1" + "}" * 2000, "1e400", "-1e400", "NaN", "0." + "3" * 300,
-            '{"x": 1, "x": 2}', "[" + "{}," * 3000 + "{}]", '"' + "x" * 3000 + '"']  # fmt: skip
+NUMBERS = [
+    0,
+    -1,
+    1,
+    2,
+    3,
+    5,
+    7,
+    64,
+    255,
+    2**16,
+    2**31 - 1,
+    2**31,
+    2**32,
+    2**53,
+    2**62,
+    2**63 - 1,
+    2**63,
+    2**64,
+    10**19,
+    10**30,
+    10**39,
+    -(2**63),
+    0.5,
+    -0.5,
+    1e-320,
+    1e300,
+    1e308,
+    float("nan"),
+    float("inf"),
+    float("-inf"),
+]
+OTHERS = [
+    "",
+    "x",
+    "é\x1b[2J",
+    "float32",
+    "float8_e5m2",
+    "object",
+    "int64",
+    "PCG64",
+    "MT19937",
+    "jax",
+    "\ud800",
+    None,
+    True,
+    False,
+    [],
+    {},
+    [[]],
+    [0],
+    [-1],
+    [2**40],
+    [1, 2, 3],
+    {"": 1},
+    {"x": {}},
+]
+RAW_JSON = [
+    "1" * 5000,
+    "[" * 3000 + "]" * 3000,
+    '{"a":' * 2000 + "1" + "}" * 2000,
+    "1e400",
+    "-1e400",
+    "NaN",
+    "0." + "3" * 300,
+    '{"x": 1, "x": 2}',
+    "[" + "{}," * 3000 + "{}]",
+    '"' + "x" * 3000 + '"',
+]
 
 
 # --- JSON ---------------------------------------------------------------------------------------------
@@ -57,7 +115,9 @@ def change_json(tree: Any, rng: Rng) -> str:
         elif act < 0.65:
             where[key] = rng.choice(OTHERS)
         elif act < 0.75:
-            where[key] = rng.choice(found)[0][rng.choice(list(found))[1]] if rng.random() < 0.01 else _copied(found, rng)
+            where[key] = (
+                rng.choice(found)[0][rng.choice(list(found))[1]] if rng.random() < 0.01 else _copied(found, rng)
+            )
         elif act < 0.85:
             del where[key]
         elif act < 0.9 and isinstance(where, dict):
@@ -99,7 +159,9 @@ def change_array(array: np.ndarray, rng: Rng) -> np.ndarray:
                 continue
             with np.errstate(all="ignore"):
                 number = nearby(flat[at].item() if array.dtype.kind != "c" else 0, rng)
-                low, high = (np.iinfo(array.dtype).min, np.iinfo(array.dtype).max) if array.dtype.kind in "iu" else (0, 0)
+                low, high = (
+                    (np.iinfo(array.dtype).min, np.iinfo(array.dtype).max) if array.dtype.kind in "iu" else (0, 0)
+                )
                 flat[at] = number if low == high else min(max(int(np.nan_to_num(number)), low), high)
         return array
     if act < 0.75:
@@ -108,7 +170,11 @@ def change_array(array: np.ndarray, rng: Rng) -> np.ndarray:
     if act < 0.85:
         return np.ascontiguousarray(array.reshape(-1)[: rng.randrange(array.size + 1)])
     if act < 0.93:
-        return np.array(array)[None] if rng.random() < 0.5 else np.zeros((*array.shape, rng.choice([0, 1, 2])), array.dtype)
+        return (
+            np.array(array)[None]
+            if rng.random() < 0.5
+            else np.zeros((*array.shape, rng.choice([0, 1, 2])), array.dtype)
+        )
     return np.full(array.shape, nearby(0, rng) if array.dtype.kind in "fc" else rng.choice([0, 1]), array.dtype)
 
 
@@ -184,151 +250,6 @@ def change_bytes(path: Path, rng: Rng) -> None:
     path.write_bytes(data)
 
 
-def change_directory(path: Path, rng: Rng) -> None:
-    """Changes numbers in the tables of a zip archive, or members of it."""
-    with zipfile.ZipFile(path) as archive:
-        members = [(info, archive.read(info)) for info in archive.infolist()]
-    act = rng.random()
-    if act < 0.5:
-        data = bytearray(path.read_bytes())
-        starts = [at for at in range(len(data) - 4) if data[at : at + 4] in (b"PK\1\2", b"PK\3\4", b"PK\5\6", b"PK\6\6", b"PK\6\7")]
-        for _ in range(rng.choice([1, 2, 4])):
-            at = rng.choice(starts) + rng.randrange(4, 46, 2)
-            number = rng.choice([0, 1, 8, 0x800, 0xFFFF, rng.randrange(1 << 16)])
-            data[at : at + 2] = struct.pack("<H", number)
-        path.write_bytes(data)
-        return
-    path.unlink()
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED if act < 0.6 else zipfile.ZIP_STORED) as archive:
-        for number, (info, content) in enumerate(members):
-            name = info.filename
-            if rng.random() < 0.1:
-                name = rng.choice([members[0][0].filename, "../x", "/x", "", "x" * 3000, name + "\0y"])
-            if rng.random() < 0.1:
-                content = _changed_npy(content, rng) if name.endswith(".npy") else content[: rng.randrange(len(content) + 1)]
-            if rng.random() > 0.03 * number / len(members):
-                archive.writestr(name, content)
-
-
-def _changed_npy(content: bytes, rng: Rng) -> bytes:
-    """An array with another header in front of it."""
-    descr = rng.choice(["'<f4'", "'|O'", "'>i8'", "[('a', '<f4'), ('b', '|O')]", "'<U9'", "'|V8'", "'<f16'", "'" + "(" * 99])
-    order = rng.choice(["False", "True", "0"])
-    shape = rng.choice(["(3,)", "()", "(-1,)", f"({2**63},)", f"({2**40}, 0)", "(" * 500 + ")" * 500, "(1,)*99", "-" * 900 + "1"])
-    text = f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}, }}".encode()
-    return content[:8] + struct.pack("<H", len(text) + 1) + text + b"\n" + content[128:]
-
-
-def change_pickle(path: Path, rng: Rng) -> None:
-    """Changes instructions of the pickle in a .pt file."""
-    with zipfile.ZipFile(path) as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
-    [key] = [name for name in members if name.endswith("data.pkl")]
-    data = members[key]
-    steps = [at for _, _, at in pickletools.genops(data)] + [len(data)]
-    parts = [data[a:b] for a, b in zip(steps, steps[1:], strict=False)]
-    for _ in range(rng.choice([1, 1, 2, 5])):
-        at = rng.randrange(len(parts))
-        act = rng.random()
-        if act < 0.3:
-            parts[at] = rng.choice(PICKLED)
-        elif act < 0.5:
-            parts.insert(at, rng.choice(PICKLED))
-        elif act < 0.7:
-            parts[at : at + 1] = []
-        elif act < 0.85:
-            parts[at] = rng.choice(parts)
-        else:
-            parts[at:at] = parts[at : at + rng.randrange(1, 9)]
-        parts = parts or [b"."]
-    members[key] = b"".join(parts)
-    path.unlink()
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, content in members.items():
-            archive.writestr(name, content)
-
-
-PICKLED = [
-    b"K\x00", b"K\x05", b"J\xff\xff\xff\xff", b"\x8a\x09" + b"\xff" * 8 + b"\x7f", b"\x8a\xff" + b"\x7f" * 255, b"(", b")", b"t",
-    b"\x85", b"\x86", b"\x87", b"}", b"]", b"a", b"e", b"s", b"u", b"N", b"\x88", b"\x89", b"R", b"Q", b"b", b"o", b"0", b"2",
-    b"q\x00", b"h\x00", b"r\xff\xff\xff\x7f", b"j\x05\0\0\0", b"cos\nsystem\n", b"ctorch.onnx\nexport\n", b"ctorch\nload\n",
-    b"ctorch\nfloat32\n", b"ctorch\nFloatStorage\n", b"ctorch._utils\n_rebuild_parameter\n", b"X\x01\0\0\0x", b"X\xff\xff\xff\x7f",
-    b"\x95" + b"\xff" * 8, b"\x96" + b"\xff" * 8, b"G\x7f\xf8\0\0\0\0\0\0", b".", b"I10\n", b"L1" + b"0" * 3000 + b"L\n",
-]  # fmt: skip
-
-
-# --- HDF5 ---------------------------------------------------------------------------------------------
-
-
-def change_tables(compressed: bool) -> Callable[[Path, Rng], None]:
-    """Writes an HDF5 file in the oldest format, whose tables have no checksums, and changes bytes of it."""
-
-    def change(path: Path, rng: Rng) -> None:
-        header, arrays = read(path, ".h5", compressed)
-        path.unlink()
-        with h5py.File(path, "w", libver="earliest") as file:
-            for name, array in {**arrays, HEADER: np.frombuffer(json.dumps(header).encode(), np.uint8)}.items():
-                packed = {"compression": rng.choice(["gzip", "lzf"])} if compressed and array.size and array.ndim else {}
-                file.create_dataset(name, data=array, **packed)
-        change_bytes(path, rng)
-
-    return change
-
-
-def change_objects(compressed: bool) -> Callable[[Path, Rng], None]:
-    """Puts something else in the place of a dataset of an HDF5 file."""
-
-    def change(path: Path, rng: Rng) -> None:
-        with h5py.File(path, "r+") as file:
-            names: list[str] = []
-            file.visititems(lambda name, each: names.append(name) if isinstance(each, h5py.Dataset) else None)
-            name = rng.choice(names)
-            values, kind = file[name][()], rng.randrange(len(OBJECTS))
-            if rng.random() < 0.2:
-                name = name.split("/")[0]
-            del file[name]
-            OBJECTS[kind](file, name, values, path.parent)
-
-    return change
-
-
-def _virtual(file: Any, name: str, values: Any, folder: Path) -> None:
-    layout = h5py.VirtualLayout((4,), np.float32, maxshape=(None,))
-    layout[: h5py.h5s.UNLIMITED :] = h5py.VirtualSource(folder / "pipe", "x", (4,), maxshape=(None,))[: h5py.h5s.UNLIMITED :]
-    file.create_virtual_dataset(name, layout)
-
-
-def _bomb(file: Any, name: str, values: Any, folder: Path) -> None:
-    dataset = file.create_dataset(name, (64,), np.uint8, chunks=(64,), maxshape=(None,), compression="gzip")
-    dataset.id.write_direct_chunk((0,), zlib.compress(bytes(1 << 24)))
-
-
-def _large_chunk(file: Any, name: str, values: Any, folder: Path) -> None:
-    dataset = file.create_dataset(name, (4,), np.uint8, chunks=(1 << 30,), maxshape=(None,), compression="gzip")
-    dataset.id.write_direct_chunk((0,), zlib.compress(bytes(1 << 20)))
-
-
-OBJECTS: list[Callable[[Any, str, Any, Path], Any]] = [
-    lambda file, name, values, folder: file.__setitem__(name, h5py.ExternalLink(str(folder / "pipe"), "x")),
-    lambda file, name, values, folder: file.__setitem__(name, h5py.ExternalLink(str(folder / "other.h5"), "/")),
-    lambda file, name, values, folder: file.__setitem__(name, h5py.SoftLink(f"/{name}")),
-    lambda file, name, values, folder: file.__setitem__(name, h5py.SoftLink("/")),
-    lambda file, name, values, folder: file.__setitem__(name, file["/"]),
-    lambda file, name, values, folder: file.create_dataset(name, 3, np.float32, external=[(str(folder / "pipe"), 0, 12)]),
-    lambda file, name, values, folder: file.__setitem__(name, np.dtype("f4")),
-    lambda file, name, values, folder: file.create_dataset(name, (3,), h5py.ref_dtype),
-    lambda file, name, values, folder: file.create_dataset(name, (3,), h5py.regionref_dtype),
-    lambda file, name, values, folder: file.create_dataset(name, (3,), h5py.string_dtype()),
-    lambda file, name, values, folder: file.create_dataset(name, (3,), np.dtype([("a", "f4", 99), ("b", "i8")])),
-    lambda file, name, values, folder: file.create_dataset(name, data=h5py.Empty("f4")),
-    lambda file, name, values, folder: file.create_dataset(name, (1 << 40,), np.uint8, chunks=(1 << 16,)),
-    lambda file, name, values, folder: file.create_dataset(name, data=values).attrs.create("crc32", np.zeros(8000)),
-    lambda file, name, values, folder: file.create_dataset(name, data=values, maxshape=(None,) * np.ndim(values)) if np.ndim(values) else None,
-    lambda file, name, values, folder: file.create_dataset(name, data=values, shuffle=True) if np.ndim(values) and values.size else None,
-    _virtual, _bomb, _large_chunk,
-]  # fmt: skip
-
-
 # --- text ---------------------------------------------------------------------------------------------
 
 
@@ -339,7 +260,9 @@ def change_csv(path: Path, rng: Rng) -> None:
     cells = lines[at].split(",")
     act = rng.random()
     if act < 0.6:
-        cells[rng.randrange(len(cells))] = rng.choice([*map(str, NUMBERS), "", "x", "1" * 5000, '"', "True", "1_0", "0x1", "\0", "é"])
+        cells[rng.randrange(len(cells))] = rng.choice(
+            [*map(str, NUMBERS), "", "x", "1" * 5000, '"', "True", "1_0", "0x1", "\0", "é"]
+        )
         lines[at] = ",".join(cells)
     elif act < 0.7:
         del lines[at]
@@ -382,8 +305,10 @@ def change_folder(path: Path, rng: Rng) -> None:
 def change_state(path: Path, rng: Rng) -> None:
     """Changes a state that a program reads itself."""
     held = torch.load(path, weights_only=True)
-    arrays = {name: tensor.view(torch.int16).numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()
-              for name, tensor in held["arrays"].items()}  # fmt: skip
+    arrays = {
+        name: tensor.view(torch.int16).numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()
+        for name, tensor in held["arrays"].items()
+    }
     if rng.random() < 0.5:
         name = rng.choice(list(arrays))
         held["arrays"][name] = torch.from_numpy(change_array(arrays[name], rng))
@@ -394,20 +319,3 @@ def change_state(path: Path, rng: Rng) -> None:
         except (ValueError, RecursionError):
             held["state"] = text
     torch.save(held, path)
-
-
-def changes_of(path: Path, suffix: str) -> list[Callable[[Path, Rng], None]]:
-    """The changes that a file of a subject of this kind can be given."""
-    if path.suffix == ".json":
-        return [change_folder if suffix == ".folder" else change_beside] * 3 + [change_bytes]
-    if suffix == ".state":
-        return [change_state] * 4 + [change_bytes]
-    if suffix == ".csv":
-        return [change_csv] * 3 + [change_bytes]
-    if suffix in (".h5", ".gzip", ".lzf"):
-        compression = None if suffix == ".h5" else suffix[1:]
-        packed = compression is not None
-        return [change_content(".h5", compression)] * 6 + [change_bytes, change_tables(packed), change_objects(packed)]
-    kind = path.suffix
-    more = [change_pickle] * 3 if kind == ".pt" else []
-    return [change_content(kind)] * 6 + [change_bytes, change_directory, *more]
