@@ -1,4 +1,4 @@
-"""Checks of what a user gives, shared by all that takes it."""
+"""Checks of what a user gives, and of what a file says, shared by all that takes it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,17 @@ import numpy as np
 
 from rlstructs.errors import SpecError
 from workers import start
+
+# The dtypes that arrays in files have, by name; of this machine's byte order.
+DTYPES = {
+    name: np.dtype(name)
+    for name in ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+                 "float16", "float32", "float64", "complex64", "complex128")
+}  # fmt: skip
+# Axes of an array at most, and numbers of one.
+MOST_AXES, MOST_NUMBERS = 32, 1 << 62
+# Characters of an error's own text that go into ours: what a file says of itself may be of any length.
+LONGEST_REASON = 500
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
@@ -138,3 +149,21 @@ def _wrapping(made: Any) -> str:
     if isinstance(made, (list, tuple)) or hasattr(made, "observation_space"):
         return ": return GymEnvInf([env, ...], seed)"
     return ""
+
+
+def is_size(n: Any) -> bool:
+    """Whether this is a length that an axis can have."""
+    return type(n) is int and 0 <= n <= MOST_NUMBERS
+
+
+def reason(error: object) -> str:
+    """An error's own text, as a message of ours may show it: of bounded length, without control characters."""
+    return shown(str(error), LONGEST_REASON)
+
+
+def shown(text: str, longest: int = 200) -> str:
+    """Text that a file has in it, as a terminal may get it: without control characters, and of bounded length."""
+    start = text[:longest]
+    if not start.isprintable():
+        start = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in start)
+    return start + (f"... ({len(text):,} characters)" if len(text) > longest else "")

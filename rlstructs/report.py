@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from rlstructs.checks import shown
 from rlstructs.episodes import EpisodeTracker
 from rlstructs.errors import FileError, SpecError
 from rlstructs.structures import files
@@ -26,6 +27,7 @@ OUT_ENDINGS: dict[str, str | None] = {".npz": None, ".pt": None, ".h5": "h5py"}
 PLOT_ENDINGS: dict[str, str | None] = {".png": "matplotlib.figure"}
 # What installs such a module.
 EXTRAS = {"h5py": "hdf5", "matplotlib": "plot", "imageio_ffmpeg": "plot"}
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 KINDS = {kind.__name__: kind for kind in (DictTensor, TemporalDictTensor, Trajectories)}
 # Episodes that the running mean of a plot spans, at most.
 WINDOW = 100
@@ -85,11 +87,14 @@ def describe(path: Path) -> Iterator[str]:
     kind, arrays = header["class"], header["arrays"]
     content = KINDS[kind].load(path) if kind in KINDS else None
     rows = "" if content is None else f", {content.n_elems():,} rows"
-    yield f"{path}: {kind}{rows}, {path.stat().st_size / 1e6:,.2f} MB"
-    shapes = {name: "x".join(map(str, spec["shape"])) or "scalar" for name, spec in arrays.items()}
-    widths = [max(map(len, column), default=0) for column in (shapes, shapes.values())]
-    for name, spec in arrays.items():
-        yield f"  {name:{widths[0]}}  {shapes[name]:{widths[1]}}  {spec['dtype']}"
+    yield f"{path}: {shown(kind)}{rows}, {path.stat().st_size / 1e6:,.2f} MB"
+    # Names may hold what a terminal would obey.
+    lines = [
+        (shown(name), "x".join(map(str, spec["shape"])) or "scalar", spec["dtype"]) for name, spec in arrays.items()
+    ]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)] or [0, 0]
+    for name, shape, dtype in lines:
+        yield f"  {name:{widths[0]}}  {shape:{widths[1]}}  {dtype}"
     if isinstance(content, (TemporalDictTensor, Trajectories)):
         yield f"lengths: {_spread(content.lengths)}, {int(content.lengths.sum()):,} steps"
     if isinstance(content, Trajectories):
@@ -106,10 +111,16 @@ def ended_episodes(trajectories: Trajectories) -> DictTensor:
         SpecError: a key is missing, or is not what it has to be.
     """
     env_index, steps = trajectories.info["env_index"], trajectories.trajectories
-    if env_index.ndim != 1 or env_index.dtype.is_floating_point:
+    if env_index.ndim != 1 or env_index.dtype not in INTEGERS:
         raise SpecError(f"env_index is {tuple(env_index.shape)} {env_index.dtype}, expected (B,) of integers")
     needed = [f"_observation/{key}" for key in ("reward", "raw_reward", "done", "terminated", "truncated")]
     steps = steps.get([key for key in [*needed, "observation/initial_state"] if key in steps])
+    for key in needed:
+        if key in steps and (steps[key].ndim != 2 or steps[key].is_complex()):
+            raise SpecError(f"{key!r} is {tuple(steps[key].shape)} {steps[key].dtype}, expected (B, T) of numbers")
+    # Those that there are, counted from 0: the tracker has room for all up to the largest.
+    known, places = torch.unique(env_index, return_inverse=True)
+    env_index = places
     rows, tracker = Trajectories(DictTensor({"env_index": env_index}), steps), EpisodeTracker()
     # A rollout has each environment at most once, in ascending order.
     starts = [0, *(np.flatnonzero(np.diff(env_index.numpy()) <= 0) + 1).tolist()]
@@ -117,7 +128,8 @@ def ended_episodes(trajectories: Trajectories) -> DictTensor:
         rollout = rows.index(slice(start, stop))
         tracker.forget(_begun(rollout))
         tracker.add(rollout)
-    return tracker.take()
+    ended = tracker.take()
+    return DictTensor({**dict(ended.items()), "env_index": known.long()[ended["env_index"]]})
 
 
 def plot(path: Path, settings: Settings, collected: Collected) -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import secrets
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rlstructs.checks import reason
 from rlstructs.distributed.shard import FORMAT
 from rlstructs.errors import FileError
+from rlstructs.replay.claims import generator_in
+from rlstructs.structures import json_text
 from rlstructs.structures.files import replacing
+from rlstructs.structures.opening import read_bytes
 
 HEADER = "replay.json"
 NAME = re.compile(rf"shard-\d+-[0-9a-f]{{8}}\.{FORMAT}")
@@ -58,42 +63,64 @@ def read(folder: Path, memory: Mapping[str, Any], n_shards: int) -> tuple[np.ran
         FileNotFoundError: there is none.
     """
     path = folder / HEADER
-    text = path.read_text(errors="replace")
     try:
-        header = _header(text)
-        found, names, generator = header["memory"], header["shards"], np.random.default_rng()
-        generator.bit_generator.state = header["generator"]
+        header = _header(read_bytes(path))
+        found, names, generator = header["memory"], header["shards"], generator_in(header["generator"])
+        if not isinstance(found, dict):
+            raise ValueError("it does not say of what memory it is")
         if found == memory and len(names) != n_shards:
             raise ValueError(f"it names the files {names}")
+    except (FileNotFoundError, FileError):
+        raise
     except Exception as error:  # whatever it holds
-        raise FileError(f"{path}: damaged: {error}") from error
+        raise FileError(f"{path}: damaged: {reason(error)}") from error
     if found != memory:
         differ = {key: value for key, value in memory.items() if found.get(key) != value}
-        raise FileError(f"{path}: of another memory, {found}; make this one, whose {differ} differ, like that")
+        other = reason(repr(found))
+        raise FileError(f"{path}: of another memory, {other}; make this one, whose {differ} differ, like that")
     return generator, [folder / name for name in names]
 
 
-def _header(text: str) -> dict[str, Any]:
+@contextlib.contextmanager
+def shard_bytes(file: Path) -> Iterator[np.ndarray]:
+    """The bytes of a shard's file; who reads them elsewhere is told here that they are damaged.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        FileError: it is none, or what the block raises of what is in it.
+    """
+    data = np.frombuffer(read_bytes(file), np.uint8)
+    try:
+        yield data
+    except FileError as error:  # of a file with another name
+        name, _, text = str(error).partition(": ")
+        raise FileError(f"{file}, there {Path(name).name}: {text}") from error
+
+
+def _header(text: bytes) -> dict[str, Any]:
     """What a header says.
 
     Raises:
         ValueError, KeyError, TypeError: it is damaged.
     """
-    outer = json.loads(text)
+    outer = json_text.parse(text)
     if zlib.crc32(outer["header"].encode()) != outer["checksum"]:
         raise ValueError("its checksum is another")
-    header: dict[str, Any] = json.loads(outer["header"])
-    if not all(NAME.fullmatch(name) for name in header["shards"]):
-        raise ValueError(f"it names the files {header['shards']}")
+    header: dict[str, Any] = json_text.parse(outer["header"])
+    names = header["shards"]
+    if not isinstance(names, list) or not all(type(name) is str and NAME.fullmatch(name) for name in names):
+        raise ValueError(f"it names the files {names}")
+    if len(set(names)) != len(names):
+        raise ValueError(f"it names a file twice: {names}")
     return header
 
 
 def _named(folder: Path) -> list[str]:
     """The files that the header names; none if there is no header, or it is not one of ours."""
     try:
-        names: list[str] = _header((folder / HEADER).read_text(errors="replace"))["shards"]
+        names: list[str] = _header(read_bytes(folder / HEADER))["shards"]
         return names
-    except (FileNotFoundError, AttributeError, KeyError, TypeError, ValueError):
+    except (FileNotFoundError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return []
 
 

@@ -320,8 +320,8 @@ class RayReplay:
         generator, files = folder.read(Path(path), self._header(), self._n_shards)
         try:
             for shard, file in enumerate(files):
-                data = {DATA: np.fromfile(file, np.uint8)}
-                self._pool.values(self._pool.ask("load", engine.ray().put(data), only=[shard]))
+                with folder.shard_bytes(file) as data:
+                    self._pool.values(self._pool.ask("load", engine.ray().put({DATA: data}), only=[shard]))
         except BaseException:
             self._pool.ask("drop_loaded")
             raise

@@ -14,6 +14,7 @@ from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.memories import files, trajectories
 from rlstructs.memories.names import ends_of
 from rlstructs.memories.tensors import NamedTensors
+from rlstructs.replay.claims import Claims, plain_state
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.roles import ENDS
 from rlstructs.replay.values import encoded, host_array
@@ -310,12 +311,14 @@ class Memory(NamedTensors, ABC):
         name_of = self.framework.name_of
         tensors = {name: [name_of(dtype), self._spec(name).shape] for name, dtype in self._dtypes.items()}
         sizes = {"memory_size": self.memory_size, "num_envs": self.num_envs}
-        return {**sizes, "tensors": tensors, "rng": self._rng.bit_generator.state}
+        return {**sizes, "tensors": tensors, "rng": plain_state(self._rng)}
 
     def _more_arrays(self) -> dict[str, np.ndarray]:
         """What else a file holds."""
         return {}
 
-    def _checked_more(self, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any]) -> Callable[[], None]:
+    def _checked_more(
+        self, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any], claims: Claims
+    ) -> Callable[[], None]:
         """What restores it; raises ValueError, KeyError or TypeError if it does not fit."""
         return lambda: None

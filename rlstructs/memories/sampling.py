@@ -13,6 +13,7 @@ from rlstructs.checks import check_count, check_gamma
 from rlstructs.errors import SpecError, StateError
 from rlstructs.memories import base
 from rlstructs.replay import expand
+from rlstructs.replay.claims import Claims, whole
 from rlstructs.replay.expand import CROSS, EPISODE_ENDS, MASK, NEVER
 from rlstructs.replay.prioritised import LEAVES, Prioritised, exponent
 from rlstructs.replay.reading import discounted
@@ -281,12 +282,14 @@ class PrioritizedMemory(RandomMemory):
     def _more_arrays(self) -> dict[str, np.ndarray]:
         return self._prioritised.arrays()
 
-    def _checked_more(self, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any]) -> Callable[[], None]:
+    def _checked_more(
+        self, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any], claims: Claims
+    ) -> Callable[[], None]:
         alpha = state.get("alpha", self._alpha)
         if LEAVES in arrays and alpha != self._alpha:
             raise ValueError(f"its priorities are to the power of {alpha}, here alpha is {self._alpha}")
-        priorities = self._prioritised.restored(arrays, state.get("max_priority", 1.0))
-        n_samples = int(state.get("n_samples", 0))
+        priorities = self._prioritised.restored(arrays, state.get("max_priority", 1.0), claims)
+        n_samples = whole("n_samples", state.get("n_samples", 0))
 
         def restore() -> None:
             self._prioritised, self.n_samples = priorities, n_samples

@@ -13,11 +13,14 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import SpecError
+from rlstructs.replay.claims import Claims
 from rlstructs.replay.locks import lock_that_forks
 from rlstructs.replay.samplers import Span
 
 # Of a priority to the power of alpha times the number of rows: their sum must be finite.
 LARGEST = 1e300
+# Share of a number by which powers and roots of it may be off.
+ROUNDED = 1e-9
 # Names of its arrays in a file.
 LEAVES, SYNCED, DRAWN = "__leaves__", "__synced__", "__drawn__"
 # How many draws are remembered: a learner seldom gives priorities for one that lies further back.
@@ -333,13 +336,18 @@ class Prioritised:
         return {LEAVES: self.tree.values, SYNCED: self.synced, DRAWN: drawn}
 
     def restored(
-        self, arrays: Mapping[str, np.ndarray], max_priority: float, alpha: float | None = None
+        self,
+        arrays: Mapping[str, np.ndarray],
+        max_priority: Any,
+        claims: Claims | None = None,
+        alpha: float | None = None,
     ) -> Prioritised:
         """A new one with what `arrays` gave; if a file has none, every row gets the same priority.
 
         Args:
             arrays: of the file.
             max_priority: as it was.
+            claims: what the file says of the rows; None if that is known to fit.
             alpha: the exponent that priorities had there, and have in the new one; None for this one's.
 
         Raises:
@@ -353,13 +361,38 @@ class Prioritised:
         wanted = (new.tree.values, new.synced)
         if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip((leaves, synced), wanted, strict=True)):
             raise ValueError("its priorities have other shapes")
-        if drawn.dtype != np.int64 or drawn.ndim != 2 or len(drawn) != 3:
-            raise ValueError("its draws have other shapes")
-        if not (np.isfinite(leaves).all() and (leaves >= 0).all() and 0 <= max_priority < np.inf):
-            raise ValueError("its priorities are not finite and at least 0")
-        new.max_priority, new.synced = float(max_priority), synced
+        new.max_priority, new.synced = new._checked(max_priority, leaves), synced
+        if claims is not None:
+            _check_rows(leaves, synced, claims)
+        _check_draws(drawn, leaves.size)
         new.tree.fill(leaves)
         for rows, steps, _ in np.split(drawn, np.flatnonzero(np.diff(drawn[2])) + 1, axis=1):
             if rows.size and len(new._draws) < N_DRAWS:
                 new._draws += (Draw(rows, None, steps),)
         return new
+
+    def _checked(self, max_priority: Any, leaves: np.ndarray) -> float:
+        """The largest priority, if it and all of them are what this one could have."""
+        most = LARGEST / leaves.size * (1 + ROUNDED)
+        is_number = type(max_priority) in (int, float) and 0 < max_priority <= self._limit * (1 + ROUNDED)
+        if not is_number or not ((leaves >= 0) & (leaves <= most)).all():  # not true of NaN
+            raise ValueError(f"its priorities are not finite and at least 0, here at most {self._limit:.3g}")
+        return float(max_priority)
+
+
+def _check_draws(drawn: np.ndarray, n_rows: int) -> None:
+    """Raises ValueError unless these are the draws of some rows, as `Prioritised.arrays` gives them."""
+    if drawn.dtype != np.int64 or drawn.ndim != 2 or len(drawn) != 3:
+        raise ValueError("its draws have other shapes")
+    rows, _, numbers = drawn
+    if not ((rows >= 0) & (rows < n_rows) & (numbers >= 0) & (numbers < N_DRAWS)).all() or (np.diff(numbers) < 0).any():
+        raise ValueError("its draws are of rows that there are not, or out of order")
+
+
+def _check_rows(leaves: np.ndarray, synced: np.ndarray, claims: Claims) -> None:
+    """Raises ValueError if rows have priorities that are not there."""
+    ring = claims.ring
+    # Of lanes that were cleared since, or overwritten, all will be dropped.
+    followed = (synced >= ring.oldest()) & (synced <= ring.head)
+    if (synced < 0).any() or followed[claims.lanes(np.flatnonzero((leaves > 0) & claims.empty()))].any():
+        raise ValueError("it has priorities of rows that it has not")

@@ -9,27 +9,29 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
+import re
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import BinaryIO, Protocol
 
 import numpy as np
 import torch
 
-from rlstructs.structures.dtypes import FLOAT8
+from rlstructs.checks import DTYPES, MOST_AXES, is_size
+from rlstructs.structures.opening import open_file, read_at, read_into, size_of
+from rlstructs.structures.pickled import BITS
+from rlstructs.structures.pickled import Stored as _Stored
+from rlstructs.structures.pickled import Unpickler as _Unpickler
+from rlstructs.structures.pickled import stored as _stored  # noqa: F401 - with the class that it makes
+from rlstructs.structures.zip_directory import Entry, data_offset, read_directory
+
+__all__ = ["BITS", "CHUNK", "HEADER", "READERS", "WRITERS", "NewFile", "Reader", "checksum"]
 
 HEADER = "__header__"
-# numpy has no such dtypes: their bits are stored as integers.
-BITS = {
-    "bfloat16": "int16",
-    "complex32": "int32",
-    **{str(dtype).removeprefix("torch."): "uint8" for dtype in FLOAT8},
-}
 # Bytes read at a time.
 CHUNK = 1 << 20
 
@@ -59,12 +61,13 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class _Member:
-    """An array in an archive: where its bytes lie and what they are."""
+    """An array in an archive: what it is, and where its bytes lie, and those of the member that it is in."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
     offset: int
-    info: zipfile.ZipInfo
+    start: int
+    entry: Entry
 
     @property
     def nbytes(self) -> int:
@@ -74,13 +77,9 @@ class _Member:
 class _Archive:
     """What `.npz` and `.pt` have in common: a zip archive of uncompressed members."""
 
-    def __init__(self, path: Path, file: BinaryIO, zipped: zipfile.ZipFile) -> None:
-        self._file, self._zipped = file, zipped
-        self._infos = {info.filename: info for info in zipped.infolist()}
-        if any(info.compress_type != zipfile.ZIP_STORED for info in self._infos.values()):
-            raise ValueError("it is compressed")
-        if sum(info.file_size for info in self._infos.values()) > path.stat().st_size:
-            raise ValueError("it says that it holds more than it is")
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._entries = {entry.name: entry for entry in read_directory(file, size_of(file))}
         self._members: dict[str, _Member] = {}
 
     def found(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
@@ -89,22 +88,18 @@ class _Archive:
 
     def verify(self) -> None:
         for member in self._members.values():
-            self._verify(member.info)
+            self._verify(member)
+            if member.dtype == np.bool_:
+                check_bools(self._file, member.entry.name, member.offset, member.nbytes)
 
-    def _verify(self, info: zipfile.ZipInfo) -> None:
-        if checksum(self._file, _data_offset(self._file, info), info.file_size) != info.CRC:
-            raise ValueError(f"{info.filename}: its checksum is wrong")
+    def _verify(self, member: _Member) -> None:
+        entry = member.entry
+        if checksum(self._file, member.start, entry.nbytes) != entry.checksum:
+            raise ValueError(f"{entry.name}: its checksum is wrong")
 
     def read_into(self, name: str, array: np.ndarray) -> None:
-        member = self._members[name]
-        self._file.seek(member.offset)
-        data = memoryview(array.reshape(-1).view(np.uint8).data) if array.size else memoryview(b"")
-        done = 0
-        while done < len(data):
-            n = self._file.readinto(data[done : done + 64 * CHUNK])  # type: ignore[attr-defined]
-            if not n:
-                raise ValueError(f"{member.info.filename}: it ends too early")
-            done += n
+        if array.size:
+            read_into(self._file, self._members[name].offset, array.reshape(-1).view(np.uint8).data)
 
 
 def checksum(file: BinaryIO, offset: int, nbytes: int) -> int:
@@ -113,141 +108,124 @@ def checksum(file: BinaryIO, offset: int, nbytes: int) -> int:
     Raises:
         ValueError: it has not so many.
     """
-    buffer, found = memoryview(bytearray(CHUNK)), 0
+    found = 0
+    for part in _parts(file, offset, nbytes):
+        found = zlib.crc32(part, found)
+    return found
+
+
+def check_bools(file: BinaryIO, name: str, offset: int, nbytes: int) -> None:
+    """Raises ValueError unless bytes in a file are bools: numpy counts wrongly with others than 0 and 1."""
+    for part in _parts(file, offset, nbytes):
+        if int(np.frombuffer(part, np.uint8).max()) > 1:
+            raise ValueError(f"{name}: it holds bools that are neither true nor false")
+
+
+def _parts(file: BinaryIO, offset: int, nbytes: int) -> Iterator[memoryview]:
+    """Bytes in a file, a part at a time, each where the last one was."""
+    buffer = memoryview(bytearray(min(CHUNK, nbytes)))
     file.seek(offset)
     while nbytes:
         n = file.readinto(buffer[: min(nbytes, CHUNK)])  # type: ignore[attr-defined]
         if not n:
             raise ValueError("it ends too early")
-        found, nbytes = zlib.crc32(buffer[:n], found), nbytes - n
-    return found
-
-
-def _data_offset(file: BinaryIO, info: zipfile.ZipInfo) -> int:
-    """Where a member's bytes begin: behind a header of 30 bytes, a name and more, whose lengths it holds."""
-    file.seek(info.header_offset)
-    header = file.read(30)
-    if len(header) != 30 or header[:4] != b"PK\3\4":
-        raise ValueError(f"{info.filename}: it has no header")
-    return info.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        yield buffer[:n]
+        nbytes -= n
 
 
 class _Npz(_Archive):
-    def __init__(self, path: Path, file: BinaryIO, zipped: zipfile.ZipFile) -> None:
-        super().__init__(path, file, zipped)
-        for name, info in self._infos.items():
-            self._members[name.removesuffix(".npy")] = self._member(info)
-        self._verify(self._members[HEADER].info)
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        for entry in self._entries.values():
+            name = entry.name.removesuffix(".npy")
+            if name in self._members:
+                raise ValueError(f"{name!r} is there twice")
+            self._members[name] = self._member(entry)
+        self._verify(self._members[HEADER])
         text = np.empty(self.found(HEADER)[1], np.uint8)
         self.read_into(HEADER, text)
         self.text = text.tobytes().decode()
 
-    def _member(self, info: zipfile.ZipInfo) -> _Member:
-        self._file.seek(_data_offset(self._file, info))
-        version = np.lib.format.read_magic(self._file)
-        if version != (1, 0):
-            raise ValueError(f"{info.filename}: array format {version}")
-        shape, fortran, dtype = np.lib.format.read_array_header_1_0(self._file)
-        member = _Member(dtype, shape, self._file.tell(), info)
-        if fortran or dtype.kind not in "biufc" or member.nbytes > info.file_size:
-            raise ValueError(f"{info.filename}: {dtype}{shape} is not what the file holds")
+    def _member(self, entry: Entry) -> _Member:
+        start = data_offset(self._file, entry)
+        dtype, shape, n = read_npy_header(self._file, start, entry)
+        member = _Member(dtype, shape, start + n, start, entry)
+        if n + member.nbytes != entry.nbytes:
+            raise ValueError(f"{entry.name}: {dtype}{shape} is not what the file holds")
         return member
 
 
 class _Pt(_Archive):
-    def __init__(self, path: Path, file: BinaryIO, zipped: zipfile.ZipFile) -> None:
-        super().__init__(path, file, zipped)
-        pickled = [name for name in self._infos if name.endswith("/data.pkl")]
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        pickled = [name for name in self._entries if name.endswith("/data.pkl")]
         if len(pickled) != 1:
             raise ValueError("it is no archive of tensors")
-        content = _Unpickler(io.BytesIO(zipped.read(pickled[0]))).load()
-        if not isinstance(content, dict) or not isinstance(content.get(HEADER), str):
+        entry = self._entries[pickled[0]]
+        start = data_offset(file, entry)
+        content = _Unpickler(read_at(file, start, entry.nbytes)).load()
+        if checksum(file, start, entry.nbytes) != entry.checksum:
+            raise ValueError(f"{entry.name}: its checksum is wrong")
+        if type(content) is not dict or type(content.get(HEADER)) is not str:
             raise ValueError("its header is not ours")
         self.text = content[HEADER]
-        folder, unused = pickled[0].removesuffix("data.pkl"), dict(self._infos)
+        folder, unused = pickled[0].removesuffix("data.pkl"), dict(self._entries)
         for name, value in content.items():
             if isinstance(value, _Stored):
-                info = unused.pop(f"{folder}data/{value.key}")  # shared bytes would take memory several times
-                member = _Member(value.dtype, value.shape, _data_offset(file, info), info)
-                if value.dtype.kind not in "biufc" or member.nbytes != info.file_size:
+                entry = unused.pop(f"{folder}data/{value.key}")  # shared bytes would take memory several times
+                start = data_offset(file, entry)
+                member = _Member(value.dtype, value.shape, start, start, entry)
+                if value.dtype.kind not in "biufc" or member.nbytes != entry.nbytes:
                     raise ValueError(f"{name!r}: {value.dtype}{value.shape} is not what the file holds")
                 self._members[name] = member
             elif name != HEADER:
                 raise ValueError(f"{name!r} is no plain tensor")
 
 
-class _Stored(NamedTuple):
-    """A tensor as a .pt file names it. A tuple: a pickle can change no attribute of it."""
-
-    key: str
-    dtype: np.dtype
-    shape: tuple[int, ...]
-
-
-class _Unpickler(pickle._Unpickler):  # in Python: the one in C takes memory for any number of objects that it is told
-    """Reads what `torch.save` makes of a dictionary of tensors, and nothing else: no class of it is ever called."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name.endswith("Storage"):
-            return name  # the dtype of a tensor of the old kind
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return name
-        if (module, name) == ("torch.storage", "UntypedStorage"):
-            return name
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        if (module, name) in (("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3")):
-            return _REBUILD
-        raise ValueError(f"it holds more than tensors: {module}.{name}")
-
-    def persistent_load(self, pid: Any) -> Any:
-        kind, storage_type, key, _, _ = pid
-        if kind != "storage" or not isinstance(storage_type, str):
-            raise ValueError("it holds more than tensors")
-        return storage_type, key
+# What numpy writes in front of an array, of the first version of its format.
+NPY = re.compile(
+    rb"\{'descr': '([<>|=]?[a-z]\d{1,2})', 'fortran_order': (True|False), "
+    rb"'shape': \(((?:\d{1,19}, )*(?:\d{1,19},?)?)\), \} *\n"
+)
+# Bytes of it: those of 32 axes are a quarter of that.
+LONGEST_NPY = 4096
 
 
-class _Rebuild:
-    """What a pickle may call. An object without attributes: a pickle could set those of a function."""
+def read_npy_header(file: BinaryIO, start: int, entry: Entry) -> tuple[np.dtype, tuple[int, ...], int]:
+    """The dtype and shape of a member that is an array, and the bytes in front of its numbers.
 
-    __slots__ = ()
+    Raises:
+        ValueError: it is none of plain numbers in C order.
+    """
+    if entry.nbytes < 10:
+        raise ValueError(f"{entry.name}: it is no array")
+    magic = read_at(file, start, 10)
+    n = int.from_bytes(magic[8:], "little")
+    if magic[:8] != b"\x93NUMPY\1\0" or n > LONGEST_NPY or 10 + n > entry.nbytes:
+        raise ValueError(f"{entry.name}: it is no array, or one of another format")
+    said = NPY.fullmatch(text := read_at(file, start + 10, n))
+    if said is None:
+        raise ValueError(f"{entry.name}: {text[:200]!r} is no array of plain numbers")
+    dtype = _DTYPES_OF_CODES.get(said[1].decode())
+    shape = tuple(int(length) for length in said[3].split(b",") if length.strip())
+    if dtype is None or said[2] != b"False" or len(shape) > MOST_AXES or not all(map(is_size, shape)):
+        raise ValueError(f"{entry.name}: {text.strip()[:200]!r} is no array of plain numbers")
+    return dtype, shape, 10 + n
 
-    def __call__(self, *arguments: Any) -> _Stored:
-        return _stored(*arguments)
 
-
-_REBUILD = _Rebuild()
-
-
-def _stored(storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, *more: Any) -> _Stored:
-    storage_type, key = storage
-    name = more[0] if more else _DTYPES_OF_STORAGES[storage_type]
-    shape = tuple(size)
-    # torch gives axes of length 0 and 1 whatever stride.
-    plain = all(n <= 1 or s == math.prod(shape[i + 1 :]) for i, (n, s) in enumerate(zip(shape, stride, strict=True)))
-    if requires_grad or hooks or offset != 0 or not (plain or 0 in shape):
-        raise ValueError("it holds a tensor that is not plain")
-    return _Stored(key, np.dtype(BITS.get(name, name)), shape)
-
-
-_DTYPES_OF_STORAGES = {
-    "BoolStorage": "bool", "ByteStorage": "uint8", "CharStorage": "int8", "ShortStorage": "int16",
-    "IntStorage": "int32", "LongStorage": "int64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
-    "FloatStorage": "float32", "DoubleStorage": "float64", "ComplexFloatStorage": "complex64",
-    "ComplexDoubleStorage": "complex128",
-}  # fmt: skip
+_DTYPES_OF_CODES = {dtype.str: dtype for dtype in DTYPES.values()}
 
 
 @contextmanager
 def _open_npz(path: Path) -> Iterator[Reader]:
-    with open(path, "rb") as file, zipfile.ZipFile(file) as zipped:
-        yield _Npz(path, file, zipped)
+    with open_file(path) as file:
+        yield _Npz(file)
 
 
 @contextmanager
 def _open_pt(path: Path) -> Iterator[Reader]:
-    with open(path, "rb") as file, zipfile.ZipFile(file) as zipped:
-        yield _Pt(path, file, zipped)
+    with open_file(path) as file:
+        yield _Pt(file)
 
 
 class NewFile:

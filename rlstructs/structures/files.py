@@ -2,8 +2,8 @@
 
 The header, stored under `__header__`, holds the format's name and version, the class, and each array's
 dtype and shape. `.npz` and `.h5` carry the same names; `.pt` loads with `weights_only=True`. Reading
-executes nothing, and sizes are compared with the file's own before memory is taken: compressed files,
-which can hold more than they are, are refused. Checksums tell what was damaged. SECURITY.md says what holds.
+executes nothing, opens no other file, and sizes are compared with the file's own before memory is taken: compressed
+files, which can hold more than they are, are refused. Checksums tell what was damaged. SECURITY.md says what holds.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlstructs.checks import reason, shown
 from rlstructs.errors import FileError
-from rlstructs.structures import containers
+from rlstructs.structures import containers, json_text
 from rlstructs.structures.containers import BITS, HEADER, Reader
 from rlstructs.structures.hdf5 import open_h5, write_h5
 from rlstructs.structures.interop import host_array
@@ -90,14 +91,20 @@ def load(path: str | Path, kind: str | None = None) -> dict[str, Any]:
         kind: the class that it must hold; None for any.
     """
     with reading(path) as (reader, header):
-        if kind is not None and header["class"] != kind:
-            raise FileError(f"{path}: holds a {header['class']}, not a {kind}")
+        if kind is not None:
+            check_class(path, header, kind)
         reader.verify()
         tensors = {name: _tensor(reader, name, spec) for name, spec in header["arrays"].items()}
     try:
         return _tree(tensors, header["class"])
     except ValueError as error:
-        raise FileError(f"{path}: damaged: {error}") from error
+        raise FileError(f"{path}: damaged: {reason(error)}") from error
+
+
+def check_class(path: Any, header: Mapping[str, Any], kind: str) -> None:
+    """Raises FileError unless a file says that it holds a thing of this class."""
+    if header["class"] != kind:
+        raise FileError(f"{path}: holds a {shown(header['class'])}, not a {kind}")
 
 
 def read_header(path: str | Path) -> dict[str, Any]:
@@ -122,32 +129,31 @@ def reading(
         FileError: it is not one of ours, damaged or of another version; also what the block raises.
     """
     path = Path(path)
-    open_file = _by_ending(path, READERS, suffix)
+    open_container = _by_ending(path, READERS, suffix)
     if compressed and (suffix or ending_of(path)) == ".h5":
-        open_file = partial(open_file, compressed=True)
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file")
+        open_container = partial(open_container, compressed=True)
     is_open = False
     try:
-        with open_file(path) as reader:
+        with open_container(path) as reader:
             header = _checked_header(reader)
             is_open = True
             yield reader, header
-    except (ImportError, FileError):
+    except (ImportError, FileError, FileNotFoundError, PermissionError):
         raise
     except Exception as error:  # three parsers, and whatever bytes
         if is_open and isinstance(error, MemoryError):  # before, it is the file that asks for so much
             raise
-        raise FileError(f"{path}: not a file of {FORMAT}, or a damaged one: {error}") from error
+        raise FileError(f"{path}: not a file of {FORMAT}, or a damaged one: {reason(error)}") from error
 
 
 def _checked_header(reader: Reader) -> dict[str, Any]:
-    header = _checked(json.loads(reader.text))
+    header = _checked(json_text.parse(reader.text))
     for name, spec in header["arrays"].items():
         dtype, shape = reader.found(name)
-        bits = BITS.get(spec["dtype"]) == dtype.name
-        found = {"dtype": spec["dtype"] if bits else dtype.name, "shape": list(shape)}
-        if found != spec:
+        said = spec["dtype"] if type(spec) is dict else None
+        is_bits = type(said) is str and BITS.get(said) == dtype.name
+        found = {"dtype": said if is_bits else dtype.name, "shape": list(shape)}
+        if found != spec or not all(type(n) is int for n in spec["shape"]):
             raise ValueError(f"array {name!r} is {found}, the header says {spec}")
     return header
 
@@ -164,7 +170,7 @@ def _checked(header: Any) -> dict[str, Any]:
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ValueError("its header is not ours")
     if header.get("version") != VERSION:
-        raise ValueError(f"version {header.get('version')!r}, this program reads version {VERSION}")
+        raise ValueError(f"version {reason(header.get('version'))}, this program reads version {VERSION}")
     if not isinstance(header.get("class"), str) or not isinstance(header.get("arrays"), dict):
         raise ValueError("its header is incomplete")
     return header

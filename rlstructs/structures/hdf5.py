@@ -2,11 +2,14 @@
 
 What is read is what was written: HDF5 itself has checksums for its tables, in the format of its version 1.10,
 and for the chunks of what is compressed; arrays that lie in one piece get one as an attribute. Compressed files
-are read where they are asked for, if they claim no more than they can hold.
+are read where they are asked for, if they claim no more than they can hold. What a file may have in it besides is
+for `hdf5_objects`.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -16,14 +19,22 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from rlstructs.errors import SpecError
-from rlstructs.structures.containers import HEADER, NewFile, Reader, checksum
+from rlstructs.structures.containers import HEADER, NewFile, Reader, check_bools, checksum
+from rlstructs.structures.hdf5_objects import ReadFile, checksum_in, filters_of, find_dataset, layout_of, spec_of
+from rlstructs.structures.opening import open_file, size_of
 
 # What HDF5 compresses with, and how many times smaller that can make anything: zlib's own limit.
 COMPRESSIONS, MOST_COMPRESSED = ("gzip", "lzf"), 1032
 # Filters of HDF5: gzip, its checksum, lzf. Any other might be a plugin, which libhdf5 would load from the disk.
-FILTERS = {1, 3, 32000}
+GZIP, FLETCHER32, LZF = 1, 3, 32000
+PACKED = ([GZIP, FLETCHER32], [LZF, FLETCHER32], [GZIP], [LZF])
 # The attribute of an array that holds its checksum.
 CHECKSUM = "crc32"
+# Bytes of a chunk: those of an array of a megabyte, how many times larger they are for one ten times larger, and the
+# least and the most; and how far above that a chunk may be. libhdf5 unpacks a whole chunk, whatever comes of it.
+CHUNK, GROWTH, LEAST, MOST, MARGIN = 1 << 14, 2.0, 1 << 13, 1 << 20, 1.5
+# Bytes by which a small chunk may become longer when it is compressed, with its checksum.
+LONGER = 64
 
 
 @contextmanager
@@ -34,8 +45,9 @@ def open_h5(path: Path, compressed: bool = False) -> Iterator[Reader]:
         path: the file.
         compressed: whether it may be.
     """
-    with h5py().File(path, "r") as file, open(path, "rb") as raw:
-        yield _Hdf5(file, raw, path.stat().st_size, compressed)
+    module = h5py()
+    with open_file(path) as raw, module.File(ReadFile(raw), "r") as file:
+        yield _Hdf5(file, raw, compressed)
 
 
 def write_h5(
@@ -51,13 +63,29 @@ def write_h5(
     with closing(NewFile(path)) as new, h5py().File(new, "w", libver=("v110", "v110")) as file:
         for name, array in [*arrays.items(), (HEADER, np.frombuffer(header.encode(), np.uint8))]:
             values = np.asarray(array, order="C")
-            if compression is not None and values.size and name != HEADER:
-                file.create_dataset(name, data=values, compression=compression, fletcher32=True)
+            if compression is not None and values.size and values.ndim and name != HEADER:
+                chunks = chunk_shape(values.shape, values.itemsize)
+                file.create_dataset(name, data=values, chunks=chunks, compression=compression, fletcher32=True)
             else:
                 dataset = file.create_dataset(name, data=values)
                 dataset.attrs[CHECKSUM] = np.uint32(zlib.crc32(values.data))
             if new.error is not None:
                 return  # what follows would not be written either
+
+
+def chunk_nbytes(nbytes: int) -> float:
+    """About how many bytes a chunk of so large an array has, as in PyTables and h5py."""
+    return float(min(max(CHUNK * GROWTH ** math.log10(nbytes / MOST), LEAST), MOST))
+
+
+def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """The shape of the chunks of an array that is not empty."""
+    chunk, wanted = list(shape), chunk_nbytes(math.prod(shape) * itemsize)
+    for axis in itertools.cycle(range(len(shape))):
+        if math.prod(chunk) * itemsize <= wanted or math.prod(chunk) == 1:
+            break
+        chunk[axis] = -(-chunk[axis] // 2)
+    return tuple(chunk)
 
 
 def h5py() -> Any:
@@ -74,61 +102,85 @@ def h5py() -> Any:
 
 
 class _Hdf5:
-    def __init__(self, file: Any, raw: BinaryIO, nbytes: int, compressed: bool) -> None:
+    def __init__(self, file: Any, raw: BinaryIO, compressed: bool) -> None:
         self._file, self._raw, self._compressed = file, raw, compressed
-        self._nbytes_left = nbytes  # that no array has said are its own
+        self._nbytes_left = size_of(raw)  # that no array has said are its own
         self._datasets: dict[str, Any] = {}
+        self._specs: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
         text = np.empty(self.found(HEADER)[1], np.uint8)
         self._verify(HEADER)
         self.read_into(HEADER, text)
         self.text = text.tobytes().decode()
 
     def found(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
-        if name in self._datasets:
-            return self._datasets[name].dtype, self._datasets[name].shape
-        dataset = self._file[name]
-        if dataset.external or dataset.is_virtual or dataset.file.filename != self._file.filename:
-            raise ValueError(f"{name!r} lies in another file")
-        packed = self._compressed and dataset.compression in COMPRESSIONS
+        if name in self._specs:
+            return self._specs[name]
+        dataset = find_dataset(self._file, name)
+        layout = layout_of(dataset, name)  # before anything else: the space of a virtual one opens other files
+        dtype, shape = spec_of(dataset, name)
+        nbytes, filters = math.prod(shape) * dtype.itemsize, filters_of(dataset)
+        packed = self._compressed and filters in PACKED
         stored = dataset.id.get_storage_size()
         self._nbytes_left -= stored
         held = stored * (MOST_COMPRESSED if packed else 1)
-        if dataset.dtype.kind not in "biufc" or dataset.nbytes > held or self._nbytes_left < 0:
-            raise ValueError(f"{name!r}: {dataset.dtype}{dataset.shape} is not what the file holds")
-        if not _filters(dataset) <= (FILTERS if packed else set()):
+        if stored < 0 or nbytes > held or self._nbytes_left < 0:
+            raise ValueError(f"{name!r}: {dtype}{shape} is not what the file holds")
+        if filters and not packed:
             raise ValueError(f"{name!r} is compressed")
-        self._datasets[name] = dataset
-        return dataset.dtype, dataset.shape
+        if layout.chunk is not None:
+            chunk = math.prod(layout.chunk) * dtype.itemsize
+            if not nbytes or any(n > of for n, of in zip(layout.chunk, shape, strict=True)):
+                raise ValueError(f"{name!r}: has chunks of {layout.chunk}, which are larger than it")
+            if packed and chunk > MARGIN * chunk_nbytes(nbytes):
+                raise ValueError(f"{name!r}: has chunks of {chunk:,} bytes, which are larger than any that we write")
+        self._datasets[name], self._specs[name] = dataset, (dtype, shape)
+        return dtype, shape
 
     def verify(self) -> None:
         for name in self._datasets:
             self._verify(name)
 
     def _verify(self, name: str) -> None:
-        dataset = self._datasets[name]
+        dataset, (dtype, shape) = self._datasets[name], self._specs[name]
+        nbytes = math.prod(shape) * dtype.itemsize
         if dataset.chunks is not None:
-            for chunk in dataset.iter_chunks():
-                dataset[chunk]  # libhdf5 compares its checksum
-        elif (written := _checksum_in(dataset)) is not None:
-            offset = dataset.id.get_offset()  # None if it has no bytes
-            if checksum(self._raw, offset or 0, dataset.nbytes if offset is not None else 0) != written:
-                raise ValueError(f"{name!r}: its checksum is wrong")
+            self._verify_chunks(name, math.prod(dataset.chunks) * dtype.itemsize)
+            return
+        offset = dataset.id.get_offset()  # None if it has no bytes, or they are among the tables
+        written = checksum_in(dataset, CHECKSUM)
+        if written is not None and checksum(self._raw, offset or 0, nbytes if offset is not None else 0) != written:
+            raise ValueError(f"{name!r}: its checksum is wrong")
+        if dtype == np.bool_ and offset is not None:
+            check_bools(self._raw, name, offset, nbytes)
+        elif dtype == np.bool_:
+            _check_bools(name, dataset[()])
+
+    def _verify_chunks(self, name: str, nbytes: int) -> None:
+        dataset, filters = self._datasets[name], filters_of(self._datasets[name])
+        for place in dataset.iter_chunks():
+            if filters:
+                mask, data = dataset.id.read_direct_chunk(tuple(part.start for part in place))
+                _check_chunk(name, data, mask, filters, nbytes)
+            part = dataset[place]  # libhdf5 compares its checksum
+            if part.dtype == np.bool_:
+                _check_bools(name, part)
 
     def read_into(self, name: str, array: np.ndarray) -> None:
         if array.size:
-            self._file[name].read_direct(array.reshape(self._file[name].shape))
+            self._datasets[name].read_direct(array.reshape(self._specs[name][1]))
 
 
-def _filters(dataset: Any) -> set[int]:
-    pipeline = dataset.id.get_create_plist()
-    return {pipeline.get_filter(n)[0] for n in range(pipeline.get_nfilters())}
+def _check_chunk(name: str, data: bytes, mask: int, filters: list[int], nbytes: int) -> None:
+    """Raises ValueError unless what is stored of a chunk becomes a chunk, and not more."""
+    fits = len(data) <= nbytes + nbytes // 256 + LONGER
+    if fits and filters[0] == GZIP and not mask & 1:
+        unpacking = zlib.decompressobj()
+        fits = len(unpacking.decompress(data, nbytes + 1)) == nbytes and unpacking.eof
+    if not fits:
+        raise ValueError(f"{name!r}: has a chunk that is not of {nbytes:,} bytes")
 
 
-def _checksum_in(dataset: Any) -> int | None:
-    """What was written beside an array; None for files that have no checksums."""
-    if CHECKSUM not in dataset.attrs:
-        return None
-    attribute = dataset.attrs.get_id(CHECKSUM)
-    if attribute.shape != () or attribute.dtype != np.uint32:  # before memory is taken for it
-        raise ValueError(f"{dataset.name!r}: its checksum is {attribute.dtype}{attribute.shape}")
-    return int(dataset.attrs[CHECKSUM])
+def _check_bools(name: str, values: Any) -> None:
+    """As `check_bools`, of an array."""
+    if np.asarray(values).view(np.uint8).max(initial=0) > 1:
+        raise ValueError(f"{name}: it holds bools that are neither true nor false")

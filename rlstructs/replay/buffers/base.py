@@ -17,6 +17,7 @@ from rlstructs.replay.buffers.batches_in import require_keys, steps_of
 from rlstructs.replay.buffers.export import Exporter
 from rlstructs.replay.buffers.info_columns import Plan, adopt
 from rlstructs.replay.buffers.rows_in import as_rows
+from rlstructs.replay.claims import Claims
 from rlstructs.replay.columns import Columns, Spec
 from rlstructs.replay.links import SMALLEST
 from rlstructs.replay.reading import Reading
@@ -383,6 +384,14 @@ class Buffer:
         """What a file holds beside rows, counters and episodes."""
         return {}
 
-    def _restorer(self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Callable[[], None]:
+    # Whether steps may begin anew at multiples of something else than the capacity.
+    _may_be_aligned = False
+
+    def _check_columns(self, specs: Mapping[str, Spec]) -> None:
+        """Raises ValueError if there cannot be just these columns here, of which there is one at least."""
+
+    def _restorer(
+        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], claims: Claims
+    ) -> Callable[[], None]:
         """What restores both; raises ValueError, KeyError or TypeError if they do not fit."""
         return lambda: None

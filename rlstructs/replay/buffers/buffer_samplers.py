@@ -9,6 +9,7 @@ import numpy as np
 
 from rlstructs.errors import SpecError
 from rlstructs.replay.buffers.parts import Part, ask_for_nothing
+from rlstructs.replay.claims import Claims, flag, whole
 from rlstructs.replay.samplers import Span, Uniform
 from rlstructs.replay.selection import Selection
 from rlstructs.replay.storage import Storage
@@ -103,9 +104,9 @@ class Sampler(Part):
         return {}
 
     def restorer(
-        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], n_rows: int
+        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], claims: Claims
     ) -> Callable[[], None]:
-        """What restores both, once there is room for `n_rows`; raises ValueError, KeyError or TypeError."""
+        """What restores both, once the rows are there that are claimed; raises ValueError, KeyError or TypeError."""
         return self.cleared
 
     @property
@@ -252,17 +253,19 @@ class SamplerWithoutReplacement(Sampler):
         )
 
     def restorer(
-        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], n_rows: int
+        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], claims: Claims
     ) -> Callable[[], None]:
         """See `Sampler`."""
-        order, ran_out = None, bool(state["ran_out"])
+        order, ran_out = None, flag("ran_out", state["ran_out"])
         if state["pass"] is not None:
-            order = _Order(arrays["order"], int(state["pass"]), int(state.get("length", 1)))  # not in older files
-            order.replaced = arrays.get("replaced")
-            marks = order.replaced
+            low = whole("pass", state["pass"], 0, int(claims.ring.oldest()[0]))
+            order = _Order(arrays["order"], low, whole("length", state.get("length", 1), 1))  # not in older files
+            order.replaced = marks = arrays.get("replaced")
             if order.steps.dtype != np.int64 or order.steps.ndim != 1:
                 raise ValueError("its order has another shape")
-            if marks is not None and (marks.dtype != bool or marks.shape != (n_rows,)):
+            if not ((order.steps >= low) & (order.steps < claims.ring.head[0])).all():
+                raise ValueError("its order is of rows that there are not")
+            if marks is not None and (marks.dtype != bool or marks.shape != (claims.n_rows,)):
                 raise ValueError("its order has another shape")
         return lambda: self.go_to((order, 0, ran_out))
 

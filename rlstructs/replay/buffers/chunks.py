@@ -12,6 +12,7 @@ from rlstructs.checks import check_count, several
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay import expand
 from rlstructs.replay.buffers.tagged import TaggedBuffer
+from rlstructs.replay.claims import Claims
 from rlstructs.replay.expand import CROSS, EPISODE_ENDS, MASK, NEVER, Window
 from rlstructs.replay.prioritised import LEAVES, Prioritised, exponent
 from rlstructs.replay.reading import Reading
@@ -237,12 +238,14 @@ class ChunkReplayBuffer(TaggedBuffer):
     def _more_arrays(self) -> dict[str, np.ndarray]:
         return {} if self._priorities is None else self._priorities.arrays()
 
-    def _restorer(self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Callable[[], None]:
-        restore_tags, priorities = super()._restorer(state, arrays), self._priorities
+    def _restorer(
+        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], claims: Claims
+    ) -> Callable[[], None]:
+        restore_tags, priorities = super()._restorer(state, arrays, claims), self._priorities
         if priorities is not None:
             if LEAVES in arrays and state["alpha"] != self._alpha:
                 raise ValueError(f"its priorities are to the power of {state['alpha']}, here alpha is {self._alpha}")
-            priorities = priorities.restored(arrays, state["max_priority"])
+            priorities = priorities.restored(arrays, state["max_priority"], claims)
 
         def restore() -> None:
             restore_tags()

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from rlstructs.checks import MOST_AXES
 from rlstructs.replay.buffers import state_dicts
 from rlstructs.replay.buffers.dict_tensor_index import DictTensorIndex
 from rlstructs.replay.buffers.prefetch import Prefetch
+from rlstructs.replay.claims import Claims, check_aligned, flag, whole
 from rlstructs.replay.locks import lock_that_forks
 from rlstructs.replay.unchanged import UNCHANGED, Unchanged
 from rlstructs.structures.files import WRITERS, ending_of
@@ -75,6 +77,8 @@ class DictTensorFiles(DictTensorIndex):
         with self._lock:
             state_dicts.load_state_dict(self, state_dict)
 
+    _may_be_aligned = True
+
     def _takes_capacity(self, capacity: int) -> bool:
         return self._settings.capacity_for(capacity) == capacity
 
@@ -91,13 +95,17 @@ class DictTensorFiles(DictTensorIndex):
     def _more_arrays(self) -> dict[str, np.ndarray]:
         return self._sampler.arrays()
 
-    def _restorer(self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Callable[[], None]:
+    def _restorer(
+        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], claims: Claims
+    ) -> Callable[[], None]:
         own, found = (self._settings.max_size, type(self._sampler).__name__), state["sampler"]
         if own != (state["max_size"], found["class"]):
             raise ValueError(f"it has room for {state['max_size']} rows and a {found['class']}, needed are {own}")
-        n_written, knows = int(state["n_written"]), bool(state["knows_episodes"])
-        axes = state.get("axes") and {str(name): int(n) for name, n in state["axes"].items()}
-        restore_sampler = self._sampler.restorer(found, arrays, int(state["n_rows"]))
+        check_aligned(claims.ring)
+        whole("n_rows", state["n_rows"], claims.n_rows, claims.n_rows)
+        n_written, knows = whole("n_written", state["n_written"]), flag("knows_episodes", state["knows_episodes"])
+        axes = _checked_axes(state.get("axes"), claims)
+        restore_sampler = self._sampler.restorer(found, arrays, claims)
 
         def restore() -> None:
             self._storage.alignment = self._settings.alignment
@@ -127,3 +135,17 @@ class DictTensorFiles(DictTensorIndex):
         self._ahead = Prefetch(self._lock, state["_ahead"])
         for each in (self._settings, self._sampler, self._writer):
             each.belong(self)
+
+
+def _checked_axes(axes: Any, claims: Claims) -> dict[str, int] | None:
+    """The axes of what rows came as, as of `tensordicts`; raises ValueError if columns have not so many."""
+    if axes is None:
+        return None
+    if not isinstance(axes, Mapping) or "" not in axes:
+        raise ValueError("its axes are not those of a batch")
+    most = max((len(spec.shape) for spec in claims.specs.values()), default=MOST_AXES)
+    whole("the axes of its batches", axes[""], 1, 1 + most)
+    for name, n in axes.items():
+        inside = [len(spec.shape) for column, spec in claims.specs.items() if column.startswith(f"{name}/")]
+        whole(f"the axes of {name!r}", n, axes[""], 1 + min(inside, default=most))
+    return dict(axes)

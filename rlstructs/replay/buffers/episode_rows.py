@@ -19,6 +19,7 @@ from rlstructs.replay.buffers.rows_in import OneRow, plain_items
 from rlstructs.replay.buffers.running import Running
 from rlstructs.replay.buffers.snapshot import Rows, Snapshot
 from rlstructs.replay.buffers.transitions import DONE, FLAGS, OBS_NEXT, REW
+from rlstructs.replay.claims import MOST, Claims, check_aligned
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.reading import Reading
 from rlstructs.replay.roles import is_info
@@ -367,12 +368,19 @@ class EpisodeRows(CheckedRows):
     def _more_arrays(self) -> dict[str, np.ndarray]:
         return self._running.arrays()
 
-    def _restorer(self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Callable[[], None]:
-        running = Running(self._n_lanes)
-        returns, lengths = arrays["returns"], arrays["lengths"]
+    def _check_columns(self, specs: Mapping[str, Spec]) -> None:
+        transitions.check_specs(specs, self._beside_names())
+
+    def _restorer(
+        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], claims: Claims
+    ) -> Callable[[], None]:
+        check_aligned(claims.ring)
+        running, returns, lengths = Running(self._n_lanes), arrays["returns"], arrays["lengths"]
         shapes = returns.shape[:1] == lengths.shape == running.lengths.shape
-        if not shapes or returns.dtype != np.float64 or lengths.dtype != np.int64:
-            raise ValueError("its returns and lengths of episodes have other shapes")
+        shapes &= REW not in claims.specs or returns.shape[1:] in ((), claims.specs[REW].shape)
+        dtypes = returns.dtype, lengths.dtype
+        if not shapes or dtypes != (np.float64, np.int64) or not ((lengths >= 0) & (lengths <= MOST)).all():
+            raise ValueError("its returns and lengths of episodes are not what they can be")
         running.returns, running.lengths = returns, lengths
 
         def restore() -> None:

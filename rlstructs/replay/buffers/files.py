@@ -10,14 +10,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlstructs.checks import reason
 from rlstructs.errors import FileError, OutOfMemoryError
 from rlstructs.replay import object_files
 from rlstructs.replay.backing import available_bytes
+from rlstructs.replay.claims import (
+    Claims,
+    check_counters,
+    check_episodes,
+    check_slots,
+    dtype_called,
+    flag,
+    generator_in,
+    plain_state,
+    row_shape,
+    whole,
+)
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.episodes import EPISODE
+from rlstructs.replay.episodes import BYTES_PER_ROW, EPISODE
 from rlstructs.replay.links import check_arrays, unlinked
 from rlstructs.replay.objects import OBJECT
 from rlstructs.replay.ring import HEAD, N_COUNTERS
+from rlstructs.replay.roles import source_of
 from rlstructs.structures import files
 from rlstructs.structures.containers import Reader
 
@@ -25,12 +39,18 @@ if TYPE_CHECKING:
     from rlstructs.replay.buffers.base import Buffer
     from rlstructs.replay.storage import Storage
 
-# Of numpy.
-BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 # Names that no column has: those of columns begin with ROWS.
 ROWS, RING, EPISODES, LINKS, MORE = "rows/", "ring", "episodes", "links/", "more/"
 # Texts of columns of objects.
 OBJECTS = "objects/"
+# Settings that say for how much a buffer is made, and of how many rows what is read is made: no more than there is
+# room for, or so many.
+READ_AT_ONCE, MOST_READ = ("stack_num", "n_step"), 1024
+SETTINGS = (
+    "ignore_obs_next", "save_only_last_obs", "sample_avail", "framework", "gamma", "new_keys", "missing_keys", "alpha",
+    "beta", "weight_norm", "horizon", "future_k", "main",
+)  # fmt: skip
+SIZES = ("size", "total_size", "buffer_num", "cached_buffer_num", "max_episode_length", *READ_AT_ONCE)
 # Before the names of a buffer that is in another one.
 INNER = "inner/"
 
@@ -68,7 +88,7 @@ def contents(buffer: Buffer) -> tuple[dict[str, Any], dict[str, str], dict[str, 
         "n_slots": n_slots,
         "columns": {name: [spec.dtype.name, spec.shape, spec.is_bfloat16] for name, spec in columns.specs.items()},
         "linked": {name: link.source for name, link in storage.links.items()},
-        "rng": _plain(buffer._rng.bit_generator.state),
+        "rng": plain_state(buffer._rng),
         "own": buffer._state(),
         "inner": {},
     }
@@ -94,17 +114,18 @@ def own_state(path: Path, kind: str, suffix: str | None = None) -> dict[str, Any
     Raises:
         FileNotFoundError, FileError: there is no such file, or it is none of that class.
     """
-    with files.reading(path, suffix, compressed=True) as (_, header):
-        if header["class"] != kind:
-            raise FileError(f"{path}: holds a {header['class']}, not a {kind}")
+    with files.reading(path, suffix, compressed=True) as (reader, header):
+        files.check_class(path, header, kind)
+        _check_sizes(path, reader, header["state"])
         return dict(header["state"]["own"])
 
 
 def load(buffer: Buffer, path: Path, suffix: str | None = None) -> None:
     """Restores a buffer; changes nothing if the file does not fit."""
     with files.reading(path, suffix, compressed=True) as (reader, header):
-        restore = restorer(buffer, path, reader, header)
+        files.check_class(path, header, type(buffer).__name__)
         reader.verify()
+        restore = restorer(buffer, path, reader, header)
         restore()
 
 
@@ -120,8 +141,7 @@ def restorer(buffer: Buffer, source: Any, reader: Reader, header: Mapping[str, A
     Raises:
         FileError, ValueError, KeyError, TypeError: it does not fit.
     """
-    if header["class"] != type(buffer).__name__:
-        raise FileError(f"{source}: holds a {header['class']}, not a {type(buffer).__name__}")
+    files.check_class(source, header, type(buffer).__name__)
     return _checked(buffer, source, reader, header)
 
 
@@ -137,8 +157,9 @@ def _used_slots(buffer: Buffer) -> int:
 def _checked(buffer: Buffer, path: Any, reader: Reader, header: Mapping[str, Any]) -> Callable[[], None]:
     storage, state = buffer._storage, header["state"]
     columns = storage.columns
-    n_lanes, capacity, n_slots = (int(state[key]) for key in ("n_lanes", "capacity", "n_slots"))
-    if n_lanes != columns.n_lanes or not buffer._takes_capacity(capacity) or not 0 <= n_slots <= capacity:
+    n_lanes, capacity = whole("n_lanes", state["n_lanes"], 1), whole("capacity", state["capacity"], 1)
+    n_slots, alignment = whole("n_slots", state["n_slots"], 0, capacity), whole("alignment", state["alignment"], 1)
+    if n_lanes != columns.n_lanes or not buffer._takes_capacity(capacity):
         raise FileError(
             f"{path}: holds {n_lanes} lanes of {capacity} rows, this buffer has {columns.n_lanes} of {columns.capacity}"
         )
@@ -151,17 +172,21 @@ def _checked(buffer: Buffer, path: Any, reader: Reader, header: Mapping[str, Any
         needed += sum(spec.nbytes for name, spec in specs.items() if name not in links_here) * n_lanes * capacity
     if (available := available_bytes()) is not None and needed > available:
         raise OutOfMemoryError(f"{path}: {needed:,} bytes are needed, {available:,} are available")
-    ring = _read(reader, RING, np.int64, (N_COUNTERS, n_lanes))
-    base, reserved, head = ring
-    if not ((base >= 0) & (base <= head) & (head <= reserved)).all():
-        raise ValueError("its counters make no sense")
+    if alignment % capacity or (alignment != capacity and not buffer._may_be_aligned):
+        raise ValueError(f"its alignment is {alignment}, its capacity {capacity}")
+    counters = _read(reader, RING, np.int64, (N_COUNTERS, n_lanes))
+    claims = Claims(check_counters(counters, n_lanes, capacity), columns.order, specs)
+    check_slots(n_slots, claims.ring)
+    if not specs and len(claims.ring):
+        raise ValueError(f"it has {len(claims.ring)} rows of no column")
     episodes = _read(reader, EPISODES, np.int32, (n_lanes, n_slots, 2))
+    check_episodes(episodes, claims.ring)
     links = {name: _parts(reader, f"{LINKS}{name}/", ("at", "values", "newest")) for name in linked}
     for name, parts in links.items():
         check_arrays(name, parts, specs[name], (n_lanes, capacity))
     more = {name[len(MORE) :]: _any(reader, name) for name in header["arrays"] if name.startswith(MORE)}
-    generator = _generator(state["rng"])
-    restore_own = buffer._restorer(state["own"], more)
+    generator = generator_in(state["rng"])
+    restore_own = buffer._restorer(state["own"], more, claims)
     values = {name: object_files.decoded(name, text, (n_lanes, n_slots)) for name, text in objects.items()}
     restores = [
         restorer(inner, path, *_of_inner(key, reader, header)) for key, inner in buffer._inner().items()
@@ -171,17 +196,17 @@ def _checked(buffer: Buffer, path: Any, reader: Reader, header: Mapping[str, Any
         for restore_inner in restores:
             restore_inner()
         storage.clear()
-        storage.alignment = int(state["alignment"])
+        storage.alignment = alignment
         if storage.columns.capacity != capacity:
             storage.grow(capacity)
         _make_columns(buffer, specs, linked)
         numbers = {name: spec for name, spec in specs.items() if name not in values}
-        _restore_columns(storage, numbers, linked, links, ring, reader)
+        _restore_columns(storage, numbers, linked, links, counters, reader)
         for name, rows in values.items():
             columns.put_cells(name, slice(None), slice(0, n_slots), rows)
         assert storage.episodes is not None
         storage.episodes.columns.cells[EPISODE][:, :n_slots] = episodes
-        storage.ring.counters[...] = ring
+        storage.ring.counters[...] = counters
         storage.version += 1
         buffer._rng = generator
         restore_own()
@@ -193,11 +218,11 @@ def _columns_of(
     buffer: Buffer, path: Any, reader: Reader, state: Mapping[str, Any]
 ) -> tuple[dict[str, Spec], dict[str, str]]:
     """The columns of a file, which are those of the buffer if it has any, and which are stored through which."""
-    columns, lead = buffer._storage.columns, (int(state["n_lanes"]), int(state["n_slots"]))
-    specs = {name: _spec(*spec) for name, spec in state["columns"].items()}
+    columns, lead = buffer._storage.columns, (state["n_lanes"], state["n_slots"])
+    specs = {name: _spec(name, *spec) for name, spec in state["columns"].items()}
     linked = dict(state["linked"])
     if columns.specs and _strict(buffer, specs) != _strict(buffer, columns.specs):
-        raise FileError(f"{path}: has columns {_shown(specs)}, this buffer {_shown(columns.specs)}")
+        raise FileError(f"{path}: has columns {reason(_shown(specs))}, this buffer {_shown(columns.specs)}")
     for name, spec in specs.items():
         if spec.is_object:
             dtype, shape = reader.found(OBJECTS + name)
@@ -207,8 +232,13 @@ def _columns_of(
             wanted = spec.dtype, (*lead, *spec.shape)
             if reader.found(ROWS + name) != wanted:
                 raise ValueError(f"column {name!r} is {reader.found(ROWS + name)}, its header says {wanted}")
-    if any(source not in specs or source in linked or name not in specs for name, source in linked.items()):
-        raise ValueError("its columns make no sense")
+    for name, source in linked.items():
+        if type(source) is not str or source != source_of(name) or source in linked:
+            raise ValueError(f"column {name!r} cannot be stored through {source!r}")
+        if name not in specs or specs[name] != specs.get(source):
+            raise ValueError(f"column {name!r} is stored through {source!r}, which is not like it")
+    if specs:
+        buffer._check_columns(specs)
     return specs, linked
 
 
@@ -273,35 +303,44 @@ def _make_columns(buffer: Buffer, specs: Mapping[str, Spec], linked: Mapping[str
         buffer._storage.link(name, source)
 
 
-def _plain(state: Any) -> Any:
-    """The state of a bit generator as JSON has it."""
-    if isinstance(state, Mapping):
-        return {name: _plain(value) for name, value in state.items()}
-    return state.tolist() if isinstance(state, np.ndarray) else state
-
-
-def _generator(state: Mapping[str, Any]) -> np.random.Generator:
-    """A generator in this state."""
-    name = state["bit_generator"]
-    if name not in BIT_GENERATORS:
-        raise ValueError(f"no bit generator {name!r}, there are {BIT_GENERATORS}")
-    generator = np.random.Generator(getattr(np.random, name)())
-    generator.bit_generator.state = state
-    return generator
-
-
-def _spec(dtype: str, shape: Any, is_bfloat16: bool) -> Spec:
-    if dtype == OBJECT.name and not shape and not is_bfloat16:
+def _spec(name: str, dtype: Any, shape: Any, is_bfloat16: Any) -> Spec:
+    if dtype == OBJECT.name and shape == [] and is_bfloat16 is False:
         return Spec(OBJECT)
-    spec = Spec(np.dtype(dtype), tuple(int(n) for n in shape), 0, bool(is_bfloat16))
-    if spec.dtype.kind not in "biufc" or any(n < 0 for n in spec.shape):
-        raise ValueError(f"a column of {dtype} {shape} cannot be")
+    spec = Spec(dtype_called(name, dtype), row_shape(name, shape), 0, flag("whether it is bfloat16", is_bfloat16))
+    if spec.is_bfloat16 and spec.dtype != np.int16:
+        raise ValueError(f"column {name!r} is bfloat16, which {spec.dtype} does not hold")
     return spec
 
 
 def _strict(buffer: Buffer, specs: Mapping[str, Spec]) -> dict[str, Spec]:
     """The columns that must be those of a file."""
     return {name: spec for name, spec in specs.items() if not buffer._keeps_objects(name)}
+
+
+def _check_sizes(path: Any, reader: Reader, state: Any) -> None:
+    """Looks at what a buffer would be made of that has yet to be made.
+
+    Raises:
+        OutOfMemoryError: it would not fit.
+        ValueError, KeyError, TypeError: the sizes make no sense, or its settings name others.
+    """
+    n_lanes, capacity = whole("n_lanes", state["n_lanes"], 1), whole("capacity", state["capacity"], 1)
+    if reader.found(RING) != (np.dtype(np.int64), (N_COUNTERS, n_lanes)):
+        raise ValueError(f"it has counters of other than {n_lanes} lanes")
+    n_rows = n_lanes * capacity
+    for inner in state["inner"].values():
+        sizes = inner["state"]["n_lanes"], inner["state"]["capacity"]
+        n_rows += math.prod(whole("a size", size, 1) for size in sizes)
+    if (available := available_bytes()) is not None and n_rows * BYTES_PER_ROW > available:
+        needed = n_rows * BYTES_PER_ROW
+        raise OutOfMemoryError(f"{path}: {needed:,} bytes are needed, {available:,} are available")
+    settings = state["own"].get("settings")
+    for each in (settings, settings.get("main")) if isinstance(settings, dict) else ():
+        for name, value in each.items() if isinstance(each, dict) else ():
+            if name in SIZES:
+                whole(f"the setting {name!r}", value, 0, max(n_rows, MOST_READ if name in READ_AT_ONCE else 0))
+            elif name not in SETTINGS:  # a program's own class might take it, and do something with it
+                raise FileError(f"{path}: has a setting {name!r}, which is none of ours")
 
 
 def _shown(specs: Mapping[str, Spec]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,11 @@ from rlstructs.replay.buffers.snapshot import Rows, Snapshot
 from rlstructs.replay.buffers.transition_reading import How, read
 from rlstructs.replay.buffers.transitions import OBS, OBS_NEXT, REW, top
 from rlstructs.replay.buffers.vector import VectorReplayBuffer
+from rlstructs.replay.columns import Spec
 from rlstructs.replay.reading import discounted
 from rlstructs.replay.values import from_bits, host_array
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from typing_extensions import Self
 
 ACHIEVED, DESIRED = "achieved_goal", "desired_goal"
@@ -109,6 +108,14 @@ class HERReplayBuffer(ReplayBuffer):
                 shapes = [tuple(rows[goal].shape[2:]) for goal in goals]
                 raise SpecError(f"{goals[0]!r} has shape {shapes[0]}, {goals[1]!r} has {shapes[1]}")
         return super()._checked(rows, unknown, missing)
+
+    def _check_columns(self, specs: Mapping[str, Spec]) -> None:
+        super()._check_columns(specs)
+        for first in (OBS, OBS_NEXT):
+            goals = [specs.get(f"{first}/{goal}") for goal in (ACHIEVED, DESIRED)]
+            shapes = {None if goal is None else goal.shape for goal in goals}
+            if any(top(name) == first for name in specs) and (None in shapes or len(shapes) > 1):
+                raise ValueError(f"{first!r} has not two goals of one shape")
 
     def _read(self, rows: Rows, frames: np.ndarray) -> dict[str, Any]:
         assert isinstance(rows, Snapshot)

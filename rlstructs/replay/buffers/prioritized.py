@@ -12,6 +12,7 @@ from rlstructs.replay.buffers.episode_reads import WANTED, Fields, Pick
 from rlstructs.replay.buffers.replay_buffer import ReplayBuffer
 from rlstructs.replay.buffers.snapshot import Rows, Snapshot
 from rlstructs.replay.buffers.vector import VectorReplayBuffer
+from rlstructs.replay.claims import Claims
 from rlstructs.replay.prioritised import Prioritised, exponent
 from rlstructs.replay.samplers import draw_fitting
 from rlstructs.replay.values import host_array, real_numbers
@@ -191,10 +192,12 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     def _more_arrays(self) -> dict[str, np.ndarray]:
         return {**super()._more_arrays(), **self._prioritised.arrays()}
 
-    def _restorer(self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Callable[[], None]:
-        restore_rest = super()._restorer(state, arrays)
+    def _restorer(
+        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], claims: Claims
+    ) -> Callable[[], None]:
+        restore_rest = super()._restorer(state, arrays, claims)
         alpha, beta = (exponent(name, state["settings"][name]) for name in ("alpha", "beta"))
-        prioritised = self._prioritised.restored(arrays, state["max_priority"], alpha)
+        prioritised = self._prioritised.restored(arrays, state["max_priority"], claims, alpha)
 
         def restore() -> None:
             restore_rest()

@@ -13,6 +13,7 @@ from rlstructs.checks import check_count
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.buffers.buffer_samplers import WEIGHT, Sampler
 from rlstructs.replay.buffers.parts import ask_for_nothing
+from rlstructs.replay.claims import Claims
 from rlstructs.replay.prioritised import LEAVES, Prioritised, exponent
 from rlstructs.replay.selection import Selection
 from rlstructs.replay.storage import Storage
@@ -210,13 +211,13 @@ class PrioritizedSampler(Sampler):
         return {name: array.copy() for name, array in self._of().arrays().items()}
 
     def restorer(
-        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], n_rows: int
+        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], claims: Claims
     ) -> Callable[[], None]:
         """See `Sampler`."""
         alpha, beta = exponent("alpha", state["alpha"]), exponent("beta", state["beta"])
         if LEAVES not in arrays:
             raise ValueError("it has no priorities")
-        priorities = self._made(n_rows, alpha).restored(arrays, state["max_priority"])
+        priorities = self._made(claims.n_rows, alpha).restored(arrays, state["max_priority"], claims)
 
         def restore() -> None:
             self._alpha, self._beta, self._priorities = alpha, beta, priorities

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlstructs.checks import reason
 from rlstructs.errors import FileError, SpecError
 from rlstructs.replay.buffers import files, transitions
 from rlstructs.replay.buffers.base import FILL, GROW
@@ -142,8 +143,10 @@ class ReplayBuffer(EpisodeEdits):
         settings = files.own_state(Path(path), cls.__name__, HDF5).get("settings")
         try:
             buffer = cls._of_settings(settings, given)
-        except (TypeError, ValueError) as error:
-            raise FileError(f"{path}: its settings do not make a {cls.__name__}: {error}") from error
+        except (ImportError, MemoryError):
+            raise
+        except Exception as error:  # whatever they are
+            raise FileError(f"{path}: its settings do not make a {cls.__name__}: {reason(error)}") from error
         files.load(buffer, Path(path), HDF5)
         return buffer
 

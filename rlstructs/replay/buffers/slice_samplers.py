@@ -13,6 +13,7 @@ from rlstructs.errors import SpecError
 from rlstructs.replay.buffers.buffer_samplers import INDEX, MASK, WEIGHT, Sampler, SamplerWithoutReplacement
 from rlstructs.replay.buffers.parts import ANY, ask_for_nothing, joined
 from rlstructs.replay.buffers.prioritized_sampler import PrioritizedSampler
+from rlstructs.replay.claims import Claims
 from rlstructs.replay.episodes import Episodes
 from rlstructs.replay.roles import ENDS, ends_among
 from rlstructs.replay.samplers import Span, draw_fitting
@@ -167,10 +168,10 @@ class SliceSampler(Sampler):
         self.version += 1
 
     def restorer(
-        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], n_rows: int
+        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], claims: Claims
     ) -> Callable[[], None]:
         """See `Sampler`."""
-        restore = super().restorer(state, arrays, n_rows)
+        restore = super().restorer(state, arrays, claims)
 
         def restore_all() -> None:
             restore()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from rlstructs.checks import DTYPES, reason
 from rlstructs.errors import FileError
 from rlstructs.replay.buffers import files
 
@@ -46,7 +47,7 @@ def load_state_dict(buffer: Buffer, given: Mapping[str, Any]) -> None:
     except FileError:
         raise
     except Exception as error:  # whatever it holds
-        raise FileError(f"{NAME}: not the state of a buffer, or a damaged one: {error}") from error
+        raise FileError(f"{NAME}: not the state of a buffer, or a damaged one: {reason(error)}") from error
     restore()
 
 
@@ -60,7 +61,13 @@ class Held:
     text = ""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._arrays = {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
+        self._arrays = {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
+
+        for name, array in self._arrays.items():
+            if type(name) is not str or array.dtype.name not in DTYPES:
+                raise ValueError(f"{name!r} is no tensor that a buffer has")
+            if array.dtype == np.bool_ and np.ascontiguousarray(array).view(np.uint8).max(initial=0) > 1:
+                raise ValueError(f"{name!r} holds bools that are neither true nor false")
 
     def found(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         """The dtype and shape of one."""

@@ -14,6 +14,7 @@ from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay.buffers.base import GROW, Buffer
 from rlstructs.replay.buffers.export import Exporter
 from rlstructs.replay.buffers.rows_in import OneRow, as_rows, is_mapping, spec_of
+from rlstructs.replay.claims import Claims, dtype_called
 from rlstructs.replay.columns import Spec, cast
 from rlstructs.replay.reading import DISCOUNT
 from rlstructs.replay.roles import ends_among
@@ -223,10 +224,15 @@ class TaggedBuffer(Buffer):
     def _state(self) -> dict[str, Any]:
         return {"tags": {tag: _dtype_name(spec) for tag, spec in self._tags.items()}}
 
-    def _restorer(self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Callable[[], None]:
-        tags = {tag: spec_of(tag, name) for tag, name in state["tags"].items()}
+    def _restorer(
+        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], claims: Claims
+    ) -> Callable[[], None]:
+        tags = {tag: spec_of(tag, _checked_name(tag, name)) for tag, name in state["tags"].items()}
         if self._tags and tags != self._tags:
             raise ValueError(f"it has the tags {state['tags']}, this is {self}")
+        columns = {tag: spec_of(tag, _dtype_name(spec)) for tag, spec in claims.specs.items()}
+        if columns and columns != tags:
+            raise ValueError(f"it has the tags {list(tags)}, and other columns: {list(columns)}")
 
         def restore() -> None:
             self._tags, self._quick = tags, None
@@ -277,6 +283,10 @@ class _StoredRows(Mapping[str, np.ndarray]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({list(self._tags)}, {len(self._storage)} rows)"
+
+
+def _checked_name(tag: str, name: Any) -> str:
+    return "bfloat16" if name == "bfloat16" else dtype_called(tag, name).name
 
 
 def _dtype_name(spec: Spec) -> str:

@@ -69,6 +69,22 @@ def check_names(names: Iterable[str]) -> None:
             raise SpecError(f"{min(both)!r} cannot be an array and have {name!r} in it")
 
 
+def check_specs(specs: Mapping[str, Spec], taken: Iterable[str]) -> None:
+    """Raises ValueError unless columns like these can hold transitions.
+
+    Args:
+        specs: by name.
+        taken: what else a batch of them holds.
+    """
+    check_names(specs)
+    check_required(specs)
+    wrong = [name for name in specs if top(name) in {DONE, *taken}]
+    wrong += [name for name in FLAGS if (specs[name].dtype, specs[name].shape) != (np.bool_, ())]
+    wrong += [REW] * (specs[REW].dtype.kind not in "biuf")
+    if wrong:
+        raise ValueError(f"column {wrong[0]!r} is {specs[wrong[0]]}, which it cannot be here")
+
+
 def check_required(names: Iterable[str]) -> None:
     """Raises SpecError unless all is there that a transition needs."""
     every = set(names)

@@ -1,0 +1,189 @@
+"""Memories in text: a .csv with the valid rows, and a .json beside it with the rest."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import math
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlstructs.checks import reason
+from rlstructs.errors import FileError, OutOfMemoryError
+from rlstructs.memories.restoring import EPISODES, KIND, RING, checked, make_missing
+from rlstructs.replay.columns import Spec
+from rlstructs.replay.prioritised import DRAWN, LEAVES, SYNCED
+from rlstructs.replay.ring import Ring
+from rlstructs.replay.samplers import Span
+from rlstructs.replay.values import from_bits, to_bits
+from rlstructs.structures import files, json_text
+from rlstructs.structures.containers import checksum
+from rlstructs.structures.opening import open_file, read_at, read_bytes, size_of
+
+if TYPE_CHECKING:
+    from rlstructs.memories.base import Memory
+
+# Characters: complex numbers of 128 bits have 50.
+LONGEST_NUMBER = 100
+# Numbers that are text in memory at the same time.
+CELLS_AT_ONCE = 1 << 14
+# In the .json beside a .csv: of itself without this entry, and of the .csv.
+CHECKSUM, ROWS_CHECKSUM = "crc32", "rows_crc32"
+
+
+def save(memory: Memory, path: Path, bookkeeping: Mapping[str, np.ndarray]) -> None:
+    """Writes the valid rows of a memory, and beside them a .json with the rest."""
+    rows, columns = memory._store().span().by_step(), memory._storage.columns
+    names = memory.get_tensor_names()
+    header = [column for name in names for column in _column_names(name, memory._spec(name))]
+    more = {name: array.tolist() for name, array in bookkeeping.items()}
+    format_of = {"format": files.FORMAT, "version": files.VERSION, "class": KIND}
+    with files.replacing(path) as temporary, files.replacing(path.with_suffix(".json")) as beside:
+        with open(temporary, "x", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(header)
+            for start in range(0, rows.size, 4096):
+                some = rows[start : start + 4096]
+                gathered = zip(names, columns.gather(names, some), strict=True)
+                arrays = [columns.host(name, array) for name, array in gathered]
+                lists = [
+                    (from_bits(array) if columns.specs[name].is_bfloat16 else array).reshape(some.size, -1).tolist()
+                    for name, array in zip(names, arrays, strict=True)
+                ]
+                writer.writerows(itertools.chain.from_iterable(row) for row in zip(*lists, strict=True))
+        state = {**format_of, **memory._state(), "more": more, ROWS_CHECKSUM: _checksum_of_lines(temporary)}
+        with open(beside, "x", encoding="utf-8") as file:
+            file.write(json.dumps(state | {CHECKSUM: _checksum_of(state)}))
+
+
+def _checksum_of_lines(path: Path) -> int:
+    """Of a text file, whatever ends its last line."""
+    with open_file(path) as file:
+        nbytes = size_of(file)
+        last = read_at(file, max(0, nbytes - 2), min(2, nbytes))
+        return checksum(file, 0, nbytes - len(last) + len(last.rstrip(b"\r\n")))
+
+
+def _checksum_of(state: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(state).encode())
+
+
+def _verify(path: Path, state: Mapping[str, Any]) -> None:
+    """Raises ValueError or KeyError if either file is not as it was written."""
+    if state[CHECKSUM] != _checksum_of({key: value for key, value in state.items() if key != CHECKSUM}):
+        raise ValueError("the checksum of the .json beside it is wrong")
+    if state[ROWS_CHECKSUM] != _checksum_of_lines(path):
+        raise ValueError("its checksum is wrong")
+
+
+def _column_names(name: str, spec: Spec) -> list[str]:
+    return [f"{name}.{'.'.join(map(str, at))}" for at in np.ndindex(spec.shape)]
+
+
+def load(memory: Memory, path: Path) -> None:
+    """Restores a memory; changes nothing if the files do not fit."""
+    beside = path.with_suffix(".json")
+    with open_file(path) as file, open_file(beside):
+        nbytes = size_of(file)
+    try:
+        state = json_text.parse(read_bytes(beside))
+        if not isinstance(state, dict) or state.get("format") != files.FORMAT or state.get("class") != KIND:
+            raise ValueError("the .json beside it is not one of ours")
+        if state.get("version") != files.VERSION:
+            raise ValueError(f"version {reason(state.get('version'))}, this program reads version {files.VERSION}")
+        _verify(path, state)
+        given = state["more"]
+        more = {name: _bookkept(given[name], dtype) for name, dtype in DTYPES.items() if name in given}
+        specs, restore = checked(memory, path, state, more)
+        lane_rows = Span(Ring(more[RING], memory.memory_size), memory._storage.columns).by_step()
+        tensors = _read_rows(path, nbytes, specs, len(lane_rows))
+    except (FileError, OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever text
+        raise FileError(f"{path}: not a file of {files.FORMAT}, or a damaged one: {reason(error)}") from error
+    make_missing(memory, path, state, specs)
+    columns = memory._store().columns
+    for name, values in tensors.items():
+        spec = columns.specs[name]
+        columns.put_rows(name, slice(None), columns.value(name, spec.unwritten))
+        columns.put_rows(name, lane_rows, columns.converted(name, values, spec))
+    restore()
+
+
+def _bookkept(values: Any, dtype: Any) -> np.ndarray:
+    """Numbers from JSON as an array, whose dtype loses nothing of them."""
+    array = np.array(values)
+    if array.size and array.dtype.kind != np.dtype(dtype).kind:
+        raise ValueError(f"its bookkeeping has {array.dtype} where {np.dtype(dtype)} is needed")
+    if array.dtype.kind == "i" and not ((array >= np.iinfo(dtype).min) & (array <= np.iinfo(dtype).max)).all():
+        raise ValueError(f"its bookkeeping has numbers that do not fit {np.dtype(dtype)}")
+    return array.astype(dtype)
+
+
+DTYPES = {RING: np.int64, EPISODES: np.int32, SYNCED: np.int64, DRAWN: np.int64, LEAVES: np.float64}
+
+
+def _read_rows(path: Path, nbytes: int, specs: Mapping[str, Spec], n_rows: int) -> dict[str, np.ndarray]:
+    """The tensors in the lines of a file, `(n_rows, *shape)`; some lines at a time are text in memory."""
+    sizes = {name: math.prod(specs[name].shape) for name in sorted(specs)}
+    n = 0
+    for name, size in sizes.items():  # of names and arrays there are only made so many as there can be
+        n += size
+        if n > nbytes:
+            raise ValueError(f"its first line does not name the columns of {name!r}")
+    if (n_rows + 1) * n > nbytes:
+        raise ValueError(f"it has not the {n_rows} rows of {n} numbers that it should have")
+    made = {name: np.empty((n_rows, *spec.shape), spec.dtype) for name, spec in specs.items()}
+    with open_file(path) as raw, io.TextIOWrapper(io.BufferedReader(raw), encoding="utf-8", newline="") as file:  # type: ignore[type-var]
+        _check_names(file, specs)
+        at_once = max(1, CELLS_AT_ONCE // max(n, 1))
+        for start in range(0, n_rows, at_once):
+            stop, at = min(start + at_once, n_rows), 0
+            lines = [_cells(file, n) for _ in range(start, stop)]
+            for name, size in sizes.items():
+                cells = [line[at : at + size] for line in lines]
+                made[name][start:stop] = _parsed(name, cells, specs[name]).reshape(stop - start, *specs[name].shape)
+                at += size
+        if file.read(1):
+            raise ValueError(f"it has more than the {n_rows} rows that it should have")
+    return made
+
+
+def _check_names(file: IO[str], specs: Mapping[str, Spec]) -> None:
+    """Raises ValueError unless the first line names the columns of these tensors."""
+    needed = io.StringIO()
+    csv.writer(needed).writerow([column for name in sorted(specs) for column in _column_names(name, specs[name])])
+    text = needed.getvalue().removesuffix("\r\n")
+    found, end = file.read(len(text)), file.read(1)
+    if end == "\r":
+        end = file.read(1)
+    if found != text or end not in ("\n", ""):
+        raise ValueError(f"its first line does not name the columns of {sorted(specs)}")
+
+
+def _cells(file: IO[str], n: int) -> list[str]:
+    """The next line of a file, as n texts."""
+    line = file.readline(n * (LONGEST_NUMBER + 1) + 2)
+    cells = line.rstrip("\r\n").split(",") if n else []
+    # numpy makes all strings of an array as long as the longest: one of a megabyte would take terabytes.
+    if len(cells) != n or max(map(len, cells), default=0) > LONGEST_NUMBER:
+        raise ValueError(f"it has a line that is not of {n} numbers: {line[:LONGEST_NUMBER]!r}")
+    return cells
+
+
+def _parsed(name: str, cells: list[list[str]], spec: Any) -> np.ndarray:
+    if spec.is_bfloat16:
+        return to_bits(name, np.array(cells, np.float32))
+    if spec.dtype.kind == "b":
+        if wrong := {cell for line in cells for cell in line} - {"True", "False"}:
+            raise ValueError(f"{name!r} holds {sorted(wrong)[0]!r}, needed is True or False")
+        return np.array([[cell == "True" for cell in line] for line in cells], bool)
+    if spec.dtype.kind == "c":
+        return np.array([[complex(cell) for cell in line] for line in cells], spec.dtype)
+    return np.array(cells, dtype=str).astype(spec.dtype) if cells else np.empty(0, spec.dtype)

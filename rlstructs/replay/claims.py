@@ -1,0 +1,209 @@
+"""What a file says of a store in numbers, checked before anything is changed: counters, episodes, random streams.
+
+A number may be of the right type and still make no sense: counters so large that the next row overflows them, episodes
+that go on behind the newest row, a random generator that never gives another number than 0. Methods that are called
+later would fail of these, or never end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlstructs.checks import DTYPES, MOST_AXES, reason
+from rlstructs.replay.columns import LANE, Spec
+from rlstructs.replay.episodes import LENGTH, TIME
+from rlstructs.replay.ring import N_COUNTERS, Ring
+
+# Steps of all lanes of a store, and numbers of whatever is counted: half of what 64 bits hold, for there will be more.
+MOST = 1 << 62
+# Of numpy; of each what a state has beside "bit_generator": how many numbers, and below what each is.
+WORD, LONG, WIDE = 1 << 32, 1 << 64, 1 << 128
+_PCG = {"state": {"state": (None, WIDE), "inc": (None, WIDE)}, "has_uint32": (None, 2), "uinteger": (None, WORD)}
+_BIT_GENERATORS: dict[str, dict[str, Any]] = {
+    "PCG64": _PCG,
+    "PCG64DXSM": _PCG,
+    "MT19937": {"state": {"key": (624, WORD), "pos": (None, 625)}},
+    "Philox": {"state": {"counter": (4, LONG), "key": (2, LONG)}, "buffer": (4, LONG), "buffer_pos": (None, 5),
+               "has_uint32": (None, 2), "uinteger": (None, WORD)},
+    "SFC64": {"state": {"state": (4, LONG)}, "has_uint32": (None, 2), "uinteger": (None, WORD)},
+}  # fmt: skip
+BIT_GENERATORS = tuple(_BIT_GENERATORS)
+
+
+@dataclass(frozen=True)
+class Claims:
+    """What is known of the rows of a file, when what is kept beside them is looked at.
+
+    Attributes:
+        ring: its counters, which make sense.
+        order: of row ids, as of `Columns`.
+        specs: of the columns in the file.
+    """
+
+    ring: Ring
+    order: str
+    specs: Mapping[str, Spec]
+
+    @property
+    def n_rows(self) -> int:
+        """Rows there is room for."""
+        return self.ring.n_lanes * self.ring.capacity
+
+    def empty(self) -> np.ndarray:
+        """Which rows hold nothing, and held nothing when the counters were as they are, bool (n_rows,), by row id."""
+        ring, lanes = self.ring, np.arange(self.ring.n_lanes)[:, None]
+        is_empty = ring.steps_of(lanes, np.arange(ring.capacity), ring.head) < ring.base[:, None]
+        return np.asarray(is_empty if self.order == LANE else is_empty.T).reshape(-1)
+
+    def lanes(self, rows: np.ndarray) -> np.ndarray:
+        """The lanes of row ids."""
+        return np.asarray(rows // self.ring.capacity if self.order == LANE else rows % self.ring.n_lanes)
+
+
+def whole(name: str, value: Any, least: int = 0, most: int = MOST) -> int:
+    """`value`, a whole number in these limits.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{name} is {reason(repr(value))}, needed is a whole number from {least} to {most}")
+    return value
+
+
+def flag(name: str, value: Any) -> bool:
+    """`value`, which is true or false; raises ValueError if it is not."""
+    if type(value) is not bool:
+        raise ValueError(f"{name} is {reason(repr(value))}, needed is true or false")
+    return value
+
+
+def row_shape(name: str, value: Any) -> tuple[int, ...]:
+    """The shape of a column's rows.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(value, (list, tuple)) or len(value) > MOST_AXES - 2:
+        raise ValueError(f"{name!r} has the shape {reason(repr(value))}, which is none")
+    shape = tuple(whole(f"an axis of {name!r}", n) for n in value)
+    if math.prod(n for n in shape if n) > MOST:
+        raise ValueError(f"{name!r} has the shape {shape}, which no array has")
+    return shape
+
+
+def dtype_called(name: str, value: Any) -> np.dtype:
+    """The dtype of a column, by its name; raises ValueError if it is not one of those that columns have."""
+    if type(value) is not str or value not in DTYPES:
+        raise ValueError(f"{name!r} has the dtype {reason(repr(value))}, needed is one of {', '.join(DTYPES)}")
+    return DTYPES[value]
+
+
+def check_counters(counters: np.ndarray, n_lanes: int, capacity: int) -> Ring:
+    """The ring of these counters.
+
+    Raises:
+        ValueError: they make no sense.
+    """
+    if counters.dtype != np.int64 or counters.shape != (N_COUNTERS, n_lanes):
+        needed = f"int64 {(N_COUNTERS, n_lanes)}"
+        raise ValueError(f"its counters are {counters.dtype} {counters.shape}, needed is {needed}")
+    ring = Ring(counters, capacity)
+    base, reserved, head = counters
+    if not ((base >= 0) & (base <= head) & (head <= reserved) & (reserved <= MOST // n_lanes)).all():
+        raise ValueError("its counters make no sense")
+    if (reserved - head > capacity).any():
+        raise ValueError(f"its counters make no sense: more than {capacity} rows are being written")
+    return ring
+
+
+def check_episodes(pairs: np.ndarray, ring: Ring) -> None:
+    """Raises ValueError unless episodes go on from row to row.
+
+    Args:
+        pairs: int32 (n_lanes, n_slots, 2), of all slots in which there are rows.
+        ring: the counters.
+    """
+    n_slots = pairs.shape[1]
+    if not n_slots or not len(ring):
+        return
+    lanes, wide = np.arange(ring.n_lanes)[:, None], pairs.astype(np.int64)
+    steps = ring.steps_of(lanes, np.arange(n_slots), ring.head)
+    time, length = wide[..., TIME], wide[..., LENGTH]
+    there, has_next = steps >= ring.oldest()[:, None], steps + 1 < ring.head[:, None]
+    next_time, next_length = np.roll(time, -1, axis=1), np.roll(length, -1, axis=1)
+    ends = length == time + 1
+    goes_on = ~ends & (next_time == time + 1) & (next_length == length)
+    fits = (time >= 0) & (time <= steps) & ((length == 0) | (length > time))
+    fits &= np.where(has_next, goes_on | (ends & (next_time == 0)), True)
+    # A writer that was killed may have said that an episode ends with rows that it did not come to.
+    was_killed = (ring.reserved > ring.head)[:, None]
+    fits &= has_next | ends | (length == 0) | was_killed
+    if not fits[there].all():
+        raise ValueError("its episodes make no sense")
+
+
+def check_slots(n_slots: int, ring: Ring) -> None:
+    """Raises ValueError unless all rows lie in the first so many slots of their lanes."""
+    used = ring.head > ring.oldest()
+    first, stop = ring.oldest() % ring.capacity, ring.reserved - ring.base
+    in_front = (ring.base % ring.capacity == 0) & (stop <= n_slots) & (first < ring.capacity)
+    if n_slots < ring.capacity and not (in_front | ~used).all():
+        raise ValueError(f"it holds {n_slots} rows of each lane, its counters say more")
+
+
+def check_aligned(ring: Ring) -> None:
+    """Raises ValueError unless each lane's rows began in its first slot, as where row ids count rows."""
+    if (ring.base % ring.capacity).any():
+        raise ValueError("its counters make no sense: its rows begin in the middle of a lane")
+
+
+def generator_in(state: Any) -> np.random.Generator:
+    """A generator in this state.
+
+    Raises:
+        ValueError: it is none.
+    """
+    name = state["bit_generator"] if isinstance(state, Mapping) and "bit_generator" in state else None
+    if type(name) is not str or name not in _BIT_GENERATORS:
+        raise ValueError(f"no bit generator {reason(repr(name))}, there are {BIT_GENERATORS}")
+    _check_state(name, {key: value for key, value in state.items() if key != "bit_generator"}, _BIT_GENERATORS[name])
+    if name.startswith("PCG64") and not state["state"]["inc"] % 2:
+        raise ValueError(f"a {name} in this state repeats itself")
+    if name == "MT19937" and not (state["state"]["key"][0] >> 31 or any(state["state"]["key"][1:])):
+        raise ValueError(f"a {name} in this state gives nothing but zeros")
+    generator = np.random.Generator(getattr(np.random, name)())
+    generator.bit_generator.state = state
+    return generator
+
+
+def _check_state(name: str, found: Any, needed: dict[str, Any]) -> None:
+    if not isinstance(found, Mapping) or found.keys() != needed.keys():
+        raise ValueError(f"the state of a {name} has other entries")
+    for key, each in needed.items():
+        if isinstance(each, dict):
+            _check_state(name, found[key], each)
+            continue
+        n, end = each
+        values = [found[key]] if n is None else found[key]
+        if not isinstance(values, (list, tuple)) or len(values) != (n or 1):
+            raise ValueError(f"the state of a {name} has another number of {key}")
+        for value in values:
+            whole(f"{key} of a {name}", value, 0, end - 1)
+
+
+def plain_state(generator: np.random.Generator) -> dict[str, Any]:
+    """The state of a generator as JSON has it."""
+    state: dict[str, Any] = _plain(generator.bit_generator.state)
+    return state
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return {name: _plain(value) for name, value in state.items()}
+    return state.tolist() if isinstance(state, (np.ndarray, np.generic)) else state

@@ -1,0 +1,87 @@
+"""Opening files that others may have made: only regular ones, which are looked at before anything is read.
+
+A named pipe or a device could keep a reader waiting for ever, or never end; whoever opens one may also change it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from rlstructs.errors import FileError
+
+# Those that there are on this system.
+FLAGS = os.O_RDONLY
+for _name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY"):
+    FLAGS |= getattr(os, _name, 0)
+
+_KINDS = {
+    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+}  # fmt: skip
+
+
+def open_file(path: str | Path) -> BinaryIO:
+    """Opens a regular file to read, without a buffer of its own.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        FileError: it is none: a folder, a named pipe, a socket or a device.
+        OSError: it cannot be read.
+    """
+    try:
+        _check_regular(path, os.stat(path).st_mode)  # before it is opened: that alone has effects on some devices
+        # Not blocking, in case that another one lies there by now.
+        number = os.open(path, FLAGS)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: no such file") from None
+    except ValueError as error:  # a name with a null character
+        raise FileError(f"{path}: no file has such a name: {error}") from error
+    except OSError as error:
+        if error.errno in (errno.ENXIO, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
+            raise FileError(f"{path}: cannot be opened: {error.strerror}") from error
+        raise
+    try:
+        _check_regular(path, os.fstat(number).st_mode)
+        return open(number, "rb", buffering=0)
+    except BaseException:
+        os.close(number)
+        raise
+
+
+def size_of(file: BinaryIO) -> int:
+    """Bytes of an open file."""
+    return os.fstat(file.fileno()).st_size
+
+
+def read_bytes(path: str | Path) -> bytes:
+    """All of a regular file; raises what `open_file` does."""
+    with open_file(path) as file:
+        return read_at(file, 0, size_of(file))
+
+
+def read_at(file: BinaryIO, offset: int, nbytes: int) -> bytes:
+    """So many bytes from there on; raises ValueError if there are fewer."""
+    data = bytearray(nbytes)
+    read_into(file, offset, memoryview(data))
+    return bytes(data)
+
+
+def read_into(file: BinaryIO, offset: int, data: memoryview) -> None:
+    """Fills a buffer with the bytes from there on; raises ValueError if there are fewer."""
+    file.seek(offset)
+    done = 0
+    while done < len(data):
+        n = file.readinto(data[done : done + (1 << 26)])  # type: ignore[attr-defined]
+        if not n:
+            raise ValueError("it ends too early")
+        done += n
+
+
+def _check_regular(path: str | Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+        raise FileError(f"{path}: is {kind}, needed is a regular file")

@@ -1,0 +1,278 @@
+"""The pickle in a `.pt` file, read by a machine of our own that makes nothing but numbers, text and plain tensors.
+
+It knows the instructions that `torch.save` needs for a dictionary of tensors, in pickle's protocol 2. A name of a
+class is looked up in a table; nothing is imported, and nothing that a file names is called. Keys are text, so that
+nothing a file has made is ever hashed or compared; tuples are short and one in another at most; what is noted for
+later is numbered as it comes. So time and memory stay in proportion to the length of the pickle.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rlstructs.checks import DTYPES, MOST_AXES, is_size
+from rlstructs.structures.dtypes import FLOAT8
+
+# numpy has no such dtypes: their bits are stored as integers.
+BITS = {
+    "bfloat16": "int16",
+    "complex32": "int32",
+    **{str(dtype).removeprefix("torch."): "uint8" for dtype in FLOAT8},
+}
+# Values that wait for others: `torch.save` writes a dictionary a thousand entries at a time.
+MOST_WAITING = 10_000
+
+_DTYPES_OF_STORAGES = {
+    "BoolStorage": "bool", "ByteStorage": "uint8", "CharStorage": "int8", "ShortStorage": "int16",
+    "IntStorage": "int32", "LongStorage": "int64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
+    "FloatStorage": "float32", "DoubleStorage": "float64", "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+}  # fmt: skip
+
+
+class Stored(NamedTuple):
+    """A tensor as a .pt file names it. A tuple: nothing can change an attribute of it."""
+
+    key: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+
+class _Storage(NamedTuple):
+    """Bytes of a file: how they are called, and the class that torch would make of them."""
+
+    kind: str
+    key: str
+
+
+class _Mark:
+    """A value that only is itself."""
+
+    __slots__ = ()
+
+
+class _Pair(tuple[Any, ...]):
+    """A tuple that has others in it."""
+
+    __slots__ = ()
+
+
+REBUILD, NO_HOOKS, OTHER = _Mark(), _Mark(), _Mark()
+ORDERED_DICT = _Mark()
+GLOBALS: dict[tuple[str, str], Any] = {
+    ("torch._utils", "_rebuild_tensor_v2"): REBUILD,
+    ("torch._utils", "_rebuild_tensor_v3"): REBUILD,
+    ("collections", "OrderedDict"): ORDERED_DICT,
+    ("torch.storage", "UntypedStorage"): "UntypedStorage",
+    **{("torch", name): name for name in (*_DTYPES_OF_STORAGES, *DTYPES, *BITS)},
+}
+
+
+def stored(storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, *more: Any) -> Stored:
+    """What the arguments of torch's `_rebuild_tensor_v2` or `_v3` say, if it is a plain tensor.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if type(storage) is not _Storage or type(size) is not tuple or type(stride) is not tuple:
+        raise ValueError("it holds a tensor that is not plain")
+    name = more[0] if more else _DTYPES_OF_STORAGES.get(storage.kind)
+    dtype = DTYPES.get(BITS.get(name, name)) if type(name) is str else None
+    if dtype is None or not all(map(is_size, (*size, *stride))) or not len(size) == len(stride) <= MOST_AXES:
+        raise ValueError("it holds a tensor that is not plain")
+    # torch gives axes of length 0 and 1 whatever stride.
+    plain = all(n <= 1 or s == math.prod(size[i + 1 :]) for i, (n, s) in enumerate(zip(size, stride, strict=True)))
+    if requires_grad is not False or hooks is not NO_HOOKS or offset != 0 or not (plain or 0 in size):
+        raise ValueError("it holds a tensor that is not plain")
+    return Stored(storage.key, dtype, size)
+
+
+class Unpickler:
+    """Reads the pickle of a dictionary.
+
+    Args:
+        data: the pickle.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+        self._stack: list[Any] = []
+        self._marks: list[int] = []
+        self._memo: list[Any] = []
+        self._content: dict[str, Any] | None = None
+
+    def load(self) -> Any:
+        """Text -> `Stored`, text, number or something else that is no tensor; or what else the pickle is of.
+
+        Raises:
+            ValueError: it is none that `torch.save` writes of such a dictionary.
+        """
+        while (code := self._take(1)) != b".":
+            step = _STEPS.get(code)
+            if step is None:
+                raise ValueError(f"it holds more than tensors: instruction {code!r}")
+            step(self)
+            if len(self._stack) > MOST_WAITING:
+                raise ValueError("its pickle is nested too deeply")
+        return self._pop()
+
+    def _take(self, n: int) -> bytes:
+        end = self._at + n
+        if end > len(self._data):
+            raise ValueError("its pickle ends too early")
+        taken, self._at = self._data[self._at : end], end
+        return taken
+
+    def _number(self, form: str) -> Any:
+        return struct.unpack(form, self._take(struct.calcsize(form)))[0]
+
+    def _line(self) -> str:
+        end = self._data.find(b"\n", self._at, self._at + 200)
+        if end < 0:
+            raise ValueError("its pickle names something that has no end")
+        line = self._data[self._at : end].decode()
+        self._at = end + 1
+        return line
+
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    def _pop(self) -> Any:
+        if len(self._stack) <= (self._marks[-1] if self._marks else 0):
+            raise ValueError("its pickle takes what is not there")
+        return self._stack.pop()
+
+    def _pop_to_mark(self) -> list[Any]:
+        if not self._marks:
+            raise ValueError("its pickle takes what is not there")
+        at = self._marks.pop()
+        taken = self._stack[at:]
+        del self._stack[at:]
+        return taken
+
+    # Instructions
+
+    def _protocol(self) -> None:
+        if self._take(1) != b"\2":
+            raise ValueError("it is pickled in another protocol than 2")
+
+    def _mark(self) -> None:
+        if len(self._marks) > MOST_AXES:
+            raise ValueError("its pickle is nested too deeply")
+        self._marks.append(len(self._stack))
+
+    def _global(self) -> None:
+        name = self._line(), self._line()
+        if name not in GLOBALS:
+            raise ValueError(f"it holds more than tensors: {'.'.join(name)}")
+        self._push(GLOBALS[name])
+
+    def _text(self) -> None:
+        self._push(self._take(self._number("<I")).decode())
+
+    def _long(self) -> None:
+        n = self._number("<B")
+        if n > 9:  # of 64 bits and a sign
+            raise ValueError(f"it holds a whole number of {n} bytes")
+        self._push(int.from_bytes(self._take(n), "little", signed=True))
+
+    def _tuple(self, values: list[Any]) -> None:
+        if len(values) > MOST_AXES or any(type(value) is _Pair for value in values):
+            raise ValueError("it holds a tuple that is no shape")
+        self._push((_Pair if any(type(value) is tuple for value in values) else tuple)(values))
+
+    def _few(self, n: int) -> None:
+        self._tuple([self._pop() for _ in range(n)][::-1])
+
+    def _dict(self) -> None:
+        if self._content is not None:  # one inside it
+            self._push(OTHER)
+            return
+        self._content = {}
+        self._push(self._content)
+
+    def _put(self, form: str) -> None:
+        if self._number(form) != len(self._memo):
+            raise ValueError("its pickle notes things out of order")
+        self._memo.append(self._pop())
+        self._push(self._memo[-1])
+
+    def _get(self, form: str) -> None:
+        at = self._number(form)
+        if at >= len(self._memo):
+            raise ValueError("its pickle takes what is not there")
+        self._push(self._memo[at])
+
+    def _persistent(self) -> None:
+        pid = self._pop()
+        if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage" or not type(pid[1]) is type(pid[2]) is str:
+            raise ValueError("it holds more than tensors")
+        self._push(_Storage(pid[1], pid[2]))
+
+    def _reduce(self) -> None:
+        arguments, function = self._pop(), self._pop()
+        if function is ORDERED_DICT and arguments == ():
+            self._push(NO_HOOKS)
+        elif function is REBUILD and isinstance(arguments, tuple):
+            self._push(stored(*arguments))
+        else:
+            raise ValueError("it holds more than tensors")
+
+    def _set(self, pairs: list[Any]) -> None:
+        target = self._pop()
+        if target is self._content is not None:
+            for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+                if type(key) is not str or key in self._content:
+                    raise ValueError("it holds a key that is no text, or one twice")
+                self._content[key] = value
+        elif target is not OTHER:
+            raise ValueError("it holds more than tensors")
+        self._push(target)
+
+    def _set_one(self) -> None:
+        value, key = self._pop(), self._pop()
+        self._set([key, value])
+
+    def _append(self, values: Callable[[Unpickler], Any]) -> None:
+        values(self)
+        if self._pop() is not OTHER:
+            raise ValueError("it holds more than tensors")
+        self._push(OTHER)
+
+
+_STEPS: dict[bytes, Callable[[Unpickler], None]] = {
+    b"\x80": Unpickler._protocol,
+    b"c": Unpickler._global,
+    b"X": Unpickler._text,
+    b"K": lambda u: u._push(u._number("<B")),
+    b"M": lambda u: u._push(u._number("<H")),
+    b"J": lambda u: u._push(u._number("<i")),
+    b"G": lambda u: u._push(u._number(">d")),
+    b"\x8a": Unpickler._long,
+    b"\x88": lambda u: u._push(True),
+    b"\x89": lambda u: u._push(False),
+    b"N": lambda u: u._push(None),
+    b"(": Unpickler._mark,
+    b")": lambda u: u._push(()),
+    b"\x85": lambda u: u._few(1),
+    b"\x86": lambda u: u._few(2),
+    b"\x87": lambda u: u._few(3),
+    b"t": lambda u: u._tuple(u._pop_to_mark()),
+    b"}": Unpickler._dict,
+    b"]": lambda u: u._push(OTHER),
+    b"a": lambda u: u._append(Unpickler._pop),
+    b"e": lambda u: u._append(Unpickler._pop_to_mark),
+    b"s": Unpickler._set_one,
+    b"u": lambda u: u._set(u._pop_to_mark()),
+    b"q": lambda u: u._put("<B"),
+    b"r": lambda u: u._put("<I"),
+    b"h": lambda u: u._get("<B"),
+    b"j": lambda u: u._get("<I"),
+    b"Q": Unpickler._persistent,
+    b"R": Unpickler._reduce,
+}
