@@ -9,6 +9,8 @@ import psutil
 
 # What the library calls shared memory where it needs a name for a moment.
 PREFIX = "rls"
+# Seconds. What takes longer hangs, however many other programs wait for a core; a hang is all that this is to find.
+LIMIT = 600.0
 
 
 def worker_pids():
@@ -42,12 +44,37 @@ def exists(pid):
         return False
 
 
-def wait_until(happened, seconds=30.0):
+def wait_until(happened, seconds=LIMIT):
     """Waits for what another process does; it is an error that it has not after so many seconds."""
     deadline = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < deadline
         os.sched_yield()
+
+
+class Deadline:
+    """Fails where a block takes longer than it may, on a machine that has a core for each program that wants one.
+
+    On a busy one, where nobody can say how long anything takes, it fails where the block hangs.
+    """
+
+    def __init__(self, seconds=5.0):
+        self.seconds = seconds
+
+    def __enter__(self):
+        self.was_busy, self.started = is_busy(), time.monotonic()
+
+    def __exit__(self, *_):
+        took = time.monotonic() - self.started
+        assert took < (LIMIT if self.was_busy or is_busy() else self.seconds)
+
+
+def is_busy():
+    """Whether programs wait for cores, now or in the last minute."""
+    with open("/proc/loadavg") as file:
+        load, _, _, runnable, _ = file.read().split()
+    n_cores = len(os.sched_getaffinity(0))
+    return float(load) > n_cores / 2 or int(runnable.split("/")[0]) > n_cores
 
 
 def wait_until_gone(pids):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import vector as wrappers
-from processes import worker_pids
+from processes import LIMIT, worker_pids
 from vector_envs import Failing, Pair, Process
 
 from rlstructs import DictTensor, GymEnvInf, GymVectorEnv, RL_Agent, RL_Batcher, SharedVectorEnv, SpecError, StateError
@@ -157,7 +157,7 @@ def test_what_an_environment_raises_is_raised_by_the_batcher_and_nothing_is_left
 
     def create_env(seed):
         fns = [Failing] * 3 + [functools.partial(Failing, "step")]
-        return GymVectorEnv(SharedVectorEnv(fns, 2, n_groups=n_groups, timeout=60), seed)
+        return GymVectorEnv(SharedVectorEnv(fns, 2, n_groups=n_groups, timeout=LIMIT), seed)
 
     bias = DictTensor({"bias": torch.zeros(4)})
     with RL_Batcher(4, lambda: Recurrent("discrete"), {}, create_env, {}, 0, 5, bias.slice(0, 1)) as batcher:

@@ -16,6 +16,7 @@ import torch
 from gymnasium import spaces
 from helpers import Count, count_batcher, create_gym, rollout
 from matplotlib.image import imread
+from processes import LIMIT
 
 from rlstructs import DictTensor, RandomAgent, RL_Agent, RL_Batcher, TemporalDictTensor, Trajectories, cli, report
 from rlstructs.cli import main
@@ -23,7 +24,6 @@ from rlstructs.collect import Settings, collect
 from rlstructs.testing import Fault, FaultyEnv, create_faulty_envs
 
 # Seconds; only reached when something hangs.
-DEADLINE = 60
 SMALL = ["--workers", "0", "--envs", "2", "--timesteps", "10", "--steps", "60"]
 
 
@@ -285,7 +285,7 @@ def start(tmp_path, subprocess_env):
 def test_modules_of_the_current_directory_give_environments_and_agents(start, tmp_path):
     options = ["--workers", 2, "--envs", 1, "--timesteps", 6, "--steps", 24, "--agent", "world:agent"]
     process = start("collect", "world:Count-v0", *options, "--out", "x.npz")
-    stdout, stderr = process.communicate(timeout=DEADLINE)
+    stdout, stderr = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, stderr
     assert stdout.startswith(b"Count-v0: 24 steps, 8 episodes, ")
     assert b"WARN" not in stderr
@@ -308,7 +308,7 @@ def test_ctrl_c_keeps_what_was_collected_and_leaves_no_worker(start, tmp_path, n
     seen = read_until(process.stderr, b"episodes=")
     os.killpg(process.pid, signal.SIGINT)
     # Workers hold these pipes too: their ends are only seen once all of them are gone.
-    stdout, stderr = process.communicate(timeout=DEADLINE)
+    stdout, stderr = process.communicate(timeout=LIMIT)
     assert process.returncode == 130, stderr
     assert b"Traceback" not in seen + stderr and b"error" not in seen + stderr
     kept = Trajectories.load(tmp_path / "x.npz")
@@ -354,7 +354,7 @@ def test_ctrl_c_before_the_first_rollout_says_that_there_is_nothing(start, tmp_p
     process = start("collect", "world:Stuck-v0", "--workers", 2, "--out", "x.npz")
     read_until(process.stderr, b"stuck")
     os.killpg(process.pid, signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=DEADLINE)
+    stdout, stderr = process.communicate(timeout=LIMIT)
     assert process.returncode == 130, stderr
     assert stdout == b"" and stderr.endswith(b"rlstructs: interrupted before anything was collected\n")
     assert b"Traceback" not in stderr
@@ -556,7 +556,7 @@ def test_a_pipe_that_nobody_reads_ends_it_silently(start, subprocess_env, unbuff
     process = start("info", "--system")
     process.stdout.close()
     assert process.stderr.read() == b""
-    assert process.wait(DEADLINE) == 141
+    assert process.wait(LIMIT) == 141
 
 
 def test_info_system_names_versions_and_imports_none_of_them(subprocess_env):

@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import LIMIT
 from replay_storages import DeviceStorage
 
 from rlstructs import FileError, SpecError
@@ -438,7 +439,7 @@ def test_threads_end_with_the_buffer():
     del buffer
     gc.collect()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(LIMIT)
         assert not thread.is_alive()
 
 
@@ -536,7 +537,7 @@ inside.wait()
 go_on.set()
 pid = os.fork()
 if pid == 0:
-    signal.alarm(20)  # ends it if it hangs
+    signal.alarm(600)  # ends it if it hangs
     print(len(buffer), buffer.sample().n_elems(), flush=True)
     os._exit(0)
 print(os.waitpid(pid, 0)[1])
@@ -544,7 +545,7 @@ print(os.waitpid(pid, 0)[1])
 
 
 def run(code):
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60,
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=LIMIT,
                           check=True, cwd=Path(__file__).parent.parent)  # fmt: skip
     return done.stdout.splitlines()
 

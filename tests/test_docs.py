@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import LIMIT
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE, TITLED, OUTPUT, SHELL = "```python", "```python title=", "```text", "```sh"
 END_OF_BLOCK = "-- end of a block --"
-# Seconds: a page should be run in less than 10, on a machine that does nothing else.
-TIMEOUT = 100
 # What makes a command of the pages small; those that begin otherwise are an error. The last value of an option counts.
 SMALL = {
     "python benchmarks/frames.py": "--steps 400 --repeats 1",
@@ -95,7 +94,7 @@ def run(page: str, folder: Path, environment: dict[str, str]) -> list[str]:
     program = folder / "program.py"
     program.write_text(program_of(page))
     done = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, timeout=TIMEOUT, env=environment, cwd=folder
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=LIMIT, env=environment, cwd=folder
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""  # a warning would be the first thing that a reader sees
@@ -181,7 +180,7 @@ def test_commands_run(lines, shown, subprocess_env, tmp_path):
     programs = {"python": sys.executable, "rlstructs": f"{sys.executable} -m rlstructs.cli"}
     script = [f"{name}() {{ {program} \"$@\"; }}" for name, program in programs.items()]
     done = subprocess.run(
-        ["bash", "-euc", "\n".join([*script, *lines])], capture_output=True, text=True, timeout=TIMEOUT,
+        ["bash", "-euc", "\n".join([*script, *lines])], capture_output=True, text=True, timeout=LIMIT,
         env=subprocess_env, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

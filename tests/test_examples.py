@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import LIMIT
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--n-envs", "2", "--n-timesteps", "30", "--n-rollouts", "2"]
@@ -65,7 +66,7 @@ RUNS = {
 
 
 def run(arguments, **options):
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=100, **options)
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=LIMIT, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -119,14 +120,14 @@ def test_what_was_not_saved_cannot_be_played(subprocess_env, tmp_path):
 
 def test_dqn_refuses_continuous_actions(subprocess_env, tmp_path):
     command = [sys.executable, str(ROOT / "examples/dqn.py"), "--env-id", "Pendulum-v1"]
-    done = subprocess.run(command, capture_output=True, text=True, env=subprocess_env, cwd=tmp_path, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, env=subprocess_env, cwd=tmp_path, timeout=LIMIT)
     assert done.returncode == 1
     assert re.fullmatch(r"Pendulum-v1: --env-id needs a Discrete .*, got Box\(.*\): try sac.py\n", done.stderr)
 
 
 def test_a_plot_that_cannot_be_written_is_known_before_the_training(subprocess_env, tmp_path):
     command = [sys.executable, str(ROOT / "examples/ppo.py"), "--plot", "missing/curve.png"]
-    done = subprocess.run(command, capture_output=True, text=True, env=subprocess_env, cwd=tmp_path, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, env=subprocess_env, cwd=tmp_path, timeout=LIMIT)
     assert done.returncode == 1 and "missing/curve.png" in done.stderr.splitlines()[-1]
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import warp as wp
 from hypothesis import given, settings
+from processes import LIMIT
 from strategies import dict_tensors, filled, temporals
 from tensordict import TensorDict
 
@@ -291,7 +292,7 @@ with _without_lines(b""):
 @pytest.mark.parametrize("configured", [False, True], ids=["as it is", "configured by the user"])
 def test_warp_starts_without_a_word_and_stays_as_it_was_configured(configured, subprocess_env):
     command = [sys.executable, "-W", "error", "-c", QUIET, str(configured)]
-    done = subprocess.run(command, env=subprocess_env, capture_output=True, timeout=60)
+    done = subprocess.run(command, env=subprocess_env, capture_output=True, timeout=LIMIT)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"end")
 
 

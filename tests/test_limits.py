@@ -8,12 +8,11 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 
 import psutil
 import pytest
 from helpers import count_batcher, rollout
-from processes import worker_pids
+from processes import LIMIT, Deadline, worker_pids
 
 from rlstructs import ClosedError
 
@@ -38,7 +37,7 @@ def batcher(n_workers, method):
 def run(text, env, **options):
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", WIDE + textwrap.dedent(text)],
-        capture_output=True, text=True, env=env, timeout=100, **options,
+        capture_output=True, text=True, env=env, timeout=LIMIT, **options,
     )  # fmt: skip
 
 
@@ -113,7 +112,7 @@ def test_4_megabytes_of_dev_shm_hold_an_arena_of_20(subprocess_env):
         pytest.skip("no file system can be mounted")
     done = subprocess.run(
         ["unshare", "-m", "sh", "-c", mount, "sh", *program],
-        capture_output=True, text=True, env=subprocess_env, timeout=100,
+        capture_output=True, text=True, env=subprocess_env, timeout=LIMIT,
     )  # fmt: skip
     assert done.stdout.split("\n")[0] == f"True 6000000.0 {4 * 2**20}", done.stderr
 
@@ -247,8 +246,8 @@ def test_a_program_that_ends_in_any_phase_leaves_no_worker(how, phase, method, s
             os.killpg(program.pid, 2)
         else:
             os.kill(program.pid, {"SIGTERM": 15, "SIGKILL": 9}[how])
-    _, errors = program.communicate(b"\n", timeout=20)
-    _, alive = psutil.wait_procs(workers, timeout=5)
+    _, errors = program.communicate(b"\n", timeout=LIMIT)
+    _, alive = psutil.wait_procs(workers, timeout=LIMIT)
     assert not alive
     if how == "raise":
         assert b"KeyError: 'of the trainer'" in errors
@@ -272,10 +271,10 @@ def test_close_from_another_thread_ends_a_get_that_waits():
         waiting.start()
         while not batcher._pool._watch._n_waiting:  # or it would hear of it before it waits
             assert waiting.is_alive()
-        started = time.monotonic()
-        batcher.close()
-        waiting.join(10)
-        assert not waiting.is_alive() and time.monotonic() - started < 10
+        with Deadline(10.0):
+            batcher.close()
+            waiting.join(LIMIT)
+        assert not waiting.is_alive()
         assert len(failures) == 1 and isinstance(failures[0], ClosedError)
         batcher.close()
 

@@ -34,6 +34,7 @@ from frameworks import (
 )
 from gymnasium import spaces
 from helpers import create_gym, rollout
+from processes import LIMIT
 
 from rlstructs import DictTensor, RandomAgent, RL_Batcher, TemporalDictTensor, Trajectories
 from rlstructs.errors import MissingKeyError, SpecError, StateError
@@ -249,7 +250,7 @@ def test_a_process_that_it_is_given_to_writes_rows_that_this_one_sees(start_meth
     context = multiprocessing.get_context(start_method)
     process = context.Process(target=write_one_row_each, args=(memories,))
     process.start()
-    process.join(60)
+    process.join(LIMIT)
     assert process.exitcode == 0
     assert [(len(memory), memory.memory_index, *every(memory, "t")) for memory in memories] == [(2, 1, [[7, 7]])] * 3
 
@@ -1587,12 +1588,12 @@ def test_sharing_again_leaves_processes_that_run_connected(start_method):
     for memory in memories:
         memory.share_memory()
     begins.set()
-    process.join(60)
+    process.join(LIMIT)
     assert [(len(memory), *every(memory, "t")) for memory in memories] == [(2, [[7, 7]])] * 3
 
 
 def write_when_told(memories, begins):
-    assert begins.wait(60)
+    assert begins.wait(LIMIT)
     write_one_row_each(memories)
 
 

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from processes import LIMIT
 
 from rlstructs import DictTensor, RL_Agent
 from rlstructs.cli import main
 from rlstructs.play import SCREENS, check_whole
 
 # Seconds; only reached when something hangs.
-DEADLINE = 60
 FPS = 20
 # Grey levels from one frame to the next, more than compression blurs.
 STEP = 12
@@ -280,7 +280,7 @@ def test_ctrl_c_keeps_what_was_recorded_and_leaves_no_worker(subprocess_env, tmp
             assert process.stdout.readline() == b"episode 1: return 14.00, 7 steps\n"
             os.killpg(process.pid, signal.SIGINT)
             # The worker holds these pipes too: their ends are only seen once it is gone.
-            stdout, stderr = process.communicate(timeout=DEADLINE)
+            stdout, stderr = process.communicate(timeout=LIMIT)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 import zlib
 
 import cloudpickle
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from clusters import ray_cluster
-from processes import wait_until_gone
+from processes import LIMIT, wait_until, wait_until_gone
 
 from rlstructs import (
     ClosedError,
@@ -239,7 +238,7 @@ def test_several_trainers_write_and_draw_at_once(cluster):
         return memory is not None and len(set(batch["index"].tolist()))
 
     with replay(alpha=0.6, memory_size=60) as memory:
-        assert all(n > 1 for n in ray.get([train.remote(memory, e) for e in range(N_ENVS)], timeout=120))
+        assert all(n > 1 for n in ray.get([train.remote(memory, e) for e in range(N_ENVS)], timeout=LIMIT))
         assert len(memory) == N_ENVS * 60
         drawn = memory.sample(3000, ["obs"])
         assert {frame // 1000 for frame in frames_of(drawn).tolist()} == set(range(N_ENVS))
@@ -262,9 +261,7 @@ def test_a_trainer_that_only_draws_sees_what_others_add_and_take_away(cluster):
         trainer = Trainer.remote(memory)
         assert ray.get(trainer.drawn.remote()) == {0}
         memory.extend(rollout(environments=[1]))  # in the other shard
-        deadline = time.monotonic() + 30.0
-        while ray.get(trainer.drawn.remote()) != {0, 1}:
-            assert time.monotonic() < deadline
+        wait_until(lambda: ray.get(trainer.drawn.remote()) == {0, 1})
         batch = memory.sample(500)
         index = torch.unique(batch["index"][frames_of(batch) >= 1000])
         memory.update_priorities(index, torch.zeros(len(index)))
@@ -287,7 +284,7 @@ def test_a_request_that_does_not_arrive_costs_no_rows(cluster):
 
     with replay() as memory:
         memory.extend(rollout())
-        assert ray.get(train.remote(memory), timeout=60) > 1
+        assert ray.get(train.remote(memory), timeout=LIMIT) > 1
         assert len(memory) == N_ENVS * T
 
 
@@ -313,7 +310,7 @@ FULL = """
 
 def test_a_shard_that_is_larger_than_the_object_store_outlives_a_save(subprocess_env, tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(FULL), str(tmp_path / "kept")]
-    done = subprocess.run(command, env=subprocess_env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=subprocess_env, capture_output=True, text=True, timeout=LIMIT)
     assert re.search(r"the reply of shard 0 \(.*\) to 'save' is lost: its machine's object store is full", done.stdout)
     assert done.stdout.splitlines()[-1] == "160 8 []"
 

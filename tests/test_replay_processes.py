@@ -13,6 +13,7 @@ import time
 import numpy as np
 import pytest
 import replay_writers
+from processes import LIMIT
 from replay_writers import CAPACITY, EPISODE, make_storage
 
 from rlstructs.replay.expand import padded
@@ -22,7 +23,6 @@ from rlstructs.replay.selection import Selection
 # Seconds that each test reads for.
 SOAK = float(os.environ.get("RLSTRUCTS_SOAK_SECONDS", "1.5"))
 # Seconds. Only reached when something hangs.
-LIMIT = 30.0
 BATCH, LENGTH = 48, 4
 NAMES = ["lane", "step", "words", "checksum"]
 
@@ -173,7 +173,7 @@ threading.Thread(target=write).start()
 inside.wait()
 pid = os.fork()
 if pid == 0:
-    signal.alarm(20)  # ends it if it hangs
+    signal.alarm(600)  # ends it if it hangs
     storage.write({"t": np.ones((1, 1), "f4")})
     print(len(storage), flush=True)
     os._exit(0)
@@ -184,5 +184,5 @@ go_on.set()
 
 def test_a_process_that_was_forked_while_a_thread_wrote_writes_on():
     command = [sys.executable, "-W", "ignore", "-c", FORKED_WHILE_WRITTEN]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=True)
     assert done.stdout.split() == ["3", "0"]

@@ -15,7 +15,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import batch_space, iterate
 from gymnasium.wrappers import vector as wrappers
-from processes import worker_pids
+from processes import LIMIT, worker_pids
 from vector_envs import Basket, Echo, Gate, Process, Same, Telling
 
 from rlstructs import ClosedError, SharedVectorEnv, SpecError, StateError, WorkerTimeout
@@ -699,16 +699,22 @@ def test_a_step_that_was_waited_for_in_vain_can_be_waited_for_again(gate):
         let_through()
         assert env.step_wait()[0].tolist() == [[1], [1]]
         env.reset_async()
-        assert env.reset_wait(timeout=60)[0].tolist() == [[0], [0]]
+        assert env.reset_wait(timeout=LIMIT)[0].tolist() == [[0], [0]]
         env.call_async("steps")
-        assert env.call_wait(timeout=60) == (1, 1)
+        assert env.call_wait(timeout=LIMIT) == (1, 1)
 
 
 def test_an_interrupted_step_can_be_waited_for(gate):
     path, let_through = gate
     with SharedVectorEnv([functools.partial(Gate, path)] * 2, 2) as env:
         env.reset()
-        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        def interrupt(*_):
+            if env._order.pending is None:  # the step has yet to be sent
+                signal.setitimer(signal.ITIMER_REAL, 0.05)
+            else:
+                raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGALRM, interrupt)
         try:
             signal.setitimer(signal.ITIMER_REAL, 0.05)
             with pytest.raises(KeyboardInterrupt):

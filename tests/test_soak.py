@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from processes import LIMIT
+
 
 def test_workers_are_killed_and_stopped_and_nothing_wrong_is_handed_out(subprocess_env):
-    limits = ["--minutes", "0.15", "--timeout", "10", "--patience", "60"]
+    limits = ["--minutes", "0.15", "--timeout", "10", "--patience", f"{LIMIT:g}"]
     program = [sys.executable, str(Path(__file__).parent / "soak.py"), *limits]
-    done = subprocess.run(program, capture_output=True, text=True, env=subprocess_env, timeout=300)
+    done = subprocess.run(program, capture_output=True, text=True, env=subprocess_env, timeout=LIMIT)
     assert done.returncode == 0, done.stdout + done.stderr
     verified = re.findall(r"^(.*): ([\d,]+) transitions .* verified, (\d+) restarts", done.stdout, re.MULTILINE)
     names = ["CartPole-v1, run_ahead=0", "HalfCheetah-v5, run_ahead=2", "CartPole-v1, run_ahead=1, leased"]

@@ -37,6 +37,7 @@ from broken import (
 from gymnasium import spaces, wrappers
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from helpers import Count, Counting, create_gym
+from processes import LIMIT, Deadline
 from vector_envs import Same
 
 from rlstructs import (
@@ -476,17 +477,25 @@ def test_a_process_is_ended(fault, message):
 
 @pytest.mark.parametrize("more", [{}, {"in_c": True, "ignore_sigterm": True}], ids=str)
 def test_a_hang_is_ended_from_outside(more):
-    with faulty(Fault("hang", worker=1, **more), timeout=60.0) as batcher:
+    with faulty(Fault("hang", worker=1, **more), timeout=LIMIT) as batcher:
         batcher._pool.timeout = 1.0  # not before: a start may take longer
-        begun = time.monotonic()
-        with pytest.raises(WorkerTimeout):
+        with Deadline(30.0), pytest.raises(WorkerTimeout):
             rollouts(batcher)
-    assert time.monotonic() - begun < 30
 
 
 @pytest.mark.parametrize("in_c", [False, True])
 def test_a_hang_ends_by_itself_and_in_c_lets_nothing_else_run(in_c):
-    env = FaultyEnv([Fault("hang", seconds=0.6, in_c=in_c)])
+    for seconds in (0.6, 6.0, 60.0):  # longer where a busy machine lets others wait
+        seen, took = seen_during_a_hang(seconds, in_c)
+        assert took >= seconds
+        if in_c or max(seen) < seconds - 0.05:
+            break
+    assert len(seen) == 2 and [each >= seconds - 0.05 for each in seen] == [in_c, in_c]
+
+
+def seen_during_a_hang(seconds, in_c):
+    """When a signal's handler and a thread that are due after 0.1 s ran, and how long the hang took."""
+    env = FaultyEnv([Fault("hang", seconds=seconds, in_c=in_c)])
     env.reset()
     begun, seen = time.monotonic(), []
 
@@ -498,11 +507,11 @@ def test_a_hang_ends_by_itself_and_in_c_lets_nothing_else_run(in_c):
     try:
         timer.start()
         signal.setitimer(signal.ITIMER_REAL, 0.1)
-        assert env.step(0)[1] == 1 and time.monotonic() - begun >= 0.6
+        assert env.step(0)[1] == 1
+        return seen, time.monotonic() - begun
     finally:
-        signal.signal(signal.SIGALRM, handler)
         timer.join()
-    assert len(seen) == 2 and [seconds >= 0.55 for seconds in seen] == [in_c, in_c]
+        signal.signal(signal.SIGALRM, handler)
 
 
 def test_memory_is_taken_up_to_a_limit():

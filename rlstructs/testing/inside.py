@@ -105,7 +105,7 @@ class WatchedGym(gymnasium.Wrapper):  # type: ignore[misc]
     def _spaces(self) -> SpaceCheck:
         return SpaceCheck(self.env.observation_space, self._name)  # which `GymEnv` has looked at by then
 
-    def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:  # type: ignore[override]
+    def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
         result = self.env.reset(**arguments)
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
             raise SpecError(f"{self._name}.reset must return (observation, info dict), got {_short(result)}")
