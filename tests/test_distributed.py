@@ -229,6 +229,23 @@ def test_a_lease_is_what_get_copies_and_cannot_be_written_to(cluster):
         batcher.execute()
 
 
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_a_reset_drops_the_rollouts_that_nobody_asked_for(cluster, run_ahead):
+    with cartpoles(RL_Batcher, 2, run_ahead=run_ahead) as alone:
+        with cartpoles(RayBatcher, 2, n_nodes=2, run_ahead=run_ahead) as batcher:
+            found = []
+            for each in (alone, batcher):
+                reset(each)
+                each.execute()
+                with pytest.raises(KeyboardInterrupt):
+                    with each.lease():
+                        signal.raise_signal(signal.SIGINT)
+                each.execute()
+                reset(each)
+                found.append(story(each, 2))
+    assert found[0] == found[1]
+
+
 def counting(n_processes=4, n_nodes=2, env_args=None, **arguments):
     """Workers of two environments that count, or fail as `env_args` say."""
     return RayBatcher(
@@ -592,7 +609,8 @@ def test_what_an_environment_or_agent_raises_arrives_as_it_is(cluster, how):
     assert type(error) is kind and error.code == (8 if how == "constructor" else 7)
     assert isinstance(error.__cause__, RemoteTraceback) and error.__cause__.worker_index == worker
     assert "lost in" in str(error.__cause__) or "no licence" in str(error.__cause__)
-    raised, where = error.__notes__
+    *origin, raised, where = error.__notes__
+    assert all(note.startswith("raised by environment ") for note in origin)
     assert raised.startswith(f"raised in worker {worker} during ")
     assert where.startswith(f"on node {worker // 2} (") and where.endswith(f"worker {worker // 2 * 2} of all")
 

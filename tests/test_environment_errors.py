@@ -46,7 +46,8 @@ gymnasium.register("Answering-v3", entry_point=Answering)
 WRONG_STEPS = {
     "four": (lambda o, r, a, b, i: (o, r, a, i), STEP_ORDER + r"4, \(ndarray, float, bool, dict\); \(observation, "
                                                  "reward, done, info\\) is " + OLD),
-    "none": (lambda *_: (), STEP_ORDER + r"0, \(\)"),
+    "nothing": (lambda *_: (), STEP_ORDER + r"0, \(\)"),
+    "none": (lambda *_: None, STEP_ORDER + "NoneType"),
     "six": (lambda *found: (*found, 1), STEP_ORDER + "6, "),
     "observation": (lambda o, *_: o, STEP_ORDER + r"ndarray of shape \(2,\)"),
     "flag": (lambda o, r, a, b, i: (o, r, np.array([True, False]), b, i),
@@ -56,6 +57,7 @@ WRONG_STEPS = {
 }  # fmt: skip
 WRONG_RESETS = {
     "alone": (lambda o, i: o, RESET_ORDER + r"ndarray of shape \(2,\); an observation alone is " + OLD),
+    "none": (lambda *_: None, RESET_ORDER + "NoneType"),
     "three": (lambda o, i: (o, i, 0), RESET_ORDER + r"3, \(ndarray, dict, int\)"),
 }
 

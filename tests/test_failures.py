@@ -876,7 +876,8 @@ def test_what_is_found_as_it_closes_says_when_it_was_raised():
     batcher.execute()
     with pytest.raises(RuntimeError) as caught:
         batcher.close()
-    assert caught.value.__notes__ == ["raised in worker 1 during 'rollout'"]
+    assert caught.value.__notes__[1:] == ["raised in worker 1 during 'rollout'"]
+    assert caught.value.__notes__[0] == "raised by environment 0 (FaultyEnv) in step"
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1])

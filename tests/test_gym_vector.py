@@ -348,7 +348,7 @@ class Always(Own):
 
 
 def test_when_no_reset_works_the_first_error_says_why():
-    with pytest.raises(ValueError, match=r"^with seed \[5, 6\]$"):
+    with pytest.raises(ValueError, match=r"^with seed \[5, 6\]\nraised by environments \(Always\) in reset$"):
         GymVectorEnv(Always(), 5).reset()
 
 

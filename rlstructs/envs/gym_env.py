@@ -169,14 +169,15 @@ class GymEnv:
         """As `step`, in rows that stay valid until the next one."""
         running = self._check_running()
         actions, action_columns = self._actions.read(action, running.size)
-        frames, rewards, ended, fresh, seen = [], [], [], [], []
-        are_apart, infos = self._are_apart, self._infos
+        frames, rewards, ended, seen = [], [], [], []
+        fresh: list[Any] = []
+        are_apart, infos = self._are_apart, self._infos or None
         row, answer = 0, NONE_YET
         try:
             for row, (env, action_of_it) in enumerate(zip(self._stepped, actions, strict=True)):
                 answer = env.step(action_of_it)
                 frame, reward, terminated, truncated, info = answer
-                if infos:  # before a reset changes it
+                if infos is not None:  # before a reset changes it
                     infos.write(self._after.view, row, info, int(running[row]))
                 if not are_apart:  # another environment may write into the same array
                     seen.append((frame, reward))

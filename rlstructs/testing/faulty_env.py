@@ -158,6 +158,7 @@ def create_faulty_envs(
         ...     batcher.get()
         Traceback (most recent call last):
         OSError: gone
+        raised by environment 0 (FaultyEnv) in step
         raised in worker 1 during 'rollout'
     """
     worker, generation = getattr(seed, "worker_index", 0), getattr(seed, "generation", 0)
