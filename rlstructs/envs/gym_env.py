@@ -215,6 +215,8 @@ class GymEnv:
 
     def _copied(self, observation: Any) -> Any:
         """What the space has of an observation, which the environment may write into again."""
+        if isinstance(observation, np.ndarray):
+            return observation.copy()
         return copy_parts(self.observation_space, observation)
 
     def _write(
