@@ -33,7 +33,8 @@ class GymEnv:
     An observation holds, with B rows:
 
     - `frame`, or a key for each entry of a Dict or Tuple space: dtype and shape of the space, except
-      that float64 becomes float32; a Discrete one is int64 (B, 1);
+      that float64 becomes float32; a Discrete one is int64 (B, 1). What an environment gives beside the
+      entries of its space is left out;
     - `reward`: float32 (B,), the reward of the step that led here, 0 at a reset;
     - `terminated`, `truncated`, `done` (either of the two): bool (B,), False at a reset;
     - `initial_state`: bool (B,), True at a reset;
