@@ -24,6 +24,8 @@ class RandomAgent(RL_Agent):
     Where a Box has only one bound, from an exponential distribution that starts there; where it has
     none, from a standard normal.
 
+    It draws up to 512 batches of actions ahead, within some ten megabytes.
+
     Args:
         action_space: Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of them.
 

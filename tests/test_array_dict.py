@@ -312,3 +312,36 @@ def test_a_distribution_that_cannot_be_picked_from_is_not_handed_out_whole():
             ArrayDict(dist=dist)[:2]
     one = distributions.Categorical(PROBS[0])  # of no rows
     assert ArrayDict(dist=one, x=np.zeros(2))[:1].dist is one
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        {"a/b": np.zeros(2), "a": {"b": np.ones(2)}},
+        {"a": {"b": np.ones(2)}, "a/b": np.zeros(2)},
+        {"": {"b": np.ones(2)}, "/b": np.zeros(2)},
+    ],
+    ids=["joined first", "nested first", "empty"],
+)
+def test_two_arrays_of_one_name_are_refused_and_not_lost(items):
+    (name,) = (key for key in items if "/" in key)
+    with pytest.raises(SpecError, match=f"^ArrayDict: key '{name}' is given twice$"):
+        ArrayDict(items)
+    with pytest.raises(SpecError, match=f"^ArrayDict: key '{name}' is given twice$"):
+        ArrayDict(obs=items)
+    flags = {"terminated": False, "truncated": False}
+    added = {"obs": items, "act": 0, "rew": 0.0, **flags, "obs_next": items, "info": {}}
+    with pytest.raises(SpecError, match=f"key 'obs/{name}' is given twice|key '{name}' is given twice"):
+        ReplayBuffer(4).add(added)
+
+
+@pytest.mark.parametrize("key", [1, None, ("a", "b"), 2.5, b"a"])
+def test_keys_that_are_no_strings_are_refused(key):
+    for items in ({key: np.zeros(2)}, {"obs": {key: np.zeros(2)}}, {key: {"x": np.zeros(2)}}):
+        with pytest.raises(TypeError, match="^ArrayDict: a key must be a string, got"):
+            ArrayDict(items)
+
+
+def test_names_may_be_empty():
+    batch = ArrayDict(obs={"": np.zeros(2), "frame": np.ones(2)})
+    assert list(batch) == ["obs/", "obs/frame"] and batch.obs[""].tolist() == [0, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import pickle
 
 import numpy as np
@@ -128,6 +129,23 @@ def test_masked_dicttensor_needs_the_same_keys(d):  # CV6
 def test_construction_names_what_is_wrong(tensors, error, message):  # CV17
     with pytest.raises(error, match=f"^DictTensor: .*{message}"):
         DictTensor(tensors)
+
+
+@pytest.mark.parametrize("made", [DictTensor, lambda tensors: TemporalDictTensor(tensors, torch.tensor([2, 1]))])
+def test_keys_may_be_strings_of_any_class(made):
+    class Name(str, enum.Enum):
+        X = "x"
+
+    two = made({np.str_("a"): torch.zeros(2, 3), Name.X: {Name.X: torch.ones(2, 3)}})
+    assert list(two.keys()) == ["a", "x/x"] and {type(key) for key in two} == {str}
+    assert two["a"].shape == (2, 3) and two[Name.X + "/x"].all()
+
+
+def test_no_key_is_lost_for_being_empty():
+    two = DictTensor({"": torch.zeros(2), "frame": torch.ones(2), "a": {"": torch.zeros(2)}})
+    assert list(two.keys()) == ["", "frame", "a/"]
+    with pytest.raises(SpecError, match=r"^DictTensor: key '/a' is given twice$"):
+        DictTensor({"": {"a": torch.zeros(2)}, "/a": torch.zeros(2)})
 
 
 def test_losses_without_axes_are_legal():  # CV17

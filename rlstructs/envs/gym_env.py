@@ -35,7 +35,8 @@ class GymEnv:
     An observation holds, with B rows:
 
     - `frame`, or a key for each entry of a Dict or Tuple space: dtype and shape of the space, except
-      that float64 becomes float32; a Discrete one is int64 (B, 1);
+      that float64 becomes float32; a Discrete one is int64 (B, 1). What an environment gives beside the
+      entries of its space is left out;
     - `reward`: float32 (B,), the reward of the step that led here, 0 at a reset;
     - `terminated`, `truncated`, `done` (either of the two): bool (B,), False at a reset;
     - `initial_state`: bool (B,), True at a reset;
@@ -247,6 +248,8 @@ class GymEnv:
 
     def _copied(self, observation: Any) -> Any:
         """What the space has of an observation, which the environment may write into again."""
+        if isinstance(observation, np.ndarray):
+            return observation.copy()
         return copy_parts(self.observation_space, observation)
 
     def _write(

@@ -36,12 +36,15 @@ class GymVectorEnv:
     Observations are those of `GymEnvInf`, whatever the autoreset mode is: each transition leads to its
     true next observation, and an episode that ended is followed by the first observation of the next.
 
-    - SAME_STEP: the final observation comes from `infos["final_obs"]`. (gymnasium's `SyncVectorEnv` and
+    - SAME_STEP: the final observation comes from `infos["final_obs"]`, all as one, or one for each environment; or
+      infos are a list of dicts, one for each. (In other modes they may be anything.) (gymnasium's `SyncVectorEnv` and
       `AsyncVectorEnv` keep no copy of it: an environment that writes all its observations into one array needs another
       mode, or `SharedVectorEnv`.)
     - DISABLED: environments that end are reset at once, by `options["reset_mask"]`.
     - NEXT_STEP: the step after an end does nothing but reset, and ignores its action. It is no transition:
       a rollout leaves it out, and the slot's length is one less.
+
+    One that gives tensors of torch, or arrays of jax, gets its actions as such, on the device of these.
 
     Of a `SharedVectorEnv` with several groups a rollout steps one while the agent acts on another: the agent is then
     called with the rows of one group. (Not below a wrapper, nor in mode DISABLED.)

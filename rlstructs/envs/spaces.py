@@ -288,6 +288,9 @@ class ActionReader:
             as_wanted: makes of a leaf's key and array what the environment takes.
         """
         columns = self._columns(action, n)
+        if self.leaves[0].path == ():
+            [leaf] = self.leaves
+            return as_wanted("action", _own(columns[leaf.key], leaf)), columns
         batch = (as_wanted(key, _own(columns[leaf.key], leaf)) for leaf, key, _ in self._wanted)
         return nest(self.space, batch), columns
 

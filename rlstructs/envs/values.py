@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-# What cannot change.
-CONSTANTS = (numbers.Number, np.generic, str, bytes, type(None))
+# What cannot change; the most frequent ones first.
+CONSTANTS = (float, int, np.generic, str, bytes, type(None), numbers.Number)
 
 
 def as_numpy(value: Any) -> np.ndarray:
@@ -21,6 +21,8 @@ def as_numpy(value: Any) -> np.ndarray:
     Raises:
         Exception: what numpy or the value's own library raises if it is no array.
     """
+    if type(value) is np.ndarray:
+        return value
     if _is_tensor(value):
         tensor = value.detach().cpu().resolve_conj().resolve_neg()
         return np.asarray((tensor.float() if tensor.dtype is sys.modules["torch"].bfloat16 else tensor).numpy())

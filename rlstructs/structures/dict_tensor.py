@@ -27,8 +27,9 @@ class DictTensor(TensorMap):
         tensors: name -> tensor (B, ...). None is an empty one.
 
     Raises:
-        TypeError: a value is no tensor.
-        SpecError: a tensor has another batch size or device than the first; the message names it.
+        TypeError: a value is no tensor, or a key no string.
+        SpecError: a tensor has another batch size or device than the first, or two keys are the same once
+            joined; the message names it.
 
     Example:
         >>> d = DictTensor({"x": torch.zeros(3, 2), "y": torch.arange(3)})
