@@ -1,6 +1,6 @@
 """A program whose workers look for what its main module has; printed is what differs from the main process.
 
-Usage: python main_program.py SURFACE START_METHOD
+Usage: python main_program.py SURFACE START_METHOD [child]
 """
 
 import copy
@@ -138,15 +138,14 @@ def saved(value):
     return file.getvalue()
 
 
-NAMES = ["Level", "Sides", "Config", "More", "Point", "Settings", "Frozen", "Outer", "Reduced", "make_reduced", "Plugin",
-         "Second", "Name", "FACTOR", "TABLE", "REGISTRY", "helper"]  # fmt: skip
+CLASSES = ["Level", "Sides", "Config", "More", "Point", "Settings", "Frozen", "Outer", "Reduced", "Plugin", "Second"]
+VALUES = ["FACTOR", "TABLE"]
 
 
 def imported():
-    from __main__ import Level as level
-    from __main__ import make_reduced as make
+    from __main__ import Level, make_reduced
 
-    return level.HIGH.doubled(), make(2).value, level is sys.modules["__main__"].Level
+    return Level.HIGH.doubled(), make_reduced(2).value, Level is sys.modules["__main__"].Level
 
 
 def counted():
@@ -160,19 +159,18 @@ def facts(data, torch_data):
     main = sys.modules["__main__"]
     objects = pickle.loads(data)
     checks = {
+        "hints of functions": lambda: repr(typing.get_type_hints(main.with_hints)),
         "loaded": lambda: repr(objects[:5]),
         "methods": lambda: (objects[6].hello(), objects[7].value, objects[8].is_whole(), objects[0].doubled()),
         "classes": lambda: [type(one) is getattr(main, type(one).__name__) for one in objects[:6]],
         "again": lambda: repr(pickle.loads(pickle.dumps(objects))[:5]) == repr(objects[:5]),
         "torch": lambda: repr(loaded(torch_data)),
         "copied": lambda: copy.deepcopy(objects[7]).value,
-        "attributes": lambda: [repr(getattr(main, name)) for name in NAMES if name not in ("helper", "REGISTRY")
-                               and not callable(getattr(main, name))],
-        "qualified": lambda: [getattr(main, name).__qualname__ for name in NAMES if isinstance(getattr(main, name), type)],
+        "attributes": lambda: [repr(getattr(main, name)) for name in VALUES],
+        "qualified": lambda: [getattr(main, name).__qualname__ for name in CLASSES],
         "nested": lambda: main.Outer.Inner.Most is type(objects[6]),
         "functions": lambda: pickle.loads(pickle.dumps(main.helper)) is main.helper,
         "hints": lambda: [repr(typing.get_type_hints(one)) for one in (main.Settings, main.Config, main.More)],
-        "hints of functions": lambda: repr(typing.get_type_hints(main.with_hints)),
         "fields": lambda: repr([field.name for field in dataclasses.fields(main.Settings)]),
         "dataclass": lambda: repr(dataclasses.replace(main.Settings(), level=1)),
         "new type": lambda: (main.Name(3), main.Name.__supertype__),
@@ -282,7 +280,7 @@ def main(surface, start_method):
         with_vector_env(start_method, expected, arguments)
     else:
         with_batcher(start_method, surface == "evaluation", expected, arguments)
-    print("the same in", surface, start_method)
+    sys.stdout.write(f"the same in {surface} {start_method}\n")
 
 
 if __name__ == "__main__":

@@ -280,11 +280,12 @@ class Env(gymnasium.Env):
 
     def step(self, action):
         level = pickle.loads(LEVEL)
-        return np.zeros(1, np.float32), float(level.n + (type(level) is sys.modules["__main__"].Level)), False, False, {}
+        is_same = type(level) is sys.modules["__main__"].Level
+        return np.zeros(1, np.float32), float(level.n + is_same), False, False, {}
 
 LEVEL = pickle.dumps(Level(4))
 gymnasium.register("Main-v0", entry_point="__main__:Env")
-ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
 with RayBatcher(
     1, lambda: RandomAgent(Env.action_space), {},
     lambda n_envs, seed: GymEnvInf([gymnasium.make("Main-v0", disable_env_checker=True)], seed), {"n_envs": 1},

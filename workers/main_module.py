@@ -53,11 +53,13 @@ class Script(NamedTuple):
         attributes: its `__file__`, `__doc__` and so on.
         entries: by name.
         left_out: by name why it was not sent.
+        hinted: the entries that are in annotations of what travelled with the factories.
     """
 
     attributes: dict[str, Any]
     entries: dict[str, Entry]
     left_out: dict[str, str]
+    hinted: tuple[str, ...] = ()
 
 
 class MainModule(types.ModuleType):
@@ -111,6 +113,8 @@ class MainModule(types.ModuleType):
         value, names = loader.load(), loader.load()
         for name, named in names.items():
             names_of(self).setdefault(name, named)
+        for name in self._script.hinted:
+            self._find_needed(name)
         return value
 
     def find(self, name: str) -> Any:

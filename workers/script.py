@@ -6,9 +6,11 @@ there only when it is asked for (`main_module`): its classes and functions, and 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import pickle
+import re
 import sys
 import types
 import typing
@@ -27,6 +29,7 @@ _cloudpickle = importlib.import_module("cloudpickle.cloudpickle")
 
 # Bytes and objects that the value of one name may have, and bytes that all may have together: they are sent unasked.
 MOST_BYTES, MOST_OBJECTS, MOST_IN_ALL = 2**16, 10_000, 2**22
+WORD = re.compile(r"[^\W\d]\w*")
 ATTRIBUTES = ("__name__", "__file__", "__doc__", "__package__")
 MODULES = ("__main__", SPAWNED)
 # Packages whose objects are data, small ones at least.
@@ -44,6 +47,9 @@ def first_request(
 ) -> Build:
     """The request that builds a job. A forked worker has the main module itself."""
     if start_method == "fork":
+        for value in list(_names().values()):
+            if isinstance(value, type) and _is_own(value):  # it is the same class when it comes back
+                _cloudpickle._get_or_create_tracker_id(value)
         both = factory if init_worker is None else Initialised(init_worker, factory)
         return Build.here(read_settings(SETTINGS), _plain(setup), None, _plain(both))
     values = [value for value in (setup, factory, init_worker) if value is not None]
@@ -52,7 +58,7 @@ def first_request(
 
 
 class Initialised:
-    """Builds a job in a worker that `init_worker` has prepared, both in one pickle: globals that one sets the other sees.
+    """Calls `init_worker`, then builds the job: in one pickle, so that both have the same globals.
 
     Args:
         init_worker, factory: as of `WorkerPool`.
@@ -83,7 +89,7 @@ class Carried:
 
 
 def _plain(value: Any) -> bytes:
-    """Pickled for a forked worker, whose main module is a copy of this one's: its functions find their globals there."""
+    """Pickles for a forked worker: functions of the script find their globals in its copy of the main module."""
     main = sys.modules.get("__main__")
     file = io.BytesIO()
     pickler = _Pickler(file, {})
@@ -95,14 +101,19 @@ def _plain(value: Any) -> bytes:
 
 def _packed(*values: Any) -> tuple[list[bytes], Script]:
     """Pickled, and what is left of the script."""
-    main = sys.modules.get("__main__")
-    names = names_of(main) if isinstance(main, types.ModuleType) else {}
+    main, names = sys.modules.get("__main__"), _names()
     data, sent = [], set[str]()
     for value in values:
         pickled, given = _dumps(value, names)
         data.append(pickled)
         sent |= given
     return data, _rest(names, sent, main.script if isinstance(main, MainModule) else None)
+
+
+def _names() -> dict[str, Any]:
+    """The script's."""
+    main = sys.modules.get("__main__")
+    return names_of(main) if isinstance(main, types.ModuleType) else {}
 
 
 def _dumps(value: Any, names: dict[str, Any]) -> tuple[bytes, set[str]]:
@@ -147,7 +158,8 @@ def _rest(names: dict[str, Any], sent: Collection[str], before: Script | None) -
         entries[name] = entry
         n_bytes += len(entry.data)
         queue += entry.needs
-    return Script({name: names[name] for name in ATTRIBUTES if name in names}, entries, left_out)
+    hinted = set[str]().union(*(_hinted(names[name], names) for name in sent)) & entries.keys()
+    return Script({name: names[name] for name in ATTRIBUTES if name in names}, entries, left_out, tuple(sorted(hinted)))
 
 
 def _entry(name: str, value: Any, names: dict[str, Any], named: dict[int, str]) -> Entry:
@@ -157,7 +169,21 @@ def _entry(name: str, value: Any, names: dict[str, Any], named: dict[int, str]) 
     pickler = _EntryPickler(file, names, named, None if is_container else name)
     pickler.dump(content)
     key = _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS.get(value) if isinstance(value, type) else None
-    return Entry(type(value) if is_container else None, file.getvalue(), key, tuple(pickler.needs))
+    needs = (*pickler.needs, *sorted(_hinted(value, names) - {name}))
+    return Entry(type(value) if is_container else None, file.getvalue(), key, needs)
+
+
+def _hinted(value: Any, names: dict[str, Any]) -> set[str]:
+    """The names that are in annotations which are text, and that only `typing.get_type_hints` looks for."""
+    if not _is_own(value):
+        return set()
+    functions = [value, *(part for part in vars(value).values() if isinstance(part, types.FunctionType))]
+    texts = []
+    for function in functions:
+        with contextlib.suppress(Exception):  # annotations that CPython 3.14 does not evaluate before
+            texts += [text for text in function.__annotations__.values() if isinstance(text, str)]
+    found = {word for text in texts for word in WORD.findall(text)}
+    return {name for name in found & names.keys() if not isinstance(names[name], types.ModuleType)}
 
 
 class _MainGlobals:

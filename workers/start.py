@@ -225,7 +225,11 @@ class _ForkServerPopen(popen_forkserver.Popen):
         self.sentinel, parent_writes = self._server.connect_to_new_process(self._fds)
         self.finalizer = util.Finalize(self, _close, (self.sentinel, parent_writes))
         try:
-            _write(parent_writes, data)
+            unread: BrokenPipeError | None = None
+            try:
+                _write(parent_writes, data)
+            except BrokenPipeError as error:  # nobody reads it: no process, as the server may say
+                unread = error
             if not _readable(self.sentinel, deadline_in(self._timeout)):
                 self._server.give_up()
                 raise TimeoutError("the fork server does not answer")
@@ -233,6 +237,8 @@ class _ForkServerPopen(popen_forkserver.Popen):
             self._server.has_answered = True
             if pid < 0:  # the number of the error of a fork that failed
                 raise OSError(-pid, os.strerror(-pid))
+            if unread is not None:
+                raise unread
             self.pid = pid
         except OSError as error:
             if not isinstance(error, TimeoutError):
