@@ -9,9 +9,9 @@ import mutations
 import numpy as np
 import pytest
 import torch
+from frameworks import add, flat, make
 from hostile import refused
 
-from rlstructs.memories.torch import PrioritizedMemory
 from rlstructs.replay import (
     DictTensorReplayBuffer,
     ListStorage,
@@ -95,26 +95,24 @@ MEMORY = {
 }  # fmt: skip
 
 
-def memory(n_rows, **settings):
-    made = PrioritizedMemory(memory_size=4, num_envs=2, seed=0, **settings)
-    for name, dtype in (("x", torch.float32), ("terminated", torch.bool)):
-        made.create_tensor(name, 2 if name == "x" else 1, dtype)
+def memory(n_rows, kind="torch"):
+    made = make(kind, 4, 2, {"x": ("float32", 2), "terminated": ("bool", 1)}, cls="PrioritizedMemory")
     for t in range(n_rows):
-        made.add_samples(x=torch.full((2, 2), float(t)), terminated=torch.tensor([[t % 2], [0]]))
+        add(made, kind, x=np.full((2, 2), t, np.float32), terminated=[[t % 2 == 1], [False]])
     return made
 
 
-@pytest.mark.parametrize("form", ["npz", "pt"])
+@pytest.mark.parametrize(("kind", "form"), [("torch", "npz"), ("torch", "pt"), ("jax", "npz"), ("warp", "pt")])
 @pytest.mark.parametrize("what", MEMORY)
-def test_numbers_of_a_memory_make_sense_before_it_is_changed(what, form, tmp_path):
-    path = memory(3).save(tmp_path, format=form)
+def test_numbers_of_a_memory_make_sense_before_it_is_changed(what, kind, form, tmp_path):
+    path = memory(3, kind).save(tmp_path, format=form)
     rewritten(path)
-    memory(2).load(path)
+    memory(2, kind).load(path)
     rewritten(path, **MEMORY[what])
-    target = memory(2)
-    before = target.sample_all(["x"])[0][0].tolist(), target._state()
+    target = memory(2, kind)
+    before = flat(target.sample_all(["x"])[0][0]), target._state()
     refused(target.load, path)
-    assert (target.sample_all(["x"])[0][0].tolist(), target._state()) == before
+    assert (flat(target.sample_all(["x"])[0][0]), target._state()) == before
     target.sample(["x"], batch_size=3)
     target.reset()
 

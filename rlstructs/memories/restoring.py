@@ -74,7 +74,7 @@ def _checked_episodes(memory: Memory, more: Mapping[str, np.ndarray], claims: Cl
             raise ValueError(f"it has no episodes, but a tensor {ends[0]!r}")
         return None
     episodes = more[EPISODES]
-    if (episodes.dtype, episodes.shape) != (np.int32, (claims.n_rows, 2)):
+    if episodes.dtype != np.int32 or episodes.shape != (claims.n_rows, 2):
         raise ValueError(f"its episodes are {episodes.dtype} {episodes.shape}, needed is int32 {(claims.n_rows, 2)}")
     check_episodes(episodes.reshape(memory.memory_size, memory.num_envs, 2).swapaxes(0, 1), claims.ring)
     return episodes

@@ -127,9 +127,10 @@ def _dtype(kind: Any, name: str) -> np.dtype:
     else:
         is_plain = of in (h5t.INTEGER, h5t.FLOAT, getattr(h5t, "COMPLEX", h5t.INTEGER))
     dtype = kind.dtype if is_plain else None
-    if dtype is None or DTYPES.get(dtype.name) != dtype:
+    known = None if dtype is None else DTYPES.get(dtype.name)
+    if known is None or known != dtype:
         raise ValueError(f"{name!r} is no array of plain numbers")
-    return np.dtype(dtype.name)
+    return known
 
 
 def filters_of(dataset: Any) -> list[int]:

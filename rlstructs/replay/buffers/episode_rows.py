@@ -378,8 +378,8 @@ class EpisodeRows(CheckedRows):
         running, returns, lengths = Running(self._n_lanes), arrays["returns"], arrays["lengths"]
         shapes = returns.shape[:1] == lengths.shape == running.lengths.shape
         shapes &= REW not in claims.specs or returns.shape[1:] in ((), claims.specs[REW].shape)
-        dtypes = returns.dtype, lengths.dtype
-        if not shapes or dtypes != (np.float64, np.int64) or not ((lengths >= 0) & (lengths <= MOST)).all():
+        shapes &= returns.dtype == np.float64 and lengths.dtype == np.int64
+        if not shapes or not ((lengths >= 0) & (lengths <= MOST)).all():
             raise ValueError("its returns and lengths of episodes are not what they can be")
         running.returns, running.lengths = returns, lengths
 

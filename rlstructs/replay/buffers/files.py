@@ -81,7 +81,7 @@ def contents(buffer: Buffer) -> tuple[dict[str, Any], dict[str, str], dict[str, 
     arrays |= {MORE + name: array for name, array in buffer._more_arrays().items()}
     bits = [name for name, spec in columns.specs.items() if spec.is_bfloat16]
     dtypes = {ROWS + name: "bfloat16" for name in bits if name not in storage.links}
-    state = {
+    state: dict[str, Any] = {
         "n_lanes": columns.n_lanes,
         "capacity": columns.capacity,
         "alignment": storage.alignment,

@@ -79,7 +79,7 @@ def check_specs(specs: Mapping[str, Spec], taken: Iterable[str]) -> None:
     check_names(specs)
     check_required(specs)
     wrong = [name for name in specs if top(name) in {DONE, *taken}]
-    wrong += [name for name in FLAGS if (specs[name].dtype, specs[name].shape) != (np.bool_, ())]
+    wrong += [name for name in FLAGS if specs[name].dtype != np.bool_ or specs[name].shape]
     wrong += [REW] * (specs[REW].dtype.kind not in "biuf")
     if wrong:
         raise ValueError(f"column {wrong[0]!r} is {specs[wrong[0]]}, which it cannot be here")
