@@ -32,9 +32,9 @@ class ReplayBuffer(EpisodeEdits):
     others may `sample`.
 
     Infos are in each row what the environment said in that step. Their numbers widen (bool, int, float, complex; longer
-    ones), as long as no value is lost; what cannot be one column of numbers (text, None, lists that grow, dicts that were
-    numbers) becomes one of objects, which are sampled in numpy's arrays of objects. Rows without such a key hold 0 in
-    numbers and None in objects. `save` writes what JSON holds. All other keys keep their dtype and shape.
+    ones), as long as no value is lost; what cannot be one column of numbers (text, None, lists that grow, dicts that
+    were numbers) becomes one of objects, which are sampled in numpy's arrays of objects. Rows without such a key hold 0
+    in numbers and None in objects. `save` writes what JSON holds. All other keys keep their dtype and shape.
 
     Args:
         size: how many; 0 for a placeholder that takes none.
