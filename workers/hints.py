@@ -19,5 +19,5 @@ def add_hint(error: BaseException) -> None:
         error.args = (NO_TERMINAL,)
     elif isinstance(error, EOFError) and "when reading a line" in str(error):  # of input()
         add_note(error, NO_TERMINAL)
-    elif isinstance(error, NameError) and (why := why_left_out(error.name)):
+    elif isinstance(error, NameError) and (why := why_left_out(error.name or "")):
         add_note(error, f"{error.name!r} of the script was not sent to this worker: {why}")

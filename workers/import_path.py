@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence, Set
 from multiprocessing import util
+from typing import Any
 
 # What the statement below may take of a command line, which is at most 128 KiB for one argument on Linux.
 MOST = 100_000
@@ -52,7 +53,9 @@ def with_import_path(command: str) -> str:
     if hidden := _hidden(path):
         finder = f"found = {hidden!a}{_FINDER}"
         first += f"; exec({finder!a}, {{'sys': sys}})"
-    return f"{first}; {command}" if len(first) <= MOST else command
+    if len(first) > MOST:  # at least the current directory is no part of it
+        first = "import sys; sys.path[:] = [one for one in sys.path if one]"
+    return f"{first}; {command}"
 
 
 @contextlib.contextmanager
@@ -65,10 +68,10 @@ def sent_to_children(change: Callable[[str], str] = with_import_path, fds: Seque
     """
     thread = threading.get_ident()
 
-    def launch(path: bytes, args: Sequence[bytes | str], passfds: Sequence[int]) -> int:
+    def launch(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
         if threading.get_ident() == thread:
             args, passfds = change_command(args, change), [*passfds, *fds]
-        return unchanged(path, args, passfds)  # type: ignore[arg-type]
+        return unchanged(path, args, passfds)
 
     with _lock:
         unchanged, util.spawnv_passfds = util.spawnv_passfds, launch
@@ -118,12 +121,11 @@ def _folders_of_modules() -> dict[str, str]:
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None)
         # A script that is run has a name of its own; its spec, if any, says which module it is.
-        if "." in name or name != getattr(spec, "name", None):
+        if "." in name or not isinstance(spec, importlib.machinery.ModuleSpec) or name != spec.name:
             continue
-        origin = getattr(spec, "origin", None)
-        if not isinstance(origin, str) or not getattr(spec, "has_location", False):
+        if not isinstance(spec.origin, str) or not spec.has_location:
             continue
-        folder = os.path.dirname(origin)
+        folder = os.path.dirname(spec.origin)
         found[name] = os.path.dirname(folder) if spec.submodule_search_locations else folder
     return found
 

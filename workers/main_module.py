@@ -22,7 +22,7 @@ from workers.messages import Unpickler
 
 # Another name of the main module, in processes that multiprocessing has spawned.
 SPAWNED = "__mp_main__"
-_real_dict = types.ModuleType.__dict__["__dict__"]
+_real_dict: Any = vars(types.ModuleType)["__dict__"]
 # Containers that are made first and filled later, as they may contain, in the end, themselves.
 _FILL: dict[type, Callable[[Any, Any], None]] = {
     list: list.extend, dict: dict.update, set: set.update,

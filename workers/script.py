@@ -221,7 +221,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 self.globals_ref[id(obj.__globals__)] = _MainGlobals()
             return self._dynamic_function_reduce(obj)
         if type(obj) is typing.NewType and obj.__module__ in MODULES:
-            return _new_type, (obj.__name__, obj.__supertype__, obj.__qualname__, obj.__module__)
+            return _new_type, (obj.__name__, obj.__supertype__, getattr(obj, "__qualname__", ""), obj.__module__)
         return super().reducer_override(obj)
 
     def _is_of_script(self, function: types.FunctionType) -> bool:
@@ -300,7 +300,7 @@ class _TooMuch(Exception):
 
 
 def _new_type(name: str, supertype: Any, qualname: str, module: str) -> Any:
-    made = typing.NewType(name, supertype)
+    made: Any = typing.NewType(name, supertype)  # type: ignore[misc]
     made.__qualname__, made.__module__ = qualname, module
     return made
 

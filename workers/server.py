@@ -62,7 +62,7 @@ class _Os:
             return os.fork()
         except OSError as error:
             served = sys._getframe(1).f_locals
-            forkserver.write_signed(served["child_w"], -(error.errno or errno.EAGAIN))  # type: ignore[attr-defined]
+            forkserver.write_signed(served["child_w"], -(error.errno or errno.EAGAIN))
             for fd in (served["child_r"], served["child_w"], *served["fds"]):
                 os.close(fd)
             # The one error that the loop takes for a client's, and goes on.
