@@ -173,7 +173,7 @@ class EpisodeRows(CheckedRows):
 
         Args:
             batch: a mapping with `obs`, `act`, `rew`, `terminated`, `truncated`, and whatever else; arrays of numbers
-                of any library, possibly nested, and `info` of anything. `done` is ignored: it is terminated or truncated.
+                of any library, possibly nested; `info` of anything. `done` is ignored: it is terminated or truncated.
             buffer_ids: for a buffer of several lanes those of the rows of `batch`, which have a first axis for them;
                 None for each lane once. The same one several times gets its rows in order. For a buffer of one lane
                 None, and the arrays have no such axis; or `[0]`, and they have.

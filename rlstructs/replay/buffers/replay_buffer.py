@@ -30,9 +30,9 @@ class ReplayBuffer(EpisodeEdits):
     names joined with `/`. A row id is the slot of a row, in [0, size). What is read is copied. One thread writes;
     others may `sample`.
 
-    Infos are in each row what the environment said in that step. Their numbers widen (bool, int, float, complex; longer
-    ones), as long as no value is lost; what cannot be one column of numbers (text, None, lists that grow, dicts that were
-    numbers) becomes one of objects, which are sampled in numpy's arrays of objects. Rows without such a key hold 0 in
+    Infos are in each row what the environment said in that step. Their numbers widen (bool, int, float, complex; short,
+    long), as long as no value is lost; what cannot be one column of numbers (text, None, lists that grow, dicts that
+    were numbers) becomes one of objects, sampled in numpy's arrays of objects. Rows without such a key hold 0 in
     numbers and None in objects. `save` writes what JSON holds. All other keys keep their dtype and shape.
 
     Args:
