@@ -56,4 +56,6 @@ def _number(digits: str) -> float:
 
 
 def _constant(name: str) -> float:
+    if name == "Infinity":  # a setting that has no limit
+        return math.inf
     raise ValueError(f"its text has {name} for a number")
