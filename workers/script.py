@@ -14,6 +14,7 @@ import re
 import sys
 import types
 import typing
+import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -107,7 +108,9 @@ def _packed(*values: Any) -> tuple[list[bytes], Script]:
         pickled, given = _dumps(value, names)
         data.append(pickled)
         sent |= given
-    return data, _rest(names, sent, main.script if isinstance(main, MainModule) else None)
+    with warnings.catch_warnings():  # nobody asked for the rest to be pickled
+        warnings.simplefilter("ignore")
+        return data, _rest(names, sent, main.script if isinstance(main, MainModule) else None)
 
 
 def _names() -> dict[str, Any]:
@@ -267,7 +270,7 @@ class _EntryPickler(_Pickler):
         if self._n_objects > MOST_OBJECTS:
             raise _TooMuch("it is too large to be sent to workers unasked")
         name = self._named.get(id(obj))
-        return None if name == self._own else name
+        return name if name != self._own else None
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
@@ -325,6 +328,8 @@ def _is_imported(value: Any) -> bool:
 
 def _size(value: Any) -> int:
     """Bytes of an array or a tensor; those of another device count as many."""
+    if type(value).__module__ == "torch.storage":  # of a tensor, which was measured
+        return 0
     if getattr(getattr(value, "device", None), "type", "cpu") != "cpu":
         return MOST_BYTES + 1
     nbytes = getattr(value, "nbytes", 0)
