@@ -232,19 +232,17 @@ def flatten(mapping: Mapping[str, Any] | TensorMap, owner: str) -> dict[str, tor
         if type(key) is not str:
             raise TypeError(f"{owner}: a key must be a string, got {key!r}")
         if isinstance(value, torch.Tensor):
-            _put(flat, key, value, owner)
+            if key in flat:
+                raise SpecError(f"{owner}: key {key!r} is given twice")
+            flat[key] = value
         elif isinstance(value, (Mapping, TensorMap)):
             for name, tensor in flatten(value, owner).items():
-                _put(flat, f"{key}/{name}", tensor, owner)
+                if (joined := f"{key}/{name}") in flat:
+                    raise SpecError(f"{owner}: key {joined!r} is given twice")
+                flat[joined] = tensor
         else:
             raise TypeError(f"{owner}: {key!r} must be a torch.Tensor, got {type(value).__name__}")
     return flat
-
-
-def _put(flat: dict[str, torch.Tensor], key: str, tensor: torch.Tensor, owner: str) -> None:
-    if key in flat:
-        raise SpecError(f"{owner}: key {key!r} is given twice")
-    flat[key] = tensor
 
 
 def missing_key(owner: str, key: object, present: Iterable[str]) -> MissingKeyError:
