@@ -15,6 +15,7 @@ from rlstructs.envs.vec_env import RowEnv, SplitEnv
 from rlstructs.errors import SpecError
 from rlstructs.rows import Rows
 from rlstructs.slots import Slots
+from rlstructs.steps import settle
 from rlstructs.structures.base import put_rows
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
@@ -164,8 +165,13 @@ def _acting(
     for t in range(slots.layout.n_timesteps):
         if clock is not None:
             began = perf_counter()
-        is_view = rows is None and (is_shown or moves)
-        observation = steps.viewed(t) if is_view else steps.rows(t, rows).views()
+        copies = None
+        if rows is not None:
+            observation = steps.rows(t, rows).tensors()
+        elif is_shown or moves:
+            observation = steps.viewed(t)
+        else:
+            observation, copies = steps.copied(t)
         known = info if is_shown else _own(info)
         if device is not None:
             observation, state = observation.to(device), state.to(device)
@@ -175,6 +181,9 @@ def _acting(
             output, state = agent(state, observation, known, history=_history(slots, rows, t, device))
         else:
             output, state = agent(state, observation, known)
+        del observation
+        if copies is not None:
+            settle(copies)
         if clock is not None:
             acted = perf_counter()
             clock.agent += acted - began

@@ -6,7 +6,7 @@ key by key, every step, they would cost more than the observation itself; as one
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -125,37 +125,6 @@ class Rows:
     def tensors(self) -> DictTensor:
         """Each key's values as tensors, private memory."""
         return DictTensor.trusted({key: torch.from_numpy(np.array(a, order="C")) for key, a in self.arrays().items()})
-
-    def views(self) -> DictTensor:
-        """Each key's values as new tensors that share these rows' memory, made when they are asked for."""
-        return DictTensor.trusted(Views(self))
-
-
-class Views(Mapping[str, torch.Tensor]):
-    """Tensors over rows, by key. Each is made when it is first asked for: all of them would cost more than the copy."""
-
-    __slots__ = ("_made", "_rows")
-
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
-        self._made: dict[str, torch.Tensor] = {}
-
-    def __getitem__(self, key: str) -> torch.Tensor:
-        found = self._made.get(key)
-        if found is None:
-            if key not in self._rows.packing.specs:
-                raise KeyError(key)
-            found = self._made[key] = torch.from_numpy(self._rows[key])
-        return found
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._rows.packing.specs
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows.packing.specs)
-
-    def __len__(self) -> int:
-        return len(self._rows.packing.specs)
 
 
 class Target(NamedTuple):

@@ -7,7 +7,8 @@ there are environments: with a thousand of them, writing a few bytes to each too
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -50,14 +51,14 @@ class Steps:
         self.seen = {key: torch.from_numpy(view) for key, view in self.arrays.items()}
         self.action = {key: raw_of(column) for key, column in action.items()}
         # Views of one timestep, made when first needed and kept: making them costs more than a write.
-        self._rows: dict[int, tuple[list[tuple[str, np.ndarray]], dict[str, torch.Tensor]]] = {}
+        self._rows: dict[int, tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]] = {}
         self._action_rows: dict[int, list[tuple[str, np.ndarray]]] = {}
         self._targets: dict[int, Target] = {}
 
     def write_observation(self, t: int, rows: np.ndarray | None, seen: Rows) -> None:
         """Writes what the agent sees at t, for these rows (None: all)."""
         if rows is None:
-            for name, row in self._row(t)[0]:
+            for name, row in self._row(t)[0].items():
                 row[...] = seen.blocks[name]
         else:
             for name, block in self.observation.items():
@@ -95,10 +96,13 @@ class Steps:
         """What the agent sees at t, every row, views."""
         return DictTensor.trusted(self._row(t)[1])
 
-    def rows(self, t: int, rows: np.ndarray | None) -> Rows:
-        """What the agent sees at t, these rows (None: all), private memory."""
-        if rows is None:
-            return Rows(self._packing, {name: row.copy() for name, row in self._row(t)[0]})
+    def copied(self, t: int) -> tuple[DictTensor, weakref.ref[Copies]]:
+        """What the agent sees at t, every row, its own; and what has to be settled before any of it is rewritten."""
+        copies = Copies(self._row(t)[1])
+        return DictTensor.trusted(copies), weakref.ref(copies)
+
+    def rows(self, t: int, rows: np.ndarray) -> Rows:
+        """What the agent sees at t, these rows, private memory."""
         return Rows(self._packing, {name: block[rows, t] for name, block in self.observation.items()})
 
     def target(self, t: int) -> Target:
@@ -109,10 +113,10 @@ class Steps:
             found = self._targets[t] = Target(rows, {key: array[:, t] for key, array in self.arrays.items()})
         return found
 
-    def _row(self, t: int) -> tuple[list[tuple[str, np.ndarray]], dict[str, torch.Tensor]]:
+    def _row(self, t: int) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
         found = self._rows.get(t)
         if found is None:
-            rows = [(name, block[:, t]) for name, block in self.observation.items()]
+            rows = {name: block[:, t] for name, block in self.observation.items()}
             found = self._rows[t] = rows, {key: column[:, t] for key, column in self.seen.items()}
         return found
 
@@ -121,6 +125,45 @@ class Steps:
         if found is None:
             found = self._action_rows[t] = [(key, array[:, t]) for key, array in self.action.items()]
         return found
+
+
+class Copies(Mapping[str, torch.Tensor]):
+    """Copies of tensors, by key, each made when it is first asked for: to make them all costs a small network's step.
+
+    Args:
+        tensors: what is copied; not written to until `settle`, or until nobody holds this any more.
+    """
+
+    __slots__ = ("__weakref__", "_made", "_tensors")
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._made: dict[str, torch.Tensor] = {}
+
+    def settle(self) -> None:
+        """Copies what nobody has asked for yet."""
+        self._tensors = {key: self[key] for key in self._tensors}
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = self._tensors[key].clone()
+        return found
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def settle(copies: weakref.ref[Copies]) -> None:
+    """Settles copies, if somebody still holds them, and may ask for more of them later."""
+    if (held := copies()) is not None:
+        held.settle()
 
 
 def staged(packing: Packing, n: int, n_timesteps: int, action: Mapping[str, TensorSpec]) -> Steps:

@@ -299,6 +299,37 @@ def test_an_agents_own_frame_stack_holds_the_last_four_frames(agent, n_timesteps
         assert frames.tolist() == [t + first for t in range(5 * n_timesteps)]
 
 
+class KeepsWhole(RL_Agent):
+    """Looks at observations only once others have come after them."""
+
+    def __init__(self, part):
+        self.part, self.kept = part, []
+
+    def initial_state(self, agent_info, B):
+        return DictTensor()
+
+    def __call__(self, state, observation, agent_info, history=None):
+        action = torch.zeros(observation.n_elems(), dtype=torch.int64)
+        seen = [0.0] * len(self.kept)
+        if len(self.kept) == 11:
+            seen = [dict(kept if self.part else kept.items())["frame"][0, 1].item() for kept in self.kept]
+            assert seen == list(range(11))
+        self.kept.append(getattr(observation, self.part)() if self.part else observation)
+        return DictTensor({"action": action, "n": torch.full_like(action, len(seen))}), state
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("n_timesteps", [1, 3])
+@pytest.mark.parametrize("part", ["", "items"])
+def test_an_observation_that_is_kept_unread_reads_as_it_was(part, n_timesteps, debug):
+    with RL_Batcher(
+        n_timesteps, KeepsWhole, {"part": part}, lambda seed: GymEnvInf([Count(99)], seed), {}, 0, 0, debug=debug
+    ) as batcher:
+        batcher.reset()
+        numbers = [rollout(batcher)[0].trajectories["action/n"][0] for _ in range(12 // n_timesteps)]
+    assert torch.cat(numbers).tolist() == list(range(12))
+
+
 class Buffers(RL_Agent):
     """Has one tensor for each thing that it returns, and writes all of them anew."""
 

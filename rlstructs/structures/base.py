@@ -234,21 +234,19 @@ def flatten(mapping: Mapping[str, Any] | TensorMap, owner: str) -> dict[str, tor
                 raise TypeError(f"{owner}: a key must be a string, got {key!r}")
             key = str.__str__(key)  # numpy's strings and members of enumerations are strings too
         if isinstance(value, torch.Tensor):
-            _put(flat, key, value, owner)
+            if key in flat:
+                raise SpecError(f"{owner}: key {key!r} is given twice")
+            if value.dtype in UNFIT:
+                raise refuse(owner, key, value.dtype)
+            flat[key] = value
         elif isinstance(value, (Mapping, TensorMap)):
             for name, tensor in flatten(value, owner).items():
-                _put(flat, f"{key}/{name}", tensor, owner)
+                if (joined := f"{key}/{name}") in flat:
+                    raise SpecError(f"{owner}: key {joined!r} is given twice")
+                flat[joined] = tensor
         else:
             raise TypeError(f"{owner}: {key!r} must be a torch.Tensor, got {type(value).__name__}")
     return flat
-
-
-def _put(flat: dict[str, torch.Tensor], key: str, tensor: torch.Tensor, owner: str) -> None:
-    if key in flat:
-        raise SpecError(f"{owner}: key {key!r} is given twice")
-    if tensor.dtype in UNFIT:
-        raise refuse(owner, key, tensor.dtype)
-    flat[key] = tensor
 
 
 def missing_key(owner: str, key: object, present: Iterable[str]) -> MissingKeyError:
