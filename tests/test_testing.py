@@ -45,6 +45,8 @@ from rlstructs import (
     GymEnv,
     GymEnvInf,
     GymVectorEnv,
+    NormalizeObservation,
+    NormalizeReward,
     RandomAgent,
     RL_Agent,
     RL_Agent_CheckDevice,
@@ -140,6 +142,7 @@ def test_good_vector_environments_pass(mode):
     check_env(lambda seed: GymVectorEnv(Vector(mode), seed))
     check_env(GymVectorEnv(Vector(mode), 0))
     check_env(lambda seed: GymVectorEnv(Vector(mode, flaw="survives"), seed), keeps_state=True)
+    check_env(lambda seed: NormalizeReward(NormalizeObservation(GymVectorEnv(Vector(mode), seed))))
 
 
 WRAPPED = {

@@ -56,6 +56,8 @@ def forget_inside(env: VecEnv) -> None:
 def reseeds(env: VecEnv) -> bool:
     """Whether a reset with a seed has to bring back what it began with."""
     inner = innermost(env)
+    if hasattr(env, "take_statistics"):
+        return False  # which survive resets
     if isinstance(inner, GymVectorEnv):
         return inner._seeds is not None and not keeps_state(inner._envs.envs)
     return isinstance(inner, GymEnv) and all(isinstance(each, WatchedGym) and each.is_given for each in inner._envs)
