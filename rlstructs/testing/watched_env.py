@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlstructs.envs.info_columns import PREFIX
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
 from rlstructs.rows import TensorSpec, numpy_specs, specs_of
@@ -127,7 +128,8 @@ class WatchedEnv:
                 raise SpecError(f"{where}: {key!r} must be bool, one for each environment, got {show(tensor)}")
             if key == "reward" and tensor.ndim != 1:
                 raise SpecError(f"{where}: 'reward' must be one number for each environment, got {show(tensor)}")
-            _check_numbers(where, key, tensor)
+            if not key.startswith(PREFIX):  # NaN is what an info does not say
+                _check_numbers(where, key, tensor)
         specs = specs_of(observation)
         if self._specs is None:
             _check_recordable(where, specs)
