@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -27,6 +28,8 @@ class WorkerSetup:
         """What the worker of this index does."""
         after_import("torch", _use_one_thread)
         write_libraries(self.libraries)
+        # Torch warns of itself as it unpickles quantised tensors of an update; not what the trainer's filters are for.
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning, r"torch\.")
         registry.register(self.registered)
         self.seed(index)
 
