@@ -171,9 +171,11 @@ def _checked(buffer: Buffer, path: Any, reader: Reader, header: Mapping[str, Any
     more = {name[len(MORE) :]: _any(reader, name) for name in header["arrays"] if name.startswith(MORE)}
     generator = generator_in(state["rng"])
     restore_own = buffer._restorer(state["own"], more, claims)
-    restores = [
-        restorer(inner, path, *_of_inner(key, reader, header)) for key, inner in buffer._inner().items()
-    ]
+    restores = []
+    for key, inner in buffer._inner().items():
+        if state["inner"][key]["state"]["columns"] != state["columns"]:
+            raise ValueError(f"the buffer {key!r} in it has other columns than it has")
+        restores.append(restorer(inner, path, *_of_inner(key, reader, header)))
 
     def restore() -> None:
         for restore_inner in restores:
