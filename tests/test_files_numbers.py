@@ -253,3 +253,28 @@ def test_a_file_calls_no_constructor_with_arguments_that_are_none_of_ours(tmp_pa
     rewritten(path, state={"own.settings.log": "/etc/passwd"})
     refused(Logged.load_hdf5, path, "has a setting 'log', which is none of ours")
     assert Logged.opened == []
+
+
+def test_a_buffer_whose_writer_was_interrupted_is_read_by_the_rows_that_it_has(tmp_path):
+    buffer = tianshou(13)
+    buffer._storage.ring.reserve(slice(None), 1)  # what a write does first
+    buffer.save(tmp_path / "x.npz")
+    other = tianshou(0)
+    other.load(tmp_path / "x.npz")
+    for each in (buffer, other):
+        _, rows = each.sample(0)
+        assert rows.tolist() == [5, 6, 7, 8, 0, 1, 2, 3]
+        assert each.prev(rows).size == each.next(rows).size == len(each) == 8
+
+
+def test_a_shard_without_its_tensors_is_refused(tmp_path):
+    path, *_ = fuzz_subjects.subjects()["RayReplay.folder"].save(tmp_path)
+    shard = next(path.parent.glob("shard-0*"))
+    header, held = mutations.read(shard, ".npz")
+    for tree in (header["arrays"], held, header["state"]["tensors"]):
+        del tree["x"]
+    mutations.write(shard, ".npz", json.dumps(header), held)
+    subject = fuzz_subjects.subjects()["RayReplay.folder"]
+    target = subject.target()
+    message = r"shard-0-\w+.npz, there memory.npz: has no tensor\(s\) \['x'\]"
+    refused(lambda each: subject.load(target, each), path, message)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from rlstructs.distributed.actor import Columns, WithColumns
+from rlstructs.errors import FileError
 from rlstructs.memories.torch import PrioritizedMemory
 from rlstructs.replay import expand
 from rlstructs.replay.samplers import Span
@@ -209,6 +210,8 @@ class Shard:
             columns[DATA].tofile(path)
             memory = self._made()
             memory.load(path)
+        if len(memory) and (missing := sorted(set(self._settings.names) - set(memory.get_tensor_names()))):
+            raise FileError(f"{path}: has no tensor(s) {missing}")
         self._loaded = memory
 
     def take_loaded(self) -> None:

@@ -138,7 +138,7 @@ def reading(
             header = _checked_header(reader)
             is_open = True
             yield reader, header
-    except (ImportError, FileError, FileNotFoundError, PermissionError):
+    except (ImportError, FileError, FileNotFoundError):
         raise
     except Exception as error:  # three parsers, and whatever bytes
         if is_open and isinstance(error, MemoryError):  # before, it is the file that asks for so much

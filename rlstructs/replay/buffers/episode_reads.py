@@ -144,8 +144,8 @@ class EpisodeReads(WholeColumns):
         return at
 
     def _index_end(self, rows: Rows) -> int:
-        """Behind the last row id; from it negative ones count."""
-        return rows.total
+        """Behind the last row id; from it negative ones count. A writer that was interrupted leaves a gap."""
+        return rows.total if rows.total in (0, self.maxsize) or rows.newest()[0] == rows.total - 1 else self.maxsize
 
     # By neighbourhood
 

@@ -188,9 +188,11 @@ def _checked(buffer: Buffer, path: Any, reader: Reader, header: Mapping[str, Any
     generator = generator_in(state["rng"])
     restore_own = buffer._restorer(state["own"], more, claims)
     values = {name: object_files.decoded(name, text, (n_lanes, n_slots)) for name, text in objects.items()}
-    restores = [
-        restorer(inner, path, *_of_inner(key, reader, header)) for key, inner in buffer._inner().items()
-    ]
+    restores = []
+    for key, inner in buffer._inner().items():
+        if _strict(buffer, state["inner"][key]["state"]["columns"]) != _strict(buffer, state["columns"]):
+            raise ValueError(f"the buffer {key!r} in it has other columns than it has")
+        restores.append(restorer(inner, path, *_of_inner(key, reader, header)))
 
     def restore() -> None:
         for restore_inner in restores:
@@ -312,7 +314,7 @@ def _spec(name: str, dtype: Any, shape: Any, is_bfloat16: Any) -> Spec:
     return spec
 
 
-def _strict(buffer: Buffer, specs: Mapping[str, Spec]) -> dict[str, Spec]:
+def _strict(buffer: Buffer, specs: Mapping[str, Any]) -> dict[str, Any]:
     """The columns that must be those of a file."""
     return {name: spec for name, spec in specs.items() if not buffer._keeps_objects(name)}
 
