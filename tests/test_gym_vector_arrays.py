@@ -49,6 +49,7 @@ class Walk(gymnasium.vector.VectorEnv):
     def __init__(self, mode, library="numpy", infos=None, is_nested=False):
         self.num_envs, self.metadata = N_ENVS, {"autoreset_mode": mode}
         self.mode, self.is_nested, self.given = mode, is_nested, []
+        self.is_plain = infos is None
         self.infos = infos or (stacked if mode is SAME else lambda *_: {})
         self.made, self.cut = LIBRARIES[library]
         move, at = spaces.Box(-5, 5, (2,), np.float32), spaces.Box(-99, 99, (2,), np.float32)
@@ -64,7 +65,7 @@ class Walk(gymnasium.vector.VectorEnv):
         if not options:
             self.at, self.steps = np.zeros((N_ENVS, 2), np.float32), np.zeros(N_ENVS, np.int64)
         self.at[mask], self.steps[mask], self.due = 0, 0, np.zeros(N_ENVS, bool)
-        return self.observed(self.at, self.steps), None
+        return self.observed(self.at, self.steps), {} if self.is_plain else None
 
     def step(self, actions):
         self.given.append(actions)

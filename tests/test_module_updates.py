@@ -10,6 +10,9 @@ from torch.nn.utils import parametrizations
 from rlstructs import DictTensor, RL_Agent, RL_Batcher, SpecError
 from rlstructs.module_state import plain_state
 
+# Of torch's own modules, which the first compilation imports.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit")
+
 
 def network():
     """Linear layers at two depths, and buffers."""
@@ -60,7 +63,6 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_the_state_of_a_wrapped_module_is_that_of_its_plain_twin(wrap):
     module = network()
