@@ -114,10 +114,15 @@ def test_what_is_wrong_with_an_environment_is_said(broken, message):
         check_env(broken)
 
 
+def with_note(message):
+    """A pattern of a message that a note follows, which says which environment it was."""
+    return message.replace("$", r"(?:\n|$)")
+
+
 @pytest.mark.parametrize(("broken", "message"), GYMNASIUM.values(), ids=GYMNASIUM)
 @pytest.mark.parametrize("form", ["class", "object"])
 def test_what_is_wrong_with_a_gymnasium_environment_is_said(broken, message, form):
-    with pytest.raises((SpecError, TypeError), match=message):
+    with pytest.raises((SpecError, TypeError), match=with_note(message)):
         check_env(broken if form == "class" else broken())
 
 
@@ -127,13 +132,13 @@ def test_what_is_wrong_below_a_gym_env_is_said(broken, message):
     if any(word in message for word in ("seed", "reset must take", "close")):
         pytest.skip("needs more than an answer")
     for make in (GymEnv, GymEnvInf):
-        with pytest.raises((SpecError, TypeError), match=message):
+        with pytest.raises((SpecError, TypeError), match=with_note(message)):
             check_env(lambda seed, make=make: make([broken() for _ in range(2)], seed))
 
 
 @pytest.mark.parametrize(("arguments", "message"), VECTORS.values(), ids=VECTORS)
 def test_what_is_wrong_with_a_vector_environment_is_said(arguments, message):
-    with pytest.raises((SpecError, TypeError), match=message):
+    with pytest.raises((SpecError, TypeError), match=with_note(message)):
         check_env(lambda seed: GymVectorEnv(Vector(**arguments), seed))
 
 

@@ -12,6 +12,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from rlstructs.envs.gym_env import GymEnv
 from rlstructs.envs.gym_vector import GymVectorEnv
+from rlstructs.envs.values import as_numpy
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
 from rlstructs.seeding import environment_seeds
@@ -175,13 +176,13 @@ class WatchedVector:
             raise SpecError(f"{self._name}.step must return {wanted}, got {_short(result)}")
         observations, rewards, *flags, infos = result
         for flag, values in zip(FLAGS, flags, strict=True):
-            found = np.asarray(values)
+            found = as_numpy(values)
             if found.dtype != np.bool_:
                 raise TypeError(f"{self._name}.step: {flag} must be an array of bool, got {found.dtype}")
         check_reward(f"{self._name}.step", rewards)
         self._check_infos("step", infos)
         self._spaces.check("step", observations, (self._n,))
-        done = np.asarray(flags[0]) | np.asarray(flags[1])
+        done = as_numpy(flags[0]) | as_numpy(flags[1])
         if done.shape == (self._n,):
             self._check_ends(rewards, done, infos)
         self._last = self._read(observations)
@@ -190,7 +191,7 @@ class WatchedVector:
     def _check_ends(self, rewards: Any, done: np.ndarray, infos: Any) -> None:
         """Raises unless an end, or what follows it, is as the autoreset mode says."""
         if self._mode is AutoresetMode.NEXT_STEP:
-            paid = np.asarray(rewards, np.float64) != 0
+            paid = as_numpy(rewards).astype(np.float64) != 0
             if (wrong := self._ended & (done | paid)).any():
                 raise SpecError(
                     f"{self._name}.step: environment {int(np.argmax(wrong))} has to do nothing but reset in the step "
@@ -198,9 +199,9 @@ class WatchedVector:
                 )
         self._ended = done.copy()
         mask = infos.get("_final_obs") if isinstance(infos, Mapping) else None
-        if mask is not None and not np.array_equal(np.asarray(mask), done):
+        if mask is not None and not np.array_equal(as_numpy(mask), done):
             raise SpecError(
-                f"{self._name}.step: infos['_final_obs'] is {np.asarray(mask).tolist()}, the episodes that ended are "
+                f"{self._name}.step: infos['_final_obs'] is {as_numpy(mask).tolist()}, the episodes that ended are "
                 f"{done.tolist()}"
             )
         finals = infos.get("final_obs") if isinstance(infos, Mapping) else None
@@ -222,7 +223,7 @@ class WatchedVector:
     def _read(self, observations: Any) -> list[np.ndarray] | None:
         """Copies of the leaves of a batch; None if it cannot be read, of which others tell."""
         try:
-            found = [np.array(leaf.pick(observations)) for leaf in self._spaces.leaves]
+            found = [np.array(as_numpy(leaf.pick(observations))) for leaf in self._spaces.leaves]
         except (TypeError, ValueError, LookupError):
             return None
         return found if all(values.shape[:1] == (self._n,) for values in found) else None

@@ -14,6 +14,7 @@ from gymnasium import spaces
 from rlstructs.envs.gym_env import GymEnv
 from rlstructs.envs.gym_vector import GymVectorEnv
 from rlstructs.envs.spaces import Leaf, leaves
+from rlstructs.envs.values import as_numpy
 from rlstructs.errors import SpecError
 from rlstructs.structures.dict_tensor import DictTensor
 
@@ -48,7 +49,7 @@ class SpaceCheck:
         _check_entries(where, self._space, observation, "the observation")
         for leaf in self.leaves:
             try:
-                values = np.asarray(leaf.pick(observation))
+                values = as_numpy(leaf.pick(observation))
             except (TypeError, ValueError, LookupError):
                 continue  # which whoever reads it says in more detail
             if values.dtype.kind in "biuf" and values.shape == (*batch, *leaf.shape):
@@ -95,7 +96,7 @@ def check_values(what: str, leaf: Leaf, values: np.ndarray) -> None:
 def check_reward(where: str, reward: Any) -> None:
     """Raises SpecError for rewards of which no return can be made: NaN, or without bound."""
     try:
-        values = np.asarray(reward)
+        values = as_numpy(reward)
     except ValueError:
         return  # of different shapes: whoever reads it says so
     if values.dtype.kind == "f" and not np.isfinite(values).all():
