@@ -92,9 +92,10 @@ class EpisodeReads(WholeColumns):
             SpecError, IndexError: no such row is there.
         """
         how = How(self.stack_num if stack_num is None else check_count("stack_num", stack_num), stacked=None)
-        return self._of_one_layout(self._got, index, key, default_value, how)
+        return self._of_one_layout(self._got, (index, key, default_value, how))
 
-    def _got(self, index: Any, key: str, default_value: Any, how: How) -> Any:
+    def _got(self, given: tuple[Any, str, Any, How]) -> Any:
+        index, key, default_value, how = given
         names = [name for name in self._names() if name == key or name.startswith(f"{key}/")]
         if not names:
             if default_value is not None:
@@ -347,7 +348,8 @@ class EpisodeReads(WholeColumns):
 
     def _hand_over(self, arrays: Mapping[str, Any]) -> Any:
         export = self._export.with_objects if self._storage.columns.has_objects else self._export
-        batch = export(arrays, self._known_specs)
+        known = self._known
+        batch = export(arrays, self._known_specs if known is None else known.specs)
         return TransitionDict.trusted(batch) if type(batch) is ArrayDict else batch
 
 

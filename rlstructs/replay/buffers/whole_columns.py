@@ -74,12 +74,12 @@ class WholeColumns(EpisodeRows):
             values = self._storage.columns.flat[name][at]
         return from_bits(values) if self._specs[name].is_bfloat16 else values
 
-    def _of_one_layout(self, look: Callable[..., Any], *given: Any, redraws: int = MAX_REDRAWS) -> Any:
+    def _of_one_layout(self, look: Callable[[Any], Any], given: Any, redraws: int = MAX_REDRAWS) -> Any:
         """What `look` finds, or finds again if another thread gave columns other dtypes meanwhile."""
         columns = self._storage.columns
         layout = columns.layout
         try:
-            found = look(*given)
+            found = look(given)
             if layout == columns.layout and not layout & 1:
                 return found
         except Exception:  # columns may have gone
@@ -87,4 +87,4 @@ class WholeColumns(EpisodeRows):
                 raise
         if not redraws:
             raise StateError("columns change faster than they are read")
-        return self._of_one_layout(look, *given, redraws=redraws - 1)
+        return self._of_one_layout(look, given, redraws - 1)
