@@ -248,8 +248,8 @@ class RL_Batcher:
     def execute(self, agent_info: DictTensor | None = None) -> None:
         """Starts a rollout and returns at once; `get` gives it, or, with a run-ahead, the oldest one.
 
-        Ctrl-C goes through once the rollout is started; with no processes once it is over, or when it comes again:
-        then the next call is `reset`.
+        Ctrl-C goes through once the rollout is started; with no processes once it is over, after five seconds, or when
+        it comes again: then the next call is `reset`.
 
         Args:
             agent_info: N rows that replace the ones in force, from the rollout on that is started now; the rows of
@@ -429,8 +429,8 @@ class RL_Batcher:
         """Calls `update(info)` of every agent, and waits for it.
 
         With a run-ahead it does not wait: agents are updated behind the rollouts that were ordered before, and what an
-        agent raises comes with the rollout after those. Ctrl-C goes through when all agents are updated, or when it
-        comes again.
+        agent raises comes with the rollout after those. Ctrl-C goes through when all agents are updated, after
+        five seconds, or when it comes again.
 
         Args:
             info: a `torch.nn.Module`, of which agents get the state dict that its plain twin has: without the names

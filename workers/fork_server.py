@@ -57,6 +57,7 @@ class ForkServer(forkserver.ForkServer):
             OSError: it cannot be started.
         """
         self._leave_lost_folder()
+        _wait_for_ended()
         reads, writes = os.pipe()
         try:
             with import_path.sent_to_children(partial(_command, writes, self._preload), [writes]):
@@ -126,11 +127,34 @@ class ForkServer(forkserver.ForkServer):
             if address is not None and not address.startswith("\0") and not os.path.exists(address):
                 self._let_go()
 
+    def forget_if_ended(self) -> None:
+        """Leaves no zombie of a server that has ended, once its last words are said."""
+        with self._lock:
+            if self._exit_code() is not None:
+                self._let_go()
+
     def _let_go(self) -> None:
         if self._forkserver_alive_fd is not None:
             os.close(self._forkserver_alive_fd)
+            if self._forkserver_pid is not None:
+                _let_go.add(self._forkserver_pid)
             self._forkserver_address = self._forkserver_alive_fd = self._forkserver_pid = None
             self.has_answered = False
+        _wait_for_ended()
+
+
+# Servers that nobody asks any more, and that have to be waited for when they have ended.
+_let_go: set[int] = set()
+
+
+def _wait_for_ended() -> None:
+    for pid in tuple(_let_go):
+        try:
+            ended, _ = os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:  # another thread has; or this is a forked copy, whose children they are not
+            ended = pid
+        if ended:
+            _let_go.discard(pid)
 
 
 def _command(report: int, preload: list[str], command: str) -> str:

@@ -2,27 +2,51 @@
 
 from __future__ import annotations
 
+import _thread
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from typing import Any
 
-from workers.start import uninterrupted
+from workers.start import SIGINT, uninterrupted
+
+# Seconds that a block may take once Ctrl-C was pressed: what is hung has to end, too.
+PATIENCE = 5.0
 
 
 class finished(uninterrupted):
-    """Puts off the first Ctrl-C until the block is through; a second one raises at once.
+    """Puts off the first Ctrl-C until the block is through, but no longer than `PATIENCE`; a second one raises at once.
 
     For what should be whole, but may take long, or for ever: the code of an environment or agent in this process, or
     a worker that does not answer. In nested blocks each puts off one.
     """
 
+    _is_through: _thread.LockType | None = None
+
+    def __exit__(self, *raised: object) -> None:
+        if self._is_through is not None:
+            self._is_through.release()
+        super().__exit__(*raised)
+
     def _note(self, *signal_and_frame: object) -> None:
         if not self._is_pending or not callable(self._before):
             super()._note(*signal_and_frame)
+            if self._is_through is None:
+                self._is_through = _thread.allocate_lock()
+                self._is_through.acquire()
+                # Not a threading.Timer: its locks may be held by what this handler has interrupted.
+                _thread.start_new_thread(_interrupt_again, (self._is_through,))
             return
         self._is_pending = False
         self._before(*signal_and_frame)
+
+
+def _interrupt_again(is_through: _thread.LockType) -> None:
+    """Interrupts the main thread once more, unless a block is through in time."""
+    if not is_through.acquire(timeout=PATIENCE):
+        signal.pthread_kill(threading.main_thread().ident or 0, SIGINT)
 
 
 def forget_last_interrupt() -> None:

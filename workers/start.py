@@ -212,14 +212,21 @@ class _ForkServerPopen(popen_forkserver.Popen):
             # A server that is killed cannot be waited for at once, and is taken for one that runs until then.
             if not _is_over(pid):
                 raise
-            self._server.check_preload()
             try:
-                self._ask(data)  # another takes its place
-            except (ConnectionError, EOFError) as error:
-                if _is_over(self._server.pid):
-                    self._server.check_preload()
-                    raise StartError(f"the fork server has ended twice{self._server.last_words()}") from error
-                raise
+                self._ask_again(data)
+            finally:
+                self._server.forget_if_ended()
+
+    def _ask_again(self, data: bytes) -> None:
+        """Has another server take the place of one that has ended, unless it said why that would end, too."""
+        self._server.check_preload()
+        try:
+            self._ask(data)
+        except (ConnectionError, EOFError) as error:
+            if _is_over(self._server.pid):
+                self._server.check_preload()
+                raise StartError(f"the fork server has ended twice{self._server.last_words()}") from error
+            raise
 
     def _ask(self, data: bytes) -> None:
         self.sentinel, parent_writes = self._server.connect_to_new_process(self._fds)
