@@ -26,9 +26,11 @@ class finished(uninterrupted):
     _is_through: _thread.LockType | None = None
 
     def __exit__(self, *raised: object) -> None:
-        if self._is_through is not None:
-            self._is_through.release()
-        super().__exit__(*raised)
+        try:
+            super().__exit__(*raised)  # until it has put back the handler, one may still be noted
+        finally:
+            if self._is_through is not None:
+                self._is_through.release()
 
     def _note(self, *signal_and_frame: object) -> None:
         if not self._is_pending or not callable(self._before):
