@@ -69,8 +69,7 @@ from rlstructs.structures.trajectories import Trajectories
 from rlstructs.weights import Outbox
 from rlstructs.worker_setup import check_init_worker
 from workers import SharedArena
-from workers.interrupts import finished, forget_last_interrupt
-from workers.start import uninterrupted
+from workers.interrupts import finished, forget_last_interrupt, uninterrupted
 
 logger = logging.getLogger("rlstructs")
 

@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlstructs import __version__
 from rlstructs.errors import OutOfMemoryError, RemoteTraceback, RLError, SpecError, WorkerError
-from workers.arena import available_bytes
-from workers.groups import n_cores
+from workers.limits import available_bytes, n_cores
 from workers.start import default_start_method
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from rlstructs.errors import OutOfMemoryError, SpecError
 from rlstructs.random_agent import RandomAgent
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
-from workers.arena import available_bytes
+from workers.limits import available_bytes
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,8 @@ from rlstructs.worker_setup import WorkerSetup
 from workers import InlinePool, SharedArena, WorkerError, WorkerPool
 from workers.culprits import why_not_sent
 from workers.errors import is_gone
-from workers.interrupts import finished
+from workers.interrupts import finished, uninterrupted
 from workers.messages import Asked
-from workers.start import uninterrupted
 
 logger = logging.getLogger("rlstructs")
 

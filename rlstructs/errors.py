@@ -25,8 +25,7 @@ if not getattr(workers, "__rlstructs_workers__", False):
         "in its place; rename that file or folder"
     )
 
-from workers.arena import OutOfMemoryError
-from workers.errors import RemoteTraceback, WorkerCrashed, WorkerError, WorkerTimeout
+from workers.errors import OutOfMemoryError, RemoteTraceback, WorkerCrashed, WorkerError, WorkerTimeout
 
 __all__ = [
     "ClosedError",

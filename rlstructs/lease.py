@@ -16,7 +16,7 @@ from rlstructs.slots import Lent
 from rlstructs.structures.base import missing_key
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
-from workers.start import uninterrupted
+from workers.interrupts import uninterrupted
 
 B = TypeVar("B", bound="Borrowed")
 

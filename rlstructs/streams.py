@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from workers.on_import import after_import
+from workers.settings.on_import import after_import
 
 # Begins the spawn keys of these streams; `seeding` has those of others.
 KEY = 4

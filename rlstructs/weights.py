@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 from workers.arena import SharedArena
-from workers.messages import Asked, Unpickler
+from workers.messages import Asked
+from workers.pickling import Unpickler
 
 # Bytes: every tensor starts at a multiple of this.
 ALIGNMENT = 64

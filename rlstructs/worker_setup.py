@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from rlstructs.envs import registry
 from rlstructs.envs.registry import Registered
 from rlstructs.library_settings import read_libraries, write_libraries
-from workers.on_import import after_import
+from workers.settings.on_import import after_import
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def loaded_by(statement):
 @pytest.mark.parametrize(
     ("statement", "loaded"),
     [
-        ("import workers.pool, workers.loop, workers.server", set()),
+        ("import workers.pool, workers.loop, workers.preload", set()),
         ("import rlstructs", set()),
         ("from rlstructs import DictTensor, TemporalDictTensor, Trajectories", {"torch", "numpy"}),
         ("from rlstructs import RL_Batcher, RL_Agent, VecEnv, replay_agent", {"torch", "numpy"}),

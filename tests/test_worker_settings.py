@@ -24,7 +24,6 @@ from helpers import Count
 
 from rlstructs import GymEnv, RandomAgent, RL_Batcher, SharedVectorEnv
 from rlstructs.library_settings import TABLES, read_libraries
-from workers.process_settings import read_settings, write_settings  # noqa: F401 - a program of a test uses it
 from workers.start import START_METHODS
 
 

@@ -29,11 +29,11 @@ from workers import (
     WorkerPool,
     WorkerTimeout,
     arena,
-    groups,
+    limits,
 )
 from workers.channel import Channel
+from workers.interrupts import uninterrupted
 from workers.messages import Post
-from workers.start import uninterrupted
 
 # Seconds. Only reached when something hangs.
 
@@ -683,15 +683,15 @@ def test_the_control_groups_limit_counts(tmp_path, line, folder, names):
     group.mkdir(parents=True)
     own = tmp_path / "own"
     own.write_text(f"1:cpu:/elsewhere\n{line}\n")
-    assert arena._group_bytes(tmp_path / "root", own) == []
+    assert limits._group_bytes(tmp_path / "root", own) == []
     for name, value in zip(names, ("5000\n", "2000\n"), strict=True):
         (group / name).write_text(value)
-    assert arena._group_bytes(tmp_path / "root", own) == [3000]
+    assert limits._group_bytes(tmp_path / "root", own) == [3000]
     # Files that nobody uses give way; version 1 has a number of its own for a group with those in it.
     (group / "memory.stat").write_text("cache 900\ntotal_inactive_file 500\ninactive_file 500\n")
-    assert arena._group_bytes(tmp_path / "root", own) == [3500]
+    assert limits._group_bytes(tmp_path / "root", own) == [3500]
     (group / names[0]).write_text("max\n")
-    assert arena._group_bytes(tmp_path / "root", own) == []
+    assert limits._group_bytes(tmp_path / "root", own) == []
 
 
 @pytest.mark.parametrize(
@@ -716,7 +716,7 @@ def test_the_control_groups_quota_of_cores_counts(tmp_path, line, files, unlimit
         for name, content in contents.items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(f"{content}\n")
-        return groups.n_cores(tmp_path, own)
+        return limits.n_cores(tmp_path, own)
 
     assert n_cores_with({}) == bound
     assert n_cores_with(files) == 1

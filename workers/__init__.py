@@ -21,8 +21,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from workers.arena import OutOfMemoryError, SharedArena
-    from workers.errors import RemoteTraceback, WorkerCrashed, WorkerError, WorkerTimeout
+    from workers.arena import SharedArena
+    from workers.errors import OutOfMemoryError, RemoteTraceback, WorkerCrashed, WorkerError, WorkerTimeout
     from workers.inline import InlinePool
     from workers.pool import WorkerPool
 
@@ -31,7 +31,7 @@ __rlstructs_workers__ = True
 
 _EXPORTS = {
     "InlinePool": "inline",
-    "OutOfMemoryError": "arena",
+    "OutOfMemoryError": "errors",
     "RemoteTraceback": "errors",
     "SharedArena": "arena",
     "WorkerCrashed": "errors",

@@ -13,15 +13,11 @@ import mmap
 import os
 import secrets
 from collections.abc import Iterator
-from pathlib import Path
 
-from workers import groups
 from workers.descriptors import Descriptor
-from workers.start import uninterrupted
-
-
-class OutOfMemoryError(MemoryError):
-    """More shared memory was asked for than the machine or its control group has."""
+from workers.errors import OutOfMemoryError
+from workers.interrupts import uninterrupted
+from workers.limits import available_bytes
 
 
 class SharedArena:
@@ -109,39 +105,6 @@ def _told(nbytes: int) -> Iterator[None]:
             f"shared memory: {nbytes:,} bytes are more than this process may take ({error.strerror}): raise its limits "
             "(ulimit -v, ulimit -f), or use fewer environments, fewer timesteps or smaller observations"
         ) from error
-
-
-def available_bytes() -> int | None:
-    """How much memory can still be taken here, in bytes: of the machine and of its control groups."""
-    known = [limit for limit in (_machine_bytes(), *_group_bytes()) if limit is not None]
-    return min(known) if known else None
-
-
-def _machine_bytes() -> int | None:
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024  # the file counts in KiB
-    return None
-
-
-def _group_bytes(root: Path = groups.ROOT, own: Path = groups.OWN) -> list[int]:
-    """What each limit of this process's control groups leaves: version 2, then version 1."""
-    found = []
-    for folder, version in groups.folders("memory", root, own):
-        names = ("max", "current") if version == 2 else ("limit_in_bytes", "usage_in_bytes")
-        with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit there
-            limit, usage = (int((folder / f"memory.{name}").read_text()) for name in names)
-            found.append(max(0, limit - usage + _reclaimable(folder / "memory.stat")))
-    return found
-
-
-def _reclaimable(statistics: Path) -> int:
-    """Bytes of a control group that hold files nobody uses: they count as used, and give way."""
-    with contextlib.suppress(OSError, ValueError):
-        counts = dict(line.split() for line in statistics.read_text().splitlines())
-        return int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
-    return 0
 
 
 def _anonymous_file() -> int:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from workers import messages
+from workers import messages, pickling
 from workers.messages import MESSAGE_LENGTH as LENGTH
 
 # Bytes that are read at once: as many are allocated each time, and mostly few come; and of what is known to be long.
@@ -66,7 +66,7 @@ class Channel:
         Raises:
             EOFError: the other side is gone.
         """
-        self.send_framed(messages.framed(messages.dumps(message)))
+        self.send_framed(messages.framed(pickling.dumps(message)))
 
     def send_framed(
         self, parts: list[bytes], deadline: float | None = None, sentinel: Callable[[], int] | None = None
@@ -132,7 +132,7 @@ class Channel:
         if rest.startswith(messages.RAW, LENGTH.size):
             return bytes(rest[LENGTH.size + len(messages.RAW) : end])
         try:
-            return messages.loads(rest[LENGTH.size : end])
+            return pickling.loads(rest[LENGTH.size : end])
         except EOFError as error:  # what a message raises must not look like its end
             raise pickle.UnpicklingError(f"a message cannot be unpickled: {error!r}") from error
 

@@ -10,7 +10,7 @@ from multiprocessing import reduction
 from typing import Any
 
 from workers.errors import WorkerError
-from workers.start import uninterrupted
+from workers.interrupts import uninterrupted
 
 # What a worker holds open here: its pipe, the two ends that its process object keeps, and its pidfd; and
 # what more there is while the last one starts, the fork server included.

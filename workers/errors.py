@@ -101,3 +101,7 @@ def describe_exit(exitcode: int | None) -> str:
         return f"exit code {exitcode}, killed by {signal.Signals(-exitcode).name}"
     except ValueError:
         return f"exit code {exitcode}"
+
+
+class OutOfMemoryError(MemoryError):
+    """More shared memory was asked for than the machine or its control group has."""

@@ -1,6 +1,6 @@
 """A fork server of our own: it imports what the trainer would import, and says why it does not start.
 
-It is the standard library's, started with the trainer's import path and with `workers.server` before its loop.
+It is the standard library's, started with the trainer's import path and with `workers.preload` before its loop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from multiprocessing import forkserver, process
 
 from workers import import_path
 from workers.errors import RemoteTraceback, describe_exit
-from workers.messages import Failure, loads
+from workers.failures import Failure
+from workers.pickling import loads
 from workers.start_errors import StartError
 
 # Bytes: a pickle begins so, and no name of a module does.
@@ -159,5 +160,5 @@ def _wait_for_ended() -> None:
 
 def _command(report: int, preload: list[str], command: str) -> str:
     return import_path.with_import_path(
-        f"from workers.server import prepare; prepare({report}, {preload!a}); {command}"
+        f"from workers.preload import prepare; prepare({report}, {preload!a}); {command}"
     )

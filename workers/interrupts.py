@@ -2,15 +2,64 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import _thread
+import contextlib
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from typing import Any
+from multiprocessing import (
+    resource_tracker,
+)
+from typing import Any, ClassVar
 
-from workers.start import SIGINT, uninterrupted
+from workers import import_path
+
+SIGINT = int(signal.SIGINT)
+
+
+class uninterrupted:
+    """Puts off what Ctrl-C raises until the block is through.
+
+    By the handler and not by the mask of signals, which is each thread's own: the kernel gives the signal to any
+    thread that takes it, and Python runs the handler in the main thread all the same. Not by the functions of `signal`
+    but by those that they call: this is around the reading of every reply, and the enumerations which `signal` makes of
+    what it gets and gives took longer than that.
+    """
+
+    #: How many were put off in all: who waits in such a block ends the waiting.
+    n_noted: ClassVar[int] = 0
+
+    def __enter__(self) -> None:
+        self._is_pending, self._before = False, None
+        if threading.get_ident() == threading.main_thread().ident and callable(_signal.getsignal(SIGINT)):
+            self._before = _signal.signal(SIGINT, self._note)
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            _signal.signal(SIGINT, self._before)
+            if self._is_pending:
+                signal.raise_signal(signal.SIGINT)
+
+    def _note(self, *_: object) -> None:
+        self._is_pending = True
+        uninterrupted.n_noted += 1
+
+
+@contextlib.contextmanager
+def sigint_blocked() -> Iterator[None]:
+    """Blocks SIGINT in this thread and in what it starts; a Ctrl-C raises when the block is through."""
+    with import_path.sent_to_children():
+        resource_tracker.ensure_running()  # its own start would unblock SIGINT on CPython 3.11
+    with uninterrupted():
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
 
 # Seconds that a block may take once Ctrl-C was pressed: what is hung has to end, too.
 PATIENCE = 5.0

@@ -29,11 +29,12 @@ import threading
 import time
 from typing import Any
 
-from workers import log_records, main_module, messages
+from workers import failures, main_module, messages, pickling
 from workers.channel import Channel
 from workers.descriptors import Descriptor
 from workers.hints import add_hint
-from workers.process_settings import SETTINGS, quiet_imports, write_settings
+from workers.settings import log_records
+from workers.settings.process_settings import SETTINGS, quiet_imports, write_settings
 from workers.start_errors import next_step
 
 # One thread each: W workers with a thread pool per core each would fight over the cores.
@@ -77,7 +78,7 @@ def run(
             if main_process is not None:
                 end_with(main_process.fileno())
         except Exception as error:  # no thread, for one: the reply to the first request
-            channel.send(messages.Failure.of(_with_step(error)))
+            channel.send(failures.Failure.of(_with_step(error)))
             return
         serve(index, channel, shared)
     except EOFError:
@@ -86,7 +87,7 @@ def run(
 
 def _with_step(error: Exception) -> Exception:
     if step := next_step(error):
-        messages.add_note(error, step.lstrip("; "))
+        failures.add_note(error, step.lstrip("; "))
     return error
 
 
@@ -104,7 +105,7 @@ def serve(index: int, channel: Channel, shared: tuple[Any, ...]) -> None:
         except EOFError:
             raise
         except Exception as error:  # arguments that cannot be unpickled here
-            channel.send(messages.Failure.of(error))
+            channel.send(failures.Failure.of(error))
             continue
         is_asked_soon = isinstance(request, bytes) and time.perf_counter() - answered < SOON
         if isinstance(request, bytes):
@@ -184,7 +185,7 @@ def _build(request: messages.Build, index: int, shared: tuple[Any, ...]) -> Any:
         faulthandler.enable()
     except (AttributeError, ValueError, RuntimeError, OSError):
         pass  # no usable stderr
-    loads = messages.loads if request.script is None else main_module.install(request.script).loads
+    loads = pickling.loads if request.script is None else main_module.install(request.script).loads
     with quiet_imports():
         setup = loads(request.setup)
     write_settings(SETTINGS, request.settings)
@@ -206,10 +207,10 @@ def _answer(job: Any, data: bytes) -> Any:
         return _failure(error)
 
 
-def _failure(error: BaseException) -> messages.Failure:
+def _failure(error: BaseException) -> failures.Failure:
     """What the parent is sent, with what a user does not see from there."""
     add_hint(error)
-    return messages.Failure.of(error)
+    return failures.Failure.of(error)
 
 
 def _reply(channel: Channel, reply: Any) -> None:
@@ -222,7 +223,7 @@ def _reply(channel: Channel, reply: Any) -> None:
     except EOFError:
         raise
     except Exception as error:  # the value cannot be pickled: its place is taken by why
-        channel.send(messages.Failure.of(error))
+        channel.send(failures.Failure.of(error))
     try:
         sys.stdout.flush()
     except (AttributeError, ValueError, OSError):

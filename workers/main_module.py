@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from workers.messages import Unpickler
+from workers.pickling import Unpickler
 
 # Another name of the main module, in processes that multiprocessing has spawned.
 SPAWNED = "__mp_main__"

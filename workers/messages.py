@@ -7,24 +7,12 @@ writes itself, for what is asked so often that pickling would be most of the wor
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import importlib
-import io
 import os
-import pickle
-import re
 import struct
-import sys
-import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
-
-import cloudpickle
-
-from workers.errors import RemoteTraceback, WorkerError
 
 # Begins a message that is bytes of the job's own; a pickled one begins with b"\x80".
 RAW = b"\0"
@@ -34,10 +22,6 @@ MESSAGE_LENGTH, LENGTH = struct.Struct("!Q"), struct.Struct("!I")
 AT_ONCE = 16384
 # The classes that cloudpickle has made in this process, or sent, by the ids that it gives them.
 _classes = importlib.import_module("cloudpickle.cloudpickle")._DYNAMIC_CLASS_TRACKER_BY_ID
-# Begins the note on an exception that says where it comes from.
-RAISED = "raised in worker "
-
-
 class State(enum.Enum):
     """Where a worker is, as its parent knows it."""
 
@@ -154,42 +138,6 @@ class Result(NamedTuple):
     value: Any
 
 
-class Failure(NamedTuple):
-    """The reply when the job raised: the exception, pickled apart so that it may fail alone."""
-
-    exception: bytes | None
-    summary: str
-    text: str
-
-    @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        return cls(_pickled(error), _summary(error), text)
-
-    def to_exception(self, worker_index: int, request: str) -> BaseException:
-        """The exception to raise in the parent: the original class where it can be had."""
-        where = f"{RAISED}{worker_index} during {request!r}"
-        error = _unpickled(self.exception)
-        if error is None:
-            error = WorkerError(f"{self.summary} ({where})", worker_index)
-        else:
-            add_note(error, where)
-            if isinstance(error, ModuleNotFoundError) and error.name in sys.modules:
-                module = f"sys.modules[{error.name!r}]"
-                add_note(error, f"it is loaded here: cloudpickle.register_pickle_by_value({module}) sends all of it")
-        error.__cause__ = RemoteTraceback(self.text, worker_index)
-        return error
-
-
-def add_note(error: BaseException, note: str) -> None:
-    """Adds a line to what is shown of an exception."""
-    # The exceptions' own add_note is CPython 3.11; the attribute is all there is to it.
-    try:
-        error.__notes__ = [*getattr(error, "__notes__", ()), note]
-    except Exception:  # slots, or a __setattr__ that refuses: the cause still names the worker
-        return
-
-
 def apart(message: bytes) -> list[bytes]:
     """What the message of a `Post` holds, which comes without its first byte."""
     data, at = [], 0
@@ -204,115 +152,3 @@ def framed(data: bytes) -> list[bytes]:
     """A message as it goes through a pipe: in one piece, or in two where it is too long to be copied."""
     length = MESSAGE_LENGTH.pack(len(data))
     return [length + data] if len(data) <= AT_ONCE else [length, data]
-
-
-def dumps(obj: Any) -> bytes:
-    """Pickles by cloudpickle."""
-    return cloudpickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)  # type: ignore[no-any-return]
-
-
-def loads(data: bytes | bytearray | memoryview) -> Any:
-    """Unpickles, leaving classes that this process already has as they are."""
-    return Unpickler(io.BytesIO(data)).load()
-
-
-class Unpickler(pickle.Unpickler):
-    """Leaves classes that this process already has as they are."""
-
-    def __init__(self, file: Any) -> None:
-        super().__init__(file)
-        self._made: list[Any] = []  # classes that are made here, and yet to be filled
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name)
-        if module.startswith("cloudpickle"):
-            if name in ("_make_skeleton_class", "_make_skeleton_enum"):
-                return partial(self._make_class, found)
-            if name == "_class_setstate":
-                return partial(self._fill_class, found)
-        return found
-
-    def _make_class(self, make: Callable[..., Any], *arguments: Any) -> Any:
-        is_here = arguments[-2] in _classes
-        made = make(*arguments)
-        if not is_here:
-            self._made.append(made)
-        return made
-
-    def _fill_class(self, set_state: Callable[..., Any], cls: Any, state: Any) -> Any:
-        # A class of the script comes back with every exception of it. cloudpickle finds the class that
-        # is here already, but would then overwrite its methods with copies that see other globals.
-        names = set(state[0]) - {"__module__", "__doc__"}
-        is_made_here = any(cls is made for made in self._made)
-        return cls if names and names <= set(vars(cls)) and not is_made_here else set_state(cls, state)
-
-
-# Where an object lies, in its repr.
-ADDRESS = re.compile(r"\b0x[0-9a-f]+")
-
-
-def _pickled(error: BaseException) -> bytes | None:
-    # SystemExit and KeyboardInterrupt would end the parent, quietly: they come as a WorkerError.
-    if not isinstance(error, Exception):
-        return None
-    # Pickle calls the class with what the constructor has made of its arguments: a message made of a
-    # message, often. Then it is put together without the constructor.
-    for sent in (_Group(error),) if _is_group(error) else (error, _Parts(error)):
-        with contextlib.suppress(BaseException):  # SystemExit too, of a __reduce__ or a constructor
-            data = dumps(sent)
-            if ADDRESS.sub("", _summary(loads(data))) == ADDRESS.sub("", _summary(error)):
-                return data
-    return None
-
-
-class _Parts:
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        error = self._error
-        return _put_together, (type(error), error.args, dict(vars(error)))
-
-
-def _put_together(cls: type[Exception], args: tuple[Any, ...], attributes: dict[str, Any]) -> Exception:
-    error = cls.__new__(cls, *args)
-    error.args = args
-    error.__dict__.update(attributes)
-    return error
-
-
-def _is_group(error: BaseException) -> bool:
-    """Whether it is an ExceptionGroup, Python's (3.11) or that of the package `exceptiongroup`."""
-    return any(base.__name__ == "BaseExceptionGroup" for base in type(error).__mro__)
-
-
-class _Group:
-    """An ExceptionGroup whose members travel as each would alone; one that cannot is a WorkerError."""
-
-    def __init__(self, error: Any) -> None:
-        self._error = error
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        error = self._error
-        members = [_pickled(member) or dumps(WorkerError(_summary(member))) for member in error.exceptions]
-        return _put_group_together, (type(error), error.message, members, dict(vars(error)))
-
-
-def _put_group_together(cls: Any, message: str, members: list[bytes], attributes: dict[str, Any]) -> Any:
-    [base] = [base for base in cls.__mro__ if base.__name__ == "BaseExceptionGroup"]
-    group = base.__new__(cls, message, [loads(member) for member in members])
-    group.__dict__.update(attributes)
-    return group
-
-
-def _summary(error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(type(error), error)).strip()
-
-
-def _unpickled(data: bytes | None) -> BaseException | None:
-    try:
-        error = None if data is None else loads(data)
-    except (Exception, SystemExit):
-        return None
-    return error if isinstance(error, Exception) else None
-

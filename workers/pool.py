@@ -10,16 +10,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing import util
 from typing import Any
 
-from workers import messages
+from workers import messages, pickling
 from workers.channel import deadline_in
 from workers.descriptors import check_enough
 from workers.errors import WorkerError, WorkerTimeout, bare, check_owner
-from workers.interrupts import finished, forget_last_interrupt
-from workers.log_records import LogPipe
-from workers.messages import Asked, Build, Call, Close, Failure, Post, Result, State
+from workers.failures import Failure
+from workers.interrupts import finished, forget_last_interrupt, uninterrupted
+from workers.messages import Asked, Build, Call, Close, Post, Result, State
 from workers.process import WorkerProcess, end_all
 from workers.script import first_request
-from workers.start import default_start_method, uninterrupted
+from workers.settings.log_records import LogPipe
+from workers.start import default_start_method
 from workers.watch import Watch
 
 # Seconds that workers get to close their jobs.
@@ -427,7 +428,7 @@ class WorkerPool:
     ) -> list[Asked]:  # fmt: skip
         """Sends a request to workers, under one deadline; what fails is raised, unless it is to be kept."""
         self.check_owner()
-        message = messages.framed(messages.dumps(request)) if message is None else message  # once for all
+        message = messages.framed(pickling.dumps(request)) if message is None else message  # once for all
         deadline = deadline_in(self.timeout)
         asked = []
         for worker in workers:

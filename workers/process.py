@@ -10,12 +10,13 @@ import time
 from collections import deque
 from typing import Any
 
-from workers import loop, messages, start
+from workers import interrupts, loop, messages, pickling, start
 from workers.channel import Channel, milliseconds
 from workers.descriptors import Descriptor
 from workers.errors import WorkerCrashed, WorkerTimeout, describe_exit
-from workers.log_records import LogPipe
-from workers.messages import Asked, Failure, State
+from workers.failures import Failure
+from workers.messages import Asked, State
+from workers.settings.log_records import LogPipe
 from workers.start_errors import StartError, next_step
 
 # Seconds. Under forkserver the exit code comes a little later than the end of the pipe.
@@ -48,7 +49,7 @@ class WorkerProcess:
         self._is_whole = True
         self.channel, theirs = Channel.pair()
         try:
-            with start.sigint_blocked(), start.daemons_may_have_children():
+            with interrupts.sigint_blocked(), start.daemons_may_have_children():
                 self._process = start.new_process(
                     start_method,
                     preload,
@@ -100,7 +101,7 @@ class WorkerProcess:
         """
         if self.state is State.GONE:
             raise self.crashed()
-        message = messages.framed(messages.dumps(request)) if message is None else message
+        message = messages.framed(pickling.dumps(request)) if message is None else message
         previous, self.last_request = self.last_request, request.label
         asked = Asked(self.index, request.label, is_kept)
         if not self.asked:
@@ -220,7 +221,7 @@ class WorkerProcess:
 
     def release(self) -> None:
         """Lets go of the pipe and of the process object. Idempotent."""
-        with start.uninterrupted():  # what is left half done nobody does again
+        with interrupts.uninterrupted():  # what is left half done nobody does again
             if self._is_released:
                 return
             self.state, self._is_released = State.GONE, True

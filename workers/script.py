@@ -20,10 +20,11 @@ from typing import Any
 
 import cloudpickle
 
-from workers import log_records, main_module
+from workers import main_module
 from workers.main_module import SPAWNED, Entry, MainModule, Script, names_of
 from workers.messages import Build
-from workers.process_settings import SETTINGS, read_settings
+from workers.settings import log_records
+from workers.settings.process_settings import SETTINGS, read_settings
 
 # Of the implementation, as the methods to override are.
 _cloudpickle = importlib.import_module("cloudpickle.cloudpickle")

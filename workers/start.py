@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]
 import contextlib
 import io
 import multiprocessing
@@ -29,19 +28,18 @@ from multiprocessing import (
     spawn,
     util,
 )
-from typing import Any, ClassVar
+from typing import Any
 
 from workers import import_path
 from workers.channel import deadline_in, milliseconds
 from workers.fork_server import ForkServer
+from workers.interrupts import uninterrupted
 from workers.start_errors import StartError
 
 # Milliseconds within which a Ctrl-C is noticed while a fork server is waited for that does not answer.
 SIGINT_DELAY = 100.0
 
 START_METHODS = ("forkserver", "spawn", "fork")
-
-SIGINT = int(signal.SIGINT)
 
 _CONFIG_LOCK = threading.Lock()
 # Seconds that a fork server takes at most from its last word to its end.
@@ -72,47 +70,6 @@ def new_process(
     made = _ForkServerProcess(**arguments)
     made.server, made.timeout = _server(preload), timeout
     return made
-
-
-class uninterrupted:
-    """Puts off what Ctrl-C raises until the block is through.
-
-    By the handler and not by the mask of signals, which is each thread's own: the kernel gives the signal to any
-    thread that takes it, and Python runs the handler in the main thread all the same. Not by the functions of `signal`
-    but by those that they call: this is around the reading of every reply, and the enumerations which `signal` makes of
-    what it gets and gives took longer than that.
-    """
-
-    #: How many were put off in all: who waits in such a block ends the waiting.
-    n_noted: ClassVar[int] = 0
-
-    def __enter__(self) -> None:
-        self._is_pending, self._before = False, None
-        if threading.get_ident() == threading.main_thread().ident and callable(_signal.getsignal(SIGINT)):
-            self._before = _signal.signal(SIGINT, self._note)
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            _signal.signal(SIGINT, self._before)
-            if self._is_pending:
-                signal.raise_signal(signal.SIGINT)
-
-    def _note(self, *_: object) -> None:
-        self._is_pending = True
-        uninterrupted.n_noted += 1
-
-
-@contextlib.contextmanager
-def sigint_blocked() -> Iterator[None]:
-    """Blocks SIGINT in this thread and in what it starts; a Ctrl-C raises when the block is through."""
-    with import_path.sent_to_children():
-        resource_tracker.ensure_running()  # its own start would unblock SIGINT on CPython 3.11
-    with uninterrupted():
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            yield
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

@@ -12,9 +12,9 @@ from multiprocessing import util
 
 from workers.channel import milliseconds
 from workers.errors import WorkerError, check_owner
-from workers.log_records import LogPipe
+from workers.interrupts import uninterrupted
 from workers.process import WorkerProcess
-from workers.start import uninterrupted
+from workers.settings.log_records import LogPipe
 
 
 class Watch:

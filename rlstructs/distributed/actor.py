@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from workers import messages
+from workers import pickling
 from workers.errors import RemoteTraceback, WorkerError
-from workers.messages import RAISED, Call, Failure, Result
+from workers.failures import RAISED, Failure
+from workers.messages import Call, Result
 
 BUILD = "build"
 # Ray's name for what does not wait behind other requests.
@@ -61,14 +62,14 @@ class NodeActor:
         columns: Columns = {}
         reply: Any
         try:
-            call: Call = messages.loads(request)
+            call: Call = pickling.loads(request)
             value: Any = self._build(*shared, *call.args) if call.method == BUILD else self._ask(call, shared)
             if isinstance(value, WithColumns):
                 value, columns = value
             reply = Result((value, self._job.report()))
         except Exception as error:
             reply = self._failed(error)
-        return messages.dumps(reply), columns
+        return pickling.dumps(reply), columns
 
     def cut(self, number: int) -> None:
         """Has the job end what it runs, in another thread than `call`."""
@@ -80,7 +81,7 @@ class NodeActor:
         import ray
 
         _take_path(path)
-        self._job = messages.loads(settings).build(*args)
+        self._job = pickling.loads(settings).build(*args)
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def _ask(self, call: Call, shared: tuple[Any, ...]) -> Any:

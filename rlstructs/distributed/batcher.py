@@ -45,11 +45,11 @@ from rlstructs.lifecycle import Phase
 from rlstructs.settings import RunSettings, warn_of_overlap
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
-from workers import messages
+from workers import pickling
 from workers.culprits import why_not_sent
-from workers.process_settings import SETTINGS, read_settings
+from workers.interrupts import uninterrupted
 from workers.script import Carried
-from workers.start import uninterrupted
+from workers.settings.process_settings import SETTINGS, read_settings
 
 
 class RayBatcher(RL_Batcher):
@@ -231,7 +231,7 @@ class RayBatcher(RL_Batcher):
         job = self._settings
         try:
             sent = NodeSettings(job, run, self._debug, registry.registered(), read_settings(SETTINGS), read_libraries())
-            return messages.dumps(Carried(sent))
+            return pickling.dumps(Carried(sent))
         except Exception as error:
             if why := why_not_sent({"init_worker": run.init_worker} | job.objects()):
                 raise TypeError(why) from error
@@ -267,7 +267,7 @@ class RayBatcher(RL_Batcher):
                 raise
 
     def _inform(self, infos: Mapping[str, DictTensor]) -> None:
-        data = messages.dumps(infos)
+        data = pickling.dumps(infos)
         self._crew.inform(engine.shared(data, len(data)))
 
     def _free(self) -> None:

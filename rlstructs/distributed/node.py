@@ -27,8 +27,8 @@ from rlstructs.settings import JobSettings, RunSettings
 from rlstructs.slots import STATE
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.weights import Parcel
-from workers import messages
-from workers.process_settings import SETTINGS, write_settings
+from workers import pickling
+from workers.settings.process_settings import SETTINGS, write_settings
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class NodeJob:
         """Takes `agent_info` and `env_info` of all environments, pickled; each N rows, or empty."""
         with Once(self):
             mine = self._rows()
-            self._infos = {name: _part(info, mine) for name, info in messages.loads(data).items()}
+            self._infos = {name: _part(info, mine) for name, info in pickling.loads(data).items()}
             self._agent_info = self._infos["agent_info"]
 
     def reset(self, statistics: dict[str, Moments]) -> None:

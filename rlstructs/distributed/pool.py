@@ -17,12 +17,12 @@ from rlstructs.distributed import engine
 from rlstructs.distributed.actor import ASIDE, BUILD, Columns, NodeActor
 from rlstructs.distributed.engine import Placement
 from rlstructs.errors import OutOfMemoryError, WorkerCrashed, WorkerError, WorkerTimeout
-from workers import messages
+from workers import failures, pickling
 from workers.errors import bare
+from workers.failures import Failure
 from workers.import_path import import_path
-from workers.interrupts import forget_last_interrupt
-from workers.messages import Asked, Call, Failure, Result
-from workers.start import uninterrupted
+from workers.interrupts import forget_last_interrupt, uninterrupted
+from workers.messages import Asked, Call, Result
 
 logger = logging.getLogger("rlstructs")
 
@@ -200,7 +200,7 @@ class NodePool:
         kind = engine.ray().ObjectRef
         shared = [arg for arg in args if isinstance(arg, kind)]
         call = Call(method, tuple(arg for arg in args if not isinstance(arg, kind)))
-        request = messages.dumps(call)  # once for all
+        request = pickling.dumps(call)  # once for all
         nodes = self.nodes if only is None else [self.nodes[index] for index in only]
         return [self._ask(node, method, request, shared, self._limit()) for node in nodes]
 
@@ -314,7 +314,7 @@ class NodePool:
         return Node(index, workers, actor, self.noun, *found)
 
     def _build(self, node: Node, *args: Any) -> Asked:
-        request = messages.dumps(Call(BUILD, (import_path(), *self._parts[node.index], *args)))
+        request = pickling.dumps(Call(BUILD, (import_path(), *self._parts[node.index], *args)))
         limit = self._limit()
         return self._ask(node, BUILD, request, [self._settings], None if limit is None else PLACING + limit)
 
@@ -419,7 +419,7 @@ class NodePool:
         """What a node has replied, or the exception to raise when just that is lost."""
         try:
             data, columns = node.asked[0].reply.result()
-            return messages.loads(data), columns
+            return pickling.loads(data), columns
         except Exception as error:  # of Ray: it says why there is none
             if engine.is_death(error):
                 self._give_up(node, self._gone(node, error))
@@ -437,7 +437,7 @@ class NodePool:
         if isinstance(error, WorkerError):
             error.args, error.worker_index = (f"{where}: {error}",), worker_index
         else:
-            messages.add_note(error, where)
+            failures.add_note(error, where)
         return error
 
     def _where(self, node: Node) -> str:

@@ -46,9 +46,9 @@ from rlstructs.rows import raw_dtype
 from rlstructs.steps import raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
-from workers import messages
+from workers import pickling
+from workers.interrupts import uninterrupted
 from workers.messages import Asked
-from workers.start import uninterrupted
 
 FORMAT, VERSION = "rlstructs.RayReplay", 1
 WEIGHT = "weight"
@@ -137,7 +137,7 @@ class RayReplay:
         self._n_shards = n_shards or min(where.n_machines(), num_envs)
         own, *of_shards = np.random.SeedSequence(seed).spawn(self._n_shards + 1)
         self._rng, self._is_closed, self._is_owner = np.random.default_rng(own), False, True
-        settings = messages.dumps(ShardSettings(self._memory_size, self._alpha or 0.0, self._names))
+        settings = pickling.dumps(ShardSettings(self._memory_size, self._alpha or 0.0, self._names))
         seeds = [int(seed.generate_state(1)[0]) for seed in of_shards]
         parts = list(zip(self._sizes(), seeds, strict=True))
         self._pool = ShardPool(settings, parts, [1] * self._n_shards, where, timeout)

@@ -20,7 +20,7 @@ from rlstructs.envs.columns import Columns
 from rlstructs.envs.outcomes import Outcome
 from rlstructs.envs.parts import are_equal, copy_parts
 from rlstructs.errors import SpecError
-from workers import messages
+from workers import failures
 
 
 class OtherSpacesError(SpecError, RuntimeError):
@@ -292,7 +292,7 @@ class EnvGroup:
                 raise
 
     def _name(self, error: Exception, k: int) -> None:
-        messages.add_note(error, f"raised by environment {self._first + k}")
+        failures.add_note(error, f"raised by environment {self._first + k}")
 
 
 def innermost(env: Any) -> Any:

@@ -12,7 +12,7 @@ from gymnasium.vector import AutoresetMode
 
 from rlstructs.envs.env_group import Description, EnvGroup
 from rlstructs.envs.outcomes import packed
-from workers import SharedArena, messages
+from workers import SharedArena, pickling
 
 # How a request begins: to step all environments of a group, to step a single one, or to call a method of a group;
 # and the number of the group, or of the environment in it.
@@ -24,7 +24,7 @@ PICKLED = b"\x80"
 
 def _apart(value: Any) -> Any:
     """A value as it would come to a process that has one environment only."""
-    return messages.loads(messages.dumps(value))
+    return pickling.loads(pickling.dumps(value))
 
 
 class EnvWorker:
@@ -82,7 +82,7 @@ class EnvWorker:
         group, rest = self._groups[number], data[HEAD.size :]
         try:
             if kind == CALL:
-                method, arguments = messages.loads(rest)
+                method, arguments = pickling.loads(rest)
                 return packed(getattr(group, method)(*arguments))
             if kind == EVERY:
                 outcome = group.step(self._read(rest, group.rows))
@@ -107,6 +107,6 @@ class EnvWorker:
 
     def _read(self, data: bytes, rows: slice) -> list[Any]:
         if data.startswith(PICKLED):
-            actions: list[Any] = messages.loads(data)
+            actions: list[Any] = pickling.loads(data)
             return actions
         return self._actions.read(data.decode("ascii"), rows)

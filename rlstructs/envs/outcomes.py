@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from gymnasium.vector import VectorEnv
 
-from workers import messages
+from workers import failures, pickling
 
 
 class Outcome(NamedTuple):
@@ -67,23 +67,23 @@ def packed(value: Any) -> bytes:
 
 def unpacked(data: bytes) -> Any:
     """What `packed` packed; nothing stands for an empty outcome."""
-    return messages.loads(data) if data else NOTHING
+    return pickling.loads(data) if data else NOTHING
 
 
 def _packed_slowly(value: Any) -> bytes:
     try:
-        return messages.dumps(value)
+        return pickling.dumps(value)
     except Exception as error:
         for env, info in value.infos if isinstance(value, Outcome) else ():
             for key in info:
                 if not _can_be_packed(info[key]):
-                    messages.add_note(error, f"info {key!r} of environment {env} cannot be sent to the trainer")
+                    failures.add_note(error, f"info {key!r} of environment {env} cannot be sent to the trainer")
         raise
 
 
 def _can_be_packed(value: Any) -> bool:
     try:
-        messages.dumps(value)
+        pickling.dumps(value)
     except Exception:
         return False
     return True

@@ -48,7 +48,7 @@ from rlstructs.envs.worker_host import WorkerHost, WorkerOptions
 from rlstructs.errors import SpecError, StateError, WorkerCrashed, WorkerTimeout
 from rlstructs.streams import WorkerStreams
 from rlstructs.worker_setup import check_init_worker
-from workers.start import uninterrupted
+from workers.interrupts import uninterrupted
 
 # Names that `call` leaves to methods of the vectorised environment itself.
 OWN = ("reset", "step", "close")

@@ -12,7 +12,7 @@ from gymnasium.vector import AutoresetMode
 
 from rlstructs.checks import check_count, check_start_method
 from rlstructs.errors import SpecError
-from workers.groups import n_cores
+from workers.limits import n_cores
 
 RESET_MASK = "reset_mask"
 SAME, DIFFERENT = "same", "different"

@@ -20,11 +20,11 @@ from rlstructs.envs.outcomes import NOTHING, Outcome, unpacked
 from rlstructs.errors import WorkerCrashed, WorkerTimeout
 from rlstructs.streams import WorkerStreams
 from rlstructs.worker_setup import WorkerSetup
-from workers import SharedArena, WorkerPool, messages
+from workers import SharedArena, WorkerPool, failures, pickling
 from workers.channel import deadline_in
 from workers.culprits import why_not_sent
+from workers.interrupts import uninterrupted
 from workers.messages import AT_ONCE, Post
-from workers.start import uninterrupted
 
 PRELOAD = ("numpy", "gymnasium.vector", "rlstructs.envs.env_worker")
 # Steps under way in a worker from which on its replies are read before it is asked for more: a pipe holds some
@@ -123,7 +123,7 @@ class WorkerHost:
 
     def call(self, method: str, arguments: Arguments) -> Request:
         """As `Host.call`."""
-        return self._posting(method, CALL, lambda rows: messages.dumps((method, arguments(rows))))
+        return self._posting(method, CALL, lambda rows: pickling.dumps((method, arguments(rows))))
 
     def step(self, actions: Any) -> Request:
         """As `Host.step`."""
@@ -134,14 +134,14 @@ class WorkerHost:
                 self._steps[types] = Post.of("step", *parts)
             return partial(self._post_all, self._steps[types])
         each = self._actions.apart(actions, len(self._place_of))
-        return self._posting("step", EVERY, lambda rows: messages.dumps(each[rows]))
+        return self._posting("step", EVERY, lambda rows: pickling.dumps(each[rows]))
 
     def step_some(self, envs: np.ndarray, actions: Any) -> Request:
         """As `Host.step_some`."""
         self._pool.check_owner()
         each = [self._actions.write(actions, envs, len(envs)).encode("ascii")] * len(envs)
         if not each[0]:
-            each = [messages.dumps([action]) for action in self._actions.apart(actions, len(envs))]
+            each = [pickling.dumps([action]) for action in self._actions.apart(actions, len(envs))]
         orders: dict[int, list[tuple[range, bytes]]] = {}
         for env, action in zip(envs.tolist(), each, strict=True):
             index, group, k = self._place_of[env]
@@ -158,7 +158,7 @@ class WorkerHost:
             data = [head + types.encode("ascii")] * len(shares)
         else:
             each = self._actions.apart(actions, stop - start)
-            data = [head + messages.dumps(each[rows.start - start : rows.stop - start]) for rows in shares]
+            data = [head + pickling.dumps(each[rows.start - start : rows.stop - start]) for rows in shares]
         orders = {
             index: [(range(rows.start, rows.stop), part)]
             for index, (rows, part) in enumerate(zip(shares, data, strict=True))
@@ -217,7 +217,7 @@ class WorkerHost:
             is_late = isinstance(error, WorkerTimeout) and state == "busy"
             for at in self._at[[rows.start for rows in mine]].tolist():
                 if at >= 0 and (is_late or index == error.worker_index):
-                    messages.add_note(error, f"worker {index} was at environment {at}")
+                    failures.add_note(error, f"worker {index} was at environment {at}")
 
     def _post_all(self, post: Post) -> None:
         self._pool.forget_answers()  # to what was asked before

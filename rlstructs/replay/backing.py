@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlstructs.errors import OutOfMemoryError, SpecError
-from workers.arena import SharedArena, available_bytes
+from workers.arena import SharedArena
+from workers.limits import available_bytes
 
 __all__ = ["Backing", "Block", "Heap", "OnDisk", "Shared", "available_bytes"]
 

@@ -15,7 +15,8 @@ from multiprocessing import forkserver
 from typing import Any
 
 from workers import loop
-from workers.messages import Failure, dumps
+from workers.failures import Failure
+from workers.pickling import dumps
 
 # Ends the name of a module in what the server reports: the one that it imports now.
 IMPORTING = b"\0"

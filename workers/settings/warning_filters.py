@@ -12,8 +12,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from workers import messages
-from workers.on_import import after_import
+from workers import pickling
+from workers.settings.on_import import after_import
 
 
 class Named(NamedTuple):
@@ -45,13 +45,13 @@ def read() -> list[bytes]:
         named = Named(category.__module__, category.__qualname__)
         is_known = named.module != "__main__" and named.found() is category
         with contextlib.suppress(Exception):  # what cannot be sent, no worker can warn by
-            found.append(messages.dumps((action, message, named if is_known else category, module, line)))
+            found.append(pickling.dumps((action, message, named if is_known else category, module, line)))
     return found
 
 
 def write(pickled: list[bytes]) -> None:
     """Replaces the filters of this process by what `read` gave."""
-    _taken_over[:] = [messages.loads(data) for data in pickled]
+    _taken_over[:] = [pickling.loads(data) for data in pickled]
     filters: Any = warnings.filters
     filters[:] = [each for each in _taken_over if not isinstance(each[2], Named)]
     _insert_known()

@@ -16,7 +16,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from workers import log_records, log_settings, messages, warning_filters
+from workers import pickling
+from workers.settings import log_records, log_settings, warning_filters
 
 logger = logging.getLogger("workers")
 
@@ -41,7 +42,7 @@ def read_settings(table: Table) -> dict[str, bytes]:
     found = {}
     for name, setting in table.items():
         try:
-            found[name] = messages.dumps(setting.read())
+            found[name] = pickling.dumps(setting.read())
         except Exception as error:
             logger.debug("workers do not take over %s: %r", name, error)
     return found
@@ -51,7 +52,7 @@ def write_settings(table: Table, values: Mapping[str, bytes]) -> None:
     """Sets what differs in this process from what `read_settings` gave in another."""
     for name, data in values.items():
         try:
-            value = messages.loads(data)
+            value = pickling.loads(data)
             if table[name].read() != value:
                 table[name].write(value)
         except Exception as error:

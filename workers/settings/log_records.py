@@ -23,9 +23,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from workers import messages
+from workers import pickling
 from workers.descriptors import Descriptor
-from workers.log_settings import kind, loggers
+from workers.settings.log_settings import kind, loggers
 
 # Before each chunk: of which process it is, how many bytes follow, and whether they are the last of a record.
 HEAD = struct.Struct("!IH?")
@@ -96,7 +96,7 @@ class Sender(logging.Handler):
             self._add(logging.LogRecord(logger.name, logging.WARNING, __file__, 0, words, (), None))
 
     def _add(self, record: logging.LogRecord) -> None:
-        data = messages.dumps(_plain(record))
+        data = pickling.dumps(_plain(record))
         if len(data) > MOST:
             self._n_dropped += 1
             return
@@ -125,7 +125,7 @@ def _plain(record: logging.LogRecord) -> dict[str, Any]:
     for name, value in attributes.items():
         if not isinstance(value, (str, int, float, bool, type(None))):
             try:
-                messages.dumps(value)
+                pickling.dumps(value)
             except Exception:
                 attributes[name] = repr(value)
     return attributes
@@ -258,7 +258,7 @@ class LogPipe:
 
 def _record(data: bytearray) -> logging.LogRecord:
     try:
-        return logging.makeLogRecord(messages.loads(data))
+        return logging.makeLogRecord(pickling.loads(data))
     except Exception as error:
         words = f"a log record of a worker cannot be unpickled: {error!r}"
         return logging.LogRecord(logger.name, logging.WARNING, __file__, 0, words, (), None)
