@@ -67,7 +67,7 @@ from rlstructs.structures.base import as_device
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.weights import Outbox
-from rlstructs.worker_setup import check_init_worker
+from rlstructs.worker_setup.setup import check_init_worker
 from workers import SharedArena
 from workers.interrupts import finished, forget_last_interrupt, uninterrupted
 

@@ -24,7 +24,7 @@ from rlstructs.moments import Moments, merged
 from rlstructs.rollout import Clock
 from rlstructs.seeding import PrivateStreams, seed_worker_streams
 from rlstructs.settings import JobSettings, RunSettings
-from rlstructs.worker_setup import WorkerSetup
+from rlstructs.worker_setup.setup import WorkerSetup
 from workers import InlinePool, SharedArena, WorkerError, WorkerPool
 from workers.culprits import why_not_sent
 from workers.errors import is_gone

@@ -19,8 +19,8 @@ import gymnasium
 
 from rlstructs.collect import Settings, make_batcher
 from rlstructs.seeding import environment_seeds
-from rlstructs.streams import WorkerStreams
-from rlstructs.worker_setup import WorkerSetup
+from rlstructs.worker_setup.setup import WorkerSetup
+from rlstructs.worker_setup.streams import WorkerStreams
 from workers import WorkerPool
 
 # The first three are tried together, then others of one at a time, each beside the best so far.

@@ -36,15 +36,15 @@ from rlstructs.distributed.lease import PartsLease
 from rlstructs.distributed.node import NodeSettings
 from rlstructs.distributed.parts import PartsBatch
 from rlstructs.distributed.pool import NodePool
-from rlstructs.envs import registry
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.episodes import NAMES_OF_STEPS
 from rlstructs.errors import SpecError
-from rlstructs.library_settings import read_libraries
 from rlstructs.lifecycle import Phase
 from rlstructs.settings import RunSettings, warn_of_overlap
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
+from rlstructs.worker_setup import registry
+from rlstructs.worker_setup.libraries import read_libraries
 from workers import pickling
 from workers.culprits import why_not_sent
 from workers.interrupts import uninterrupted

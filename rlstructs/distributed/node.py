@@ -17,16 +17,16 @@ from rlstructs.batcher import NO_INFO, RL_Batcher
 from rlstructs.books import SlotBooks
 from rlstructs.distributed.actor import Columns, WithColumns
 from rlstructs.distributed.parts import columns_of
-from rlstructs.envs import registry
-from rlstructs.envs.registry import Registered
 from rlstructs.job import Once, Specs
-from rlstructs.library_settings import write_libraries
 from rlstructs.lifecycle import Phase
 from rlstructs.moments import Moments
 from rlstructs.settings import JobSettings, RunSettings
 from rlstructs.slots import STATE
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.weights import Parcel
+from rlstructs.worker_setup import registry
+from rlstructs.worker_setup.libraries import write_libraries
+from rlstructs.worker_setup.registry import Registered
 from workers import pickling
 from workers.settings.process_settings import SETTINGS, write_settings
 

@@ -46,8 +46,8 @@ from rlstructs.envs.vector_arguments import (
 )
 from rlstructs.envs.worker_host import WorkerHost, WorkerOptions
 from rlstructs.errors import SpecError, StateError, WorkerCrashed, WorkerTimeout
-from rlstructs.streams import WorkerStreams
-from rlstructs.worker_setup import check_init_worker
+from rlstructs.worker_setup.setup import check_init_worker
+from rlstructs.worker_setup.streams import WorkerStreams
 from workers.interrupts import uninterrupted
 
 # Names that `call` leaves to methods of the vectorised environment itself.

@@ -18,8 +18,8 @@ from rlstructs.envs.env_worker import CALL, EVERY, HEAD, ONE, EnvWorker
 from rlstructs.envs.hosts import Arguments, EnvFns, Request, first_of, shares_of
 from rlstructs.envs.outcomes import NOTHING, Outcome, unpacked
 from rlstructs.errors import WorkerCrashed, WorkerTimeout
-from rlstructs.streams import WorkerStreams
-from rlstructs.worker_setup import WorkerSetup
+from rlstructs.worker_setup.setup import WorkerSetup
+from rlstructs.worker_setup.streams import WorkerStreams
 from workers import SharedArena, WorkerPool, failures, pickling
 from workers.channel import deadline_in
 from workers.culprits import why_not_sent

@@ -1,0 +1,1 @@
+"""What workers do before their first request: settings, streams and the user's own function."""
