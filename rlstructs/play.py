@@ -29,7 +29,7 @@ from rlstructs.batcher import RL_Batcher
 from rlstructs.collect import GymMaker
 from rlstructs.envs.gym_env import GymEnv
 from rlstructs.errors import SpecError
-from rlstructs.structures.files import temporary_name
+from rlstructs.files.layout import temporary_name
 
 # Ending of a video -> the module that writing it needs.
 VIDEO_ENDINGS: dict[str, str | None] = {".mp4": "imageio_ffmpeg"}

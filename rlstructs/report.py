@@ -14,7 +14,7 @@ import torch
 from rlstructs.checks import shown
 from rlstructs.episodes import EpisodeTracker
 from rlstructs.errors import FileError, SpecError
-from rlstructs.structures import files
+from rlstructs.files import layout
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
@@ -40,7 +40,7 @@ def check_path(option: str, path: Path, endings: dict[str, str | None]) -> None:
         SpecError: another ending, a directory that is not there or cannot be written into, or a module
             that is not installed.
     """
-    ending = files.ending_of(path)
+    ending = layout.ending_of(path)
     if ending not in endings:
         raise SpecError(f"{option}: the name must end in {' or '.join(endings)}, got {str(path)!r}")
     if not path.parent.is_dir():
@@ -80,7 +80,7 @@ def describe(path: Path) -> Iterator[str]:
         FileError, SpecError: it is not ours, or damaged.
     """
     try:
-        header = files.read_header(path)
+        header = layout.read_header(path)
     except FileError as error:
         what = "what `rlstructs collect --out` or a `save` of this library wrote"
         raise FileError(f"{error}; info is for {what}") from error

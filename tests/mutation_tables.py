@@ -25,7 +25,7 @@ from mutations import (
     read,
 )
 
-from rlstructs.structures.containers import HEADER
+from rlstructs.files.archives import HEADER
 
 
 def change_directory(path: Path, rng: Rng) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlstructs.structures import containers, files
-from rlstructs.structures.hdf5 import write_h5
+from rlstructs.files import archives, layout
+from rlstructs.files.hdf5 import write_h5
 
 Rng = random.Random
 
@@ -204,7 +204,7 @@ def change_held(header: dict[str, Any], arrays: dict[str, np.ndarray], rng: Rng)
 
 def read(path: Path, suffix: str, compressed: bool = False) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The header and the arrays of a file that is whole."""
-    with files.reading(path, suffix, compressed) as (reader, header):
+    with layout.reading(path, suffix, compressed) as (reader, header):
         arrays = {}
         for name in header["arrays"]:
             dtype, shape = reader.found(name)
@@ -221,7 +221,7 @@ def write(path: Path, suffix: str, text: str, arrays: dict[str, np.ndarray], com
     if suffix == ".h5":
         write_h5(path, text, arrays, dtypes, compression)
     else:
-        containers.WRITERS[suffix](path, text, arrays, dtypes)
+        archives.WRITERS[suffix](path, text, arrays, dtypes)
 
 
 def change_content(suffix: str, compression: str | None = None) -> Callable[[Path, Rng], None]:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from strategies import dict_tensors, filled, temporals
 
 from rlstructs import DictTensor, FileError, TemporalDictTensor, Trajectories
-from rlstructs.structures import files
+from rlstructs.files import layout as files
 
 ENDINGS = [".npz", ".pt", ".h5"]
 DTYPES = [

@@ -19,8 +19,8 @@ import torch
 
 from rlstructs import DictTensor, FileError
 from rlstructs.errors import OutOfMemoryError
+from rlstructs.files import archives, layout
 from rlstructs.memories.torch import RandomMemory
-from rlstructs.structures import containers, files
 
 HERE = Path(__file__).parent
 SUBJECTS = damage.subjects()
@@ -78,23 +78,23 @@ def test_compressed_hdf5_files_have_checksums_too(tmp_path):
     path = tmp_path / "x.h5"
     x = np.random.default_rng(0).integers(0, 4, 20_000)
     for compression in ("gzip", "lzf"):
-        files.write(path, "Anything", {"x": x}, compression=compression)
+        layout.write(path, "Anything", {"x": x}, compression=compression)
         with h5py.File(path) as file:
             [chunk, *_] = file["x"].iter_chunks()
             place = file["x"].id.get_chunk_info_by_coord((chunk[0].start,))
         content = bytearray(path.read_bytes())
-        with files.reading(path, compressed=True) as (reader, _):
+        with layout.reading(path, compressed=True) as (reader, _):
             reader.verify()
         content[place.byte_offset + place.size // 2] ^= 4
         path.write_bytes(content)
-        with pytest.raises(FileError, match="damaged"), files.reading(path, compressed=True) as (reader, _):
+        with pytest.raises(FileError, match="damaged"), layout.reading(path, compressed=True) as (reader, _):
             reader.verify()
 
 
 def test_hdf5_filters_of_others_are_refused_before_libhdf5_looks_for_a_plugin(tmp_path):
     path = tmp_path / "x.h5"
     x = np.random.default_rng(0).integers(0, 255, 4096, np.uint8)
-    files.write(path, "Anything", {"x": x})
+    layout.write(path, "Anything", {"x": x})
     with h5py.File(path, "r+") as file:
         del file["x"]
         made = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
@@ -103,7 +103,7 @@ def test_hdf5_filters_of_others_are_refused_before_libhdf5_looks_for_a_plugin(tm
         space = h5py.h5s.create_simple(x.shape)
         h5py.h5d.create(file.id, b"x", h5py.h5t.NATIVE_UINT8, space, made).write(h5py.h5s.ALL, h5py.h5s.ALL, x)
     for compressed in (False, True):
-        with pytest.raises(FileError, match="'x' is compressed"), files.reading(path, compressed=compressed):
+        with pytest.raises(FileError, match="'x' is compressed"), layout.reading(path, compressed=compressed):
             pass
 
 
@@ -169,32 +169,32 @@ def test_a_pickle_that_asks_for_memory_gets_none(tmp_path, pickled):
 
 
 def test_a_pickle_changes_nothing_of_ours(tmp_path):
-    before = dict(vars(containers)), vars(containers._Stored).keys(), containers._stored.__defaults__
+    before = dict(vars(archives)), vars(archives._Stored).keys(), archives._stored.__defaults__
     for name in ("torch._utils\n_rebuild_tensor_v2", "collections\nOrderedDict", "torch\nfloat32"):
         state = b"}X\x03\0\0\0keyK\1s"
         for build in (state + b"b", b"N" + state + b"\x86b"):  # its dictionary; its attributes
             pt_of(tmp_path / "x.pt", b"\x80\x02c" + name.encode() + b"\n" + build + b".")
             refused_for_little(tmp_path / "x.pt")
-    assert (dict(vars(containers)), vars(containers._Stored).keys(), containers._stored.__defaults__) == before
+    assert (dict(vars(archives)), vars(archives._Stored).keys(), archives._stored.__defaults__) == before
 
 
 def test_tensors_that_share_their_bytes_or_hold_objects_are_refused(tmp_path):
     x = torch.zeros(1 << 16)
     specs = {f"x{n}": {"dtype": "float32", "shape": [1 << 16]} for n in range(99)}
-    torch.save({files.HEADER: json.dumps(HEAD | {"arrays": specs}), **dict.fromkeys(specs, x)}, tmp_path / "x.pt")
+    torch.save({layout.HEADER: json.dumps(HEAD | {"arrays": specs}), **dict.fromkeys(specs, x)}, tmp_path / "x.pt")
     refused_for_little(tmp_path / "x.pt")
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["x0"] = x.numpy()
         for name in specs:
             if name != "x0":
                 file[name] = file["x0"]
-        file[files.HEADER] = np.frombuffer(json.dumps(HEAD | {"arrays": specs}).encode(), np.uint8)
+        file[layout.HEADER] = np.frombuffer(json.dumps(HEAD | {"arrays": specs}).encode(), np.uint8)
     assert "is not what the file holds" in refused_for_little(tmp_path / "x.h5")
     with pytest.raises(ValueError, match="is not what the file holds"):
-        spec = containers._Stored("0", np.dtype(object), (1,))
+        spec = archives._Stored("0", np.dtype(object), (1,))
         pt_of(tmp_path / "y.pt", b"", **{"0": bytes(8)})
-        with mock.patch.object(containers._Unpickler, "load", lambda self: {files.HEADER: "", "x": spec}):
-            with containers.READERS[".pt"](tmp_path / "y.pt"):
+        with mock.patch.object(archives._Unpickler, "load", lambda self: {layout.HEADER: "", "x": spec}):
+            with archives.READERS[".pt"](tmp_path / "y.pt"):
                 pass
 
 
@@ -202,7 +202,7 @@ def test_hdf5_arrays_that_say_that_they_are_larger_than_the_file_are_refused(tmp
     path, n = tmp_path / "x.h5", 1 << 30
     header = HEAD | {"arrays": {"x": {"dtype": "uint8", "shape": [n]}}}
     with h5py.File(path, "w", libver="earliest") as file:
-        file[files.HEADER] = np.frombuffer(json.dumps(header).encode(), np.uint8)
+        file[layout.HEADER] = np.frombuffer(json.dumps(header).encode(), np.uint8)
         made = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         made.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         made.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
@@ -220,10 +220,10 @@ def test_a_file_is_not_written_through_a_link_that_lies_in_wait(tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("untouched")
     for ending in (".npz", ".pt", ".h5"):
-        with files.replacing(tmp_path / f"x{ending}") as temporary:
+        with layout.replacing(tmp_path / f"x{ending}") as temporary:
             temporary.symlink_to(victim)
             with pytest.raises(FileExistsError):
-                files.WRITERS[ending](temporary, "{}", {"x": np.ones(3)}, {"x": "float64"})
+                layout.WRITERS[ending](temporary, "{}", {"x": np.ones(3)}, {"x": "float64"})
             temporary.unlink()
             temporary.write_text("")
         temporary.symlink_to(victim)  # from before

@@ -12,9 +12,9 @@ import pytest
 from hostile import HEAD, SPEC, refused
 
 from rlstructs import DictTensor, report
+from rlstructs.files import layout as files
+from rlstructs.files.archives import HEADER
 from rlstructs.replay import ReplayBuffer
-from rlstructs.structures import files
-from rlstructs.structures.containers import HEADER
 
 
 def h5_of(path, add, names=("x",)):

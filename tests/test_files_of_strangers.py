@@ -22,10 +22,10 @@ from hostile import GOOD, HEAD, refused
 
 from rlstructs import DictTensor, FileError, TemporalDictTensor, Trajectories, report
 from rlstructs.distributed import folder as ray_folder
+from rlstructs.files import json_text, layout
+from rlstructs.files.archives import HEADER
 from rlstructs.memories.torch import RandomMemory
 from rlstructs.replay import DictTensorReplayBuffer, ListStorage, ReplayBuffer, VectorReplayBuffer
-from rlstructs.structures import files, json_text
-from rlstructs.structures.containers import HEADER
 
 HERE = Path(__file__).parent
 SUBJECTS = fuzz_subjects.subjects()
@@ -157,7 +157,7 @@ def test_files_of_torch_with_whatever_plain_tensors_are_read(tmp_path):
     many = {f"y{n}": torch.zeros(1) for n in range(1500)}  # more than are written at a time
     specs |= {name: {"dtype": "float32", "shape": [1]} for name in many}
     torch.save({**tensors, **many, HEADER: json.dumps(HEAD | {"arrays": specs})}, tmp_path / "x.pt")
-    with files.reading(tmp_path / "x.pt") as (reader, header):
+    with layout.reading(tmp_path / "x.pt") as (reader, header):
         reader.verify()
         assert {name: reader.found(name)[1] for name in tensors} == {n: tuple(t.shape) for n, t in tensors.items()}
         assert len(header["arrays"]) == 1507

@@ -33,7 +33,7 @@ from rlstructs import (
     WorkerError,
 )
 from rlstructs.distributed import folder
-from rlstructs.structures.files import replacing
+from rlstructs.files.layout import replacing
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'rlstructs[ray]'")
 

@@ -17,10 +17,10 @@ import numpy as np
 from rlstructs.checks import reason
 from rlstructs.distributed.shard import FORMAT
 from rlstructs.errors import FileError
+from rlstructs.files import json_text
+from rlstructs.files.layout import replacing
+from rlstructs.files.opening import read_bytes
 from rlstructs.replay.claims import generator_in
-from rlstructs.structures import json_text
-from rlstructs.structures.files import replacing
-from rlstructs.structures.opening import read_bytes
 
 HEADER = "replay.json"
 NAME = re.compile(rf"shard-\d+-[0-9a-f]{{8}}\.{FORMAT}")

@@ -16,15 +16,15 @@ import numpy as np
 
 from rlstructs.checks import reason
 from rlstructs.errors import FileError, OutOfMemoryError
+from rlstructs.files import json_text, layout
+from rlstructs.files.archives import checksum
+from rlstructs.files.opening import open_file, read_at, read_bytes, size_of
 from rlstructs.memories.restoring import EPISODES, KIND, RING, checked, make_missing
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.prioritised import DRAWN, LEAVES, SYNCED
 from rlstructs.replay.ring import Ring
 from rlstructs.replay.samplers import Span
 from rlstructs.replay.values import from_bits, to_bits
-from rlstructs.structures import files, json_text
-from rlstructs.structures.containers import checksum
-from rlstructs.structures.opening import open_file, read_at, read_bytes, size_of
 
 if TYPE_CHECKING:
     from rlstructs.memories.base import Memory
@@ -43,8 +43,8 @@ def save(memory: Memory, path: Path, bookkeeping: Mapping[str, np.ndarray]) -> N
     names = memory.get_tensor_names()
     header = [column for name in names for column in _column_names(name, memory._spec(name))]
     more = {name: array.tolist() for name, array in bookkeeping.items()}
-    format_of = {"format": files.FORMAT, "version": files.VERSION, "class": KIND}
-    with files.replacing(path) as temporary, files.replacing(path.with_suffix(".json")) as beside:
+    format_of = {"format": layout.FORMAT, "version": layout.VERSION, "class": KIND}
+    with layout.replacing(path) as temporary, layout.replacing(path.with_suffix(".json")) as beside:
         with open(temporary, "x", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(header)
@@ -93,10 +93,10 @@ def load(memory: Memory, path: Path) -> None:
         nbytes = size_of(file)
     try:
         state = json_text.parse(read_bytes(beside))
-        if not isinstance(state, dict) or state.get("format") != files.FORMAT or state.get("class") != KIND:
+        if not isinstance(state, dict) or state.get("format") != layout.FORMAT or state.get("class") != KIND:
             raise ValueError("the .json beside it is not one of ours")
-        if state.get("version") != files.VERSION:
-            raise ValueError(f"version {reason(state.get('version'))}, this program reads version {files.VERSION}")
+        if state.get("version") != layout.VERSION:
+            raise ValueError(f"version {reason(state.get('version'))}, this program reads version {layout.VERSION}")
         _verify(path, state)
         given = state["more"]
         more = {name: _bookkept(given[name], dtype) for name, dtype in DTYPES.items() if name in given}
@@ -106,7 +106,7 @@ def load(memory: Memory, path: Path) -> None:
     except (FileError, OutOfMemoryError):
         raise
     except Exception as error:  # whatever text
-        raise FileError(f"{path}: not a file of {files.FORMAT}, or a damaged one: {reason(error)}") from error
+        raise FileError(f"{path}: not a file of {layout.FORMAT}, or a damaged one: {reason(error)}") from error
     make_missing(memory, path, state, specs)
     columns = memory._store().columns
     for name, values in tensors.items():

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlstructs.errors import FileError, SpecError
+from rlstructs.files import layout
+from rlstructs.files.archives import Reader
 from rlstructs.memories import csv_files
 from rlstructs.memories.formats import FORMATS, checked_format
 from rlstructs.memories.restoring import BOOKKEEPING, EPISODES, KIND, RING, checked, make_missing
 from rlstructs.replay.episodes import EPISODE
-from rlstructs.structures import files
-from rlstructs.structures.containers import Reader
 
 if TYPE_CHECKING:
     from rlstructs.memories.base import Memory
@@ -44,7 +44,7 @@ def save(memory: Memory, path: Path, format: str) -> Path:  # noqa: A002
         csv_files.save(memory, path, _bookkeeping(memory))
     else:
         dtypes = {name: "bfloat16" for name in memory._dtypes if memory._spec(name).is_bfloat16}
-        files.write(path, KIND, {**_tensors(memory), **_bookkeeping(memory)}, dtypes, memory._state())
+        layout.write(path, KIND, {**_tensors(memory), **_bookkeeping(memory)}, dtypes, memory._state())
     return path
 
 
@@ -55,8 +55,8 @@ def load(memory: Memory, path: Path) -> None:
         return
     if path.suffix[1:] not in FORMATS:
         raise FileError(f"{path}: the name must end in one of .{', .'.join(FORMATS)}")
-    with files.reading(path) as (reader, header):
-        files.check_class(path, header, KIND)
+    with layout.reading(path) as (reader, header):
+        layout.check_class(path, header, KIND)
         reader.verify()
         state = header["state"]
         more = {name: _array(reader, name) for name in BOOKKEEPING if name in header["arrays"]}

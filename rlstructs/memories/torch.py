@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from rlstructs.errors import SpecError
+from rlstructs.frameworks.dtypes import KEPT, UNFIT
 from rlstructs.memories import base, sampling
 from rlstructs.structures.base import as_device
-from rlstructs.structures.dtypes import KEPT, UNFIT
 
 __all__ = ["Memory", "PrioritizedMemory", "RandomMemory"]
 

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 import torch
 
 from rlstructs.errors import FileError, MissingKeyError, SpecError
-from rlstructs.structures import files, interop
-from rlstructs.structures.dtypes import CARRIERS, UNFIT, portable, refuse, restored
+from rlstructs.files import layout
+from rlstructs.frameworks.dtypes import CARRIERS, UNFIT, portable, refuse, restored
+from rlstructs.structures import interop
 from rlstructs.structures.interop import Tree, map_tree
 
 S = TypeVar("S", bound="Structure")
@@ -157,7 +158,7 @@ class Structure:
             SpecError: the file cannot hold a dtype.
             OSError: it cannot be written.
         """
-        files.save(path, self._kind, self._tree())
+        layout.save(path, self._kind, self._tree())
 
     @classmethod
     def load(cls: type[S], path: str | Path) -> S:
@@ -167,7 +168,7 @@ class Structure:
             FileError: the file is not ours, damaged, or holds another class.
             FileNotFoundError: there is none.
         """
-        tree = files.load(path, cls._kind)
+        tree = layout.load(path, cls._kind)
         try:
             return cls._from_tree(tree)
         except (SpecError, TypeError) as error:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from rlstructs.errors import SpecError
-from rlstructs.structures.dtypes import FLOAT8, SIGNED
+from rlstructs.frameworks.dtypes import FLOAT8, SIGNED
 
 Tree = dict[str, Any]  # name -> tensor, or name -> Tree
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from rlstructs.checks import MOST_AXES
+from rlstructs.files.layout import WRITERS, ending_of
 from rlstructs.replay.buffers import state_dicts
 from rlstructs.replay.buffers.dict_tensor_index import DictTensorIndex
 from rlstructs.replay.buffers.prefetch import Prefetch
 from rlstructs.replay.claims import Claims, check_aligned, flag, whole
 from rlstructs.replay.locks import lock_that_forks
 from rlstructs.replay.unchanged import UNCHANGED, Unchanged
-from rlstructs.structures.files import WRITERS, ending_of
 
 
 class DictTensorFiles(DictTensorIndex):

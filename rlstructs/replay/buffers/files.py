@@ -12,6 +12,8 @@ import numpy as np
 
 from rlstructs.checks import reason
 from rlstructs.errors import FileError, OutOfMemoryError
+from rlstructs.files import layout
+from rlstructs.files.archives import Reader
 from rlstructs.replay import object_files
 from rlstructs.replay.backing import available_bytes
 from rlstructs.replay.claims import (
@@ -32,8 +34,6 @@ from rlstructs.replay.links import check_arrays, unlinked
 from rlstructs.replay.objects import OBJECT
 from rlstructs.replay.ring import HEAD, N_COUNTERS
 from rlstructs.replay.roles import source_of
-from rlstructs.structures import files
-from rlstructs.structures.containers import Reader
 
 if TYPE_CHECKING:
     from rlstructs.replay.buffers.base import Buffer
@@ -60,7 +60,7 @@ def save(buffer: Buffer, path: Path, suffix: str | None = None, compression: str
     with contextlib.ExitStack() as held:
         for each in (buffer, *buffer._inner().values()):
             held.enter_context(each._storage.lock)
-        files.write(path, type(buffer).__name__, *contents(buffer), suffix, compression)
+        layout.write(path, type(buffer).__name__, *contents(buffer), suffix, compression)
 
 
 def contents(buffer: Buffer) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
@@ -114,16 +114,16 @@ def own_state(path: Path, kind: str, suffix: str | None = None) -> dict[str, Any
     Raises:
         FileNotFoundError, FileError: there is no such file, or it is none of that class.
     """
-    with files.reading(path, suffix, compressed=True) as (reader, header):
-        files.check_class(path, header, kind)
+    with layout.reading(path, suffix, compressed=True) as (reader, header):
+        layout.check_class(path, header, kind)
         _check_sizes(path, reader, header["state"])
         return dict(header["state"]["own"])
 
 
 def load(buffer: Buffer, path: Path, suffix: str | None = None) -> None:
     """Restores a buffer; changes nothing if the file does not fit."""
-    with files.reading(path, suffix, compressed=True) as (reader, header):
-        files.check_class(path, header, type(buffer).__name__)
+    with layout.reading(path, suffix, compressed=True) as (reader, header):
+        layout.check_class(path, header, type(buffer).__name__)
         reader.verify()
         restore = restorer(buffer, path, reader, header)
         restore()
@@ -141,7 +141,7 @@ def restorer(buffer: Buffer, source: Any, reader: Reader, header: Mapping[str, A
     Raises:
         FileError, ValueError, KeyError, TypeError: it does not fit.
     """
-    files.check_class(source, header, type(buffer).__name__)
+    layout.check_class(source, header, type(buffer).__name__)
     return _checked(buffer, source, reader, header)
 
 

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from rlstructs.checks import DTYPES, MOST_AXES, is_size
-from rlstructs.structures.opening import size_of
+from rlstructs.files.opening import size_of
 
 ELSEWHERE = "lies in another file"
 # Reads of a file: libhdf5 takes a few for each array, and so does not come to this in files that are as they should be.

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlstructs.checks import DTYPES, MOST_AXES, is_size
-from rlstructs.structures.dtypes import FLOAT8
+from rlstructs.frameworks.dtypes import FLOAT8
 
 # numpy has no such dtypes: their bits are stored as integers.
 BITS = {

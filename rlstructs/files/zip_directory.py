@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from typing import BinaryIO, NamedTuple
 
-from rlstructs.structures.opening import read_at
+from rlstructs.files.opening import read_at
 
 # Of the record at the end, of the two in front of it in large archives, of an entry, and of what is before a member.
 END, END_64, LOCATOR_64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")

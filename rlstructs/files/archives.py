@@ -22,12 +22,11 @@ import numpy as np
 import torch
 
 from rlstructs.checks import DTYPES, MOST_AXES, is_size
-from rlstructs.structures.opening import open_file, read_at, read_into, size_of
-from rlstructs.structures.pickled import BITS
-from rlstructs.structures.pickled import Stored as _Stored
-from rlstructs.structures.pickled import Unpickler as _Unpickler
-from rlstructs.structures.pickled import stored as _stored  # noqa: F401 - with the class that it makes
-from rlstructs.structures.zip_directory import Entry, data_offset, read_directory
+from rlstructs.files.opening import open_file, read_at, read_into, size_of
+from rlstructs.files.pickled import BITS
+from rlstructs.files.pickled import Stored as _Stored
+from rlstructs.files.pickled import Unpickler as _Unpickler
+from rlstructs.files.zip_directory import Entry, data_offset, read_directory
 
 __all__ = ["BITS", "CHUNK", "HEADER", "READERS", "WRITERS", "NewFile", "Reader", "checksum"]
 

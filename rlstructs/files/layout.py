@@ -23,14 +23,14 @@ import torch
 
 from rlstructs.checks import reason, shown
 from rlstructs.errors import FileError
-from rlstructs.structures import containers, json_text
-from rlstructs.structures.containers import BITS, HEADER, Reader
-from rlstructs.structures.hdf5 import open_h5, write_h5
+from rlstructs.files import archives, json_text
+from rlstructs.files.archives import BITS, HEADER, Reader
+from rlstructs.files.hdf5 import open_h5, write_h5
 from rlstructs.structures.interop import host_array
 
 FORMAT, VERSION = "rlstructs", 1
-WRITERS: Mapping[str, Callable[..., None]] = {**containers.WRITERS, ".h5": write_h5}
-READERS: Mapping[str, Callable[..., Any]] = {**containers.READERS, ".h5": open_h5}
+WRITERS: Mapping[str, Callable[..., None]] = {**archives.WRITERS, ".h5": write_h5}
+READERS: Mapping[str, Callable[..., Any]] = {**archives.READERS, ".h5": open_h5}
 
 
 def save(path: str | Path, kind: str, tree: Mapping[str, Any]) -> None:

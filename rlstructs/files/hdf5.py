@@ -19,9 +19,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from rlstructs.errors import SpecError
-from rlstructs.structures.containers import HEADER, NewFile, Reader, check_bools, checksum
-from rlstructs.structures.hdf5_objects import ReadFile, checksum_in, filters_of, find_dataset, layout_of, spec_of
-from rlstructs.structures.opening import open_file, size_of
+from rlstructs.files.archives import HEADER, NewFile, Reader, check_bools, checksum
+from rlstructs.files.hdf5_objects import ReadFile, checksum_in, filters_of, find_dataset, layout_of, spec_of
+from rlstructs.files.opening import open_file, size_of
 
 # What HDF5 compresses with, and how many times smaller that can make anything: zlib's own limit.
 COMPRESSIONS, MOST_COMPRESSED = ("gzip", "lzf"), 1032

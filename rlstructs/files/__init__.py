@@ -1,0 +1,1 @@
+"""File formats: what is written and read, whatever class it belongs to."""

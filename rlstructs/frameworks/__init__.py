@@ -1,0 +1,1 @@
+"""What torch, jax and warp call things: one protocol, and an adapter for each."""
