@@ -9,7 +9,8 @@ import torch
 from rlstructs.checks import check_made
 from rlstructs.copying import deep_copy
 from rlstructs.errors import SpecError
-from rlstructs.structures.base import as_device, check_same_keys
+from rlstructs.frameworks.torch import as_device
+from rlstructs.structures.base import check_same_keys
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories

@@ -40,6 +40,7 @@ from rlstructs.debug import is_on
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError, StateError
 from rlstructs.evaluation import quotas
+from rlstructs.frameworks.torch import as_device
 from rlstructs.generations import Generations
 from rlstructs.job import Specs
 from rlstructs.lease import Lease
@@ -63,7 +64,6 @@ from rlstructs.settings import (
     warn_of_overlap,
 )
 from rlstructs.slots import Layout
-from rlstructs.structures.base import as_device
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.weights import Outbox

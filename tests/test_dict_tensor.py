@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from strategies import dict_tensors, make_dict_tensor, schemas
 
 from rlstructs import DictTensor, MissingKeyError, SpecError, TemporalDictTensor, masked_dicttensor, masked_tensor
-from rlstructs.structures.base import as_device
+from rlstructs.frameworks.torch import as_device
 
 NAN, INF = float("nan"), float("inf")
 quick = settings(deadline=None, max_examples=60)

@@ -18,7 +18,7 @@ from strategies import dict_tensors, filled, temporals
 from tensordict import TensorDict
 
 from rlstructs import DictTensor, SpecError, TemporalDictTensor, Trajectories
-from rlstructs.structures.interop import _without_lines
+from rlstructs.frameworks.start_warp import _without_lines
 
 LIBRARIES = ["numpy", "jax", "warp"]
 DTYPES = [

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rlstructs.envs.vec_env import VecEnv
-from rlstructs.structures.base import as_device
+from rlstructs.frameworks.torch import as_device
 from rlstructs.structures.dict_tensor import DictTensor
 
 NO_INFO = DictTensor()

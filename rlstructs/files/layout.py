@@ -26,7 +26,7 @@ from rlstructs.errors import FileError
 from rlstructs.files import archives, json_text
 from rlstructs.files.archives import BITS, HEADER, Reader
 from rlstructs.files.hdf5 import open_h5, write_h5
-from rlstructs.structures.interop import host_array
+from rlstructs.frameworks.torch import host_array
 
 FORMAT, VERSION = "rlstructs", 1
 WRITERS: Mapping[str, Callable[..., None]] = {**archives.WRITERS, ".h5": write_h5}

@@ -10,8 +10,8 @@ import numpy as np
 
 from rlstructs.checks import reason
 from rlstructs.errors import FileError
-from rlstructs.memories.framework import spec_of
 from rlstructs.memories.names import check_name
+from rlstructs.memories.tensors import spec_of
 from rlstructs.replay.claims import Claims, check_counters, check_episodes, dtype_called, generator_in, row_shape, whole
 from rlstructs.replay.columns import SLOT, Spec
 from rlstructs.replay.episodes import EPISODE

@@ -15,8 +15,8 @@ import torch
 
 from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError
+from rlstructs.frameworks.framework import OF_OTHERS, Framework
 from rlstructs.memories.formats import checked_format
-from rlstructs.memories.framework import Framework, spec_of
 from rlstructs.memories.live import LiveTensors
 from rlstructs.memories.names import check_name, ends_of
 from rlstructs.memories.spaces import n_elements
@@ -368,3 +368,13 @@ def _kept(size: Any) -> tuple[int, ...]:
     if not isinstance(size, (tuple, list)):
         raise SpecError(f"size must be a tuple or a list to keep its dimensions, got {size!r}")
     return tuple(check_count("size", n) for n in size)
+
+
+def spec_of(framework: Framework, dtype: Any, shape: tuple[int, ...]) -> Spec:
+    """How a column of this dtype is stored."""
+    host = framework.host_dtype(dtype)
+    if host is None:
+        return Spec(np.dtype(np.int16), shape, is_bfloat16=True)
+    if host.kind not in "biufc" or host.isbuiltin == OF_OTHERS:
+        raise SpecError(f"dtype {dtype} is not supported; needed is a bool, an integer, a float or a complex number")
+    return Spec(host, shape)

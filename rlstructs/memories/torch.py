@@ -8,85 +8,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-import torch
-
-from rlstructs.errors import SpecError
-from rlstructs.frameworks.dtypes import KEPT, UNFIT
+from rlstructs.frameworks.torch import Torch
 from rlstructs.memories import base, sampling
-from rlstructs.structures.base import as_device
 
 __all__ = ["Memory", "PrioritizedMemory", "RandomMemory"]
-
-
-class Torch:
-    """torch's dtypes and tensors."""
-
-    def dtype(self, dtype: Any) -> torch.dtype:
-        if dtype is None or dtype is float:
-            return torch.get_default_dtype()
-        if isinstance(dtype, torch.dtype):
-            return dtype
-        if dtype == "bfloat16":
-            return torch.bfloat16
-        try:
-            return torch.from_numpy(np.empty(0, dtype)).dtype
-        except TypeError as error:
-            raise SpecError(f"dtype must be one of torch's, got {dtype!r}") from error
-
-    def host_dtype(self, dtype: torch.dtype) -> np.dtype | None:
-        if dtype in UNFIT:
-            raise SpecError(f"dtype {dtype} is not supported; {KEPT} are, but floats of 8 bits")
-        try:
-            return None if dtype is torch.bfloat16 else torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
-        except TypeError as error:
-            raise SpecError(f"dtype {dtype} is not supported: numpy has none like it") from error
-
-    def named(self, name: str) -> torch.dtype:
-        dtype = getattr(torch, name, None)
-        if not isinstance(dtype, torch.dtype):
-            raise SpecError(f"torch has no dtype {name!r}")
-        return dtype
-
-    def name_of(self, dtype: torch.dtype) -> str:
-        return str(dtype).removeprefix("torch.")
-
-    def device(self, device: Any) -> torch.device:
-        if device is None:
-            device = "cuda:0" if torch.cuda.is_available() else "cpu"
-        try:
-            return as_device(device)
-        except RuntimeError as error:
-            raise SpecError(f"device: torch has no {device!r}: {error}") from error
-
-    def name_of_device(self, device: torch.device) -> str:
-        return str(device)
-
-    def device_of_rows(self, device: torch.device) -> torch.device | None:
-        return device if device.type == "cuda" else None
-
-    def tensor_of(self, value: Any) -> Any:
-        return value
-
-    def hand_over(self, arrays: list[Any], dtypes: list[torch.dtype], device: torch.device) -> list[torch.Tensor]:
-        if arrays and type(arrays[0]) is torch.Tensor:
-            return [self.live(tensor, dtype, "") for tensor, dtype in zip(arrays, dtypes, strict=True)]
-        tensors = [torch.from_numpy(array) for array in arrays]
-        if torch.bfloat16 in dtypes:
-            tensors = [t.view(d) if d is torch.bfloat16 else t for t, d in zip(tensors, dtypes, strict=True)]
-        return tensors if device.type == "cpu" else [tensor.to(device) for tensor in tensors]
-
-    def live(self, array: Any, dtype: torch.dtype, name: str) -> torch.Tensor:
-        tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
-        return tensor if tensor.dtype is dtype else tensor.view(dtype)
-
-    def indexes(self, rows: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(rows)
-
-    def new_seed(self) -> int:
-        return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
 class Memory(base.Memory):

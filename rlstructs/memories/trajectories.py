@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.memories.framework import spec_of
 from rlstructs.memories.names import check_name, ends_of
+from rlstructs.memories.tensors import spec_of
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.trajectories import STEP_ENDS, STEP_START, as_slice, named_steps, rounds
 from rlstructs.replay.values import encoded, host_array

@@ -17,7 +17,7 @@ import numpy as np
 import warp as wp
 
 from rlstructs.errors import SpecError
-from rlstructs.structures.interop import quiet_warp, start_warp
+from rlstructs.frameworks.start_warp import quiet_warp, start_warp
 
 # Children of a node: their sums fill one cache line, so that a level costs a draw one load from memory.
 FAN_OUT = 8

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from rlstructs.errors import StateError
+from rlstructs.frameworks.torch import host_array
 from rlstructs.replay.backing import Backing
 from rlstructs.replay.columns import LANE, Columns, Spec
-from rlstructs.structures.interop import host_array
 
 # What torch cannot index, and what numpy has no name for, is stored as the bits of these.
 STORED = {

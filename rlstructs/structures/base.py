@@ -15,6 +15,7 @@ import torch
 from rlstructs.errors import FileError, MissingKeyError, SpecError
 from rlstructs.files import layout
 from rlstructs.frameworks.dtypes import CARRIERS, UNFIT, portable, refuse, restored
+from rlstructs.frameworks.torch import as_device
 from rlstructs.structures import interop
 from rlstructs.structures.interop import Tree, map_tree
 
@@ -291,22 +292,6 @@ def check_alike(owner: str, key: str, tensors: Iterable[torch.Tensor], axes: int
             )
         if tensor.device != first.device:
             raise SpecError(f"{owner}: {key!r} is on {tensor.device} in item {number}, expected {first.device}")
-
-
-def as_device(device: torch.device | str) -> torch.device:
-    """A device as tensors name theirs: "cuda" is the current cuda device.
-
-    Raises:
-        TypeError: it is none, but a dtype, say.
-        RuntimeError: torch has no device of this name.
-    """
-    try:
-        device = torch.device(device)
-    except TypeError as error:
-        raise TypeError(f"a device must be a torch.device or its name, got {device!r}") from error
-    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
 def _unpickled(kind: type[S], tree: Tree) -> S:

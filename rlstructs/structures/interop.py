@@ -6,13 +6,7 @@ alias host memory without saying so. Each is imported when it is used.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import functools
-import os
-import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,13 +14,10 @@ import torch
 
 from rlstructs.errors import SpecError
 from rlstructs.frameworks.dtypes import FLOAT8, SIGNED
+from rlstructs.frameworks.start_warp import WARP_DTYPES, WARP_MAX_AXES, start_warp
+from rlstructs.frameworks.torch import host_array, named
 
 Tree = dict[str, Any]  # name -> tensor, or name -> Tree
-
-WARP_MAX_AXES = 4
-WARP_DTYPES = "bool, integers of 8 to 64 bits, float16, bfloat16, float32 and float64"
-_START_LOCK = threading.Lock()
-
 
 def map_tree(function: Callable[[Any], Any], tree: Mapping[str, Any]) -> Tree:
     """The same tree of what `function` makes of each leaf."""
@@ -41,26 +32,6 @@ def _map_named(function: Callable[[str, Any], Any], tree: Mapping[str, Any]) -> 
         name: _map_named(function, leaf) if isinstance(leaf, Mapping) else function(name, leaf)
         for name, leaf in tree.items()
     }
-
-
-def host_array(name: str, tensor: torch.Tensor) -> np.ndarray:
-    """A tensor as a numpy array, which shares its memory where that can be.
-
-    Raises:
-        SpecError: numpy has not this dtype.
-    """
-    host = tensor.detach().cpu().resolve_conj().resolve_neg()
-    try:
-        return host.numpy()
-    except TypeError as error:
-        wide = "complex64" if tensor.dtype.is_complex else "float32"
-        dtype = named(tensor.dtype)
-        raise SpecError(f"{name!r} is {dtype}, which numpy has not; convert it to {wide} first") from error
-
-
-def named(dtype: torch.dtype) -> str:
-    """The name of a dtype, without that of torch."""
-    return str(dtype).removeprefix("torch.")
 
 
 def to_numpy(tree: Mapping[str, Any], view: bool) -> Tree:
@@ -200,62 +171,3 @@ def from_tensordict(tensordict: Any) -> Tree:
         name: from_tensordict(leaf) if not isinstance(leaf, torch.Tensor) else leaf
         for name, leaf in tensordict.items()
     }
-
-
-@functools.cache
-def start_warp() -> Any:
-    """The warp module, ready for use."""
-    import warp as wp
-
-    # Its start-up text, and its warning where there is no GPU, would land in a program's own output.
-    no_driver = b"Could not find or load the NVIDIA CUDA driver"
-    with quiet_warp(), contextlib.nullcontext() if _has_cuda_driver() else _without_lines(no_driver):
-        wp.init()
-    return wp
-
-
-@contextlib.contextmanager
-def quiet_warp() -> Iterator[None]:
-    """Warp says nothing meanwhile: neither that it starts nor that it compiles a kernel."""
-    import warp as wp
-
-    with _START_LOCK:
-        level = wp.config.log_level
-        wp.config.log_level = wp.LOG_ERROR
-        try:
-            yield
-        finally:
-            wp.config.log_level = level
-
-
-@contextlib.contextmanager
-def _without_lines(unwanted: bytes) -> Iterator[None]:
-    """Holds back what is written to descriptor 2 meanwhile, and then lets it through but for such lines.
-
-    No setting of warp reaches this text: its C code writes it.
-    """
-    try:
-        stderr = os.dup(2)
-    except OSError:  # it is closed: nobody reads it
-        yield
-        return
-    try:
-        with tempfile.TemporaryFile() as held:
-            os.dup2(held.fileno(), 2)
-            try:
-                yield
-            finally:
-                os.dup2(stderr, 2)
-                held.seek(0)
-                with open(2, "wb", closefd=False) as out:
-                    out.writelines(line for line in held if unwanted not in line)
-    finally:
-        os.close(stderr)
-
-
-def _has_cuda_driver() -> bool:
-    for name in ("libcuda.so", "libcuda.so.1"):
-        with contextlib.suppress(OSError):
-            ctypes.CDLL(name)
-            return True
-    return False

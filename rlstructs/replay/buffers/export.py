@@ -84,11 +84,11 @@ class Exporter:
     def _of_library(self) -> Any:
         if self._library is None:
             if self.framework == "jax":
-                from rlstructs.memories.jax import Jax
+                from rlstructs.frameworks.jax import Jax
 
                 self._library = Jax()
             else:
-                from rlstructs.memories.warp import Warp
+                from rlstructs.frameworks.warp import Warp
 
                 self._library = Warp()
         return self._library

@@ -7,9 +7,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from rlstructs.errors import SpecError
-from rlstructs.replay.columns import Spec
-
 # Of a numpy dtype's `isbuiltin`: it is not numpy's own, as 8-bit floats are.
 OF_OTHERS = 2
 
@@ -52,16 +49,6 @@ class Framework(Protocol):
 
     def new_seed(self) -> int:
         """A seed from the library's global generator, so that seeding that seeds the memory."""
-
-
-def spec_of(framework: Framework, dtype: Any, shape: tuple[int, ...]) -> Spec:
-    """How a column of this dtype is stored."""
-    host = framework.host_dtype(dtype)
-    if host is None:
-        return Spec(np.dtype(np.int16), shape, is_bfloat16=True)
-    if host.kind not in "biufc" or host.isbuiltin == OF_OTHERS:
-        raise SpecError(f"dtype {dtype} is not supported; needed is a bool, an integer, a float or a complex number")
-    return Spec(host, shape)
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:

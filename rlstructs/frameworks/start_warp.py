@@ -1,0 +1,75 @@
+"""Starts warp without the lines that it prints."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+WARP_MAX_AXES = 4
+WARP_DTYPES = "bool, integers of 8 to 64 bits, float16, bfloat16, float32 and float64"
+_START_LOCK = threading.Lock()
+
+
+@functools.cache
+def start_warp() -> Any:
+    """The warp module, ready for use."""
+    import warp as wp
+
+    # Its start-up text, and its warning where there is no GPU, would land in a program's own output.
+    no_driver = b"Could not find or load the NVIDIA CUDA driver"
+    with quiet_warp(), contextlib.nullcontext() if _has_cuda_driver() else _without_lines(no_driver):
+        wp.init()
+    return wp
+
+
+@contextlib.contextmanager
+def quiet_warp() -> Iterator[None]:
+    """Warp says nothing meanwhile: neither that it starts nor that it compiles a kernel."""
+    import warp as wp
+
+    with _START_LOCK:
+        level = wp.config.log_level
+        wp.config.log_level = wp.LOG_ERROR
+        try:
+            yield
+        finally:
+            wp.config.log_level = level
+
+
+@contextlib.contextmanager
+def _without_lines(unwanted: bytes) -> Iterator[None]:
+    """Holds back what is written to descriptor 2 meanwhile, and then lets it through but for such lines.
+
+    No setting of warp reaches this text: its C code writes it.
+    """
+    try:
+        stderr = os.dup(2)
+    except OSError:  # it is closed: nobody reads it
+        yield
+        return
+    try:
+        with tempfile.TemporaryFile() as held:
+            os.dup2(held.fileno(), 2)
+            try:
+                yield
+            finally:
+                os.dup2(stderr, 2)
+                held.seek(0)
+                with open(2, "wb", closefd=False) as out:
+                    out.writelines(line for line in held if unwanted not in line)
+    finally:
+        os.close(stderr)
+
+
+def _has_cuda_driver() -> bool:
+    for name in ("libcuda.so", "libcuda.so.1"):
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(name)
+            return True
+    return False
