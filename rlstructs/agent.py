@@ -10,10 +10,10 @@ from rlstructs.checks import check_made
 from rlstructs.copying import deep_copy
 from rlstructs.errors import SpecError
 from rlstructs.frameworks.torch import as_device
-from rlstructs.structures.base import check_same_keys
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
+from rlstructs.structures.tree import check_same_keys
 
 
 class RL_Agent:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from rlstructs import outputs
-from rlstructs.rows import TensorSpec
 from rlstructs.slots import Lent, Slots
+from rlstructs.structures.arrays import TensorSpec
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories

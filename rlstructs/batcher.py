@@ -49,7 +49,6 @@ from rlstructs.member import Order
 from rlstructs.module_state import plain_state
 from rlstructs.moments import Moments
 from rlstructs.recorded import specs_of_steps
-from rlstructs.rows import specs_of
 from rlstructs.seeding import as_given, draw_seed
 from rlstructs.settings import (
     JobSettings,
@@ -64,6 +63,7 @@ from rlstructs.settings import (
     warn_of_overlap,
 )
 from rlstructs.slots import Layout
+from rlstructs.structures.arrays import specs_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.weights import Outbox

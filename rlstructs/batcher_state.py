@@ -21,8 +21,8 @@ import torch
 
 from rlstructs.errors import SpecError
 from rlstructs.moments import Moments
-from rlstructs.rows import TensorSpec
 from rlstructs.slots import Layout
+from rlstructs.structures.arrays import TensorSpec
 
 State = dict[str, Any]
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from rlstructs.errors import SpecError
-from rlstructs.rows import as_array, where_true
+from rlstructs.structures.arrays import as_array, where_true
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 

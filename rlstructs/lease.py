@@ -13,9 +13,9 @@ import torch
 
 from rlstructs.errors import StateError
 from rlstructs.slots import Lent
-from rlstructs.structures.base import missing_key
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
+from rlstructs.structures.tree import missing_key
 from workers.interrupts import uninterrupted
 
 B = TypeVar("B", bound="Borrowed")

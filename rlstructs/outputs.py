@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 
 from rlstructs.errors import SpecError
-from rlstructs.rows import TensorSpec
-from rlstructs.structures.base import check_same_keys, show
+from rlstructs.structures.arrays import TensorSpec
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
+from rlstructs.structures.tree import check_same_keys, show
 
 Specs = Mapping[str, TensorSpec]
 

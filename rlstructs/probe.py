@@ -13,7 +13,7 @@ import torch
 from rlstructs.agent import EmptyHistory, RL_Agent
 from rlstructs.checks import BATCH_FIRST, batch_first
 from rlstructs.errors import SpecError
-from rlstructs.rows import check_dtype
+from rlstructs.structures.arrays import check_dtype
 from rlstructs.structures.dict_tensor import DictTensor
 
 # What torch's recurrent layers say of a state whose first two axes are in the wrong order.

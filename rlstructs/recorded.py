@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from rlstructs.debug import poison
-from rlstructs.rows import RECORD, Packing, Rows, TensorSpec, put_where, where_true
-from rlstructs.steps import raw_of, tensor_of
+from rlstructs.rows import RECORD, Packing, Rows
+from rlstructs.structures.arrays import TensorSpec, put_where, raw_of, tensor_of, where_true
 
 # The bits of bfloat16's NaN.
 BFLOAT16_NAN = 0x7FC0

@@ -8,7 +8,7 @@ from numbers import Real
 import torch
 
 from rlstructs.errors import SpecError
-from rlstructs.structures.base import show
+from rlstructs.structures.tree import show
 
 # A number, or a tensor () or (B, T).
 Weight = float | torch.Tensor

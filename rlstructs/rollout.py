@@ -16,9 +16,9 @@ from rlstructs.errors import SpecError
 from rlstructs.rows import Rows
 from rlstructs.slots import Slots
 from rlstructs.steps import settle
-from rlstructs.structures.base import put_rows
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
+from rlstructs.structures.tree import put_rows
 
 
 @dataclass

@@ -13,10 +13,8 @@ import numpy as np
 import torch
 
 from rlstructs.errors import SpecError
+from rlstructs.structures.arrays import Spec
 from rlstructs.structures.dict_tensor import DictTensor
-
-Spec = tuple[tuple[int, ...], np.dtype[Any]]  # row shape, dtype
-TensorSpec = tuple[tuple[int, ...], torch.dtype]
 
 RECORD = "\0record"  # the name of the block that holds the record, and of no key
 
@@ -137,66 +135,3 @@ class Target(NamedTuple):
 
     rows: Rows
     arrays: dict[str, np.ndarray]
-
-
-def where_true(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Row and column, int64 (K,), of what is True in a mask (B, T), row by row: `numpy.nonzero`.
-
-    That takes twelve times as long for two axes as for one, once there are a hundred thousand entries.
-    """
-    flat = np.flatnonzero(mask)
-    rows = flat // max(1, mask.shape[1])
-    return rows, flat - rows * mask.shape[1]
-
-
-def put_where(array: np.ndarray, rows: np.ndarray, times: np.ndarray, values: np.ndarray) -> None:
-    """`array[rows, times] = values`, for an array (B, T, ...) and values (K, ...)."""
-    if array.flags.c_contiguous:  # one index takes numpy a third of the time that two take
-        array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])[rows * array.shape[1] + times] = values
-    else:
-        array[rows, times] = values
-
-
-def specs_of(tensors: DictTensor) -> dict[str, TensorSpec]:
-    """Row shape and dtype of each key."""
-    return {key: (tuple(tensor.shape[1:]), tensor.dtype) for key, tensor in tensors.items()}
-
-
-def numpy_specs(specs: Mapping[str, TensorSpec]) -> dict[str, Spec]:
-    """The same with numpy's dtypes.
-
-    Raises:
-        SpecError: numpy has not such a dtype.
-    """
-    converted = {}
-    for key, (shape, dtype) in specs.items():
-        try:
-            converted[key] = shape, torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
-        except TypeError as error:
-            raise SpecError(f"observation: {key!r} is {dtype}, which numpy has not") from error
-    return converted
-
-
-def raw_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """numpy's dtype for such a tensor's memory: that of int16 for bfloat16, which numpy has not.
-
-    Raises:
-        TypeError: numpy has none.
-    """
-    return torch.empty(0, dtype=torch.int16 if dtype is torch.bfloat16 else dtype, device="cpu").numpy().dtype
-
-
-def check_dtype(what: str, key: str, dtype: torch.dtype) -> None:
-    """Raises SpecError unless values of this dtype can lie in shared memory."""
-    try:
-        raw_dtype(dtype)
-    except TypeError as error:
-        raise SpecError(f"{what}: {key!r} is {dtype}, which cannot be recorded; convert it first") from error
-
-
-def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor as an array, a view where it is on the CPU."""
-    try:
-        return tensor.numpy()
-    except (RuntimeError, TypeError):  # it has a gradient, or is elsewhere: rarer, and each call has its price
-        return tensor.detach().cpu().resolve_conj().resolve_neg().numpy()

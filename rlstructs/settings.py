@@ -17,10 +17,10 @@ from rlstructs.checks import check_count
 from rlstructs.copying import copy_arguments
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
-from rlstructs.rows import check_dtype, specs_of
 from rlstructs.seeding import EnvSeed, next_seed
-from rlstructs.structures.base import check_same_keys
+from rlstructs.structures.arrays import check_dtype, specs_of
 from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.structures.tree import check_same_keys
 
 
 @dataclasses.dataclass(frozen=True)

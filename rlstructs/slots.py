@@ -26,10 +26,11 @@ import torch
 from rlstructs.checks import batch_first
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.recorded import Ends, Recorded, blocks_of, patched, sources_of, specs_of_steps
-from rlstructs.rows import Packing, Rows, TensorSpec, numpy_specs, where_true
-from rlstructs.steps import Mover, Steps, entries, put, raw_of, staged, tensor_of, type_name
-from rlstructs.structures.base import check_same_keys, show
+from rlstructs.rows import Packing, Rows
+from rlstructs.steps import Mover, Steps, entries, staged
+from rlstructs.structures.arrays import TensorSpec, numpy_specs, put, raw_of, tensor_of, type_name, where_true
 from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.structures.tree import check_same_keys, show
 
 STATE = "agent_state/"
 

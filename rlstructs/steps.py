@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.rows import Packing, Rows, Target, TensorSpec, as_array, raw_dtype
-from rlstructs.structures.base import show
+from rlstructs.rows import Packing, Rows, Target
+from rlstructs.structures.arrays import TensorSpec, put, raw_dtype, raw_of, tensor_of, type_name
 from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.structures.tree import show
 
 # Rows between the rows of two timesteps that belong to nobody: distances of a power of two share few cache sets.
 GAP = 8
@@ -259,26 +260,3 @@ def check_output(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, tuple
             )
     if unknown := set(tensors) - set(wanted):
         raise SpecError(f"agent: output {sorted(unknown)} was not in its first step")
-
-
-def type_name(dtype: torch.dtype) -> str:
-    """A dtype as it is written in messages."""
-    return str(dtype).removeprefix("torch.")
-
-
-def raw_of(tensor: torch.Tensor) -> np.ndarray:
-    """The same memory as a numpy array: torch cannot index every dtype, and numpy has not every dtype."""
-    if tensor.dtype is torch.bfloat16:
-        tensor = tensor.view(torch.int16)
-    return as_array(tensor)
-
-
-def tensor_of(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """The same memory as a tensor of the dtype of which `raw_of` gave the array."""
-    found = torch.from_numpy(array)
-    return found if found.dtype is dtype else found.view(dtype)
-
-
-def put(column: torch.Tensor, index: Any, values: torch.Tensor) -> None:
-    """`column[index] = values`."""
-    raw_of(column)[index] = raw_of(values)

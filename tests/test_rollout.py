@@ -33,10 +33,10 @@ from rlstructs.generations import Generations
 from rlstructs.job import RolloutJob, Specs
 from rlstructs.probe import first_step
 from rlstructs.rollout import Progress, acquire
-from rlstructs.rows import specs_of
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.settings import JobSettings
 from rlstructs.slots import Layout, Slots
+from rlstructs.structures.arrays import specs_of
 from rlstructs.weights import Outbox
 from workers import SharedArena
 

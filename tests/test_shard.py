@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlstructs.distributed.shard import ROW, Shard, ShardSettings
-from rlstructs.steps import raw_of
+from rlstructs.structures.arrays import raw_of
 
 N_ENVS, ALPHA = 2, 0.7
 NAMES = {"obs": "observation/frame", "terminated": "_observation/terminated"}

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlstructs import DictTensor, GymEnv, GymEnvInf, RL_Batcher, slots
-from rlstructs.rows import Rows, where_true
+from rlstructs.rows import Rows
 from rlstructs.slots import Layout, Slots
+from rlstructs.structures.arrays import where_true
 
 NOTHING = DictTensor()
 OBSERVATION = {"frame": ((2,), torch.float32), "reward": ((), torch.float32), "none": ((0,), torch.float32)}

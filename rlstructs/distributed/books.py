@@ -12,7 +12,7 @@ from rlstructs.distributed.parts import Part, Parts, PartsBatch
 from rlstructs.generations import EVERY
 from rlstructs.member import Order
 from rlstructs.slots import Layout
-from rlstructs.steps import raw_of
+from rlstructs.structures.arrays import raw_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 

@@ -15,9 +15,9 @@ import torch
 from rlstructs.batch import Batch
 from rlstructs.distributed.actor import Columns
 from rlstructs.recorded import Recorded, blocks_of, sources_of, specs_of_steps
-from rlstructs.rows import Packing, Rows, TensorSpec, raw_dtype, where_true
+from rlstructs.rows import Packing, Rows
 from rlstructs.slots import Layout, Slots
-from rlstructs.steps import raw_of, tensor_of
+from rlstructs.structures.arrays import TensorSpec, raw_dtype, raw_of, tensor_of, where_true
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories

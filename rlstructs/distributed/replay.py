@@ -42,8 +42,7 @@ from rlstructs.replay.expand import NEVER
 from rlstructs.replay.prioritised import exponent, largest_of, limit_of
 from rlstructs.replay.trajectories import STEP_ENDS, STEP_START, named_steps
 from rlstructs.replay.values import host_array, real_numbers
-from rlstructs.rows import raw_dtype
-from rlstructs.steps import raw_of, tensor_of
+from rlstructs.structures.arrays import raw_dtype, raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from workers import pickling

@@ -10,7 +10,7 @@ import torch
 
 from rlstructs.checks import several
 from rlstructs.errors import SpecError
-from rlstructs.rows import Spec
+from rlstructs.structures.arrays import Spec
 
 # What the keys of these columns begin with.
 PREFIX = "info/"

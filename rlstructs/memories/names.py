@@ -9,7 +9,7 @@ import numpy as np
 
 from rlstructs.errors import SpecError
 from rlstructs.replay.roles import ENDS
-from rlstructs.rows import as_array
+from rlstructs.structures.arrays import as_array
 
 
 def check_name(name: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from rlstructs.errors import SpecError
 from rlstructs.replay.columns import Spec
-from rlstructs.rows import as_array
+from rlstructs.structures.arrays import as_array
 
 
 def host_array(name: str, value: Any) -> np.ndarray:

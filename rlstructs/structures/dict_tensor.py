@@ -10,7 +10,7 @@ import torch
 
 from rlstructs.checks import batch_first
 from rlstructs.errors import SpecError
-from rlstructs.structures.base import TensorMap, check_alike, check_same_keys, flatten, parts_of, put_rows, show
+from rlstructs.structures.tree import TensorMap, check_alike, check_same_keys, flatten, parts_of, put_rows, show
 
 # More rows than there are: torch refuses the largest steps.
 LARGEST_STEP = 1 << 40

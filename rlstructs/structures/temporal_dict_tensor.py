@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from rlstructs.errors import SpecError
-from rlstructs.structures.base import TensorMap, check_alike, check_same_keys, flatten, parts_of, put_rows, show
 from rlstructs.structures.dict_tensor import DictTensor, Index, as_index, check_copy
+from rlstructs.structures.tree import TensorMap, check_alike, check_same_keys, flatten, parts_of, put_rows, show
 
 LENGTHS = "lengths"
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from rlstructs.errors import SpecError
-from rlstructs.structures.base import Structure, parts_of
 from rlstructs.structures.dict_tensor import DictTensor, Index, as_index
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
+from rlstructs.structures.tree import Structure, parts_of
 
 
 class Trajectories(Structure):

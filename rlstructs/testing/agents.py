@@ -14,8 +14,8 @@ from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
 from rlstructs.probe import check_batch_first
 from rlstructs.seeding import PrivateStreams, seed_global_streams
-from rlstructs.structures.base import equal
 from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.structures.tree import equal
 from rlstructs.testing.recording import Moment, Recording, observed, recorded
 from rlstructs.testing.sources import check_pickles
 from rlstructs.testing.watched_agent import WatchedAgent

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from rlstructs.errors import SpecError
-from rlstructs.structures.base import equal
 from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.structures.tree import equal
 from rlstructs.testing.sources import BY_RESET, EnvSource
 
 # With how many seeds environments have to do the same before it is no coincidence, and in how many steps of each.

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from rlstructs.errors import SpecError
-from rlstructs.structures.base import equal
 from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.structures.tree import equal
 from rlstructs.testing.watched_env import done_of
 
 # Keys that say how a step went, not what is seen.

@@ -16,8 +16,8 @@ from rlstructs.envs.spaces import ActionReader, leaves
 from rlstructs.envs.vec_env import VecEnv, gives_rows
 from rlstructs.errors import SpecError
 from rlstructs.seeding import PrivateStreams, seed_global_streams
-from rlstructs.structures.base import equal, show
 from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.structures.tree import equal, show
 from rlstructs.testing.apart import check_apart
 from rlstructs.testing.ends import Ends
 from rlstructs.testing.inside import forget_inside, innermost, reseed, reseeds, reset_by_mask, watch_inside

@@ -8,10 +8,10 @@ import torch
 
 from rlstructs.agent import EmptyHistory
 from rlstructs.envs.vec_env import VecEnv
-from rlstructs.structures.base import put_rows
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
+from rlstructs.structures.tree import put_rows
 from rlstructs.testing.watched_agent import WatchedAgent
 from rlstructs.testing.watched_env import repeated
 

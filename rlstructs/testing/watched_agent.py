@@ -9,7 +9,7 @@ import torch
 from rlstructs.agent import takes_views
 from rlstructs.checks import batch_first
 from rlstructs.errors import SpecError
-from rlstructs.rows import TensorSpec, check_dtype, specs_of
+from rlstructs.structures.arrays import TensorSpec, check_dtype, specs_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.testing.watched_env import check_unchanged, difference, kind_of

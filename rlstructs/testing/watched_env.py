@@ -11,9 +11,9 @@ import torch
 from rlstructs.envs.info_columns import PREFIX
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
-from rlstructs.rows import TensorSpec, numpy_specs, specs_of
-from rlstructs.structures.base import equal, show
+from rlstructs.structures.arrays import TensorSpec, numpy_specs, specs_of
 from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.structures.tree import equal, show
 
 ENDS = ("terminated", "truncated")
 DONE, START = "done", "initial_state"

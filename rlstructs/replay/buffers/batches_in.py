@@ -14,9 +14,9 @@ from rlstructs.replay.buffers.rows_in import flat_items
 from rlstructs.replay.buffers.tensordicts import refuse_tensorclass
 from rlstructs.replay.trajectories import STEP_ENDS, STEP_START
 from rlstructs.replay.values import host_array
-from rlstructs.structures.base import check_same_keys
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
+from rlstructs.structures.tree import check_same_keys
 
 
 @dataclass(frozen=True)

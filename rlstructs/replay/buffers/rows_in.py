@@ -13,7 +13,7 @@ from rlstructs.errors import SpecError
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.values import encoded, host_array
 from rlstructs.replay.widening import is_too_wide
-from rlstructs.structures.base import TensorMap
+from rlstructs.structures.tree import TensorMap
 
 BFLOAT16 = np.dtype(np.int16)
 # Dtypes of columns, as numpy writes them: of this machine's byte order, and no longer than other libraries have them.
