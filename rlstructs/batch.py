@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from rlstructs import outputs
-from rlstructs.slots import Lent, Slots
+from rlstructs.shared.lent import Lent
+from rlstructs.shared.slots import Slots
 from rlstructs.structures.arrays import TensorSpec
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor

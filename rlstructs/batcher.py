@@ -41,14 +41,11 @@ from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError, StateError
 from rlstructs.evaluation import quotas
 from rlstructs.frameworks.torch import as_device
-from rlstructs.generations import Generations
 from rlstructs.job import Specs
 from rlstructs.lease import Lease
 from rlstructs.lifecycle import Lifecycle, Phase
 from rlstructs.member import Order
-from rlstructs.module_state import plain_state
 from rlstructs.moments import Moments
-from rlstructs.recorded import specs_of_steps
 from rlstructs.seeding import as_given, draw_seed
 from rlstructs.settings import (
     JobSettings,
@@ -62,11 +59,14 @@ from rlstructs.settings import (
     seeds_of,
     warn_of_overlap,
 )
-from rlstructs.slots import Layout
+from rlstructs.shared.layout import Layout
+from rlstructs.shared.module_state import plain_state
+from rlstructs.shared.reading import specs_of_steps
+from rlstructs.shared.slot_buffers import Generations
+from rlstructs.shared.weights import Outbox
 from rlstructs.structures.arrays import specs_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
-from rlstructs.weights import Outbox
 from rlstructs.worker_setup.setup import check_init_worker
 from workers import SharedArena
 from workers.interrupts import finished, forget_last_interrupt, uninterrupted

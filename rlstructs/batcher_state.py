@@ -21,7 +21,7 @@ import torch
 
 from rlstructs.errors import SpecError
 from rlstructs.moments import Moments
-from rlstructs.slots import Layout
+from rlstructs.shared.layout import Layout
 from rlstructs.structures.arrays import TensorSpec
 
 State = dict[str, Any]

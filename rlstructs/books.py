@@ -10,9 +10,9 @@ import numpy as np
 
 from rlstructs.batch import Batch, write_info
 from rlstructs.episodes import EpisodeTracker
-from rlstructs.generations import EVERY, Generations
 from rlstructs.member import Order
-from rlstructs.slots import Layout
+from rlstructs.shared.layout import Layout
+from rlstructs.shared.slot_buffers import EVERY, Generations
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 

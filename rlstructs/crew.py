@@ -17,13 +17,13 @@ from typing import Any
 
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
-from rlstructs.generations import Generations
 from rlstructs.job import JobFactory
 from rlstructs.member import Member, Order
 from rlstructs.moments import Moments, merged
 from rlstructs.rollout import Clock
 from rlstructs.seeding import PrivateStreams, seed_worker_streams
 from rlstructs.settings import JobSettings, RunSettings
+from rlstructs.shared.slot_buffers import Generations
 from rlstructs.worker_setup.setup import WorkerSetup
 from workers import InlinePool, SharedArena, WorkerError, WorkerPool
 from workers.culprits import why_not_sent

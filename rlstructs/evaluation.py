@@ -15,7 +15,8 @@ from rlstructs.envs.vec_env import RowEnv
 from rlstructs.episodes import EpisodeTracker
 from rlstructs.rollout import Progress, acquire
 from rlstructs.seeding import PrivateStreams, seed_global_streams
-from rlstructs.slots import Layout, Slots
+from rlstructs.shared.layout import Layout
+from rlstructs.shared.slots import Slots
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories

@@ -27,18 +27,18 @@ from rlstructs.envs.vec_env import (
 )
 from rlstructs.errors import SpecError
 from rlstructs.evaluation import Evaluation, seed_agent
-from rlstructs.generations import Generations
-from rlstructs.module_state import update_agent
 from rlstructs.moments import Moments
 from rlstructs.probe import first_step, repeated
 from rlstructs.rollout import Clock, Progress, acquire, acquire_in_turns, initial_state
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.settings import JobSettings
-from rlstructs.slots import Slots
+from rlstructs.shared.module_state import update_agent
+from rlstructs.shared.slot_buffers import Generations
+from rlstructs.shared.slots import Slots
+from rlstructs.shared.weights import Inbox, Packed
 from rlstructs.structures.arrays import TensorSpec, specs_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import check_same_keys
-from rlstructs.weights import Inbox, Packed
 from workers.arena import SharedArena
 from workers.loop import close_job
 from workers.process import BARE

@@ -13,9 +13,9 @@ import torch
 from rlstructs.agent import RL_Agent, takes_views
 from rlstructs.envs.vec_env import RowEnv, SplitEnv
 from rlstructs.errors import SpecError
-from rlstructs.rows import Rows
-from rlstructs.slots import Slots
-from rlstructs.steps import settle
+from rlstructs.shared.packing import Rows
+from rlstructs.shared.slots import Slots
+from rlstructs.shared.writing import settle
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.tree import put_rows

@@ -16,18 +16,9 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers import Count
 
-from rlstructs import (
-    DictTensor,
-    GymEnvInf,
-    GymVectorEnv,
-    RL_Agent,
-    RL_Batcher,
-    SharedVectorEnv,
-    SpecError,
-    StateError,
-    slots,
-)
+from rlstructs import DictTensor, GymEnvInf, GymVectorEnv, RL_Agent, RL_Batcher, SharedVectorEnv, SpecError, StateError
 from rlstructs.seeding import EnvSeed
+from rlstructs.shared import slots
 from rlstructs.testing import check_env
 
 MODES = list(AutoresetMode)

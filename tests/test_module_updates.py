@@ -8,7 +8,7 @@ from helpers import create_gym, rollout
 from torch.nn.utils import parametrizations
 
 from rlstructs import DictTensor, RL_Agent, RL_Batcher, SpecError
-from rlstructs.module_state import plain_state
+from rlstructs.shared.module_state import plain_state
 
 # Of torch's own modules, which the first compilation imports.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit")

@@ -29,15 +29,16 @@ from rlstructs import (
     replay_agent,
 )
 from rlstructs.envs.vec_env import row_env
-from rlstructs.generations import Generations
 from rlstructs.job import RolloutJob, Specs
 from rlstructs.probe import first_step
 from rlstructs.rollout import Progress, acquire
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.settings import JobSettings
-from rlstructs.slots import Layout, Slots
+from rlstructs.shared.layout import Layout
+from rlstructs.shared.slot_buffers import Generations
+from rlstructs.shared.slots import Slots
+from rlstructs.shared.weights import Outbox
 from rlstructs.structures.arrays import specs_of
-from rlstructs.weights import Outbox
 from workers import SharedArena
 
 NO_INFO = DictTensor()

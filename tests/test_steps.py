@@ -11,9 +11,11 @@ from helpers import Count, Counting
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlstructs import DictTensor, GymEnv, GymEnvInf, RL_Batcher, slots
-from rlstructs.rows import Rows
-from rlstructs.slots import Layout, Slots
+from rlstructs import DictTensor, GymEnv, GymEnvInf, RL_Batcher
+from rlstructs.shared import slots
+from rlstructs.shared.layout import Layout
+from rlstructs.shared.packing import Rows
+from rlstructs.shared.slots import Slots
 from rlstructs.structures.arrays import where_true
 
 NOTHING = DictTensor()

@@ -11,7 +11,7 @@ from helpers import Count, Counting, rollout
 from rlstructs import DeviceEnv, DictTensor, GymEnv, GymEnvInf, RandomAgent, RL_Batcher, SpecError
 from rlstructs.envs import VecEnv
 from rlstructs.envs.vec_env import RowEnv, WritingRowEnv, gives_rows, row_env
-from rlstructs.rows import Rows, Target
+from rlstructs.shared.packing import Rows, Target
 from rlstructs.testing import check_env
 
 NO_INFO = DictTensor()

@@ -9,9 +9,9 @@ import numpy as np
 from rlstructs.books import Books
 from rlstructs.distributed.actor import Columns
 from rlstructs.distributed.parts import Part, Parts, PartsBatch
-from rlstructs.generations import EVERY
 from rlstructs.member import Order
-from rlstructs.slots import Layout
+from rlstructs.shared.layout import Layout
+from rlstructs.shared.slot_buffers import EVERY
 from rlstructs.structures.arrays import raw_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from rlstructs.distributed import engine
-from rlstructs.weights import Parcel
+from rlstructs.shared.weights import Parcel
 from workers.messages import Asked
 
 

@@ -21,9 +21,9 @@ from rlstructs.job import Once, Specs
 from rlstructs.lifecycle import Phase
 from rlstructs.moments import Moments
 from rlstructs.settings import JobSettings, RunSettings
-from rlstructs.slots import STATE
+from rlstructs.shared.slots import STATE
+from rlstructs.shared.weights import Parcel
 from rlstructs.structures.dict_tensor import DictTensor
-from rlstructs.weights import Parcel
 from rlstructs.worker_setup import registry
 from rlstructs.worker_setup.libraries import write_libraries
 from rlstructs.worker_setup.registry import Registered

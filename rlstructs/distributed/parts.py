@@ -14,9 +14,10 @@ import torch
 
 from rlstructs.batch import Batch
 from rlstructs.distributed.actor import Columns
-from rlstructs.recorded import Recorded, blocks_of, sources_of, specs_of_steps
-from rlstructs.rows import Packing, Rows
-from rlstructs.slots import Layout, Slots
+from rlstructs.shared.layout import Layout
+from rlstructs.shared.packing import Packing, Rows
+from rlstructs.shared.reading import Recorded, blocks_of, sources_of, specs_of_steps
+from rlstructs.shared.slots import Slots
 from rlstructs.structures.arrays import TensorSpec, raw_dtype, raw_of, tensor_of, where_true
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor

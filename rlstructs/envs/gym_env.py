@@ -18,8 +18,8 @@ from rlstructs.envs.spaces import ActionReader, Leaf, Sheet, example, leaves
 from rlstructs.envs.values import copy_value, share_memory
 from rlstructs.envs.vec_env import NO_ROWS, Step, pairs
 from rlstructs.errors import SpecError, StateError
-from rlstructs.rows import Packing, Rows
 from rlstructs.seeding import environment_seeds
+from rlstructs.shared.packing import Packing, Rows
 from rlstructs.structures.dict_tensor import DictTensor
 
 # Keys that every observation has, beside those of the environment's own observation space.

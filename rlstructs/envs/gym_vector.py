@@ -21,8 +21,8 @@ from rlstructs.envs.values import as_numpy
 from rlstructs.envs.vec_env import NO_ROWS, Step, pairs
 from rlstructs.envs.vector_arguments import autoreset_mode_of
 from rlstructs.errors import SpecError, StateError
-from rlstructs.rows import Rows, Target
 from rlstructs.seeding import environment_seeds, int32_seed
+from rlstructs.shared.packing import Rows, Target
 from rlstructs.structures.dict_tensor import DictTensor
 
 OUTCOME = ("reward", "terminated", "truncated")

@@ -24,7 +24,7 @@ from rlstructs.envs.info_columns import PREFIX
 from rlstructs.envs.vec_env import NO_ROWS, Step, VecEnv, load_statistics, pairs, row_env, take_statistics
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.moments import Moments
-from rlstructs.rows import RECORD, Packing, Rows
+from rlstructs.shared.packing import RECORD, Packing, Rows
 from rlstructs.structures.dict_tensor import DictTensor
 
 # Bytes of rows that are kept until they are counted all at once, which takes a hundredth of the time.

@@ -20,7 +20,7 @@ from rlstructs.envs.libraries import Wanted, same
 from rlstructs.envs.parts import nest, nest_rows
 from rlstructs.envs.values import as_numpy, native
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.rows import Packing, Rows
+from rlstructs.shared.packing import Packing, Rows
 from rlstructs.structures.arrays import as_array
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import show

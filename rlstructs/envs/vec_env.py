@@ -10,7 +10,7 @@ import torch
 
 from rlstructs.errors import SpecError
 from rlstructs.moments import Moments
-from rlstructs.rows import Packing, Rows, Target
+from rlstructs.shared.packing import Packing, Rows, Target
 from rlstructs.structures.arrays import as_array, numpy_specs, specs_of
 from rlstructs.structures.dict_tensor import DictTensor
 

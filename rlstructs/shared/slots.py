@@ -14,21 +14,22 @@ cost memory only where an episode ended.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from mmap import mmap
 
 import numpy as np
 import torch
 
 from rlstructs.checks import batch_first
-from rlstructs.errors import MissingKeyError, SpecError, StateError
-from rlstructs.recorded import Ends, Recorded, blocks_of, patched, sources_of, specs_of_steps
-from rlstructs.rows import Packing, Rows
-from rlstructs.steps import Mover, Steps, entries, staged
-from rlstructs.structures.arrays import TensorSpec, numpy_specs, put, raw_of, tensor_of, type_name, where_true
+from rlstructs.errors import MissingKeyError, SpecError
+from rlstructs.shared.compaction import Mover, entries
+from rlstructs.shared.layout import Field, Layout
+from rlstructs.shared.lent import Lent
+from rlstructs.shared.packing import Packing, Rows
+from rlstructs.shared.reading import Ends, Recorded, blocks_of, patched, sources_of, specs_of_steps
+from rlstructs.shared.writing import Steps, staged
+from rlstructs.structures.arrays import put, raw_of, tensor_of, type_name, where_true
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import check_same_keys, show
 
@@ -37,150 +38,6 @@ STATE = "agent_state/"
 # So many environments at least, with bytes of one step and of a whole rollout at most, write steps beside the slots
 # first: more bytes are copied as fast one by one, and a rollout should not take twice its memory unasked.
 STAGED_ENVS, STAGED_STEP, STAGED_ROLLOUT = 256, 256, 2**26
-# Bytes: what a cache line, jax and SIMD loads want.
-ALIGNMENT = 64
-
-Specs = Mapping[str, TensorSpec]
-
-
-@dataclass(frozen=True)
-class Field:
-    """One column in the arena.
-
-    Attributes:
-        name: what it is called.
-        shape: of the whole column.
-        dtype: torch's; a record of observations is uint8, with an axis for its bytes.
-        offset: bytes from the start of the arena.
-        sparse: whether most of its pages are never touched.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    offset: int
-    sparse: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize  # of any size, where numpy's would overflow
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Which columns there are, and where.
-
-    Attributes:
-        n_slots: N.
-        n_timesteps: T.
-        observation, action: what a step writes, by name without prefix.
-        info: what a rollout writes once, by name with prefix.
-    """
-
-    n_slots: int
-    n_timesteps: int
-    observation: Specs
-    action: Specs
-    info: Specs
-
-    @functools.cached_property
-    def fields(self) -> list[Field]:
-        """Every column, at its place."""
-        fields: list[Field] = []
-        offset = 0
-        for name, shape, dtype, sparse in self._columns():
-            field = Field(name, (self.n_slots, *shape), dtype, offset, sparse)
-            fields.append(field)
-            offset += -(-field.nbytes // ALIGNMENT) * ALIGNMENT
-        return fields
-
-    def packing(self) -> Packing:
-        """How observations lie in blocks."""
-        return Packing(numpy_specs(self.observation))
-
-    def _blocks(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-        blocks = self.packing().blocks.items()
-        return [
-            (name, *(((*shape, dtype.itemsize), torch.uint8) if dtype.kind == "V" else self.observation[name]))
-            for name, (shape, dtype) in blocks
-        ]
-
-    def _columns(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, bool]]:
-        n_timesteps = self.n_timesteps
-        for name, shape, dtype in self._blocks():
-            yield f"observation/{name}", (n_timesteps + 1, *shape), dtype, False
-        for key, (shape, dtype) in self.action.items():
-            yield f"action/{key}", (n_timesteps, *shape), dtype, False
-        for name, (shape, dtype) in self.info.items():
-            yield name, shape, dtype, False
-        yield "reset", (n_timesteps,), torch.bool, False
-        yield "lengths", (), torch.int64, False
-        for name, shape, dtype in self._blocks():
-            yield f"_observation/{name}", (n_timesteps, *shape), dtype, True
-
-    @property
-    def reserved_nbytes(self) -> int:
-        """Address space, in bytes."""
-        last = self.fields[-1]
-        return last.offset + last.nbytes
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that a rollout takes, in bytes, without the sparse columns."""
-        return sum(field.nbytes for field in self.fields if not field.sparse)
-
-
-class Lent(Mapping[str, torch.Tensor]):
-    """Tensors by name.
-
-    Args:
-        views: those that lie where they were written.
-        copies: those that cannot, or what makes them when they are first asked for.
-    """
-
-    def __init__(
-        self,
-        views: Mapping[str, torch.Tensor],
-        copies: Mapping[str, torch.Tensor | Callable[[], torch.Tensor]],
-    ) -> None:
-        self.views, self.copies = views, dict(copies)
-
-    def __getitem__(self, key: str) -> torch.Tensor:
-        if key in self.views:
-            return self.views[key]
-        found = self.copies[key]
-        if not isinstance(found, torch.Tensor):
-            found = self.copies[key] = found()
-        return found
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.views or key in self.copies
-
-    def __iter__(self) -> Iterator[str]:
-        return itertools.chain(self.views, self.copies)
-
-    def __len__(self) -> int:
-        return len(self.views) + len(self.copies)
-
-    def with_views(self, views: Mapping[str, torch.Tensor]) -> Lent:
-        """The same with others in the place of its views, and the same copies."""
-        other = Lent(views, {})
-        other.copies = self.copies
-        return other
-
-    def close(self, why: str) -> None:
-        """The slots will be written again: what was not copied can no longer be, and autograd hears of it."""
-        for view in self.views.values():
-            torch.autograd.graph.increment_version(view)
-        for key, copy in self.copies.items():
-            if not isinstance(copy, torch.Tensor):
-                self.copies[key] = functools.partial(_refuse, why)
-
-
-def _refuse(why: str) -> torch.Tensor:
-    raise StateError(why)
-
-
 class Slots:
     """The slots `first` to `first + n - 1`, over the bytes of an arena.
 

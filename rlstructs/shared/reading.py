@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rlstructs.debug import poison
-from rlstructs.rows import RECORD, Packing, Rows
+from rlstructs.shared.packing import RECORD, Packing, Rows
 from rlstructs.structures.arrays import TensorSpec, put_where, raw_of, tensor_of, where_true
 
 # The bits of bfloat16's NaN.

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from mmap import ALLOCATIONGRANULARITY, mmap
 from typing import Any
 
-from rlstructs.slots import Layout, Slots
+from rlstructs.shared.layout import Layout
+from rlstructs.shared.slots import Slots
 
 # Bytes of such a number, and the largest.
 CUT = 8

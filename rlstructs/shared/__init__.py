@@ -1,0 +1,1 @@
+"""The shared memory that the trainer and its workers map."""

@@ -1,0 +1,62 @@
+"""Tensors on loan: views of shared memory, and copies of what cannot be viewed."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from rlstructs.errors import StateError
+
+
+class Lent(Mapping[str, torch.Tensor]):
+    """Tensors by name.
+
+    Args:
+        views: those that lie where they were written.
+        copies: those that cannot, or what makes them when they are first asked for.
+    """
+
+    def __init__(
+        self,
+        views: Mapping[str, torch.Tensor],
+        copies: Mapping[str, torch.Tensor | Callable[[], torch.Tensor]],
+    ) -> None:
+        self.views, self.copies = views, dict(copies)
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key in self.views:
+            return self.views[key]
+        found = self.copies[key]
+        if not isinstance(found, torch.Tensor):
+            found = self.copies[key] = found()
+        return found
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.views or key in self.copies
+
+    def __iter__(self) -> Iterator[str]:
+        return itertools.chain(self.views, self.copies)
+
+    def __len__(self) -> int:
+        return len(self.views) + len(self.copies)
+
+    def with_views(self, views: Mapping[str, torch.Tensor]) -> Lent:
+        """The same with others in the place of its views, and the same copies."""
+        other = Lent(views, {})
+        other.copies = self.copies
+        return other
+
+    def close(self, why: str) -> None:
+        """The slots will be written again: what was not copied can no longer be, and autograd hears of it."""
+        for view in self.views.values():
+            torch.autograd.graph.increment_version(view)
+        for key, copy in self.copies.items():
+            if not isinstance(copy, torch.Tensor):
+                self.copies[key] = functools.partial(_refuse, why)
+
+
+def _refuse(why: str) -> torch.Tensor:
+    raise StateError(why)
