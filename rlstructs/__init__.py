@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rlstructs.envs.gym_env import GymEnv, GymEnvInf
     from rlstructs.envs.gym_vector import GymVectorEnv
     from rlstructs.envs.normalize import NormalizeObservation, NormalizeReward
-    from rlstructs.envs.shared_vector_env import SharedVectorEnv
+    from rlstructs.envs.shared_vector.shared_vector_env import SharedVectorEnv
     from rlstructs.envs.vec_env import VecEnv
     from rlstructs.errors import (
         ClosedError,
@@ -80,7 +80,7 @@ _EXPORTS = {
     "RayBatcher": "distributed.batcher",
     "RayReplay": "distributed.replay",
     "RemoteTraceback": "errors",
-    "SharedVectorEnv": "envs.shared_vector_env",
+    "SharedVectorEnv": "envs.shared_vector.shared_vector_env",
     "SpecError": "errors",
     "StateError": "errors",
     "TemporalDictTensor": "structures.temporal_dict_tensor",

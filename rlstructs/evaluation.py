@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rlstructs.agent import RL_Agent, copy_agent
-from rlstructs.envs.vec_env import RowEnv
+from rlstructs.envs.row_env import RowEnv
 from rlstructs.episodes import EpisodeTracker
 from rlstructs.rollout import Progress, acquire
 from rlstructs.seeding import PrivateStreams, seed_global_streams

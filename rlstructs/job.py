@@ -15,16 +15,8 @@ import torch
 from rlstructs.agent import RL_Agent
 from rlstructs.checks import called, check_made
 from rlstructs.copying import copy_arguments
-from rlstructs.envs.vec_env import (
-    RowEnv,
-    SplitEnv,
-    VecEnv,
-    gives_rows,
-    groups_of,
-    load_statistics,
-    row_env,
-    take_statistics,
-)
+from rlstructs.envs.row_env import RowEnv, SplitEnv, gives_rows, groups_of, load_statistics, row_env, take_statistics
+from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
 from rlstructs.evaluation import Evaluation, seed_agent
 from rlstructs.moments import Moments

@@ -13,7 +13,8 @@ import torch
 from gymnasium import spaces
 
 from rlstructs.agent import RL_Agent
-from rlstructs.envs.spaces import ActionReader, Leaf, leaves
+from rlstructs.envs.action_reader import ActionReader
+from rlstructs.envs.spaces import Leaf, leaves
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rlstructs.agent import RL_Agent, takes_views
-from rlstructs.envs.vec_env import RowEnv, SplitEnv
+from rlstructs.envs.row_env import RowEnv, SplitEnv
 from rlstructs.errors import SpecError
 from rlstructs.shared.packing import Rows
 from rlstructs.shared.slots import Slots

@@ -11,7 +11,8 @@ from gymnasium import spaces
 from test_spaces import INTEGERS, REFUSED, every_space, whole_range
 
 from rlstructs import DictTensor, RandomAgent, SpecError
-from rlstructs.envs.spaces import ActionReader, leaves
+from rlstructs.envs.action_reader import ActionReader
+from rlstructs.envs.spaces import leaves
 
 
 @pytest.fixture(autouse=True)

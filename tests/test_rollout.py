@@ -28,7 +28,7 @@ from rlstructs import (
     masked_dicttensor,
     replay_agent,
 )
-from rlstructs.envs.vec_env import row_env
+from rlstructs.envs.row_env import row_env
 from rlstructs.job import RolloutJob, Specs
 from rlstructs.probe import first_step
 from rlstructs.rollout import Progress, acquire

@@ -10,7 +10,7 @@ from helpers import Count, Counting, rollout
 
 from rlstructs import DeviceEnv, DictTensor, GymEnv, GymEnvInf, RandomAgent, RL_Batcher, SpecError
 from rlstructs.envs import VecEnv
-from rlstructs.envs.vec_env import RowEnv, WritingRowEnv, gives_rows, row_env
+from rlstructs.envs.row_env import RowEnv, WritingRowEnv, gives_rows, row_env
 from rlstructs.shared.packing import Rows, Target
 from rlstructs.testing import check_env
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rlstructs.envs.gym_env import GymEnv, GymEnvInf
     from rlstructs.envs.gym_vector import GymVectorEnv
     from rlstructs.envs.normalize import NormalizeObservation, NormalizeReward
-    from rlstructs.envs.shared_vector_env import SharedVectorEnv
+    from rlstructs.envs.shared_vector.shared_vector_env import SharedVectorEnv
     from rlstructs.envs.vec_env import VecEnv
 
 _EXPORTS = {
@@ -23,7 +23,7 @@ _EXPORTS = {
     "GymVectorEnv": "gym_vector",
     "NormalizeObservation": "normalize",
     "NormalizeReward": "normalize",
-    "SharedVectorEnv": "shared_vector_env",
+    "SharedVectorEnv": "shared_vector.shared_vector_env",
     "VecEnv": "vec_env",
 }
 

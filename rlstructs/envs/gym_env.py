@@ -10,13 +10,15 @@ import gymnasium
 import numpy as np
 import torch
 
+from rlstructs.envs.action_reader import ActionReader
 from rlstructs.envs.answers import NONE_YET, add_origin, blame_step, checked_reset
-from rlstructs.envs.env_group import innermost
 from rlstructs.envs.info_columns import PREFIX, InfoColumns, InfoKeys
+from rlstructs.envs.observation_columns import Sheet
 from rlstructs.envs.parts import are_equal, copy_parts
-from rlstructs.envs.spaces import ActionReader, Leaf, Sheet, example, leaves
+from rlstructs.envs.row_env import NO_ROWS, Step, pairs
+from rlstructs.envs.shared_vector.env_group import innermost
+from rlstructs.envs.spaces import Leaf, example, leaves
 from rlstructs.envs.values import copy_value, share_memory
-from rlstructs.envs.vec_env import NO_ROWS, Step, pairs
 from rlstructs.errors import SpecError, StateError
 from rlstructs.seeding import environment_seeds
 from rlstructs.shared.packing import Packing, Rows

@@ -11,15 +11,17 @@ import numpy as np
 import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
+from rlstructs.envs.action_reader import ActionReader
 from rlstructs.envs.answers import add_origin, check_step, checked_reset
 from rlstructs.envs.finals import finals_of, has_finals, put_finals
 from rlstructs.envs.gym_env import NO_INFO, packing_of, refuse_reserved
 from rlstructs.envs.info_columns import InfoColumns, InfoKeys, final_infos
 from rlstructs.envs.libraries import Wanted, same, wanted_by
-from rlstructs.envs.spaces import ActionReader, Sheet, example, leaves
+from rlstructs.envs.observation_columns import Sheet
+from rlstructs.envs.row_env import NO_ROWS, Step, pairs
+from rlstructs.envs.shared_vector.arguments import autoreset_mode_of
+from rlstructs.envs.spaces import example, leaves
 from rlstructs.envs.values import as_numpy
-from rlstructs.envs.vec_env import NO_ROWS, Step, pairs
-from rlstructs.envs.vector_arguments import autoreset_mode_of
 from rlstructs.errors import SpecError, StateError
 from rlstructs.seeding import environment_seeds, int32_seed
 from rlstructs.shared.packing import Rows, Target

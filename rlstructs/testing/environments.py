@@ -11,9 +11,11 @@ import gymnasium
 import numpy as np
 import torch
 
+from rlstructs.envs.action_reader import ActionReader
 from rlstructs.envs.gym_env import GymEnv
-from rlstructs.envs.spaces import ActionReader, leaves
-from rlstructs.envs.vec_env import VecEnv, gives_rows
+from rlstructs.envs.row_env import gives_rows
+from rlstructs.envs.spaces import leaves
+from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.structures.dict_tensor import DictTensor

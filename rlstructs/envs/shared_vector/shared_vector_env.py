@@ -26,11 +26,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from rlstructs.checks import check_count, check_timeout
-from rlstructs.envs.call_order import CallOrder, Pending
-from rlstructs.envs.env_group import Description
-from rlstructs.envs.hosts import Arguments, Host, LocalHost, Request, shares_of
-from rlstructs.envs.outcomes import Outcome, infos_of_all, infos_of_some
-from rlstructs.envs.vector_arguments import (
+from rlstructs.envs.shared_vector.arguments import (
     RESET_MASK,
     SAME,
     autoreset_mode_of,
@@ -44,7 +40,11 @@ from rlstructs.envs.vector_arguments import (
     value_for_each,
     worker_count,
 )
-from rlstructs.envs.worker_host import WorkerHost, WorkerOptions
+from rlstructs.envs.shared_vector.call_order import CallOrder, Pending
+from rlstructs.envs.shared_vector.env_group import Description
+from rlstructs.envs.shared_vector.hosts import Arguments, Host, LocalHost, Request, shares_of
+from rlstructs.envs.shared_vector.step_results import Outcome, infos_of_all, infos_of_some
+from rlstructs.envs.shared_vector.worker_host import WorkerHost, WorkerOptions
 from rlstructs.errors import SpecError, StateError, WorkerCrashed, WorkerTimeout
 from rlstructs.worker_setup.setup import check_init_worker
 from rlstructs.worker_setup.streams import WorkerStreams

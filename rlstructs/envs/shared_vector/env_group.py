@@ -16,9 +16,9 @@ from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import AutoresetMode
 
 from rlstructs.envs.answers import check_step, checked_reset
-from rlstructs.envs.columns import Columns
-from rlstructs.envs.outcomes import Outcome
 from rlstructs.envs.parts import are_equal, copy_parts
+from rlstructs.envs.shared_vector.columns import Columns
+from rlstructs.envs.shared_vector.step_results import Outcome
 from rlstructs.errors import SpecError
 from workers import failures
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from rlstructs.envs.columns import Columns, nbytes
-from rlstructs.envs.env_group import Description
-from rlstructs.envs.env_worker import CALL, EVERY, HEAD, ONE, EnvWorker
-from rlstructs.envs.hosts import Arguments, EnvFns, Request, first_of, shares_of
-from rlstructs.envs.outcomes import NOTHING, Outcome, unpacked
+from rlstructs.envs.shared_vector.columns import Columns, nbytes
+from rlstructs.envs.shared_vector.env_group import Description
+from rlstructs.envs.shared_vector.env_worker import CALL, EVERY, HEAD, ONE, EnvWorker
+from rlstructs.envs.shared_vector.hosts import Arguments, EnvFns, Request, first_of, shares_of
+from rlstructs.envs.shared_vector.step_results import NOTHING, Outcome, unpacked
 from rlstructs.errors import WorkerCrashed, WorkerTimeout
 from rlstructs.worker_setup.setup import WorkerSetup
 from rlstructs.worker_setup.streams import WorkerStreams
@@ -26,7 +26,7 @@ from workers.culprits import why_not_sent
 from workers.interrupts import uninterrupted
 from workers.messages import AT_ONCE, Post
 
-PRELOAD = ("numpy", "gymnasium.vector", "rlstructs.envs.env_worker")
+PRELOAD = ("numpy", "gymnasium.vector", "rlstructs.envs.shared_vector.env_worker")
 # Steps under way in a worker from which on its replies are read before it is asked for more: a pipe holds some
 # two hundred small messages, and a worker that cannot write its own reads no others.
 MANY = 64

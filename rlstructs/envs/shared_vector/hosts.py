@@ -15,9 +15,9 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from rlstructs.envs.columns import Columns
-from rlstructs.envs.env_group import Description, EnvGroup
-from rlstructs.envs.outcomes import Outcome
+from rlstructs.envs.shared_vector.columns import Columns
+from rlstructs.envs.shared_vector.env_group import Description, EnvGroup
+from rlstructs.envs.shared_vector.step_results import Outcome
 
 EnvFns = Sequence[Callable[[], gymnasium.Env[Any, Any]]]
 Arguments = Callable[[slice], tuple[Any, ...]]

@@ -10,8 +10,8 @@ from typing import Any
 import gymnasium
 from gymnasium.vector import AutoresetMode
 
-from rlstructs.envs.env_group import Description, EnvGroup
-from rlstructs.envs.outcomes import packed
+from rlstructs.envs.shared_vector.env_group import Description, EnvGroup
+from rlstructs.envs.shared_vector.step_results import packed
 from workers import SharedArena, pickling
 
 # How a request begins: to step all environments of a group, to step a single one, or to call a method of a group;

@@ -19,9 +19,9 @@ import numpy as np
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from rlstructs.checks import holds
-from rlstructs.envs.actions import WIDEST, Actions
-from rlstructs.envs.outcomes import Outcome
 from rlstructs.envs.parts import Part, nest, parts_of
+from rlstructs.envs.shared_vector.actions import WIDEST, Actions
+from rlstructs.envs.shared_vector.step_results import Outcome
 from rlstructs.envs.values import as_numpy, share_memory
 from rlstructs.errors import SpecError
 

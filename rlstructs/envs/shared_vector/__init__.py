@@ -1,0 +1,1 @@
+"""`SharedVectorEnv`: gymnasium's vector environment, stepped by worker processes through shared memory."""
