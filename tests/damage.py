@@ -26,7 +26,7 @@ import torch
 
 from rlstructs import DictTensor, FileError, TemporalDictTensor, Trajectories
 from rlstructs.memories.torch import PrioritizedMemory, RandomMemory
-from rlstructs.replay.buffers.base import Buffer
+from rlstructs.replay.buffer import Buffer
 
 # Bytes; changes of each file.
 CUT, N_FLIPS = 64, 250

@@ -27,8 +27,8 @@ from rlstructs.replay import (
     PrioritizedVectorReplayBuffer,
     ReplayBuffer,
     VectorReplayBuffer,
+    saving,
 )
-from rlstructs.replay.buffers import files as buffer_files
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ def _buffer(filled: Callable[[int], Any], add: Any, draw: Any, suffix: str, whol
     def content(buffer: Any) -> Any:
         if buffer is None:
             return None
-        arrays, _, state = buffer_files.contents(buffer)
+        arrays, _, state = saving.contents(buffer)
         return state, {name: np.asarray(values).tobytes() for name, values in arrays.items()}
 
     return Subject(save, (lambda: None) if whole else lambda: filled(3), load, use, content)

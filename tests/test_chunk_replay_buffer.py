@@ -23,7 +23,7 @@ import warp as wp
 
 from rlstructs import DictTensor, FileError, MissingKeyError, SpecError, StateError, TemporalDictTensor, Trajectories
 from rlstructs.replay import ArrayDict, ChunkReplayBuffer
-from rlstructs.replay.prioritised import N_DRAWS
+from rlstructs.replay.priorities import N_DRAWS
 
 inf, nan = float("inf"), float("nan")
 FRAMEWORKS = ["numpy", "torch", "jax", "warp"]

@@ -10,7 +10,7 @@ from helpers import count_batcher, rollout
 
 from rlstructs.debug import is_on, poison
 from rlstructs.replay import DictTensorReplayBuffer, ReplayBuffer, TensorStorage
-from rlstructs.replay.buffers.base import Buffer
+from rlstructs.replay.buffer import Buffer
 
 
 @pytest.fixture(params=["argument", "variable"])

@@ -28,7 +28,7 @@ from rlstructs.replay import (
     SliceSamplerWithoutReplacement,
     TensorStorage,
 )
-from rlstructs.replay.buffers import storages
+from rlstructs.replay.torchrl import storages
 
 SETTINGS = settings(
     max_examples=40, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck), database=None,

@@ -43,8 +43,8 @@ from rlstructs.replay import (
     TensorStorage,
     Transform,
 )
-from rlstructs.replay.buffers import storages, writers
-from rlstructs.replay.tensor_columns import TensorColumns
+from rlstructs.replay.device_columns import TensorColumns
+from rlstructs.replay.torchrl import storages, writers
 
 
 def made(storage=None, **settings):

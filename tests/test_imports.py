@@ -93,7 +93,7 @@ def loaded_by(statement):
         ("from rlstructs import RayBatcher", {"torch", "numpy"}),
         ("import rlstructs.cli", set()),
         ("import rlstructs.memories.torch", {"torch", "numpy"}),
-        ("import rlstructs.replay.storage", {"numpy"}),
+        ("import rlstructs.replay.store", {"numpy"}),
         ("import rlstructs.testing", set()),
         ("from rlstructs.testing import check_agent", {"torch", "numpy", "gymnasium"}),
         ("from rlstructs import SharedVectorEnv", {"numpy", "gymnasium"}),

@@ -20,7 +20,7 @@ import workers
 from rlstructs import SharedVectorEnv, StateError
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.step_writer import StepWriter
-from rlstructs.replay.storage import Storage
+from rlstructs.replay.store import Storage
 
 N_LANES, CAPACITY, WIDTH = 2, 4, 64
 FOLDER = rlstructs.replay.__path__[0]

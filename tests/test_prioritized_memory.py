@@ -10,7 +10,7 @@ import pytest
 from frameworks import EVERY_KIND, KINDS, ON_HOST, add, array, flat, host, make
 
 from rlstructs.errors import FileError, SpecError, StateError
-from rlstructs.replay.prioritised import N_DRAWS
+from rlstructs.replay.priorities import N_DRAWS
 
 inf, nan = float("inf"), float("nan")
 

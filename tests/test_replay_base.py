@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from rlstructs import DictTensor, FileError, SpecError, TemporalDictTensor, Trajectories
 from rlstructs.replay.array_dict import ArrayDict
-from rlstructs.replay.buffers.base import Buffer
+from rlstructs.replay.buffer import Buffer
 from rlstructs.replay.columns import Spec
+from rlstructs.replay.drawing import Selection
 from rlstructs.replay.reading import Reading
-from rlstructs.replay.selection import Selection
-from rlstructs.replay.storage import Storage
+from rlstructs.replay.store import Storage
 
 WIDE = 80  # float32: more bytes than from which on a next observation is stored once
 
@@ -335,7 +335,7 @@ def test_what_lies_beside_takes_small_pages_only(subprocess_env):
     # In a program of its own: what other tests leave would be measured too.
     program = textwrap.dedent("""
         import psutil
-        from rlstructs.replay.buffers.base import Buffer
+        from rlstructs.replay.buffer import Buffer
         from test_replay_base import with_finals
 
         buffer, steps = Buffer(1, 4000, seed=0), with_finals()

@@ -26,7 +26,7 @@ from rlstructs.replay import (
     VectorReplayBuffer,
 )
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.storage import Storage
+from rlstructs.replay.store import Storage
 
 
 def cached(size=10, n=4, length=5, **arguments):

@@ -15,11 +15,11 @@ from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay import expand
 from rlstructs.replay.backing import Heap, OnDisk, Shared
 from rlstructs.replay.columns import Columns, Spec
+from rlstructs.replay.drawing import Selection, Uniform, draw_fitting
 from rlstructs.replay.episodes import LENGTH, NEVER, TIME, Episodes
 from rlstructs.replay.ring import N_COUNTERS, Ring
-from rlstructs.replay.samplers import Epoch, Span, Uniform, draw_fitting
-from rlstructs.replay.selection import Selection
-from rlstructs.replay.storage import ALL, Storage
+from rlstructs.replay.span import Epoch, Span
+from rlstructs.replay.store import ALL, Storage
 
 ORDERS = ["lane", "slot"]
 BACKINGS = ["heap", "shared", "disk"]

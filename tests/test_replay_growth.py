@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from rlstructs.errors import FileError, SpecError, StateError
-from rlstructs.replay.buffers.base import Buffer
+from rlstructs.replay.buffer import Buffer
 from rlstructs.replay.columns import Columns, Spec
-from rlstructs.replay.prioritised import Prioritised
-from rlstructs.replay.storage import Storage
+from rlstructs.replay.priorities import Prioritised
+from rlstructs.replay.store import Storage
 
 WIDE = 80  # float32: more bytes than from which on a next observation is stored once
 

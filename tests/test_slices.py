@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rlstructs.errors import SpecError
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.slices import MEASURES, Slices
-from rlstructs.replay.storage import Storage
+from rlstructs.replay.store import Storage
 
 
 def make_storage(capacity):

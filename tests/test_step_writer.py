@@ -10,7 +10,7 @@ from frameworks import KINDS
 from rlstructs.memories import tensors
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.step_writer import StepWriter
-from rlstructs.replay.storage import Storage
+from rlstructs.replay.store import Storage
 
 SIZE, LANES = 5, 3
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from rlstructs.errors import SpecError
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.prioritised import Prioritised
-from rlstructs.replay.storage import Storage
+from rlstructs.replay.priorities import Prioritised
+from rlstructs.replay.store import Storage
 from rlstructs.replay.sum_tree import SumTree
 
 SIZES = [1, 2, 3, 5, 6, 7, 1000, 1_000_000]

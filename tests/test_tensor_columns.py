@@ -12,10 +12,10 @@ from frameworks import CUDA, EVERY_KIND, ON_HOST, array, flat, host, library, ma
 from rlstructs import DictTensor, OutOfMemoryError, TemporalDictTensor, Trajectories
 from rlstructs.errors import SpecError
 from rlstructs.memories import base, trajectories
-from rlstructs.replay import tensor_columns
+from rlstructs.replay import device_columns
 from rlstructs.replay.columns import Columns, Spec
-from rlstructs.replay.storage import Storage
-from rlstructs.replay.tensor_columns import TensorColumns
+from rlstructs.replay.device_columns import TensorColumns
+from rlstructs.replay.store import Storage
 
 NAMES = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
          "float16", "float32", "float64", "complex64", "complex128"]  # fmt: skip
@@ -158,7 +158,7 @@ def test_what_a_memory_held_comes_back_from_a_pickle(kind):
 
 def test_tensors_beyond_what_the_device_has_are_refused(kind, monkeypatch):
     memory = make(kind, 1000, 1)
-    monkeypatch.setattr(tensor_columns.TensorColumns, "available_bytes", lambda columns: 3999)
+    monkeypatch.setattr(device_columns.TensorColumns, "available_bytes", lambda columns: 3999)
     with pytest.raises(OutOfMemoryError, match="^tensor 'x': 4,000 bytes are needed, 3,999 are available$"):
         memory.create_tensor("x", size=1)
 

@@ -36,11 +36,10 @@ from rlstructs.distributed.shard import (
     ShardSettings,
 )
 from rlstructs.errors import ClosedError, MissingKeyError, SpecError, StateError
-from rlstructs.memories.trajectories import NAMES, lanes_of
 from rlstructs.replay.columns import cast
 from rlstructs.replay.expand import NEVER
-from rlstructs.replay.prioritised import exponent, largest_of, limit_of
-from rlstructs.replay.trajectories import STEP_ENDS, STEP_START, named_steps
+from rlstructs.replay.from_trajectories import NAMES, STEP_ENDS, STEP_START, lanes_of, named_steps
+from rlstructs.replay.priorities import exponent, largest_of, limit_of
 from rlstructs.replay.values import host_array, real_numbers
 from rlstructs.structures.arrays import raw_dtype, raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor

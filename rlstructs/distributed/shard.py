@@ -16,7 +16,7 @@ from rlstructs.distributed.actor import Columns, WithColumns
 from rlstructs.errors import FileError
 from rlstructs.memories.torch import PrioritizedMemory
 from rlstructs.replay import expand
-from rlstructs.replay.samplers import Span
+from rlstructs.replay.span import Span
 from rlstructs.structures.arrays import raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor

@@ -21,9 +21,9 @@ from rlstructs.files.archives import checksum
 from rlstructs.files.opening import open_file, read_at, read_bytes, size_of
 from rlstructs.memories.restoring import EPISODES, KIND, RING, checked, make_missing
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.prioritised import DRAWN, LEAVES, SYNCED
+from rlstructs.replay.priorities import DRAWN, LEAVES, SYNCED
 from rlstructs.replay.ring import Ring
-from rlstructs.replay.samplers import Span
+from rlstructs.replay.span import Span
 from rlstructs.replay.values import from_bits, to_bits
 
 if TYPE_CHECKING:

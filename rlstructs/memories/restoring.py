@@ -15,7 +15,7 @@ from rlstructs.memories.tensors import spec_of
 from rlstructs.replay.claims import Claims, check_counters, check_episodes, dtype_called, generator_in, row_shape, whole
 from rlstructs.replay.columns import SLOT, Spec
 from rlstructs.replay.episodes import EPISODE
-from rlstructs.replay.prioritised import DRAWN, LEAVES, SYNCED
+from rlstructs.replay.priorities import DRAWN, LEAVES, SYNCED
 from rlstructs.replay.roles import ENDS
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ from rlstructs.errors import SpecError, StateError
 from rlstructs.memories import base
 from rlstructs.replay import expand
 from rlstructs.replay.claims import Claims, whole
+from rlstructs.replay.drawing import Selection, Uniform, draw_fitting
 from rlstructs.replay.expand import CROSS, EPISODE_ENDS, MASK, NEVER
-from rlstructs.replay.prioritised import LEAVES, Prioritised, exponent
+from rlstructs.replay.priorities import LEAVES, Prioritised, exponent
 from rlstructs.replay.reading import discounted
 from rlstructs.replay.roles import is_after, is_reward
-from rlstructs.replay.samplers import Span, Uniform, draw_fitting
-from rlstructs.replay.selection import Selection
+from rlstructs.replay.span import Span
 from rlstructs.replay.values import host_array, real_numbers
 
 Fits = Callable[[np.ndarray], np.ndarray]

@@ -21,11 +21,11 @@ from rlstructs.memories.live import LiveTensors
 from rlstructs.memories.names import check_name, ends_of
 from rlstructs.memories.spaces import n_elements
 from rlstructs.replay.columns import SLOT, Columns, Spec
+from rlstructs.replay.device_columns import TensorColumns
 from rlstructs.replay.episodes import BYTES_PER_ROW
 from rlstructs.replay.roles import ENDS
 from rlstructs.replay.step_writer import StepWriter
-from rlstructs.replay.storage import Storage
-from rlstructs.replay.tensor_columns import TensorColumns
+from rlstructs.replay.store import Storage
 from rlstructs.replay.values import as_whole, encoded, generator_of, host_array
 
 

@@ -10,23 +10,13 @@ import numpy as np
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.memories.names import check_name, ends_of
 from rlstructs.memories.tensors import spec_of
-from rlstructs.replay.columns import Spec
-from rlstructs.replay.trajectories import STEP_ENDS, STEP_START, as_slice, named_steps, rounds
+from rlstructs.replay.blocks import as_slice, rounds
+from rlstructs.replay.from_trajectories import NAMES, STEP_ENDS, STEP_START, _padded, lanes_of, named_steps
 from rlstructs.replay.values import encoded, host_array
 from rlstructs.structures.trajectories import Trajectories
 
 if TYPE_CHECKING:
     from rlstructs.memories.base import Memory
-
-NAMES = {
-    "observations": "observation/frame",
-    "next_observations": "_observation/frame",
-    "actions": "action/action",
-    "rewards": "_observation/reward",
-    "terminated": "_observation/terminated",
-    "truncated": "_observation/truncated",
-}
-
 
 def add(memory: Memory, batch: Trajectories, names: Mapping[str, str] | None) -> None:
     """Appends the valid steps of a batch, whole or not at all."""
@@ -67,29 +57,6 @@ def add(memory: Memory, batch: Trajectories, names: Mapping[str, str] | None) ->
             lengths=None if (part == lead[1]).all() else part,
             starts=None if starts is None else starts if every else starts[rows],
         )
-
-
-def lanes_of(batch: Trajectories, n_lanes: int, owner: str) -> np.ndarray:
-    """Which environment each row is of, int64 (B,).
-
-    Raises:
-        MissingKeyError, SpecError: that is not said, or it is none of `n_lanes`.
-    """
-    if "env_index" not in batch.info:
-        raise MissingKeyError(f"{owner}: no 'env_index' in the trajectories' info: it says which lane a row is")
-    lanes = host_array("env_index", batch.info["env_index"]).reshape(-1).astype(np.int64)
-    if lanes.size and (lanes.min() < 0 or lanes.max() >= n_lanes):
-        wrong = lanes.max() if lanes.min() >= 0 else lanes.min()
-        raise SpecError(f"{owner}: env_index {wrong} is not in [0, {n_lanes}), the memory's num_envs")
-    return lanes
-
-
-def _padded(values: np.ndarray, spec: Spec, lengths: np.ndarray) -> np.ndarray:
-    """Integers (B, T, ...) that another dtype is to take, with zeros as padding: poison may not fit there."""
-    if values.dtype == spec.dtype or values.dtype.kind not in "iu":
-        return values
-    inside = np.arange(values.shape[1]) < lengths.reshape(-1, 1)
-    return np.where(inside.reshape(*inside.shape, *[1] * (values.ndim - 2)), values, values.dtype.type(0))
 
 
 def _row_shape(memory: Memory, name: str, given: tuple[int, ...]) -> tuple[int, ...]:

@@ -14,35 +14,35 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlstructs.replay.array_dict import ArrayDict, Batch
-    from rlstructs.replay.buffers.buffer_samplers import RandomSampler, SamplerWithoutReplacement
-    from rlstructs.replay.buffers.cached import CachedReplayBuffer
-    from rlstructs.replay.buffers.chunks import ChunkBatch, ChunkReplayBuffer
-    from rlstructs.replay.buffers.dict_tensor_buffer import (
+    from rlstructs.replay.rlberry.chunks import ChunkBatch, ChunkReplayBuffer
+    from rlstructs.replay.tianshou.cached import CachedReplayBuffer
+    from rlstructs.replay.tianshou.hindsight import HERReplayBuffer, HERVectorReplayBuffer
+    from rlstructs.replay.tianshou.prioritized import PrioritizedReplayBuffer, PrioritizedVectorReplayBuffer
+    from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
+    from rlstructs.replay.tianshou.rows import MalformedBufferError
+    from rlstructs.replay.tianshou.vector import VectorReplayBuffer
+    from rlstructs.replay.torchrl.buffer import (
         DictTensorPrioritizedReplayBuffer,
         DictTensorReplayBuffer,
         TensorDictPrioritizedReplayBuffer,
         TensorDictReplayBuffer,
     )
-    from rlstructs.replay.buffers.episode_rows import MalformedBufferError
-    from rlstructs.replay.buffers.hindsight import HERReplayBuffer, HERVectorReplayBuffer
-    from rlstructs.replay.buffers.prioritized import PrioritizedReplayBuffer, PrioritizedVectorReplayBuffer
-    from rlstructs.replay.buffers.prioritized_sampler import PrioritizedSampler
-    from rlstructs.replay.buffers.replay_buffer import ReplayBuffer
-    from rlstructs.replay.buffers.slice_samplers import (
+    from rlstructs.replay.torchrl.prioritized_sampler import PrioritizedSampler
+    from rlstructs.replay.torchrl.samplers import RandomSampler, SamplerWithoutReplacement
+    from rlstructs.replay.torchrl.slice_samplers import (
         PrioritizedSliceSampler,
         SliceSampler,
         SliceSamplerWithoutReplacement,
     )
-    from rlstructs.replay.buffers.storages import (
+    from rlstructs.replay.torchrl.storages import (
         LazyMemmapStorage,
         LazyTensorStorage,
         ListStorage,
         MemmapStorage,
         TensorStorage,
     )
-    from rlstructs.replay.buffers.transforms import Compose, Transform
-    from rlstructs.replay.buffers.vector import VectorReplayBuffer
-    from rlstructs.replay.buffers.writers import (
+    from rlstructs.replay.torchrl.transforms import Compose, Transform
+    from rlstructs.replay.torchrl.writers import (
         ImmutableDatasetWriter,
         ImmutableWriter,
         MaxValueWriter,
@@ -54,39 +54,39 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "ArrayDict": "array_dict",
     "Batch": "array_dict",
-    "CachedReplayBuffer": "buffers.cached",
-    "ChunkBatch": "buffers.chunks",
-    "ChunkReplayBuffer": "buffers.chunks",
-    "Compose": "buffers.transforms",
-    "DictTensorPrioritizedReplayBuffer": "buffers.dict_tensor_buffer",
-    "DictTensorReplayBuffer": "buffers.dict_tensor_buffer",
-    "HERReplayBuffer": "buffers.hindsight",
-    "HERVectorReplayBuffer": "buffers.hindsight",
-    "ImmutableDatasetWriter": "buffers.writers",
-    "ImmutableWriter": "buffers.writers",
-    "LazyMemmapStorage": "buffers.storages",
-    "LazyTensorStorage": "buffers.storages",
-    "ListStorage": "buffers.storages",
-    "MalformedBufferError": "buffers.episode_rows",
-    "MaxValueWriter": "buffers.writers",
-    "MemmapStorage": "buffers.storages",
-    "PrioritizedReplayBuffer": "buffers.prioritized",
-    "PrioritizedSampler": "buffers.prioritized_sampler",
-    "PrioritizedSliceSampler": "buffers.slice_samplers",
-    "PrioritizedVectorReplayBuffer": "buffers.prioritized",
-    "RandomSampler": "buffers.buffer_samplers",
-    "ReplayBuffer": "buffers.replay_buffer",
-    "RoundRobinWriter": "buffers.writers",
-    "SamplerWithoutReplacement": "buffers.buffer_samplers",
-    "SliceSampler": "buffers.slice_samplers",
-    "SliceSamplerWithoutReplacement": "buffers.slice_samplers",
-    "TensorDictMaxValueWriter": "buffers.writers",
-    "TensorDictPrioritizedReplayBuffer": "buffers.dict_tensor_buffer",
-    "TensorDictReplayBuffer": "buffers.dict_tensor_buffer",
-    "TensorDictRoundRobinWriter": "buffers.writers",
-    "TensorStorage": "buffers.storages",
-    "Transform": "buffers.transforms",
-    "VectorReplayBuffer": "buffers.vector",
+    "CachedReplayBuffer": "tianshou.cached",
+    "ChunkBatch": "rlberry.chunks",
+    "ChunkReplayBuffer": "rlberry.chunks",
+    "Compose": "torchrl.transforms",
+    "DictTensorPrioritizedReplayBuffer": "torchrl.buffer",
+    "DictTensorReplayBuffer": "torchrl.buffer",
+    "HERReplayBuffer": "tianshou.hindsight",
+    "HERVectorReplayBuffer": "tianshou.hindsight",
+    "ImmutableDatasetWriter": "torchrl.writers",
+    "ImmutableWriter": "torchrl.writers",
+    "LazyMemmapStorage": "torchrl.storages",
+    "LazyTensorStorage": "torchrl.storages",
+    "ListStorage": "torchrl.storages",
+    "MalformedBufferError": "tianshou.rows",
+    "MaxValueWriter": "torchrl.writers",
+    "MemmapStorage": "torchrl.storages",
+    "PrioritizedReplayBuffer": "tianshou.prioritized",
+    "PrioritizedSampler": "torchrl.prioritized_sampler",
+    "PrioritizedSliceSampler": "torchrl.slice_samplers",
+    "PrioritizedVectorReplayBuffer": "tianshou.prioritized",
+    "RandomSampler": "torchrl.samplers",
+    "ReplayBuffer": "tianshou.replay_buffer",
+    "RoundRobinWriter": "torchrl.writers",
+    "SamplerWithoutReplacement": "torchrl.samplers",
+    "SliceSampler": "torchrl.slice_samplers",
+    "SliceSamplerWithoutReplacement": "torchrl.slice_samplers",
+    "TensorDictMaxValueWriter": "torchrl.writers",
+    "TensorDictPrioritizedReplayBuffer": "torchrl.buffer",
+    "TensorDictReplayBuffer": "torchrl.buffer",
+    "TensorDictRoundRobinWriter": "torchrl.writers",
+    "TensorStorage": "torchrl.storages",
+    "Transform": "torchrl.transforms",
+    "VectorReplayBuffer": "tianshou.vector",
 }
 
 __all__ = [

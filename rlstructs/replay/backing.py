@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import mmap
+import os
+import re
+import shutil
+import tempfile
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -128,3 +133,82 @@ class OnDisk:
     def allocate(self, name: str, nbytes: int, sparse: bool = False) -> Block:
         self._n += 1  # names may hold anything, file names not
         return FileBlock(self._folder / f"{self._n:04d}.bin", nbytes)
+
+
+class Folder:
+    """Gives out the bytes of files in a folder, made with the first; pickled, it is a temporary one with copies.
+
+    Args:
+        path: None for a temporary one, which goes with this object.
+        overwrite: whether files of another such folder may be there.
+
+    Raises:
+        SpecError: there is something in it.
+    """
+
+    def __init__(self, path: Path | None = None, overwrite: bool = False) -> None:
+        self._n, self._overwrite = 0, overwrite
+        if path is None:
+            self.path = Path(tempfile.mkdtemp(prefix="rlstructs-"))
+            weakref.finalize(self, _remove, self.path, os.getpid())
+            return
+        self.path = path
+        if path.exists():  # better told now than with the first row
+            self._ours()
+
+    def made(self) -> Path:
+        """The folder, which there is from now on, and in which nothing is at first.
+
+        Raises:
+            SpecError: something was put into it meanwhile.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        if not self._n:
+            for file in self._ours():
+                file.unlink()
+        return self.path
+
+    def _ours(self) -> list[Path]:
+        """Files of an earlier one that may be overwritten; raises SpecError if there is anything else."""
+        found = sorted(self.path.iterdir())
+        ours = [file for file in found if self._overwrite and re.fullmatch(r"\d{4}\.bin", file.name)]
+        if others := [file.name for file in found if file not in ours]:
+            raise SpecError(f"{self.path}: this folder is not empty, it holds {others[:3]}")
+        return ours
+
+    def allocate(self, name: str, nbytes: int, sparse: bool = False) -> Block:
+        """A file of `nbytes` zeros, of which only the touched pages are taken."""
+        self.made()
+        self._n += 1  # names may hold anything, file names not
+        return FolderBlock(self, self.path / f"{self._n:04d}.bin", nbytes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_n": self._n}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc] # a new one
+        vars(self).update(state)
+
+
+class FolderBlock(FileBlock):
+    """A file mapped into memory, which keeps its folder; pickled by value."""
+
+    def __init__(self, folder: Folder, path: Path, nbytes: int) -> None:
+        super().__init__(path, nbytes)
+        self._folder = folder
+
+    def remove(self) -> None:
+        """Removes the file; what is mapped stays until it is let go."""
+        self._path.unlink(missing_ok=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"folder": self._folder, "name": self._path.name, "bytes": np.array(self.bytes())}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__init__(state["folder"], state["folder"].path / state["name"], state["bytes"].size)  # type: ignore[misc]
+        self.bytes()[...] = state["bytes"]
+
+
+def _remove(path: Path, made_by: int) -> None:
+    if os.getpid() == made_by:  # a forked process ends, too
+        shutil.rmtree(path, ignore_errors=True)

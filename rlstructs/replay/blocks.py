@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -44,3 +44,23 @@ def lead_of(
     if lengths is not None and (lengths.shape != lead[:1] or ((lengths < 0) | (lengths > lead[1])).any()):
         raise SpecError(f"lengths are {lengths.tolist()}, needed are {lead[0]} in [0, {lead[1]}]")
     return lead
+
+
+def rounds(lanes: np.ndarray) -> Iterator[Any]:
+    """Which rows to write together, so that none of them are of one lane; in order."""
+    if np.unique(lanes).size == lanes.size:
+        if lanes.size:
+            yield slice(None)
+        return
+    seen: dict[int, int] = {}
+    turn = np.empty(lanes.size, np.int64)
+    for at, lane in enumerate(lanes.tolist()):
+        turn[at] = seen[lane] = seen.get(lane, -1) + 1
+    for number in range(turn.max() + 1):
+        yield np.flatnonzero(turn == number)
+
+
+def as_slice(lanes: np.ndarray) -> Any:
+    """Lanes that follow one another as a slice: then a block is one copy."""
+    first = int(lanes[0])
+    return slice(first, first + lanes.size) if (np.diff(lanes) == 1).all() else lanes

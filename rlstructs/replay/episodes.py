@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from rlstructs.replay.backing import Backing
+from rlstructs.replay.blocks import rounds
 from rlstructs.replay.columns import Columns, Spec
 from rlstructs.replay.ring import Ring
-from rlstructs.replay.trajectories import rounds
 
 EPISODE = "episode"
 PAIR = Spec(np.dtype(np.int32), (2,))

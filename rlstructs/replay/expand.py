@@ -11,7 +11,7 @@ import numpy as np
 
 from rlstructs.replay.columns import LANE
 from rlstructs.replay.episodes import Episodes
-from rlstructs.replay.samplers import Span
+from rlstructs.replay.span import Span
 
 # What sequences do at the ends of episodes: go across, have what lies beyond masked, or never hold one inside.
 CROSS, MASK, NEVER = EPISODE_ENDS = ("cross", "mask", "never")

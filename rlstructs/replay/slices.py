@@ -16,7 +16,7 @@ import numpy as np
 
 from rlstructs.errors import SpecError
 from rlstructs.replay.episodes import Episodes
-from rlstructs.replay.samplers import Span
+from rlstructs.replay.span import Span
 
 WINDOW, TRAJECTORY = MEASURES = ("window", "trajectory")
 
@@ -33,7 +33,7 @@ class Slices:
         SpecError: `per` is something else.
 
     Example:
-        >>> from rlstructs.replay.storage import Storage
+        >>> from rlstructs.replay.store import Storage
         >>> from rlstructs.replay.columns import Spec
         >>> storage = Storage(1, 10)
         >>> storage.columns.add("x", Spec(np.dtype(np.int64)))

@@ -7,16 +7,19 @@ time is then known from the last time. Everything else is left to it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from numpy import ndarray
 from torch import Tensor
 
+from rlstructs.replay.columns import Spec
 from rlstructs.replay.episodes import EPISODE, LENGTH, TIME
-from rlstructs.replay.links import Link
-from rlstructs.replay.storage import Storage
+from rlstructs.replay.given import PYTHON
+from rlstructs.replay.linked_columns import Link
+from rlstructs.replay.store import Storage
 
 END = np.dtype(bool)
 add = np.add  # looking up names is part of what a write costs
@@ -143,3 +146,70 @@ class StepWriter:
                 one[:, TIME] = 1
                 self._open_pairs, self._one_step = self._open.view(np.int64)[:, 0], one.view(np.int64)[:, 0]
                 self._no_end = bytes(n)
+
+
+class OneRow:
+    """Makes arrays with one row of plain numbers and arrays, where a glance shows that they fit.
+
+    Args:
+        specs: of the columns.
+        widening: of columns that widen: of those a number is only taken as it is if its kind holds it exactly.
+
+    Example:
+        >>> one_row = OneRow({"x": Spec(np.dtype(np.uint8))})
+        >>> one_row({"x": 255}), one_row({"x": 256})
+        ({'x': array([255], dtype=uint8)}, None)
+    """
+
+    def __init__(self, specs: Mapping[str, Spec], widening: Callable[[str], bool] = lambda name: False) -> None:
+        # Of numpy's own objects: a dtype that was pickled is equal to one, but not the same.
+        self._known = {
+            name: (np.dtype(spec.dtype.str), _limits(spec, widening(name))) for name, spec in specs.items()
+        }
+
+    def __call__(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
+        """name -> `(1, ...)`; None if it takes more than a glance."""
+        rows = {}
+        for name, value in row.items():
+            if name not in self._known:
+                return None
+            array = _at_a_glance(value, *self._known[name])
+            if array is None:
+                return None
+            rows[name] = array
+        return rows
+
+
+def _at_a_glance(value: Any, dtype: np.dtype, limits: Mapping[type, tuple[Any, Any]]) -> Any:
+    # As nearly always; asking whether it is a tensor takes longer than all else.
+    kind: Any = type(value)
+    if issubclass(kind, (np.ndarray, np.generic)) and value.dtype is dtype:
+        return value[None]
+    if isinstance(value, torch.Tensor):
+        return value[None]
+    if isinstance(value, np.ndarray):
+        if value.dtype is dtype:
+            return value[None]
+        between = limits.get(PYTHON.get(value.dtype.kind, object))
+        fits = between and value.size and between[0] <= value.min().item() and value.max().item() <= between[1]
+        return value.astype(dtype)[None] if fits else None
+    if isinstance(value, np.generic):
+        value = value.item()
+    between = limits.get(type(value))
+    fits = between and between[0] <= value <= between[1]  # not true of NaN
+    return np.array([value], dtype) if fits else None
+
+
+def _limits(spec: Spec, exactly: bool) -> dict[type, tuple[Any, Any]]:
+    """Python's type -> between what its numbers certainly keep their value, and if `exactly` floats their precision."""
+    kind, dtype = spec.dtype.kind, spec.dtype
+    if kind == "c" or spec.is_bfloat16 or spec.is_object:
+        return {}
+    bits = {bool: (0, 1)}
+    if kind == "b":
+        return bits | {int: (0, 1)}
+    if kind in "iu":
+        return bits | {int: (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))}
+    whole, largest = 2 ** (np.finfo(dtype).nmant + 1), float(np.finfo(dtype).max)
+    limits: dict[type, tuple[Any, Any]] = {bool: (0, 1), int: (-whole, whole)}
+    return limits if exactly and dtype.itemsize < 8 else {**limits, float: (-largest, largest)}

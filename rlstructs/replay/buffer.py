@@ -1,0 +1,397 @@
+"""What the replay buffers share: a store with the columns of its first rows, a generator, and how batches leave."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError
+from rlstructs.replay import saving
+from rlstructs.replay.backing import Backing
+from rlstructs.replay.blocks import as_slice, rounds
+from rlstructs.replay.claims import Claims
+from rlstructs.replay.columns import Columns, Spec
+from rlstructs.replay.drawing import Selection
+from rlstructs.replay.export import Exporter
+from rlstructs.replay.from_trajectories import STEP_ENDS, STEP_START, named_steps, require_keys, steps_of
+from rlstructs.replay.given import as_rows
+from rlstructs.replay.info_columns import Plan, adopt
+from rlstructs.replay.linked_columns import SMALLEST
+from rlstructs.replay.reading import Reading
+from rlstructs.replay.roles import ends_among, source_of
+from rlstructs.replay.span import Span
+from rlstructs.replay.store import ALL, Storage
+from rlstructs.replay.values import generator_of, host_array
+from rlstructs.structures.trajectories import Trajectories
+
+LOG = logging.getLogger("rlstructs")
+ERROR, GROW, FILL = "error", "grow", "fill"
+
+
+class Buffer:
+    """A store with named columns that come with the first rows.
+
+    Args:
+        n_lanes: rings.
+        capacity: rows per lane.
+        seed: a generator, an int, or None for one from torch's global generator.
+        framework: what samples are made of, "torch", "numpy", "jax" or "warp".
+        device: where samples are wanted; None for the library's default one.
+        reading: how rows are read when they are sampled.
+        backing: where the bytes lie.
+        columns: that will hold the rows; None for host memory.
+    """
+
+    # What becomes of unknown and missing keys of trajectories, as of `_write`.
+    _unknown, _missing = ERROR, ERROR
+
+    def __init__(
+        self,
+        n_lanes: int,
+        capacity: int,
+        *,
+        seed: np.random.Generator | int | None = None,
+        framework: str = "torch",
+        device: Any = None,
+        reading: Reading | None = None,
+        backing: Backing | None = None,
+        columns: Columns | None = None,
+    ) -> None:
+        self._export = Exporter(framework, device)
+        self._rng = generator_of(seed)
+        self._reading = Reading() if reading is None else reading
+        self._storage = Storage(n_lanes, capacity, backing=backing, columns=columns)
+        self._storage.track_episodes()
+
+    def __len__(self) -> int:
+        """Rows that are there."""
+        return len(self._storage)
+
+    @property
+    def framework(self) -> str:
+        """What samples are made of."""
+        return self._export.framework
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the rows take, and what is kept about them; a frame that is stored once counts once."""
+        return self._storage.nbytes
+
+    @property
+    def _specs(self) -> dict[str, Spec]:
+        return self._storage.columns.specs
+
+    # Writing
+
+    def _write(
+        self,
+        rows: Mapping[str, Any],
+        lanes: slice | np.ndarray = ALL,
+        *,
+        lengths: np.ndarray | None = None,
+        done: np.ndarray | None = None,
+        starts: np.ndarray | None = None,
+        unknown: str = ERROR,
+        missing: str = ERROR,
+    ) -> None:
+        """Appends T rows to each of n lanes.
+
+        Args:
+            rows: name -> (n, T, *shape), of any library.
+            lanes: which n, no two the same.
+            lengths: int64 (n,), how many of the T are valid; None for all.
+            done: bool (n, T), where episodes end; None for what the columns say that mean it.
+            starts: bool (n, T), where they begin whatever came before.
+            unknown: a name without a column is an "error", or the columns "grow".
+            missing: a column that is not given is an "error", or zeros "fill" it.
+
+        Raises:
+            SpecError: something does not fit; nothing has changed.
+        """
+        block = self._checked(rows, unknown, missing)
+        if done is None:
+            done = self._done(block)
+        self._storage.write(block, lanes, lengths=lengths, done=done, starts=starts)
+
+    def _checked(self, rows: Mapping[str, Any], unknown: str, missing: str) -> dict[str, Any]:
+        """Rows as the columns take them; makes those that are not there yet."""
+        return self._fitted(rows, unknown, missing, None)
+
+    def _fitted(self, rows: Mapping[str, Any], unknown: str, missing: str, plan: Plan | None) -> dict[str, Any]:
+        """As `_checked`; changes columns as planned, once it is clear that all else fits."""
+        specs = self._specs if plan is None else plan.specs(self._specs)
+        if specs and missing == ERROR and (lacking := sorted(specs.keys() - rows.keys())):
+            raise MissingKeyError(f"key(s) {lacking} are missing, got {sorted(rows)}")
+        if specs and unknown == ERROR and (more := sorted(rows.keys() - specs.keys())):
+            raise SpecError(f"unknown key(s) {more}, this buffer has {sorted(specs)}")
+        block, made = {}, {}
+        lead: tuple[int, ...] | None = None
+        for name, value in rows.items():
+            block[name], spec = self._as_rows(name, value, specs.get(name))
+            shape = tuple(block[name].shape)
+            lead = shape[:2] if lead is None else lead
+            if len(shape) < 2 or shape[:2] != lead:
+                raise SpecError(f"{name!r} has shape {shape}, others have {lead} rows")
+            if name in specs:
+                block[name] = self._storage.columns.fitted(name, block[name], lead, specs[name])
+            else:
+                made[name] = spec if spec.is_object else Spec(spec.dtype, shape[2:], 0, spec.is_bfloat16)
+        if plan is not None:
+            self._adopt(plan)
+        if made:
+            self._make(made)
+        return block
+
+    def _adopt(self, plan: Plan) -> None:
+        """Changes columns as planned."""
+        adopt(self._storage, plan)
+
+    def _as_rows(self, name: str, value: Any, known: Spec | None) -> tuple[Any, Spec]:
+        columns = self._storage.columns
+        if not columns.on_host and isinstance(value, torch.Tensor):
+            _, spec = as_rows(name, value[:0], None)
+            own = columns.own(value, spec)
+            if own is not None:
+                return own, spec
+        return as_rows(name, value, known)
+
+    def _make(self, made: dict[str, Spec]) -> None:
+        columns = self._storage.columns
+        needed = sum(spec.nbytes for name, spec in made.items() if not self._is_linked(name, made)) * columns.n_rows
+        available = columns.available_bytes()
+        if available is not None and needed > available:
+            raise OutOfMemoryError(f"{sorted(made)}: {needed:,} bytes are needed, {available:,} are available")
+        if len(self):
+            LOG.info("%s: new columns %s, zero in the rows before", type(self).__name__, sorted(made))
+        linked = [name for name in made if self._is_linked(name, made)]
+        for name, spec in made.items():
+            if name not in linked:
+                columns.add(name, spec)
+        for name in linked:
+            source = source_of(name)
+            assert source is not None
+            self._storage.link(name, source)
+        self._storage.poison(made)
+        self._storage.version += 1
+
+    def _is_linked(self, name: str, made: Mapping[str, Spec]) -> bool:
+        """Whether a column will be stored through the next row of another."""
+        source, storage = source_of(name), self._storage
+        if source is None or made.get(source) != made[name] or made[name].nbytes < SMALLEST:
+            return False
+        return bool(storage.columns.on_host and storage.is_private and not len(storage))
+
+    def _done(self, block: Mapping[str, Any]) -> np.ndarray | None:
+        ends = [host_array(name, block[name]) != 0 for name in self._ends_among(block)]
+        if not ends:
+            return None
+        return np.asarray(np.logical_or.reduce([end.any(axis=tuple(range(2, end.ndim))) for end in ends]))
+
+    def _ends_among(self, names: Iterable[str]) -> list[str]:
+        """The columns whose truth ends an episode."""
+        return ends_among(names)
+
+    def add_trajectories(self, trajectories: Trajectories, names: Mapping[str, str] | None = None) -> None:
+        """Appends the valid steps of what `RL_Batcher.get` gives.
+
+        The lane of a row is its `env_index`; a buffer of one lane takes one trajectory after another.
+
+        Args:
+            trajectories: a batch.
+            names: name here -> key of the trajectories; None for what this buffer calls things.
+
+        Raises:
+            TypeError, MissingKeyError, SpecError: something does not fit; the buffer is as it was.
+        """
+        steps = steps_of(trajectories)
+        names = named_steps(self._trajectory_names(steps) if names is None else names, list(steps.keys()))
+        require_keys(steps, names.values())
+        lead = (steps.n_elems(), steps.n_timesteps())
+        rows = {name: self._prepared(name, steps[key]) for name, key in names.items()}
+        ends = [host_array(key, steps[key]).astype(bool) for key in STEP_ENDS if key in steps]
+        if (own := self._done(rows)) is not None:
+            ends.append(own)
+        done = np.logical_or.reduce(ends) if ends else np.zeros(lead, bool)
+        starts = np.zeros(lead, bool)
+        if STEP_START in steps:
+            starts |= host_array(STEP_START, steps[STEP_START]).astype(bool)
+        lengths = host_array("lengths", steps.lengths)
+        if not lead[0] or not lengths.any():
+            return
+        is_one = self._takes_any_environment
+        if is_one:
+            starts[:, 0] = True  # what lies before it in the lane is of another environment
+        lanes = np.zeros(lead[0], np.int64) if is_one else self._lanes_of(trajectories)
+        self._check_episodes(lanes, lengths, done, starts)
+        if is_one:
+            self._write_one_after_another(rows, lengths, done, starts)
+            return
+        self._write_in_rounds(self._checked(rows, self._unknown, self._missing), lanes, lengths, done, starts)
+
+    @property
+    def _takes_any_environment(self) -> bool:
+        """Whether trajectories come one after the other into a single lane, of whatever environment they are."""
+        return self._storage.columns.n_lanes == 1
+
+    def _write_in_rounds(
+        self, block: Mapping[str, Any], lanes: np.ndarray, lengths: np.ndarray, done: np.ndarray, starts: np.ndarray
+    ) -> None:
+        """Appends what was checked; `lanes` may hold one several times."""
+        for part in rounds(lanes):
+            self._storage.write(
+                {name: values[part] for name, values in block.items()},
+                as_slice(lanes[part]),
+                lengths=lengths[part],
+                done=done[part],
+                starts=starts[part],
+            )
+
+    def _write_one_after_another(
+        self, rows: Mapping[str, Any], lengths: np.ndarray, done: np.ndarray, starts: np.ndarray
+    ) -> None:
+        valid = np.arange(done.shape[1]) < lengths[:, None]
+        inside = {name: values[torch.from_numpy(valid) if isinstance(values, torch.Tensor) else valid][None]
+                  for name, values in rows.items()}  # fmt: skip
+        self._write(
+            inside, done=done[valid][None], starts=starts[valid][None], unknown=self._unknown, missing=self._missing
+        )
+
+    def _lanes_of(self, trajectories: Trajectories) -> np.ndarray:
+        if "env_index" not in trajectories.info:
+            raise MissingKeyError("add_trajectories: no 'env_index' in the info: it says which lane a row is")
+        lanes = host_array("env_index", trajectories.info["env_index"]).reshape(-1).astype(np.int64)
+        n_lanes = self._storage.columns.n_lanes
+        if lanes.size and not (lanes.min() >= 0 and lanes.max() < n_lanes):
+            wrong = lanes[(lanes < 0) | (lanes >= n_lanes)][0]
+            raise SpecError(f"add_trajectories: env_index {wrong} is not in [0, {n_lanes}), the lanes of this buffer")
+        return lanes
+
+    def _check_episodes(self, lanes: np.ndarray, lengths: np.ndarray, done: np.ndarray, starts: np.ndarray) -> None:
+        """Raises SpecError if an episode would become what this buffer refuses; see `Storage.write`."""
+
+    def _trajectory_names(self, steps: Any) -> dict[str, str]:
+        """Name here -> key of trajectories."""
+        return {key: key for key in steps.keys()}  # noqa: SIM118 - it iterates over rows
+
+    def _prepared(self, name: str, values: torch.Tensor) -> Any:
+        """A tensor (B, T, ...) of trajectories as rows of this column."""
+        return values.detach()
+
+    # Reading
+
+    def _sample(
+        self,
+        n: int,
+        select: Callable[[int], Selection],
+        names: Sequence[str] | None = None,
+        reading: Reading | None = None,
+    ) -> tuple[Selection, dict[str, Any]]:
+        """Draws and reads; draws again what a writer in another thread or process overwrites meanwhile.
+
+        Args:
+            n: how many.
+            select: draws so many; `rows` (B, L) of what it gives are what is read, from the earliest on.
+            names: of columns; None for all.
+            reading: how; None for this buffer's own way.
+
+        Returns:
+            What was drawn, and name -> array (B, L, ...).
+        """
+        names = list(self._specs) if names is None else list(names)
+        reading = self._reading if reading is None else reading
+        found: list[str] = []
+
+        def read(picked: Selection) -> list[Any]:
+            arrays = reading.read(self._storage, picked.span, names, picked.rows)
+            found[:] = arrays
+            return list(arrays.values())
+
+        def selected(count: int) -> Selection:
+            picked = select(count)
+            picked.earliest = reading.earliest(self._storage, picked.span, picked.rows[:, 0])
+            return picked
+
+        picked, arrays = self._storage.sample(n, selected, read)
+        return picked, dict(zip(found, arrays, strict=True))
+
+    def _hand_over(self, arrays: Mapping[str, Any]) -> Any:
+        """Private arrays as a batch of this buffer's framework."""
+        return self._export(arrays, self._specs)
+
+    def _checked_rows(self, indexes: Any, what: str = "index") -> np.ndarray:
+        """Row ids of rows that are there, int64 of the shape they came in.
+
+        Raises:
+            SpecError, IndexError: they are no integers, or no such rows are there.
+        """
+        rows = host_array(what, indexes)
+        if rows.dtype.kind not in "iu" and rows.size:
+            raise SpecError(f"{what} must hold integers, got {rows.dtype}")
+        rows = rows.astype(np.int64)
+        n_rows = self._storage.columns.n_rows
+        if rows.size and (rows.min() < 0 or rows.max() >= n_rows):
+            raise IndexError(f"{what} {rows[(rows < 0) | (rows >= n_rows)][0]} is not in [0, {n_rows})")
+        held = self._storage.span().has(rows)
+        if not held.all():
+            raise IndexError(f"{what} {rows[~held][0]} holds no row")
+        return rows
+
+    def _span(self, length: int = 1) -> Span:
+        return self._storage.span(length)
+
+    # Files
+
+    def save(self, path: str | Path) -> None:
+        """Writes rows, counters, episodes, priorities and the random stream to a file, whole or not at all.
+
+        Args:
+            path: ends in `.npz`, `.pt` or `.h5` (which needs the extra `hdf5`).
+        """
+        saving.save(self, Path(path))
+
+    def load(self, path: str | Path) -> None:
+        """Restores what `save` wrote: the next samples are those that would have come then.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            FileError: it is damaged, of another version, or of a buffer of another size or class; this one
+                is as it was.
+        """
+        saving.load(self, Path(path))
+
+    def _takes_capacity(self, capacity: int) -> bool:
+        """Whether a file with so many rows per lane fits."""
+        return capacity == self._storage.columns.capacity
+
+    def _keeps_objects(self, name: str) -> bool:
+        """Whether a column of this name may hold objects, and change what it holds."""
+        return False
+
+    def _state(self) -> dict[str, Any]:
+        """What a file says of this buffer beside its arrays, as JSON has it."""
+        return {}
+
+    def _inner(self) -> dict[str, Buffer]:
+        """Buffers that are in this one, and in its files."""
+        return {}
+
+    def _more_arrays(self) -> dict[str, np.ndarray]:
+        """What a file holds beside rows, counters and episodes."""
+        return {}
+
+    # Whether steps may begin anew at multiples of something else than the capacity.
+    _may_be_aligned = False
+
+    def _check_columns(self, specs: Mapping[str, Spec]) -> None:
+        """Raises ValueError if there cannot be just these columns here, of which there is one at least."""
+
+    def _restorer(
+        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], claims: Claims
+    ) -> Callable[[], None]:
+        """What restores both; raises ValueError, KeyError or TypeError if they do not fit."""
+        return lambda: None

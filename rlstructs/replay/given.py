@@ -1,0 +1,150 @@
+"""What users give to a buffer, as flat names and arrays."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlstructs.errors import SpecError
+from rlstructs.replay.columns import Spec
+from rlstructs.replay.values import encoded, host_array
+from rlstructs.replay.widening import is_too_wide
+from rlstructs.structures.tree import TensorMap
+
+BFLOAT16 = np.dtype(np.int16)
+# Dtypes of columns, as numpy writes them: of this machine's byte order, and no longer than other libraries have them.
+PLAIN = frozenset(np.dtype(code).str for code in "?bhilqBHILQefdFD")
+# numpy's kind -> what Python calls such numbers.
+PYTHON: dict[str, type] = {"b": bool, "i": int, "u": int, "f": float}
+
+
+def plain_items(batch: Mapping[str, Any]) -> dict[str, Any] | None:
+    """As `flat_items`, of dicts in dicts, and the rest as it is; None if a key is no string, or given twice."""
+    flat: dict[str, Any] = {}
+    n = 0
+    for key, value in batch.items():
+        if type(key) is not str:
+            return None
+        if type(value) is dict:
+            inside = plain_items(value)
+            if inside is None:
+                return None
+            n += len(inside)
+            for name, each in inside.items():
+                flat[f"{key}/{name}"] = each
+        else:
+            n += 1
+            flat[key] = value
+    return flat if n == len(flat) else None
+
+
+def flat_items(batch: Any, owner: str) -> dict[str, Any]:
+    """A batch as one dict, nested names joined with `/`; the values as they are.
+
+    A list or an array of mappings, as environments give their infos, is as one of arrays with a row for each; what some
+    of them lack is zero there.
+
+    Args:
+        batch: a mapping, a `DictTensor`, or whatever has `keys` and `[]` as tensordict's and tianshou's have.
+        owner: who asks, for messages.
+
+    Raises:
+        TypeError: it is nothing of these, or a key is no string.
+        SpecError: two keys are the same once joined, or mappings of a list do not fit.
+    """
+    if isinstance(batch, TensorMap):
+        return dict(batch.items())
+    if not is_mapping(batch):
+        raise TypeError(f"{owner}: needs a mapping of names to arrays, got {type(batch).__name__}")
+    flat: dict[str, Any] = {}
+    for key in batch.keys():  # noqa: SIM118 - not every batch iterates over its keys
+        if not isinstance(key, str):
+            raise TypeError(f"{owner}: a key must be a string, got {key!r}")
+        value = batch[key]
+        if is_mapping(value):
+            inside = _prefixed(key, flat_items(value, owner))
+        else:
+            inside = _prefixed(key, _stacked(value, owner)) if are_mappings(value) else {key: value}
+        if twice := flat.keys() & inside.keys():
+            raise SpecError(f"{owner}: key {sorted(twice)[0]!r} is given twice")
+        flat |= inside
+    return flat
+
+
+def is_mapping(value: Any) -> bool:
+    """Whether it has keys."""
+    return isinstance(value, (Mapping, TensorMap)) or (hasattr(value, "keys") and hasattr(value, "__getitem__"))
+
+
+def are_mappings(value: Any) -> bool:
+    """Whether it is a list, or an array of objects, each of which has keys."""
+    is_array = type(value) is np.ndarray and value.dtype == object and value.ndim == 1
+    return (is_array or type(value) in (list, tuple)) and len(value) > 0 and all(map(is_mapping, value))
+
+
+def _stacked(values: Iterable[Any], owner: str) -> dict[str, Any]:
+    """Mappings as one of arrays, with a row for each."""
+    rows = [{k: v for k, v in flat_items(value, owner).items() if v is not None} for value in values]
+    stacked = {}
+    for name in dict.fromkeys(itertools.chain.from_iterable(rows)):
+        arrays = {at: host_array(name, row[name]) for at, row in enumerate(rows) if name in row}
+        absent = np.zeros_like(next(iter(arrays.values())))
+        try:
+            stacked[name] = np.stack([arrays.get(at, absent) for at in range(len(rows))])
+        except ValueError as error:
+            shapes = sorted({array.shape for array in arrays.values()})
+            raise SpecError(f"{owner}: {name!r} has not the same shape in all rows, but {shapes}") from error
+    return stacked
+
+
+def _prefixed(key: str, inside: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{key}/{name}": value for name, value in inside.items()}
+
+
+def as_rows(name: str, value: Any, spec: Spec | None) -> tuple[Any, Spec]:
+    """A value as an array that a column takes but for a cast, and the spec of a column for it, without rows' shape.
+
+    Args:
+        name: of the column.
+        value: any library's array, or numbers.
+        spec: of the column, if it is there.
+
+    Raises:
+        SpecError: it is not made of numbers.
+    """
+    if type(value) is np.ndarray and value.dtype.str in PLAIN and not (spec and spec.is_bfloat16):
+        return value, Spec(value.dtype)
+    is_bfloat16 = "bfloat16" in str(getattr(value, "dtype", ""))
+    array = host_array(name, value)
+    if array.dtype.kind not in "biufc":
+        raise SpecError(f"{name!r} holds {array.dtype}; a buffer keeps numbers only")
+    if spec is None and is_too_wide(array.dtype):
+        raise SpecError(f"{name!r} holds {array.dtype}, which only numpy has; convert it first")
+    made = Spec(BFLOAT16, is_bfloat16=True) if is_bfloat16 else Spec(array.dtype.newbyteorder("="))
+    return encoded(name, array, made if spec is None else spec), made
+
+
+def spec_of(name: str, dtype: Any) -> Spec:
+    """The spec of a column of single numbers.
+
+    Args:
+        name: of the column.
+        dtype: what numpy takes for one, or torch's.
+
+    Raises:
+        SpecError: it is none, or none of numbers.
+    """
+    named = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+    if named == "bfloat16" or getattr(dtype, "__name__", getattr(dtype, "name", "")) == "bfloat16":  # or jax's
+        return Spec(BFLOAT16, is_bfloat16=True)
+    try:
+        found = None if named is None else np.dtype(named)
+    except TypeError:
+        found = None
+    if found is None or found.kind not in "biufc" or is_too_wide(found):
+        raise SpecError(f"{name!r} must have a dtype of numbers, got {dtype!r}")
+    return Spec(found.newbyteorder("="))

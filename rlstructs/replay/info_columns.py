@@ -1,0 +1,178 @@
+"""What becomes of the columns of infos when environments say something else than before.
+
+Numbers widen, as long as no value is lost; what cannot be one column of numbers becomes one of objects, and what was
+nested, and is not any more, becomes one column of dicts. All of it is planned before anything changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rlstructs.errors import OutOfMemoryError
+from rlstructs.replay.columns import Spec
+from rlstructs.replay.given import as_rows
+from rlstructs.replay.infos import is_nothing, nested
+from rlstructs.replay.objects import OBJECT, objects_in, objects_of
+from rlstructs.replay.roles import is_info
+from rlstructs.replay.store import Storage
+from rlstructs.replay.values import from_bits, host_array
+from rlstructs.replay.widening import widened
+
+OBJECTS = Spec(OBJECT)
+# Of a column: the numbers in the rows that are there.
+Held = Callable[[str], np.ndarray]
+
+
+@dataclass
+class Plan:
+    """Rows as columns will take them, and which columns change before that.
+
+    Attributes:
+        rows: name -> values.
+        changed: name -> spec, of columns that are there.
+        folded: name -> spec of a new column of dicts, of what is nested under that name now.
+    """
+
+    rows: dict[str, Any]
+    changed: dict[str, Spec] = field(default_factory=dict)
+    folded: dict[str, list[str]] = field(default_factory=dict)
+
+    def specs(self, specs: Mapping[str, Spec]) -> dict[str, Spec]:
+        """The specs of the columns once they are changed."""
+        gone = {name for below in self.folded.values() for name in below}
+        kept = {name: spec for name, spec in specs.items() if name not in gone}
+        return {**kept, **self.changed, **dict.fromkeys(self.folded, OBJECTS)}
+
+
+def planned(rows: Mapping[str, Any], specs: Mapping[str, Spec], held: Held, n_lead: int) -> Plan:
+    """What is to be done before rows can be written.
+
+    Args:
+        rows: name -> (rows, ...).
+        specs: of the columns.
+        held: of a column of infos, gives what it holds.
+        n_lead: how many axes of rows there are.
+    """
+    plan = Plan(dict(rows))
+    infos = [name for name in rows if is_info(name)]
+    if not infos:
+        return plan
+    known = [name for name in specs if is_info(name)]
+    for name in infos:
+        above = [column for column in known if name.startswith(f"{column}/")]
+        below = [column for column in known if column.startswith(f"{name}/")]
+        if above:
+            _gather_above(plan, above[0], n_lead)
+        elif below and not _is_nothing(plan.rows[name]):
+            plan.folded[name] = below
+        elif below or (name not in specs and _is_nothing(plan.rows[name])):
+            del plan.rows[name]
+    for name in [name for name in plan.rows if is_info(name)]:
+        _plan_one(plan, name, OBJECTS if name in plan.folded else specs.get(name), held, n_lead)
+    return plan
+
+
+def _gather_above(plan: Plan, column: str, n_lead: int) -> None:
+    """Makes dicts of what is nested under a name that a column has."""
+    inside = {name: values for name, values in plan.rows.items() if name.startswith(f"{column}/")}
+    if not inside:  # they were gathered for another of them
+        return
+    columns = {name: objects_in(values, n_lead) for name, values in inside.items()}
+    lead = next(iter(columns.values())).shape
+    each = [nested(column, {name: values[at] for name, values in columns.items()}) for at in np.ndindex(lead)]
+    plan.rows = {name: values for name, values in plan.rows.items() if name not in inside}
+    plan.rows[column] = objects_of(cell.value for cell in each).reshape(lead)
+
+
+def _plan_one(plan: Plan, name: str, spec: Spec | None, held: Held, n_lead: int) -> None:
+    values = plan.rows[name]
+    is_object = isinstance(values, np.ndarray) and values.dtype == OBJECT
+    if spec is None or (is_object and spec.is_object):
+        return
+    if is_object or spec.is_object:
+        plan.rows[name] = values if is_object else objects_in(values, n_lead)
+        if not spec.is_object:
+            plan.changed[name] = OBJECTS
+        return
+    made = as_rows(name, values[:0], None)[1]
+    if tuple(values.shape[n_lead:]) == spec.shape:
+        if (made.dtype, made.is_bfloat16) == (spec.dtype, spec.is_bfloat16):
+            return
+        here = np.dtype(np.float32) if spec.is_bfloat16 else spec.dtype
+        given = host_array(name, values)
+        dtype = widened(np.zeros(0, here), given, here)
+        if dtype is not None and dtype != here:  # only then it matters what is there, which may be much
+            dtype = widened(held(name), given, here)
+        if dtype is not None:
+            plan.rows[name] = given.astype(dtype)
+            if dtype != spec.dtype or spec.is_bfloat16:
+                plan.changed[name] = Spec(dtype, spec.shape, 0)
+            return
+    plan.rows[name], plan.changed[name] = objects_in(values, n_lead), OBJECTS
+
+
+def _is_nothing(values: Any) -> bool:
+    """Whether it is None, or an empty mapping, in every row."""
+    if not isinstance(values, np.ndarray) or values.dtype != OBJECT:
+        return False
+    return all(map(is_nothing, values.flat))
+
+
+def held_values(storage: Storage, name: str, spec: Spec) -> np.ndarray:
+    """What a column of numbers holds in the rows that are there."""
+    [values] = storage.gather([name], storage.span().every_row())
+    return from_bits(values) if spec.is_bfloat16 else np.asarray(values)
+
+
+def adopt(storage: Storage, plan: Plan) -> None:
+    """Changes the columns of a store as planned.
+
+    Raises:
+        OutOfMemoryError: there is no room; nothing has changed.
+    """
+    made = {name: spec for name, spec in plan.changed.items() if name in storage.columns.specs}
+    folded = {name: below for name, below in plan.folded.items() if any(key in storage.columns.specs for key in below)}
+    if not made and not folded:
+        return
+    columns = storage.columns
+    needed = sum(spec.nbytes for spec in [*made.values(), *(OBJECTS for _ in folded)]) * columns.n_rows
+    available = columns.available_bytes()
+    if available is not None and needed > available:
+        raise OutOfMemoryError(f"{sorted([*made, *folded])}: {needed:,} bytes are needed, {available:,} are available")
+    with storage.lock:
+        rows = storage.span().every_row()
+        values = {name: (spec, _converted(storage, rows, name, spec)) for name, spec in made.items()}
+        for name, below in folded.items():
+            values[name] = OBJECTS, _dicts(storage, rows, name, below)
+        storage.version += 1
+        columns.exchange(values, [key for below in folded.values() for key in below])
+        storage.poison(values)
+
+
+def _converted(storage: Storage, rows: np.ndarray, name: str, spec: Spec) -> np.ndarray:
+    """All rows of a column as one of another spec has them."""
+    columns = storage.columns
+    if spec.is_object:
+        return _objects_at(columns.n_rows, rows, objects_in(held_values(storage, name, columns.specs[name]), 1))
+    whole = columns.flat[name]
+    whole = from_bits(whole) if columns.specs[name].is_bfloat16 else whole
+    with np.errstate(over="ignore", invalid="ignore"):  # of rows that are not there
+        return whole.astype(spec.dtype)
+
+
+def _dicts(storage: Storage, rows: np.ndarray, name: str, below: list[str]) -> np.ndarray:
+    """All rows of columns that are nested under a name as dicts."""
+    specs = storage.columns.specs
+    inside = {key: objects_in(held_values(storage, key, specs[key]), 1) for key in below if key in specs}
+    each = [nested(name, {key: values[at] for key, values in inside.items()}) for at in range(rows.size)]
+    return _objects_at(storage.columns.n_rows, rows, objects_of(cell.value for cell in each))
+
+
+def _objects_at(n_rows: int, rows: np.ndarray, values: np.ndarray) -> np.ndarray:
+    whole = np.full(n_rows, None, object)
+    whole[rows] = values
+    return whole

@@ -1,0 +1,1 @@
+"""rlberry's replay buffer: chunks of episodes, and tags."""

@@ -1,0 +1,370 @@
+"""Buffers in files: rows, counters, episodes, what a sampler keeps, and the random stream."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlstructs.checks import reason
+from rlstructs.errors import FileError, OutOfMemoryError
+from rlstructs.files import layout
+from rlstructs.files.archives import Reader
+from rlstructs.replay import object_files
+from rlstructs.replay.backing import available_bytes
+from rlstructs.replay.claims import (
+    Claims,
+    check_counters,
+    check_episodes,
+    check_slots,
+    dtype_called,
+    flag,
+    generator_in,
+    plain_state,
+    row_shape,
+    whole,
+)
+from rlstructs.replay.columns import Spec
+from rlstructs.replay.episodes import BYTES_PER_ROW, EPISODE
+from rlstructs.replay.linked_columns import check_arrays, unlinked
+from rlstructs.replay.objects import OBJECT
+from rlstructs.replay.ring import HEAD, N_COUNTERS
+from rlstructs.replay.roles import source_of
+
+if TYPE_CHECKING:
+    from rlstructs.replay.buffer import Buffer
+    from rlstructs.replay.store import Storage
+
+# Names that no column has: those of columns begin with ROWS.
+ROWS, RING, EPISODES, LINKS, MORE = "rows/", "ring", "episodes", "links/", "more/"
+# Texts of columns of objects.
+OBJECTS = "objects/"
+# Settings that say for how much a buffer is made, and of how many rows what is read is made: no more than there is
+# room for, or so many.
+READ_AT_ONCE, MOST_READ = ("stack_num", "n_step"), 1024
+SETTINGS = (
+    "ignore_obs_next", "save_only_last_obs", "sample_avail", "framework", "gamma", "new_keys", "missing_keys", "alpha",
+    "beta", "weight_norm", "horizon", "future_k", "main",
+)  # fmt: skip
+SIZES = ("size", "total_size", "buffer_num", "cached_buffer_num", "max_episode_length", *READ_AT_ONCE)
+# Before the names of a buffer that is in another one.
+INNER = "inner/"
+
+
+def save(buffer: Buffer, path: Path, suffix: str | None = None, compression: str | None = None) -> None:
+    """Writes a buffer; `suffix` says which kind of file, if the name does not. Who writes rows meanwhile waits."""
+    with contextlib.ExitStack() as held:
+        for each in (buffer, *buffer._inner().values()):
+            held.enter_context(each._storage.lock)
+        layout.write(path, type(buffer).__name__, *contents(buffer), suffix, compression)
+
+
+def contents(buffer: Buffer) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+    """What a file of a buffer holds: arrays, some of which are views; what numpy has no name for; the rest as JSON."""
+    storage = buffer._storage
+    columns, n_slots = storage.columns, _used_slots(buffer)
+    arrays: dict[str, Any] = {RING: storage.ring.counters.copy()}
+    for name in columns.specs:
+        if name in storage.links:
+            parts = storage.links[name].arrays(storage.ring)
+            arrays |= {f"{LINKS}{name}/{part}": array for part, array in parts.items()}
+        elif columns.specs[name].is_object:
+            arrays[OBJECTS + name] = object_files.encoded(name, _held_objects(storage, name, n_slots))
+        else:
+            arrays[ROWS + name] = columns.slots_to_file(name, n_slots)
+    assert storage.episodes is not None
+    arrays[EPISODES] = np.ascontiguousarray(storage.episodes.columns.cells[EPISODE][:, :n_slots])
+    arrays |= {MORE + name: array for name, array in buffer._more_arrays().items()}
+    bits = [name for name, spec in columns.specs.items() if spec.is_bfloat16]
+    dtypes = {ROWS + name: "bfloat16" for name in bits if name not in storage.links}
+    state: dict[str, Any] = {
+        "n_lanes": columns.n_lanes,
+        "capacity": columns.capacity,
+        "alignment": storage.alignment,
+        "n_slots": n_slots,
+        "columns": {name: [spec.dtype.name, spec.shape, spec.is_bfloat16] for name, spec in columns.specs.items()},
+        "linked": {name: link.source for name, link in storage.links.items()},
+        "rng": plain_state(buffer._rng),
+        "own": buffer._state(),
+        "inner": {},
+    }
+    for key, inner in buffer._inner().items():
+        its_arrays, its_dtypes, its_state = contents(inner)
+        arrays |= {f"{INNER}{key}/{name}": array for name, array in its_arrays.items()}
+        dtypes |= {f"{INNER}{key}/{name}": dtype for name, dtype in its_dtypes.items()}
+        state["inner"][key] = {"class": type(inner).__name__, "state": its_state}
+    return arrays, dtypes, state
+
+
+def _held_objects(storage: Storage, name: str, n_slots: int) -> np.ndarray:
+    """The first slots of every lane of a column of objects, (n_lanes, n_slots), None where no row is."""
+    columns, rows = storage.columns, storage.span().every_row()
+    whole = np.full((columns.n_lanes, columns.capacity), None, object)
+    whole[columns.places(rows)] = columns.flat[name][rows]
+    return whole[:, :n_slots]
+
+
+def own_state(path: Path, kind: str, suffix: str | None = None) -> dict[str, Any]:
+    """What a buffer of this class said of itself when it was saved.
+
+    Raises:
+        FileNotFoundError, FileError: there is no such file, or it is none of that class.
+    """
+    with layout.reading(path, suffix, compressed=True) as (reader, header):
+        layout.check_class(path, header, kind)
+        _check_sizes(path, reader, header["state"])
+        return dict(header["state"]["own"])
+
+
+def load(buffer: Buffer, path: Path, suffix: str | None = None) -> None:
+    """Restores a buffer; changes nothing if the file does not fit."""
+    with layout.reading(path, suffix, compressed=True) as (reader, header):
+        layout.check_class(path, header, type(buffer).__name__)
+        reader.verify()
+        restore = restorer(buffer, path, reader, header)
+        restore()
+
+
+def restorer(buffer: Buffer, source: Any, reader: Reader, header: Mapping[str, Any]) -> Callable[[], None]:
+    """What restores a buffer from what `contents` gave.
+
+    Args:
+        buffer: which changes only when that is called.
+        source: where it comes from, for messages.
+        reader: of its arrays.
+        header: `class`, `state`, and the names of the arrays in `arrays`.
+
+    Raises:
+        FileError, ValueError, KeyError, TypeError: it does not fit.
+    """
+    layout.check_class(source, header, type(buffer).__name__)
+    return _checked(buffer, source, reader, header)
+
+
+def _used_slots(buffer: Buffer) -> int:
+    """How many slots of any lane hold rows."""
+    ring = buffer._storage.ring
+    if not len(buffer):
+        return 0
+    in_front = (ring.base % ring.capacity == 0) & (ring.reserved - ring.base <= ring.capacity)
+    return int((ring.reserved - ring.base).max()) if in_front.all() else ring.capacity
+
+
+def _checked(buffer: Buffer, path: Any, reader: Reader, header: Mapping[str, Any]) -> Callable[[], None]:
+    storage, state = buffer._storage, header["state"]
+    columns = storage.columns
+    n_lanes, capacity = whole("n_lanes", state["n_lanes"], 1), whole("capacity", state["capacity"], 1)
+    n_slots, alignment = whole("n_slots", state["n_slots"], 0, capacity), whole("alignment", state["alignment"], 1)
+    if n_lanes != columns.n_lanes or not buffer._takes_capacity(capacity):
+        raise FileError(
+            f"{path}: holds {n_lanes} lanes of {capacity} rows, this buffer has {columns.n_lanes} of {columns.capacity}"
+        )
+    specs, linked = _columns_of(buffer, path, reader, state)
+    needed = sum(_nbytes(*reader.found(name)) for name in header["arrays"])
+    objects = {name: _any(reader, OBJECTS + name) for name, spec in specs.items() if spec.is_object}
+    needed += sum(map(object_files.nbytes_of, objects.values()))
+    if not columns.specs:
+        links_here = {name for name in linked if buffer._is_linked(name, specs)}
+        needed += sum(spec.nbytes for name, spec in specs.items() if name not in links_here) * n_lanes * capacity
+    if (available := available_bytes()) is not None and needed > available:
+        raise OutOfMemoryError(f"{path}: {needed:,} bytes are needed, {available:,} are available")
+    if alignment % capacity or (alignment != capacity and not buffer._may_be_aligned):
+        raise ValueError(f"its alignment is {alignment}, its capacity {capacity}")
+    counters = _read(reader, RING, np.int64, (N_COUNTERS, n_lanes))
+    claims = Claims(check_counters(counters, n_lanes, capacity), columns.order, specs)
+    check_slots(n_slots, claims.ring)
+    if not specs and len(claims.ring):
+        raise ValueError(f"it has {len(claims.ring)} rows of no column")
+    episodes = _read(reader, EPISODES, np.int32, (n_lanes, n_slots, 2))
+    check_episodes(episodes, claims.ring)
+    links = {name: _parts(reader, f"{LINKS}{name}/", ("at", "values", "newest")) for name in linked}
+    for name, parts in links.items():
+        check_arrays(name, parts, specs[name], (n_lanes, capacity))
+    more = {name[len(MORE) :]: _any(reader, name) for name in header["arrays"] if name.startswith(MORE)}
+    generator = generator_in(state["rng"])
+    restore_own = buffer._restorer(state["own"], more, claims)
+    values = {name: object_files.decoded(name, text, (n_lanes, n_slots)) for name, text in objects.items()}
+    restores = []
+    for key, inner in buffer._inner().items():
+        if _strict(buffer, state["inner"][key]["state"]["columns"]) != _strict(buffer, state["columns"]):
+            raise ValueError(f"the buffer {key!r} in it has other columns than it has")
+        restores.append(restorer(inner, path, *_of_inner(key, reader, header)))
+
+    def restore() -> None:
+        for restore_inner in restores:
+            restore_inner()
+        storage.clear()
+        storage.alignment = alignment
+        if storage.columns.capacity != capacity:
+            storage.grow(capacity)
+        _make_columns(buffer, specs, linked)
+        numbers = {name: spec for name, spec in specs.items() if name not in values}
+        _restore_columns(storage, numbers, linked, links, counters, reader)
+        for name, rows in values.items():
+            columns.put_cells(name, slice(None), slice(0, n_slots), rows)
+        assert storage.episodes is not None
+        storage.episodes.columns.cells[EPISODE][:, :n_slots] = episodes
+        storage.ring.counters[...] = counters
+        storage.version += 1
+        buffer._rng = generator
+        restore_own()
+
+    return restore
+
+
+def _columns_of(
+    buffer: Buffer, path: Any, reader: Reader, state: Mapping[str, Any]
+) -> tuple[dict[str, Spec], dict[str, str]]:
+    """The columns of a file, which are those of the buffer if it has any, and which are stored through which."""
+    columns, lead = buffer._storage.columns, (state["n_lanes"], state["n_slots"])
+    specs = {name: _spec(name, *spec) for name, spec in state["columns"].items()}
+    linked = dict(state["linked"])
+    if columns.specs and _strict(buffer, specs) != _strict(buffer, columns.specs):
+        raise FileError(f"{path}: has columns {reason(_shown(specs))}, this buffer {_shown(columns.specs)}")
+    for name, spec in specs.items():
+        if spec.is_object:
+            dtype, shape = reader.found(OBJECTS + name)
+            if not buffer._keeps_objects(name) or name in linked or dtype != np.uint8 or len(shape) != 1:
+                raise ValueError(f"column {name!r} cannot be of objects")
+        elif name not in linked:
+            wanted = spec.dtype, (*lead, *spec.shape)
+            if reader.found(ROWS + name) != wanted:
+                raise ValueError(f"column {name!r} is {reader.found(ROWS + name)}, its header says {wanted}")
+    for name, source in linked.items():
+        if type(source) is not str or source != source_of(name) or source in linked:
+            raise ValueError(f"column {name!r} cannot be stored through {source!r}")
+        if name not in specs or specs[name] != specs.get(source):
+            raise ValueError(f"column {name!r} is stored through {source!r}, which is not like it")
+    if specs:
+        buffer._check_columns(specs)
+    return specs, linked
+
+
+def _restore_columns(
+    storage: Storage,
+    specs: Mapping[str, Spec],
+    linked: Mapping[str, str],
+    links: Mapping[str, Mapping[str, np.ndarray]],
+    counters: np.ndarray,
+    reader: Reader,
+) -> None:
+    """Reads the columns of a file into those of a store, which may have others linked than the file has."""
+    columns = storage.columns
+    for name in storage.links.keys() - links.keys():
+        del storage.links[name]  # from now on its rows lie in it as those of any other column
+    for name, spec in specs.items():
+        if name in storage.links:
+            storage.links[name].restore(links[name], counters[HEAD])
+            continue
+        array = _any(reader, ROWS + linked.get(name, name))
+        if name in links:
+            array = unlinked(array, links[name], counters, columns.capacity)
+        columns.put_cells(name, slice(None), slice(0, array.shape[1]), columns.converted(name, array, spec))
+
+
+def _of_inner(key: str, reader: Reader, header: Mapping[str, Any]) -> tuple[Reader, dict[str, Any]]:
+    """What reads a buffer that is in another one, and its header."""
+    start = f"{INNER}{key}/"
+    names = [name[len(start) :] for name in header["arrays"] if name.startswith(start)]
+    return _Inside(reader, start), {**header["state"]["inner"][key], "arrays": names}
+
+
+class _Inside:
+    """Those arrays of a reader whose names begin with `start`."""
+
+    def __init__(self, reader: Reader, start: str) -> None:
+        self.text, self._reader, self._start = reader.text, reader, start
+
+    def found(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        return self._reader.found(self._start + name)
+
+    def verify(self) -> None:
+        self._reader.verify()
+
+    def read_into(self, name: str, array: np.ndarray) -> None:
+        self._reader.read_into(self._start + name, array)
+
+
+def _make_columns(buffer: Buffer, specs: Mapping[str, Spec], linked: Mapping[str, str]) -> None:
+    """Makes the columns of a file, linked those that are so in the file and can be here, unless they are there."""
+    columns = buffer._storage.columns
+    if columns.specs:
+        columns.exchange({}, [name for name, spec in columns.specs.items() if specs.get(name) != spec])
+        for name in specs.keys() - columns.specs.keys():
+            columns.add(name, specs[name])
+        return
+    links = {name: source for name, source in linked.items() if buffer._is_linked(name, specs)}
+    for name, spec in specs.items():
+        if name not in links:
+            buffer._storage.columns.add(name, spec)
+    for name, source in links.items():
+        buffer._storage.link(name, source)
+
+
+def _spec(name: str, dtype: Any, shape: Any, is_bfloat16: Any) -> Spec:
+    if dtype == OBJECT.name and shape == [] and is_bfloat16 is False:
+        return Spec(OBJECT)
+    spec = Spec(dtype_called(name, dtype), row_shape(name, shape), 0, flag("whether it is bfloat16", is_bfloat16))
+    if spec.is_bfloat16 and spec.dtype != np.int16:
+        raise ValueError(f"column {name!r} is bfloat16, which {spec.dtype} does not hold")
+    return spec
+
+
+def _strict(buffer: Buffer, specs: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns that must be those of a file."""
+    return {name: spec for name, spec in specs.items() if not buffer._keeps_objects(name)}
+
+
+def _check_sizes(path: Any, reader: Reader, state: Any) -> None:
+    """Looks at what a buffer would be made of that has yet to be made.
+
+    Raises:
+        OutOfMemoryError: it would not fit.
+        ValueError, KeyError, TypeError: the sizes make no sense, or its settings name others.
+    """
+    n_lanes, capacity = whole("n_lanes", state["n_lanes"], 1), whole("capacity", state["capacity"], 1)
+    if reader.found(RING) != (np.dtype(np.int64), (N_COUNTERS, n_lanes)):
+        raise ValueError(f"it has counters of other than {n_lanes} lanes")
+    n_rows = n_lanes * capacity
+    for inner in state["inner"].values():
+        sizes = inner["state"]["n_lanes"], inner["state"]["capacity"]
+        n_rows += math.prod(whole("a size", size, 1) for size in sizes)
+    if (available := available_bytes()) is not None and n_rows * BYTES_PER_ROW > available:
+        needed = n_rows * BYTES_PER_ROW
+        raise OutOfMemoryError(f"{path}: {needed:,} bytes are needed, {available:,} are available")
+    settings = state["own"].get("settings")
+    for each in (settings, settings.get("main")) if isinstance(settings, dict) else ():
+        for name, value in each.items() if isinstance(each, dict) else ():
+            if name in SIZES:
+                whole(f"the setting {name!r}", value, 0, max(n_rows, MOST_READ if name in READ_AT_ONCE else 0))
+            elif name not in SETTINGS:  # a program's own class might take it, and do something with it
+                raise FileError(f"{path}: has a setting {name!r}, which is none of ours")
+
+
+def _shown(specs: Mapping[str, Spec]) -> str:
+    return ", ".join(f"{name} {spec.dtype}{spec.shape}" for name, spec in sorted(specs.items()))
+
+
+def _nbytes(dtype: np.dtype, shape: tuple[int, ...]) -> int:
+    return dtype.itemsize * math.prod(shape)
+
+
+def _any(reader: Reader, name: str) -> np.ndarray:
+    dtype, shape = reader.found(name)
+    array = np.empty(shape, dtype)
+    reader.read_into(name, array)
+    return array
+
+
+def _read(reader: Reader, name: str, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
+    if reader.found(name) != (np.dtype(dtype), shape):
+        raise ValueError(f"{name!r} is {reader.found(name)}, needed is {np.dtype(dtype)} {shape}")
+    return _any(reader, name)
+
+
+def _parts(reader: Reader, prefix: str, names: tuple[str, ...]) -> dict[str, np.ndarray]:
+    return {name: _any(reader, prefix + name) for name in names}

@@ -1,0 +1,207 @@
+"""The rows of a buffer as they stood at one time, and which of them is before and after each in its episode."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlstructs.replay import expand
+from rlstructs.replay.span import Span
+from rlstructs.replay.store import Storage
+
+
+class Snapshot:
+    """The rows of one store.
+
+    Args:
+        storage: the store, which keeps the bookkeeping of episodes.
+        span: its counters at that time; None for now.
+    """
+
+    def __init__(self, storage: Storage, span: Span | None = None) -> None:
+        assert storage.episodes is not None
+        self.storage, self.episodes = storage, storage.episodes
+        self.span = storage.span() if span is None else span
+        self.total: int = self.span.total
+
+    def every_row(self) -> np.ndarray:
+        """Every row, lane by lane and from the oldest on."""
+        return self.span.every_row()
+
+    def numbered(self, index: np.ndarray) -> np.ndarray:
+        """The rows with these numbers, counted lane by lane and from the oldest on."""
+        return self.span.row_ids(index)
+
+    def has(self, rows: np.ndarray) -> np.ndarray:
+        """Which of these are there, bool."""
+        return self.span.has(rows)
+
+    def oldest(self) -> np.ndarray:
+        """The oldest row of each lane, int64 (n_lanes,); without a meaning in an empty one."""
+        return self._rows_of(self.span.low)
+
+    def newest(self) -> np.ndarray:
+        """The newest row of each lane, int64 (n_lanes,); the first slot of an empty one."""
+        return self._rows_of(np.maximum(self.span.head - 1, self.span.low))
+
+    def unfinished(self) -> np.ndarray:
+        """The newest rows of those lanes whose episodes go on, int64."""
+        newest = self.newest()[self.span.counts() > 0]
+        return np.asarray(newest[~self.episodes.end(newest)])
+
+    def _rows_of(self, steps: np.ndarray) -> np.ndarray:
+        columns = self.span.columns
+        if columns.n_lanes == 1:
+            return steps % columns.capacity
+        return columns.rows(np.arange(columns.n_lanes), steps % columns.capacity)
+
+    def prev(self, rows: np.ndarray) -> np.ndarray:
+        """The row before each in its episode, or the row itself if none is there."""
+        stays = self.episodes.begin(rows) | self._are(self.oldest(), rows)
+        return self.shifted(rows, stays - np.int64(1))
+
+    def next(self, rows: np.ndarray) -> np.ndarray:
+        """The row after each in its episode, or the row itself if none is there."""
+        stays = self.episodes.end(rows) | self._are(self.newest(), rows)
+        return self.shifted(rows, ~stays)
+
+    def _are(self, ends: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Which of these rows are the ones among `ends` of their lanes."""
+        return np.asarray(rows == (ends[0] if ends.size == 1 else ends[rows // self.span.columns.capacity]))
+
+    def shifted(self, rows: np.ndarray, by: np.ndarray) -> np.ndarray:
+        """The rows so many steps after these in their lanes."""
+        capacity = self.span.columns.capacity
+        if self.span.columns.n_lanes == 1:
+            return np.asarray((rows + by) % capacity)
+        slots = rows % capacity
+        return np.asarray(rows - slots + (slots + by) % capacity)
+
+    def depths(self, rows: np.ndarray) -> np.ndarray:
+        """How many rows of its episode are there before each, int64."""
+        oldest, columns = self.oldest(), self.span.columns
+        ages = (rows - (oldest[0] if oldest.size == 1 else oldest[rows // columns.capacity])) % columns.capacity
+        return np.asarray(np.minimum(self.episodes.times(rows), ages))
+
+    def following(self, rows: np.ndarray) -> np.ndarray:
+        """How many rows of its episode are there after each (B,), int64."""
+        lanes, _ = self.span.columns.places(rows)
+        held = self.span.head[lanes] - self.span.steps(rows)
+        return np.asarray(np.minimum(self.episodes.remaining(rows), held) - 1)
+
+    def frames(self, rows: np.ndarray, n: int) -> np.ndarray:
+        """Each row (B,) after the n - 1 before it, (B, n); the first of its episode stands for those that are not."""
+        back = np.minimum(np.arange(n - 1, -1, -1), self.depths(rows)[:, None])
+        return self.shifted(rows[:, None], -back)
+
+    def n_step(self, rows: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Each row (B,) and those after it, up to n, the end of its episode or the newest row.
+
+        Returns:
+            Rows (B, n), the last one repeated; which count, bool (B, n); and how many do, int64 (B,).
+        """
+        window, counts = expand.n_step(self.span, self.episodes, rows, n)
+        return window.rows, window.mask, counts
+
+    def episodes_of(self, rows: np.ndarray) -> np.ndarray:
+        """A number for each row (B,) that rows of the same episode share, and others do not, int64."""
+        lanes, _ = self.span.columns.places(rows)
+        return np.asarray((self.span.steps(rows) - self.episodes.times(rows)) * self.span.columns.n_lanes + lanes)
+
+    def gather(self, names: Sequence[str], rows: np.ndarray) -> list[Any]:
+        """These rows of some columns, private memory, `(*rows.shape, *shape)` each."""
+        return self.storage.gather(names, rows)
+
+
+class Joined:
+    """The rows of several stores, one behind the other.
+
+    Args:
+        parts: of which each has the rows of one.
+        sizes: how many row ids each takes.
+    """
+
+    def __init__(self, parts: Sequence[Snapshot], sizes: Sequence[int]) -> None:
+        self.parts = parts
+        self.offsets = np.cumsum([0, *sizes]).tolist()
+        self.total = sum(part.total for part in parts)
+
+    def every_row(self) -> np.ndarray:
+        return self._joined([part.every_row() for part in self.parts])
+
+    def numbered(self, index: np.ndarray) -> np.ndarray:
+        """As of `Snapshot`; the rows of the first part come first."""
+        rows, start = np.zeros(index.shape, np.int64), 0
+        for part, offset in zip(self.parts, self.offsets, strict=False):
+            inside = (index >= start) & (index < start + part.total)
+            if inside.any():
+                rows[inside] = part.numbered(index[inside] - start) + offset
+            start += part.total
+        return rows
+
+    def has(self, rows: np.ndarray) -> np.ndarray:
+        found = np.zeros(rows.shape, bool)
+        for part, at, own, _ in self._parts_of(rows):
+            found[at] = part.has(own)
+        return found
+
+    def newest(self) -> np.ndarray:
+        return self._joined([part.newest() for part in self.parts])
+
+    def unfinished(self) -> np.ndarray:
+        return self._joined([part.unfinished() for part in self.parts])
+
+    def prev(self, rows: np.ndarray) -> np.ndarray:
+        return self._moved(rows, Snapshot.prev)
+
+    def next(self, rows: np.ndarray) -> np.ndarray:
+        return self._moved(rows, Snapshot.next)
+
+    def depths(self, rows: np.ndarray) -> np.ndarray:
+        depths = np.zeros_like(rows)
+        for part, at, own, _ in self._parts_of(rows):
+            depths[at] = part.depths(own)
+        return depths
+
+    def frames(self, rows: np.ndarray, n: int) -> np.ndarray:
+        frames = np.zeros((*rows.shape, n), np.int64)
+        for part, at, own, offset in self._parts_of(rows):
+            frames[at] = part.frames(own, n) + offset
+        return frames
+
+    def n_step(self, rows: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        window, mask = np.zeros((*rows.shape, n), np.int64), np.zeros((*rows.shape, n), bool)
+        for part, at, own, offset in self._parts_of(rows):
+            after, mask[at], _ = part.n_step(own, n)
+            window[at] = after + offset
+        return window, mask, mask.sum(axis=-1)
+
+    def gather(self, names: Sequence[str], rows: np.ndarray) -> list[Any]:
+        specs = [self.parts[-1].storage.columns.specs[name] for name in names]
+        arrays = [np.full((*rows.shape, *spec.shape), None if spec.is_object else 0, spec.dtype) for spec in specs]
+        for part, at, own, _ in self._parts_of(rows):
+            for array, values in zip(arrays, part.gather(names, own), strict=True):
+                array[at] = values
+        return arrays
+
+    def _moved(self, rows: np.ndarray, move: Callable[[Snapshot, np.ndarray], np.ndarray]) -> np.ndarray:
+        moved = np.zeros_like(rows)
+        for part, at, own, offset in self._parts_of(rows):
+            moved[at] = move(part, own) + offset
+        return moved
+
+    def _joined(self, rows: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate([own + offset for own, offset in zip(rows, self.offsets, strict=False)])
+
+    def _parts_of(self, rows: np.ndarray) -> Iterator[tuple[Snapshot, np.ndarray, np.ndarray, int]]:
+        """The parts in which some rows lie, where in `rows` those are, their own ids, and what was taken off."""
+        for part, (start, stop) in zip(self.parts, itertools.pairwise(self.offsets), strict=True):
+            inside = (rows >= start) & (rows < stop)
+            if inside.any():
+                yield part, inside, rows[inside] - start, start
+
+
+Rows = Snapshot | Joined

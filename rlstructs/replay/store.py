@@ -1,0 +1,408 @@
+"""A store: columns, the ring that says which rows are there, and the episodes in them.
+
+    write:   check the whole block -> reserve -> scatter -> episodes -> publish
+    sample:  look at the counters -> draw anchors -> expand -> gather -> look again, redraw what fell out
+
+Several processes may each write lanes of their own while others read, without a lock. Threads of one
+process take turns at writing.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlstructs.debug import is_on
+from rlstructs.errors import StateError
+from rlstructs.replay.backing import Backing, Block, Heap, Shared
+from rlstructs.replay.blocks import lead_of
+from rlstructs.replay.columns import LANE, Columns
+from rlstructs.replay.copies import UNCHANGED, Unchanged
+from rlstructs.replay.drawing import Selection
+from rlstructs.replay.episodes import Episodes
+from rlstructs.replay.linked_columns import Link, put_linked
+from rlstructs.replay.ring import N_COUNTERS, Ring
+from rlstructs.replay.span import Span
+
+ALL = slice(None)
+# A reader that loses this often against the writers reads from a ring too small to be read at all.
+MAX_REDRAWS = 100
+
+
+class Storage:
+    """Rows of `n_lanes` lanes, the newest `capacity` of each.
+
+    Args:
+        n_lanes: rings; an environment has one of its own.
+        capacity: rows per lane.
+        order: of row ids, "lane" or "slot".
+        backing: where the bytes lie; None for ordinary memory.
+        columns: for as many lanes, of this capacity and order; None for new ones in `backing`, where all else lies.
+
+    Example:
+        >>> from rlstructs.replay.columns import Spec
+        >>> storage = Storage(n_lanes=2, capacity=4)
+        >>> storage.columns.add("reward", Spec(np.dtype(np.float32)))
+        >>> storage.write({"reward": np.ones((2, 3), np.float32)})  # 2 lanes, 3 rows each
+        >>> len(storage)
+        6
+    """
+
+    # Rows there will be room for, where programs of torchrl look for it: `buffer._storage.max_size`.
+    max_size: int | None = None
+
+    def __init__(
+        self,
+        n_lanes: int,
+        capacity: int,
+        *,
+        order: str = LANE,
+        backing: Backing | None = None,
+        columns: Columns | None = None,
+    ) -> None:
+        backing = Heap() if backing is None else backing
+        self.columns = Columns(n_lanes, capacity, order, backing) if columns is None else columns
+        self.episodes: Episodes | None = None
+        self.links: dict[str, Link] = {}
+        # Steps begin anew at a multiple of it when the store is cleared.
+        self.alignment = capacity
+        self._backing = backing
+        self._counters: Block = backing.allocate("counters", N_COUNTERS * n_lanes * 8)
+        self.lock = threading.RLock()
+        self._span: Span | None = None
+        # Raised by whatever changes more than a `StepWriter` does.
+        self.version = 0
+        self.is_private = not isinstance(backing, Shared)
+        self._map()
+        _stores.add(self)
+
+    def _map(self) -> None:
+        counters = self._counters.bytes().view(np.int64).reshape(N_COUNTERS, self.columns.n_lanes)
+        self.ring = Ring(counters, self.columns.capacity)
+        if self.episodes is not None:
+            self.episodes.ring = self.ring
+
+    def __len__(self) -> int:
+        return len(self.ring)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of columns and bookkeeping."""
+        episodes = 0 if self.episodes is None else self.episodes.nbytes
+        saved = sum(self.columns.nbytes_of(name) - link.nbytes for name, link in self.links.items())
+        return self.columns.nbytes - saved + episodes + self.ring.counters.nbytes
+
+    def link(self, name: str, source: str) -> None:
+        """Adds a column that is stored through the next row of another; see `links`.
+
+        Raises:
+            StateError: the rows lie on a device, or are shared with other processes, or there are some.
+        """
+        if not (self.columns.on_host and self.is_private and not len(self)):
+            raise StateError(f"{name!r} cannot be stored through {source!r}: only in an empty store of one process")
+        self.links[name] = Link(self.columns, name, source)
+        self.version += 1
+
+    def track_episodes(self) -> Episodes:
+        """Keeps the bookkeeping of episodes from now on; rows from before have one episode per lane."""
+        if self.episodes is None:
+            self.version += 1
+            self.episodes = Episodes(self.ring, self.columns.order, self._backing)
+            if len(self):
+                self.episodes.rebuild(np.zeros((self.columns.n_lanes, self.columns.capacity), bool))
+        return self.episodes
+
+    def end_episodes(self, lanes: slice | np.ndarray = ALL) -> None:
+        """Ends the episodes that go on in these lanes with their newest rows."""
+        with self.lock:
+            episodes = self.track_episodes()
+            every = np.arange(self.columns.n_lanes)[lanes]
+            for lane in every[episodes.open_lengths(lanes) > 0].tolist():
+                self.version += 1
+                episodes.close(lane)
+
+    def rebuild_episodes(self, done: np.ndarray) -> None:
+        """Works the episodes out again from `done`, bool (n_lanes, capacity) by slot."""
+        with self.lock:
+            self.version += 1
+            self.track_episodes().rebuild(done)
+
+    def write(
+        self,
+        block: Mapping[str, Any],
+        lanes: slice | np.ndarray = ALL,
+        *,
+        lengths: np.ndarray | None = None,
+        done: np.ndarray | None = None,
+        starts: np.ndarray | None = None,
+    ) -> None:
+        """Appends up to T rows to each of n lanes; of more than there is room for, the last remain.
+
+        Args:
+            block: name -> (n, T, ...), at least one; columns that are not in it get unwritten rows.
+            lanes: which n, no two the same.
+            lengths: int64 (n,), how many of the T rows are valid; None for all.
+            done: bool (n, T), where an episode ends; None for nowhere.
+            starts: bool (n, T), where one starts whatever came before; None for nowhere.
+
+        Raises:
+            SpecError: something does not fit; nothing has changed.
+        """
+        lead = lead_of(block, self.columns.n_lanes, lanes, lengths, done, starts)
+        block = {name: self.columns.check(name, values, lead) for name, values in block.items()}
+        if self.episodes is not None and done is None:
+            done = np.zeros(lead, bool)
+        n_timesteps, capacity = lead[1], self.columns.capacity
+        with self.lock:
+            self.version += 1
+            if n_timesteps <= capacity:
+                self._write(block, lanes, n_timesteps, lengths, done, starts)
+                return
+            for start in range(0, n_timesteps, capacity):
+                part = slice(start, start + capacity)
+                self._write(
+                    {name: values[:, part] for name, values in block.items()},
+                    lanes,
+                    min(capacity, n_timesteps - start),
+                    None if lengths is None else (lengths - start).clip(0, capacity),
+                    None if done is None else done[:, part],
+                    None if starts is None else starts[:, part],
+                )
+
+    def _write(
+        self,
+        block: Mapping[str, Any],
+        lanes: slice | np.ndarray,
+        n_timesteps: int,
+        lengths: np.ndarray | None,
+        done: np.ndarray | None,
+        starts: np.ndarray | None,
+    ) -> None:
+        ring, columns = self.ring, self.columns
+        count = n_timesteps if lengths is None else lengths
+        if (ring.reserved[lanes] > ring.head[lanes]).any():  # a writer was killed
+            ring.skip_lost(lanes)
+            if self.episodes is not None:
+                self.episodes.reopen(lanes)
+        ring.reserve(lanes, count)
+        head = ring.head[lanes]
+        first = int(head[0]) if head.size else 0
+        in_step = head.size == 1 or bool((head == first).all())
+        if lengths is None and in_step:
+            self._put_blocks(block, lanes, first % columns.capacity, n_timesteps)
+        else:
+            steps = head[:, None] + np.arange(n_timesteps)
+            rows = columns.rows(np.arange(columns.n_lanes)[lanes][:, None], steps % columns.capacity)
+            self._put_rows(block, rows, None if lengths is None else np.arange(n_timesteps) < lengths[:, None])
+        if self.links:
+            put_linked(self.links, ring, block, np.arange(columns.n_lanes)[lanes], n_timesteps, lengths)
+        if self.episodes is not None:
+            assert done is not None
+            self.episodes.write(lanes, done, starts, lengths, first if in_step and head.size else None)
+        ring.publish(lanes, count)
+
+    def _put_blocks(self, block: Mapping[str, Any], lanes: Any, slot: int, n_timesteps: int) -> None:
+        before_end = self.columns.capacity - slot
+        parts: list[tuple[Any, Any]] = [(slice(slot, slot + n_timesteps), slice(0, before_end))]
+        if n_timesteps == 1:
+            parts = [(slot, 0)]
+        elif n_timesteps > before_end:
+            parts.append((slice(0, n_timesteps - before_end), slice(before_end, None)))
+        for name, spec in self.columns.specs.items():
+            if name in self.links:
+                continue
+            values = block.get(name)
+            nothing = self.columns.value(name, spec.unwritten) if values is None else None
+            for slots, times in parts:
+                self.columns.put_cells(name, lanes, slots, nothing if values is None else values[:, times])
+
+    def _put_rows(self, block: Mapping[str, Any], rows: np.ndarray, valid: np.ndarray | None) -> None:
+        rows = rows if valid is None else rows[valid]
+        for name, spec in self.columns.specs.items():
+            if name in self.links:
+                continue
+            if name not in block:
+                self.columns.put_rows(name, rows, self.columns.value(name, spec.unwritten))
+            else:
+                self.columns.put_rows(name, rows, block[name] if valid is None else block[name][valid])
+
+    def gather(self, names: Sequence[str], rows: np.ndarray) -> list[Any]:
+        """These rows of these columns, private memory, `(*rows.shape, *shape)` each."""
+        if not any(name in self.links for name in names):
+            return self.columns.gather(names, rows)
+        with self.lock:  # a write moves what waits for its next row
+            return [
+                self.links[name].read(self.ring, rows) if name in self.links else self.columns.gather([name], rows)[0]
+                for name in names
+            ]
+
+    def put(self, name: str, rows: np.ndarray, values: Any) -> None:
+        """Changes rows of a column; which of them are valid does not change.
+
+        Args:
+            name: of the column.
+            rows: int64 (n,), no two the same.
+            values: `(n, *shape)`.
+
+        Raises:
+            MissingKeyError, SpecError: they do not fit; nothing has changed.
+        """
+        values = self.columns.check(name, values, rows.shape)
+        with self.lock:
+            self.version += 1
+            if name in self.links:
+                self.links[name].put(self.ring, rows, values)
+                return
+            for link in self.links.values():
+                if link.source == name:
+                    link.keep(self.ring, rows)
+            self.columns.put_rows(name, rows, values)
+
+    def grow(self, capacity: int) -> None:
+        """Makes room for more rows per lane, none of which has wrapped; row ids of a single lane stay.
+
+        An empty store may also be given less room.
+
+        Raises:
+            StateError: other processes have the store too, or there are rows that would not fit.
+        """
+        if not self.is_private:
+            raise StateError("a store that processes share cannot grow")
+        if capacity < self.columns.capacity and len(self):
+            raise StateError(f"a store with rows cannot shrink from {self.columns.capacity} to {capacity} per lane")
+        with self.lock:
+            self.version += 1
+            self.columns.resize(capacity, {name: link.is_beside for name, link in self.links.items()})
+            if self.episodes is not None:
+                self.episodes.columns.resize(capacity)
+            for link in self.links.values():
+                link.resize(capacity)
+            self._map()
+            self.poison(self.columns.specs)
+
+    def clear(self, lanes: slice | np.ndarray = ALL) -> None:
+        """Drops every row of some lanes."""
+        with self.lock:
+            self.version += 1
+            self.ring.clear(self.alignment, lanes)
+            self.poison(self.columns.specs, lanes)
+
+    def poison(self, names: Iterable[str], lanes: slice | np.ndarray = ALL) -> None:
+        """In debug mode, marks what these columns hold in rows that are not there."""
+        if not is_on():
+            return
+        ring, columns = self.ring, self.columns
+        every = np.arange(columns.n_lanes)[lanes][:, None]
+        steps = ring.steps_of(every, np.arange(columns.capacity), ring.head)
+        at = steps < ring.oldest()[every]
+        rows = columns.rows(every, np.arange(columns.capacity))[at]
+        for name in names:
+            if name not in self.links:  # of those only what is read is ever touched
+                columns.put_rows(name, rows, columns.value(name, columns.specs[name].poison))
+
+    def span(self, length: int = 1) -> Span:
+        """What can be drawn now: every valid row that has `length - 1` others after it."""
+        last = self._span
+        if last is None or last.length != length or last.snapshot != self.ring.counters.tobytes():
+            last = self._span = Span(self.ring, self.columns, length)
+        return last
+
+    def sample(
+        self,
+        n: int,
+        select: Callable[[int], Selection],
+        read: Callable[[Selection], list[Any]],
+        redraws: int = MAX_REDRAWS,
+    ) -> tuple[Selection, list[Any]]:
+        """`n` samples, none of them torn by a writer.
+
+        Args:
+            select: draws so many samples.
+            read: gathers what belongs to them, arrays of first axis n.
+            redraws: how often some may be drawn again.
+
+        Raises:
+            StateError: writers overwrite or drop rows faster than they can be read.
+        """
+        picked = select(n)
+        arrays = read(picked)
+        stale = self._overwritten(picked)
+        if stale is None:
+            return picked, arrays
+        if not redraws:
+            raise StateError("sample: rows are overwritten faster than they are read; use a larger memory")
+        # The others were whole when they were looked at, whatever becomes of their rows now.
+        again, replacements = self.sample(int(stale.sum()), select, read, redraws - 1)
+        if len(again.rows) < stale.sum():  # without replacement there may be fewer
+            raise StateError("sample: rows were dropped while they were read")
+        picked.put(stale, again)
+        for array, replacement in zip(arrays, replacements, strict=True):
+            array[stale] = replacement
+        return picked, arrays
+
+    def _overwritten(self, picked: Selection) -> np.ndarray | None:
+        if self.ring.counters.tobytes() == picked.span.snapshot:
+            return None
+        first = picked.rows[:, 0] if picked.earliest is None else picked.earliest
+        stale = np.asarray(picked.span.steps(first) < self.ring.oldest()[self.columns.places(first)[0]])
+        return stale if stale.any() else None
+
+    def share(self) -> None:
+        """Moves everything to memory that processes share which are started with this object.
+
+        Raises:
+            StateError: the columns lie on a device; nothing has changed.
+        """
+        if not self.is_private:  # all of it lies there, and processes that were started know where
+            return
+        backing = Shared()
+        if self.links:
+            raise StateError("a store with linked columns cannot be shared")
+        self.columns.move(backing)
+        self.version += 1
+        counters = backing.allocate("counters", self.ring.counters.nbytes)
+        counters.bytes()[...] = self._counters.bytes()
+        self._backing, self._counters = backing, counters
+        if self.episodes is not None:
+            self.episodes.columns.move(backing)
+        self.is_private = False
+        self._map()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Storage:
+        made = memo[id(self)] = type(self).__new__(type(self))
+        with self.lock:  # another thread may be about to write
+            made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self.lock:
+            state = {key: value for key, value in vars(self).items() if key not in ("ring", "lock", "_span")}
+            return state | {UNCHANGED: Unchanged(self._content if self.is_private else bool)}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update({key: value for key, value in state.items() if key != UNCHANGED})
+        self.lock, self._span = threading.RLock(), None
+        self._map()
+        _stores.add(self)
+
+    def _content(self) -> Any:
+        """Equal to what it was only if no row has changed."""
+        return self.version, self.ring.counters.tobytes()
+
+
+_stores: weakref.WeakSet[Storage] = weakref.WeakSet()
+
+
+def _free_locks() -> None:
+    """In a forked process there are no other threads to give a lock back; what one was writing does not count yet."""
+    for storage in _stores:
+        storage.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_free_locks)

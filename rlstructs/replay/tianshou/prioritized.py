@@ -1,0 +1,223 @@
+"""Buffers that draw in proportion to priorities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from rlstructs.errors import SpecError
+from rlstructs.replay.claims import Claims
+from rlstructs.replay.drawing import draw_fitting
+from rlstructs.replay.priorities import Prioritised, exponent
+from rlstructs.replay.snapshot import Rows, Snapshot
+from rlstructs.replay.tianshou.reads import WANTED, Fields, Pick
+from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
+from rlstructs.replay.tianshou.vector import VectorReplayBuffer
+from rlstructs.replay.values import host_array, real_numbers
+
+# What is added to the absolute value of a priority, so that every row may be drawn.
+EPSILON = float(np.finfo(np.float32).eps)
+LEAVES, WEIGHT = "leaves", "weight"
+
+
+class PrioritizedReplayBuffer(ReplayBuffer):
+    """A `ReplayBuffer` that draws in proportion to priorities: Schaul et al., Prioritized Experience Replay (2016).
+
+    P(i) = p_i^alpha / sum of p_k^alpha; a draw of n takes one row from each n-th of the sum, in the order of row ids. A
+    new row has the largest priority that was ever given, at first 1. What is read has a key `weight`, float32:
+    (N P(i))^-beta over the largest of them.
+
+    Args:
+        size: how many rows.
+        alpha: exponent of priorities, above 0.
+        beta: exponent of weights, at least 0.
+        weight_norm: weights are divided by the largest of the batch; otherwise by that of the buffer.
+        settings: as of `ReplayBuffer`.
+
+    Raises:
+        TypeError, SpecError: an argument is not what is needed.
+
+    Example:
+        >>> buffer = PrioritizedReplayBuffer(8, alpha=1.0, beta=1.0)
+        >>> for t in range(2):
+        ...     _ = buffer.add({"obs": t, "act": 0, "rew": 0.0, "terminated": False, "truncated": False})
+        >>> buffer.update_weight([0, 1], [1.0, -4.0])
+        >>> buffer[[0, 1]].weight.round(3)
+        array([1.  , 0.25], dtype=float32)
+    """
+
+    def __init__(
+        self, size: int, alpha: float, beta: float, weight_norm: bool = True, *args: Any, **settings: Any
+    ) -> None:
+        super().__init__(size, *args, **settings)
+        self._alpha = exponent("alpha", alpha)
+        if not self._alpha:
+            raise SpecError("alpha must be above 0; a ReplayBuffer draws uniformly")
+        self.set_beta(beta)
+        self.weight_norm = bool(weight_norm)
+        self._prioritised = Prioritised(self._storage.columns.n_rows, self._n_lanes, self._alpha)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {**super().options, "alpha": self._alpha, "beta": self._beta, "weight_norm": self.weight_norm}
+
+    @property
+    def alpha(self) -> float:
+        """Exponent of priorities."""
+        return self._alpha
+
+    @property
+    def beta(self) -> float:
+        """Exponent of weights."""
+        return self._beta
+
+    def set_beta(self, beta: float) -> None:
+        """Sets the exponent of weights, at least 0."""
+        self._beta = exponent("beta", beta)
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + Prioritised.nbytes_of(self._storage.columns.n_rows, self._n_lanes)
+
+    @property
+    def weight(self) -> np.ndarray:
+        """The priorities of all rows to the power of alpha, float64 (maxsize,), 0 where there is none; a copy."""
+        with self._prioritised.lock:
+            self._prioritised.follow(self._own_rows().span)
+            return self._prioritised.tree.values[: self.maxsize].copy()
+
+    def update_weight(self, index: Any, new_weight: Any) -> None:
+        """Sets priorities to |new_weight| and a little more; of equal rows the last counts.
+
+        Those of rows that were overwritten since they were drawn are dropped. Rows that were added since the last draw,
+        and all rows together, are meant as they are now.
+
+        Args:
+            index: int (n,), row ids.
+            new_weight: (n,), of any library, finite.
+
+        Raises:
+            SpecError, IndexError: something is not so; nothing has changed.
+        """
+        rows = host_array("index", index).reshape(-1)
+        if rows.dtype.kind not in "iu" and rows.size:
+            raise SpecError(f"index must hold integers, got {rows.dtype}")
+        given = real_numbers("new_weight", new_weight).reshape(-1)
+        with self._prioritised.lock:
+            now, rows = self._own_rows(), rows.astype(np.int64)
+            rows = np.where(rows < 0, rows + self._index_end(now), rows)
+            if rows.size and not (rows.min() >= 0 and rows.max() < self.maxsize):
+                raise IndexError(f"index {rows[(rows < 0) | (rows >= self.maxsize)][0]} is not in [0, {self.maxsize})")
+            is_plain = self._prioritised.is_last(rows, now.span) or self._prioritised.are_of_now(rows, now.span)
+            self._prioritised.update(now.span, rows, np.abs(given) + EPSILON, is_plain)
+
+    def get_weight(self, index: Any) -> Any:
+        """The importance weights of rows, over the largest in the buffer, float64 of the shape of `index`."""
+        rows, tree = self._rows_at(index), self._prioritised.tree
+        with self._prioritised.lock:
+            self._prioritised.follow(self._own_rows().span)
+            return (tree.values[rows] / tree.minimum) ** -self._beta
+
+    def reset(self, keep_statistics: bool = False) -> None:
+        super().reset(keep_statistics)
+        self._prioritised.max_priority = 1.0
+
+    reset.__doc__ = ReplayBuffer.reset.__doc__
+
+    def _pick(self, n: int) -> Pick:
+        with self._prioritised.lock:
+            return super()._pick(n)
+
+    def _anchors(self, rows: Rows, n: int) -> tuple[np.ndarray, Fields]:
+        assert isinstance(rows, Snapshot)
+        prioritised, fits = self._prioritised, self._fits(rows)
+        prioritised.follow(rows.span)
+        if fits is None and rows.span.is_settled:
+            at = prioritised.draw(n, self._rng)
+        else:
+            at = draw_fitting(
+                lambda count: prioritised.draw(count, self._rng),
+                lambda drawn: rows.has(drawn) if fits is None else rows.has(drawn) & fits(drawn),
+                n,
+                lambda every, count: prioritised.choose(every, count, self._rng),
+                rows,
+                WANTED,
+            )
+        return at, {LEAVES: prioritised.tree.values.take(at)}
+
+    def _picked(self, rows: Rows, at: np.ndarray, fields: Fields) -> Pick:
+        assert isinstance(rows, Snapshot)
+        with self._prioritised.lock:
+            self._prioritised.remember(rows.span, at.copy())  # what goes out may be written to
+        return super()._picked(rows, at, fields)
+
+    def _beside(self, at: np.ndarray, fields: Fields | None = None) -> dict[str, Any]:
+        if not fields:
+            with self._prioritised.lock:
+                self._prioritised.follow(self._own_rows().span)
+                fields = {LEAVES: np.asarray(self._prioritised.tree.values[at])}
+        leaves = fields[LEAVES]
+        if not leaves.size:
+            return {WEIGHT: np.zeros(leaves.shape, np.float32)}
+        smallest = leaves.min() if self.weight_norm else self._prioritised.tree.minimum
+        return {WEIGHT: np.asarray((smallest / leaves) ** self._beta, np.float32)}
+
+    def _beside_names(self) -> set[str]:
+        return super()._beside_names() | {WEIGHT}
+
+    def dropnull(self) -> None:
+        with self._prioritised.lock:
+            self._prioritised.follow(self._own_rows().span)  # or the newest rows would have no priority to keep
+            super().dropnull()
+
+    dropnull.__doc__ = ReplayBuffer.dropnull.__doc__
+
+    def _were_kept(self, rows: np.ndarray) -> None:
+        leaves = self._prioritised.tree.values[rows]  # those of rows whose ids have changed
+        now = self._own_rows()
+        self._prioritised.follow(now.span)
+        self._prioritised.tree.update(now.every_row(), leaves)
+
+    # Files
+
+    def _settings(self) -> dict[str, Any]:
+        own = {"alpha": self._alpha, "beta": self._beta, "weight_norm": self.weight_norm}
+        return {**super()._settings(), **own}
+
+    def _state(self) -> dict[str, Any]:
+        return {**super()._state(), "max_priority": self._prioritised.max_priority}
+
+    def _more_arrays(self) -> dict[str, np.ndarray]:
+        return {**super()._more_arrays(), **self._prioritised.arrays()}
+
+    def _restorer(
+        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], claims: Claims
+    ) -> Callable[[], None]:
+        restore_rest = super()._restorer(state, arrays, claims)
+        alpha, beta = (exponent(name, state["settings"][name]) for name in ("alpha", "beta"))
+        prioritised = self._prioritised.restored(arrays, state["max_priority"], claims, alpha)
+
+        def restore() -> None:
+            restore_rest()
+            self._prioritised, self._alpha, self._beta = prioritised, alpha, beta
+
+        return restore
+
+
+class PrioritizedVectorReplayBuffer(VectorReplayBuffer, PrioritizedReplayBuffer):
+    """A `PrioritizedReplayBuffer` of several environments, each in a ring of its own.
+
+    Args:
+        total_size, buffer_num: as of `VectorReplayBuffer`.
+        alpha, beta, weight_norm: as of `PrioritizedReplayBuffer`.
+        settings: as of `ReplayBuffer`.
+
+    Example:
+        >>> buffer = PrioritizedVectorReplayBuffer(10, 2, alpha=0.6, beta=0.4)
+        >>> _ = buffer.add({"obs": [1, 2], "act": [0, 0], "rew": [1, 1], "terminated": [0, 1], "truncated": [0, 0]})
+        >>> batch, rows = buffer.sample(4)
+        >>> sorted(set(rows.tolist())), batch.weight.tolist()
+        ([0, 5], [1.0, 1.0, 1.0, 1.0])
+    """

@@ -1,0 +1,408 @@
+"""What tianshou's buffers have, before rows are read: lanes of transitions, and what is known of each episode."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from rlstructs.checks import check_count, check_size
+from rlstructs.errors import SpecError, StateError
+from rlstructs.replay.array_dict import ArrayDict
+from rlstructs.replay.blocks import as_slice, rounds
+from rlstructs.replay.buffer import ERROR, FILL, GROW, Buffer
+from rlstructs.replay.claims import MOST, Claims, check_aligned
+from rlstructs.replay.columns import Spec
+from rlstructs.replay.copies import UNCHANGED, Unchanged
+from rlstructs.replay.from_trajectories import STEP_START
+from rlstructs.replay.given import plain_items
+from rlstructs.replay.reading import Reading
+from rlstructs.replay.roles import is_info
+from rlstructs.replay.snapshot import Rows, Snapshot
+from rlstructs.replay.step_writer import OneRow, StepWriter
+from rlstructs.replay.tianshou import transitions
+from rlstructs.replay.tianshou.checked_rows import CheckedRows
+from rlstructs.replay.tianshou.running import Running
+from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT, REW
+from rlstructs.replay.values import generator_of, host_array
+from rlstructs.structures.trajectories import Trajectories
+
+Added = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+class _Known(NamedTuple):
+    """What is known of the columns while `layout` of them is this: what batches hold, and how rows are written."""
+
+    layout: int
+    names: list[str]
+    specs: dict[str, Spec]
+    one_row: OneRow
+    writer: StepWriter
+
+
+class MalformedBufferError(StateError):
+    """An episode does not fit into the rows that are kept for it."""
+
+
+class EpisodeRows(CheckedRows):
+    """Lanes of transitions; see `ReplayBuffer` for the arguments."""
+
+    # As tianshou calls them, for programs that look; whatever else is in a batch is a column too.
+    _reserved_keys, _required_keys_for_add = transitions.RESERVED, transitions.REQUIRED
+    # How many lanes there are; those who have several say so before this constructor.
+    _n_lanes = 1
+    # Whether a batch always has an axis for them.
+    _is_stacked = False
+
+    def __init__(
+        self,
+        size: int,
+        stack_num: int = 1,
+        ignore_obs_next: bool = False,
+        save_only_last_obs: bool = False,
+        sample_avail: bool = False,
+        random_seed: np.random.Generator | int | None = 42,
+        *,
+        framework: str = "numpy",
+        device: Any = None,
+        n_step: int = 1,
+        gamma: float = 0.99,
+        new_keys: str = GROW,
+        missing_keys: str = FILL,
+    ) -> None:
+        # One of size 0 is a placeholder; no store is that small.
+        is_zero = isinstance(size, (int, np.integer)) and not isinstance(size, bool) and size == 0
+        self._lane_size = 0 if is_zero else check_size("size", size)
+        if new_keys not in (ERROR, GROW) or missing_keys not in (ERROR, FILL):
+            raise SpecError(
+                f"new_keys must be {ERROR!r} or {GROW!r} and missing_keys {ERROR!r} or {FILL!r}, "
+                f"got {new_keys!r} and {missing_keys!r}"
+            )
+        super().__init__(
+            self._n_lanes,
+            max(self._lane_size, 1),
+            seed=generator_of(random_seed),
+            framework=framework,
+            device=device,
+            reading=Reading(n_step, gamma),
+        )
+        self.stack_num = stack_num
+        self.ignore_obs_next, self.save_only_last_obs = bool(ignore_obs_next), bool(save_only_last_obs)
+        self.sample_avail = bool(sample_avail)
+        self._unknown, self._missing = new_keys, missing_keys
+        self._ignored = frozenset([DONE, OBS_NEXT] if ignore_obs_next else [DONE])
+        self._running = Running(self._n_lanes)
+        self._every_lane = list(range(self._n_lanes))
+        self._first_rows = np.arange(self._n_lanes) * self._storage.columns.capacity
+        self._find_begins()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drops what is made again when it is needed, and what is not stored."""
+        # What `rew` gives in the place of what is stored, as the column has it, (maxsize, ...).
+        self._stand_in: np.ndarray | None = None
+        self._known: _Known | None = None
+
+    @property
+    def stack_num(self) -> int:
+        """Of how many rows an observation is made when it is read; may be set at any time."""
+        return self._stack_num
+
+    @stack_num.setter
+    def stack_num(self, stack_num: int) -> None:
+        self._stack_num = check_count("stack_num", stack_num)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The settings that tianshou's buffers have, as they are now; without `framework`, `n_step` and the like."""
+        names = ("stack_num", "ignore_obs_next", "save_only_last_obs", "sample_avail")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def maxsize(self) -> int:
+        """Rows there is room for."""
+        return self._n_lanes * self._lane_size
+
+    @property
+    def _size(self) -> int:
+        """The rows that are there, as tianshou calls their number, for programs that look."""
+        return len(self)
+
+    @property
+    def last_index(self) -> np.ndarray:
+        """The newest row of each lane, int64 (n_lanes,); its first slot if it has none."""
+        return self._rows().newest()
+
+    @property
+    def subbuffer_edges(self) -> np.ndarray:
+        """Where lanes begin among the row ids, and where the last one ends, int64 (n_lanes + 1,)."""
+        return np.arange(self._n_lanes + 1) * self._lane_size
+
+    def _rows(self) -> Rows:
+        """The rows as they are now."""
+        return self._own_rows()
+
+    def _own_rows(self) -> Snapshot:
+        return Snapshot(self._storage)
+
+    def _names(self) -> list[str]:
+        """What a batch holds: the columns, and what is made of them."""
+        return self._look().names
+
+    @property
+    def _known_specs(self) -> dict[str, Spec]:
+        """The specs of what a batch holds."""
+        return self._look().specs
+
+    def _look(self) -> _Known:
+        """What is known of the columns as they are."""
+        known, columns = self._known, self._storage.columns
+        if known is None or known.layout != columns.layout:
+            layout, specs = columns.layout, columns.specs
+            names = transitions.names_of(specs)
+            writer = StepWriter(self._storage, FLAGS)
+            known = _Known(layout, names, transitions.specs_of(specs, names), OneRow(specs, is_info), writer)
+            self._known = known
+        return known
+
+    # Writing
+
+    def add(self, batch: Any, buffer_ids: Any = None) -> Added:
+        """Appends one transition to each of some lanes.
+
+        Args:
+            batch: a mapping with `obs`, `act`, `rew`, `terminated`, `truncated`, and whatever else; arrays of numbers
+                of any library, possibly nested, and `info` of anything. `done` is ignored: it follows from them.
+            buffer_ids: for a buffer of several lanes those of the rows of `batch`, which have a first axis for them;
+                None for each lane once. The same one several times gets its rows in order. For a buffer of one lane
+                None, and the arrays have no such axis; or `[0]`, and they have.
+
+        Returns:
+            Four arrays, one entry for each row: where it lies, int64; the return of the episode that ends with it,
+            float64, and its length, int64, both 0 if none does; and where its episode begins, int64: the oldest row
+            of it that is still there. Return and length count all rows of the episode, overwritten ones too.
+
+        Raises:
+            SpecError, MissingKeyError, IndexError: something does not fit; the buffer is as it was.
+            StateError: the size is 0.
+        """
+        with self._storage.lock:  # a file holds returns and lengths as they are with all of these rows, or none
+            if self._is_every_lane(buffer_ids) and (added := self._added_quickly(batch, buffer_ids)) is not None:
+                return added
+            return self._added_slowly(batch, buffer_ids)
+
+    def _added_slowly(self, batch: Any, buffer_ids: Any) -> Added:
+        self._require_room()
+        lanes, n_axes = self._lanes_given(buffer_ids)
+        rows = transitions.as_transitions(batch, "add", self._ignored, n_axes, self.save_only_last_obs)
+        transitions.check_required(rows)
+        for name, values in rows.items():
+            if len(values) != len(lanes):
+                raise SpecError(f"{name!r} has {len(values)} rows, needed is one for each of {len(lanes)} lanes")
+        if not lanes.size:  # empty lists do not say what they hold
+            return np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64)
+        done = transitions.ends_of(rows)
+        self._check_room(lanes, done)
+        block = self._checked({name: values[:, None] for name, values in rows.items()}, self._unknown, self._missing)
+        return self._added(block, lanes, self._rewards(rows[REW]), done)
+
+    def _check_room(self, lanes: np.ndarray, done: np.ndarray) -> None:
+        """Raises MalformedBufferError if one more row of each of these lanes cannot be taken."""
+
+    def _is_every_lane(self, buffer_ids: Any) -> bool:
+        """Whether these are all lanes, each once and in order."""
+        if buffer_ids is None:
+            return True
+        if isinstance(buffer_ids, np.ndarray) and buffer_ids.dtype.kind in "iu":
+            buffer_ids = buffer_ids.tolist()
+        # Types first: what else may be in a list, or be one of ids, is compared in ways of its own, or refuses to be.
+        is_plain = type(buffer_ids) is list and all(type(lane) is int for lane in buffer_ids)
+        return is_plain and bool(buffer_ids == self._every_lane)
+
+    def _added_quickly(self, batch: Any, buffer_ids: Any) -> Added | None:
+        """As `add`, for a row of each lane just as columns hold it; None, and nothing has changed, if it is none."""
+        if type(batch) not in (dict, ArrayDict) or self.save_only_last_obs or not self._lane_size:
+            return None
+        known = self._look()
+        flat: Mapping[str, Any] | None = batch
+        if type(batch) is ArrayDict:  # whose length is that of its rows
+            flat = batch._arrays()
+        elif dict in map(type, batch.values()):
+            flat = plain_items(batch)
+        if not known.names or flat is None:
+            return None
+        if not self._ignored.isdisjoint(flat):
+            flat = {name: values for name, values in flat.items() if name not in self._ignored}
+        rows: Mapping[str, Any] | None = flat
+        if buffer_ids is None and not self._is_stacked:
+            try:
+                rows = known.one_row(flat)
+            except TypeError:  # there are lists in it
+                return None
+        heads = self._storage.ring.head.copy()
+        if rows is None or not known.writer.write(rows):
+            return None
+        rewards = self._rewards(rows[REW])
+        if rewards.shape == (1,):
+            return self._result_of_one(heads.item(), rewards.item(), any(rows[flag].item() for flag in FLAGS))
+        self._running.shape(rewards.shape[1:])
+        return self._result(slice(None), heads, rewards, transitions.ends_of(rows))
+
+    def _added(self, block: Mapping[str, Any], lanes: np.ndarray, rewards: np.ndarray, done: np.ndarray) -> Added:
+        """Writes what was checked, `(n, 1, ...)`; what is given several times gets its rows in order."""
+        self._running.shape(rewards.shape[1:])
+        counts = np.empty((3, len(lanes)), np.int64)
+        index, ep_return, ep_len, start = counts[0], np.empty(rewards.shape), counts[1], counts[2]
+        for part in rounds(lanes):
+            heads = self._storage.ring.head[lanes[part]]
+            rows = {name: values[part] for name, values in block.items()}
+            self._storage.write(rows, as_slice(lanes[part]), done=done[part][:, None])
+            index[part], ep_return[part], ep_len[part], start[part] = self._result(
+                lanes[part], heads, rewards[part], done[part]
+            )
+        return index, ep_return, ep_len, start
+
+    def _result(self, lanes: slice | np.ndarray, heads: np.ndarray, rewards: np.ndarray, done: np.ndarray) -> Added:
+        """What `add` returns of one row that was written to each of these lanes, where their heads were."""
+        ring, first_rows = self._storage.ring, self._first_rows[lanes]
+        ep_return, ep_len = self._running.add(lanes, rewards, done)
+        begins = self._begins[lanes]
+        starts = np.maximum(begins, ring.oldest()[lanes])
+        self._begins[lanes] = np.where(done, heads + 1, begins)
+        return first_rows + heads % ring.capacity, ep_return, ep_len, first_rows + starts % ring.capacity
+
+    def _result_of_one(self, head: int, reward: float, done: bool) -> Added:
+        """As `_result`, of a single lane: a third of its time."""
+        capacity = self._storage.ring.capacity
+        ep_return, ep_len = self._running.add_one(reward, done)
+        start = max(self._begins.item(), head + 1 - capacity)
+        if done:
+            self._begins[0] = head + 1
+        return np.array([head % capacity]), np.array([ep_return]), np.array([ep_len]), np.array([start % capacity])
+
+    def _find_begins(self) -> None:
+        """Looks at which steps the episodes begin that go on, or would."""
+        assert self._storage.episodes is not None
+        self._begins = self._storage.ring.head - self._storage.episodes.open_lengths(slice(None))
+
+    def _rewards(self, values: Any) -> np.ndarray:
+        return np.asarray(host_array(REW, values), np.float64)
+
+    def _require_room(self) -> None:
+        if not self._lane_size:
+            raise StateError("a buffer of size 0 takes no rows")
+
+    def _lanes_given(self, buffer_ids: Any) -> tuple[np.ndarray, int]:
+        """Lanes, and how many axes a batch has for them."""
+        if buffer_ids is None:
+            return np.zeros(1, np.int64), 0
+        ids = host_array("buffer_ids", buffer_ids)
+        if ids.shape != (1,) or ids.dtype.kind not in "iu" or ids[0] != 0:
+            raise SpecError(f"buffer_ids must be None or [0] for a buffer of one lane, got {buffer_ids!r}")
+        return np.zeros(1, np.int64), 1
+
+    def _ends_among(self, names: Iterable[str]) -> list[str]:
+        return [name for name in FLAGS if name in names]
+
+    def add_trajectories(self, trajectories: Trajectories, names: Mapping[str, str] | None = None) -> None:
+        self._require_room()
+        before = self._storage.ring.head - self._begins
+        super().add_trajectories(trajectories, names)
+        steps = trajectories.trajectories
+        lengths = host_array("lengths", steps.lengths)
+        at = np.flatnonzero(lengths)
+        if not at.size:
+            return
+        is_one = self._takes_any_environment
+        lanes = np.zeros(at.size, np.int64) if is_one else self._lanes_of(trajectories)[at]
+        names = self._trajectory_names(steps) if names is None else names
+        rewards = self._rewards(steps[names[REW]])[at]
+        self._running.shape(rewards.shape[2:])
+        self._find_begins()
+        after, n_new = self._storage.ring.head - self._begins, np.bincount(lanes, lengths[at], self._n_lanes)
+        goes_on = (n_new == 0) | (after == before + n_new)
+        if is_one or STEP_START in steps:
+            _, first = np.unique(lanes, return_index=True)  # the first trajectory of each lane
+            starts = is_one or host_array(STEP_START, steps[STEP_START])[at[first], 0]
+            goes_on[lanes[first]] &= ~np.asarray(starts, bool)
+        valid = np.arange(rewards.shape[1]) < lengths[at][:, None]
+        self._running.add_many(np.repeat(lanes, lengths[at]), rewards[valid], after, goes_on)
+
+    add_trajectories.__doc__ = Buffer.add_trajectories.__doc__
+
+    def _trajectory_names(self, steps: Any) -> dict[str, str]:
+        return transitions.trajectory_names(steps.keys(), self.ignore_obs_next)
+
+    def _prepared(self, name: str, values: torch.Tensor) -> Any:
+        return transitions.as_column(name, values.detach(), 2, self.save_only_last_obs)
+
+    def reset(self, keep_statistics: bool = False) -> None:
+        """Drops every row.
+
+        Args:
+            keep_statistics: whether returns and lengths of the episodes that go on are counted further.
+        """
+        self._storage.clear()
+        self._find_begins()
+        if not keep_statistics:
+            self._running.clear()
+
+    def _recount(self) -> None:
+        """Works returns and lengths out again, after rows have been changed."""
+        rows = self._own_rows()
+        self._find_begins()
+        self._running.clear()
+        if REW not in self._specs or not rows.total:
+            return
+        every = rows.every_row()
+        rewards = transitions.raw_numbers(rows.gather([REW], every)[0], self._specs[REW])
+        self._running.shape(self._specs[REW].shape)
+        begun = np.zeros(self._n_lanes, bool)
+        open_lengths = self._storage.ring.head - self._begins
+        self._running.add_many(every // self._storage.columns.capacity, self._rewards(rewards), open_lengths, begun)
+
+    # Files and pickles
+
+    def _more_arrays(self) -> dict[str, np.ndarray]:
+        return self._running.arrays()
+
+    def _check_columns(self, specs: Mapping[str, Spec]) -> None:
+        transitions.check_specs(specs, self._beside_names())
+
+    def _restorer(
+        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], claims: Claims
+    ) -> Callable[[], None]:
+        check_aligned(claims.ring)
+        running, returns, lengths = Running(self._n_lanes), arrays["returns"], arrays["lengths"]
+        shapes = returns.shape[:1] == lengths.shape == running.lengths.shape
+        shapes &= REW not in claims.specs or returns.shape[1:] in ((), claims.specs[REW].shape)
+        shapes &= returns.dtype == np.float64 and lengths.dtype == np.int64
+        if not shapes or not ((lengths >= 0) & (lengths <= MOST)).all():
+            raise ValueError("its returns and lengths of episodes are not what they can be")
+        running.returns, running.lengths = returns, lengths
+
+        def restore() -> None:
+            self._running = running
+            self._find_begins()
+            self._forget()
+
+        return restore
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = memo[id(self)] = type(self).__new__(type(self))
+        with self._storage.lock:
+            made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        forgotten = ("_stand_in", "_known")
+        with self._storage.lock:
+            state = {name: value for name, value in vars(self).items() if name not in forgotten}
+            return state | {UNCHANGED: Unchanged(self._storage._content if self._storage.is_private else bool)}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update({name: value for name, value in state.items() if name != UNCHANGED})
+        self._forget()

@@ -1,0 +1,213 @@
+"""What a transition holds in tianshou's words, and what users give as rows of columns.
+
+    obs, act, rew, terminated, truncated     must be there
+    done                                     terminated or truncated; made when it is read
+    obs_next                                 may be there; if not, it is made of the obs of the next row
+    info, policy, and any other key          may be there
+
+Each may be nested: `obs` is then `obs/image`, `obs/speed` and so on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlstructs.errors import MissingKeyError, SpecError
+from rlstructs.replay.array_dict import ArrayDict
+from rlstructs.replay.columns import Spec
+from rlstructs.replay.given import flat_items, is_mapping
+from rlstructs.replay.infos import info_items
+from rlstructs.replay.roles import INFO, is_beside, is_info
+from rlstructs.replay.values import host_array
+
+OBS, ACT, REW, DONE, OBS_NEXT = "obs", "act", "rew", "done", "obs_next"
+FLAGS = ("terminated", "truncated")
+REQUIRED = (OBS, ACT, REW, *FLAGS)
+RESERVED = (*REQUIRED, DONE, OBS_NEXT, "info", "policy")
+# What `get` and indexing give stacks of.
+STACKED = (OBS, OBS_NEXT, "info", "policy")
+
+
+def top(name: str) -> str:
+    """The first part of a name: `obs` of `obs/image`."""
+    return name.partition("/")[0]
+
+
+def names_of(columns: Iterable[str]) -> list[str]:
+    """What a batch of rows of these columns holds, in tianshou's order: these, and what is made of them."""
+    names = list(columns)
+    if names:
+        names.append(DONE)
+    if not any(top(name) == OBS_NEXT for name in names):
+        names += [OBS_NEXT + name[len(OBS) :] for name in names if top(name) == OBS]
+    return sorted(names, key=lambda name: RESERVED.index(top(name)) if top(name) in RESERVED else len(RESERVED))
+
+
+def specs_of(columns: Mapping[str, Spec], names: Iterable[str]) -> dict[str, Spec]:
+    """The specs of what a batch holds."""
+    return {name: columns[stored_as(name, columns)] for name in names}
+
+
+def stored_as(name: str, columns: Iterable[str]) -> str:
+    """The column from which something is read."""
+    if name in columns:
+        return name
+    return FLAGS[0] if name == DONE else OBS + name[len(OBS_NEXT) :]
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raises SpecError if one is a leaf of another: `obs` beside `obs/image`."""
+    every = set(names)
+    for name in every:
+        parents = {name[:end] for end, letter in enumerate(name) if letter == "/"}
+        if both := parents & every:
+            raise SpecError(f"{min(both)!r} cannot be an array and have {name!r} in it")
+
+
+def check_specs(specs: Mapping[str, Spec], taken: Iterable[str]) -> None:
+    """Raises ValueError unless columns like these can hold transitions.
+
+    Args:
+        specs: by name.
+        taken: what else a batch of them holds.
+    """
+    check_names(specs)
+    check_required(specs)
+    wrong = [name for name in specs if top(name) in {DONE, *taken}]
+    wrong += [name for name in FLAGS if specs[name].dtype != np.bool_ or specs[name].shape]
+    wrong += [REW] * (specs[REW].dtype.kind not in "biuf")
+    if wrong:
+        raise ValueError(f"column {wrong[0]!r} is {specs[wrong[0]]}, which it cannot be here")
+
+
+def check_required(names: Iterable[str]) -> None:
+    """Raises SpecError unless all is there that a transition needs."""
+    every = set(names)
+    tops = {top(name) for name in every}
+    if lacking := [name for name in REQUIRED if name not in tops]:
+        hint = "" if tops.issuperset(FLAGS) else "; 'done' does not say which of them an end is"
+        raise MissingKeyError(f"key(s) {lacking} are missing, got {sorted(tops)}{hint}")
+    if nested := [name for name in (REW, *FLAGS) if name not in every]:
+        raise SpecError(f"{nested[0]!r} must be an array, got one that is nested")
+
+
+def as_transitions(batch: Any, owner: str, ignored: Iterable[str], n_axes: int, only_last: bool) -> dict[str, Any]:
+    """A batch as rows of columns.
+
+    Args:
+        batch: what `flat_items` takes; what is None, or an array of nothing else, is left out, but of infos.
+        owner: who asks, for messages.
+        ignored: keys that are left out.
+        n_axes: how many axes its arrays have in front of those of a row: 0 or 1.
+        only_last: whether of observations only the last along the next axis is taken.
+
+    Returns:
+        name -> `(n, *shape)`, of numpy or whatever they came as; flags are bool and rewards floats; infos as of
+            `info_items`.
+
+    Raises:
+        TypeError, SpecError: it is no batch, or something does not fit.
+    """
+    rows: dict[str, Any] = {}
+    others, infos = _apart(batch, owner)
+    for name, value in flat_items(others, owner).items():
+        if _is_nothing(value) or top(name) in ignored:
+            continue
+        rows[name] = as_column(name, value, n_axes, only_last)
+        if n_axes == 0:
+            rows[name] = rows[name][None]
+    for name, value in infos.items():
+        items = info_items(name, value, n_axes, owner)
+        if twice := rows.keys() & items.keys():
+            raise SpecError(f"{owner}: key {sorted(twice)[0]!r} is given twice")
+        rows |= items
+    return rows
+
+
+def _apart(batch: Any, owner: str) -> tuple[Any, dict[str, Any]]:
+    """A batch without its infos, and these by name, as they were given."""
+    if not is_mapping(batch) or not any(isinstance(key, str) and is_info(key) for key in batch.keys()):  # noqa: SIM118
+        return batch, {}
+    if isinstance(batch, ArrayDict):
+        batch = dict(dict.items(batch))  # or what is nested would come twice
+    items = {key: batch[key] for key in batch.keys()}  # noqa: SIM118
+    infos = {key: items.pop(key) for key in list(items) if isinstance(key, str) and is_info(key)}
+    return items, infos
+
+
+def _is_nothing(value: Any) -> bool:
+    """Whether it is None, or so in every row."""
+    if type(value) is np.ndarray and value.dtype == object and value.size:
+        return all(each is None for each in value.flat)
+    return value is None
+
+
+def as_column(name: str, value: Any, n_axes: int, only_last: bool = False) -> Any:
+    """One value with `n_axes` axes in front of those of a row, as its column takes it but for a cast."""
+    is_array = all(hasattr(value, attribute) for attribute in ("__getitem__", "ndim", "__array__"))
+    if not is_array or isinstance(value, np.flexible):
+        value = host_array(name, value)  # numbers, texts, lists, and warp's arrays, which have no plain indexing
+    if value.ndim < n_axes:
+        raise SpecError(f"{name!r} has shape {tuple(value.shape)}, needed is a first axis of rows")
+    if only_last and top(name) in (OBS, OBS_NEXT):
+        if value.ndim == n_axes or value.shape[n_axes] == 0:
+            raise SpecError(f"{name!r} has shape {tuple(value.shape)}: there is no axis of which to save the last")
+        value = value[(slice(None),) * n_axes + (-1,)]
+    if name in FLAGS:
+        if math.prod(value.shape[n_axes:]) != 1:  # further axes come of single environments that give arrays
+            raise SpecError(f"{name!r} has shape {tuple(value.shape)}, needed is one bool for each row")
+        return as_flags(name, value).reshape(value.shape[:n_axes])
+    return as_rewards(name, value) if top(name) == REW else value
+
+
+def as_flags(name: str, value: Any) -> np.ndarray:
+    """Numbers that are 0 or 1 as bool."""
+    flags = host_array(name, value)
+    if flags.dtype == bool:
+        return flags
+    if flags.dtype.kind not in "biuf" or not ((flags == 0) | (flags == 1)).all():
+        raise SpecError(f"{name!r} must hold bools, or 0 and 1, got {flags.dtype}: {np.unique(flags)[:4]}")
+    return flags.astype(bool)
+
+
+def as_rewards(name: str, value: Any) -> Any:
+    """Numbers as floats: float64, unless they are floats already."""
+    if type(value) is np.ndarray and value.dtype.kind == "f":
+        return value
+    if (isinstance(value, torch.Tensor) and value.is_floating_point()) or "bfloat16" in str(value.dtype):
+        return value
+    rewards = host_array(name, value)
+    if rewards.dtype.kind not in "biuf":
+        raise SpecError(f"{name!r} must hold numbers, got {rewards.dtype}")
+    return rewards if rewards.dtype.kind == "f" else rewards.astype(np.float64)
+
+
+def trajectory_names(keys: Collection[str], ignores_next: bool) -> dict[str, str]:
+    """Which key of a batcher's trajectories is what here."""
+    start, following = "observation/", "_observation/"
+    seen = [key[len(start) :] for key in keys if key.startswith(start) and not is_beside(key[len(start) :])]
+    at = {"": "frame"} if seen == ["frame"] else {f"/{key}": key for key in seen}
+    names = {OBS + here: start + key for here, key in at.items()}
+    if not ignores_next:
+        names |= {OBS_NEXT + here: following + key for here, key in at.items()}
+    infos = [key for key in keys if key.startswith(following + INFO)]
+    names |= {key.removeprefix(following): key for key in infos}
+    return names | {ACT: "action/action", REW: f"{following}reward"} | {flag: following + flag for flag in FLAGS}
+
+
+def raw_numbers(raw: Any, spec: Spec) -> Any:
+    """What a column holds as what may be given to another: bits of bfloat16 as the numbers that they are."""
+    if not spec.is_bfloat16:
+        return raw
+    tensor = raw if isinstance(raw, torch.Tensor) else torch.from_numpy(raw)
+    return tensor.view(torch.bfloat16)
+
+
+def ends_of(rows: Mapping[str, Any]) -> np.ndarray:
+    """Where episodes end, bool (n,)."""
+    return np.asarray(np.logical_or(*(host_array(name, rows[name]) for name in FLAGS)))

@@ -1,0 +1,1 @@
+"""torchrl's replay buffers: storages, samplers, writers and transforms."""

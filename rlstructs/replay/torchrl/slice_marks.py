@@ -1,0 +1,110 @@
+"""Slices say in their columns where they begin and end: what learns from them must not look beyond."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlstructs.replay.columns import Spec
+from rlstructs.replay.drawing import Selection
+from rlstructs.replay.roles import ends_among
+from rlstructs.replay.torchrl.slice_samplers import AUTO, DONE, SliceSampler, parent_of
+from rlstructs.replay.values import encoded, host_array
+
+TRUNCATED, TERMINATED = "truncated", "terminated"
+
+
+def put(
+    values: dict[str, Any],
+    picked: Selection,
+    sampler: SliceSampler,
+    specs: Mapping[str, Spec],
+    beside: tuple[int, ...],
+) -> dict[str, np.ndarray]:
+    """Marks the first rows of slices as such, and the last ones as truncated and done, as the sampler wants it.
+
+    Args:
+        values: the columns, name -> `(n, ...)`, changed in place.
+        picked: of which slices they are.
+        sampler: what drew them.
+        specs: of the columns.
+        beside: the further axes of an end, where none is stored.
+
+    Returns:
+        The ends for which there is no column, name -> `(n, ...)`.
+    """
+    if sampler.init_key in values:
+        _mark(values, sampler.init_key, sampler.firsts(picked), specs)
+    return {} if sampler.truncated_key is None else _marked(values, sampler.lasts(picked), sampler, specs, beside)
+
+
+def _marked(
+    values: dict[str, Any], lasts: np.ndarray, sampler: SliceSampler, specs: Mapping[str, Spec], beside: tuple[int, ...]
+) -> dict[str, np.ndarray]:
+    """Marks the rows that end slices as truncated, and as done; what there was no column for, name -> `(n, ...)`.
+
+    What works with ends asks for all three, so that beside the mark there are; `(n, *beside)` where no end is stored.
+    """
+    ends = ends_among(values)
+    found = [name for name in ends if name.rpartition("/")[2] == TRUNCATED]
+    parent = parent_of((found or ends or ["next/"])[0])
+    assert sampler.truncated_key is not None
+    key = f"{parent}{TRUNCATED}" if sampler.truncated_key == AUTO else sampler.truncated_key
+    prefix = parent_of(key)
+    own = [f"{prefix}{last}" for last in DONE]
+    dones = [name for name in (*own, *(f"{parent}{last}" for last in DONE)) if name in values]
+    if sampler.end_key in values and sampler.end_key.rpartition("/")[2] in DONE:
+        dones.append(sampler.end_key)
+    made = {}
+    if not ({key, f"{prefix}{TERMINATED}"} <= values.keys() and any(name in values for name in own)):
+        made = _absent(values, lasts, key, ends, beside)
+    for name in dict.fromkeys((key, *dones) if key in values else dones):
+        _mark(values, name, lasts, specs)
+    return made
+
+
+def _absent(
+    values: Mapping[str, Any], lasts: np.ndarray, key: str, ends: list[str], beside: tuple[int, ...]
+) -> dict[str, np.ndarray]:
+    """Those of the three ends beside a mark that no column says, as they are once the last rows are marked."""
+    prefix = parent_of(key)
+    dones = [name for last in DONE if (name := f"{prefix}{last}") in values]
+    terminated = f"{prefix}{TERMINATED}"
+    stored = [name for name in (key, *dones, terminated) if name in values]
+    like = (stored or ends)[:1]
+    shape = (len(lasts), *(np.shape(values[like[0]])[1:] if like else beside))
+    known = {name: _truth(name, values[name], shape) for name in stored}
+    marks, nowhere = _spread(lasts, shape), np.zeros(shape, bool)
+    cut, over = known.get(key, nowhere), known.get(terminated)
+    if over is None:  # an episode is done, and nothing says that it was cut off
+        over = known[dones[0]] & ~cut if dones else nowhere
+    made = {terminated: over, key: marks}
+    if not dones:
+        made = {f"{prefix}{DONE[0]}": marks | cut | over} | made
+    return {name: np.array(array) for name, array in made.items() if name not in values}
+
+
+def _truth(name: str, values: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Where a column is not zero, bool of this shape."""
+    marks = host_array(name, values) != 0
+    return marks if marks.shape == shape else _spread(marks.any(axis=tuple(range(1, marks.ndim))), shape)
+
+
+def _spread(rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """What is of rows, `(n,)`, as of all that they hold."""
+    return np.broadcast_to(rows.reshape(-1, *(1,) * (len(shape) - 1)), shape)
+
+
+def _mark(values: dict[str, Any], name: str, rows: np.ndarray, specs: Mapping[str, Spec]) -> None:
+    """Has a column be true in some rows, bool (n,), where it is not."""
+    at = torch.from_numpy(rows) if isinstance(values[name], torch.Tensor) else rows
+    one = encoded(name, np.ones(()), specs[name]).item()
+    if specs[name].dtype.kind == "b":
+        values[name][at] = one
+        return
+    marked = values[name][at]  # some of which may be true, as another number
+    marked[marked == 0] = one
+    values[name][at] = marked

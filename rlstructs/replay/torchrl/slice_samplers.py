@@ -1,0 +1,314 @@
+"""Samplers whose batches are slices: consecutive steps of one episode, one slice behind the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlstructs.checks import check_count
+from rlstructs.errors import SpecError
+from rlstructs.replay.claims import Claims
+from rlstructs.replay.drawing import Selection, draw_fitting
+from rlstructs.replay.episodes import Episodes
+from rlstructs.replay.roles import ENDS, ends_among
+from rlstructs.replay.slices import TRAJECTORY, WINDOW, Slices, window
+from rlstructs.replay.span import Span
+from rlstructs.replay.store import Storage
+from rlstructs.replay.torchrl.part import ANY, ask_for_nothing, joined
+from rlstructs.replay.torchrl.prioritized_sampler import PrioritizedSampler
+from rlstructs.replay.torchrl.samplers import INDEX, MASK, WEIGHT, Sampler, SamplerWithoutReplacement
+
+AUTO = "auto"
+# Arguments of torchrl's slice samplers that are not of these.
+NEUTRAL = {
+    "compile": ANY, "use_gpu": ANY, "step_key": ANY, "span": False, "fragmented": False, "ends": None,
+    "trajectories": None, "end_keys": None, "replacement": True,
+}  # fmt: skip
+INSIDE = "inside"  # of a selection: which of the steps of each slice are its own
+DONE = ("done", "dones")
+
+
+class SliceSampler(Sampler):
+    """Slices of episodes, uniformly; they never mix episodes, nor cross from the newest row to the oldest.
+
+    A batch of `batch_size` steps is `(batch_size, ...)`, one slice behind the other. The last step of each is
+    marked truncated, and done with it: there the slice ends, if not the episode. A batch has all three of `truncated`,
+    `terminated` and `done`, whichever are stored; where only `done` is, an episode that is done has terminated.
+
+    Args:
+        num_slices: how many slices are in a batch; or
+        slice_len: how many steps a slice has.
+        end_key: a column more whose truth ends an episode, beside `terminated`, `truncated` and `done`.
+        traj_key: a column where another number than in the row before begins an episode; None for
+            `collector/traj_ids` or `episode`, if there is one.
+        strict_length: whether episodes that are shorter are left out; otherwise they are slices of their
+            own, and the batch is shorter.
+        pad_output: whether these are as long as others, their last step repeated, and `mask` says which steps count.
+        per: every "window" of so many steps is as likely as any other, or every "trajectory" is.
+        truncated_key: the column where the last step is marked, and beside which it is done; "auto" for that beside
+            the other ends; None for none.
+        cache_values: changes nothing: where episodes end is noted as rows come, and never looked up again.
+        init_key: a column in which the first step of each slice is marked, if there is one; None for none.
+        replacement: if False, this makes a `SliceSamplerWithoutReplacement`.
+        others: more of torchrl's arguments. `compile` and `use_gpu` change nothing; what there is not here (`span`,
+            `ends`, `trajectories`, `end_keys`, `fragmented`) must be None or False.
+
+    Raises:
+        TypeError: not one of `num_slices` and `slice_len` is given.
+        SpecError: an argument is not what is needed.
+    """
+
+    needs_episodes = True
+
+    def __new__(cls, *args: Any, replacement: bool = True, **settings: Any) -> Any:
+        return super().__new__(cls if replacement or cls is not SliceSampler else SliceSamplerWithoutReplacement)
+
+    def __init__(
+        self,
+        *,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        end_key: Any = None,
+        traj_key: Any = None,
+        strict_length: bool = True,
+        pad_output: bool = False,
+        per: str = WINDOW,
+        truncated_key: Any = AUTO,
+        cache_values: bool = False,
+        init_key: Any = "is_init",
+        **others: Any,
+    ) -> None:
+        ask_for_nothing(type(self).__name__, others, NEUTRAL)
+        if (num_slices is None) == (slice_len is None):
+            raise TypeError("a SliceSampler needs num_slices or slice_len, and not both")
+        if pad_output and strict_length:
+            raise SpecError("pad_output needs strict_length=False: slices of full length have no padding")
+        self.num_slices = None if num_slices is None else check_count("num_slices", num_slices)
+        self.slice_len = None if slice_len is None else check_count("slice_len", slice_len)
+        self.end_key, self.traj_key, self.truncated_key, self.init_key = (
+            None if key is None else joined(key) for key in (end_key, traj_key, truncated_key, init_key)
+        )
+        self.strict_length, self.pad_output, self.per = strict_length, pad_output, per
+        self.fields = (*type(self).fields, MASK) if pad_output else type(self).fields
+        self._slices = Slices(per, strict_length)
+
+    def plan(self, batch_size: int) -> tuple[int, int]:
+        """See `Sampler`.
+
+        Raises:
+            SpecError: the batch is not made of whole slices.
+        """
+        name, size = ("num_slices", self.num_slices) if self.slice_len is None else ("slice_len", self.slice_len)
+        assert size is not None
+        if batch_size % size:
+            raise SpecError(f"batch_size counts steps: {batch_size} cannot be divided by {name}, {size}")
+        parts = batch_size // size
+        return (size, parts) if self.slice_len is None else (parts, size)
+
+    def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
+        """See `Sampler`."""
+        span = storage.span()
+        rows, inside = self._slices.draw(span, storage.track_episodes(), n, length, rng)
+        return Selection(rows, span, {INSIDE: inside})
+
+    def flat(self, picked: Selection, values: Any) -> Any:
+        """See `Sampler`."""
+        values = values.reshape(-1, *values.shape[2:])
+        if self.pad_output or self.strict_length:
+            return values
+        at = picked.fields[INSIDE].reshape(-1)
+        return values[torch.from_numpy(at) if isinstance(values, torch.Tensor) else at]
+
+    def info(self, picked: Selection) -> dict[str, np.ndarray]:
+        """See `Sampler`."""
+        inside = picked.fields[INSIDE]
+        known = {INDEX: self.flat(picked, picked.rows).copy()}
+        if MASK in self.fields:
+            known[MASK] = inside.reshape(-1).copy()
+        if WEIGHT in self.fields:
+            weights = np.broadcast_to(picked.fields[WEIGHT][:, None], inside.shape)
+            known[WEIGHT] = np.array(self.flat(picked, weights))
+        return known
+
+    def marks(self, names: Collection[str], stored: Container[str]) -> set[str]:
+        """See `Sampler`."""
+        found = {key for key in (self.init_key, self.truncated_key) if key is not None and key != AUTO}
+        if self.truncated_key is None:
+            return found
+        own = [] if self.truncated_key == AUTO else [f"{parent_of(self.truncated_key)}{last}" for last in ENDS]
+        more = [] if self.end_key is None or self.end_key.rpartition("/")[2] not in DONE else [self.end_key]
+        ends = {name for name in (*ends_among(names), *own, *more) if name in names}
+        return found | {name for name in ends if name not in stored or name.rpartition("/")[2] != "terminated"}
+
+    def firsts(self, picked: Selection) -> np.ndarray:
+        """Which rows of a batch begin a slice, bool."""
+        first = np.zeros_like(picked.fields[INSIDE])
+        first[:, 0] = True
+        return np.asarray(self.flat(picked, first))
+
+    def lasts(self, picked: Selection) -> np.ndarray:
+        """Which rows of a batch end a slice, bool."""
+        inside = picked.fields[INSIDE]
+        last = np.zeros_like(inside)
+        last[:, -1] = inside[:, -1]
+        last[:, :-1] = inside[:, :-1] & ~inside[:, 1:]
+        return np.asarray(self.flat(picked, last))
+
+    def cleared(self) -> None:
+        """See `Sampler`."""
+        super().cleared()
+        self._slices.forget()
+
+    def reordered(self) -> None:
+        """See `Sampler`."""
+        self._slices.forget()
+        self.version += 1
+
+    def restorer(
+        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], claims: Claims
+    ) -> Callable[[], None]:
+        """See `Sampler`."""
+        restore = super().restorer(state, arrays, claims)
+
+        def restore_all() -> None:
+            restore()
+            self._slices.forget()
+
+        return restore_all
+
+    def _shown(self) -> dict[str, Any]:
+        size = {"num_slices": self.num_slices} if self.slice_len is None else {"slice_len": self.slice_len}
+        kept = {"strict_length": self.strict_length, "pad_output": self.pad_output, "per": self.per}
+        return size | kept | super()._shown()
+
+
+class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
+    """Slices of episodes that begin with rows drawn in proportion to their priorities.
+
+    A slice begins with a row after which there are enough of the same episode; if `strict_length` is not asked
+    for, with the first of an episode that is shorter, too. Every step of a slice has the `priority_weight` of the
+    first.
+
+    Args:
+        max_capacity, alpha, beta, eps, reduction, dtype, max_priority_within_buffer: as of `PrioritizedSampler`.
+        num_slices, slice_len, end_key, traj_key, strict_length, pad_output, truncated_key, init_key: as of
+            `SliceSampler`.
+    """
+
+    def __init__(
+        self,
+        max_capacity: int | None = None,
+        alpha: float = 0.7,
+        beta: float = 0.5,
+        eps: float = 1e-8,
+        dtype: Any = None,
+        reduction: str = "max",
+        *,
+        max_priority_within_buffer: bool = False,
+        **slices: Any,
+    ) -> None:
+        PrioritizedSampler.__init__(
+            self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer
+        )
+        if "per" in slices:
+            raise TypeError("per: priorities say where slices begin")
+        SliceSampler.__init__(self, **slices)
+
+    def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
+        """See `Sampler`."""
+        priorities, span = self._of(), storage.span()
+        priorities.follow(span)
+
+        def fits(rows: np.ndarray) -> np.ndarray:
+            n_steps = self._n_steps(storage, span, rows)
+            if self.strict_length:
+                return np.asarray(n_steps >= length)
+            begins = storage.track_episodes().begin(rows) | (span.steps(rows) == span.low[0])
+            return np.asarray((n_steps >= length) | ((n_steps > 0) & begins))
+
+        rows = draw_fitting(
+            lambda k: priorities.draw(k, rng),
+            fits,
+            n,
+            lambda every, k: priorities.choose(every, k, rng),
+            span,
+            f"episode of {length} steps",
+        )
+        counts = np.minimum(self._n_steps(storage, span, rows), length)
+        around, inside = window(span, span.steps(rows), counts, length)
+        return Selection(around, span, {INSIDE: inside, WEIGHT: self._weights(rows)})
+
+    def _n_steps(self, storage: Storage, span: Span, rows: np.ndarray) -> np.ndarray:
+        """How many rows of the same episode each of these begins, itself included; 0 if it is not there."""
+        left = np.minimum(storage.track_episodes().remaining(rows), span.head[0] - span.steps(rows))
+        return np.asarray(np.where(span.has(rows), left, 0))
+
+
+class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
+    """Slices of episodes, one of each in random order, and then again.
+
+    A pass is over the episodes that are there when it begins, that which goes on included. Of each there is one
+    slice, and any of its windows may be it. One of which no slice is left before its turn is left out.
+
+    Args:
+        drop_last: whether a pass ends before a batch that would have fewer slices.
+        shuffle: whether the order is random; otherwise it is that in which the episodes came.
+        replacement: False.
+        num_slices, slice_len, end_key, traj_key, strict_length, pad_output, truncated_key, init_key: as of
+            `SliceSampler`.
+
+    Example:
+        >>> from rlstructs.replay import DictTensorReplayBuffer
+        >>> sampler = SliceSamplerWithoutReplacement(slice_len=2, shuffle=False)
+        >>> buffer = DictTensorReplayBuffer(sampler=sampler, batch_size=4)
+        >>> rows = buffer.extend({"x": torch.arange(6), "done": torch.tensor([0, 1, 0, 1, 0, 1])})
+        >>> [batch["x"].tolist() for batch in buffer]
+        [[0, 1, 2, 3], [4, 5]]
+    """
+
+    def __init__(
+        self, *, drop_last: bool = False, shuffle: bool = True, replacement: bool = False, **slices: Any
+    ) -> None:
+        if "per" in slices:
+            raise TypeError("per: of every trajectory there is one slice")
+        SamplerWithoutReplacement.__init__(self, drop_last, shuffle, replacement=replacement)
+        SliceSampler.__init__(self, per=TRAJECTORY, **slices)
+
+    def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
+        """See `Sampler`."""
+        span, episodes = storage.span(), storage.track_episodes()
+        latest = self._served(span, n, length, rng, lambda: self._latest(span, episodes, length))
+        if not latest.size:
+            raise SpecError(f"nothing to sample: no episode of {length} steps is stored")
+        if self.drop_last and latest.size < n:
+            raise SpecError(
+                f"a batch is of {n} slices, there are {latest.size} episodes of {length} steps, "
+                "and drop_last drops what is smaller"
+            )
+        rows = latest % span.columns.capacity
+        first = np.maximum(latest - episodes.times(rows), span.low[0])
+        counts = np.minimum(np.minimum(episodes.remaining(rows), span.head[0] - latest), length)
+        around, inside = window(span, rng.integers(first, latest + 1), counts, length)
+        return Selection(around, span, {INSIDE: inside})
+
+    def _latest(self, span: Span, episodes: Episodes, length: int) -> np.ndarray:
+        """The latest step of each episode with which a slice may begin."""
+        low = int(span.low[0])
+        begins = np.flatnonzero(episodes.begin(span.every_row()))
+        bounds = np.unique(np.concatenate([[0], begins, [span.total]]))
+        first, n_steps = bounds[:-1], np.diff(bounds)
+        latest = np.maximum(n_steps - length, 0) + first
+        return np.asarray(low + (latest[n_steps >= length] if self.strict_length else latest))
+
+    def reordered(self) -> None:
+        """See `Sampler`."""
+        super().reordered()
+        self.begin_pass()
+
+
+def parent_of(name: str) -> str:
+    """What a column's name begins with up to its last part: "next/" of `next/done`, "" of `done`."""
+    return name[: name.rfind("/") + 1]
