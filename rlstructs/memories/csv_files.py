@@ -27,7 +27,7 @@ from rlstructs.replay.span import Span
 from rlstructs.replay.values import from_bits, to_bits
 
 if TYPE_CHECKING:
-    from rlstructs.memories.base import Memory
+    from rlstructs.memories.memory import Memory
 
 # Characters: complex numbers of 128 bits have 50.
 LONGEST_NUMBER = 100

@@ -13,12 +13,12 @@ from rlstructs.errors import FileError, SpecError
 from rlstructs.files import layout
 from rlstructs.files.archives import Reader
 from rlstructs.memories import csv_files
-from rlstructs.memories.formats import FORMATS, checked_format
+from rlstructs.memories.names import FORMATS, checked_format
 from rlstructs.memories.restoring import BOOKKEEPING, EPISODES, KIND, RING, checked, make_missing
 from rlstructs.replay.episodes import EPISODE
 
 if TYPE_CHECKING:
-    from rlstructs.memories.base import Memory
+    from rlstructs.memories.memory import Memory
 
 def target(memory: Memory, given: str | Path, format: str | None) -> tuple[Path, str]:  # noqa: A002
     """Which file a memory is saved to, and in which format: a file that is named, or one in a directory.

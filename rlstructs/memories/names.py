@@ -11,6 +11,19 @@ from rlstructs.errors import SpecError
 from rlstructs.replay.roles import ENDS
 from rlstructs.structures.arrays import as_array
 
+FORMATS = ("pt", "npz", "csv")
+
+
+def checked_format(name: Any) -> str:
+    """`name`, if it is one of the formats.
+
+    Raises:
+        SpecError: it is not.
+    """
+    if name not in FORMATS:
+        raise SpecError(f"the format must be one of {FORMATS}, got {name!r}")
+    return str(name)
+
 
 def check_name(name: Any) -> None:
     """Raises SpecError unless a tensor may be called so; names like __ring__ are of what else a file holds."""

@@ -19,7 +19,7 @@ from rlstructs.replay.priorities import DRAWN, LEAVES, SYNCED
 from rlstructs.replay.roles import ENDS
 
 if TYPE_CHECKING:
-    from rlstructs.memories.base import Memory
+    from rlstructs.memories.memory import Memory
 
 KIND = "Memory"
 # Arrays of a file that are none of a tensor.

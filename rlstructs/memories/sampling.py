@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,23 +11,20 @@ import numpy as np
 
 from rlstructs.checks import check_count, check_gamma
 from rlstructs.errors import SpecError, StateError
-from rlstructs.memories import base
+from rlstructs.memories import memory
 from rlstructs.replay import expand
-from rlstructs.replay.claims import Claims, whole
 from rlstructs.replay.drawing import Selection, Uniform, draw_fitting
 from rlstructs.replay.expand import CROSS, EPISODE_ENDS, MASK, NEVER
-from rlstructs.replay.priorities import LEAVES, Prioritised, exponent
 from rlstructs.replay.reading import discounted
 from rlstructs.replay.roles import is_after, is_reward
 from rlstructs.replay.span import Span
-from rlstructs.replay.values import host_array, real_numbers
 
 Fits = Callable[[np.ndarray], np.ndarray]
 
 NO_ENDS = "no tensor 'terminated' or 'truncated' says where episodes end"
 
 
-class RandomMemory(base.Memory):
+class RandomMemory(memory.Memory):
     """A memory that draws its rows uniformly.
 
     Args:
@@ -102,7 +99,7 @@ class RandomMemory(base.Memory):
         rows = picked.rows if n_step == 1 else picked.rows[:, :1]
         self.sampling_indexes = self.framework.indexes(rows.reshape(-1))
         self._last, self._discount = picked, gamma
-        if n_step == 1 and type(self).sample_by_index is not base.Memory.sample_by_index:
+        if n_step == 1 and type(self).sample_by_index is not memory.Memory.sample_by_index:
             # A derived class hands rows out in its own way, on another device say: skrl's samples come by it too.
             return self.sample_by_index(names=names, indexes=self.sampling_indexes, mini_batches=mini_batches)
         if length > 1:
@@ -187,138 +184,6 @@ class RandomMemory(base.Memory):
             else:
                 arrays.append(columns.gather([name], picked.rows[:, -1 if is_after(name) else 0])[0])
         return arrays
-
-
-class PrioritizedMemory(RandomMemory):
-    """A memory that draws its rows, or the first rows of sequences, in proportion to priorities.
-
-    A new row has the largest priority that was ever given, at first 1. Schaul et al., Prioritized
-    Experience Replay (2016), section 3.
-
-    Args:
-        alpha: exponent of priorities, at least 0; 0 draws uniformly.
-        beta: exponent of importance weights, at least 0; or what gives it from the number of `sample` calls
-            before.
-        normalize: weights are divided by the largest over the "memory", or the "batch".
-        memory_size, num_envs, device, export, export_format, export_directory, seed, strict: as of `Memory`.
-    """
-
-    def __init__(
-        self,
-        *,
-        alpha: float = 0.6,
-        beta: float | Callable[[int], float] = 0.4,
-        normalize: str = "memory",
-        **settings: Any,
-    ) -> None:
-        super().__init__(**settings)
-        if self._uniform.replacement is False:
-            raise SpecError("replacement must be True: draws in proportion to priorities may repeat a row")
-        if normalize not in ("memory", "batch"):
-            raise SpecError(f"normalize must be 'memory' or 'batch', got {normalize!r}")
-        self._alpha = exponent("alpha", alpha)
-        self.beta = beta if callable(beta) else exponent("beta", beta)
-        self.normalize = normalize
-        self.n_samples = 0
-        self._smallest = self._beta = 0.0  # as of the last sample
-        self._prioritised = Prioritised(self.memory_size * self.num_envs, self.num_envs, self._alpha)
-        self._float32 = [self.framework.dtype(np.dtype(np.float32))]
-
-    @property
-    def alpha(self) -> float:
-        """Exponent of priorities."""
-        return self._alpha
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the memory takes once it is written to."""
-        return super().nbytes + Prioritised.nbytes_of(self.memory_size * self.num_envs, self.num_envs)
-
-    def sample(self, names: Sequence[str], *sizes: int, **settings: Any) -> list[list[Any]]:
-        beta = exponent("beta", self.beta(self.n_samples)) if callable(self.beta) else self.beta
-        batches = super().sample(names, *sizes, **settings)
-        self._beta, self.n_samples = beta, self.n_samples + 1
-        return batches
-
-    sample.__doc__ = RandomMemory.sample.__doc__
-
-    def reset(self) -> None:
-        """Drops every row, and the largest priority with them."""
-        super().reset()
-        self._prioritised.max_priority = 1.0
-
-    def get_sampling_weights(self) -> Any:
-        """The importance weights of the last `sample`, float32 (batch_size,), one for each row or sequence."""
-        leaves = self._sampled().fields["leaves"]
-        smallest = leaves.min() if self.normalize == "batch" else self._smallest
-        weights = (smallest / leaves).astype(np.float32) ** np.float32(self._beta)
-        return self.framework.hand_over([weights], self._float32, self.device)[0]
-
-    def update_priorities(self, indexes: Any, priorities: Any) -> None:
-        """Sets the priorities of rows; of equal indexes the last counts.
-
-        Priorities of rows that were overwritten since they were drawn are dropped.
-
-        Args:
-            indexes: int (n,), as `get_sampling_indexes` gives them.
-            priorities: (n,), finite, at least 0.
-
-        Raises:
-            IndexError, SpecError: something is not so; nothing has changed.
-        """
-        rows = host_array("indexes", indexes)
-        values = real_numbers("priorities", priorities).reshape(-1)
-        with self._prioritised.lock:
-            span = self._store().span()
-            is_last = self._prioritised.is_last(rows, span)
-            if not is_last:
-                rows = self._checked_rows(rows)
-            self._prioritised.update(span, rows, values, is_last)
-
-    def _state(self) -> dict[str, Any]:
-        own = {"alpha": self._alpha, "n_samples": self.n_samples, "max_priority": self._prioritised.max_priority}
-        return {**super()._state(), **own}
-
-    def _more_arrays(self) -> dict[str, np.ndarray]:
-        return self._prioritised.arrays()
-
-    def _checked_more(
-        self, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any], claims: Claims
-    ) -> Callable[[], None]:
-        alpha = state.get("alpha", self._alpha)
-        if LEAVES in arrays and alpha != self._alpha:
-            raise ValueError(f"its priorities are to the power of {alpha}, here alpha is {self._alpha}")
-        priorities = self._prioritised.restored(arrays, state.get("max_priority", 1.0), claims)
-        n_samples = whole("n_samples", state.get("n_samples", 0))
-
-        def restore() -> None:
-            self._prioritised, self.n_samples = priorities, n_samples
-
-        return restore
-
-    def _anchors(self, span: Span, n: int, fits: Fits | None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        prioritised, rng = self._prioritised, self._rng
-        prioritised.follow(span)
-
-        if fits is None and span.is_settled:
-            rows = prioritised.draw(n, rng)
-        else:
-            rows = draw_fitting(
-                lambda k: prioritised.draw(k, rng),
-                lambda drawn: span.has(drawn) if fits is None else span.has(drawn) & fits(drawn),
-                n,
-                lambda every, k: prioritised.choose(every, k, rng),
-                span,
-            )
-        self._smallest = prioritised.tree.minimum
-        return rows, {"leaves": prioritised.tree.values.take(rows)}
-
-    def _select(self, n: int, length: int, n_step: int, ends: str) -> Selection:
-        with self._prioritised.lock:
-            picked = super()._select(n, length, n_step, ends)
-            rows = picked.rows if n_step == 1 else picked.rows[:, 0]
-            self._prioritised.remember(picked.span, rows.flatten())  # a copy: the indexes that go out may be written to
-        return picked
 
 
 def _check(sequence_length: Any, n_step: Any, gamma: float, episode_ends: str) -> int:

@@ -6,6 +6,7 @@ a lane of the store with a head of its own, so that environments need not be in 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,7 @@ import torch
 from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError
 from rlstructs.frameworks.framework import OF_OTHERS, Framework
-from rlstructs.memories.formats import checked_format
-from rlstructs.memories.live import LiveTensors
-from rlstructs.memories.names import check_name, ends_of
+from rlstructs.memories.names import check_name, checked_format, ends_of
 from rlstructs.memories.spaces import n_elements
 from rlstructs.replay.columns import SLOT, Columns, Spec
 from rlstructs.replay.device_columns import TensorColumns
@@ -27,6 +26,33 @@ from rlstructs.replay.roles import ENDS
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.store import Storage
 from rlstructs.replay.values import as_whole, encoded, generator_of, host_array
+
+
+class LiveTensors(dict[str, Any]):
+    """Tensors by name, in the order in which they were made.
+
+    Args:
+        names: of the tensors.
+        get: what gives the one of a name.
+        put: what copies values into it.
+    """
+
+    def __init__(self, names: Iterable[str], get: Callable[[str], Any], put: Callable[[str, Any], None]) -> None:
+        super().__init__((name, get(name)) for name in names)
+        self._get, self._put = get, put
+
+    def __setitem__(self, name: str, values: Any) -> None:
+        """Copies values into a tensor.
+
+        Raises:
+            MissingKeyError, SpecError: there is no such tensor and they make none, or they do not fit.
+        """
+        self._put(name, values)
+        super().__setitem__(name, self._get(name))  # jax has a copy
+
+    def __reduce__(self) -> Any:
+        # What is copied or saved has nothing to do with the memory any more, and torch loads it.
+        return OrderedDict, (), None, None, iter(self.items())
 
 
 class NamedTensors:

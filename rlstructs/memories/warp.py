@@ -12,12 +12,12 @@ writes to a tensor of `get_tensor_by_name` is in samples after `wp.synchronize_d
 from __future__ import annotations
 
 from rlstructs.frameworks.warp import Warp
-from rlstructs.memories import base, sampling
+from rlstructs.memories import memory, prioritized, sampling
 
 __all__ = ["Memory", "PrioritizedMemory", "RandomMemory"]
 
-class Memory(base.Memory):
-    __doc__ = base.Memory.__doc__
+class Memory(memory.Memory):
+    __doc__ = memory.Memory.__doc__
 
     framework = Warp()
 
@@ -26,5 +26,5 @@ class RandomMemory(sampling.RandomMemory, Memory):
     __doc__ = sampling.RandomMemory.__doc__
 
 
-class PrioritizedMemory(sampling.PrioritizedMemory, Memory):
-    __doc__ = sampling.PrioritizedMemory.__doc__
+class PrioritizedMemory(prioritized.PrioritizedMemory, Memory):
+    __doc__ = prioritized.PrioritizedMemory.__doc__
