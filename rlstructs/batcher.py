@@ -39,16 +39,16 @@ from rlstructs.crew import RAISE, Crew, check_policy, started
 from rlstructs.debug import is_on
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError, StateError
-from rlstructs.evaluation import quotas
 from rlstructs.frameworks.torch import as_device
-from rlstructs.job import Specs
 from rlstructs.lease import Lease
 from rlstructs.lifecycle import Lifecycle, Phase
 from rlstructs.member import Order
 from rlstructs.moments import Moments
+from rlstructs.rollout.evaluation import quotas
+from rlstructs.rollout.job_settings import JobSettings
+from rlstructs.rollout.probe import Specs
 from rlstructs.seeding import as_given, draw_seed
 from rlstructs.settings import (
-    JobSettings,
     RunSettings,
     agent_seeds_of,
     arguments_of,

@@ -17,12 +17,13 @@ from typing import Any
 
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
-from rlstructs.job import JobFactory
 from rlstructs.member import Member, Order
 from rlstructs.moments import Moments, merged
-from rlstructs.rollout import Clock
+from rlstructs.rollout.job import JobFactory
+from rlstructs.rollout.job_settings import JobSettings
+from rlstructs.rollout.progress import Clock
 from rlstructs.seeding import PrivateStreams, seed_worker_streams
-from rlstructs.settings import JobSettings, RunSettings
+from rlstructs.settings import RunSettings
 from rlstructs.shared.slot_buffers import Generations
 from rlstructs.worker_setup.setup import WorkerSetup
 from workers import InlinePool, SharedArena, WorkerError, WorkerPool
@@ -33,7 +34,7 @@ from workers.messages import Asked
 
 logger = logging.getLogger("rlstructs")
 
-PRELOAD = ("torch", "gymnasium", "rlstructs.job", "rlstructs.envs.gym_env")
+PRELOAD = ("torch", "gymnasium", "rlstructs.rollout.job", "rlstructs.envs.gym_env")
 RAISE, RESTART = POLICIES = ("raise", "restart")
 # A successor that does not come up so often in a row never will.
 MAX_ATTEMPTS = 3

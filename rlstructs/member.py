@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlstructs.rollout import Clock
+from rlstructs.rollout.progress import Clock
 from workers.messages import Asked
 
 

@@ -29,11 +29,12 @@ from rlstructs import (
     replay_agent,
 )
 from rlstructs.envs.row_env import row_env
-from rlstructs.job import RolloutJob, Specs
-from rlstructs.probe import first_step
-from rlstructs.rollout import Progress, acquire
+from rlstructs.rollout.job import RolloutJob
+from rlstructs.rollout.job_settings import JobSettings
+from rlstructs.rollout.probe import Specs, first_step
+from rlstructs.rollout.progress import Progress
+from rlstructs.rollout.rollout import acquire
 from rlstructs.seeding import PrivateStreams, seed_global_streams
-from rlstructs.settings import JobSettings
 from rlstructs.shared.layout import Layout
 from rlstructs.shared.slot_buffers import Generations
 from rlstructs.shared.slots import Slots

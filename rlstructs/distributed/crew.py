@@ -12,7 +12,7 @@ from rlstructs.crew import Crew, times
 from rlstructs.distributed.pool import NodePool
 from rlstructs.member import Member, Order
 from rlstructs.moments import Moments
-from rlstructs.rollout import Clock
+from rlstructs.rollout.progress import Clock
 from workers import WorkerPool
 from workers.messages import Asked
 

@@ -17,10 +17,12 @@ from rlstructs.batcher import NO_INFO, RL_Batcher
 from rlstructs.books import SlotBooks
 from rlstructs.distributed.actor import Columns, WithColumns
 from rlstructs.distributed.parts import columns_of
-from rlstructs.job import Once, Specs
 from rlstructs.lifecycle import Phase
 from rlstructs.moments import Moments
-from rlstructs.settings import JobSettings, RunSettings
+from rlstructs.rollout.job import Once
+from rlstructs.rollout.job_settings import JobSettings
+from rlstructs.rollout.probe import Specs
+from rlstructs.settings import RunSettings
 from rlstructs.shared.slots import STATE
 from rlstructs.shared.weights import Parcel
 from rlstructs.structures.dict_tensor import DictTensor

@@ -12,7 +12,7 @@ import torch
 from rlstructs.agent import RL_Agent, replay_agent
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
-from rlstructs.probe import check_batch_first
+from rlstructs.rollout.probe import check_batch_first
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import equal

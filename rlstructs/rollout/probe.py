@@ -6,6 +6,7 @@ import contextlib
 import re
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ import torch
 from rlstructs.agent import EmptyHistory, RL_Agent
 from rlstructs.checks import BATCH_FIRST, batch_first
 from rlstructs.errors import SpecError
-from rlstructs.structures.arrays import check_dtype
+from rlstructs.moments import Moments
+from rlstructs.structures.arrays import TensorSpec, check_dtype
 from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.structures.tree import check_same_keys
 
 # What torch's recurrent layers say of a state whose first two axes are in the wrong order.
 HIDDEN = re.compile(r"Expected hidden\S* size \((\d+), (\d+), .*got \[(\d+), (\d+), ")
@@ -131,3 +134,23 @@ def repeated(example: DictTensor, n: int) -> DictTensor:
     if example.empty():
         return example
     return example.index(torch.zeros(n, dtype=torch.int64, device="cpu"))
+
+
+@dataclass(frozen=True)
+class Specs:
+    """What one worker's slots have to hold, found by a first step with nothing recorded."""
+
+    observation: dict[str, TensorSpec]
+    action: dict[str, TensorSpec]
+    state: dict[str, TensorSpec]
+    # Of no rows: what the environment keeps statistics of.
+    statistics: dict[str, Moments]
+
+    def check_like(self, first: Specs, who: str) -> None:
+        """Raises unless keys, dtypes and shapes are those that the first one found."""
+        for name in ("observation", "action", "state"):
+            own, wanted = getattr(self, name), getattr(first, name)
+            check_same_keys(f"{who}: {name}", wanted, own)
+            for key, spec in wanted.items():
+                if own[key] != spec:
+                    raise SpecError(f"{who}: {name} {key!r} has rows of {own[key]}, of the first one they are {spec}")

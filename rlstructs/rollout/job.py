@@ -18,42 +18,22 @@ from rlstructs.copying import copy_arguments
 from rlstructs.envs.row_env import RowEnv, SplitEnv, gives_rows, groups_of, load_statistics, row_env, take_statistics
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
-from rlstructs.evaluation import Evaluation, seed_agent
 from rlstructs.moments import Moments
-from rlstructs.probe import first_step, repeated
-from rlstructs.rollout import Clock, Progress, acquire, acquire_in_turns, initial_state
+from rlstructs.rollout.evaluation import Evaluation, seed_agent
+from rlstructs.rollout.job_settings import JobSettings
+from rlstructs.rollout.probe import Specs, first_step, repeated
+from rlstructs.rollout.progress import Clock, Progress
+from rlstructs.rollout.rollout import acquire, acquire_in_turns, initial_state
 from rlstructs.seeding import PrivateStreams, seed_global_streams
-from rlstructs.settings import JobSettings
 from rlstructs.shared.module_state import update_agent
 from rlstructs.shared.slot_buffers import Generations
 from rlstructs.shared.slots import Slots
 from rlstructs.shared.weights import Inbox, Packed
-from rlstructs.structures.arrays import TensorSpec, specs_of
+from rlstructs.structures.arrays import specs_of
 from rlstructs.structures.dict_tensor import DictTensor
-from rlstructs.structures.tree import check_same_keys
 from workers.arena import SharedArena
 from workers.loop import close_job
 from workers.process import BARE
-
-
-@dataclass(frozen=True)
-class Specs:
-    """What one worker's slots have to hold, found by a first step with nothing recorded."""
-
-    observation: dict[str, TensorSpec]
-    action: dict[str, TensorSpec]
-    state: dict[str, TensorSpec]
-    # Of no rows: what the environment keeps statistics of.
-    statistics: dict[str, Moments]
-
-    def check_like(self, first: Specs, who: str) -> None:
-        """Raises unless keys, dtypes and shapes are those that the first one found."""
-        for name in ("observation", "action", "state"):
-            own, wanted = getattr(self, name), getattr(first, name)
-            check_same_keys(f"{who}: {name}", wanted, own)
-            for key, spec in wanted.items():
-                if own[key] != spec:
-                    raise SpecError(f"{who}: {name} {key!r} has rows of {own[key]}, of the first one they are {spec}")
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -13,47 +12,12 @@ import torch
 from rlstructs.agent import RL_Agent, takes_views
 from rlstructs.envs.row_env import RowEnv, SplitEnv
 from rlstructs.errors import SpecError
-from rlstructs.shared.packing import Rows
+from rlstructs.rollout.progress import Clock, Progress
 from rlstructs.shared.slots import Slots
 from rlstructs.shared.writing import settle
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.tree import put_rows
-
-
-@dataclass
-class Clock:
-    """What a worker's time went to, since it began.
-
-    Attributes:
-        steps: of single environments.
-        environment, agent: seconds in each.
-        busy: seconds in rollouts.
-    """
-
-    steps: int = 0
-    environment: float = 0.0
-    agent: float = 0.0
-    busy: float = 0.0
-
-    def fields(self) -> tuple[int, float, float, float]:
-        """What makes an equal one, cheaper to send than the object."""
-        return self.steps, self.environment, self.agent, self.busy
-
-
-@dataclass
-class Progress:
-    """Where a rollout stopped, and the next one goes on.
-
-    Attributes:
-        observation: what the agent sees next, a row for each environment that runs.
-        running: int64, the environments that run; all of them are 0..E-1.
-        state: the agent's, None before its first step since a reset.
-    """
-
-    observation: Rows
-    running: np.ndarray
-    state: DictTensor | None = None
 
 
 @torch.no_grad()

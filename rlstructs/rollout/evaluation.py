@@ -13,7 +13,8 @@ import torch
 from rlstructs.agent import RL_Agent, copy_agent
 from rlstructs.envs.row_env import RowEnv
 from rlstructs.episodes import EpisodeTracker
-from rlstructs.rollout import Progress, acquire
+from rlstructs.rollout.progress import Progress
+from rlstructs.rollout.rollout import acquire
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.shared.layout import Layout
 from rlstructs.shared.slots import Slots

@@ -1,0 +1,51 @@
+"""What a worker needs to make its environments and its agent."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from rlstructs.agent import RL_Agent
+from rlstructs.copying import copy_arguments
+from rlstructs.envs.vec_env import VecEnv
+from rlstructs.seeding import next_seed
+from rlstructs.structures.dict_tensor import DictTensor
+
+
+@dataclasses.dataclass(frozen=True)
+class JobSettings:
+    """What a worker needs to make its environments and its agent."""
+
+    create_agent: Callable[..., RL_Agent]
+    agent_args: dict[str, Any]
+    create_env: Callable[..., VecEnv]
+    env_args: dict[str, Any]
+    seeds: Sequence[int]
+    agent_seeds: Sequence[int] | None
+    agent_info: DictTensor
+    env_info: DictTensor
+    device: torch.device | None
+
+    def again(self, worker: int, generation: int) -> JobSettings:
+        """With the seeds of a worker whose streams are begun anew for the `generation`-th time."""
+        seeds = list(self.seeds)
+        seeds[worker] = next_seed(seeds[worker], generation)
+        agent_seeds = None if self.agent_seeds is None else list(self.agent_seeds)
+        if agent_seeds is not None:
+            agent_seeds[worker] = next_seed(agent_seeds[worker], generation)
+        return dataclasses.replace(self, seeds=seeds, agent_seeds=agent_seeds)
+
+    def by_value(self) -> JobSettings:
+        """With copies of the arguments, as a worker gets them."""
+        both = self.agent_args, self.env_args  # what is in both is one object in the copies too
+        agent_args, env_args = copy_arguments(both)
+        return dataclasses.replace(self, agent_args=agent_args, env_args=env_args)
+
+    def objects(self) -> dict[str, Any]:
+        """What the user gave, by what messages call it."""
+        parts: dict[str, Any] = {"create_agent": self.create_agent, "create_env": self.create_env}
+        parts |= {f"agent_args[{key!r}]": value for key, value in self.agent_args.items()}
+        return parts | {f"env_args[{key!r}]": value for key, value in self.env_args.items()}
