@@ -29,7 +29,7 @@ if sys.platform == "win32":
 
 if TYPE_CHECKING:
     from rlstructs.agent import RL_Agent, RL_Agent_CheckDevice, replay_agent, replay_agent_stateless
-    from rlstructs.batcher import RL_Batcher
+    from rlstructs.batcher.batcher import RL_Batcher
     from rlstructs.distributed.batcher import RayBatcher
     from rlstructs.distributed.replay import RayReplay
     from rlstructs.envs.device_env import DeviceEnv
@@ -75,7 +75,7 @@ _EXPORTS = {
     "RLError": "errors",
     "RL_Agent": "agent",
     "RL_Agent_CheckDevice": "agent",
-    "RL_Batcher": "batcher",
+    "RL_Batcher": "batcher.batcher",
     "RandomAgent": "random_agent",
     "RayBatcher": "distributed.batcher",
     "RayReplay": "distributed.replay",

@@ -18,7 +18,7 @@ from gymnasium.envs.registration import find_highest_version, get_env_id, parse_
 from tqdm import tqdm
 
 from rlstructs.agent import RL_Agent, RL_Agent_CheckDevice
-from rlstructs.batcher import RL_Batcher
+from rlstructs.batcher.batcher import RL_Batcher
 from rlstructs.envs.gym_env import GymEnv, GymEnvInf
 from rlstructs.errors import OutOfMemoryError, SpecError
 from rlstructs.random_agent import RandomAgent

@@ -25,7 +25,7 @@ import gymnasium
 import numpy as np
 from gymnasium.envs.registration import load_env_creator
 
-from rlstructs.batcher import RL_Batcher
+from rlstructs.batcher.batcher import RL_Batcher
 from rlstructs.collect import GymMaker
 from rlstructs.envs.gym_env import GymEnv
 from rlstructs.errors import SpecError

@@ -48,9 +48,9 @@ from rlstructs import (
     WorkerError,
     WorkerTimeout,
 )
+from rlstructs.batcher.worker_record import Order
 from rlstructs.cli import main
 from rlstructs.distributed.crew import NodeMember
-from rlstructs.member import Order
 from workers.messages import Asked
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'rlstructs[ray]'")

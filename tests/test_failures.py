@@ -35,7 +35,7 @@ from rlstructs import (
     WorkerError,
     WorkerTimeout,
 )
-from rlstructs.batch import Batch
+from rlstructs.batcher.batch import Batch
 from rlstructs.testing import Fault, create_faulty_envs
 from workers.pool import CLOSE_DELAY
 from workers.process import WorkerProcess

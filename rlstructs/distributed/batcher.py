@@ -25,9 +25,11 @@ from typing import Any, Literal, cast, overload
 import torch
 
 from rlstructs.agent import RL_Agent
-from rlstructs.batcher import RL_Batcher
+from rlstructs.batcher.arguments import RunSettings, warn_of_overlap
+from rlstructs.batcher.batcher import RL_Batcher
+from rlstructs.batcher.lifecycle import Phase
+from rlstructs.batcher.supervisor import RAISE, RESTART
 from rlstructs.checks import check_count
-from rlstructs.crew import RAISE, RESTART
 from rlstructs.distributed import engine
 from rlstructs.distributed.books import PartBooks
 from rlstructs.distributed.broadcast import Broadcast
@@ -39,8 +41,6 @@ from rlstructs.distributed.pool import NodePool
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.episodes import NAMES_OF_STEPS
 from rlstructs.errors import SpecError
-from rlstructs.lifecycle import Phase
-from rlstructs.settings import RunSettings, warn_of_overlap
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.worker_setup import registry

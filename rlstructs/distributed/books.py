@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from rlstructs.books import Books
+from rlstructs.batcher.transport import Books
+from rlstructs.batcher.worker_record import Order
 from rlstructs.distributed.actor import Columns
 from rlstructs.distributed.parts import Part, Parts, PartsBatch
-from rlstructs.member import Order
 from rlstructs.shared.layout import Layout
 from rlstructs.shared.slot_buffers import EVERY
 from rlstructs.structures.arrays import raw_of

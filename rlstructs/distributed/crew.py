@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
 
-from rlstructs.crew import Crew, times
+from rlstructs.batcher.supervisor import Crew, times
+from rlstructs.batcher.worker_record import Member, Order
 from rlstructs.distributed.pool import NodePool
-from rlstructs.member import Member, Order
 from rlstructs.moments import Moments
 from rlstructs.rollout.progress import Clock
 from workers import WorkerPool

@@ -7,8 +7,8 @@
 
 from __future__ import annotations
 
+from rlstructs.batcher.lease import Borrowed
 from rlstructs.distributed.parts import Part
-from rlstructs.lease import Borrowed
 
 
 class PartsLease(Borrowed):

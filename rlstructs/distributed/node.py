@@ -12,17 +12,17 @@ from typing import Any, cast
 
 import numpy as np
 
-from rlstructs.batch import Batch
-from rlstructs.batcher import NO_INFO, RL_Batcher
-from rlstructs.books import SlotBooks
+from rlstructs.batcher.arguments import RunSettings
+from rlstructs.batcher.batch import Batch
+from rlstructs.batcher.batcher import NO_INFO, RL_Batcher
+from rlstructs.batcher.lifecycle import Phase
+from rlstructs.batcher.transport import SlotBooks
 from rlstructs.distributed.actor import Columns, WithColumns
 from rlstructs.distributed.parts import columns_of
-from rlstructs.lifecycle import Phase
 from rlstructs.moments import Moments
 from rlstructs.rollout.job import Once
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.rollout.probe import Specs
-from rlstructs.settings import RunSettings
 from rlstructs.shared.slots import STATE
 from rlstructs.shared.weights import Parcel
 from rlstructs.structures.dict_tensor import DictTensor

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from rlstructs.batch import Batch
+from rlstructs.batcher.batch import Batch
 from rlstructs.distributed.actor import Columns
 from rlstructs.shared.layout import Layout
 from rlstructs.shared.packing import Packing, Rows

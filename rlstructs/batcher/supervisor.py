@@ -15,15 +15,15 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping, 
 from functools import partial
 from typing import Any
 
+from rlstructs.batcher.arguments import RunSettings
+from rlstructs.batcher.worker_record import Member, Order
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
-from rlstructs.member import Member, Order
 from rlstructs.moments import Moments, merged
 from rlstructs.rollout.job import JobFactory
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.rollout.progress import Clock
 from rlstructs.seeding import PrivateStreams, seed_worker_streams
-from rlstructs.settings import RunSettings
 from rlstructs.shared.slot_buffers import Generations
 from rlstructs.worker_setup.setup import WorkerSetup
 from workers import InlinePool, SharedArena, WorkerError, WorkerPool

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from rlstructs import outputs
+from rlstructs.batcher import out_argument
 from rlstructs.shared.lent import Lent
 from rlstructs.shared.slots import Slots
 from rlstructs.structures.arrays import TensorSpec
@@ -41,7 +41,7 @@ class Batch:
         info = self._info()
         if out is None:
             return Trajectories(DictTensor.trusted(info), TemporalDictTensor.trusted(self._steps(), self.lengths))
-        kept = outputs.cut(out, len(self.lengths), self.n_timesteps)
+        kept = out_argument.cut(out, len(self.lengths), self.n_timesteps)
         for key, tensor in info.items():
             kept.info[key].copy_(tensor)
         kept.lengths.copy_(self.lengths)

@@ -8,9 +8,9 @@ from mmap import mmap
 
 import numpy as np
 
-from rlstructs.batch import Batch, write_info
+from rlstructs.batcher.batch import Batch, write_info
+from rlstructs.batcher.worker_record import Order
 from rlstructs.episodes import EpisodeTracker
-from rlstructs.member import Order
 from rlstructs.shared.layout import Layout
 from rlstructs.shared.slot_buffers import EVERY, Generations
 from rlstructs.structures.dict_tensor import DictTensor

@@ -30,25 +30,9 @@ from typing import Any, Literal, overload
 import torch
 
 import rlstructs.errors  # noqa: F401 - first of ours: it sees whether `workers` is ours too
-from rlstructs import batcher_state, outputs
 from rlstructs.agent import RL_Agent
-from rlstructs.batch import ROW_INFO, Batch
-from rlstructs.books import Books, SlotBooks
-from rlstructs.checks import check_count, check_start_method, check_timeout
-from rlstructs.crew import RAISE, Crew, check_policy, started
-from rlstructs.debug import is_on
-from rlstructs.envs.vec_env import VecEnv
-from rlstructs.errors import SpecError, StateError
-from rlstructs.frameworks.torch import as_device
-from rlstructs.lease import Lease
-from rlstructs.lifecycle import Lifecycle, Phase
-from rlstructs.member import Order
-from rlstructs.moments import Moments
-from rlstructs.rollout.evaluation import quotas
-from rlstructs.rollout.job_settings import JobSettings
-from rlstructs.rollout.probe import Specs
-from rlstructs.seeding import as_given, draw_seed
-from rlstructs.settings import (
+from rlstructs.batcher import out_argument, state_dict
+from rlstructs.batcher.arguments import (
     RunSettings,
     agent_seeds_of,
     arguments_of,
@@ -59,6 +43,22 @@ from rlstructs.settings import (
     seeds_of,
     warn_of_overlap,
 )
+from rlstructs.batcher.batch import ROW_INFO, Batch
+from rlstructs.batcher.lease import Lease
+from rlstructs.batcher.lifecycle import Lifecycle, Phase
+from rlstructs.batcher.supervisor import RAISE, Crew, check_policy, started
+from rlstructs.batcher.transport import Books, SlotBooks
+from rlstructs.batcher.worker_record import Order
+from rlstructs.checks import check_count, check_start_method, check_timeout
+from rlstructs.debug import is_on
+from rlstructs.envs.vec_env import VecEnv
+from rlstructs.errors import SpecError, StateError
+from rlstructs.frameworks.torch import as_device
+from rlstructs.moments import Moments
+from rlstructs.rollout.evaluation import quotas
+from rlstructs.rollout.job_settings import JobSettings
+from rlstructs.rollout.probe import Specs
+from rlstructs.seeding import as_given, draw_seed
 from rlstructs.shared.layout import Layout
 from rlstructs.shared.module_state import plain_state
 from rlstructs.shared.reading import specs_of_steps
@@ -345,7 +345,7 @@ class RL_Batcher:
         if out is not None:
             layout = books.layout
             steps = specs_of_steps(layout.observation, layout.action)
-            outputs.check(out, {**layout.info, **ROW_INFO}, steps, (self._n_rows_at_most(), layout.n_timesteps))
+            out_argument.check(out, {**layout.info, **ROW_INFO}, steps, (self._n_rows_at_most(), layout.n_timesteps))
         with self._life.failing():
             if not blocking and not self._is_there(n, preempt is not None):
                 return None, None
@@ -561,15 +561,15 @@ class RL_Batcher:
         self._life.check_open("state_dict")
         settings = self._settings
         return {
-            "format": batcher_state.FORMAT,
-            "version": batcher_state.VERSION,
+            "format": state_dict.FORMAT,
+            "version": state_dict.VERSION,
             "seeds": as_given(settings.seeds),
-            "batcher": batcher_state.batcher_of(self._books.layout, settings.seeds, settings.agent_seeds),
+            "batcher": state_dict.batcher_of(self._books.layout, settings.seeds, settings.agent_seeds),
             "weights_version": self.policy_version,
             "workers": self._crew.state(),
             "episodes": self._books.episodes.peek(),
             "dropped_episodes": self._books.episodes.n_dropped,
-            "statistics": batcher_state.of_statistics(self._crew.statistics),
+            "statistics": state_dict.of_statistics(self._crew.statistics),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -590,8 +590,8 @@ class RL_Batcher:
             Exception: what an environment or agent raised.
         """
         self._life.check("load_state_dict", Phase.NEW, Phase.READY, Phase.ENDED, Phase.INTERRUPTED)
-        batcher_state.check(state, self.state_dict())
-        statistics = batcher_state.to_statistics(state["statistics"])
+        state_dict.check(state, self.state_dict())
+        statistics = state_dict.to_statistics(state["statistics"])
         with finished(), self._life.failing("load_state_dict"):
             self._renew(state["workers"])
             self._begin_anew(range(self._pool.n_workers))
