@@ -29,7 +29,7 @@ import torch
 from rollouts import TASKS, Run, Task, batcher, create_agent, create_env, ours, timed
 
 from rlstructs import GymEnvInf, RandomAgent, RayBatcher, RL_Batcher
-from rlstructs.distributed.engine import INLINE
+from rlstructs.distributed.cluster import INLINE
 
 # Share of what `RL_Batcher` reaches.
 MUST = {"cartpole-64": 0.85, "halfcheetah-64": 0.95, "halfcheetah-8": 0.95}

@@ -17,7 +17,7 @@ from test_dict_tensor_replay_buffer_files import SAMPLERS, made
 from test_dict_tensor_replay_buffer_files import rows as next_rows
 
 from rlstructs import DictTensor, FileError, SpecError, TemporalDictTensor, Trajectories, report
-from rlstructs.distributed import folder as ray_folder
+from rlstructs.distributed import replay_files
 from rlstructs.distributed.shard import ShardSettings
 from rlstructs.memories import files as memory_files
 from rlstructs.replay import (
@@ -168,13 +168,13 @@ def _shards() -> Subject:
 
     def save(folder: Path) -> list[Path]:
         data = [np.asarray(shard(seed).save().columns["data"]) for seed in range(2)]
-        ray_folder.write(folder / "r", header, np.random.default_rng(0).bit_generator.state, data)
-        return [folder / "r" / ray_folder.HEADER, *sorted((folder / "r").glob("shard-*"))]
+        replay_files.write(folder / "r", header, np.random.default_rng(0).bit_generator.state, data)
+        return [folder / "r" / replay_files.HEADER, *sorted((folder / "r").glob("shard-*"))]
 
     def load(target: Any, path: Path) -> Any:
-        generator, files = ray_folder.read(path.parent, header, 2)
+        generator, files = replay_files.read(path.parent, header, 2)
         for each, file in zip(target, files, strict=True):
-            with ray_folder.shard_bytes(file) as data:
+            with replay_files.shard_bytes(file) as data:
                 each.load({"data": data})
         for each in target:
             each.take_loaded()

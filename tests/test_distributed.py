@@ -50,7 +50,7 @@ from rlstructs import (
 )
 from rlstructs.batcher.worker_record import Order
 from rlstructs.cli import main
-from rlstructs.distributed.crew import NodeMember
+from rlstructs.distributed.supervisor import NodeMember
 from workers.messages import Asked
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'rlstructs[ray]'")

@@ -21,7 +21,7 @@ import torch
 from hostile import GOOD, HEAD, refused
 
 from rlstructs import DictTensor, FileError, TemporalDictTensor, Trajectories, report
-from rlstructs.distributed import folder as ray_folder
+from rlstructs.distributed import replay_files
 from rlstructs.files import json_text, layout
 from rlstructs.files.archives import HEADER
 from rlstructs.memories.torch import RandomMemory
@@ -47,7 +47,7 @@ LOADERS = {
     "ReplayBuffer.hdf5": ReplayBuffer.load_hdf5, "VectorReplayBuffer.anything": VectorReplayBuffer.load_hdf5,
     "DictTensorReplayBuffer.pt": lambda path: DictTensorReplayBuffer(storage=ListStorage(4)).load(path),
     "info.npz": lambda path: list(report.describe(path)), "info.h5": lambda path: list(report.describe(path)),
-    "replay.json": lambda path: ray_folder.read(path.parent, {}, 1),
+    "replay.json": lambda path: replay_files.read(path.parent, {}, 1),
 }  # fmt: skip
 PLACES = {
     "a named pipe": os.mkfifo,
@@ -87,11 +87,11 @@ def test_a_pipe_beside_a_csv_file_or_in_a_folder_is_not_opened(tmp_path):
     refused(memory_load, tmp_path / "x.csv", "x.json: is a named pipe")
     header = ["npz", "shard-0-01234567.npz"]
     os.mkfifo(tmp_path / header[1])
-    with pytest.raises(FileError, match="is a named pipe"), ray_folder.shard_bytes(tmp_path / header[1]):
+    with pytest.raises(FileError, match="is a named pipe"), replay_files.shard_bytes(tmp_path / header[1]):
         pass
     os.mkfifo(tmp_path / "replay.json")
     with pytest.raises(OSError, match="replay.json|rename|Is"), contextlib.suppress(FileError):  # whichever: no hang
-        ray_folder.write(tmp_path, {}, np.random.default_rng(0).bit_generator.state, [])
+        replay_files.write(tmp_path, {}, np.random.default_rng(0).bit_generator.state, [])
         raise OSError("replay.json was replaced")
 
 

@@ -32,7 +32,7 @@ from rlstructs import (
     WorkerCrashed,
     WorkerError,
 )
-from rlstructs.distributed import folder
+from rlstructs.distributed import replay_files
 from rlstructs.files.layout import replacing
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'rlstructs[ray]'")
@@ -349,7 +349,7 @@ def test_what_is_saved_is_gone_on_with(cluster, tmp_path):
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_what_is_named_is_there_whenever_a_save_is_interrupted(tmp_path, monkeypatch, when):
     def write(number, shards):
-        folder.write(tmp_path, {"number": number}, np.random.default_rng(number).bit_generator.state, shards)
+        replay_files.write(tmp_path, {"number": number}, np.random.default_rng(number).bit_generator.state, shards)
 
     def parts(number):
         yield np.full(3, number, np.uint8)
@@ -365,11 +365,11 @@ def test_what_is_named_is_there_whenever_a_save_is_interrupted(tmp_path, monkeyp
 
     write(1, parts(1))
     if when == "after":
-        monkeypatch.setattr("rlstructs.distributed.folder.replacing", interrupted)
+        monkeypatch.setattr("rlstructs.distributed.replay_files.replacing", interrupted)
     with pytest.raises(KeyboardInterrupt):
         write(2, parts(2))
     number = 1 if when == "before" else 2
-    _, files = folder.read(tmp_path, {"number": number}, 2)
+    _, files = replay_files.read(tmp_path, {"number": number}, 2)
     assert [file.read_bytes() for file in files] == [bytes([number]) * 3, bytes([number]) * 4]
     assert len(list(tmp_path.iterdir())) == 3
 
@@ -377,7 +377,7 @@ def test_what_is_named_is_there_whenever_a_save_is_interrupted(tmp_path, monkeyp
 def write_header(folder, header):
     text = json.dumps(header)
     whole = {"checksum": zlib.crc32(text.encode()), "header": text}
-    (folder / "replay.json").write_text(json.dumps(whole))
+    (replay_files / "replay.json").write_text(json.dumps(whole))
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "header", "sum", "other", "outside"])

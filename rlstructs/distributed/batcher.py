@@ -30,14 +30,14 @@ from rlstructs.batcher.batcher import RL_Batcher
 from rlstructs.batcher.lifecycle import Phase
 from rlstructs.batcher.supervisor import RAISE, RESTART
 from rlstructs.checks import check_count
-from rlstructs.distributed import engine
-from rlstructs.distributed.books import PartBooks
+from rlstructs.distributed import cluster
 from rlstructs.distributed.broadcast import Broadcast
-from rlstructs.distributed.crew import NodeCrew
 from rlstructs.distributed.lease import PartsLease
-from rlstructs.distributed.node import NodeSettings
+from rlstructs.distributed.node_job import NodeSettings
 from rlstructs.distributed.parts import PartsBatch
 from rlstructs.distributed.pool import NodePool
+from rlstructs.distributed.supervisor import NodeCrew
+from rlstructs.distributed.transport import PartBooks
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.episodes import NAMES_OF_STEPS
 from rlstructs.errors import SpecError
@@ -117,11 +117,11 @@ class RayBatcher(RL_Batcher):
         placement: Any = None,
         address: str | None = None,
     ) -> None:
-        engine.ray()
+        cluster.ray()
         check_count("n_processes", n_processes, 1)
         if n_nodes is not None and check_count("n_nodes", n_nodes, 1) > n_processes:
             raise SpecError(f"n_nodes is {n_nodes}, which is more than n_processes, {n_processes}")
-        self._n_nodes, self._placement, self._address = n_nodes, engine.Placement(resources, placement), address
+        self._n_nodes, self._placement, self._address = n_nodes, cluster.Placement(resources, placement), address
         super().__init__(
             n_timesteps, create_agent, agent_args, create_env, env_args, n_processes, seeds, agent_info, env_info,
             agent_seeds, device, start_method=start_method, timeout=timeout, on_worker_failure=on_worker_failure,
@@ -215,7 +215,7 @@ class RayBatcher(RL_Batcher):
         ]}  # fmt: skip
 
     def _start(self, run: RunSettings) -> None:
-        engine.connect(self._address)
+        cluster.connect(self._address)
         sizes = split(run.n_processes, self._n_nodes or self._placement.n_machines())
         ends = itertools.accumulate(sizes)
         workers = [(slice(end - size, end),) for size, end in zip(sizes, ends, strict=True)]
@@ -247,18 +247,18 @@ class RayBatcher(RL_Batcher):
     def _check_store(self) -> None:
         """Raises OutOfMemoryError unless object stores can hold the rollouts, the updates that are on their way to
         nodes, and the next one."""
-        here = engine.this_machine()
+        here = cluster.this_machine()
         needs: Counter[str] = Counter()
         books, n_rollouts = self._books, self._run.run_ahead + 1
         for node, block in zip(self._pool.nodes, books.blocks, strict=True):
             n_bytes = dataclasses.replace(books.layout, n_slots=len(block)).nbytes * n_rollouts
-            needs.update(dict.fromkeys({here, node.node_id}, n_bytes if n_bytes > engine.INLINE else 0))
+            needs.update(dict.fromkeys({here, node.node_id}, n_bytes if n_bytes > cluster.INLINE else 0))
         for node_id in needs:
             needs[node_id] += (n_rollouts + 1) * self._n_bytes_of_update
-        engine.check_store("rollouts and updates", needs)
+        cluster.check_store("rollouts and updates", needs)
 
     def _check_update(self, n_bytes: int) -> None:
-        if n_bytes > max(engine.INLINE, self._n_bytes_of_update):
+        if n_bytes > max(cluster.INLINE, self._n_bytes_of_update):
             before, self._n_bytes_of_update = self._n_bytes_of_update, n_bytes
             try:
                 self._check_store()
@@ -268,7 +268,7 @@ class RayBatcher(RL_Batcher):
 
     def _inform(self, infos: Mapping[str, DictTensor]) -> None:
         data = pickling.dumps(infos)
-        self._crew.inform(engine.shared(data, len(data)))
+        self._crew.inform(cluster.shared(data, len(data)))
 
     def _free(self) -> None:
         """Nothing: what is in the object store goes when nobody looks at it."""

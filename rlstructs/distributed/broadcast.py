@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from rlstructs.distributed import engine
+from rlstructs.distributed import cluster
 from rlstructs.shared.weights import Parcel
 from workers.messages import Asked
 
@@ -33,7 +33,7 @@ class Broadcast:
         parcel = Parcel.of(info)
         n_bytes = parcel.nbytes + len(parcel.pickled)
         self._check(n_bytes)
-        return engine.shared((self.version + 1, parcel.as_bytes()), n_bytes)
+        return cluster.shared((self.version + 1, parcel.as_bytes()), n_bytes)
 
     def sent(self, packed: Any, asked: list[Asked]) -> None:
         """It is an update: nodes were told of it."""

@@ -6,16 +6,14 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from collections.abc import Iterable, Mapping, Sequence
+from queue import SimpleQueue
 from typing import Any
 
-from rlstructs.distributed import engine
+from rlstructs.distributed import cluster
 from rlstructs.distributed.actor import ASIDE, BUILD, Columns, NodeActor
-from rlstructs.distributed.engine import Placement
+from rlstructs.distributed.cluster import Placement
+from rlstructs.distributed.node_handle import Bell, Node, Request, _await
 from rlstructs.errors import OutOfMemoryError, WorkerCrashed, WorkerError, WorkerTimeout
 from workers import failures, pickling
 from workers.errors import bare
@@ -34,102 +32,6 @@ MENDING = 5.0
 CLOSING = 6.0
 # Seconds after which it is looked whether there still is a connection to Ray: without one nothing ever comes.
 LOOKING = 1.0
-
-
-class Bell:
-    """Wakes those who wait when something has come, or never will.
-
-    Ray's own threads ring it: they must not wait for what is held while Ray is asked, so there is no lock in it.
-    """
-
-    def __init__(self) -> None:
-        self._listeners: list[SimpleQueue[None]] = []
-
-    def ring(self, _: Any = None) -> None:
-        """Something has happened."""
-        for listener in tuple(self._listeners):
-            listener.put(None)
-
-    @contextlib.contextmanager
-    def heard(self) -> Iterator[SimpleQueue[None]]:
-        """A queue that has something to get for each ring from now on."""
-        listener: SimpleQueue[None] = SimpleQueue()
-        self._listeners.append(listener)
-        try:
-            yield listener
-        finally:
-            self._listeners.remove(listener)
-
-
-@dataclass(eq=False)
-class Request:
-    """What a node was asked.
-
-    Attributes:
-        reference: Ray's, of the reply.
-        reply: has it once it is on this machine; Ray begins to bring it as soon as it is there.
-        asked: what became of it.
-        limit: seconds that the node has, None for no limit.
-    """
-
-    reference: Any
-    reply: Future[tuple[bytes, Columns]]
-    asked: Asked
-    limit: float | None
-
-
-@dataclass
-class Node:
-    """One actor and what it was asked.
-
-    Attributes:
-        index: of the node.
-        workers: its workers, of all.
-        actor: Ray's handle of it.
-        node_id, address, pid: where it runs, once that is known.
-        asked: what it has not replied to, the oldest first.
-        since: since when the oldest is waited for, in the time of `time.monotonic`.
-        report: what it said last of its workers.
-        noun: what it is called.
-        error: why it is gone.
-        waited: since when, or since which warning, it is to be placed and built, in the time of `time.monotonic`.
-        is_late: whether it has outrun a deadline, and has not replied since.
-        has_answered: whether the reply that is waited for was there, on its machine, when the time for it was over.
-    """
-
-    index: int
-    workers: range
-    actor: Any
-    noun: str = "node"
-    node_id: str = ""
-    address: str = ""
-    pid: int = 0
-    asked: deque[Request] = field(default_factory=deque)
-    since: float = field(default_factory=time.monotonic)
-    report: dict[str, Any] = field(default_factory=dict)
-    error: WorkerError | None = None
-    waited: float = field(default_factory=time.monotonic)
-    is_late: bool = False
-    has_answered: bool = False
-
-    def is_overdue(self) -> bool:
-        """Whether its next reply is later than it may be."""
-        limit = self.asked[0].limit if self.asked else None
-        return limit is not None and time.monotonic() >= self.since + limit
-
-    def is_built(self) -> bool:
-        """Whether it has its job, or is gone."""
-        return not self.asked or self.asked[0].asked.label != BUILD
-
-    @property
-    def state(self) -> str:
-        """"idle", "busy" or "gone"."""
-        if self.error is not None:
-            return "gone"
-        return "busy" if self.asked else "idle"
-
-    def __str__(self) -> str:
-        return f"{self.noun} {self.index}" + (f" ({self.address})" if self.address else "")
 
 
 class NodePool:
@@ -157,7 +59,7 @@ class NodePool:
     ) -> None:  # fmt: skip
         placement.check()
         forget_last_interrupt()
-        self._settings, self._parts = engine.ray().put(settings), parts
+        self._settings, self._parts = cluster.ray().put(settings), parts
         self._placement, self.timeout = placement, timeout
         # What was asked is looked at under it: `close` may be called while another thread waits for replies.
         self._lock, self._bell, self._is_over = threading.RLock(), Bell(), False
@@ -197,7 +99,7 @@ class NodePool:
             args: its arguments; those that are references of Ray come last, and arrive as what they refer to.
             only: the indexes of those who are asked; None for all.
         """
-        kind = engine.ray().ObjectRef
+        kind = cluster.ray().ObjectRef
         shared = [arg for arg in args if isinstance(arg, kind)]
         call = Call(method, tuple(arg for arg in args if not isinstance(arg, kind)))
         request = pickling.dumps(call)  # once for all
@@ -228,7 +130,7 @@ class NodePool:
     def cut(self, index: int, number: int) -> None:
         """Has a node end its rollouts below this number after the step that it is in; nobody waits for it."""
         node = self.nodes[index]
-        if node.error is None and engine.ray().is_initialized():
+        if node.error is None and cluster.ray().is_initialized():
             node.actor.cut.options(concurrency_group=ASIDE).remote(number)
 
     def check(self) -> dict[int, BaseException]:
@@ -263,7 +165,7 @@ class NodePool:
         deadline, left = time.monotonic() + CLOSING, CLOSING
         asked: list[Asked] = []
         try:
-            if engine.ray().is_initialized():
+            if cluster.ray().is_initialized():
                 asked = self.ask("close", only=[node.index for node in self.nodes if not (node.error or node.is_late)])
             with self._bell.heard() as rings:
                 while left > 0 and not self._all_over(asked):
@@ -285,14 +187,14 @@ class NodePool:
     def _check_open(self) -> None:
         if self._is_over:  # by another thread
             raise WorkerError("the nodes were ended meanwhile")
-        if not engine.ray().is_initialized():
+        if not cluster.ray().is_initialized():
             raise WorkerError("the connection to Ray was shut down meanwhile")
 
     def _end(self, node: Node, error: WorkerError) -> None:
         """Ends an actor, by force."""
-        if engine.ray().is_initialized():  # or it would be begun anew
+        if cluster.ray().is_initialized():  # or it would be begun anew
             with contextlib.suppress(Exception):
-                engine.ray().kill(node.actor)
+                cluster.ray().kill(node.actor)
         self._give_up(node, error)
 
     def _give_up(self, node: Node, error: WorkerError) -> None:
@@ -309,7 +211,7 @@ class NodePool:
         others = [node.node_id for node in self.nodes if node.index != index and node.state != "gone"]
         machine, workers = self._placement.choose(others), self._workers[index]
         options = self._placement.options(machine)
-        actor = engine.ray().remote(concurrency_groups={ASIDE: 1})(NodeActor).options(**options).remote(workers.start)
+        actor = cluster.ray().remote(concurrency_groups={ASIDE: 1})(NodeActor).options(**options).remote(workers.start)
         found = (machine.node_id, machine.address) if machine else ("", "")
         return Node(index, workers, actor, self.noun, *found)
 
@@ -375,7 +277,7 @@ class NodePool:
             late = {node.asked[0].reference: node for node in self.nodes
                     if node.is_overdue() and not node.has_answered}  # fmt: skip
             if late:
-                there, _ = engine.ray().wait(list(late), num_returns=len(late), timeout=0.0, fetch_local=False)
+                there, _ = cluster.ray().wait(list(late), num_returns=len(late), timeout=0.0, fetch_local=False)
                 for reference in there:
                     late[reference].since, late[reference].has_answered = time.monotonic(), True
 
@@ -421,13 +323,13 @@ class NodePool:
             data, columns = node.asked[0].reply.result()
             return pickling.loads(data), columns
         except Exception as error:  # of Ray: it says why there is none
-            if engine.is_death(error):
+            if cluster.is_death(error):
                 self._give_up(node, self._gone(node, error))
                 return None, {}
             return self._lost(node, error), {}
 
     def _placed(self, node: Node, node_id: str, pid: int) -> None:
-        machine = engine.machines().get(node_id)
+        machine = cluster.machines().get(node_id)
         node.node_id, node.pid, node.address = node_id, pid, machine.address if machine else "unknown"
 
     def _failure(self, node: Node, asked: Asked, worker_index: int, failure: Failure) -> BaseException:
@@ -459,7 +361,7 @@ class NodePool:
         """What to raise for a reply that does not come from a node that is there."""
         text = f"the reply of {node} to {node.asked[0].asked.label!r} is lost"
         lost: Exception = WorkerError(f"{text}: {error}", node.workers.start)
-        if engine.is_full(error):
+        if cluster.is_full(error):
             lost = OutOfMemoryError(f"{text}: its machine's object store is full: {error}")
         lost.__cause__ = error.with_traceback(None)
         return lost
@@ -472,10 +374,4 @@ class NodePool:
 
     def _unplaced(self, node: Node, seconds: float) -> str:
         return (f"{node} was not placed and built within {seconds:.1f} s; it needs {self._placement}, "
-                f"and free are {engine.ray().available_resources()}")  # fmt: skip
-
-
-def _await(rings: SimpleQueue[None], seconds: float) -> None:
-    """Until the next ring, for so long at most."""
-    with contextlib.suppress(Empty):
-        rings.get(timeout=seconds)
+                f"and free are {cluster.ray().available_resources()}")  # fmt: skip

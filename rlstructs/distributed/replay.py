@@ -21,9 +21,10 @@ import numpy as np
 import torch
 
 from rlstructs.checks import check_count, check_timeout
-from rlstructs.distributed import engine, folder
+from rlstructs.distributed import cluster, replay_files
 from rlstructs.distributed.actor import Columns
-from rlstructs.distributed.pool import Bell, Node, NodePool
+from rlstructs.distributed.node_handle import Bell, Node
+from rlstructs.distributed.pool import NodePool
 from rlstructs.distributed.shard import (
     DATA,
     ENV_INDEX,
@@ -123,15 +124,15 @@ class RayReplay:
         placement: Any = None,
         address: str | None = None,
     ) -> None:
-        engine.ray("RayReplay")
+        cluster.ray("RayReplay")
         timeout = check_timeout(timeout)
         self.beta = exponent("beta", beta)
         self._memory_size, self._num_envs = check_count("memory_size", memory_size), check_count("num_envs", num_envs)
         if n_shards is not None and check_count("n_shards", n_shards) > num_envs:
             raise SpecError(f"n_shards is {n_shards}, which is more than num_envs, {num_envs}")
         self._alpha, self._names = None if alpha is None else exponent("alpha", alpha), dict(names or NAMES)
-        engine.connect(address)
-        where = engine.Placement(resources, placement)
+        cluster.connect(address)
+        where = cluster.Placement(resources, placement)
         self._n_shards = n_shards or min(where.n_machines(), num_envs)
         own, *of_shards = np.random.SeedSequence(seed).spawn(self._n_shards + 1)
         self._rng, self._is_closed, self._is_owner = np.random.default_rng(own), False, True
@@ -173,7 +174,7 @@ class RayReplay:
             rows = np.flatnonzero(environments % self._n_shards == shard)
             part = {name: column[rows] for name, column in columns.items()}
             part[ENV_INDEX] = environments[rows] // self._n_shards
-            parts.append(engine.ray().put(part))
+            parts.append(cluster.ray().put(part))
         with uninterrupted():  # all take it, or none does
             asked = [self._pool.ask("extend", dtypes, largest, part, only=[shard])[0]
                      for shard, part in enumerate(parts)]  # fmt: skip
@@ -261,7 +262,7 @@ class RayReplay:
         asked: list[Asked] = []
         for shard in np.unique(shards):
             part = {INDEX: rows[shards == shard], "priority": values[shards == shard]}
-            asked += self._pool.ask("update_priorities", engine.ray().put(part), only=[shard])
+            asked += self._pool.ask("update_priorities", cluster.ray().put(part), only=[shard])
         self._pool.values(asked)
 
     def __len__(self) -> int:
@@ -301,7 +302,7 @@ class RayReplay:
         shards = range(self._n_shards)
         # One after another: each may be large.
         data = (self._pool.values(self._pool.ask("save", only=[shard]))[0][0][DATA] for shard in shards)
-        folder.write(Path(path), self._header(), self._rng.bit_generator.state, data)
+        replay_files.write(Path(path), self._header(), self._rng.bit_generator.state, data)
 
     def load(self, path: str | Path) -> None:
         """Restores what `save` wrote: rows, priorities and random streams.
@@ -315,11 +316,11 @@ class RayReplay:
             WorkerError: a shard is gone.
         """
         self._check_open("load")
-        generator, files = folder.read(Path(path), self._header(), self._n_shards)
+        generator, files = replay_files.read(Path(path), self._header(), self._n_shards)
         try:
             for shard, file in enumerate(files):
-                with folder.shard_bytes(file) as data:
-                    self._pool.values(self._pool.ask("load", engine.ray().put({DATA: data}), only=[shard]))
+                with replay_files.shard_bytes(file) as data:
+                    self._pool.values(self._pool.ask("load", cluster.ray().put({DATA: data}), only=[shard]))
         except BaseException:
             self._pool.ask("drop_loaded")
             raise
