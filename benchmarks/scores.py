@@ -41,7 +41,7 @@ LAST_LINE = re.compile(
 )
 SB3 = "benchmarks/ppo_sb3.py"
 # The library, as git names files, but for what no training here runs.
-NOT_RUN = ("distributed", "testing", "cli.py", "collect.py", "play.py", "report.py", "tune.py")
+NOT_RUN = ("distributed", "testing", "cli")
 LIBRARY = ("rlstructs", "workers", *(f":(exclude)rlstructs/{name}" for name in NOT_RUN))
 
 Line = dict[str, Any]

@@ -16,7 +16,8 @@ from replay_rows import rows as transitions
 from test_dict_tensor_replay_buffer_files import SAMPLERS, made
 from test_dict_tensor_replay_buffer_files import rows as next_rows
 
-from rlstructs import DictTensor, FileError, SpecError, TemporalDictTensor, Trajectories, report
+from rlstructs import DictTensor, FileError, SpecError, TemporalDictTensor, Trajectories
+from rlstructs.cli import report
 from rlstructs.distributed import replay_files
 from rlstructs.distributed.shard import ShardSettings
 from rlstructs.memories import files as memory_files

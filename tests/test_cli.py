@@ -18,9 +18,10 @@ from helpers import Count, count_batcher, create_gym, rollout
 from matplotlib.image import imread
 from processes import LIMIT
 
-from rlstructs import DictTensor, RandomAgent, RL_Agent, RL_Batcher, TemporalDictTensor, Trajectories, cli, report
-from rlstructs.cli import main
-from rlstructs.collect import Settings, collect
+from rlstructs import DictTensor, RandomAgent, RL_Agent, RL_Batcher, TemporalDictTensor, Trajectories
+from rlstructs.cli import command, report
+from rlstructs.cli.collect import Settings, collect
+from rlstructs.cli.command import main
 from rlstructs.testing import Fault, FaultyEnv, create_faulty_envs
 
 # Seconds; only reached when something hangs.
@@ -263,7 +264,7 @@ def start(tmp_path, subprocess_env):
     script.parent.mkdir()
     # A test run in the background may have been told to ignore SIGINT, and its children with it.
     heard = "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    script.write_text(heard + "from rlstructs.cli import main\nsys.exit(main())\n")
+    script.write_text(heard + "from rlstructs.cli.command import main\nsys.exit(main())\n")
     started = []
 
     def start(*arguments):
@@ -328,7 +329,7 @@ def default_sigint():
 
 
 def test_only_the_first_ctrl_c_interrupts(default_sigint):
-    with cli.one_interrupt():
+    with command.one_interrupt():
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
@@ -336,7 +337,7 @@ def test_only_the_first_ctrl_c_interrupts(default_sigint):
 
 
 def test_no_ctrl_c_interrupts_what_is_being_written(default_sigint):
-    with cli.one_interrupt() as no_more_interrupts:
+    with command.one_interrupt() as no_more_interrupts:
         no_more_interrupts()
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -344,7 +345,7 @@ def test_no_ctrl_c_interrupts_what_is_being_written(default_sigint):
 
 def test_a_handler_of_the_caller_stays(default_sigint):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with cli.one_interrupt() as no_more_interrupts:
+    with command.one_interrupt() as no_more_interrupts:
         no_more_interrupts()
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -364,7 +365,7 @@ def test_ctrl_c_before_the_first_rollout_says_that_there_is_nothing(start, tmp_p
 def test_help_imports_nothing_heavy(subprocess_env):
     program = """
 import sys
-from rlstructs.cli import main
+from rlstructs.cli.command import main
 try:
     main(["collect", "--help"])
 finally:
@@ -562,7 +563,7 @@ def test_a_pipe_that_nobody_reads_ends_it_silently(start, subprocess_env, unbuff
 def test_info_system_names_versions_and_imports_none_of_them(subprocess_env):
     program = """
 import sys
-from rlstructs.cli import main
+from rlstructs.cli.command import main
 main(["info", "--system"])
 print(sorted({"gymnasium", "jax", "warp", "h5py", "matplotlib"} & set(sys.modules)))
 """
@@ -589,7 +590,7 @@ def test_a_plot_is_drawn_with_and_without_episodes(run, tmp_path, env_id, has_ep
 def test_plotting_leaves_pyplot_alone(subprocess_env, tmp_path):
     program = f"""
 import sys
-from rlstructs.cli import main
+from rlstructs.cli.command import main
 assert main(["collect", "CartPole-v1", "--workers=0", "--steps=100", "--plot={tmp_path}/x.png"]) == 0
 print([name for name in sys.modules if name.startswith("matplotlib.pyplot")], "matplotlib.figure" in sys.modules)
 """

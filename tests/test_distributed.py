@@ -49,7 +49,7 @@ from rlstructs import (
     WorkerTimeout,
 )
 from rlstructs.batcher.worker_record import Order
-from rlstructs.cli import main
+from rlstructs.cli.command import main
 from rlstructs.distributed.supervisor import NodeMember
 from workers.messages import Asked
 
@@ -176,7 +176,7 @@ def test_an_example_trains_to_the_same_score(cluster, subprocess_env):
 def test_the_command_collects_on_a_cluster_what_it_does_on_a_machine(cluster, subprocess_env, tmp_path):
     arguments = ["collect", "CartPole-v1", "--workers", "3", "--envs", "2", "--timesteps", "20", "--steps", "240"]
     for name, where in (("alone", []), ("nodes", ["--ray", cluster.address, "--nodes", "2"])):
-        code = "import sys; from rlstructs.cli import main; sys.exit(main(sys.argv[1:]))"
+        code = "import sys; from rlstructs.cli.command import main; sys.exit(main(sys.argv[1:]))"
         command = [sys.executable, "-c", code, *arguments, *where, "--out", f"{name}.npz"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=subprocess_env, cwd=tmp_path)
         assert done.returncode == 0, done.stderr

@@ -255,9 +255,10 @@ def test_a_score_stands_until_what_it_ran_changes(tmp_path):
             assert scores["git"](*command).returncode == 0
 
     assert scores["git"]("init", "-q").returncode == 0
-    commit("examples/ppo.py", "examples/dqn.py", "rlstructs/rollout.py", "rlstructs/cli.py", "README.md")
+    library = ("rlstructs/rollout/rollout.py", "rlstructs/cli/command.py")
+    commit("examples/ppo.py", "examples/dqn.py", *library, "README.md")
     line = {"command": "examples/ppo.py --seed 0", "commit": scores["commit_of"]("examples/ppo.py")}
-    commit("README.md", "examples/dqn.py", "rlstructs/cli.py")
+    commit("README.md", "examples/dqn.py", "rlstructs/cli/command.py")
     assert scores["stands"](line)
     (tmp_path / "examples/ppo.py").write_text("a change that is not committed")
     assert not scores["stands"](line)
@@ -266,7 +267,7 @@ def test_a_score_stands_until_what_it_ran_changes(tmp_path):
     commit("examples/ppo.py")
     newer = {**line, "commit": scores["commit_of"]("examples/ppo.py")}
     assert scores["stands"](newer) and not scores["stands"](line)
-    commit("rlstructs/rollout.py")
+    commit("rlstructs/rollout/rollout.py")
     assert not scores["stands"](newer)
 
 

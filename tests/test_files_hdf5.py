@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from hostile import HEAD, SPEC, refused
 
-from rlstructs import DictTensor, report
+from rlstructs import DictTensor
+from rlstructs.cli import report
 from rlstructs.files import layout as files
 from rlstructs.files.archives import HEADER
 from rlstructs.replay import ReplayBuffer

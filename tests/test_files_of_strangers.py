@@ -20,7 +20,8 @@ import pytest
 import torch
 from hostile import GOOD, HEAD, refused
 
-from rlstructs import DictTensor, FileError, TemporalDictTensor, Trajectories, report
+from rlstructs import DictTensor, FileError, TemporalDictTensor, Trajectories
+from rlstructs.cli import report
 from rlstructs.distributed import replay_files
 from rlstructs.files import json_text, layout
 from rlstructs.files.archives import HEADER

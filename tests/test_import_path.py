@@ -105,7 +105,7 @@ def test_under_flags_of_python(flags, folder, tmp_path, subprocess_env):
 
 
 def test_the_command_executes_nothing_of_the_current_directory(folder, subprocess_env):
-    command = "import sys; sys.path.remove(''); from rlstructs.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = "import sys; sys.path.remove(''); from rlstructs.cli.command import main; sys.exit(main(sys.argv[1:]))"
     arguments = ["collect", "CartPole-v1", "--workers", "1", "--envs", "1", "--steps", "20"]
     done = run(["-c", command, *arguments], folder, subprocess_env)
     assert (done.returncode, executed(folder)) == (0, ""), done.stderr

@@ -17,8 +17,9 @@ from gymnasium import spaces
 from processes import LIMIT
 
 from rlstructs import DictTensor, RL_Agent
-from rlstructs.cli import main
-from rlstructs.play import SCREENS, check_whole
+from rlstructs.cli.command import main
+from rlstructs.cli.play import SCREENS
+from rlstructs.cli.video import check_whole
 
 # Seconds; only reached when something hangs.
 FPS = 20
@@ -270,7 +271,7 @@ def test_ctrl_c_keeps_what_was_recorded_and_leaves_no_worker(subprocess_env, tmp
     (tmp_path / "world.py").write_text(WORLD)
     # A test run in the background may have been told to ignore SIGINT, and its children with it.
     program = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    program += "from rlstructs.cli import main; sys.exit(main())"
+    program += "from rlstructs.cli.command import main; sys.exit(main())"
     options = ["--agent", "world:Still", "--episodes", "1000000", "--video", "x.mp4"]
     with subprocess.Popen(
         [sys.executable, "-c", program, "play", "world:Long-v0", *options],

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from rlstructs.cli import main
-from rlstructs.tune import BareLoop, Choice, choices, timed, tune
+from rlstructs.cli.command import main
+from rlstructs.cli.tune import BareLoop, Choice, choices, timed, tune
 
 
 def tried(n_cores, speed):

@@ -20,7 +20,7 @@ from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
 
 if TYPE_CHECKING:
-    from rlstructs.collect import Collected, Settings
+    from rlstructs.cli.collect import Collected, Settings
 
 # Ending of a file -> the module that writing it needs beside torch and numpy.
 OUT_ENDINGS: dict[str, str | None] = {".npz": None, ".pt": None, ".h5": "h5py"}

@@ -33,7 +33,7 @@ from workers.limits import available_bytes, n_cores
 from workers.start import default_start_method
 
 if TYPE_CHECKING:
-    from rlstructs.collect import Collected, Settings
+    from rlstructs.cli.collect import Collected, Settings
 
 INTERRUPTED, FAILED, UNREAD = 130, 2, 141
 PACKAGES = ("torch", "numpy", "gymnasium", "jax", "warp-lang", "cloudpickle", "h5py", "matplotlib", "ray")
@@ -184,8 +184,8 @@ def _add_bench(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def _collect(options: argparse.Namespace) -> int:
-    from rlstructs import report
-    from rlstructs.collect import collect
+    from rlstructs.cli import report
+    from rlstructs.cli.collect import collect
 
     for name, path, endings in (
         ("--out", options.out, report.OUT_ENDINGS),
@@ -239,7 +239,8 @@ def one_interrupt() -> Iterator[Callable[[], None]]:
 
 
 def _settings(options: argparse.Namespace) -> Settings:
-    from rlstructs.collect import Settings, find_agent, find_env
+    from rlstructs.cli.collect import Settings
+    from rlstructs.cli.makers import find_agent, find_env
 
     _find_modules_here()
     n_per_rollout = options.timesteps * options.envs * max(1, options.workers)
@@ -258,9 +259,9 @@ def _settings(options: argparse.Namespace) -> Settings:
 
 
 def _play(options: argparse.Namespace) -> int:
-    from rlstructs import report
-    from rlstructs.collect import find_agent, find_env
-    from rlstructs.play import VIDEO_ENDINGS, Settings, play
+    from rlstructs.cli import report
+    from rlstructs.cli.makers import find_agent, find_env
+    from rlstructs.cli.play import VIDEO_ENDINGS, Settings, play
 
     if options.video is not None:
         report.check_path("--video", options.video, VIDEO_ENDINGS)
@@ -288,8 +289,8 @@ def _find_modules_here() -> None:
 
 
 def _tune(options: argparse.Namespace) -> int:
-    from rlstructs.collect import find_env
-    from rlstructs.tune import tune
+    from rlstructs.cli.makers import find_env
+    from rlstructs.cli.tune import tune
 
     _find_modules_here()
     env_id, n_workers = find_env(options.env_id), n_cores()
@@ -308,7 +309,7 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _write(options: argparse.Namespace, settings: Settings, collected: Collected) -> list[str]:
-    from rlstructs import report
+    from rlstructs.cli import report
 
     if options.out is not None:
         collected.trajectories().save(options.out)
@@ -321,7 +322,7 @@ def _info(options: argparse.Namespace) -> int:
     if options.system:
         lines = _system()
     else:
-        from rlstructs import report
+        from rlstructs.cli import report
 
         lines = report.describe(options.file)
     for line in lines:
@@ -391,6 +392,3 @@ def _one_line(error: Exception) -> str:
     where = f"in worker {cause.worker_index}; " if isinstance(cause, RemoteTraceback) else ""
     return f"{type(error).__name__}: {message} ({where}--debug shows the traceback)"
 
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import gymnasium
 
-from rlstructs.collect import Settings, make_batcher
+from rlstructs.cli.collect import Settings, make_batcher
 from rlstructs.seeding import environment_seeds
 from rlstructs.worker_setup.setup import WorkerSetup
 from rlstructs.worker_setup.streams import WorkerStreams

@@ -1,0 +1,95 @@
+"""Records what an environment renders as a video."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from rlstructs.errors import SpecError
+
+
+class Recorder(gymnasium.Wrapper):  # type: ignore[misc]
+    """Writes what the environment renders, after every reset and step, to an H.264 video.
+
+    Args:
+        env: made with `render_mode="rgb_array"`.
+        path: the file; it begins with the first frame, and is complete once this is closed.
+        fps: frames per second.
+
+    Raises:
+        SpecError: it renders something else than uint8 (H, W, 3), or frames of different sizes.
+        OSError: ffmpeg cannot write it.
+    """
+
+    def __init__(self, env: gymnasium.Env[Any, Any], path: Path, fps: float) -> None:
+        super().__init__(env)
+        self._path, self._fps = path, float(fps)
+        self._shape: tuple[int, ...] = ()
+        self._writer: Generator[None, np.ndarray | None, None] | None = None
+
+    def reset(self, **arguments: Any) -> Any:
+        """As the environment's own."""
+        found = self.env.reset(**arguments)
+        self._record()
+        return found
+
+    def step(self, action: Any) -> Any:
+        """As the environment's own."""
+        found = self.env.step(action)
+        self._record()
+        return found
+
+    def close(self) -> None:
+        """Ends the video, and closes the environment."""
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        finally:
+            super().close()
+
+    def _record(self) -> None:
+        frame = self.env.render()
+        if not isinstance(frame, np.ndarray) or frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
+            found = f"{frame.dtype} {frame.shape}" if isinstance(frame, np.ndarray) else type(frame).__name__
+            raise SpecError(f"render: must give an array of uint8 (H, W, 3), got {found}")
+        # An odd height or width gets its last row or column twice: H.264 halves the resolution of colours.
+        even = np.pad(frame, ((0, frame.shape[0] % 2), (0, frame.shape[1] % 2), (0, 0)), mode="edge")
+        if self._writer is None:
+            self._shape, self._writer = frame.shape, self._started(*even.shape[:2])
+        if frame.shape != self._shape:
+            raise SpecError(f"render: frames of a video must be of one shape, got {frame.shape} after {self._shape}")
+        self._writer.send(np.ascontiguousarray(even))
+
+    def _started(self, height: int, width: int) -> Generator[None, np.ndarray | None, None]:
+        import imageio_ffmpeg
+
+        # Without blocks, or it would scale frames to multiples of 16. Without latency: ffmpeg holds no frames back,
+        # so that it has little left to do at the end, for which a worker has 3 seconds.
+        writer: Generator[None, np.ndarray | None, None] = imageio_ffmpeg.write_frames(
+            str(self._path), (width, height), fps=self._fps, codec="libx264", macro_block_size=1,
+            output_params=["-tune", "zerolatency"],
+        )  # fmt: skip
+        writer.send(None)
+        return writer
+
+
+def check_whole(path: Path) -> None:
+    """Raises OSError unless an MP4 file is complete.
+
+    Nothing else tells it: a full disk, or a worker that had to be killed, only shows in the boxes that are missing.
+    """
+    size, at = path.stat().st_size, 0
+    kinds: set[bytes] = set()
+    with path.open("rb") as file:
+        while at < size:
+            file.seek(at)
+            length, kind, long_length = struct.unpack(">I4sQ", file.read(16).ljust(16, b"\0"))
+            kinds.add(kind)
+            at += max(8, long_length if length == 1 else length)
+    if at != size or b"moov" not in kinds:  # the index, which ffmpeg writes last
+        raise OSError(f"the video was cut off after {size:,} bytes")
