@@ -36,7 +36,7 @@ import torch
 
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
-from rlstructs.return_steps import Steps, Weight
+from rlstructs.returns_inputs import Steps, Weight
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
 

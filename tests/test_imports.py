@@ -1,4 +1,4 @@
-"""What is imported when, and that nothing goes round in circles."""
+"""What is imported when, and in which direction: the rows of the architecture."""
 
 from __future__ import annotations
 
@@ -13,6 +13,23 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
+# What a package, or a module at the root of `rlstructs`, may import: itself, and what stands on a line above its own.
+ORDER = """
+workers
+errors
+checks copying debug
+frameworks worker_setup
+files
+structures seeding moments
+shared replay agent
+envs memories episodes returns_inputs
+returns random_agent
+rollout
+batcher testing
+distributed integrations
+cli
+"""
+LINES = {name: number for number, line in enumerate(ORDER.split("\n")) for name in line.split()}
 ALLOWED_BELOW = {"workers": {"cloudpickle", "_posixshmem"}}
 HEAVY = ("torch", "numpy", "gymnasium", "jax", "warp", "h5py", "tensordict", "matplotlib", "ray")
 
@@ -25,25 +42,25 @@ def modules():
     return names
 
 
-def imports(file, names):
-    """What a file imports when it is imported: its own parents, and those of what it names, too."""
+def imports(file, names, only_at_run_time=False):
+    """What a file imports, for types alone too: the modules, and the packages that these lie in."""
     tree = ast.parse(file.read_text())
-    typing_only = {
+    left_out = {
         id(node)
         for test in ast.walk(tree)
-        if isinstance(test, ast.If) and ast.unparse(test.test) == "TYPE_CHECKING"
+        if only_at_run_time and isinstance(test, ast.If) and ast.unparse(test.test) == "TYPE_CHECKING"
         for node in ast.walk(test)
     }
     found = set()
     for node in ast.walk(tree):
-        if id(node) in typing_only:
+        if id(node) in left_out:
             continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
             submodules = {f"{node.module}.{alias.name}" for alias in node.names} & set(names)
-            found |= {node.module} | submodules
+            found |= submodules or {node.module}
     return {parent for name in found for parent in with_parents(name)}
 
 
@@ -52,13 +69,57 @@ def with_parents(name):
     return {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
 
 
+def package(name):
+    """The package of a module: `workers`, or what stands behind `rlstructs.`; None for `rlstructs` itself."""
+    parts = name.split(".")
+    return parts[0] if parts[0] == "workers" else (parts[1] if len(parts) > 1 else None)
+
+
 def is_package(name, names):
     return names[name].name == "__init__.py"
 
 
+def wrong_imports(names):
+    """What imports a package that does not stand above its own."""
+    found = []
+    for name, file in names.items():
+        own = package(name)
+        if own is None or is_package(name, names):
+            continue
+        for target in sorted(imports(file, names) & set(names)):
+            other = package(target)
+            if other not in (None, own) and LINES[other] >= LINES[own]:
+                found.append(f"{name} imports {target}")
+    return found
+
+
+def test_packages_import_only_what_stands_above_them():
+    assert wrong_imports(modules()) == []
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from rlstructs.batcher.batcher import RL_Batcher",
+        "def f():\n    from rlstructs.batcher import batcher",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import rlstructs.batcher.batcher",
+        "import rlstructs.memories.torch",  # of the same line
+    ],
+)
+def test_a_wrong_import_is_seen(statement, tmp_path):
+    file = tmp_path / "bad.py"
+    file.write_text(statement)
+    found = wrong_imports(modules() | {"rlstructs.envs.bad": file})
+    assert found and all(line.startswith("rlstructs.envs.bad imports rlstructs.") for line in found)
+
+
+def test_every_package_has_its_line():
+    assert {package(name) for name in modules()} - {None} <= set(LINES)
+
+
 def test_modules_import_each_other_in_no_circle():
     names = modules()
-    graph = {name: imports(file, names) & set(names) - {name} for name, file in names.items()}
+    graph = {name: imports(file, names, only_at_run_time=True) & set(names) - {name} for name, file in names.items()}
     # A package's __init__ imports nothing of ours, so what reaches it on the way down reaches nothing else.
     for name in names:
         if is_package(name, names):
@@ -70,7 +131,7 @@ def test_modules_import_each_other_in_no_circle():
 def test_workers_imports_the_standard_library_and_cloudpickle():
     names = modules()
     for name, file in names.items():
-        if name.split(".")[0] == "workers":
+        if package(name) == "workers":
             roots = {target.split(".")[0] for target in imports(file, names)} - {"workers"}
             assert roots <= sys.stdlib_module_names | ALLOWED_BELOW["workers"], name
 
@@ -91,7 +152,7 @@ def loaded_by(statement):
         ("from rlstructs import RL_Batcher, RL_Agent, VecEnv, replay_agent", {"torch", "numpy"}),
         ("from rlstructs import gae, transitions", {"torch", "numpy"}),
         ("from rlstructs import RayBatcher", {"torch", "numpy"}),
-        ("import rlstructs.cli", set()),
+        ("import rlstructs.cli.command", set()),
         ("import rlstructs.memories.torch", {"torch", "numpy"}),
         ("import rlstructs.replay.store", {"numpy"}),
         ("import rlstructs.testing", set()),
