@@ -15,6 +15,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import batch_space, iterate
 from gymnasium.wrappers import vector as wrappers
+from helpers import Count
 from processes import LIMIT, worker_pids
 from vector_envs import Basket, Echo, Gate, Process, Same, Telling
 
@@ -857,6 +858,17 @@ def test_workers_draw_different_numbers_and_have_no_torch():
     with SharedVectorEnv([Process] * 4, 4) as env:
         infos = env.reset()[1]
         assert len(set(infos["drawn"].tolist())) == 4 and not infos["torch"].any()
+
+
+@pytest.mark.parametrize("entry_point", [Count, lambda: Count(3)], ids=["class", "lambda"])
+def test_registered_classes_are_imported_by_the_workers_that_make_them(entry_point, monkeypatch):
+    spec = gymnasium.envs.registration.EnvSpec("Torch-v0", entry_point, disable_env_checker=True)
+    monkeypatch.setitem(gymnasium.registry, spec.id, spec)  # helpers.py, where Count is, imports torch
+    with SharedVectorEnv([Process] * 2, 2) as env:
+        assert not env.reset()[1]["torch"].any()
+    arguments = {"length": 3} if entry_point is Count else {}
+    with SharedVectorEnv([lambda: gymnasium.make("Torch-v0", **arguments)] * 2, 2) as env:
+        assert env.reset()[0].tolist() == [[0, 0]] * 2
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from typing import Any
 
 import cloudpickle
 
+from workers.pickling import dumps, loads
+
 # The fields of a spec that may be "module:attribute".
 ENTRY_POINTS = ("entry_point", "vector_entry_point")
 
@@ -26,6 +28,25 @@ class Registered:
 
     specs: list[Any] = dataclasses.field(default_factory=list)
     named: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Deferred:
+    """An entry point that is unpickled when its environment is made, so that a worker imports no others."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Deferred, (self._data,)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Makes the environment."""
+        return loads(self._data)(*arguments, **keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(loads(self._data), name)  # gymnasium asks a class for its `metadata` before it calls it
 
 
 def registered() -> Registered:
@@ -78,6 +99,11 @@ def _resolved(spec: Any, named: dict[str, Any]) -> Any:
 
 def _value(entry_point: Any, named: dict[str, Any]) -> Any:
     """What is to be sent for an entry point; what it names in the script is added to `named`."""
+    if callable(entry_point) and not isinstance(entry_point, Deferred) and not _is_in_script(entry_point):
+        try:
+            return Deferred(dumps(entry_point))
+        except Exception:  # `_travels` will leave its spec out
+            return entry_point
     if not isinstance(entry_point, str):
         return entry_point
     module_name, _, name = entry_point.partition(":")
@@ -92,6 +118,10 @@ def _value(entry_point: Any, named: dict[str, Any]) -> Any:
         named[name] = value
         return entry_point
     return value
+
+
+def _is_in_script(entry_point: Any) -> bool:
+    return getattr(entry_point, "__module__", "__main__") == "__main__"
 
 
 def _is_by_value(module_name: str) -> bool:
