@@ -233,7 +233,7 @@ def ours(task: Task, leases: bool = False, run_ahead: int = 0) -> Iterator[Run]:
         def run(seconds: float) -> float:
             step()  # what runs ahead has just begun then, as it has at the end
             speed = timed(step, seconds)
-            collecting._crew.settle()  # or it would run while another is measured
+            collecting._supervisor.settle()  # or it would run while another is measured
             return speed
 
         yield run

@@ -50,7 +50,7 @@ from rlstructs import (
 )
 from rlstructs.batcher.worker_record import Order
 from rlstructs.cli.command import main
-from rlstructs.distributed.supervisor import NodeMember
+from rlstructs.distributed.supervisor import NodeRecord
 from workers.messages import Asked
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'rlstructs[ray]'")
@@ -476,7 +476,7 @@ def test_an_actor_that_is_killed_is_replaced(cluster, tmp_path, run_ahead):
 
 
 def test_when_just_a_reply_is_lost_what_came_behind_it_is_run_again():
-    member = NodeMember(n_ordered=4)
+    member = NodeRecord(n_ordered=4)
     member.orders += [Order(number, Asked(0, "rollout")) for number in range(4)]
     for order in member.orders:
         order.asked.end([0])
@@ -501,7 +501,7 @@ def test_a_node_that_was_not_told_what_it_should_be_hands_out_nothing(cluster, r
         batcher.reset(agent_info(4, 0.5))
         rollout(batcher)
         batcher.execute(agent_info(4, 1.0))
-        [asked] = [asked for asked, _ in batcher._crew._unheard if asked.index == 1]
+        [asked] = [asked for asked, _ in batcher._supervisor._unheard if asked.index == 1]
         batcher._pool.settle([asked])
         asked.error = WorkerError("the reply of node 1 to 'inform' is lost")
         for _ in range(run_ahead):

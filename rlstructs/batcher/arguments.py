@@ -134,11 +134,11 @@ def check_info(name: str, info: DictTensor, example: DictTensor, n_elems: int) -
 
 
 def n_awaited(at_least: int | None, preempt: float | None, noun: str, n_members: int, n_running: int) -> int | None:
-    """For how many members of a crew `get` waits, None for all.
+    """For how many workers (or nodes) `get` waits, None for all.
 
     Args:
         at_least, preempt: as `get` was given them, the first as `min_workers` or `min_nodes`.
-        noun: what a member is called.
+        noun: "worker" or "node".
         n_members: how many there are.
         n_running: how many of them have environments that run.
     """

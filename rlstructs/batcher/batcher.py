@@ -46,9 +46,9 @@ from rlstructs.batcher.arguments import (
 from rlstructs.batcher.batch import ROW_INFO, Batch
 from rlstructs.batcher.lease import Lease
 from rlstructs.batcher.lifecycle import Lifecycle, Phase
-from rlstructs.batcher.supervisor import RAISE, Crew, check_policy, started
-from rlstructs.batcher.transport import Books, SlotBooks
-from rlstructs.batcher.worker_record import Order
+from rlstructs.batcher.supervisor import RAISE, Supervisor, check_policy, start_pool
+from rlstructs.batcher.transport import SlotTransport, Transport
+from rlstructs.batcher.worker_record import RolloutOrder
 from rlstructs.checks import check_count, check_start_method, check_timeout
 from rlstructs.debug import is_on
 from rlstructs.envs.vec_env import VecEnv
@@ -208,7 +208,7 @@ class RL_Batcher:
     @property
     def nbytes(self) -> int:
         """Bytes of shared memory that rollouts take; known before the first of them takes it."""
-        return int(self._books.nbytes)
+        return int(self._transport.nbytes)
 
     @property
     def policy_version(self) -> int:
@@ -237,10 +237,10 @@ class RL_Batcher:
         for name, info in infos.items():
             check_info(name, info, self._examples[name], self.n_elems())
         with self._life.failing("reset", self._is_halfway):
-            self._crew.settle()
+            self._supervisor.settle()
             self._life.phase, self._kept = Phase.INTERRUPTED, None  # until it is through
-            self._books.put_infos(infos)
-            self._crew.reset()
+            self._transport.put_infos(infos)
+            self._supervisor.reset()
             self._begin_anew(range(self._pool.n_workers))
             self._life.phase = Phase.READY
 
@@ -264,12 +264,12 @@ class RL_Batcher:
         if agent_info is not None:
             check_info("agent_info", agent_info, self._examples["agent_info"], self.n_elems())
         with self._life.failing():
-            self._crew.mend_gone()
+            self._supervisor.mend_gone()
         with finished(), self._life.failing("execute", self._is_halfway):
             self._life.phase = Phase.INTERRUPTED  # until it is through
             if agent_info is not None:
-                self._books.put_agent_info(agent_info)
-            self._crew.begin(self._books.prepare)
+                self._transport.put_agent_info(agent_info)
+            self._supervisor.begin(self._transport.prepare)
             self._take_successors()
             self._life.phase = Phase.RUNNING
 
@@ -340,16 +340,16 @@ class RL_Batcher:
         self._life.check("get", Phase.RUNNING)
         if self._kept is not None:
             return self._handed_out(*self._kept)
-        books = self._books
-        n = n_awaited(min_workers, preempt, self._crew.noun, self._pool.n_workers, books.n_members_running())
+        transport = self._transport
+        n = n_awaited(min_workers, preempt, self._supervisor.noun, self._pool.n_workers, transport.n_members_running())
         if out is not None:
-            layout = books.layout
+            layout = transport.layout
             steps = specs_of_steps(layout.observation, layout.action)
             out_argument.check(out, {**layout.info, **ROW_INFO}, steps, (self._n_rows_at_most(), layout.n_timesteps))
         with self._life.failing():
             if not blocking and not self._is_there(n, preempt is not None):
                 return None, None
-            orders = self._crew.collect(n, None if preempt is None else books.cut)
+            orders = self._supervisor.collect(n, None if preempt is None else transport.cut)
             batch = self._batch(orders)
             trajectories = batch.read(out)
         with uninterrupted():  # or a second `get` would hand out what is over
@@ -360,15 +360,15 @@ class RL_Batcher:
 
     def _is_there(self, n: int | None, cuts: bool) -> bool:
         """Whether `get` would not have to wait; once it would not for n, those who are late may be cut short."""
-        if not self._crew.is_ready(n):
+        if not self._supervisor.is_ready(n):
             return False
         if cuts:
-            self._crew.cut_late(self._books.cut)
-        return not cuts or self._crew.is_ready()
+            self._supervisor.cut_late(self._transport.cut)
+        return not cuts or self._supervisor.is_ready()
 
     def _n_rows_at_most(self) -> int:
         """Of the rollout that is under way."""
-        return self._books.n_running()
+        return self._transport.n_running()
 
     def _handed_out(self, trajectories: Trajectories, n_running: int) -> tuple[Trajectories, int]:
         """What `get` returns at last."""
@@ -395,7 +395,7 @@ class RL_Batcher:
         """
         self._check_lease()
         with self._life.failing():
-            orders = self._crew.collect()
+            orders = self._supervisor.collect()
             batch = self._batch(orders)
             trajectories = batch.lend()
         with uninterrupted():  # what is leased has somebody who gives it back, or lets go of the lease
@@ -446,7 +446,7 @@ class RL_Batcher:
         self._life.check("update", Phase.NEW, Phase.READY, Phase.LEASED, Phase.ENDED, Phase.INTERRUPTED, *ahead)
         packed = self._outbox.pack(plain_state(info) if isinstance(info, torch.nn.Module) else info)
         with self._life.failing("update", self._is_halfway):
-            self._crew.update(packed, partial(self._outbox.sent, packed))
+            self._supervisor.update(packed, partial(self._outbox.sent, packed))
             self._take_successors()
 
     def evaluate(
@@ -482,17 +482,17 @@ class RL_Batcher:
         if agent_info is not None:
             check_info("agent_info", agent_info, self._examples["agent_info"], self.n_elems())
         for key in ("reward", "done"):
-            if self._books.layout.observation.get(key, ((1,), torch.bool))[0] != ():
+            if self._transport.layout.observation.get(key, ((1,), torch.bool))[0] != ():
                 raise SpecError(f"evaluate: the environment gives no {key!r} of shape (B, T)")
         seeds = seeds_of(seed, len(self._settings.seeds), "seed")
         warn_of_overlap(seeds, self._n_envs)
         with self._life.failing("evaluate", self._is_halfway):
-            infos = self._books.infos | ({} if agent_info is None else {"agent_info": agent_info.clone()})
-            parts = self._crew.evaluate(quotas(n_episodes, self.n_elems()), seeds, infos)
+            infos = self._transport.infos | ({} if agent_info is None else {"agent_info": agent_info.clone()})
+            parts = self._supervisor.evaluate(quotas(n_episodes, self.n_elems()), seeds, infos)
             self._take_successors()
         if isinstance(parts, Exception):
             raise parts
-        for block, part in zip(self._books.blocks, parts, strict=True):
+        for block, part in zip(self._transport.blocks, parts, strict=True):
             part["env_index"] += block.start
         return DictTensor.cat([DictTensor.from_numpy(part) for part in parts])
 
@@ -510,7 +510,7 @@ class RL_Batcher:
             SpecError: the environment gives no `reward` or `done`.
         """
         self._life.check_open("episodes")
-        return self._books.episodes.take()
+        return self._transport.episodes.take()
 
     def statistics(self) -> dict[str, Moments]:
         """What `NormalizeObservation` and `NormalizeReward` go by: the moments of all rollouts handed out so far.
@@ -523,7 +523,7 @@ class RL_Batcher:
             `return`. Empty if environments keep no statistics.
         """
         self._life.check_open("statistics")
-        return {name: moments.copy() for name, moments in self._crew.statistics.items()}
+        return {name: moments.copy() for name, moments in self._supervisor.statistics.items()}
 
     def stats(self) -> dict[str, Any]:
         """What the workers do and have done; cheap enough to ask for after every rollout.
@@ -538,12 +538,12 @@ class RL_Batcher:
             drawn.
         """
         self._life.check_open("stats")
-        workers = self._crew.stats()
+        workers = self._supervisor.stats()
         return {
             "workers": workers,
-            "restarts": self._crew.n_restarts,
+            "restarts": self._supervisor.n_restarts,
             "lost_rollouts": sum(worker["lost_rollouts"] for worker in workers),
-            "dropped_episodes": self._books.episodes.n_dropped,
+            "dropped_episodes": self._transport.episodes.n_dropped,
             "arena_bytes": self.nbytes,
             "seeds": as_given(self._settings.seeds),
         }
@@ -564,12 +564,12 @@ class RL_Batcher:
             "format": state_dict.FORMAT,
             "version": state_dict.VERSION,
             "seeds": as_given(settings.seeds),
-            "batcher": state_dict.batcher_of(self._books.layout, settings.seeds, settings.agent_seeds),
+            "batcher": state_dict.batcher_of(self._transport.layout, settings.seeds, settings.agent_seeds),
             "weights_version": self.policy_version,
-            "workers": self._crew.state(),
-            "episodes": self._books.episodes.peek(),
-            "dropped_episodes": self._books.episodes.n_dropped,
-            "statistics": state_dict.of_statistics(self._crew.statistics),
+            "workers": self._supervisor.state(),
+            "episodes": self._transport.episodes.peek(),
+            "dropped_episodes": self._transport.episodes.n_dropped,
+            "statistics": state_dict.of_statistics(self._supervisor.statistics),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -595,8 +595,8 @@ class RL_Batcher:
         with finished(), self._life.failing("load_state_dict"):
             self._renew(state["workers"])
             self._begin_anew(range(self._pool.n_workers))
-            self._crew.know(statistics)
-            self._books.episodes.put(state["episodes"], state["dropped_episodes"])
+            self._supervisor.know(statistics)
+            self._transport.episodes.put(state["episodes"], state["dropped_episodes"])
             self._version_before = state["weights_version"] - self._outbox.version
             self._life.phase = Phase.NEW
 
@@ -614,8 +614,8 @@ class RL_Batcher:
         failed = self._life.close()
         try:
             if self._life.is_ours:
-                self._books.cut_all()  # nobody will ask for what is under way
-                self._crew.close()
+                self._transport.cut_all()  # nobody will ask for what is under way
+                self._supervisor.close()
         except Exception:
             if not failed:  # otherwise the first failure has been reported
                 raise
@@ -635,8 +635,8 @@ class RL_Batcher:
         """Starts workers and what reaches them."""
         self._arena, self._weights = SharedArena(), SharedArena()
         shared = self._arena, self._weights
-        self._pool: Any = started(self._settings, run, shared)
-        self._crew = Crew(self._pool, run.on_worker_failure, run.max_restarts, run.run_ahead)
+        self._pool: Any = start_pool(self._settings, run, shared)
+        self._supervisor = Supervisor(self._pool, run.on_worker_failure, run.max_restarts, run.run_ahead)
         self._outbox: Any = Outbox(self._weights, run.run_ahead + 1, self._pool.settle)
 
     def _attach(self, run: RunSettings) -> None:
@@ -645,15 +645,15 @@ class RL_Batcher:
         warn_of_overlap(self._settings.seeds, self._n_envs)
         generations = Generations(layout, run.run_ahead + 1, len(blocks))
         self._arena.resize(generations.reserved_nbytes, expected=generations.nbytes)
-        self._books: Books = SlotBooks(generations, self._arena.map(), blocks, self._debug)
-        self._crew.attach(generations)
+        self._transport: Transport = SlotTransport(generations, self._arena.map(), blocks, self._debug)
+        self._supervisor.attach(generations)
 
     def _describe(self, n_timesteps: int) -> tuple[Layout, list[range]]:
-        """What rollouts hold, and which environments, by their global indexes, each member of the crew has."""
-        answers = self._crew.describe()
+        """What rollouts hold, and which environments, by their global indexes, each worker has."""
+        answers = self._supervisor.describe()
         counts, specs = [n for n, _ in answers], answers[0][1]
         assert isinstance(specs, Specs)
-        noun, n_workers = self._crew.noun, self._crew.n_workers
+        noun, n_workers = self._supervisor.noun, self._supervisor.n_workers
         self._n_envs = counts[0]
         for member, count in enumerate(counts):
             if count != counts[0]:
@@ -661,7 +661,7 @@ class RL_Batcher:
         for member, (_, own) in enumerate(answers):
             if own is not None:  # each node finds its own
                 own.check_like(specs, f"{noun} {member}")
-        self._crew.know(specs.statistics)
+        self._supervisor.know(specs.statistics)
         info = {f"agent_state/{key}": spec for key, spec in specs.state.items()}
         for name, example in self._examples.items():
             info.update({f"{name}/{key}": spec for key, spec in specs_of(example).items()})
@@ -670,44 +670,48 @@ class RL_Batcher:
         return Layout(self.n_elems(), n_timesteps, specs.observation, specs.action, info), blocks
 
     def _renew(self, workers: list[dict[str, Any]]) -> None:
-        """Has workers make environments with the next seeds of their streams; of each worker what `Crew.state` gave."""
+        """Has workers make environments with the next seeds of their streams.
+
+        Args:
+            workers: of each what `Supervisor.state` gave.
+        """
         settings = self._settings
         for worker, kept in enumerate(workers):
             settings = settings.again(worker, kept["stream"] + 1)
-        self._crew.renew(workers, settings.seeds, settings.agent_seeds)
+        self._supervisor.renew(workers, settings.seeds, settings.agent_seeds)
 
     def _is_halfway(self) -> bool:
         """Whether some workers may have been told of what others were not."""
-        return self._crew.is_halfway
+        return self._supervisor.is_halfway
 
     def _take_successors(self) -> None:
         """Where all of a worker that was replaced is handed out, its successor's rollouts come next."""
         with uninterrupted():  # it is said once who they are
-            self._begin_anew(self._crew.forget())
+            self._begin_anew(self._supervisor.forget())
 
     def _begin_anew(self, replaced: Iterable[int]) -> None:
-        """The next rollouts of these members of the crew begin with a reset."""
-        self._outbox.forget(self._crew.take_replaced())
-        self._books.begin_anew(replaced)
+        """The next rollouts of these workers begin with a reset."""
+        self._outbox.forget(self._supervisor.take_replaced())
+        self._transport.begin_anew(replaced)
 
-    def _batch(self, orders: Mapping[int, Order]) -> Batch:
+    def _batch(self, orders: Mapping[int, RolloutOrder]) -> Batch:
         """What these rollouts have written."""
-        return self._books.batch(orders, self._version_before, self.policy_version)
+        return self._transport.batch(orders, self._version_before, self.policy_version)
 
-    def _end(self, orders: Mapping[int, Order], trajectories: Trajectories) -> int:
+    def _end(self, orders: Mapping[int, RolloutOrder], trajectories: Trajectories) -> int:
         """Goes on to the next rollout; how many environments will run in it."""
-        self._books.add(orders, trajectories)
+        self._transport.add(orders, trajectories)
         return self._advance(orders)
 
-    def _advance(self, orders: Mapping[int, Order]) -> int:
-        self._books.end(orders)
-        self._crew.learn(orders)
-        self._begin_anew(self._crew.forget(orders))
-        return self._books.n_running()
+    def _advance(self, orders: Mapping[int, RolloutOrder]) -> int:
+        self._transport.end(orders)
+        self._supervisor.learn(orders)
+        self._begin_anew(self._supervisor.forget(orders))
+        return self._transport.n_running()
 
     def _free(self) -> None:
         """Lets go of the memory."""
         self._lent = None
-        self._books.close()
+        self._transport.close()
         self._arena.close()
         self._weights.close()

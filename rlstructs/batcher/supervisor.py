@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from rlstructs.batcher.arguments import RunSettings
-from rlstructs.batcher.worker_record import Member, Order
+from rlstructs.batcher.worker_record import RolloutOrder, WorkerRecord
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
 from rlstructs.moments import Moments, merged
@@ -41,10 +41,10 @@ MAX_ATTEMPTS = 3
 NOTHING: Mapping[int, Any] = {}
 
 
-class Crew:
+class Supervisor:
     """Workers that run rollouts.
 
-    A subclass may have something else in the place of single workers, each a `Member`.
+    A subclass may have something else in the place of single workers, each a `WorkerRecord`.
 
     Args:
         pool: the workers, built.
@@ -54,13 +54,13 @@ class Crew:
     """
 
     #: What a member is called, and what is known of one.
-    noun, member = "worker", Member
+    noun, member = "worker", WorkerRecord
 
     def __init__(
         self, pool: WorkerPool | InlinePool, policy: str, max_restarts: int | None, run_ahead: int = 0
     ) -> None:
         self.pool = pool
-        self.members = [self.member() for _ in range(pool.n_workers)]
+        self.records = [self.member() for _ in range(pool.n_workers)]
         self._max_restarts, self._run_ahead = max_restarts, run_ahead
         # A job in this process cannot be replaced: what it raises is raised.
         self._mends = policy == RESTART and not isinstance(pool, InlinePool)
@@ -68,7 +68,7 @@ class Crew:
         self._failed: dict[int, BaseException] = {}  # those who are yet to be replaced
         #: What all environments have gathered together, by name; replaced, never changed.
         self.statistics: dict[str, Moments] = {}
-        # What a successor is told, in this order, before it is one of the crew.
+        # What a successor is told, in this order, before it takes part.
         self._orders: dict[str, tuple[Any, ...]] = {"describe": ()}
         self._n_envs: int | None = None
         # What all were asked last, beside rollouts: who is interrupted while it is waited for leaves it under way.
@@ -79,12 +79,12 @@ class Crew:
     @property
     def n_workers(self) -> list[int]:
         """How many workers each member is."""
-        return [1] * len(self.members)
+        return [1] * len(self.records)
 
     @property
     def n_restarts(self) -> int:
         """How many workers were replaced."""
-        return sum(member.n_restarts for member in self.members)
+        return sum(member.n_restarts for member in self.records)
 
     def close(self) -> None:
         """Ends every worker. Where workers are mended, what they have raised before is lost with their rollouts."""
@@ -137,7 +137,7 @@ class Crew:
                 "seconds": time.monotonic() - member.since,
                 **vars(member.clock),
             }
-            for member in self.members
+            for member in self.records
         ]
 
     def renew(
@@ -152,16 +152,16 @@ class Crew:
         self.settle()
         names = [each.name for each in dataclasses.fields(Clock)]
         for index, kept in enumerate(state):
-            self.members[index] = Member(
+            self.records[index] = WorkerRecord(
                 stream=kept["stream"] + 1,
                 n_restarts=kept["restarts"],
                 n_lost=kept["lost_rollouts"],
-                n_ordered=self.members[index].n_ordered,
+                n_ordered=self.records[index].n_ordered,
                 since=time.monotonic() - kept["seconds"],
                 clock=Clock(*(kept[name] for name in names)),
             )
         self._orders.pop("reset", None)
-        clocks = [member.clock.fields() for member in self.members]
+        clocks = [member.clock.fields() for member in self.records]
         self._call("renew", seeds, agent_seeds, clocks, is_lasting=False)
 
     def evaluate(self, *arguments: Any) -> list[dict[str, Any]] | Exception:
@@ -223,14 +223,14 @@ class Crew:
     def reset(self) -> None:
         """Resets every environment; rollouts that were not handed out are dropped."""
         self.settle()
-        for member in self.members:
+        for member in self.records:
             member.orders.clear()
             member.runs, member.anew = True, None
         self._call("reset", self.statistics)
 
     def settle(self) -> None:
         """Waits until no rollout is under way, nor anything that was interrupted."""
-        self.pool.settle(self._called + [order.asked for member in self.members for order in member.orders])
+        self.pool.settle(self._called + [order.asked for member in self.records for order in member.orders])
         self._called = []
 
     def begin(self, prepare: Callable[[int, int], None]) -> None:
@@ -241,7 +241,7 @@ class Crew:
         """
         for _ in range(self._run_ahead + 1):
             numbers: dict[int, list[int]] = {}
-            for index, member in enumerate(self.members):
+            for index, member in enumerate(self.records):
                 if len(member.orders) <= self._run_ahead:
                     prepare(index, member.n_ordered)
                     numbers.setdefault(member.n_ordered, []).append(index)
@@ -250,7 +250,7 @@ class Crew:
                 with self._asking():
                     asked = self.pool.ask("rollout", number, self.statistics, only=indexes)
                     for each in asked:
-                        self.members[each.index].orders.append(Order(number, each))
+                        self.records[each.index].orders.append(RolloutOrder(number, each))
                 self._raise_gone(asked)
 
     def is_ready(self, n: int | None = None) -> bool:
@@ -258,7 +258,7 @@ class Crew:
         heads, n = self._heads(n)
         return self.pool.is_settled(heads, n, fails_fast=not self._mends)
 
-    def collect(self, n: int | None = None, cut: Callable[[int, int], None] | None = None) -> dict[int, Order]:
+    def collect(self, n: int | None = None, cut: Callable[[int, int], None] | None = None) -> dict[int, RolloutOrder]:
         """The oldest rollouts that are there, or were lost, by worker index.
 
         May be interrupted and called again; `forget` says that they are handed out.
@@ -278,12 +278,12 @@ class Crew:
         failures = {asked.index: asked.error for asked in heads if asked.error is not None}
         if self._mends:
             self._mend(self.pool.check() | failures)
-        heads_now = {index: member.orders[0] for index, member in enumerate(self.members)}
+        heads_now = {index: member.orders[0] for index, member in enumerate(self.records)}
         return {index: order for index, order in heads_now.items() if order.is_lost or order.is_there}
 
     def cut_late(self, cut: Callable[[int, int], None]) -> None:
         """Has those who are late end their oldest rollout after the step that they are in; `cut` as of `collect`."""
-        for index, member in enumerate(self.members):
+        for index, member in enumerate(self.records):
             order = member.orders[0]
             if not (order.asked.is_over or order.is_cut):
                 cut(index, order.number + 1)
@@ -291,25 +291,25 @@ class Crew:
 
     def _heads(self, n: int | None) -> tuple[list[Asked], int | None]:
         """What was asked first of those who run something, or of all (n is None), and of how many it is awaited."""
-        members = [member for member in self.members if n is None or member.runs]
-        asked = [member.orders[0].asked for member in members if not member.orders[0].is_lost]
-        return asked, None if n is None else n - (len(members) - len(asked))
+        records = [member for member in self.records if n is None or member.runs]
+        asked = [member.orders[0].asked for member in records if not member.orders[0].is_lost]
+        return asked, None if n is None else n - (len(records) - len(asked))
 
-    def forget(self, orders: Mapping[int, Order] = NOTHING) -> set[int]:
+    def forget(self, orders: Mapping[int, RolloutOrder] = NOTHING) -> set[int]:
         """Takes away what was handed out; the workers whose next rollout is the first of a successor."""
-        anew = {index for index in orders if self.members[index].hand_out()}
-        return anew | {index for index, member in enumerate(self.members) if member.is_anew()}
+        anew = {index for index in orders if self.records[index].hand_out()}
+        return anew | {index for index, member in enumerate(self.records) if member.is_anew()}
 
     def take_replaced(self) -> set[int]:
         """The workers that were replaced since the last call."""
         replaced, self._replaced = self._replaced, set()
         return replaced
 
-    def gathered(self, orders: Mapping[int, Order]) -> list[dict[str, Moments]]:
+    def gathered(self, orders: Mapping[int, RolloutOrder]) -> list[dict[str, Moments]]:
         """What each worker gathered in these rollouts, in the order of the workers."""
         return [order.asked.value[3] for _, order in sorted(orders.items()) if not order.is_lost]
 
-    def learn(self, orders: Mapping[int, Order]) -> None:
+    def learn(self, orders: Mapping[int, RolloutOrder]) -> None:
         """Adds what rollouts gathered to the statistics, once, in the order of the workers."""
         self.know(merged(self.statistics, self.gathered(orders)))
 
@@ -325,7 +325,7 @@ class Crew:
                 **times(time.monotonic() - member.since, member.clock),
             }
             for index, (pid, state, member) in enumerate(
-                zip(self.pool.pids, self.pool.states, self.members, strict=True)
+                zip(self.pool.pids, self.pool.states, self.records, strict=True)
             )
         ]
 
@@ -402,7 +402,7 @@ class Crew:
             if index not in self._failed:
                 with uninterrupted():
                     self._failed[index] = error
-                    self.members[index].lose()
+                    self.records[index].lose()
         failures = dict(self._failed)
         first: dict[int, BaseException] = {}  # what became of the first successor
         n_attempts = dict.fromkeys(failures, 0)
@@ -427,17 +427,17 @@ class Crew:
 
     def _succession(self, index: int) -> tuple[Any, ...]:
         """What the job of a successor is made with."""
-        return (self.members[index].stream,)
+        return (self.records[index].stream,)
 
     def _replace(self, indexes: list[int]) -> dict[int, BaseException]:
         """Starts a successor for each of these; those that did not come up, and why."""
-        members = [self.members[index] for index in indexes]
-        counts = [(member.stream, member.n_restarts) for member in members]
+        records = [self.records[index] for index in indexes]
+        counts = [(member.stream, member.n_restarts) for member in records]
         try:
             return self._begin_successors(indexes)
         except BaseException as error:
             if not isinstance(error, Exception):  # interrupted: others take their place, with the same seeds
-                for member, count in zip(members, counts, strict=True):
+                for member, count in zip(records, counts, strict=True):
                     member.stream, member.n_restarts = count
             raise
 
@@ -446,7 +446,7 @@ class Crew:
         assert not isinstance(pool, InlinePool)
         with uninterrupted():
             for index in indexes:
-                self.members[index].begin_anew()
+                self.records[index].begin_anew()
             self._replaced |= set(indexes)
         asked = pool.restart({index: self._succession(index) for index in indexes})
         pool.settle(asked)
@@ -460,13 +460,13 @@ class Crew:
                     for index, (n, _) in replies.items() if n != self._n_envs
                 }  # fmt: skip
         for index in indexes:
-            for order in self.members[index].orders if index not in failures else ():
+            for order in self.records[index].orders if index not in failures else ():
                 if not (order.is_lost or order.is_there):
                     [order.asked] = pool.ask("rollout", order.number, self.statistics, only=[index])
         return failures
 
 
-def started(
+def start_pool(
     settings: JobSettings, run: RunSettings, shared: tuple[SharedArena, SharedArena]
 ) -> WorkerPool | InlinePool:
     """Workers with their jobs built; with no processes the job runs in this one.

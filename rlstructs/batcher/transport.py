@@ -9,7 +9,7 @@ from mmap import mmap
 import numpy as np
 
 from rlstructs.batcher.batch import Batch, write_info
-from rlstructs.batcher.worker_record import Order
+from rlstructs.batcher.worker_record import RolloutOrder
 from rlstructs.episodes import EpisodeTracker
 from rlstructs.shared.layout import Layout
 from rlstructs.shared.slot_buffers import EVERY, Generations
@@ -17,8 +17,8 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 
 
-class Books:
-    """What is known of the rollouts of all members of a crew.
+class Transport:
+    """The rollouts of all workers, or nodes: what is in force, and which environments run.
 
     Args:
         layout: of all environments.
@@ -41,7 +41,7 @@ class Books:
         """Bytes that rollouts take where they are written."""
         raise NotImplementedError
 
-    def batch(self, orders: Mapping[int, Order], version_before: int, version: int) -> Batch:
+    def batch(self, orders: Mapping[int, RolloutOrder], version_before: int, version: int) -> Batch:
         """What these rollouts have written.
 
         Args:
@@ -86,18 +86,18 @@ class Books:
     def cut_all(self) -> None:
         """Has every member end every rollout, if it can be told."""
 
-    def add(self, orders: Mapping[int, Order], trajectories: Trajectories) -> None:
+    def add(self, orders: Mapping[int, RolloutOrder], trajectories: Trajectories) -> None:
         """Takes down the episodes of what is handed out."""
         self.episodes.add(trajectories)
 
-    def end(self, orders: Mapping[int, Order]) -> None:
+    def end(self, orders: Mapping[int, RolloutOrder]) -> None:
         """Takes down who runs in the rollouts behind these."""
         for member, order in orders.items():
             self._running[member] = None if order.is_lost else order.asked.value[0]
 
-    def begin_anew(self, members: Iterable[int]) -> None:
+    def begin_anew(self, records: Iterable[int]) -> None:
         """The environments of these are reset: all run, and what had begun has no end."""
-        for member in members:
+        for member in records:
             self._running[member] = None
             self.episodes.forget(self.rows_of(member))
 
@@ -105,13 +105,13 @@ class Books:
         """Lets go of what was written. Idempotent."""
 
 
-class SlotBooks(Books):
+class SlotTransport(Transport):
     """Of workers that write to slots.
 
     Args:
         generations: of the slots.
         buffer: where they lie.
-        blocks: as of `Books`.
+        blocks: as of `Transport`.
         poisons: whether what was not written holds poison.
     """
 
@@ -127,7 +127,7 @@ class SlotBooks(Books):
     def nbytes(self) -> int:
         return self._generations.nbytes
 
-    def batch(self, orders: Mapping[int, Order], version_before: int, version: int) -> Batch:
+    def batch(self, orders: Mapping[int, RolloutOrder], version_before: int, version: int) -> Batch:
         generations: dict[int, list[np.ndarray]] = {}
         versions = np.full(self.layout.n_slots, version)
         for worker, order in sorted(orders.items()):

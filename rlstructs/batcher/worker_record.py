@@ -1,4 +1,4 @@
-"""One place in a crew: who is in it, and which of its rollouts are not handed out yet."""
+"""What the supervisor knows of one worker, and the rollouts of it that are not handed out yet."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workers.messages import Asked
 
 
 @dataclass(eq=False)
-class Order:
+class RolloutOrder:
     """A rollout that one worker was asked for.
 
     Attributes:
@@ -34,7 +34,7 @@ class Order:
 
 
 @dataclass
-class Member:
+class WorkerRecord:
     """What is known of one worker and of those before it in its place.
 
     Attributes:
@@ -52,7 +52,7 @@ class Member:
     stream: int = 0
     n_restarts: int = 0
     n_lost: int = 0
-    orders: deque[Order] = field(default_factory=deque)
+    orders: deque[RolloutOrder] = field(default_factory=deque)
     n_ordered: int = 0
     runs: bool = True
     anew: int | None = None

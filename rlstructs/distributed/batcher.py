@@ -36,8 +36,8 @@ from rlstructs.distributed.lease import PartsLease
 from rlstructs.distributed.node_job import NodeSettings
 from rlstructs.distributed.parts import PartsBatch
 from rlstructs.distributed.pool import NodePool
-from rlstructs.distributed.supervisor import NodeCrew
-from rlstructs.distributed.transport import PartBooks
+from rlstructs.distributed.supervisor import NodeSupervisor
+from rlstructs.distributed.transport import PartTransport
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.episodes import NAMES_OF_STEPS
 from rlstructs.errors import SpecError
@@ -190,7 +190,7 @@ class RayBatcher(RL_Batcher):
         """
         self._check_lease()
         with self._life.failing():
-            orders = self._crew.collect()
+            orders = self._supervisor.collect()
             batch = cast(PartsBatch, self._batch(orders))
             trajectories = batch.some(NAMES_OF_STEPS)
         with uninterrupted():
@@ -220,7 +220,8 @@ class RayBatcher(RL_Batcher):
         ends = itertools.accumulate(sizes)
         workers = [(slice(end - size, end),) for size, end in zip(sizes, ends, strict=True)]
         self._pool = NodePool(self._node_settings(run), workers, sizes, self._placement, run.timeout)
-        self._crew: NodeCrew = NodeCrew(self._pool, run.on_worker_failure, run.max_restarts, run.run_ahead)
+        policy = run.on_worker_failure, run.max_restarts, run.run_ahead
+        self._supervisor: NodeSupervisor = NodeSupervisor(self._pool, *policy)
         self._outbox = Broadcast(self._check_update)
 
     def _n_rows_at_most(self) -> int:
@@ -240,7 +241,7 @@ class RayBatcher(RL_Batcher):
     def _attach(self, run: RunSettings) -> None:
         layout, blocks = self._describe(run.n_timesteps)
         warn_of_overlap(self._settings.seeds, self._n_envs, stacklevel=5)
-        self._books = PartBooks(layout, blocks, run.run_ahead + 1, self._inform, self._pool.cut, self._debug)
+        self._transport = PartTransport(layout, blocks, run.run_ahead + 1, self._inform, self._pool.cut, self._debug)
         self._n_bytes_of_update = 0
         self._check_store()
 
@@ -249,9 +250,9 @@ class RayBatcher(RL_Batcher):
         nodes, and the next one."""
         here = cluster.this_machine()
         needs: Counter[str] = Counter()
-        books, n_rollouts = self._books, self._run.run_ahead + 1
-        for node, block in zip(self._pool.nodes, books.blocks, strict=True):
-            n_bytes = dataclasses.replace(books.layout, n_slots=len(block)).nbytes * n_rollouts
+        transport, n_rollouts = self._transport, self._run.run_ahead + 1
+        for node, block in zip(self._pool.nodes, transport.blocks, strict=True):
+            n_bytes = dataclasses.replace(transport.layout, n_slots=len(block)).nbytes * n_rollouts
             needs.update(dict.fromkeys({here, node.node_id}, n_bytes if n_bytes > cluster.INLINE else 0))
         for node_id in needs:
             needs[node_id] += (n_rollouts + 1) * self._n_bytes_of_update
@@ -268,7 +269,7 @@ class RayBatcher(RL_Batcher):
 
     def _inform(self, infos: Mapping[str, DictTensor]) -> None:
         data = pickling.dumps(infos)
-        self._crew.inform(cluster.shared(data, len(data)))
+        self._supervisor.inform(cluster.shared(data, len(data)))
 
     def _free(self) -> None:
         """Nothing: what is in the object store goes when nobody looks at it."""

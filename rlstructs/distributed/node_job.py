@@ -16,7 +16,7 @@ from rlstructs.batcher.arguments import RunSettings
 from rlstructs.batcher.batch import Batch
 from rlstructs.batcher.batcher import NO_INFO, RL_Batcher
 from rlstructs.batcher.lifecycle import Phase
-from rlstructs.batcher.transport import SlotBooks
+from rlstructs.batcher.transport import SlotTransport
 from rlstructs.distributed.actor import Columns, WithColumns
 from rlstructs.distributed.parts import columns_of
 from rlstructs.moments import Moments
@@ -108,9 +108,9 @@ class NodeBatcher(RL_Batcher):
 
     def describe(self) -> tuple[int, Specs]:
         """How many environments a worker has, and what rollouts hold."""
-        layout = self._books.layout
+        layout = self._transport.layout
         state = {key.removeprefix(STATE): spec for key, spec in layout.info.items() if key.startswith(STATE)}
-        return self._n_envs, Specs(dict(layout.observation), dict(layout.action), state, self._crew.statistics)
+        return self._n_envs, Specs(dict(layout.observation), dict(layout.action), state, self._supervisor.statistics)
 
     def rollout(
         self, number: int, statistics: dict[str, Moments], agent_info: DictTensor
@@ -127,36 +127,36 @@ class NodeBatcher(RL_Batcher):
         """
         if self._last is not None:
             self._last.release()
-        books = cast(SlotBooks, self._books)
+        transport = cast(SlotTransport, self._transport)
         if self._life.phase is Phase.ENDED:
-            return Ran([], [], self._take_anew(), [], []), columns_of(books.slots[0], np.zeros(0, np.int64), 0)
-        for member in self._crew.members:  # not all that the trainer ordered were run: some came after the end
+            return Ran([], [], self._take_anew(), [], []), columns_of(transport.slots[0], np.zeros(0, np.int64), 0)
+        for member in self._supervisor.records:  # not all that the trainer ordered were run: some came after the end
             member.n_ordered = number
-        self._crew.know(statistics)
+        self._supervisor.know(statistics)
         self.execute(agent_info)
         before = self._take_anew()
         with self._life.failing():
-            orders = self._crew.collect()
+            orders = self._supervisor.collect()
             batch = self._last = self._batch(orders)
-        rows = books.running()
-        columns = columns_of(books.slots[0], rows, batch.n_timesteps)
-        gathered = self._crew.gathered(orders)
+        rows = transport.running()
+        columns = columns_of(transport.slots[0], rows, batch.n_timesteps)
+        gathered = self._supervisor.gathered(orders)
         n_running = self._advance(orders)
         self._life.phase = Phase.READY if n_running else Phase.ENDED
-        running = None if n_running == self.n_elems() else books.running().tolist()
+        running = None if n_running == self.n_elems() else transport.running().tolist()
         ran = None if rows.size == self.n_elems() else rows.tolist()
         return Ran(running, gathered, before, self._take_anew(), ran), columns
 
     def cut(self, number: int) -> None:
         """Ends rollouts below this number after the step that they are in; called while another thread runs one."""
         with contextlib.suppress(IndexError, TypeError):  # closed meanwhile
-            for worker in range(len(self._books.blocks)):
-                self._books.cut(worker, number)
+            for worker in range(len(self._transport.blocks)):
+                self._transport.cut(worker, number)
 
     def _begin_anew(self, replaced: Iterable[int]) -> None:
         replaced = list(replaced)
         super()._begin_anew(replaced)
-        self._anew |= {row for worker in replaced for row in self._books.blocks[worker]}
+        self._anew |= {row for worker in replaced for row in self._transport.blocks[worker]}
 
     def _take_anew(self) -> list[int]:
         anew, self._anew = sorted(self._anew), frozenset()
@@ -168,12 +168,12 @@ class NodeBatcher(RL_Batcher):
 
 
 class NodeJob:
-    """Answers what `NodeCrew` asks of a node, as `RolloutJob` answers a `Crew`.
+    """Answers what `NodeSupervisor` asks of a node, as `RolloutJob` answers a `Supervisor`.
 
     Args:
         settings: how to make the batcher.
         workers: which these are, of all.
-        states: of each worker what `Crew.state` said of the one before it; None if there was none.
+        states: of each worker what `Supervisor.state` said of the one before it; None if there was none.
     """
 
     def __init__(
@@ -202,10 +202,10 @@ class NodeJob:
         return self._batcher.describe()
 
     def report(self) -> dict[str, Any]:
-        """What is known of its workers: `pids`, and `state` as of `Crew`."""
-        crew = self._batcher._crew
-        told, self._told = self._told or crew.state(), None
-        return {"pids": crew.pool.pids, "state": told}
+        """What is known of its workers: `pids`, and `state` as of `Supervisor`."""
+        supervisor = self._batcher._supervisor
+        told, self._told = self._told or supervisor.state(), None
+        return {"pids": supervisor.pool.pids, "state": told}
 
     def inform(self, data: bytes) -> None:
         """Takes `agent_info` and `env_info` of all environments, pickled; each N rows, or empty."""
@@ -217,7 +217,7 @@ class NodeJob:
     def reset(self, statistics: dict[str, Moments]) -> None:
         """Starts an episode in every environment."""
         with Once(self):
-            self._batcher._crew.know(statistics)
+            self._batcher._supervisor.know(statistics)
             self._batcher.reset(**self._infos)
             self._agent_info = NO_INFO
 
@@ -225,13 +225,13 @@ class NodeJob:
         """Runs one.
 
         Returns:
-            What `RolloutJob.rollout` returns, in place of a clock what `Crew.state` gives, and what became of it; and
+            The fields of `RolloutJob.rollout`, with `Supervisor.state` in place of a clock, and what became of it; and
             what the slots hold.
         """
         with Once(self):
             ran, columns = self._batcher.rollout(number, statistics, self._agent_info)
             self._agent_info = NO_INFO
-            self._told = self._batcher._crew.state()
+            self._told = self._batcher._supervisor.state()
             return WithColumns((ran.running, self._told, self._version, ran.gathered, ran), columns)
 
     def cut(self, number: int) -> None:
@@ -245,7 +245,7 @@ class NodeJob:
             self._batcher.update(parcel)
 
     def renew(self, workers: Sequence[dict[str, Any]]) -> None:
-        """Makes environments anew; of all workers what `Crew.state` gave."""
+        """Makes environments anew; of all workers what `Supervisor.state` gave."""
         with Once(self):
             self._batcher._renew(list(workers)[self._workers])
             self._batcher._life.phase = Phase.NEW
@@ -261,10 +261,10 @@ class NodeJob:
         if self.error is not None:
             raise self.error
         self.end_evaluation()
-        mine, crew = self._rows(), self._batcher._crew
+        mine, supervisor = self._rows(), self._batcher._supervisor
         own = {name: _part(info, mine) for name, info in infos.items()}
-        crew.know(statistics)
-        self._evaluation = crew.evaluating(wanted[mine], list(seeds)[self._workers], own)
+        supervisor.know(statistics)
+        self._evaluation = supervisor.evaluating(wanted[mine], list(seeds)[self._workers], own)
 
     def evaluate(self) -> bool:
         """Goes on with it; whether all episodes have ended."""

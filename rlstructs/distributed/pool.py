@@ -1,4 +1,4 @@
-"""Actors behind the interface of `WorkerPool`, as far as a `Crew` uses it."""
+"""Actors behind the interface of `WorkerPool`, as far as a `Supervisor` uses it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class NodePool:
 
     @property
     def n_workers(self) -> int:
-        """How many members the crew has."""
+        """How many nodes there are."""
         return len(self._parts)
 
     def call(self, method: str, *args: Any) -> list[Any]:

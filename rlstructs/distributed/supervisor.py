@@ -1,4 +1,4 @@
-"""The nodes of a batcher, and what becomes of those that fail: a `Crew` whose members are nodes."""
+"""The nodes of a batcher, and what becomes of those that fail: a `Supervisor` whose members are nodes."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
 
-from rlstructs.batcher.supervisor import Crew, times
-from rlstructs.batcher.worker_record import Member, Order
+from rlstructs.batcher.supervisor import Supervisor, times
+from rlstructs.batcher.worker_record import RolloutOrder, WorkerRecord
 from rlstructs.distributed.pool import NodePool
 from rlstructs.moments import Moments
 from rlstructs.rollout.progress import Clock
 from workers import WorkerPool
 from workers.messages import Asked
 
-# What counts the failures of a worker in what `Crew.state` says of it, and what a clock that has just begun shows.
+# The counters of failures in what `Supervisor.state` gives for a worker, and what a new clock shows.
 RESTARTS, LOST = "restarts", "lost_rollouts"
 BEGUN = dataclasses.asdict(Clock())
 
 
 @dataclass(eq=False)
-class NodeMember(Member):
+class NodeRecord(WorkerRecord):
     """A node.
 
     Attributes:
-        told: what `Crew.state` gave on it after the last rollout that was handed out; None if there was none.
+        told: what `Supervisor.state` gave on it after the last rollout that was handed out; None if there was none.
     """
 
     told: list[dict[str, Any]] | None = None
@@ -39,8 +39,11 @@ class NodeMember(Member):
         self.told = None
 
     def lose(self) -> None:
-        """As of `Member`. Where just a reply is lost, later ones may have come; they go on from steps that nobody has,
-        and are run again."""
+        """Marks what was running as lost.
+
+        Where only a reply is lost, later ones may have come; they continue from steps that nobody has, and are run
+        again.
+        """
         known = {order.number for order in self.orders if order.is_lost}
         super().lose()
         for lost in [order.number for order in self.orders if order.is_lost and order.number not in known]:
@@ -61,14 +64,14 @@ class NodeMember(Member):
         ]
 
 
-class NodeCrew(Crew):
+class NodeSupervisor(Supervisor):
     """Nodes that run rollouts, each with workers of its own.
 
     A node mends by itself what happens to its workers. One that is gone takes all of them with it: each has a
     successor, on another node, which goes on with the next seed of its stream.
     """
 
-    noun, member = "node", NodeMember
+    noun, member = "node", NodeRecord
 
     def __init__(self, pool: NodePool, policy: str, max_restarts: int | None, run_ahead: int) -> None:
         super().__init__(cast(WorkerPool, pool), policy, max_restarts, run_ahead)
@@ -84,7 +87,7 @@ class NodeCrew(Crew):
         return [len(node.workers) for node in self._nodes.nodes]
 
     def close(self) -> None:
-        """As of `Crew`; nodes only say what they raise as they close."""
+        """As of `Supervisor`; nodes only say what they raise as they close."""
         self._nodes.close()
 
     @property
@@ -104,7 +107,7 @@ class NodeCrew(Crew):
         self._hear_of(asked)
         return asked
 
-    def collect(self, n: int | None = None, cut: Callable[[int, int], None] | None = None) -> dict[int, Order]:
+    def collect(self, n: int | None = None, cut: Callable[[int, int], None] | None = None) -> dict[int, RolloutOrder]:
         while True:
             orders = super().collect(n, cut)
             failures = self._unheard_of()
@@ -112,25 +115,25 @@ class NodeCrew(Crew):
                 return orders
             self._mend(failures)
 
-    def gathered(self, orders: Mapping[int, Order]) -> list[dict[str, Moments]]:
+    def gathered(self, orders: Mapping[int, RolloutOrder]) -> list[dict[str, Moments]]:
         """What each worker gathered, in the order of the workers."""
         return list(chain.from_iterable(cast(list[list[dict[str, Moments]]], super().gathered(orders))))
 
     def state(self) -> list[dict[str, Any]]:
         """Of each worker what `renew` needs, as its node said last."""
-        both = zip(self._nodes.nodes, cast(list[NodeMember], self.members), strict=True)
+        both = zip(self._nodes.nodes, cast(list[NodeRecord], self.records), strict=True)
         return [worker for node, member in both for worker in member.timed(node.report["state"])]
 
     def renew(self, state: list[dict[str, Any]], seeds: Sequence[int], agent_seeds: Sequence[int] | None) -> None:
         """Has every worker make new environments, with the next seeds of its stream; nodes find them by themselves."""
         self.settle()
-        self.members = [NodeMember(n_ordered=member.n_ordered) for member in self.members]
-        self._n_told = [0] * len(self.members)
+        self.records = [NodeRecord(n_ordered=member.n_ordered) for member in self.records]
+        self._n_told = [0] * len(self.records)
         self._orders.pop("reset", None)
         for node in self._nodes.nodes:  # one that is found dead has a successor of the same streams
             node.report["state"] = state[node.workers.start : node.workers.stop]
         self._call("renew", state, is_lasting=False)
-        for node, member in zip(self._nodes.nodes, cast(list[NodeMember], self.members), strict=True):
+        for node, member in zip(self._nodes.nodes, cast(list[NodeRecord], self.records), strict=True):
             member.told = node.report["state"]
 
     def stats(self) -> list[dict[str, Any]]:
@@ -150,7 +153,7 @@ class NodeCrew(Crew):
 
     def _hear_of(self, asked: list[Asked]) -> None:
         """Notes what nodes were told; raises at once if one is gone that is not to be replaced."""
-        self._unheard += [(each, self.members[each.index].n_ordered) for each in asked if not each.is_over]
+        self._unheard += [(each, self.records[each.index].n_ordered) for each in asked if not each.is_over]
         self._raise_gone(asked)
 
     def _unheard_of(self) -> dict[int, BaseException]:
@@ -164,7 +167,7 @@ class NodeCrew(Crew):
         self._unheard = [told for told in self._unheard if not told[0].is_over or told[0].error]
         failures: dict[int, BaseException] = {}
         for asked, number in self._unheard:
-            member = cast(NodeMember, self.members[asked.index])
+            member = cast(NodeRecord, self.records[asked.index])
             if asked.error is not None and member.orders[0].number >= number:
                 if not self._mends:
                     raise asked.error
@@ -187,8 +190,8 @@ class NodeCrew(Crew):
     def _succession(self, index: int) -> tuple[Any, ...]:
         """What the workers of a node that is gone have been through; each has one more restart."""
         self._unheard = [(each, number) for each, number in self._unheard if each.index != index]
-        n_lost = self.members[index].n_lost - self._n_told[index]
-        self._n_told[index] = self.members[index].n_lost
+        n_lost = self.records[index].n_lost - self._n_told[index]
+        self._n_told[index] = self.records[index].n_lost
         report = self._nodes.nodes[index].report
         workers = [
             {**worker, **BEGUN, RESTARTS: worker[RESTARTS] + 1, LOST: worker[LOST] + n_lost}

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from rlstructs.batcher.transport import Books
-from rlstructs.batcher.worker_record import Order
+from rlstructs.batcher.transport import Transport
+from rlstructs.batcher.worker_record import RolloutOrder
 from rlstructs.distributed.actor import Columns
 from rlstructs.distributed.parts import Part, Parts, PartsBatch
 from rlstructs.shared.layout import Layout
@@ -17,11 +17,11 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 
 
-class PartBooks(Books):
+class PartTransport(Transport):
     """Of nodes that send parts.
 
     Args:
-        layout, blocks: as of `Books`.
+        layout, blocks: as of `Transport`.
         n_rollouts: how many of each node there may be at once.
         inform: called with `agent_info` and `env_info` for nodes to take.
         cut: called with the index of a node that is to end its rollouts, and the number that they are below.
@@ -45,7 +45,7 @@ class PartBooks(Books):
     def nbytes(self) -> int:
         return self.layout.nbytes * self._n_rollouts
 
-    def batch(self, orders: Mapping[int, Order], version_before: int, version: int) -> PartsBatch:
+    def batch(self, orders: Mapping[int, RolloutOrder], version_before: int, version: int) -> PartsBatch:
         parts, rows, versions = [], [], []
         for node, order in sorted(orders.items()):
             rows.append(self.rows_of(node) if order.is_lost else self._rows_that_ran(node, order.asked.value[4].rows))
@@ -70,7 +70,7 @@ class PartBooks(Books):
         for node in range(len(self.blocks)):
             self.cut(node, EVERY)
 
-    def add(self, orders: Mapping[int, Order], trajectories: Trajectories) -> None:
+    def add(self, orders: Mapping[int, RolloutOrder], trajectories: Trajectories) -> None:
         """Takes down the episodes; what nodes began anew by themselves has no end."""
         ran = {node: order.asked.value[4] for node, order in orders.items() if not order.is_lost}
         for node, each in ran.items():
@@ -87,7 +87,7 @@ class PartBooks(Books):
         """The global indexes of environments that are counted from a node's first."""
         return np.asarray(self.blocks[node].start + np.array(environments, np.int64))
 
-    def _part(self, node: int, order: Order, rows: np.ndarray) -> Part:
+    def _part(self, node: int, order: RolloutOrder, rows: np.ndarray) -> Part:
         if not order.is_lost:
             return self._parts.of(node, order.asked.value[-1])
         infos: Columns = {f"{name}/{key}": raw_of(tensor)[rows]
