@@ -20,6 +20,7 @@ import torch
 from rlstructs import DictTensor, FileError
 from rlstructs.errors import OutOfMemoryError
 from rlstructs.files import archives, layout
+from rlstructs.files import pickled as pickles
 from rlstructs.memories.torch import RandomMemory
 
 HERE = Path(__file__).parent
@@ -169,13 +170,14 @@ def test_a_pickle_that_asks_for_memory_gets_none(tmp_path, pickled):
 
 
 def test_a_pickle_changes_nothing_of_ours(tmp_path):
-    before = dict(vars(archives)), vars(archives._Stored).keys(), archives._stored.__defaults__
+    before = dict(vars(archives)), dict(vars(pickles)), vars(pickles.Stored).keys(), pickles.stored.__defaults__
     for name in ("torch._utils\n_rebuild_tensor_v2", "collections\nOrderedDict", "torch\nfloat32"):
         state = b"}X\x03\0\0\0keyK\1s"
         for build in (state + b"b", b"N" + state + b"\x86b"):  # its dictionary; its attributes
             pt_of(tmp_path / "x.pt", b"\x80\x02c" + name.encode() + b"\n" + build + b".")
             refused_for_little(tmp_path / "x.pt")
-    assert (dict(vars(archives)), vars(archives._Stored).keys(), archives._stored.__defaults__) == before
+    after = dict(vars(archives)), dict(vars(pickles)), vars(pickles.Stored).keys(), pickles.stored.__defaults__
+    assert after == before
 
 
 def test_tensors_that_share_their_bytes_or_hold_objects_are_refused(tmp_path):
