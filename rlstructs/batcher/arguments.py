@@ -97,7 +97,7 @@ def agent_seeds_of(seeds: Sequence[int] | None, n_workers: int) -> list[int] | N
     return found
 
 
-def warn_of_overlap(seeds: Sequence[int], n_envs: int, stacklevel: int = 4) -> None:
+def warn_of_overlap(seeds: Sequence[int], n_envs: int, stacklevel: int) -> None:
     """Warns, once, when listed seeds give two environments the same stream."""
     if isinstance(seeds[0], EnvSeed):
         return

@@ -22,6 +22,7 @@ from rlstructs.errors import SpecError
 from rlstructs.moments import Moments, merged
 from rlstructs.rollout.job import JobFactory
 from rlstructs.rollout.job_settings import JobSettings
+from rlstructs.rollout.probe import JobDescription
 from rlstructs.rollout.progress import Clock
 from rlstructs.seeding import PrivateStreams, seed_worker_streams
 from rlstructs.shared.slot_buffers import Generations
@@ -31,6 +32,7 @@ from workers.culprits import why_not_sent
 from workers.errors import is_gone
 from workers.interrupts import finished, uninterrupted
 from workers.messages import Asked
+from workers.pool_protocol import Pool
 
 logger = logging.getLogger("rlstructs")
 
@@ -44,26 +46,24 @@ NOTHING: Mapping[int, Any] = {}
 class Supervisor:
     """Workers that run rollouts.
 
-    A subclass may have something else in the place of single workers, each a `WorkerRecord`.
+    A subclass may supervise something else than single workers.
 
     Args:
-        pool: the workers, built.
+        pool: the workers, with their jobs built.
         policy: "raise" or "restart".
         max_restarts: how many failures may be mended in all; None for any number.
         run_ahead: how many rollouts may be ordered before the oldest is handed out, and that one not counted.
     """
 
-    #: What a member is called, and what is known of one.
-    noun, member = "worker", WorkerRecord
+    #: What one of them is called in messages, and what holds what is known of one.
+    noun, record_class = "worker", WorkerRecord
 
-    def __init__(
-        self, pool: WorkerPool | InlinePool, policy: str, max_restarts: int | None, run_ahead: int = 0
-    ) -> None:
+    def __init__(self, pool: Pool, policy: str, max_restarts: int | None, run_ahead: int = 0) -> None:
         self.pool = pool
-        self.records = [self.member() for _ in range(pool.n_workers)]
+        self.records = [self.record_class() for _ in range(pool.n_workers)]
         self._max_restarts, self._run_ahead = max_restarts, run_ahead
-        # A job in this process cannot be replaced: what it raises is raised.
-        self._mends = policy == RESTART and not isinstance(pool, InlinePool)
+        # What a job in this process raises is raised: it cannot be replaced.
+        self._mends = policy == RESTART and pool.can_restart
         self._replaced: set[int] = set()
         self._failed: dict[int, BaseException] = {}  # those who are yet to be replaced
         #: What all environments have gathered together, by name; replaced, never changed.
@@ -78,26 +78,23 @@ class Supervisor:
 
     @property
     def n_workers(self) -> list[int]:
-        """How many workers each member is."""
+        """How many workers each record stands for."""
         return [1] * len(self.records)
 
     @property
     def n_restarts(self) -> int:
         """How many workers were replaced."""
-        return sum(member.n_restarts for member in self.records)
+        return sum(record.n_restarts for record in self.records)
 
     def close(self) -> None:
         """Ends every worker. Where workers are mended, what they have raised before is lost with their rollouts."""
-        if self._mends:
-            self.pool.close(with_earlier=False)  # type: ignore[call-arg] # no `InlinePool`
-        else:
-            self.pool.close()
+        self.pool.close(with_earlier=not self._mends)
 
-    def describe(self) -> list[Any]:
-        """What the jobs say of themselves: how many environments they have, and, the first, the specs."""
-        answers = self.pool.call("describe")
-        self._n_envs = answers[0][0]
-        return answers
+    def describe(self) -> list[JobDescription]:
+        """Asks every job for the number of its environments, and the first for its specs."""
+        found: list[JobDescription] = self.pool.call("describe")
+        self._n_envs = found[0].n_envs
+        return found
 
     def attach(self, generations: Generations) -> None:
         """Gives every worker its slots."""
@@ -131,13 +128,13 @@ class Supervisor:
         """Of each worker what `renew` needs."""
         return [
             {
-                "stream": member.stream,
-                "restarts": member.n_restarts,
-                "lost_rollouts": member.n_lost,
-                "seconds": time.monotonic() - member.since,
-                **vars(member.clock),
+                "stream": record.stream,
+                "restarts": record.n_restarts,
+                "lost_rollouts": record.n_lost,
+                "seconds": time.monotonic() - record.since,
+                **vars(record.clock),
             }
-            for member in self.records
+            for record in self.records
         ]
 
     def renew(
@@ -161,7 +158,7 @@ class Supervisor:
                 clock=Clock(*(kept[name] for name in names)),
             )
         self._orders.pop("reset", None)
-        clocks = [member.clock.fields() for member in self.records]
+        clocks = [record.clock.fields() for record in self.records]
         self._call("renew", seeds, agent_seeds, clocks, is_lasting=False)
 
     def evaluate(self, *arguments: Any) -> list[dict[str, Any]] | Exception:
@@ -223,14 +220,14 @@ class Supervisor:
     def reset(self) -> None:
         """Resets every environment; rollouts that were not handed out are dropped."""
         self.settle()
-        for member in self.records:
-            member.orders.clear()
-            member.runs, member.anew = True, None
+        for record in self.records:
+            record.orders.clear()
+            record.runs, record.anew = True, None
         self._call("reset", self.statistics)
 
     def settle(self) -> None:
         """Waits until no rollout is under way, nor anything that was interrupted."""
-        self.pool.settle(self._called + [order.asked for member in self.records for order in member.orders])
+        self.pool.settle(self._called + [order.asked for record in self.records for order in record.orders])
         self._called = []
 
     def begin(self, prepare: Callable[[int, int], None]) -> None:
@@ -241,11 +238,11 @@ class Supervisor:
         """
         for _ in range(self._run_ahead + 1):
             numbers: dict[int, list[int]] = {}
-            for index, member in enumerate(self.records):
-                if len(member.orders) <= self._run_ahead:
-                    prepare(index, member.n_ordered)
-                    numbers.setdefault(member.n_ordered, []).append(index)
-                    member.n_ordered += 1
+            for index, record in enumerate(self.records):
+                if len(record.orders) <= self._run_ahead:
+                    prepare(index, record.n_ordered)
+                    numbers.setdefault(record.n_ordered, []).append(index)
+                    record.n_ordered += 1
             for number, indexes in numbers.items():
                 with self._asking():
                     asked = self.pool.ask("rollout", number, self.statistics, only=indexes)
@@ -278,27 +275,27 @@ class Supervisor:
         failures = {asked.index: asked.error for asked in heads if asked.error is not None}
         if self._mends:
             self._mend(self.pool.check() | failures)
-        heads_now = {index: member.orders[0] for index, member in enumerate(self.records)}
+        heads_now = {index: record.orders[0] for index, record in enumerate(self.records)}
         return {index: order for index, order in heads_now.items() if order.is_lost or order.is_there}
 
     def cut_late(self, cut: Callable[[int, int], None]) -> None:
         """Has those who are late end their oldest rollout after the step that they are in; `cut` as of `collect`."""
-        for index, member in enumerate(self.records):
-            order = member.orders[0]
+        for index, record in enumerate(self.records):
+            order = record.orders[0]
             if not (order.asked.is_over or order.is_cut):
                 cut(index, order.number + 1)
                 order.is_cut = True
 
     def _heads(self, n: int | None) -> tuple[list[Asked], int | None]:
         """What was asked first of those who run something, or of all (n is None), and of how many it is awaited."""
-        records = [member for member in self.records if n is None or member.runs]
-        asked = [member.orders[0].asked for member in records if not member.orders[0].is_lost]
+        records = [record for record in self.records if n is None or record.runs]
+        asked = [record.orders[0].asked for record in records if not record.orders[0].is_lost]
         return asked, None if n is None else n - (len(records) - len(asked))
 
     def forget(self, orders: Mapping[int, RolloutOrder] = NOTHING) -> set[int]:
         """Takes away what was handed out; the workers whose next rollout is the first of a successor."""
         anew = {index for index in orders if self.records[index].hand_out()}
-        return anew | {index for index, member in enumerate(self.records) if member.is_anew()}
+        return anew | {index for index, record in enumerate(self.records) if record.is_anew()}
 
     def take_replaced(self) -> set[int]:
         """The workers that were replaced since the last call."""
@@ -307,7 +304,7 @@ class Supervisor:
 
     def gathered(self, orders: Mapping[int, RolloutOrder]) -> list[dict[str, Moments]]:
         """What each worker gathered in these rollouts, in the order of the workers."""
-        return [order.asked.value[3] for _, order in sorted(orders.items()) if not order.is_lost]
+        return [order.asked.value.statistics for _, order in sorted(orders.items()) if not order.is_lost]
 
     def learn(self, orders: Mapping[int, RolloutOrder]) -> None:
         """Adds what rollouts gathered to the statistics, once, in the order of the workers."""
@@ -320,11 +317,11 @@ class Supervisor:
                 "worker": index,
                 "pid": pid,
                 "state": state,
-                "restarts": member.n_restarts,
-                "lost_rollouts": member.n_lost,
-                **times(time.monotonic() - member.since, member.clock),
+                "restarts": record.n_restarts,
+                "lost_rollouts": record.n_lost,
+                **times(time.monotonic() - record.since, record.clock),
             }
-            for index, (pid, state, member) in enumerate(
+            for index, (pid, state, record) in enumerate(
                 zip(self.pool.pids, self.pool.states, self.records, strict=True)
             )
         ]
@@ -356,7 +353,7 @@ class Supervisor:
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
         """Puts off Ctrl-C until all workers are told; not for a job in this process, which may take long."""
-        if isinstance(self.pool, InlinePool):
+        if not self.pool.can_restart:
             yield
             return
         with finished():
@@ -422,7 +419,7 @@ class Supervisor:
         self._failed = {}
 
     def _count(self, indexes: Collection[int]) -> int:
-        """How many workers these members are."""
+        """How many workers these records stand for."""
         return sum(self.n_workers[index] for index in indexes)
 
     def _succession(self, index: int) -> tuple[Any, ...]:
@@ -432,18 +429,17 @@ class Supervisor:
     def _replace(self, indexes: list[int]) -> dict[int, BaseException]:
         """Starts a successor for each of these; those that did not come up, and why."""
         records = [self.records[index] for index in indexes]
-        counts = [(member.stream, member.n_restarts) for member in records]
+        counts = [(record.stream, record.n_restarts) for record in records]
         try:
             return self._begin_successors(indexes)
         except BaseException as error:
             if not isinstance(error, Exception):  # interrupted: others take their place, with the same seeds
-                for member, count in zip(records, counts, strict=True):
-                    member.stream, member.n_restarts = count
+                for record, count in zip(records, counts, strict=True):
+                    record.stream, record.n_restarts = count
             raise
 
     def _begin_successors(self, indexes: list[int]) -> dict[int, BaseException]:
         pool = self.pool
-        assert not isinstance(pool, InlinePool)
         with uninterrupted():
             for index in indexes:
                 self.records[index].begin_anew()
@@ -456,8 +452,9 @@ class Supervisor:
             failures |= more
             if method == "describe":
                 failures |= {
-                    index: SpecError(f"create_env: {self.noun} {index} has {n} environments now, it had {self._n_envs}")
-                    for index, (n, _) in replies.items() if n != self._n_envs
+                    index: SpecError(f"create_env: {self.noun} {index} has {found.n_envs} environments now, "
+                                     f"it had {self._n_envs}")
+                    for index, found in replies.items() if found.n_envs != self._n_envs
                 }  # fmt: skip
         for index in indexes:
             for order in self.records[index].orders if index not in failures else ():
@@ -466,10 +463,8 @@ class Supervisor:
         return failures
 
 
-def start_pool(
-    settings: JobSettings, run: RunSettings, shared: tuple[SharedArena, SharedArena]
-) -> WorkerPool | InlinePool:
-    """Workers with their jobs built; with no processes the job runs in this one.
+def start_pool(settings: JobSettings, run: RunSettings, shared: tuple[SharedArena, SharedArena]) -> Pool:
+    """Starts workers and builds their jobs; with no processes the job runs in this one.
 
     Raises:
         TypeError: what the user gave cannot be sent to a worker.

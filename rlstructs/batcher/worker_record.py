@@ -69,9 +69,9 @@ class WorkerRecord:
     def hand_out(self) -> bool:
         """The oldest rollout is handed out; whether the next one is the first of another worker."""
         order = self.orders.popleft()
-        self.runs = order.is_lost or order.asked.value[0] != []
+        self.runs = order.is_lost or order.asked.value.running != []
         if not order.is_lost and (self.anew is None or order.number >= self.anew):
-            self.tell_time(order.asked.value[1])
+            self.tell_time(order.asked.value.clock)
         return self.is_anew()
 
     def tell_time(self, told: Any) -> None:
@@ -98,4 +98,4 @@ class WorkerRecord:
                 order.is_lost = True
                 self.n_lost += runs  # or nothing was lost
                 return
-            runs = order.asked.value[0] != []
+            runs = order.asked.value.running != []
