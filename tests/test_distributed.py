@@ -48,7 +48,7 @@ from rlstructs import (
     WorkerError,
     WorkerTimeout,
 )
-from rlstructs.batcher.worker_record import Order
+from rlstructs.batcher.worker_record import RolloutOrder
 from rlstructs.cli.command import main
 from rlstructs.distributed.supervisor import NodeRecord
 from workers.messages import Asked
@@ -477,7 +477,7 @@ def test_an_actor_that_is_killed_is_replaced(cluster, tmp_path, run_ahead):
 
 def test_when_just_a_reply_is_lost_what_came_behind_it_is_run_again():
     member = NodeRecord(n_ordered=4)
-    member.orders += [Order(number, Asked(0, "rollout")) for number in range(4)]
+    member.orders += [RolloutOrder(number, Asked(0, "rollout")) for number in range(4)]
     for order in member.orders:
         order.asked.end([0])
     member.orders[1].asked.end(error=WorkerError("the reply is lost"))

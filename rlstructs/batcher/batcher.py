@@ -30,11 +30,13 @@ import rlstructs.errors  # noqa: F401 - first of ours: it sees whether `workers`
 from rlstructs.agent import RL_Agent
 from rlstructs.batcher import state_dict
 from rlstructs.batcher.arguments import (
+    RAISE,
     RunSettings,
     agent_seeds_of,
     arguments_of,
     check_factory,
     check_info,
+    check_policy,
     info_example,
     seeds_of,
     warn_of_overlap,
@@ -43,7 +45,6 @@ from rlstructs.batcher.engine import Engine, start_engine
 from rlstructs.batcher.handing_out import HandOut
 from rlstructs.batcher.lease import Lease
 from rlstructs.batcher.lifecycle import Lifecycle, Phase
-from rlstructs.batcher.supervisor import RAISE, check_policy
 from rlstructs.checks import check_count, check_start_method, check_timeout
 from rlstructs.debug import is_on
 from rlstructs.envs.vec_env import VecEnv

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple, Protocol
 
 from rlstructs.batcher.arguments import RunSettings, n_awaited
 from rlstructs.batcher.batch import Batch
-from rlstructs.batcher.supervisor import Supervisor, start_pool
+from rlstructs.batcher.evaluation import evaluate
+from rlstructs.batcher.start_pool import start_pool
+from rlstructs.batcher.supervisor import Supervisor
 from rlstructs.batcher.transport import SlotTransport, Transport
 from rlstructs.batcher.worker_record import RolloutOrder
 from rlstructs.errors import SpecError
@@ -189,7 +191,7 @@ class Engine:
             A row for each, as `RL_Batcher.evaluate` gives them; or what an agent or environment raised.
         """
         infos = self.transport.infos | ({} if agent_info is None else {"agent_info": agent_info.clone()})
-        parts = self.supervisor.evaluate(quotas(n_episodes, self.n_elems), seeds, infos)
+        parts = evaluate(self.supervisor, quotas(n_episodes, self.n_elems), seeds, infos)
         self._take_successors()
         if isinstance(parts, Exception):
             return parts

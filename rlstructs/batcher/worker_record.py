@@ -99,3 +99,24 @@ class WorkerRecord:
                 self.n_lost += runs  # or nothing was lost
                 return
             runs = order.asked.value.running != []
+
+    def state(self) -> dict[str, Any]:
+        """What `Supervisor.renew` needs of it."""
+        return {
+            "stream": self.stream,
+            "restarts": self.n_restarts,
+            "lost_rollouts": self.n_lost,
+            "seconds": time.monotonic() - self.since,
+            **vars(self.clock),
+        }
+
+
+def times(elapsed: float, clock: Clock) -> dict[str, Any]:
+    """What `RL_Batcher.stats` says of a worker's time, so many seconds after it began."""
+    return {
+        "steps": clock.steps,
+        "steps_per_second": clock.steps / elapsed,
+        "environment_seconds": clock.environment,
+        "agent_seconds": clock.agent,
+        "waiting_seconds": max(0.0, elapsed - clock.busy),
+    }

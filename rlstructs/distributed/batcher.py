@@ -21,10 +21,9 @@ from typing import Any, Literal, cast, overload
 import torch
 
 from rlstructs.agent import RL_Agent
-from rlstructs.batcher.arguments import RunSettings
+from rlstructs.batcher.arguments import RAISE, RunSettings
 from rlstructs.batcher.batcher import RL_Batcher
 from rlstructs.batcher.engine import Engine
-from rlstructs.batcher.supervisor import RAISE
 from rlstructs.checks import check_count
 from rlstructs.distributed import cluster
 from rlstructs.distributed.engine import start_ray_engine

@@ -8,9 +8,8 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from rlstructs.batcher.arguments import RunSettings
+from rlstructs.batcher.arguments import RESTART, RunSettings
 from rlstructs.batcher.engine import Engine, find_contents
-from rlstructs.batcher.supervisor import RESTART
 from rlstructs.distributed import cluster
 from rlstructs.distributed.broadcast import Broadcast
 from rlstructs.distributed.node_job import NodeSettings

@@ -14,6 +14,7 @@ import numpy as np
 from rlstructs.batcher.arguments import RunSettings
 from rlstructs.batcher.batch import Batch
 from rlstructs.batcher.engine import start_engine
+from rlstructs.batcher.evaluation import run_evaluation
 from rlstructs.batcher.transport import SlotTransport
 from rlstructs.distributed.actor import Columns
 from rlstructs.distributed.parts import columns_of
@@ -229,7 +230,7 @@ class NodeJob:
         mine, supervisor = self._rows(), self._engine.supervisor
         own = {name: _part(info, mine) for name, info in infos.items()}
         supervisor.know(statistics)
-        self._evaluation = supervisor.evaluating(wanted[mine], list(seeds)[self._workers], own)
+        self._evaluation = run_evaluation(supervisor, wanted[mine], list(seeds)[self._workers], own)
 
     def evaluate(self) -> bool:
         """Goes on with it; whether all episodes have ended."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
 
-from rlstructs.batcher.supervisor import Supervisor, times
-from rlstructs.batcher.worker_record import RolloutOrder, WorkerRecord
+from rlstructs.batcher.supervisor import Supervisor
+from rlstructs.batcher.worker_record import RolloutOrder, WorkerRecord, times
 from rlstructs.distributed.pool import NodePool
 from rlstructs.moments import Moments
 from rlstructs.rollout.progress import Clock
@@ -92,7 +92,7 @@ class NodeSupervisor(Supervisor):
 
     def inform(self, infos: Any) -> None:
         """Has nodes take `agent_info` and `env_info`, pickled, or a reference of that, for what comes behind."""
-        with self._asking():
+        with self.asking():
             self._orders["inform"] = (infos,)  # where it stands first: before the reset
             asked = self.pool.ask("inform", infos)
         self._hear_of(asked)
@@ -108,7 +108,7 @@ class NodeSupervisor(Supervisor):
             failures = self._unheard_of()
             if not failures:
                 return orders
-            self._mend(failures)
+            self.mend(failures)
 
     def gathered(self, orders: Mapping[int, RolloutOrder]) -> list[dict[str, Moments]]:
         """What each worker gathered, in the order of the workers."""
@@ -164,7 +164,7 @@ class NodeSupervisor(Supervisor):
         for asked, number in self._unheard:
             record = cast(NodeRecord, self.records[asked.index])
             if asked.error is not None and record.orders[0].number >= number:
-                if not self._mends:
+                if not self.mends:
                     raise asked.error
                 failures.setdefault(asked.index, asked.error)
                 record.drop(number)
