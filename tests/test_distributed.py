@@ -51,6 +51,7 @@ from rlstructs import (
 from rlstructs.batcher.worker_record import RolloutOrder
 from rlstructs.cli.command import main
 from rlstructs.distributed.supervisor import NodeRecord
+from rlstructs.rollout.progress import RolloutReply
 from workers.messages import Asked
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'rlstructs[ray]'")
@@ -476,10 +477,10 @@ def test_an_actor_that_is_killed_is_replaced(cluster, tmp_path, run_ahead):
 
 
 def test_when_just_a_reply_is_lost_what_came_behind_it_is_run_again():
-    member = NodeRecord(n_ordered=4)
+    member, reply = NodeRecord(n_ordered=4), RolloutReply([0], (0, 0.0, 0.0, 0.0), 0, {})
     member.orders += [RolloutOrder(number, Asked(0, "rollout")) for number in range(4)]
     for order in member.orders:
-        order.asked.end([0])
+        order.asked.end(reply)
     member.orders[1].asked.end(error=WorkerError("the reply is lost"))
     member.lose()
     member.begin_anew()
@@ -487,7 +488,7 @@ def test_when_just_a_reply_is_lost_what_came_behind_it_is_run_again():
         (False, True), (True, False), (False, False), (False, False)
     ]  # fmt: skip
     assert (member.n_lost, member.anew) == (1, 2)
-    member.orders[2].asked.end([0])  # of the successor, which then fails
+    member.orders[2].asked.end(reply)  # of the successor, which then fails
     member.orders[3].asked.end(error=WorkerError("gone"))
     member.lose()
     assert [order.is_lost for order in member.orders] == [False, True, False, True]
