@@ -233,7 +233,7 @@ def ours(task: Task, leases: bool = False, run_ahead: int = 0) -> Iterator[Run]:
         def run(seconds: float) -> float:
             step()  # what runs ahead has just begun then, as it has at the end
             speed = timed(step, seconds)
-            collecting._supervisor.settle()  # or it would run while another is measured
+            collecting._engine.supervisor.settle()  # or it would run while another is measured
             return speed
 
         yield run
@@ -430,7 +430,7 @@ def profile(task: Task, n_rollouts: int) -> None:
 
     with batcher(task, 0) as collecting:
         collecting.reset()
-        job = collecting._pool._job  # type: ignore[union-attr]
+        job = collecting._engine.pool._job  # type: ignore[union-attr]
         for env in [job._env._envs] if task.native else job._env._envs:
             env.step, env.reset = clocked("environments", env.step), clocked("environments", env.reset)
         job._env.step_rows = clocked("vectorised environment", job._env.step_rows)

@@ -30,7 +30,9 @@ if sys.platform == "win32":
 if TYPE_CHECKING:
     from rlstructs.agent import RL_Agent, RL_Agent_CheckDevice, replay_agent, replay_agent_stateless
     from rlstructs.batcher.batcher import RL_Batcher
+    from rlstructs.batcher.lease import Lease
     from rlstructs.distributed.batcher import RayBatcher
+    from rlstructs.distributed.lease import PartsLease
     from rlstructs.distributed.replay import RayReplay
     from rlstructs.envs.device_env import DeviceEnv
     from rlstructs.envs.gym_env import GymEnv, GymEnvInf
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
         WorkerError,
         WorkerTimeout,
     )
+    from rlstructs.moments import Moments
     from rlstructs.random_agent import RandomAgent
     from rlstructs.returns import discounted_returns, gae, lambda_returns, n_step_returns, transitions, vtrace
     from rlstructs.seeding import int32_seed
@@ -68,10 +71,13 @@ _EXPORTS = {
     "GymEnv": "envs.gym_env",
     "GymEnvInf": "envs.gym_env",
     "GymVectorEnv": "envs.gym_vector",
+    "Lease": "batcher.lease",
     "MissingKeyError": "errors",
+    "Moments": "moments",
     "NormalizeObservation": "envs.normalize",
     "NormalizeReward": "envs.normalize",
     "OutOfMemoryError": "errors",
+    "PartsLease": "distributed.lease",
     "RLError": "errors",
     "RL_Agent": "agent",
     "RL_Agent_CheckDevice": "agent",
@@ -110,10 +116,13 @@ __all__ = [
     "GymEnv",
     "GymEnvInf",
     "GymVectorEnv",
+    "Lease",
     "MissingKeyError",
+    "Moments",
     "NormalizeObservation",
     "NormalizeReward",
     "OutOfMemoryError",
+    "PartsLease",
     "RLError",
     "RL_Agent",
     "RL_Agent_CheckDevice",

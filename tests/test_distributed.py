@@ -48,9 +48,10 @@ from rlstructs import (
     WorkerError,
     WorkerTimeout,
 )
-from rlstructs.batcher.worker_record import Order
+from rlstructs.batcher.worker_record import RolloutOrder
 from rlstructs.cli.command import main
 from rlstructs.distributed.supervisor import NodeRecord
+from rlstructs.rollout.progress import RolloutReply
 from workers.messages import Asked
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'rlstructs[ray]'")
@@ -391,7 +392,7 @@ def test_close_in_another_thread_ends_a_get(cluster, tmp_path):
 def test_it_cannot_be_pickled(cluster):
     with counting(n_processes=1, n_nodes=1) as batcher:
         with pytest.raises(TypeError, match="^the nodes of a batcher cannot be copied or pickled, nor what holds them"):
-            cloudpickle.dumps(batcher._pool)
+            cloudpickle.dumps(batcher._engine.pool)
         with pytest.raises(TypeError, match="pickle"):
             cloudpickle.dumps(batcher)
 
@@ -476,10 +477,10 @@ def test_an_actor_that_is_killed_is_replaced(cluster, tmp_path, run_ahead):
 
 
 def test_when_just_a_reply_is_lost_what_came_behind_it_is_run_again():
-    member = NodeRecord(n_ordered=4)
-    member.orders += [Order(number, Asked(0, "rollout")) for number in range(4)]
+    member, reply = NodeRecord(n_ordered=4), RolloutReply([0], (0, 0.0, 0.0, 0.0), 0, {})
+    member.orders += [RolloutOrder(number, Asked(0, "rollout")) for number in range(4)]
     for order in member.orders:
-        order.asked.end([0])
+        order.asked.end(reply)
     member.orders[1].asked.end(error=WorkerError("the reply is lost"))
     member.lose()
     member.begin_anew()
@@ -487,7 +488,7 @@ def test_when_just_a_reply_is_lost_what_came_behind_it_is_run_again():
         (False, True), (True, False), (False, False), (False, False)
     ]  # fmt: skip
     assert (member.n_lost, member.anew) == (1, 2)
-    member.orders[2].asked.end([0])  # of the successor, which then fails
+    member.orders[2].asked.end(reply)  # of the successor, which then fails
     member.orders[3].asked.end(error=WorkerError("gone"))
     member.lose()
     assert [order.is_lost for order in member.orders] == [False, True, False, True]
@@ -501,8 +502,8 @@ def test_a_node_that_was_not_told_what_it_should_be_hands_out_nothing(cluster, r
         batcher.reset(agent_info(4, 0.5))
         rollout(batcher)
         batcher.execute(agent_info(4, 1.0))
-        [asked] = [asked for asked, _ in batcher._supervisor._unheard if asked.index == 1]
-        batcher._pool.settle([asked])
+        [asked] = [asked for asked, _ in batcher._engine.supervisor._unheard if asked.index == 1]
+        batcher._engine.pool.settle([asked])
         asked.error = WorkerError("the reply of node 1 to 'inform' is lost")
         for _ in range(run_ahead):
             assert batcher.get()[0].lengths.tolist() == [5] * 4
@@ -566,7 +567,7 @@ def test_a_node_that_does_not_answer_is_late(cluster, monkeypatch):
     batcher = counting(n_processes=2, timeout=LIMIT)
     pids = pids_of(batcher)
     batcher.reset()
-    batcher._pool.timeout = 2.0  # not before: workers have to start
+    batcher._engine.pool.timeout = 2.0  # not before: workers have to start
     os.kill(of_actors(batcher)[1], signal.SIGSTOP)
     with pytest.raises(WorkerTimeout, match=r"^no reply within 4.5 s to 'rollout' from node 1 \("):
         rollout(batcher)
@@ -686,7 +687,7 @@ def test_a_node_that_has_answered_in_time_is_not_late_while_its_reply_is_on_its_
         assert batcher.stats()["nodes"][0]["node_id"] == node_id
         batcher.reset()
         batcher.execute()
-        [node] = batcher._pool.nodes
+        [node] = batcher._engine.pool.nodes
         assert ray.wait([node.asked[0].reference], timeout=LIMIT, fetch_local=False)[0]  # it has answered, there
         node.since -= 1000  # long ago
         assert batcher.get()[0].lengths.tolist() == [9, 9]
@@ -698,7 +699,7 @@ def test_a_rollout_comes_to_the_trainer_while_it_does_something_else(cluster):
     with RayBatcher(9, Large, {}, create_failing, {}, 1, 7, n_nodes=1, resources={"far": 1}) as batcher:
         batcher.reset()
         batcher.execute()
-        [node] = batcher._pool.nodes
+        [node] = batcher._engine.pool.nodes
         _, columns = node.asked[0].reply.result(LIMIT)
         assert columns["action/large"].nbytes == 18 * 2**20
         assert batcher.get(blocking=False)[0].lengths.tolist() == [9, 9]

@@ -207,7 +207,7 @@ def test_a_killed_worker_is_an_error_that_says_so(phase, start_method):  # CV78
         batcher.reset()
         if phase != "idle":
             batcher.execute()
-        pid = batcher._pool.pids[1]
+        pid = batcher._engine.pool.pids[1]
         os.kill(pid, signal.SIGKILL)
         with Deadline(), pytest.raises(WorkerCrashed, match=rf"worker 1 \(pid {pid}\) is gone: .*SIGKILL") as caught:
             if phase == "polling":
@@ -293,7 +293,7 @@ def test_the_fork_server_may_be_killed(policy, phase, subprocess_env):
         ) as batcher:
             batcher.reset()
             rollout(batcher)
-            pids = batcher._pool.pids
+            pids = batcher._engine.pool.pids
             server = psutil.Process(psutil.Process(pids[0]).ppid())
             if {phase!r} == "rollout":
                 batcher.execute()
@@ -328,7 +328,7 @@ def test_a_fork_server_that_hangs_is_an_error_after_the_timeout_and_another_take
             return RL_Batcher(4, Counting, {}, create_faulty_envs, {"n_envs": 1}, 1, 0, timeout=timeout)
 
         with batcher() as first:
-            server = psutil.Process(psutil.Process(first._pool.pids[0]).ppid())
+            server = psutil.Process(psutil.Process(first._engine.pool.pids[0]).ppid())
             server.suspend()
             try:
                 with Deadline():
@@ -384,16 +384,16 @@ def test_a_fork_server_that_still_imports_is_late_but_not_replaced(subprocess_en
 
 def wait_for_reply(batcher, worker):
     """Waits until a worker has replied; the reply stays where it is."""
-    assert select.select([batcher._pool._workers[worker].channel], [], [], LIMIT)[0]
+    assert select.select([batcher._engine.pool._workers[worker].channel], [], [], LIMIT)[0]
 
 
 def test_a_hanging_environment_is_an_error_after_the_timeout_and_close_ends_it():
     batcher = failing("hang", timeout=LIMIT)
-    pids = batcher._pool.pids
+    pids = batcher._engine.pool.pids
     batcher.reset()
     batcher.execute()
     wait_for_reply(batcher, 0)
-    batcher._pool.timeout = 1.0  # not before: a start, and the other one, may take longer
+    batcher._engine.pool.timeout = 1.0  # not before: a start, and the other one, may take longer
     with pytest.raises(WorkerTimeout, match=r"no reply within 1.0 s to 'rollout' from worker\(s\) 1"):
         batcher.get()
     with Deadline():
@@ -487,8 +487,8 @@ def test_workers_need_no_standard_streams(closed, method, subprocess_env, tmp_pa
 def test_a_stopped_worker_is_an_error_after_the_timeout_and_close_ends_it(start_method):
     batcher = count_batcher([[3], [3]], 5, autoreset=True, start_method=start_method)
     batcher.reset()
-    batcher._pool.timeout = 3.0  # not before: a spawned worker may need longer to start
-    pids = batcher._pool.pids
+    batcher._engine.pool.timeout = 3.0  # not before: a spawned worker may need longer to start
+    pids = batcher._engine.pool.pids
     os.kill(pids[1], signal.SIGSTOP)
     with Deadline(), pytest.raises(WorkerTimeout, match=r"^no reply within 3.0 s to 'update' from worker\(s\) 1 "):
         batcher.update(bytes(10**7))
@@ -512,7 +512,7 @@ def test_close_ends_busy_workers_when_the_fork_server_is_gone_too(subprocess_env
         batcher = RL_Batcher(5, Counting, {}, lambda seed: GymEnvInf([Hanging(9)], seed), {}, 2, 0)
         batcher.reset()
         batcher.execute()
-        pids = batcher._pool.pids
+        pids = batcher._engine.pool.pids
         psutil.Process(psutil.Process(pids[0]).ppid()).kill()
         batcher.close()
         print(any(exists(pid) for pid in pids))
@@ -600,7 +600,7 @@ batcher = RL_Batcher(
     5, Counting, {}, lambda seed: GymEnvInf([Slow(9)], seed), {}, 2, 0, start_method=METHOD
 )
 batcher.reset()
-print(*batcher._pool.pids, flush=True)
+print(*batcher._engine.pool.pids, flush=True)
 if LONG_STEP:
     batcher.execute()
 if FORKED and not os.fork():
@@ -734,8 +734,8 @@ def test_nothing_that_a_forked_copy_of_the_trainer_does_is_seen_in_its_rollouts(
 def test_a_hang_in_close_is_over_in_time(timeout, start_method):
     fault = Fault("hang", at="close", worker=1, ignore_sigterm=True)
     batcher = faulty(fault, n_workers=2, start_method=start_method)
-    batcher._pool.timeout = timeout  # not before: a first start may take longer
-    pids = batcher._pool.pids
+    batcher._engine.pool.timeout = timeout  # not before: a first start may take longer
+    pids = batcher._engine.pool.pids
     batcher.reset()
     rollout(batcher)
     with Deadline():
@@ -748,7 +748,7 @@ def test_a_program_ends_though_the_fork_server_never_tells_it_how_a_worker_ended
         import psutil
         from test_failures import faulty
         batcher = faulty()
-        server = psutil.Process(psutil.Process(batcher._pool.pids[0]).ppid())
+        server = psutil.Process(psutil.Process(batcher._engine.pool.pids[0]).ppid())
         server.suspend()
         batcher.close()
         print(server.pid, flush=True)
@@ -800,7 +800,7 @@ def test_an_interrupted_close_leaves_no_worker(subprocess_env):
         trainer = os.getpid()
         batcher = RL_Batcher(5, Counting, {}, lambda seed: GymEnvInf([Slow(5)], seed), {}, 2, 0)
         batcher.reset()
-        pids = batcher._pool.pids
+        pids = batcher._engine.pool.pids
         try:
             batcher.close()
         except KeyboardInterrupt:
@@ -833,13 +833,13 @@ def said_by(text, subprocess_env):
 def test_a_worker_that_dies_as_it_is_sent_much_is_noticed_though_its_child_holds_the_pipe():
     with faulty(Fault("child", at="init", fork=True, seconds=60)) as batcher:
         batcher.reset()
-        pid = batcher._pool.pids[0]
+        pid = batcher._engine.pool.pids[0]
         os.kill(pid, signal.SIGSTOP)
-        killing = threading.Thread(target=kill_when_full, args=(pid, batcher._pool._workers[0].channel))
+        killing = threading.Thread(target=kill_when_full, args=(pid, batcher._engine.pool._workers[0].channel))
         killing.start()
         gone = "killed by SIGKILL; last request: reset, before end_evaluation$"
         with Deadline(), pytest.raises(WorkerCrashed, match=gone):
-            batcher._pool.call("end_evaluation", bytes(10**7))  # an update goes through shared memory
+            batcher._engine.pool.call("end_evaluation", bytes(10**7))  # an update goes through shared memory
         killing.join()
 
 
@@ -860,11 +860,11 @@ def test_a_program_that_a_broken_pipe_ends_does_not_end_with_its_worker(subproce
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         with faulty(n_workers=2, on_worker_failure="restart") as batcher:
             batcher.reset()
-            pid = batcher._pool.pids[1]
+            pid = batcher._engine.pool.pids[1]
             os.kill(pid, signal.SIGKILL)
             while exists(pid):
                 pass
-            batcher._pool.check = lambda: {}  # so that it is noticed only as it is written to
+            batcher._engine.pool.check = lambda: {}  # so that it is noticed only as it is written to
             print(rollout(batcher)[0].lengths.tolist(), rollout(batcher)[0].lengths.tolist())
     """
     assert said_by(text, subprocess_env) == ["[4, 0] [4, 4]"]
@@ -925,7 +925,7 @@ def test_ctrl_c_ends_the_waiting_for_a_fork_server_that_hangs(subprocess_env):
         from processes import Deadline
         from test_failures import faulty
         first = faulty()
-        server = psutil.Process(psutil.Process(first._pool.pids[0]).ppid())
+        server = psutil.Process(psutil.Process(first._engine.pool.pids[0]).ppid())
         server.suspend()
         try:
             with Deadline():
@@ -942,7 +942,7 @@ def test_ctrl_c_ends_the_waiting_for_a_fork_server_that_hangs(subprocess_env):
 def test_a_handler_of_a_signal_may_close_in_the_middle_of_anything(monkeypatch):
     batcher = faulty(n_workers=2)
     batcher.reset()
-    pids = batcher._pool.pids
+    pids = batcher._engine.pool.pids
     before = signal.signal(signal.SIGUSR1, lambda *_: batcher.close())
     receive = WorkerProcess.receive
 
@@ -973,7 +973,7 @@ class Leaving(Count):
 def test_closing_does_not_wait_for_a_program_that_an_environment_has_left_running():
     batcher = RL_Batcher(3, Counting, {}, lambda seed: GymEnvInf([Leaving()], seed), {}, 1, 0)
     batcher.reset()
-    [left] = psutil.Process(batcher._pool.pids[0]).children()
+    [left] = psutil.Process(batcher._engine.pool.pids[0]).children()
     with Deadline(CLOSE_DELAY):
         batcher.close()
     assert exists(left.pid)
@@ -986,7 +986,7 @@ def test_closing_many_waits_once_for_a_fork_server_that_is_stopped(subprocess_en
         from processes import Deadline
         from test_failures import faulty
         batcher = faulty(n_workers=6)
-        server = psutil.Process(psutil.Process(batcher._pool.pids[0]).ppid())
+        server = psutil.Process(psutil.Process(batcher._engine.pool.pids[0]).ppid())
         server.suspend()
         with Deadline(3.0):
             batcher.close()
@@ -1002,16 +1002,16 @@ def test_one_who_only_asks_whether_a_rollout_is_there_gets_the_timeout_too(polic
     with faulty(fault, n_workers=2, on_worker_failure=policy) as batcher:
         batcher.reset()
         rollout(batcher)
-        restart = batcher._pool.restart
+        restart = batcher._engine.pool.restart
 
         def patient(successors):
-            batcher._pool.timeout = None
+            batcher._engine.pool.timeout = None
             return restart(successors)
 
-        batcher._pool.restart = patient
+        batcher._engine.pool.restart = patient
         batcher.execute()
         wait_for_reply(batcher, 0)
-        batcher._pool.timeout = 0.2  # not before: a first start, and the other one, may take longer
+        batcher._engine.pool.timeout = 0.2  # not before: a first start, and the other one, may take longer
         found = (None, None)
         try:
             with Deadline():
@@ -1031,7 +1031,7 @@ def test_a_program_that_never_closes_ends_by_itself(ending, subprocess_env):  # 
         batcher = count_batcher([[3], [500]], 400)
         batcher.reset()
         batcher.execute()
-        print(*batcher._pool.pids, flush=True)
+        print(*batcher._engine.pool.pids, flush=True)
         {ending}
     """)
     done = subprocess.run(
@@ -1165,7 +1165,7 @@ def test_creating_and_closing_leaves_nothing_behind():
 def test_thousands_of_rollouts_leave_nothing_behind():
     with count_batcher([[3], [4]], 5, autoreset=True) as batcher:
         batcher.reset()
-        pids = (os.getpid(), *batcher._pool.pids)
+        pids = (os.getpid(), *batcher._engine.pool.pids)
         kept = [rollout(batcher)[0] for _ in range(100)]  # R39: handed out, they hold no descriptor
         for _ in range(1000):
             rollout(batcher)

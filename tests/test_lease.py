@@ -72,7 +72,7 @@ def test_a_lease_is_what_get_gives(make, debug):
 def test_a_view_lies_in_shared_memory_and_a_copy_does_not(make):
     with make() as batcher:
         batcher.reset()
-        shared = np.frombuffer(batcher._arena.map(), np.uint8)
+        shared = np.frombuffer(batcher._engine.arenas[0].map(), np.uint8)
         seen, n_running = set(), batcher.n_elems()
         for _ in range(3):
             if not n_running:

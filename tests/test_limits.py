@@ -216,7 +216,7 @@ def test_a_program_that_ends_in_any_phase_leaves_no_worker(how, phase, method, s
             signal.pause()
         return GymEnvInf([Slow(9)], seed)
     made = RL_Batcher(5, Agent, {{}}, create_env, {{}}, 2, 0, start_method={method!r})
-    os.write(1, " ".join(map(str, made._pool.pids)).encode() + b"\\n")
+    os.write(1, " ".join(map(str, made._engine.pool.pids)).encode() + b"\\n")
     made.reset()
     if {phase!r} == "close":
         made.close()
@@ -269,7 +269,7 @@ def test_close_from_another_thread_ends_a_get_that_waits():
 
         waiting = threading.Thread(target=wait)
         waiting.start()
-        while not batcher._pool._watch._n_waiting:  # or it would hear of it before it waits
+        while not batcher._engine.pool._watch._n_waiting:  # or it would hear of it before it waits
             assert waiting.is_alive()
         with Deadline(10.0):
             batcher.close()

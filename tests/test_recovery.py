@@ -148,13 +148,13 @@ def test_the_others_are_kept_and_the_lost_one_is_counted(how, index, start_metho
 
 def notice_a_hang(made):
     """The deadline comes after the start, and goes before the successor's: spawned workers import torch for seconds."""
-    made._pool.timeout, restart = 2.0, made._pool.restart
+    made._engine.pool.timeout, restart = 2.0, made._engine.pool.restart
 
     def patient(successors):
-        made._pool.timeout = None
+        made._engine.pool.timeout = None
         return restart(successors)
 
-    made._pool.restart = patient
+    made._engine.pool.restart = patient
 
 
 def test_a_hang_under_spawn_is_mended_too():
@@ -183,7 +183,7 @@ def test_a_successor_is_built_from_what_its_worker_was(tmp_path, monkeypatch):
         settings["more"], settings["lock"] = 0, threading.Lock()
         monkeypatch.chdir("/")
         monkeypatch.delenv("RLSTRUCTS_LENGTH_FILE")
-        kill(batcher._pool.pids[1])
+        kill(batcher._engine.pool.pids[1])
         rollout(batcher)
         trajectories, _ = rollout(batcher)
         assert trajectories.trajectories["observation/frame"][1, :, 1].tolist() == [1, 2, 3, 4, 0, 1]
@@ -320,13 +320,13 @@ def test_a_successor_that_hangs_is_replaced_too(where, updated, monkeypatch):
         made.reset()
         if updated:
             made.update(1.0)
-        limits, restart = iter([2.0]), made._pool.restart
+        limits, restart = iter([2.0]), made._engine.pool.restart
 
         def limited(successors):  # the first one only: another may take its time
-            made._pool.timeout = next(limits, None)
+            made._engine.pool.timeout = next(limits, None)
             return restart(successors)
 
-        monkeypatch.setattr(made._pool, "restart", limited)
+        monkeypatch.setattr(made._engine.pool, "restart", limited)
         kill(made.stats()["workers"][0]["pid"])
         assert rollout(made)[0].lengths.tolist() == [4] * 4
         assert [worker["restarts"] for worker in made.stats()["workers"]] == [2, 0]
@@ -495,7 +495,7 @@ def test_max_restarts_0_raises():
 def test_by_default_failures_are_raised():
     with batcher("hang", on_worker_failure="raise") as made, pytest.raises(WorkerTimeout):
         made.reset()
-        made._pool.timeout = 2.0  # not before: a start may take longer
+        made._engine.pool.timeout = 2.0  # not before: a start may take longer
         rollout(made)
 
 
@@ -641,7 +641,7 @@ def test_interrupts_while_successors_start_lose_nothing(monkeypatch):
     with batcher("kill") as made:
         made.reset()
         made.execute()
-        replace, calls = made._supervisor._replace, []
+        replace, calls = made._engine.supervisor._replace, []
 
         def interrupted(*arguments):
             calls.append(arguments)
@@ -649,7 +649,7 @@ def test_interrupts_while_successors_start_lose_nothing(monkeypatch):
                 raise KeyboardInterrupt
             return replace(*arguments)
 
-        monkeypatch.setattr(made._supervisor, "_replace", interrupted)
+        monkeypatch.setattr(made._engine.supervisor, "_replace", interrupted)
         with pytest.raises(KeyboardInterrupt):
             made.get()
         trajectories, n_running = made.get()
@@ -670,7 +670,7 @@ def test_a_close_while_a_successor_starts_leaves_no_worker(monkeypatch):
         return worker
 
     monkeypatch.setattr("workers.pool.WorkerProcess", closed_meanwhile)
-    os.kill(batcher._pool.pids[0], signal.SIGKILL)
+    os.kill(batcher._engine.pool.pids[0], signal.SIGKILL)
     with pytest.raises(ClosedError, match="closed meanwhile"):
         rollout(batcher)
     assert worker_pids() == before

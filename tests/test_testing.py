@@ -486,7 +486,7 @@ def test_a_process_is_ended(fault, message):
 @pytest.mark.parametrize("more", [{}, {"in_c": True, "ignore_sigterm": True}], ids=str)
 def test_a_hang_is_ended_from_outside(more):
     with faulty(Fault("hang", worker=1, **more), timeout=LIMIT) as batcher:
-        batcher._pool.timeout = 1.0  # not before: a start may take longer
+        batcher._engine.pool.timeout = 1.0  # not before: a start may take longer
         with Deadline(30.0), pytest.raises(WorkerTimeout):
             rollouts(batcher)
 

@@ -60,7 +60,8 @@ def test_records_of_workers_reach_the_trainers_handlers(make, start_method, capl
         step(made)
         found = [record for record in caplog.records if record.name == "of.an.environment"]
         assert len(found) == 2
-        assert {record.process for record in found} == set(made._host.pids if make is make_vector else made._pool.pids)
+        pids = made._host.pids if make is make_vector else made._engine.pool.pids
+        assert {record.process for record in found} == set(pids)
     assert {record.processName.rpartition("-")[2] for record in found} == {"0", "1"}
     for record in found:
         assert record.getMessage().startswith("step 0 of <") and record.levelno == logging.WARNING

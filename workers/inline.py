@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from workers.interrupts import forget_last_interrupt
@@ -21,6 +21,9 @@ class InlinePool:
         around: gives a context in which the factory and every method run.
         init_worker: called with 0, before the factory.
     """
+
+    #: Whether a worker that failed can be replaced.
+    can_restart = False
 
     def __init__(
         self,
@@ -86,7 +89,11 @@ class InlinePool:
         self.ready()
         return [each.value for each in self._asked]  # and keeps them: who is interrupted asks again
 
-    def close(self, timeout: float = 0.0) -> None:
+    def restart(self, successors: Mapping[int, tuple[Any, ...]]) -> list[Asked]:
+        """Raises: a job in this process cannot be replaced."""
+        raise NotImplementedError("a job in this process cannot be replaced")
+
+    def close(self, timeout: float = 0.0, *, with_earlier: bool = True) -> None:
         """Closes the job. Idempotent."""
         if self._open:
             self._open = False

@@ -114,6 +114,11 @@ class WorkerPool:
         return len(self._workers)
 
     @property
+    def can_restart(self) -> bool:
+        """True: a worker that failed can be replaced."""
+        return True
+
+    @property
     def pids(self) -> list[int]:
         """The process ids, by worker index."""
         return [worker.pid for worker in self._workers]

@@ -19,6 +19,9 @@ from rlstructs.structures.arrays import check_dtype, specs_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import check_same_keys
 
+#: What becomes of a worker that fails.
+RAISE, RESTART = POLICIES = ("raise", "restart")
+
 
 @dataclasses.dataclass(frozen=True)
 class RunSettings:
@@ -97,7 +100,7 @@ def agent_seeds_of(seeds: Sequence[int] | None, n_workers: int) -> list[int] | N
     return found
 
 
-def warn_of_overlap(seeds: Sequence[int], n_envs: int, stacklevel: int = 4) -> None:
+def warn_of_overlap(seeds: Sequence[int], n_envs: int, stacklevel: int) -> None:
     """Warns, once, when listed seeds give two environments the same stream."""
     if isinstance(seeds[0], EnvSeed):
         return
@@ -156,3 +159,11 @@ def n_awaited(at_least: int | None, preempt: float | None, noun: str, n_members:
     if not 0 < preempt <= 1:
         raise SpecError(f"get: preempt must be above 0 and up to 1, got {preempt}")
     return math.ceil(preempt * n_running)
+
+
+def check_policy(policy: str, max_restarts: int | None) -> None:
+    """Raises SpecError or TypeError unless these say what is to become of workers that fail."""
+    if policy not in POLICIES:
+        raise SpecError(f"on_worker_failure must be one of {POLICIES}, got {policy!r}")
+    if max_restarts is not None:
+        check_count("max_restarts", max_restarts, 0)

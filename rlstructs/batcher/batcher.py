@@ -20,56 +20,43 @@ gone with the last of them, however they end.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 import torch
 
 import rlstructs.errors  # noqa: F401 - first of ours: it sees whether `workers` is ours too
 from rlstructs.agent import RL_Agent
-from rlstructs.batcher import out_argument, state_dict
+from rlstructs.batcher import state_dict
 from rlstructs.batcher.arguments import (
+    RAISE,
     RunSettings,
     agent_seeds_of,
     arguments_of,
     check_factory,
     check_info,
+    check_policy,
     info_example,
-    n_awaited,
     seeds_of,
     warn_of_overlap,
 )
-from rlstructs.batcher.batch import ROW_INFO, Batch
+from rlstructs.batcher.engine import Engine, start_engine
+from rlstructs.batcher.handing_out import HandOut
 from rlstructs.batcher.lease import Lease
 from rlstructs.batcher.lifecycle import Lifecycle, Phase
-from rlstructs.batcher.supervisor import RAISE, Supervisor, check_policy, start_pool
-from rlstructs.batcher.transport import SlotTransport, Transport
-from rlstructs.batcher.worker_record import RolloutOrder
 from rlstructs.checks import check_count, check_start_method, check_timeout
 from rlstructs.debug import is_on
 from rlstructs.envs.vec_env import VecEnv
-from rlstructs.errors import SpecError, StateError
 from rlstructs.frameworks.torch import as_device
 from rlstructs.moments import Moments
-from rlstructs.rollout.evaluation import quotas
 from rlstructs.rollout.job_settings import JobSettings
-from rlstructs.rollout.probe import Specs
 from rlstructs.seeding import as_given, draw_seed
-from rlstructs.shared.layout import Layout
 from rlstructs.shared.module_state import plain_state
-from rlstructs.shared.reading import specs_of_steps
-from rlstructs.shared.slot_buffers import Generations
-from rlstructs.shared.weights import Outbox
-from rlstructs.structures.arrays import specs_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.worker_setup.setup import check_init_worker
-from workers import SharedArena
-from workers.interrupts import finished, forget_last_interrupt, uninterrupted
+from workers.interrupts import finished
 
 logger = logging.getLogger("rlstructs")
 
@@ -137,6 +124,9 @@ class RL_Batcher:
         (torch.Size([8, 10, 4]), 8)
     """
 
+    # From where `warnings.warn` is called, up to the user's call of the constructor.
+    _stack_level = 3
+
     def __init__(
         self,
         n_timesteps: int,
@@ -187,33 +177,29 @@ class RL_Batcher:
             n_timesteps, n_processes, start_method, timeout, on_worker_failure, max_restarts, run_ahead,
             check_init_worker(init_worker),
         )  # fmt: skip
-        self._start(self._run)
+        self._engine = self._start_engine(self._run)
         try:
-            self._attach(self._run)
+            warn_of_overlap(self._settings.seeds, self._engine.n_envs, self._stack_level)
+            self._hand_out = HandOut(self._engine, self._life, self._device)
+            self._life.phase = Phase.NEW
         except BaseException:
             with contextlib.suppress(Exception):
-                self._pool.close()
+                self._engine.close()
             raise
-        self._version_before = 0
-        # What a `get` was about to return when it was interrupted; the next one does.
-        self._kept: tuple[Trajectories, int] | None = None
-        # A lease that is not released, what it is of, and how many environments run.
-        self._lent: tuple[weakref.ref[Any], Any, int] | None = None
-        self._life.phase = Phase.NEW
 
     def n_elems(self) -> int:
         """Number of environments over all workers, N = W * E."""
-        return int(self._n_envs * len(self._settings.seeds))
+        return self._engine.n_elems
 
     @property
     def nbytes(self) -> int:
         """Bytes of shared memory that rollouts take; known before the first of them takes it."""
-        return int(self._transport.nbytes)
+        return self._engine.transport.nbytes
 
     @property
     def policy_version(self) -> int:
         """How many times `update` was called."""
-        return int(self._version_before + self._outbox.version)
+        return self._engine.policy_version
 
     def reset(self, agent_info: DictTensor = NO_INFO, env_info: DictTensor = NO_INFO) -> None:
         """Starts an episode in every environment; drops agents' states, and episodes that had not ended.
@@ -231,17 +217,16 @@ class RL_Batcher:
             StateError: a rollout is leased: release it first.
             Exception: what an environment raised, or an agent or environment in a rollout that was under way.
         """
-        self._drop_lease()
+        self._hand_out.drop_lease()
         self._life.check("reset", Phase.NEW, Phase.READY, Phase.RUNNING, Phase.ENDED, Phase.INTERRUPTED)
         infos = {"agent_info": agent_info, "env_info": env_info}
         for name, info in infos.items():
             check_info(name, info, self._examples[name], self.n_elems())
-        with self._life.failing("reset", self._is_halfway):
-            self._supervisor.settle()
-            self._life.phase, self._kept = Phase.INTERRUPTED, None  # until it is through
-            self._transport.put_infos(infos)
-            self._supervisor.reset()
-            self._begin_anew(range(self._pool.n_workers))
+        with self._life.failing("reset", lambda: self._engine.is_halfway):
+            self._engine.settle()
+            self._life.phase = Phase.INTERRUPTED  # until it is through
+            self._hand_out.forget()
+            self._engine.reset(infos)
             self._life.phase = Phase.READY
 
     def execute(self, agent_info: DictTensor | None = None) -> None:
@@ -258,19 +243,16 @@ class RL_Batcher:
             SpecError: the info is not as its example; the batcher is as it was.
             StateError: there was no `reset`, a rollout is under way or leased, or every environment has ended.
         """
-        self._drop_lease()
+        self._hand_out.drop_lease()
         self._life.check("execute", Phase.READY)
         agent_info = None if agent_info == NO_INFO else agent_info
         if agent_info is not None:
             check_info("agent_info", agent_info, self._examples["agent_info"], self.n_elems())
         with self._life.failing():
-            self._supervisor.mend_gone()
-        with finished(), self._life.failing("execute", self._is_halfway):
+            self._engine.mend()
+        with finished(), self._life.failing("execute", lambda: self._engine.is_halfway):
             self._life.phase = Phase.INTERRUPTED  # until it is through
-            if agent_info is not None:
-                self._transport.put_agent_info(agent_info)
-            self._supervisor.begin(self._transport.prepare)
-            self._take_successors()
+            self._engine.begin(agent_info)
             self._life.phase = Phase.RUNNING
 
     @overload
@@ -337,50 +319,7 @@ class RL_Batcher:
             WorkerError: a worker died, or did not answer in time.
             Exception: what an environment or agent raised, with the worker's traceback as its cause.
         """
-        self._life.check("get", Phase.RUNNING)
-        if self._kept is not None:
-            return self._handed_out(*self._kept)
-        transport = self._transport
-        n = n_awaited(min_workers, preempt, self._supervisor.noun, self._pool.n_workers, transport.n_members_running())
-        if out is not None:
-            layout = transport.layout
-            steps = specs_of_steps(layout.observation, layout.action)
-            out_argument.check(out, {**layout.info, **ROW_INFO}, steps, (self._n_rows_at_most(), layout.n_timesteps))
-        with self._life.failing():
-            if not blocking and not self._is_there(n, preempt is not None):
-                return None, None
-            orders = self._supervisor.collect(n, None if preempt is None else transport.cut)
-            batch = self._batch(orders)
-            trajectories = batch.read(out)
-        with uninterrupted():  # or a second `get` would hand out what is over
-            n_running = self._end(orders, trajectories)
-            batch.release()
-            self._kept = trajectories, n_running
-        return self._handed_out(trajectories, n_running)
-
-    def _is_there(self, n: int | None, cuts: bool) -> bool:
-        """Whether `get` would not have to wait; once it would not for n, those who are late may be cut short."""
-        if not self._supervisor.is_ready(n):
-            return False
-        if cuts:
-            self._supervisor.cut_late(self._transport.cut)
-        return not cuts or self._supervisor.is_ready()
-
-    def _n_rows_at_most(self) -> int:
-        """Of the rollout that is under way."""
-        return self._transport.n_running()
-
-    def _handed_out(self, trajectories: Trajectories, n_running: int) -> tuple[Trajectories, int]:
-        """What `get` returns at last."""
-        found = trajectories if self._device.type == "cpu" else trajectories.to(self._device)
-        try:
-            with uninterrupted():
-                self._kept, self._life.phase = None, Phase.READY if n_running else Phase.ENDED
-        except BaseException as error:
-            if not isinstance(error, Exception):  # put off until now: nobody has it yet
-                self._kept, self._life.phase = (trajectories, n_running), Phase.RUNNING
-            raise
-        return found, n_running
+        return self._hand_out.get(blocking, out, min_workers, preempt)
 
     def lease(self) -> Lease:
         """The rollout that `execute` started, where the workers wrote it: `get` without a copy.
@@ -393,36 +332,9 @@ class RL_Batcher:
         Raises:
             StateError, WorkerError, Exception: as `get`.
         """
-        self._check_lease()
-        with self._life.failing():
-            orders = self._supervisor.collect()
-            batch = self._batch(orders)
-            trajectories = batch.lend()
-        with uninterrupted():  # what is leased has somebody who gives it back, or lets go of the lease
-            n_running = self._end(orders, trajectories)
-            give_back = partial(self._take_back, batch, n_running)
-            lease = Lease(trajectories, n_running, give_back, is_guarded=self._debug)
-            self._lent, self._life.phase = (weakref.ref(lease), batch, n_running), Phase.LEASED
-        return lease
-
-    def _check_lease(self) -> None:
-        """Raises StateError unless there is something to lease."""
-        self._life.check("lease", Phase.RUNNING)
-        if self._kept is not None:
-            raise StateError("lease: an interrupted get has copied the rollout: get it")
-
-    def _drop_lease(self) -> None:
-        """Takes back what is leased, if nobody has the lease any more, who could release it."""
-        if self._life.phase is Phase.LEASED and self._life.is_ours and self._lent is not None:
-            forget_last_interrupt()  # that holds what its traceback does
-            if self._lent is not None and self._lent[0]() is None:
-                self._take_back(*self._lent[1:])
-
-    def _take_back(self, batch: Batch, n_running: int) -> None:
-        """What a lease calls at its end."""
-        if self._life.is_ours and self._life.phase is Phase.LEASED:  # and not closed, or failed, meanwhile
-            batch.release()
-            self._lent, self._life.phase = None, Phase.READY if n_running else Phase.ENDED
+        return self._hand_out.lease(
+            lambda _, trajectories, *rest: Lease(trajectories, *rest, is_guarded=self._debug)
+        )
 
     def update(self, info: Any) -> None:
         """Calls `update(info)` of every agent, and waits for it.
@@ -444,10 +356,9 @@ class RL_Batcher:
         """
         ahead = (Phase.RUNNING,) if self._run.run_ahead else ()
         self._life.check("update", Phase.NEW, Phase.READY, Phase.LEASED, Phase.ENDED, Phase.INTERRUPTED, *ahead)
-        packed = self._outbox.pack(plain_state(info) if isinstance(info, torch.nn.Module) else info)
-        with self._life.failing("update", self._is_halfway):
-            self._supervisor.update(packed, partial(self._outbox.sent, packed))
-            self._take_successors()
+        packed = self._engine.outbox.pack(plain_state(info) if isinstance(info, torch.nn.Module) else info)
+        with self._life.failing("update", lambda: self._engine.is_halfway):
+            self._engine.update(packed)
 
     def evaluate(
         self, n_episodes: int, seed: int | Sequence[int], agent_info: DictTensor | None = None
@@ -481,20 +392,14 @@ class RL_Batcher:
         check_count("n_episodes", n_episodes, 1)
         if agent_info is not None:
             check_info("agent_info", agent_info, self._examples["agent_info"], self.n_elems())
-        for key in ("reward", "done"):
-            if self._transport.layout.observation.get(key, ((1,), torch.bool))[0] != ():
-                raise SpecError(f"evaluate: the environment gives no {key!r} of shape (B, T)")
+        self._engine.check_evaluation()
         seeds = seeds_of(seed, len(self._settings.seeds), "seed")
-        warn_of_overlap(seeds, self._n_envs)
-        with self._life.failing("evaluate", self._is_halfway):
-            infos = self._transport.infos | ({} if agent_info is None else {"agent_info": agent_info.clone()})
-            parts = self._supervisor.evaluate(quotas(n_episodes, self.n_elems()), seeds, infos)
-            self._take_successors()
-        if isinstance(parts, Exception):
-            raise parts
-        for block, part in zip(self._transport.blocks, parts, strict=True):
-            part["env_index"] += block.start
-        return DictTensor.cat([DictTensor.from_numpy(part) for part in parts])
+        warn_of_overlap(seeds, self._engine.n_envs, 3)
+        with self._life.failing("evaluate", lambda: self._engine.is_halfway):
+            found = self._engine.evaluate(n_episodes, seeds, agent_info)
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def episodes(self) -> DictTensor:
         """The episodes that ended in the rollouts handed out since the last call, in one row each.
@@ -510,7 +415,7 @@ class RL_Batcher:
             SpecError: the environment gives no `reward` or `done`.
         """
         self._life.check_open("episodes")
-        return self._transport.episodes.take()
+        return self._engine.transport.episodes.take()
 
     def statistics(self) -> dict[str, Moments]:
         """What `NormalizeObservation` and `NormalizeReward` go by: the moments of all rollouts handed out so far.
@@ -523,7 +428,7 @@ class RL_Batcher:
             `return`. Empty if environments keep no statistics.
         """
         self._life.check_open("statistics")
-        return {name: moments.copy() for name, moments in self._supervisor.statistics.items()}
+        return {name: moments.copy() for name, moments in self._engine.supervisor.statistics.items()}
 
     def stats(self) -> dict[str, Any]:
         """What the workers do and have done; cheap enough to ask for after every rollout.
@@ -538,12 +443,13 @@ class RL_Batcher:
             drawn.
         """
         self._life.check_open("stats")
-        workers = self._supervisor.stats()
+        supervisor = self._engine.supervisor
+        workers = supervisor.stats()
         return {
             "workers": workers,
-            "restarts": self._supervisor.n_restarts,
+            "restarts": supervisor.n_restarts,
             "lost_rollouts": sum(worker["lost_rollouts"] for worker in workers),
-            "dropped_episodes": self._transport.episodes.n_dropped,
+            "dropped_episodes": self._engine.transport.episodes.n_dropped,
             "arena_bytes": self.nbytes,
             "seeds": as_given(self._settings.seeds),
         }
@@ -559,18 +465,7 @@ class RL_Batcher:
             dicts, lists, tensors, numbers and texts, private memory.
         """
         self._life.check_open("state_dict")
-        settings = self._settings
-        return {
-            "format": state_dict.FORMAT,
-            "version": state_dict.VERSION,
-            "seeds": as_given(settings.seeds),
-            "batcher": state_dict.batcher_of(self._transport.layout, settings.seeds, settings.agent_seeds),
-            "weights_version": self.policy_version,
-            "workers": self._supervisor.state(),
-            "episodes": self._transport.episodes.peek(),
-            "dropped_episodes": self._transport.episodes.n_dropped,
-            "statistics": state_dict.of_statistics(self._supervisor.statistics),
-        }
+        return state_dict.of_engine(self._engine)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a `state_dict`.
@@ -593,11 +488,7 @@ class RL_Batcher:
         state_dict.check(state, self.state_dict())
         statistics = state_dict.to_statistics(state["statistics"])
         with finished(), self._life.failing("load_state_dict"):
-            self._renew(state["workers"])
-            self._begin_anew(range(self._pool.n_workers))
-            self._supervisor.know(statistics)
-            self._transport.episodes.put(state["episodes"], state["dropped_episodes"])
-            self._version_before = state["weights_version"] - self._outbox.version
+            self._engine.load(state, statistics)
             self._life.phase = Phase.NEW
 
     def close(self) -> None:
@@ -608,20 +499,20 @@ class RL_Batcher:
                 rollout that was under way; all is gone all the same.
         """
         if self._life.is_closed:
-            if hasattr(self, "_pool") and self._life.is_ours:
-                self._pool.kill()  # those that an interrupted `close` has left
+            if hasattr(self, "_engine") and self._life.is_ours:
+                self._engine.pool.kill()  # those that an interrupted `close` has left
             return
         failed = self._life.close()
         try:
             if self._life.is_ours:
-                self._transport.cut_all()  # nobody will ask for what is under way
-                self._supervisor.close()
+                self._engine.close()
         except Exception:
             if not failed:  # otherwise the first failure has been reported
                 raise
             logger.debug("a worker raised while it was closed", exc_info=True)
         finally:
-            self._free()
+            self._hand_out.close()
+            self._engine.free()
 
     def __enter__(self) -> RL_Batcher:
         return self
@@ -631,87 +522,6 @@ class RL_Batcher:
             self._life.fail(error, "the program failed before")
         self.close()
 
-    def _start(self, run: RunSettings) -> None:
-        """Starts workers and what reaches them."""
-        self._arena, self._weights = SharedArena(), SharedArena()
-        shared = self._arena, self._weights
-        self._pool: Any = start_pool(self._settings, run, shared)
-        self._supervisor = Supervisor(self._pool, run.on_worker_failure, run.max_restarts, run.run_ahead)
-        self._outbox: Any = Outbox(self._weights, run.run_ahead + 1, self._pool.settle)
-
-    def _attach(self, run: RunSettings) -> None:
-        """Gives workers what they write to."""
-        layout, blocks = self._describe(run.n_timesteps)
-        warn_of_overlap(self._settings.seeds, self._n_envs)
-        generations = Generations(layout, run.run_ahead + 1, len(blocks))
-        self._arena.resize(generations.reserved_nbytes, expected=generations.nbytes)
-        self._transport: Transport = SlotTransport(generations, self._arena.map(), blocks, self._debug)
-        self._supervisor.attach(generations)
-
-    def _describe(self, n_timesteps: int) -> tuple[Layout, list[range]]:
-        """What rollouts hold, and which environments, by their global indexes, each worker has."""
-        answers = self._supervisor.describe()
-        counts, specs = [n for n, _ in answers], answers[0][1]
-        assert isinstance(specs, Specs)
-        noun, n_workers = self._supervisor.noun, self._supervisor.n_workers
-        self._n_envs = counts[0]
-        for member, count in enumerate(counts):
-            if count != counts[0]:
-                raise SpecError(f"create_env: {noun} {member} has {count} environments, {noun} 0 has {counts[0]}")
-        for member, (_, own) in enumerate(answers):
-            if own is not None:  # each node finds its own
-                own.check_like(specs, f"{noun} {member}")
-        self._supervisor.know(specs.statistics)
-        info = {f"agent_state/{key}": spec for key, spec in specs.state.items()}
-        for name, example in self._examples.items():
-            info.update({f"{name}/{key}": spec for key, spec in specs_of(example).items()})
-        ends = itertools.accumulate(n * self._n_envs for n in n_workers)
-        blocks = [range(end - n * self._n_envs, end) for n, end in zip(n_workers, ends, strict=True)]
-        return Layout(self.n_elems(), n_timesteps, specs.observation, specs.action, info), blocks
-
-    def _renew(self, workers: list[dict[str, Any]]) -> None:
-        """Has workers make environments with the next seeds of their streams.
-
-        Args:
-            workers: of each what `Supervisor.state` gave.
-        """
-        settings = self._settings
-        for worker, kept in enumerate(workers):
-            settings = settings.again(worker, kept["stream"] + 1)
-        self._supervisor.renew(workers, settings.seeds, settings.agent_seeds)
-
-    def _is_halfway(self) -> bool:
-        """Whether some workers may have been told of what others were not."""
-        return self._supervisor.is_halfway
-
-    def _take_successors(self) -> None:
-        """Where all of a worker that was replaced is handed out, its successor's rollouts come next."""
-        with uninterrupted():  # it is said once who they are
-            self._begin_anew(self._supervisor.forget())
-
-    def _begin_anew(self, replaced: Iterable[int]) -> None:
-        """The next rollouts of these workers begin with a reset."""
-        self._outbox.forget(self._supervisor.take_replaced())
-        self._transport.begin_anew(replaced)
-
-    def _batch(self, orders: Mapping[int, RolloutOrder]) -> Batch:
-        """What these rollouts have written."""
-        return self._transport.batch(orders, self._version_before, self.policy_version)
-
-    def _end(self, orders: Mapping[int, RolloutOrder], trajectories: Trajectories) -> int:
-        """Goes on to the next rollout; how many environments will run in it."""
-        self._transport.add(orders, trajectories)
-        return self._advance(orders)
-
-    def _advance(self, orders: Mapping[int, RolloutOrder]) -> int:
-        self._transport.end(orders)
-        self._supervisor.learn(orders)
-        self._begin_anew(self._supervisor.forget(orders))
-        return self._transport.n_running()
-
-    def _free(self) -> None:
-        """Lets go of the memory."""
-        self._lent = None
-        self._transport.close()
-        self._arena.close()
-        self._weights.close()
+    def _start_engine(self, run: RunSettings) -> Engine:
+        """Starts what runs rollouts."""
+        return start_engine(self._settings, run, self._debug)

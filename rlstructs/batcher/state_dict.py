@@ -19,8 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlstructs.batcher.engine import Engine
 from rlstructs.errors import SpecError
 from rlstructs.moments import Moments
+from rlstructs.seeding import as_given
 from rlstructs.shared.layout import Layout
 from rlstructs.structures.arrays import TensorSpec
 
@@ -42,6 +44,22 @@ def batcher_of(layout: Layout, seeds: Sequence[int], agent_seeds: Sequence[int] 
         "seeds": [int(seed) for seed in seeds],
         "agent_seeds": None if agent_seeds is None else [int(seed) for seed in agent_seeds],
         "keys": keys,
+    }
+
+
+def of_engine(engine: Engine) -> State:
+    """What `RL_Batcher.state_dict` gives."""
+    settings, supervisor, episodes = engine.settings, engine.supervisor, engine.transport.episodes
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "seeds": as_given(settings.seeds),
+        "batcher": batcher_of(engine.transport.layout, settings.seeds, settings.agent_seeds),
+        "weights_version": engine.policy_version,
+        "workers": supervisor.state(),
+        "episodes": episodes.peek(),
+        "dropped_episodes": episodes.n_dropped,
+        "statistics": of_statistics(supervisor.statistics),
     }
 
 

@@ -11,31 +11,23 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from rlstructs.batcher.arguments import RunSettings
-from rlstructs.batcher.worker_record import RolloutOrder, WorkerRecord
-from rlstructs.checks import check_count
+from rlstructs.batcher.arguments import RESTART
+from rlstructs.batcher.worker_record import RolloutOrder, WorkerRecord, times
 from rlstructs.errors import SpecError
 from rlstructs.moments import Moments, merged
-from rlstructs.rollout.job import JobFactory
-from rlstructs.rollout.job_settings import JobSettings
+from rlstructs.rollout.probe import JobDescription
 from rlstructs.rollout.progress import Clock
-from rlstructs.seeding import PrivateStreams, seed_worker_streams
 from rlstructs.shared.slot_buffers import Generations
-from rlstructs.worker_setup.setup import WorkerSetup
-from workers import InlinePool, SharedArena, WorkerError, WorkerPool
-from workers.culprits import why_not_sent
-from workers.errors import is_gone
+from workers import WorkerError
 from workers.interrupts import finished, uninterrupted
 from workers.messages import Asked
+from workers.pool_protocol import Pool
 
 logger = logging.getLogger("rlstructs")
 
-PRELOAD = ("torch", "gymnasium", "rlstructs.rollout.job", "rlstructs.envs.gym_env")
-RAISE, RESTART = POLICIES = ("raise", "restart")
 # A successor that does not come up so often in a row never will.
 MAX_ATTEMPTS = 3
 NOTHING: Mapping[int, Any] = {}
@@ -44,26 +36,24 @@ NOTHING: Mapping[int, Any] = {}
 class Supervisor:
     """Workers that run rollouts.
 
-    A subclass may have something else in the place of single workers, each a `WorkerRecord`.
+    A subclass may supervise something else than single workers.
 
     Args:
-        pool: the workers, built.
+        pool: the workers, with their jobs built.
         policy: "raise" or "restart".
         max_restarts: how many failures may be mended in all; None for any number.
         run_ahead: how many rollouts may be ordered before the oldest is handed out, and that one not counted.
     """
 
-    #: What a member is called, and what is known of one.
-    noun, member = "worker", WorkerRecord
+    #: What one of them is called in messages, and what holds what is known of one.
+    noun, record_class = "worker", WorkerRecord
 
-    def __init__(
-        self, pool: WorkerPool | InlinePool, policy: str, max_restarts: int | None, run_ahead: int = 0
-    ) -> None:
+    def __init__(self, pool: Pool, policy: str, max_restarts: int | None, run_ahead: int = 0) -> None:
         self.pool = pool
-        self.records = [self.member() for _ in range(pool.n_workers)]
+        self.records = [self.record_class() for _ in range(pool.n_workers)]
         self._max_restarts, self._run_ahead = max_restarts, run_ahead
-        # A job in this process cannot be replaced: what it raises is raised.
-        self._mends = policy == RESTART and not isinstance(pool, InlinePool)
+        # What a job in this process raises is raised: it cannot be replaced.
+        self.mends = policy == RESTART and pool.can_restart
         self._replaced: set[int] = set()
         self._failed: dict[int, BaseException] = {}  # those who are yet to be replaced
         #: What all environments have gathered together, by name; replaced, never changed.
@@ -72,32 +62,29 @@ class Supervisor:
         self._orders: dict[str, tuple[Any, ...]] = {"describe": ()}
         self._n_envs: int | None = None
         # What all were asked last, beside rollouts: who is interrupted while it is waited for leaves it under way.
-        self._called: list[Asked] = []
+        self.called: list[Asked] = []
         #: Whether some workers may have been told of what others were not.
         self.is_halfway = False
 
     @property
     def n_workers(self) -> list[int]:
-        """How many workers each member is."""
+        """How many workers each record stands for."""
         return [1] * len(self.records)
 
     @property
     def n_restarts(self) -> int:
         """How many workers were replaced."""
-        return sum(member.n_restarts for member in self.records)
+        return sum(record.n_restarts for record in self.records)
 
     def close(self) -> None:
         """Ends every worker. Where workers are mended, what they have raised before is lost with their rollouts."""
-        if self._mends:
-            self.pool.close(with_earlier=False)  # type: ignore[call-arg] # no `InlinePool`
-        else:
-            self.pool.close()
+        self.pool.close(with_earlier=not self.mends)
 
-    def describe(self) -> list[Any]:
-        """What the jobs say of themselves: how many environments they have, and, the first, the specs."""
-        answers = self.pool.call("describe")
-        self._n_envs = answers[0][0]
-        return answers
+    def describe(self) -> list[JobDescription]:
+        """Asks every job for the number of its environments, and the first for its specs."""
+        found: list[JobDescription] = self.pool.call("describe")
+        self._n_envs = found[0].n_envs
+        return found
 
     def attach(self, generations: Generations) -> None:
         """Gives every worker its slots."""
@@ -114,7 +101,7 @@ class Supervisor:
         if not self._run_ahead:
             return self._call("update", packed, sent=sent)
         self.mend_gone()
-        with self._asking():
+        with self.asking():
             self._remember("update", (packed,))
             asked = self.pool.ask("update", packed)
             sent(asked)
@@ -129,16 +116,7 @@ class Supervisor:
 
     def state(self) -> list[dict[str, Any]]:
         """Of each worker what `renew` needs."""
-        return [
-            {
-                "stream": member.stream,
-                "restarts": member.n_restarts,
-                "lost_rollouts": member.n_lost,
-                "seconds": time.monotonic() - member.since,
-                **vars(member.clock),
-            }
-            for member in self.records
-        ]
+        return [record.state() for record in self.records]
 
     def renew(
         self, state: list[dict[str, Any]], seeds: Sequence[int], agent_seeds: Sequence[int] | None
@@ -161,77 +139,21 @@ class Supervisor:
                 clock=Clock(*(kept[name] for name in names)),
             )
         self._orders.pop("reset", None)
-        clocks = [member.clock.fields() for member in self.records]
+        clocks = [record.clock.fields() for record in self.records]
         self._call("renew", seeds, agent_seeds, clocks, is_lasting=False)
-
-    def evaluate(self, *arguments: Any) -> list[dict[str, Any]] | Exception:
-        """What `evaluating` returns at its end."""
-        rounds = self.evaluating(*arguments)
-        while True:
-            try:
-                next(rounds)
-            except StopIteration as end:
-                found: list[dict[str, Any]] | Exception = end.value
-                return found
-
-    def evaluating(self, *arguments: Any) -> Generator[None, None, list[dict[str, Any]] | Exception]:
-        """What `RolloutJob.end_evaluation` gives, by worker index, after an evaluation that these arguments begin.
-
-        A successor begins its worker's part anew, unless its worker has failed so often that it always would.
-
-        Yields:
-            Between the rollouts, as long as there are episodes that have not ended.
-
-        Returns:
-            What the first one raised, if one did; nothing has happened to the workers then.
-
-        Raises:
-            WorkerError: a worker is gone or late.
-        """
-        self.settle()
-        found: dict[int, dict[str, Any]] = {}
-        everyone = range(self.pool.n_workers)
-        n_deaths, first, new = dict.fromkeys(everyone, 0), dict[int, BaseException](), list(everyone)
-        try:
-            while left := [index for index in everyone if index not in found]:
-                failures = self._asked("begin_evaluation", (*arguments, self.statistics), new)[1]
-                if not failures:
-                    ended, failures = self._asked("evaluate", (), left)
-                    if not failures and all(ended.values()):
-                        episodes, failures = self._asked("end_evaluation", (), left)
-                        found |= episodes
-                raised = [error for _, error in sorted(failures.items()) if not is_gone(error)]
-                if raised and len(raised) == len(failures):
-                    assert isinstance(raised[0], Exception)
-                    self._asked("end_evaluation", (), left)
-                    return raised[0]
-                for index, error in failures.items():
-                    first.setdefault(index, error)
-                    n_deaths[index] += 1
-                    if not self._mends or n_deaths[index] == MAX_ATTEMPTS:
-                        raise first[index]
-                self._mend(failures)
-                new = sorted(failures)
-                yield
-        except BaseException as error:
-            if not isinstance(error, Exception):  # nobody wants the rest: it ends behind what is under way
-                with self._asking():
-                    self._called = self.pool.ask("end_evaluation")
-            raise
-        return [found[index] for index in everyone]
 
     def reset(self) -> None:
         """Resets every environment; rollouts that were not handed out are dropped."""
         self.settle()
-        for member in self.records:
-            member.orders.clear()
-            member.runs, member.anew = True, None
+        for record in self.records:
+            record.orders.clear()
+            record.runs, record.anew = True, None
         self._call("reset", self.statistics)
 
     def settle(self) -> None:
         """Waits until no rollout is under way, nor anything that was interrupted."""
-        self.pool.settle(self._called + [order.asked for member in self.records for order in member.orders])
-        self._called = []
+        self.pool.settle(self.called + [order.asked for record in self.records for order in record.orders])
+        self.called = []
 
     def begin(self, prepare: Callable[[int, int], None]) -> None:
         """Orders as many rollouts as may be ordered.
@@ -241,13 +163,13 @@ class Supervisor:
         """
         for _ in range(self._run_ahead + 1):
             numbers: dict[int, list[int]] = {}
-            for index, member in enumerate(self.records):
-                if len(member.orders) <= self._run_ahead:
-                    prepare(index, member.n_ordered)
-                    numbers.setdefault(member.n_ordered, []).append(index)
-                    member.n_ordered += 1
+            for index, record in enumerate(self.records):
+                if len(record.orders) <= self._run_ahead:
+                    prepare(index, record.n_ordered)
+                    numbers.setdefault(record.n_ordered, []).append(index)
+                    record.n_ordered += 1
             for number, indexes in numbers.items():
-                with self._asking():
+                with self.asking():
                     asked = self.pool.ask("rollout", number, self.statistics, only=indexes)
                     for each in asked:
                         self.records[each.index].orders.append(RolloutOrder(number, each))
@@ -256,7 +178,7 @@ class Supervisor:
     def is_ready(self, n: int | None = None) -> bool:
         """Whether `collect` would not have to wait for rollouts."""
         heads, n = self._heads(n)
-        return self.pool.is_settled(heads, n, fails_fast=not self._mends)
+        return self.pool.is_settled(heads, n, fails_fast=not self.mends)
 
     def collect(self, n: int | None = None, cut: Callable[[int, int], None] | None = None) -> dict[int, RolloutOrder]:
         """The oldest rollouts that are there, or were lost, by worker index.
@@ -269,36 +191,36 @@ class Supervisor:
                 rollout after the one that is to end, and is then waited for.
         """
         heads, n = self._heads(n)
-        self.pool.settle(heads, n, fails_fast=not self._mends)
-        if not self._mends:
+        self.pool.settle(heads, n, fails_fast=not self.mends)
+        if not self.mends:
             _raise_first(heads)
         if cut is not None:
             self.cut_late(cut)
             return self.collect()
         failures = {asked.index: asked.error for asked in heads if asked.error is not None}
-        if self._mends:
-            self._mend(self.pool.check() | failures)
-        heads_now = {index: member.orders[0] for index, member in enumerate(self.records)}
+        if self.mends:
+            self.mend(self.pool.check() | failures)
+        heads_now = {index: record.orders[0] for index, record in enumerate(self.records)}
         return {index: order for index, order in heads_now.items() if order.is_lost or order.is_there}
 
     def cut_late(self, cut: Callable[[int, int], None]) -> None:
         """Has those who are late end their oldest rollout after the step that they are in; `cut` as of `collect`."""
-        for index, member in enumerate(self.records):
-            order = member.orders[0]
+        for index, record in enumerate(self.records):
+            order = record.orders[0]
             if not (order.asked.is_over or order.is_cut):
                 cut(index, order.number + 1)
                 order.is_cut = True
 
     def _heads(self, n: int | None) -> tuple[list[Asked], int | None]:
         """What was asked first of those who run something, or of all (n is None), and of how many it is awaited."""
-        records = [member for member in self.records if n is None or member.runs]
-        asked = [member.orders[0].asked for member in records if not member.orders[0].is_lost]
+        records = [record for record in self.records if n is None or record.runs]
+        asked = [record.orders[0].asked for record in records if not record.orders[0].is_lost]
         return asked, None if n is None else n - (len(records) - len(asked))
 
     def forget(self, orders: Mapping[int, RolloutOrder] = NOTHING) -> set[int]:
         """Takes away what was handed out; the workers whose next rollout is the first of a successor."""
         anew = {index for index in orders if self.records[index].hand_out()}
-        return anew | {index for index, member in enumerate(self.records) if member.is_anew()}
+        return anew | {index for index, record in enumerate(self.records) if record.is_anew()}
 
     def take_replaced(self) -> set[int]:
         """The workers that were replaced since the last call."""
@@ -307,7 +229,7 @@ class Supervisor:
 
     def gathered(self, orders: Mapping[int, RolloutOrder]) -> list[dict[str, Moments]]:
         """What each worker gathered in these rollouts, in the order of the workers."""
-        return [order.asked.value[3] for _, order in sorted(orders.items()) if not order.is_lost]
+        return [order.asked.value.statistics for _, order in sorted(orders.items()) if not order.is_lost]
 
     def learn(self, orders: Mapping[int, RolloutOrder]) -> None:
         """Adds what rollouts gathered to the statistics, once, in the order of the workers."""
@@ -320,22 +242,22 @@ class Supervisor:
                 "worker": index,
                 "pid": pid,
                 "state": state,
-                "restarts": member.n_restarts,
-                "lost_rollouts": member.n_lost,
-                **times(time.monotonic() - member.since, member.clock),
+                "restarts": record.n_restarts,
+                "lost_rollouts": record.n_lost,
+                **times(time.monotonic() - record.since, record.clock),
             }
-            for index, (pid, state, member) in enumerate(
+            for index, (pid, state, record) in enumerate(
                 zip(self.pool.pids, self.pool.states, self.records, strict=True)
             )
         ]
 
-    def _asked(
+    def ask_some(
         self, method: str, arguments: tuple[Any, ...], only: list[int]
     ) -> tuple[dict[int, Any], dict[int, BaseException]]:
         """What some workers reply, and what became of those that did not."""
         asked: list[Asked] = []
         if only:
-            with self._asking():
+            with self.asking():
                 asked = self.pool.ask(method, *arguments, only=only)
         self.pool.settle(asked)
         return (
@@ -345,7 +267,7 @@ class Supervisor:
 
     def _raise_gone(self, asked: list[Asked]) -> None:
         """Raises at once if a worker that is not to be replaced is gone; what a job raises comes with its rollout."""
-        if not self._mends:
+        if not self.mends:
             _raise_first([each for each in asked if isinstance(each.error, WorkerError)])
 
     def _remember(self, method: str, arguments: tuple[Any, ...]) -> None:
@@ -354,9 +276,9 @@ class Supervisor:
         self._orders[method] = arguments
 
     @contextlib.contextmanager
-    def _asking(self) -> Iterator[None]:
+    def asking(self) -> Iterator[None]:
         """Puts off Ctrl-C until all workers are told; not for a job in this process, which may take long."""
-        if isinstance(self.pool, InlinePool):
+        if not self.pool.can_restart:
             yield
             return
         with finished():
@@ -375,24 +297,24 @@ class Supervisor:
         """
         self.mend_gone()  # first: who takes the place of one of these is asked below
         with contextlib.nullcontext() if sent is None else finished():
-            with self._asking():
-                if self._mends and is_lasting:
+            with self.asking():
+                if self.mends and is_lasting:
                     self._remember(method, arguments)
-                self._called = asked = self.pool.ask(method, *arguments)
+                self.called = asked = self.pool.ask(method, *arguments)
                 if sent is not None:
                     sent(asked)
-            self.pool.settle(asked, fails_fast=not self._mends)
-        if not self._mends:
+            self.pool.settle(asked, fails_fast=not self.mends)
+        if not self.mends:
             _raise_first(asked)
-        self._mend({each.index: each.error for each in asked if each.error is not None})
+        self.mend({each.index: each.error for each in asked if each.error is not None})
         return asked
 
     def mend_gone(self) -> None:
         """Puts successors in the place of workers that are gone, if they are to have any."""
-        if self._mends:
-            self._mend(self.pool.check())
+        if self.mends:
+            self.mend(self.pool.check())
 
-    def _mend(self, failures: dict[int, BaseException]) -> None:
+    def mend(self, failures: dict[int, BaseException]) -> None:
         """Puts successors in the place of workers that failed, and of those of an earlier call that was interrupted.
 
         Raises:
@@ -422,7 +344,7 @@ class Supervisor:
         self._failed = {}
 
     def _count(self, indexes: Collection[int]) -> int:
-        """How many workers these members are."""
+        """How many workers these records stand for."""
         return sum(self.n_workers[index] for index in indexes)
 
     def _succession(self, index: int) -> tuple[Any, ...]:
@@ -432,18 +354,17 @@ class Supervisor:
     def _replace(self, indexes: list[int]) -> dict[int, BaseException]:
         """Starts a successor for each of these; those that did not come up, and why."""
         records = [self.records[index] for index in indexes]
-        counts = [(member.stream, member.n_restarts) for member in records]
+        counts = [(record.stream, record.n_restarts) for record in records]
         try:
             return self._begin_successors(indexes)
         except BaseException as error:
             if not isinstance(error, Exception):  # interrupted: others take their place, with the same seeds
-                for member, count in zip(records, counts, strict=True):
-                    member.stream, member.n_restarts = count
+                for record, count in zip(records, counts, strict=True):
+                    record.stream, record.n_restarts = count
             raise
 
     def _begin_successors(self, indexes: list[int]) -> dict[int, BaseException]:
         pool = self.pool
-        assert not isinstance(pool, InlinePool)
         with uninterrupted():
             for index in indexes:
                 self.records[index].begin_anew()
@@ -452,12 +373,13 @@ class Supervisor:
         pool.settle(asked)
         failures = {each.index: each.error for each in asked if each.error is not None}
         for method, arguments in self._orders.items():
-            replies, more = self._asked(method, arguments, [index for index in indexes if index not in failures])
+            replies, more = self.ask_some(method, arguments, [index for index in indexes if index not in failures])
             failures |= more
             if method == "describe":
                 failures |= {
-                    index: SpecError(f"create_env: {self.noun} {index} has {n} environments now, it had {self._n_envs}")
-                    for index, (n, _) in replies.items() if n != self._n_envs
+                    index: SpecError(f"create_env: {self.noun} {index} has {found.n_envs} environments now, "
+                                     f"it had {self._n_envs}")
+                    for index, found in replies.items() if found.n_envs != self._n_envs
                 }  # fmt: skip
         for index in indexes:
             for order in self.records[index].orders if index not in failures else ():
@@ -466,56 +388,7 @@ class Supervisor:
         return failures
 
 
-def start_pool(
-    settings: JobSettings, run: RunSettings, shared: tuple[SharedArena, SharedArena]
-) -> WorkerPool | InlinePool:
-    """Workers with their jobs built; with no processes the job runs in this one.
-
-    Raises:
-        TypeError: what the user gave cannot be sent to a worker.
-    """
-    try:
-        if run.n_processes == 0:
-            factory = JobFactory(settings.by_value())
-            return InlinePool(factory, shared=shared, around=PrivateStreams(), init_worker=run.init_worker)
-        return WorkerPool(
-            run.n_processes,
-            JobFactory(settings),
-            shared=shared,
-            start_method=run.start_method,
-            timeout=run.timeout,
-            preload=PRELOAD,
-            setup=WorkerSetup(partial(seed_worker_streams, settings.seeds, settings.agent_seeds)),
-            init_worker=run.init_worker,
-            name="rlstructs-worker",
-        )
-    except Exception as error:
-        objects = {"init_worker": run.init_worker if run.n_processes else None} | settings.objects()
-        if why := why_not_sent(objects):
-            raise TypeError(why) from error
-        raise
-
-
 def _raise_first(asked: list[Asked]) -> None:
     for each in asked:
         if each.error is not None:
             raise each.error
-
-
-def check_policy(policy: str, max_restarts: int | None) -> None:
-    """Raises SpecError or TypeError unless these say what is to become of workers that fail."""
-    if policy not in POLICIES:
-        raise SpecError(f"on_worker_failure must be one of {POLICIES}, got {policy!r}")
-    if max_restarts is not None:
-        check_count("max_restarts", max_restarts, 0)
-
-
-def times(elapsed: float, clock: Clock) -> dict[str, Any]:
-    """What `RL_Batcher.stats` says of a worker's time, so many seconds after it began."""
-    return {
-        "steps": clock.steps,
-        "steps_per_second": clock.steps / elapsed,
-        "environment_seconds": clock.environment,
-        "agent_seconds": clock.agent,
-        "waiting_seconds": max(0.0, elapsed - clock.busy),
-    }

@@ -22,7 +22,7 @@ class Transport:
 
     Args:
         layout: of all environments.
-        blocks: for each member its environments, by their global indexes.
+        blocks: for each worker its environments, by their global indexes.
 
     Attributes:
         infos: `agent_info` and `env_info` as the last `reset` or `execute` gave them; empty before.
@@ -32,7 +32,7 @@ class Transport:
     def __init__(self, layout: Layout, blocks: Sequence[range]) -> None:
         self.layout, self.blocks = layout, blocks
         self.infos: dict[str, DictTensor] = {}
-        # Which environments run, by member; None for all of its.
+        # Which environments run, by worker; None for all of its.
         self._running: list[list[int] | None] = [None] * len(blocks)
         self.episodes = EpisodeTracker()
 
@@ -45,28 +45,32 @@ class Transport:
         """What these rollouts have written.
 
         Args:
-            orders: by member.
-            version_before: what the updates that members know of are counted from.
+            orders: by worker.
+            version_before: what the updates that workers know of are counted from.
             version: the present one, for rollouts that were lost.
         """
         raise NotImplementedError
+
+    def n_rows_at_most(self) -> int:
+        """How many rows the next batch may have."""
+        return self.n_running()
 
     def n_running(self) -> int:
         """How many environments run."""
         both = zip(self.blocks, self._running, strict=True)
         return sum(len(block if which is None else which) for block, which in both)
 
-    def n_members_running(self) -> int:
-        """How many members have one that does."""
+    def n_workers_running(self) -> int:
+        """How many workers have one that does."""
         return sum(which != [] for which in self._running)
 
     def running(self) -> np.ndarray:
         """The global indexes of those that run."""
-        return np.concatenate([self.rows_of(member) for member in range(len(self.blocks))])
+        return np.concatenate([self.rows_of(worker) for worker in range(len(self.blocks))])
 
-    def rows_of(self, member: int) -> np.ndarray:
-        """The global indexes of those of a member that run."""
-        which, block = self._running[member], self.blocks[member]
+    def rows_of(self, worker: int) -> np.ndarray:
+        """The global indexes of those of a worker that run."""
+        which, block = self._running[worker], self.blocks[worker]
         return np.arange(block.start, block.stop) if which is None else block.start + np.array(which, np.int64)
 
     def put_infos(self, infos: Mapping[str, DictTensor]) -> None:
@@ -77,14 +81,14 @@ class Transport:
         """Has it be in force in every rollout that `prepare` hears of from now on."""
         self.infos["agent_info"] = info.clone()
 
-    def prepare(self, member: int, number: int) -> None:
-        """Sees to it that a member finds what rollout `number` needs."""
+    def prepare(self, worker: int, number: int) -> None:
+        """Sees to it that a worker finds what rollout `number` needs."""
 
-    def cut(self, member: int, number: int) -> None:
-        """Has a member end its rollouts below this number after the step that it is in."""
+    def cut(self, worker: int, number: int) -> None:
+        """Has a worker end its rollouts below this number after the step that it is in."""
 
     def cut_all(self) -> None:
-        """Has every member end every rollout, if it can be told."""
+        """Has every worker end every rollout, if it can be told."""
 
     def add(self, orders: Mapping[int, RolloutOrder], trajectories: Trajectories) -> None:
         """Takes down the episodes of what is handed out."""
@@ -92,14 +96,14 @@ class Transport:
 
     def end(self, orders: Mapping[int, RolloutOrder]) -> None:
         """Takes down who runs in the rollouts behind these."""
-        for member, order in orders.items():
-            self._running[member] = None if order.is_lost else order.asked.value[0]
+        for worker, order in orders.items():
+            self._running[worker] = None if order.is_lost else order.asked.value.running
 
-    def begin_anew(self, records: Iterable[int]) -> None:
+    def begin_anew(self, workers: Iterable[int]) -> None:
         """The environments of these are reset: all run, and what had begun has no end."""
-        for member in records:
-            self._running[member] = None
-            self.episodes.forget(self.rows_of(member))
+        for worker in workers:
+            self._running[worker] = None
+            self.episodes.forget(self.rows_of(worker))
 
     def close(self) -> None:
         """Lets go of what was written. Idempotent."""
@@ -136,7 +140,7 @@ class SlotTransport(Transport):
             if order.is_lost:
                 self.slots[index].lose(rows)
             else:
-                versions[rows] = version_before + order.asked.value[2]
+                versions[rows] = version_before + order.asked.value.version
             generations.setdefault(index, []).append(rows)
         return Batch([(self.slots[index], np.concatenate(rows)) for index, rows in generations.items()], versions)
 
@@ -151,15 +155,15 @@ class SlotTransport(Transport):
         super().put_agent_info(info)
         self._stale |= set(itertools.product(range(len(self.blocks)), range(len(self.slots))))
 
-    def prepare(self, member: int, number: int) -> None:
-        place = member, number % len(self.slots)
+    def prepare(self, worker: int, number: int) -> None:
+        place = worker, number % len(self.slots)
         if place in self._stale:
             self._stale.discard(place)
-            block = self.blocks[member]
+            block = self.blocks[worker]
             write_info(self.slots[place[1]], "agent_info", self.infos["agent_info"], slice(block.start, block.stop))
 
-    def cut(self, member: int, number: int) -> None:
-        self._cuts[member] = number
+    def cut(self, worker: int, number: int) -> None:
+        self._cuts[worker] = number
 
     def cut_all(self) -> None:
         for worker in range(len(self._cuts)):

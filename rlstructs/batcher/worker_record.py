@@ -69,9 +69,9 @@ class WorkerRecord:
     def hand_out(self) -> bool:
         """The oldest rollout is handed out; whether the next one is the first of another worker."""
         order = self.orders.popleft()
-        self.runs = order.is_lost or order.asked.value[0] != []
+        self.runs = order.is_lost or order.asked.value.running != []
         if not order.is_lost and (self.anew is None or order.number >= self.anew):
-            self.tell_time(order.asked.value[1])
+            self.tell_time(order.asked.value.clock)
         return self.is_anew()
 
     def tell_time(self, told: Any) -> None:
@@ -98,4 +98,25 @@ class WorkerRecord:
                 order.is_lost = True
                 self.n_lost += runs  # or nothing was lost
                 return
-            runs = order.asked.value[0] != []
+            runs = order.asked.value.running != []
+
+    def state(self) -> dict[str, Any]:
+        """What `Supervisor.renew` needs of it."""
+        return {
+            "stream": self.stream,
+            "restarts": self.n_restarts,
+            "lost_rollouts": self.n_lost,
+            "seconds": time.monotonic() - self.since,
+            **vars(self.clock),
+        }
+
+
+def times(elapsed: float, clock: Clock) -> dict[str, Any]:
+    """What `RL_Batcher.stats` says of a worker's time, so many seconds after it began."""
+    return {
+        "steps": clock.steps,
+        "steps_per_second": clock.steps / elapsed,
+        "environment_seconds": clock.environment,
+        "agent_seconds": clock.agent,
+        "waiting_seconds": max(0.0, elapsed - clock.busy),
+    }

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -28,13 +28,6 @@ BUILD = "build"
 ASIDE = "aside"
 
 Columns = dict[str, np.ndarray]
-
-
-class WithColumns(NamedTuple):
-    """What a method of a job returns that gives arrays: a tuple, and the arrays, which go through the object store."""
-
-    value: tuple[Any, ...]
-    columns: Columns
 
 
 class NodeActor:
@@ -64,8 +57,8 @@ class NodeActor:
         try:
             call: Call = pickling.loads(request)
             value: Any = self._build(*shared, *call.args) if call.method == BUILD else self._ask(call, shared)
-            if isinstance(value, WithColumns):
-                value, columns = value
+            if has_columns(value):
+                columns, value = value.columns, value._replace(columns={})
             reply = Result((value, self._job.report()))
         except Exception as error:
             reply = self._failed(error)
@@ -98,6 +91,11 @@ class NodeActor:
         if notes and notes[-1].startswith(RAISED):
             notes.pop()
         return self._first + cause.worker_index, Failure.of(error)._replace(text=cause.text)
+
+
+def has_columns(value: Any) -> bool:
+    """Whether a reply is a NamedTuple with a field `columns`, arrays that go through the object store."""
+    return isinstance(value, tuple) and "columns" in getattr(value, "_fields", ())
 
 
 def _take_path(path: list[str]) -> None:

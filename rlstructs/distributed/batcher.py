@@ -15,41 +15,24 @@ processes with their actor.
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast, overload
 
 import torch
 
 from rlstructs.agent import RL_Agent
-from rlstructs.batcher.arguments import RunSettings, warn_of_overlap
+from rlstructs.batcher.arguments import RAISE, RunSettings
 from rlstructs.batcher.batcher import RL_Batcher
-from rlstructs.batcher.lifecycle import Phase
-from rlstructs.batcher.supervisor import RAISE, RESTART
+from rlstructs.batcher.engine import Engine
 from rlstructs.checks import check_count
 from rlstructs.distributed import cluster
-from rlstructs.distributed.broadcast import Broadcast
+from rlstructs.distributed.engine import start_ray_engine
 from rlstructs.distributed.lease import PartsLease
-from rlstructs.distributed.node_job import NodeSettings
 from rlstructs.distributed.parts import PartsBatch
-from rlstructs.distributed.pool import NodePool
-from rlstructs.distributed.supervisor import NodeSupervisor
-from rlstructs.distributed.transport import PartTransport
 from rlstructs.envs.vec_env import VecEnv
-from rlstructs.episodes import NAMES_OF_STEPS
 from rlstructs.errors import SpecError
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
-from rlstructs.worker_setup import registry
-from rlstructs.worker_setup.libraries import read_libraries
-from workers import pickling
-from workers.culprits import why_not_sent
-from workers.interrupts import uninterrupted
-from workers.script import Carried
-from workers.settings.process_settings import SETTINGS, read_settings
 
 
 class RayBatcher(RL_Batcher):
@@ -90,6 +73,8 @@ class RayBatcher(RL_Batcher):
         WorkerError: a node or a worker did not come up.
         Exception: what `create_env` or `create_agent` raised in a worker.
     """
+
+    _stack_level = 4
 
     def __init__(
         self,
@@ -188,16 +173,9 @@ class RayBatcher(RL_Batcher):
         Raises:
             StateError, WorkerError, Exception: as `get`.
         """
-        self._check_lease()
-        with self._life.failing():
-            orders = self._supervisor.collect()
-            batch = cast(PartsBatch, self._batch(orders))
-            trajectories = batch.some(NAMES_OF_STEPS)
-        with uninterrupted():
-            n_running = self._end(orders, trajectories)
-            lease = PartsLease(list(batch.parts), n_running, lambda: self._take_back(batch, n_running))
-            self._lent, self._life.phase = (weakref.ref(lease), batch, n_running), Phase.LEASED
-        return lease
+        return self._hand_out.lease(
+            lambda batch, _, *rest: PartsLease(list(cast(PartsBatch, batch).parts), *rest)
+        )
 
     def stats(self) -> dict[str, Any]:
         """What the workers do and have done, as of the last reply of their nodes.
@@ -208,71 +186,16 @@ class RayBatcher(RL_Batcher):
             and `workers` (their indexes). `arena_bytes`: the object store that rollouts take.
         """
         found = super().stats()
-        nodes = self._pool.nodes
         return {**found, "nodes": [
             {"node": node.index, "node_id": node.node_id, "address": node.address, "pid": node.pid, "state": node.state,
-             "workers": list(node.workers)} for node in nodes
+             "workers": list(node.workers)} for node in self._nodes.nodes
         ]}  # fmt: skip
 
-    def _start(self, run: RunSettings) -> None:
+    def _start_engine(self, run: RunSettings) -> Engine:
         cluster.connect(self._address)
         sizes = split(run.n_processes, self._n_nodes or self._placement.n_machines())
-        ends = itertools.accumulate(sizes)
-        workers = [(slice(end - size, end),) for size, end in zip(sizes, ends, strict=True)]
-        self._pool = NodePool(self._node_settings(run), workers, sizes, self._placement, run.timeout)
-        policy = run.on_worker_failure, run.max_restarts, run.run_ahead
-        self._supervisor: NodeSupervisor = NodeSupervisor(self._pool, *policy)
-        self._outbox = Broadcast(self._check_update)
-
-    def _n_rows_at_most(self) -> int:
-        return self.n_elems() if self._run.on_worker_failure == RESTART else super()._n_rows_at_most()
-
-    def _node_settings(self, run: RunSettings) -> bytes:
-        """What the nodes' batchers are made of, pickled."""
-        job = self._settings
-        try:
-            sent = NodeSettings(job, run, self._debug, registry.registered(), read_settings(SETTINGS), read_libraries())
-            return pickling.dumps(Carried(sent))
-        except Exception as error:
-            if why := why_not_sent({"init_worker": run.init_worker} | job.objects()):
-                raise TypeError(why) from error
-            raise
-
-    def _attach(self, run: RunSettings) -> None:
-        layout, blocks = self._describe(run.n_timesteps)
-        warn_of_overlap(self._settings.seeds, self._n_envs, stacklevel=5)
-        self._transport = PartTransport(layout, blocks, run.run_ahead + 1, self._inform, self._pool.cut, self._debug)
-        self._n_bytes_of_update = 0
-        self._check_store()
-
-    def _check_store(self) -> None:
-        """Raises OutOfMemoryError unless object stores can hold the rollouts, the updates that are on their way to
-        nodes, and the next one."""
-        here = cluster.this_machine()
-        needs: Counter[str] = Counter()
-        transport, n_rollouts = self._transport, self._run.run_ahead + 1
-        for node, block in zip(self._pool.nodes, transport.blocks, strict=True):
-            n_bytes = dataclasses.replace(transport.layout, n_slots=len(block)).nbytes * n_rollouts
-            needs.update(dict.fromkeys({here, node.node_id}, n_bytes if n_bytes > cluster.INLINE else 0))
-        for node_id in needs:
-            needs[node_id] += (n_rollouts + 1) * self._n_bytes_of_update
-        cluster.check_store("rollouts and updates", needs)
-
-    def _check_update(self, n_bytes: int) -> None:
-        if n_bytes > max(cluster.INLINE, self._n_bytes_of_update):
-            before, self._n_bytes_of_update = self._n_bytes_of_update, n_bytes
-            try:
-                self._check_store()
-            except BaseException:
-                self._n_bytes_of_update = before
-                raise
-
-    def _inform(self, infos: Mapping[str, DictTensor]) -> None:
-        data = pickling.dumps(infos)
-        self._supervisor.inform(cluster.shared(data, len(data)))
-
-    def _free(self) -> None:
-        """Nothing: what is in the object store goes when nobody looks at it."""
+        self._nodes, engine = start_ray_engine(self._settings, run, self._debug, sizes, self._placement)
+        return engine
 
     def __enter__(self) -> RayBatcher:
         return self

@@ -1,29 +1,28 @@
-"""What one actor runs: an `RL_Batcher` for a block of the workers, asked as a worker is asked."""
+"""What one actor runs: an engine for a block of the workers, asked as a worker is asked."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from rlstructs.batcher.arguments import RunSettings
 from rlstructs.batcher.batch import Batch
-from rlstructs.batcher.batcher import NO_INFO, RL_Batcher
-from rlstructs.batcher.lifecycle import Phase
+from rlstructs.batcher.engine import start_engine
+from rlstructs.batcher.evaluation import run_evaluation
 from rlstructs.batcher.transport import SlotTransport
-from rlstructs.distributed.actor import Columns, WithColumns
+from rlstructs.distributed.actor import Columns
 from rlstructs.distributed.parts import columns_of
 from rlstructs.moments import Moments
 from rlstructs.rollout.job import Once
 from rlstructs.rollout.job_settings import JobSettings
-from rlstructs.rollout.probe import Specs
-from rlstructs.shared.slots import STATE
+from rlstructs.rollout.probe import JobDescription, Specs
+from rlstructs.shared.slots import STATE, Slots
 from rlstructs.shared.weights import Parcel
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.worker_setup import registry
@@ -31,6 +30,8 @@ from rlstructs.worker_setup.libraries import write_libraries
 from rlstructs.worker_setup.registry import Registered
 from workers import pickling
 from workers.settings.process_settings import SETTINGS, write_settings
+
+NO_INFO = DictTensor()
 
 
 @dataclass(frozen=True)
@@ -70,110 +71,45 @@ class NodeSettings:
 
 @dataclass(frozen=True)
 class Ran:
-    """What became of one rollout of a node; environments are counted from its first.
+    """Which environments of a node a rollout is of, and which began new episodes; counted from the node's first.
 
     Attributes:
-        running: which environments still run, None for all of them.
-        gathered: what each worker gathered.
-        before, after: which environments began anew, before it and at its end: their episodes had no end.
-        rows: which environments it is of, ascending; None for all of them.
+        before, after: those that began anew before it and at its end: their episodes had no end.
+        rows: those that it is of, ascending; None for all of them.
     """
 
-    running: list[int] | None
-    gathered: list[dict[str, Moments]]
     before: list[int]
     after: list[int]
     rows: list[int] | None
 
 
-class NodeBatcher(RL_Batcher):
-    """The batcher of one node: it hands out what its slots hold, and leaves it to the trainer to add it up."""
+class NodeReply(NamedTuple):
+    """What a node replies when its rollout is over: as `RolloutReply`, and more.
 
-    # The last rollout, which is looked at until the next one begins.
-    _last: Batch | None = None
-    # Environments that began anew, with successors of their workers, and nobody was told.
-    _anew: frozenset[int] = frozenset()
+    Attributes:
+        running: as there, of the node.
+        clock: what `Supervisor.state` gives on its workers.
+        version: as there.
+        statistics: the moments that each worker gathered, by name.
+        ran: what became of the rollout.
+        columns: what its slots hold; arrays that go through the object store.
+    """
 
-    @classmethod
-    def of(cls, settings: NodeSettings) -> NodeBatcher:
-        """Its workers run when this returns."""
-        job, run = settings.job, settings.run
-        return cls(
-            run.n_timesteps, job.create_agent, job.agent_args, job.create_env, job.env_args, run.n_processes, job.seeds,
-            job.agent_info if len(job.agent_info.keys()) else None, job.env_info if len(job.env_info.keys()) else None,
-            job.agent_seeds, job.device or "cpu", start_method=run.start_method, timeout=run.timeout,
-            on_worker_failure=run.on_worker_failure, max_restarts=run.max_restarts, debug=settings.debug,
-            init_worker=run.init_worker,
-        )  # fmt: skip
-
-    def describe(self) -> tuple[int, Specs]:
-        """How many environments a worker has, and what rollouts hold."""
-        layout = self._transport.layout
-        state = {key.removeprefix(STATE): spec for key, spec in layout.info.items() if key.startswith(STATE)}
-        return self._n_envs, Specs(dict(layout.observation), dict(layout.action), state, self._supervisor.statistics)
-
-    def rollout(
-        self, number: int, statistics: dict[str, Moments], agent_info: DictTensor
-    ) -> tuple[Ran, Columns]:
-        """Runs one rollout.
-
-        Args:
-            number: how many the trainer ordered before.
-            statistics: that environments go by.
-            agent_info: as of `execute`.
-
-        Returns:
-            What became of it, and what the slots hold, views that are good until the next rollout.
-        """
-        if self._last is not None:
-            self._last.release()
-        transport = cast(SlotTransport, self._transport)
-        if self._life.phase is Phase.ENDED:
-            return Ran([], [], self._take_anew(), [], []), columns_of(transport.slots[0], np.zeros(0, np.int64), 0)
-        for member in self._supervisor.records:  # not all that the trainer ordered were run: some came after the end
-            member.n_ordered = number
-        self._supervisor.know(statistics)
-        self.execute(agent_info)
-        before = self._take_anew()
-        with self._life.failing():
-            orders = self._supervisor.collect()
-            batch = self._last = self._batch(orders)
-        rows = transport.running()
-        columns = columns_of(transport.slots[0], rows, batch.n_timesteps)
-        gathered = self._supervisor.gathered(orders)
-        n_running = self._advance(orders)
-        self._life.phase = Phase.READY if n_running else Phase.ENDED
-        running = None if n_running == self.n_elems() else transport.running().tolist()
-        ran = None if rows.size == self.n_elems() else rows.tolist()
-        return Ran(running, gathered, before, self._take_anew(), ran), columns
-
-    def cut(self, number: int) -> None:
-        """Ends rollouts below this number after the step that they are in; called while another thread runs one."""
-        with contextlib.suppress(IndexError, TypeError):  # closed meanwhile
-            for worker in range(len(self._transport.blocks)):
-                self._transport.cut(worker, number)
-
-    def _begin_anew(self, replaced: Iterable[int]) -> None:
-        replaced = list(replaced)
-        super()._begin_anew(replaced)
-        self._anew |= {row for worker in replaced for row in self._transport.blocks[worker]}
-
-    def _take_anew(self) -> list[int]:
-        anew, self._anew = sorted(self._anew), frozenset()
-        return anew
-
-    def _free(self) -> None:
-        self._last = None
-        super()._free()
+    running: list[int] | None
+    clock: list[dict[str, Any]]
+    version: int
+    statistics: list[dict[str, Moments]]
+    ran: Ran
+    columns: Columns
 
 
 class NodeJob:
-    """Answers what `NodeSupervisor` asks of a node, as `RolloutJob` answers a `Supervisor`.
+    """Runs an engine for a block of the workers: answers a `NodeSupervisor` as `RolloutJob` answers a `Supervisor`.
 
     Args:
-        settings: how to make the batcher.
+        settings: how to start the engine.
         workers: which these are, of all.
-        states: of each worker what `Supervisor.state` said of the one before it; None if there was none.
+        states: for each worker what `Supervisor.state` gave on the one before it; None if there was none.
     """
 
     def __init__(
@@ -183,29 +119,35 @@ class NodeJob:
         write_settings(SETTINGS, settings.process)
         write_libraries(settings.libraries)
         registry.register(settings.registered)
-        # The trainer's process says so, of all workers.
-        warnings.filterwarnings("ignore", "seeds: environments of processes")
-        self._batcher = NodeBatcher.of(settings)
+        # Environments that began new episodes which the trainer does not know of.
+        self._new: set[int] = set()
+        self._engine = start_engine(settings.job, settings.run, settings.debug, self._note_new_episodes)
         if states is not None:
-            self._batcher._renew(list(states))
+            self._engine.renew(states)
         self.error: BaseException | None = None
-        self._infos: dict[str, DictTensor] = {}
-        self._agent_info = NO_INFO  # for the next rollout
+        self._infos: dict[str, DictTensor] = {"agent_info": NO_INFO, "env_info": NO_INFO}
+        self._agent_info: DictTensor | None = None  # for the next rollout
         self._version = 0
+        # The last rollout, which is read until the next one begins.
+        self._last: Batch | None = None
+        self._all_ended = False
         self._evaluation: Generator[None, None, Any] | None = None
         self._episodes: list[dict[str, Any]] = []
-        # What the rollout that is being replied to says of its workers; it is pickled once.
-        self._told: list[dict[str, Any]] | None = None
+        # The state of the workers as the rollout that is being replied to gives it; it is pickled once.
+        self._state: list[dict[str, Any]] | None = None
 
-    def describe(self) -> tuple[int, Specs]:
-        """As of `NodeBatcher`."""
-        return self._batcher.describe()
+    def describe(self) -> JobDescription:
+        """Counts the environments of a worker, and says what rollouts hold."""
+        layout, statistics = self._engine.transport.layout, self._engine.supervisor.statistics
+        state = {key.removeprefix(STATE): spec for key, spec in layout.info.items() if key.startswith(STATE)}
+        return JobDescription(
+            self._engine.n_envs, Specs(dict(layout.observation), dict(layout.action), state, statistics)
+        )
 
     def report(self) -> dict[str, Any]:
-        """What is known of its workers: `pids`, and `state` as of `Supervisor`."""
-        supervisor = self._batcher._supervisor
-        told, self._told = self._told or supervisor.state(), None
-        return {"pids": supervisor.pool.pids, "state": told}
+        """What is known of its workers: `pids`, and `state` as `Supervisor.state` gives it."""
+        state, self._state = self._state or self._engine.supervisor.state(), None
+        return {"pids": self._engine.pool.pids, "state": state}
 
     def inform(self, data: bytes) -> None:
         """Takes `agent_info` and `env_info` of all environments, pickled; each N rows, or empty."""
@@ -217,38 +159,62 @@ class NodeJob:
     def reset(self, statistics: dict[str, Moments]) -> None:
         """Starts an episode in every environment."""
         with Once(self):
-            self._batcher._supervisor.know(statistics)
-            self._batcher.reset(**self._infos)
-            self._agent_info = NO_INFO
+            self._engine.supervisor.know(statistics)
+            self._engine.settle()
+            self._engine.reset(self._infos)
+            self._agent_info, self._all_ended = None, False
 
-    def rollout(self, number: int, statistics: dict[str, Moments]) -> WithColumns:
-        """Runs one.
+    def rollout(self, number: int, statistics: dict[str, Moments]) -> NodeReply:
+        """Runs one rollout.
+
+        Args:
+            number: how many the trainer ordered before.
+            statistics: that environments go by.
 
         Returns:
-            The fields of `RolloutJob.rollout`, with `Supervisor.state` in place of a clock, and what became of it; and
-            what the slots hold.
+            What became of it, and what the slots hold: views that are good until the next rollout.
         """
         with Once(self):
-            ran, columns = self._batcher.rollout(number, statistics, self._agent_info)
-            self._agent_info = NO_INFO
-            self._told = self._batcher._supervisor.state()
-            return WithColumns((ran.running, self._told, self._version, ran.gathered, ran), columns)
+            if self._last is not None:
+                self._last.release()
+            engine, slots = self._engine, self._slots()
+            if self._all_ended:
+                ran = Ran(self._take_new(), [], [])
+                return self._reply([], [], ran, columns_of(slots, np.zeros(0, np.int64), 0))
+            # Not all that the trainer ordered were run: some came when all had ended.
+            for record in engine.supervisor.records:
+                record.n_ordered = number
+            engine.supervisor.know(statistics)
+            engine.mend()
+            engine.begin(self._agent_info)
+            self._agent_info, before = None, self._take_new()
+            orders = engine.collect()
+            batch = self._last = engine.batch(orders)
+            rows, n_elems = engine.transport.running(), engine.n_elems
+            columns, gathered = columns_of(slots, rows, batch.n_timesteps), engine.supervisor.gathered(orders)
+            n_running = engine.advance(orders)
+            self._all_ended = not n_running
+            running = None if n_running == n_elems else engine.transport.running().tolist()
+            ran = Ran(before, self._take_new(), None if rows.size == n_elems else rows.tolist())
+            return self._reply(running, gathered, ran, columns)
 
     def cut(self, number: int) -> None:
-        """As of `NodeBatcher`."""
-        self._batcher.cut(number)
+        """Ends rollouts below this number after the step that they are in; called while another thread runs one."""
+        with contextlib.suppress(IndexError, TypeError):  # closed meanwhile
+            for worker in range(len(self._engine.transport.blocks)):
+                self._engine.transport.cut(worker, number)
 
     def update(self, packed: tuple[int, Parcel]) -> None:
         """Updates every agent; of how many updates this one is the last, and what it is."""
         with Once(self):
             self._version, parcel = packed
-            self._batcher.update(parcel)
+            self._engine.update(self._engine.outbox.pack(parcel))
 
     def renew(self, workers: Sequence[dict[str, Any]]) -> None:
         """Makes environments anew; of all workers what `Supervisor.state` gave."""
         with Once(self):
-            self._batcher._renew(list(workers)[self._workers])
-            self._batcher._life.phase = Phase.NEW
+            self._engine.renew(list(workers)[self._workers])
+            self._all_ended = False
 
     def begin_evaluation(
         self,
@@ -257,14 +223,14 @@ class NodeJob:
         infos: Mapping[str, DictTensor],
         statistics: dict[str, Moments],
     ) -> None:
-        """As of `RolloutJob`: of all environments and workers."""
+        """Begins an evaluation; the arguments are those of `RolloutJob`, for all environments and workers."""
         if self.error is not None:
             raise self.error
         self.end_evaluation()
-        mine, supervisor = self._rows(), self._batcher._supervisor
+        mine, supervisor = self._rows(), self._engine.supervisor
         own = {name: _part(info, mine) for name, info in infos.items()}
         supervisor.know(statistics)
-        self._evaluation = supervisor.evaluating(wanted[mine], list(seeds)[self._workers], own)
+        self._evaluation = run_evaluation(supervisor, wanted[mine], list(seeds)[self._workers], own)
 
     def evaluate(self) -> bool:
         """Goes on with it; whether all episodes have ended."""
@@ -287,15 +253,38 @@ class NodeJob:
         self._evaluation, parts = None, self._episodes
         self._episodes = []
         for worker, part in enumerate(parts):
-            part["env_index"] += worker * self._batcher._n_envs
+            part["env_index"] += worker * self._engine.n_envs
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else None
 
     def close(self) -> None:
         """Closes agents and environments, and ends the workers."""
-        self._batcher.close()
+        self._last = None
+        try:
+            self._engine.close()
+        except Exception:
+            if self.error is None:  # otherwise the first failure has been reported
+                raise
+        finally:
+            self._engine.free()
+
+    def _slots(self) -> Slots:
+        return cast(SlotTransport, self._engine.transport).slots[0]
+
+    def _reply(
+        self, running: list[int] | None, statistics: list[dict[str, Moments]], ran: Ran, columns: Columns
+    ) -> NodeReply:
+        self._state = self._engine.supervisor.state()
+        return NodeReply(running, self._state, self._version, statistics, ran, columns)
+
+    def _note_new_episodes(self, workers: Collection[int]) -> None:
+        self._new |= {row for worker in workers for row in self._engine.transport.blocks[worker]}
+
+    def _take_new(self) -> list[int]:
+        new, self._new = sorted(self._new), set()
+        return new
 
     def _rows(self) -> slice:
-        n_envs, workers = self._batcher._n_envs, self._workers
+        n_envs, workers = self._engine.n_envs, self._workers
         return slice(workers.start * n_envs, workers.stop * n_envs)
 
 

@@ -6,7 +6,7 @@ that were written. They arrive as read-only arrays in the object store; `get` co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 
 from rlstructs.batcher.batch import Batch
 from rlstructs.distributed.actor import Columns
+from rlstructs.episodes import NAMES_OF_STEPS
 from rlstructs.shared.layout import Layout
 from rlstructs.shared.packing import Packing, Rows
 from rlstructs.shared.reading import Recorded, blocks_of, sources_of, specs_of_steps
@@ -181,9 +182,9 @@ class PartsBatch(Batch):
             part.read(self.n_timesteps, {name: tensor[rows] for name, tensor in steps.items()})
         return steps
 
-    def some(self, names: Iterable[str]) -> Trajectories:
-        """Steps of these names, those that there are, private memory; what lies in the padding is of no meaning."""
-        specs = {name: spec for name, spec in self._specs.items() if name in names}
+    def lend(self) -> Trajectories:
+        """The steps that episodes are found by, private memory; what lies in the padding is of no meaning."""
+        specs = {name: spec for name, spec in self._specs.items() if name in NAMES_OF_STEPS}
         steps = _new((len(self.lengths), self.n_timesteps), specs)
         for part, rows in self._placed():
             for name, tensor in steps.items():

@@ -1,4 +1,4 @@
-"""Actors behind the interface of `WorkerPool`, as far as a `Supervisor` uses it."""
+"""`NodePool`: a `Pool` whose workers are actors of Ray."""
 
 from __future__ import annotations
 
@@ -85,6 +85,21 @@ class NodePool:
         """How many nodes there are."""
         return len(self._parts)
 
+    @property
+    def pids(self) -> list[int]:
+        """The process id of each actor, 0 until it is placed."""
+        return [node.pid for node in self.nodes]
+
+    @property
+    def states(self) -> list[str]:
+        """"idle", "busy" or "gone", for each node."""
+        return [node.state for node in self.nodes]
+
+    @property
+    def can_restart(self) -> bool:
+        """True: a node that is gone is replaced on what is left of the cluster."""
+        return True
+
     def call(self, method: str, *args: Any) -> list[Any]:
         """Calls a method of every job; the values, by node."""
         return self.values(self.ask(method, *args), fails_fast=True)
@@ -155,8 +170,11 @@ class NodePool:
                 self.nodes[index].report = report
         return [self._build(self.nodes[index], *args) for index, args in successors.items()]
 
-    def close(self) -> None:
+    def close(self, *, with_earlier: bool = True) -> None:
         """Closes every job and ends every actor, by force after some seconds. Idempotent.
+
+        Args:
+            with_earlier: without effect: nodes only say what they raise as they close.
 
         Raises:
             Exception: what the first job raised while it closed; everything is gone all the same.
@@ -315,7 +333,7 @@ class NodePool:
             value, node.report = reply.value
             if asked.label == BUILD:
                 self._placed(node, *value)
-            asked.end((*value, columns) if columns else value)
+            asked.end(value._replace(columns=columns) if columns else value)
 
     def _reply(self, node: Node) -> tuple[Any, Columns]:
         """What a node has replied, or the exception to raise when just that is lost."""

@@ -301,7 +301,7 @@ class RayReplay:
         self._check_open("save")
         shards = range(self._n_shards)
         # One after another: each may be large.
-        data = (self._pool.values(self._pool.ask("save", only=[shard]))[0][0][DATA] for shard in shards)
+        data = (self._pool.values(self._pool.ask("save", only=[shard]))[0].columns[DATA] for shard in shards)
         replay_files.write(Path(path), self._header(), self._rng.bit_generator.state, data)
 
     def load(self, path: str | Path) -> None:
@@ -399,9 +399,9 @@ class RayReplay:
                                        if not (counts[node.index] or node.asked)])  # fmt: skip
         asked = [self._pool.ask("sample", names, counts[shard], settings, only=[shard])[0] for shard in shards]
         parts = self._pool.values(asked)
-        for shard, (_, columns) in zip(shards, parts, strict=True):
-            columns["/" + INDEX] = columns["/" + INDEX] * self._n_shards + shard
-        return parts[0][0], [columns for _, columns in parts]
+        for shard, part in zip(shards, parts, strict=True):
+            part.columns["/" + INDEX] = part.columns["/" + INDEX] * self._n_shards + shard
+        return parts[0].dtypes, [part.columns for part in parts]
 
     def _counts(self, n: int, kind: Beginning) -> list[int]:
         """How many of `n` draws of this kind each shard makes: one for each n-th of the total."""

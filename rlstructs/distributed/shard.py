@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from rlstructs.distributed.actor import Columns, WithColumns
+from rlstructs.distributed.actor import Columns
 from rlstructs.errors import FileError
 from rlstructs.memories.torch import PrioritizedMemory
 from rlstructs.replay import expand
@@ -37,6 +37,19 @@ N_KINDS = 8
 EXACT = 1e-6
 
 Dtypes = dict[str, torch.dtype]
+
+
+class ShardSample(NamedTuple):
+    """What a shard has drawn: dtypes by name; tensors, and what is known of them, their names behind a "/"."""
+
+    dtypes: Dtypes
+    columns: Columns
+
+
+class ShardFile(NamedTuple):
+    """A shard's file, as bytes."""
+
+    columns: Columns
 
 
 @dataclass(frozen=True)
@@ -176,7 +189,7 @@ class Shard:
         self._memory.largest = largest
         self._memory.add_trajectories(Trajectories(info, steps), self._settings.names)
 
-    def sample(self, names: Sequence[str], n: int, settings: Mapping[str, Any]) -> WithColumns:
+    def sample(self, names: Sequence[str], n: int, settings: Mapping[str, Any]) -> ShardSample:
         """Draws rows or sequences.
 
         Args:
@@ -191,17 +204,17 @@ class Shard:
         found = dict(zip(names, tensors, strict=True))
         columns = {name: raw_of(tensor) for name, tensor in found.items()}
         columns |= {f"/{name}": column for name, column in self._memory.drawn().items()}
-        return WithColumns(({name: tensor.dtype for name, tensor in found.items()},), columns)
+        return ShardSample({name: tensor.dtype for name, tensor in found.items()}, columns)
 
     def update_priorities(self, columns: Columns) -> None:
         """Of `index` the `priority`."""
         self._memory.update_drawn(columns[INDEX], columns["priority"])
 
-    def save(self) -> WithColumns:
-        """Its file, as bytes."""
+    def save(self) -> ShardFile:
+        """Saves the memory."""
         with tempfile.TemporaryDirectory() as folder:
             data = self._memory.save(folder, format=FORMAT).read_bytes()
-        return WithColumns((), {DATA: np.frombuffer(data, np.uint8)})
+        return ShardFile({DATA: np.frombuffer(data, np.uint8)})
 
     def load(self, columns: Columns) -> None:
         """Reads what `save` gave, and keeps it beside what is there."""

@@ -1,4 +1,4 @@
-"""The nodes of a batcher, and what becomes of those that fail: a `Supervisor` whose members are nodes."""
+"""The nodes of a batcher, and what becomes of those that fail: a `Supervisor` of nodes in place of workers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
 
-from rlstructs.batcher.supervisor import Supervisor, times
-from rlstructs.batcher.worker_record import RolloutOrder, WorkerRecord
+from rlstructs.batcher.supervisor import Supervisor
+from rlstructs.batcher.worker_record import RolloutOrder, WorkerRecord, times
 from rlstructs.distributed.pool import NodePool
 from rlstructs.moments import Moments
 from rlstructs.rollout.progress import Clock
-from workers import WorkerPool
 from workers.messages import Asked
 
 # The counters of failures in what `Supervisor.state` gives for a worker, and what a new clock shows.
@@ -71,10 +70,10 @@ class NodeSupervisor(Supervisor):
     successor, on another node, which goes on with the next seed of its stream.
     """
 
-    noun, member = "node", NodeRecord
+    noun, record_class = "node", NodeRecord
 
     def __init__(self, pool: NodePool, policy: str, max_restarts: int | None, run_ahead: int) -> None:
-        super().__init__(cast(WorkerPool, pool), policy, max_restarts, run_ahead)
+        super().__init__(pool, policy, max_restarts, run_ahead)
         self._nodes = pool
         # How many of the rollouts that were lost with a node its workers' counters know.
         self._n_told = [0] * pool.n_workers
@@ -86,10 +85,6 @@ class NodeSupervisor(Supervisor):
         """How many workers each node has."""
         return [len(node.workers) for node in self._nodes.nodes]
 
-    def close(self) -> None:
-        """As of `Supervisor`; nodes only say what they raise as they close."""
-        self._nodes.close()
-
     @property
     def n_restarts(self) -> int:
         """How many workers were replaced, by their nodes or with them."""
@@ -97,7 +92,7 @@ class NodeSupervisor(Supervisor):
 
     def inform(self, infos: Any) -> None:
         """Has nodes take `agent_info` and `env_info`, pickled, or a reference of that, for what comes behind."""
-        with self._asking():
+        with self.asking():
             self._orders["inform"] = (infos,)  # where it stands first: before the reset
             asked = self.pool.ask("inform", infos)
         self._hear_of(asked)
@@ -113,7 +108,7 @@ class NodeSupervisor(Supervisor):
             failures = self._unheard_of()
             if not failures:
                 return orders
-            self._mend(failures)
+            self.mend(failures)
 
     def gathered(self, orders: Mapping[int, RolloutOrder]) -> list[dict[str, Moments]]:
         """What each worker gathered, in the order of the workers."""
@@ -122,19 +117,19 @@ class NodeSupervisor(Supervisor):
     def state(self) -> list[dict[str, Any]]:
         """Of each worker what `renew` needs, as its node said last."""
         both = zip(self._nodes.nodes, cast(list[NodeRecord], self.records), strict=True)
-        return [worker for node, member in both for worker in member.timed(node.report["state"])]
+        return [worker for node, record in both for worker in record.timed(node.report["state"])]
 
     def renew(self, state: list[dict[str, Any]], seeds: Sequence[int], agent_seeds: Sequence[int] | None) -> None:
         """Has every worker make new environments, with the next seeds of its stream; nodes find them by themselves."""
         self.settle()
-        self.records = [NodeRecord(n_ordered=member.n_ordered) for member in self.records]
+        self.records = [NodeRecord(n_ordered=record.n_ordered) for record in self.records]
         self._n_told = [0] * len(self.records)
         self._orders.pop("reset", None)
         for node in self._nodes.nodes:  # one that is found dead has a successor of the same streams
             node.report["state"] = state[node.workers.start : node.workers.stop]
         self._call("renew", state, is_lasting=False)
-        for node, member in zip(self._nodes.nodes, cast(list[NodeRecord], self.records), strict=True):
-            member.told = node.report["state"]
+        for node, record in zip(self._nodes.nodes, cast(list[NodeRecord], self.records), strict=True):
+            record.told = node.report["state"]
 
     def stats(self) -> list[dict[str, Any]]:
         """For each worker what `RL_Batcher.stats` says of it, and its node; as of the node's last reply."""
@@ -167,12 +162,12 @@ class NodeSupervisor(Supervisor):
         self._unheard = [told for told in self._unheard if not told[0].is_over or told[0].error]
         failures: dict[int, BaseException] = {}
         for asked, number in self._unheard:
-            member = cast(NodeRecord, self.records[asked.index])
-            if asked.error is not None and member.orders[0].number >= number:
-                if not self._mends:
+            record = cast(NodeRecord, self.records[asked.index])
+            if asked.error is not None and record.orders[0].number >= number:
+                if not self.mends:
                     raise asked.error
                 failures.setdefault(asked.index, asked.error)
-                member.drop(number)
+                record.drop(number)
         return failures
 
     def _replace(self, indexes: list[int]) -> dict[int, BaseException]:

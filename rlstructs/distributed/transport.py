@@ -26,6 +26,7 @@ class PartTransport(Transport):
         inform: called with `agent_info` and `env_info` for nodes to take.
         cut: called with the index of a node that is to end its rollouts, and the number that they are below.
         poisons: whether what was not written holds poison.
+        all_may_run: whether environments that had ended may run again, with a worker that their node has replaced.
     """
 
     def __init__(
@@ -36,21 +37,26 @@ class PartTransport(Transport):
         inform: Callable[[Mapping[str, DictTensor]], None],
         cut: Callable[[int, int], None],
         poisons: bool,
+        all_may_run: bool,
     ) -> None:
         super().__init__(layout, blocks)
-        self._cut = cut
+        self._cut, self._all_may_run = cut, all_may_run
         self._n_rollouts, self._inform, self._parts = n_rollouts, inform, Parts(layout, poisons)
 
     @property
     def nbytes(self) -> int:
         return self.layout.nbytes * self._n_rollouts
 
+    def n_rows_at_most(self) -> int:
+        return self.layout.n_slots if self._all_may_run else super().n_rows_at_most()
+
     def batch(self, orders: Mapping[int, RolloutOrder], version_before: int, version: int) -> PartsBatch:
         parts, rows, versions = [], [], []
         for node, order in sorted(orders.items()):
-            rows.append(self.rows_of(node) if order.is_lost else self._rows_that_ran(node, order.asked.value[4].rows))
+            rows.append(self.rows_of(node) if order.is_lost else self._rows_that_ran(node, order.asked.value.ran.rows))
             parts.append(self._part(node, order, rows[-1]))
-            versions.append(np.full(rows[-1].size, version if order.is_lost else version_before + order.asked.value[2]))
+            known = version if order.is_lost else version_before + order.asked.value.version
+            versions.append(np.full(rows[-1].size, known))
             parts[-1].add_info(env_index=rows[-1], policy_version=versions[-1])
         return PartsBatch(parts, np.concatenate(rows), np.concatenate(versions), self.layout)
 
@@ -72,7 +78,7 @@ class PartTransport(Transport):
 
     def add(self, orders: Mapping[int, RolloutOrder], trajectories: Trajectories) -> None:
         """Takes down the episodes; what nodes began anew by themselves has no end."""
-        ran = {node: order.asked.value[4] for node, order in orders.items() if not order.is_lost}
+        ran = {node: order.asked.value.ran for node, order in orders.items() if not order.is_lost}
         for node, each in ran.items():
             self.episodes.forget(self._of(node, each.before))
         super().add(orders, trajectories)
@@ -89,7 +95,7 @@ class PartTransport(Transport):
 
     def _part(self, node: int, order: RolloutOrder, rows: np.ndarray) -> Part:
         if not order.is_lost:
-            return self._parts.of(node, order.asked.value[-1])
+            return self._parts.of(node, order.asked.value.columns)
         infos: Columns = {f"{name}/{key}": raw_of(tensor)[rows]
                           for name, info in self.infos.items() for key, tensor in info.items()}  # fmt: skip
         return self._parts.lost(node, infos, rows.size)

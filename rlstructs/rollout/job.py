@@ -21,8 +21,8 @@ from rlstructs.errors import SpecError
 from rlstructs.moments import Moments
 from rlstructs.rollout.evaluation import Evaluation, seed_agent
 from rlstructs.rollout.job_settings import JobSettings
-from rlstructs.rollout.probe import Specs, first_step, repeated
-from rlstructs.rollout.progress import Clock, Progress
+from rlstructs.rollout.probe import JobDescription, Specs, first_step, repeated
+from rlstructs.rollout.progress import Clock, Progress, RolloutReply
 from rlstructs.rollout.rollout import acquire, acquire_in_turns, initial_state
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.shared.module_state import update_agent
@@ -88,9 +88,9 @@ class RolloutJob:
         self._clock = Clock()
         self._evaluation: Evaluation | None = None
 
-    def describe(self) -> tuple[int, Specs | None]:
-        """The number of environments, and, of worker 0, the specs."""
-        return self._env.n_envs(), self.specs
+    def describe(self) -> JobDescription:
+        """Counts the environments; of worker 0 with the specs."""
+        return JobDescription(self._env.n_envs(), self.specs)
 
     def attach(self, generations: Generations) -> None:
         """Maps this worker's block of slots."""
@@ -124,18 +124,12 @@ class RolloutJob:
                 self._group_progress.append(Progress(observation.take(first + rows), rows))
                 first += rows.size
 
-    def rollout(
-        self, number: int, statistics: Mapping[str, Moments]
-    ) -> tuple[list[int] | None, tuple[Any, ...], int, dict[str, Moments]]:
+    def rollout(self, number: int, statistics: Mapping[str, Moments]) -> RolloutReply:
         """Fills the slots of all environments that run.
 
         Args:
             number: how many rollouts were ordered before.
             statistics: as for `reset`.
-
-        Returns:
-            Which environments still run (None: all of this worker), the fields of its `Clock`, the number of
-            updates that the agent had had, and the statistics that were gathered since the last rollout.
         """
         slots, progress = self._slots[number % len(self._slots)], self._progress
         assert progress is not None
@@ -144,13 +138,16 @@ class RolloutJob:
             if progress.running.size < slots.n and getattr(self._env, "defers_resets", False):
                 progress = self._revived(progress, slots)
             if not progress.running.size:
-                return [], self._clock.fields(), self._inbox.version, take_statistics(self._given)
+                return self._reply([])
             began = perf_counter()
             progress = self._acquire(number, slots, progress)
             self._clock.busy += perf_counter() - began
             goes_on = progress.running.size == slots.n or getattr(self._env, "defers_resets", False)
             running = None if goes_on else progress.running.tolist()
-            return running, self._clock.fields(), self._inbox.version, take_statistics(self._given)
+            return self._reply(running)
+
+    def _reply(self, running: list[int] | None) -> RolloutReply:
+        return RolloutReply(running, self._clock.fields(), self._inbox.version, take_statistics(self._given))
 
     @torch.no_grad()
     def _revived(self, progress: Progress, slots: Slots) -> Progress:

@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -154,3 +154,15 @@ class Specs:
             for key, spec in wanted.items():
                 if own[key] != spec:
                     raise SpecError(f"{who}: {name} {key!r} has rows of {own[key]}, of the first one they are {spec}")
+
+
+class JobDescription(NamedTuple):
+    """What a worker replies once its job is built.
+
+    Attributes:
+        n_envs: how many environments it has.
+        specs: what its slots have to hold; None for workers that did not look for it.
+    """
+
+    n_envs: int
+    specs: Specs | None

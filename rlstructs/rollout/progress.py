@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from rlstructs.moments import Moments
 from rlstructs.shared.packing import Rows
 from rlstructs.structures.dict_tensor import DictTensor
 
@@ -28,6 +30,22 @@ class Clock:
     def fields(self) -> tuple[int, float, float, float]:
         """What makes an equal one, cheaper to send than the object."""
         return self.steps, self.environment, self.agent, self.busy
+
+
+class RolloutReply(NamedTuple):
+    """What a worker replies when its rollout is over.
+
+    Attributes:
+        running: the environments that still run, counted from the worker's first; None for all of them.
+        clock: the fields of its `Clock`.
+        version: number of updates that the agent had had.
+        statistics: the moments that environments gathered since the last rollout, by name.
+    """
+
+    running: list[int] | None
+    clock: tuple[int, float, float, float]
+    version: int
+    statistics: dict[str, Moments]
 
 
 @dataclass

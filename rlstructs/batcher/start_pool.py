@@ -1,0 +1,45 @@
+"""Starts the workers of a batcher."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from rlstructs.batcher.arguments import RunSettings
+from rlstructs.rollout.job import JobFactory
+from rlstructs.rollout.job_settings import JobSettings
+from rlstructs.seeding import PrivateStreams, seed_worker_streams
+from rlstructs.worker_setup.setup import WorkerSetup
+from workers import InlinePool, SharedArena, WorkerPool
+from workers.culprits import why_not_sent
+from workers.pool_protocol import Pool
+
+# What the fork server imports before it forks workers.
+PRELOAD = ("torch", "gymnasium", "rlstructs.rollout.job", "rlstructs.envs.gym_env")
+
+
+def start_pool(settings: JobSettings, run: RunSettings, shared: tuple[SharedArena, SharedArena]) -> Pool:
+    """Starts workers and builds their jobs; with no processes the job runs in this one.
+
+    Raises:
+        TypeError: what the user gave cannot be sent to a worker.
+    """
+    try:
+        if run.n_processes == 0:
+            factory = JobFactory(settings.by_value())
+            return InlinePool(factory, shared=shared, around=PrivateStreams(), init_worker=run.init_worker)
+        return WorkerPool(
+            run.n_processes,
+            JobFactory(settings),
+            shared=shared,
+            start_method=run.start_method,
+            timeout=run.timeout,
+            preload=PRELOAD,
+            setup=WorkerSetup(partial(seed_worker_streams, settings.seeds, settings.agent_seeds)),
+            init_worker=run.init_worker,
+            name="rlstructs-worker",
+        )
+    except Exception as error:
+        objects = {"init_worker": run.init_worker if run.n_processes else None} | settings.objects()
+        if why := why_not_sent(objects):
+            raise TypeError(why) from error
+        raise
