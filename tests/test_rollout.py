@@ -33,7 +33,7 @@ from rlstructs.rollout.job import RolloutJob
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.rollout.probe import Specs, first_step
 from rlstructs.rollout.progress import Progress
-from rlstructs.rollout.rollout import acquire
+from rlstructs.rollout.rollout import ActingAgent, acquire
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.shared.layout import Layout
 from rlstructs.shared.slot_buffers import Generations
@@ -96,7 +96,7 @@ class Run:
 
     def chunk(self):
         rows = self.progress.running
-        self.progress = acquire(self.env, self.agent, self.slots, self.progress, self.agent_info)
+        self.progress = acquire(ActingAgent(self.agent), self.env, self.slots, self.progress, self.agent_info)
         lengths = torch.from_numpy(self.slots.lengths[rows])
         steps = self.slots.read(None if rows.size == self.slots.n else rows, int(lengths.max()))
         index = torch.from_numpy(rows)

@@ -14,7 +14,7 @@ from rlstructs.agent import RL_Agent, copy_agent
 from rlstructs.envs.row_env import RowEnv
 from rlstructs.episodes import EpisodeTracker
 from rlstructs.rollout.progress import Progress
-from rlstructs.rollout.rollout import acquire
+from rlstructs.rollout.rollout import ActingAgent, acquire
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.shared.layout import Layout
 from rlstructs.shared.slots import Slots
@@ -83,9 +83,8 @@ class Evaluation:
                 observation = self._env.reset_rows(self._infos["env_info"])
                 self._progress = Progress(observation, np.arange(self._slots.n))
             rows = self._progress.running
-            self._progress = acquire(
-                self._env, self._agent, self._slots, self._progress, self._infos["agent_info"], self._device
-            )
+            acting_agent = ActingAgent(self._agent, self._device)
+            self._progress = acquire(acting_agent, self._env, self._slots, self._progress, self._infos["agent_info"])
         lengths = torch.from_numpy(self._slots.lengths[rows])
         steps = self._slots.lend(None if rows.size == self._slots.n else rows, int(lengths.max()))
         info = DictTensor.trusted({"env_index": torch.from_numpy(rows)})

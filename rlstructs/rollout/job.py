@@ -23,7 +23,7 @@ from rlstructs.rollout.evaluation import Evaluation, seed_agent
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.rollout.probe import Specs, first_step, repeated
 from rlstructs.rollout.progress import Clock, Progress
-from rlstructs.rollout.rollout import acquire, acquire_in_turns, initial_state
+from rlstructs.rollout.rollout import ActingAgent, acquire, acquire_in_turns, initial_state
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.shared.module_state import update_agent
 from rlstructs.shared.slot_buffers import Generations
@@ -171,12 +171,12 @@ class RolloutJob:
         info = slots.info("agent_info/")
         clock = None if BARE in os.environ else self._clock
         cuts, index = self._cuts, self.index
-        how = info, self.settings.device, clock, lambda: cuts[index] > number
+        acting_agent = ActingAgent(self._agent, self.settings.device, clock, lambda: cuts[index] > number)
         if self._groups:
-            own = [generations[number % len(generations)] for generations in self._group_slots]
-            self._group_progress = acquire_in_turns(self._groups, self._agent, own, self._group_progress, *how)
-            return progress  # all of them always run
-        self._progress = acquire(self._env, self._agent, slots, progress, *how)
+            own = [buffers[number % len(buffers)] for buffers in self._group_slots]
+            self._group_progress = acquire_in_turns(acting_agent, self._groups, own, self._group_progress, info)
+            return progress  # all environments of groups always run
+        self._progress = acquire(acting_agent, self._env, slots, progress, info)
         return self._progress
 
     def update(self, packed: Packed) -> tuple[int, ...]:

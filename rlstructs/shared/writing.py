@@ -93,12 +93,20 @@ class Steps:
         for key, column in self._columns.items():
             put(column, (slice(None) if rows is None else rows, t), tensors[key])
 
-    def viewed(self, t: int) -> DictTensor:
-        """What the agent sees at t, every row, views."""
-        return DictTensor.trusted(self._row(t)[1])
+    def viewed(self, t: int, rows: np.ndarray | None) -> tuple[DictTensor, None]:
+        """What these rows (None: all) see at t: views of all rows, copies of some."""
+        if rows is not None:
+            return self.rows(t, rows).tensors(), None
+        return DictTensor.trusted(self._row(t)[1]), None
 
-    def copied(self, t: int) -> tuple[DictTensor, weakref.ref[Copies]]:
-        """What the agent sees at t, every row, its own; and what has to be settled before any of it is rewritten."""
+    def copied(self, t: int, rows: np.ndarray | None) -> tuple[DictTensor, weakref.ref[Copies] | None]:
+        """Copies of what these rows (None: all) see at t.
+
+        Returns:
+            The copies; and what has to be settled before the originals are rewritten, None if they are made already.
+        """
+        if rows is not None:
+            return self.rows(t, rows).tensors(), None
         copies = Copies(self._row(t)[1])
         return DictTensor.trusted(copies), weakref.ref(copies)
 
