@@ -36,7 +36,7 @@ from rlstructs.rollout.progress import Progress
 from rlstructs.rollout.rollout import ActingAgent, acquire
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.shared.layout import Layout
-from rlstructs.shared.slot_buffers import Generations
+from rlstructs.shared.slot_buffers import SlotBuffers
 from rlstructs.shared.slots import Slots
 from rlstructs.shared.weights import Outbox
 from rlstructs.structures.arrays import specs_of
@@ -455,7 +455,7 @@ class Jobs:
         for name in ("agent_info", "env_info"):
             info |= {f"{name}/{key}": spec for key, spec in specs_of(arguments[name]).items()}
         layout = Layout(n * n_workers, n_timesteps, specs.observation, specs.action, info)
-        generations = Generations(layout, 1, n_workers)
+        generations = SlotBuffers(layout, 1, n_workers)
         arena.resize(generations.reserved_nbytes)
         [self.slots] = generations.slots(arena.map())
         for job in self.all:

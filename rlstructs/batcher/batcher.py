@@ -58,11 +58,11 @@ from rlstructs.moments import Moments
 from rlstructs.rollout.evaluation import quotas
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.rollout.probe import Specs
-from rlstructs.seeding import as_given, draw_seed
+from rlstructs.seeding import draw_seed, seeds_argument
 from rlstructs.shared.layout import Layout
 from rlstructs.shared.module_state import plain_state
 from rlstructs.shared.reading import specs_of_steps
-from rlstructs.shared.slot_buffers import Generations
+from rlstructs.shared.slot_buffers import SlotBuffers
 from rlstructs.shared.weights import Outbox
 from rlstructs.structures.arrays import specs_of
 from rlstructs.structures.dict_tensor import DictTensor
@@ -545,7 +545,7 @@ class RL_Batcher:
             "lost_rollouts": sum(worker["lost_rollouts"] for worker in workers),
             "dropped_episodes": self._books.episodes.n_dropped,
             "arena_bytes": self.nbytes,
-            "seeds": as_given(self._settings.seeds),
+            "seeds": seeds_argument(self._settings.seeds),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -563,7 +563,7 @@ class RL_Batcher:
         return {
             "format": state_dict.FORMAT,
             "version": state_dict.VERSION,
-            "seeds": as_given(settings.seeds),
+            "seeds": seeds_argument(settings.seeds),
             "batcher": state_dict.batcher_of(self._books.layout, settings.seeds, settings.agent_seeds),
             "weights_version": self.policy_version,
             "workers": self._crew.state(),
@@ -643,7 +643,7 @@ class RL_Batcher:
         """Gives workers what they write to."""
         layout, blocks = self._describe(run.n_timesteps)
         warn_of_overlap(self._settings.seeds, self._n_envs)
-        generations = Generations(layout, run.run_ahead + 1, len(blocks))
+        generations = SlotBuffers(layout, run.run_ahead + 1, len(blocks))
         self._arena.resize(generations.reserved_nbytes, expected=generations.nbytes)
         self._books: Books = SlotBooks(generations, self._arena.map(), blocks, self._debug)
         self._crew.attach(generations)
@@ -673,7 +673,7 @@ class RL_Batcher:
         """Has workers make environments with the next seeds of their streams; of each worker what `Crew.state` gave."""
         settings = self._settings
         for worker, kept in enumerate(workers):
-            settings = settings.again(worker, kept["stream"] + 1)
+            settings = settings.with_new_streams(worker, kept["stream"] + 1)
         self._crew.renew(workers, settings.seeds, settings.agent_seeds)
 
     def _is_halfway(self) -> bool:

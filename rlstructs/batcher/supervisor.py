@@ -19,12 +19,12 @@ from rlstructs.batcher.arguments import RunSettings
 from rlstructs.batcher.worker_record import Member, Order
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
-from rlstructs.moments import Moments, merged
+from rlstructs.moments import Moments, merge_parts
 from rlstructs.rollout.job import JobFactory
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.rollout.progress import Clock
 from rlstructs.seeding import PrivateStreams, seed_worker_streams
-from rlstructs.shared.slot_buffers import Generations
+from rlstructs.shared.slot_buffers import SlotBuffers
 from rlstructs.worker_setup.setup import WorkerSetup
 from workers import InlinePool, SharedArena, WorkerError, WorkerPool
 from workers.culprits import why_not_sent
@@ -99,7 +99,7 @@ class Crew:
         self._n_envs = answers[0][0]
         return answers
 
-    def attach(self, generations: Generations) -> None:
+    def attach(self, generations: SlotBuffers) -> None:
         """Gives every worker its slots."""
         self._orders["attach"] = (generations,)
         self.pool.call("attach", generations)
@@ -311,7 +311,7 @@ class Crew:
 
     def learn(self, orders: Mapping[int, Order]) -> None:
         """Adds what rollouts gathered to the statistics, once, in the order of the workers."""
-        self.know(merged(self.statistics, self.gathered(orders)))
+        self.know(merge_parts(self.statistics, self.gathered(orders)))
 
     def stats(self) -> list[dict[str, Any]]:
         """For each worker what `RL_Batcher.stats` says of it."""
@@ -476,7 +476,7 @@ def started(
     """
     try:
         if run.n_processes == 0:
-            factory = JobFactory(settings.by_value())
+            factory = JobFactory(settings.with_copied_arguments())
             return InlinePool(factory, shared=shared, around=PrivateStreams(), init_worker=run.init_worker)
         return WorkerPool(
             run.n_processes,

@@ -20,7 +20,7 @@ from rlstructs.batcher.transport import SlotBooks
 from rlstructs.distributed.actor import Columns, WithColumns
 from rlstructs.distributed.parts import columns_of
 from rlstructs.moments import Moments
-from rlstructs.rollout.job import Once
+from rlstructs.rollout.job import FailureGuard
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.rollout.probe import Specs
 from rlstructs.shared.slots import STATE
@@ -209,14 +209,14 @@ class NodeJob:
 
     def inform(self, data: bytes) -> None:
         """Takes `agent_info` and `env_info` of all environments, pickled; each N rows, or empty."""
-        with Once(self):
+        with FailureGuard(self):
             mine = self._rows()
             self._infos = {name: _part(info, mine) for name, info in pickling.loads(data).items()}
             self._agent_info = self._infos["agent_info"]
 
     def reset(self, statistics: dict[str, Moments]) -> None:
         """Starts an episode in every environment."""
-        with Once(self):
+        with FailureGuard(self):
             self._batcher._crew.know(statistics)
             self._batcher.reset(**self._infos)
             self._agent_info = NO_INFO
@@ -228,7 +228,7 @@ class NodeJob:
             What `RolloutJob.rollout` returns, in place of a clock what `Crew.state` gives, and what became of it; and
             what the slots hold.
         """
-        with Once(self):
+        with FailureGuard(self):
             ran, columns = self._batcher.rollout(number, statistics, self._agent_info)
             self._agent_info = NO_INFO
             self._told = self._batcher._crew.state()
@@ -240,13 +240,13 @@ class NodeJob:
 
     def update(self, packed: tuple[int, Parcel]) -> None:
         """Updates every agent; of how many updates this one is the last, and what it is."""
-        with Once(self):
+        with FailureGuard(self):
             self._version, parcel = packed
             self._batcher.update(parcel)
 
     def renew(self, workers: Sequence[dict[str, Any]]) -> None:
         """Makes environments anew; of all workers what `Crew.state` gave."""
-        with Once(self):
+        with FailureGuard(self):
             self._batcher._renew(list(workers)[self._workers])
             self._batcher._life.phase = Phase.NEW
 
