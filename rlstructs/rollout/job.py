@@ -45,7 +45,7 @@ class RolloutJob:
         arena: will hold the slots.
         weights_arena: holds the tensors of updates.
         settings: how to make environments and agent.
-        is_first: whether this worker's place has had no worker before, so that specs are still unknown.
+        is_first: whether this worker is the first one in its place; specs are unknown then.
     """
 
     index: int
@@ -59,7 +59,7 @@ class RolloutJob:
         settings = self.settings
         self._agent_seed = None if settings.agent_seeds is None else int(settings.agent_seeds[self.index])
         seed_global_streams(settings.seeds[self.index], self._agent_seed)
-        # Specs are found with a copy of the arguments, so that nobody sees what this changes in them.
+        # Two copies of the arguments, because finding the specs may change the one that it uses.
         spare = settings.with_copied_arguments() if self.index == 0 and self.is_first else None
         env = self._make_env(settings.seeds[self.index])
         try:
@@ -92,12 +92,12 @@ class RolloutJob:
         """The number of environments, and the specs if this is worker 0."""
         return self._env.n_envs(), self.specs
 
-    def attach(self, generations: SlotBuffers) -> None:
+    def attach(self, slot_buffers: SlotBuffers) -> None:
         """Maps this worker's block of slots."""
         n, buffer = self._env.n_envs(), self.arena.map()
-        self._generations = generations
-        self._slots = generations.slots(buffer, first=self.index * n, n=n)
-        self._cuts = generations.cuts(buffer)
+        self._slot_buffers = slot_buffers
+        self._slots = slot_buffers.slots(buffer, first=self.index * n, n=n)
+        self._cuts = slot_buffers.cuts(buffer)
         self._attach_groups()
 
     def _attach_groups(self) -> None:
@@ -105,7 +105,7 @@ class RolloutJob:
         self._groups, self._group_slots = groups_of(self._env), []
         first, buffer = self._slots[0].first, self.arena.map()
         for group in self._groups:
-            self._group_slots.append(self._generations.slots(buffer, first=first, n=group.n_envs()))
+            self._group_slots.append(self._slot_buffers.slots(buffer, first=first, n=group.n_envs()))
             first += group.n_envs()
 
     def reset(self, statistics: Mapping[str, Moments]) -> None:
@@ -337,8 +337,8 @@ class JobFactory:
     settings: JobSettings
 
     def __call__(
-        self, index: int, arena: SharedArena, weights_arena: SharedArena, generation: int = 0
+        self, index: int, arena: SharedArena, weights_arena: SharedArena, restart_number: int = 0
     ) -> RolloutJob:
-        """Makes the job of a worker, or of the `generation`-th one that replaces it."""
-        settings = self.settings.with_new_streams(index, generation) if generation else self.settings
-        return RolloutJob(index, arena, weights_arena, settings, is_first=not generation)
+        """Makes the job of a worker, or of the `restart_number`-th one that replaces it."""
+        settings = self.settings.with_new_streams(index, restart_number) if restart_number else self.settings
+        return RolloutJob(index, arena, weights_arena, settings, is_first=not restart_number)

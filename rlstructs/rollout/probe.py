@@ -79,13 +79,13 @@ def check_batch_first(
     other = n - 1 or 2  # fewer if possible, so that indexes of the agent stay in their bounds
     rows = torch.arange(other, device="cpu") % n
     seen, info = observation.index(rows.to(observation.device() or "cpu")), info if info.empty() else info.index(rows)
-    where = f"{name}: initial_state of {_count_environments(other)}"
+    where = f"{name}: initial_state of {_environments_text(other)}"
     initial = _call_or_none(where, lambda: agent.initial_state(info.clone(), other))
     _refuse_layers(where, initial, square, other, n)
     if not isinstance(initial, DictTensor) or not set(square) <= set(initial.keys()):
         return
     initial = initial.to(observation.device() or "cpu")
-    where = f"{name}: its next state of {_count_environments(other)}"
+    where = f"{name}: its next state of {_environments_text(other)}"
     result = _call_or_none(where, lambda: _call_agent(agent, initial.clone(), seen, info))
     if result is None:  # user code for (layers, B, ...) accepts that form; a mask does not
         turned = {key: t.transpose(0, 1) if key in square else t for key, t in initial.items()}
@@ -125,7 +125,7 @@ def _refuse_layers(what: str, state: Any, keys: list[str], n: int, n_layers: int
             raise SpecError(f"{what}: {key!r} has shape {shape}, expected ({n}, ...){batch_first(shape, n)}")
 
 
-def _count_environments(n: int) -> str:
+def _environments_text(n: int) -> str:
     return "1 environment" if n == 1 else f"{n} environments"
 
 

@@ -140,7 +140,7 @@ class Copies(Mapping[str, torch.Tensor]):
     """Copies of tensors, each made at its first use: to copy them all takes as long as a small network's step.
 
     Args:
-        tensors: the originals; nobody writes to them before `settle`, or while this object is alive.
+        tensors: the originals; they must not change until `settle`, or until nobody holds this object any more.
     """
 
     __slots__ = ("__weakref__", "_made", "_tensors")

@@ -42,12 +42,10 @@ def check_agent(
 ) -> None:
     """Runs an agent and checks all that `RL_Batcher` and `replay_agent` rely on; raises at the first mistake.
 
-    It checks
-
+    It checks:
     - the methods; `update` and `close`; that the factory can be pickled;
-    - keys, dtypes, rows and devices of states and outputs, for several batch sizes;
-    - that the same seeds give the same outputs, and that a replay gives what the agent did;
-    - that a class with `takes_views` neither changes observations nor keeps them.
+    - keys, dtypes, rows and devices of states and outputs, for several batch sizes; that seeds decide the outputs;
+    - that a replay gives what the agent did; that a class with `takes_views` neither changes nor keeps observations.
 
     Args:
         agent: best the `create_agent` of a batcher; or an agent, which is copied.

@@ -51,8 +51,7 @@ def check_env(
 ) -> None:
     """Runs an environment and checks all that `RL_Batcher` relies on; raises at the first mistake.
 
-    It checks
-
+    It checks:
     - the methods; `reset` at any time and by a mask; `close`, twice; that the factory can be pickled;
     - keys, dtypes, shapes and values of observations, which have to lie in the space if there is one; rewards;
     - which environments run, the flags of episodes, and that a final observation is that of its own episode;
@@ -69,8 +68,7 @@ def check_env(
         n_steps: steps of each run; some episodes should end in them.
         seed: for the factory.
         uses_seed: whether another seed changes what happens; False for a deterministic environment.
-        keeps_state: whether something is meant to survive a reset, such as a running mean or a curriculum; needless
-            for gymnasium's own wrappers.
+        keeps_state: whether something, other than the state of gymnasium's own wrappers, may survive a reset.
 
     Raises:
         TypeError, SpecError: something is wrong; the message names the method or key, and says what to change.
