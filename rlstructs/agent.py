@@ -1,4 +1,4 @@
-"""Agents, and their replay over trajectories."""
+"""Agents, and how they are replayed over trajectories."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from rlstructs.checks import check_made
+from rlstructs.checks import check_methods
 from rlstructs.copying import deep_copy
 from rlstructs.errors import SpecError
 from rlstructs.frameworks.torch import as_device
@@ -37,18 +37,17 @@ class RL_Agent:
         (tensor([0, 1]), tensor([1, 6]))
     """
 
-    #: Whether `__call__` is handed views of what is recorded, in place of copies: for a class whose `__call__` neither
-    #: writes into what it gets, its state aside, nor keeps anything of it, in its state or elsewhere. It saves a copy
-    #: of the observation at every step. A derived class that has a `__call__` of its own has to say so again.
+    #: True saves a copy of the observation at every step: `__call__` gets views of what is recorded. Set it only if
+    #: `__call__` neither writes to its arguments, except the state, nor keeps them, in the state or elsewhere. A class
+    #: that defines its own `__call__` has to set it again.
     takes_views: ClassVar[bool] = False
 
     def initial_state(self, agent_info: DictTensor, B: int) -> DictTensor:
-        """The state before the first step after `RL_Batcher.reset`; and, with deferred resets, of the environments that
-        were reset between two rollouts.
+        """The state before the first step after a reset, by `RL_Batcher.reset` or between two rollouts.
 
         Args:
             agent_info: B rows, or empty.
-            B: number of these environments.
+            B: number of environments that were reset.
 
         Returns:
             B rows, or an empty DictTensor for an agent without state.
@@ -65,18 +64,17 @@ class RL_Agent:
         """One step.
 
         Args:
-            state: B rows. Nothing resets it where an environment resets itself in a rollout: replace the rows where
-                `observation["initial_state"]` (`masked_dicttensor` does it).
+            state: B rows. Where an environment resets itself in a rollout, the agent has to reset its state: replace
+                the rows where `observation["initial_state"]`, for example with `masked_dicttensor`.
             observation: B rows.
             agent_info: B rows, or empty.
-            history: where `require_history`: the steps of this rollout so far, B x t.
+            history: the steps of this rollout so far, B x t, if `require_history`.
 
-        All of it is the agent's own (unless `takes_views`): it may keep it and write into it, which changes nothing
-        that is recorded, and nobody else writes into it.
+        Unless the class sets `takes_views`, all arguments belong to the agent: it may keep them and write to them.
 
         Returns:
-            The output, which holds what the environment needs (`action`) and anything else that is to
-            be recorded; and the next state, with the keys of `state`. B rows each.
+            The output, with the `action` for the environment and anything else to be recorded; and the next state, with
+            the keys of `state`. B rows each.
         """
         raise NotImplementedError(f"{type(self).__name__} must define __call__(state, observation, agent_info)")
 
@@ -86,9 +84,9 @@ class RL_Agent:
         """One step of a replay: what the agent would do at time t of recorded trajectories.
 
         Args:
-            trajectories: B of them; rows that have ended at t take part, mask what comes of them.
+            trajectories: B trajectories; rows that have ended before t take part, so mask their results.
             t: the timestep.
-            state: as the step before returned it; None at t = 0, for the recorded one.
+            state: the state returned at t - 1; None at t = 0, for the recorded state.
 
         Returns:
             As `__call__`.
@@ -96,7 +94,7 @@ class RL_Agent:
         if state is None:
             if t != 0:
                 raise SpecError(f"call_replay: a state is needed at t={t}")
-            # Copies, here and below: agents may write into them, and the trajectories are to be replayed again.
+            # Copies, here and below: agents may write to them, and the trajectories may be replayed again.
             state = trajectories.info.truncate_key("agent_state/").clone()
         steps, is_shown = trajectories.trajectories, takes_views(self)
         info = trajectories.info.truncate_key("agent_info/").to("cpu")
@@ -109,38 +107,38 @@ class RL_Agent:
         return self(state, observation, info)
 
     def require_history(self) -> bool:
-        """Whether `__call__` wants the steps of the rollout so far; False."""
+        """Whether `__call__` needs the steps of the rollout so far; False by default."""
         return False
 
     def update(self, info: Any) -> None:
-        """Takes what `RL_Batcher.update` was given: new weights, as a rule."""
+        """Takes what `RL_Batcher.update` was given, usually new weights."""
         raise NotImplementedError(f"{type(self).__name__} must define update(info)")
 
     def seed(self, seed: int) -> None:
-        """Begins its streams anew. The global ones are seeded already.
+        """Seeds the agent's own random streams; the global streams are seeded before.
 
-        Called when the agent is made, with the worker's entry of `agent_seeds`, or else of `seeds`; for a copy that is
-        evaluated; and when the batcher loads a state.
+        It is called when the agent is made, with the worker's entry of `agent_seeds` or else of `seeds`; for a copy
+        that is evaluated; and when the batcher loads a state.
         """
 
     def copy_for_evaluation(self) -> RL_Agent:
-        """Another agent that acts as this one does now, which `RL_Batcher.evaluate` seeds, runs and closes.
+        """Returns another agent that acts like this one, for `RL_Batcher.evaluate` to seed, run and close.
 
-        By default all of it is copied, by `copy.deepcopy`. Define it for an agent that holds what cannot be copied,
-        such as a lock, an open file or a tensor with a history, or what the copy may share with it: the copy must not
-        change anything of this agent, nor close what this one still needs.
+        The default is `copy.deepcopy`. Define it if the agent holds something that cannot be copied, such as a lock, an
+        open file or a tensor with a history, or something that the copy may share. The copy must not change this agent,
+        nor close what this agent still needs.
 
         Raises:
-            TypeError: something in it cannot be copied; names it.
+            TypeError: something in the agent cannot be copied; the message names it.
         """
         return deep_copy(self)
 
     def close(self) -> None:
-        """Frees what the agent holds."""
+        """Frees the resources of the agent."""
 
 
 def takes_views(agent: Any) -> bool:
-    """Whether the class that an agent's `__call__` is of, or one derived from it, says that it takes views."""
+    """Whether the class that defines an agent's `__call__`, or one derived from it, sets `takes_views`."""
     for cls in type(agent).__mro__:
         if "takes_views" in vars(cls):
             return vars(cls)["takes_views"] is True
@@ -150,14 +148,14 @@ def takes_views(agent: Any) -> bool:
 
 
 class RL_Agent_CheckDevice:
-    """An agent that checks what goes in and out for its device; every other attribute is the agent's.
+    """Checks the devices of an agent's arguments and results; passes other attributes on.
 
     Args:
         agent: the agent; `.agent`.
-        device: where states, observations, outputs and trajectories have to be; `.device`.
+        device: required of states, observations, outputs and trajectories; `.device`.
 
     Raises:
-        SpecError: on a call, when something is elsewhere; names it.
+        SpecError: in a call, something is on another device; the message names it.
     """
 
     def __init__(self, agent: RL_Agent, device: torch.device | str) -> None:
@@ -165,7 +163,7 @@ class RL_Agent_CheckDevice:
         self.device = as_device(device)
 
     def initial_state(self, agent_info: DictTensor, B: int) -> DictTensor:
-        """As the agent's own, checked."""
+        """Calls the agent's own method between checks."""
         self._check("agent_info", agent_info, torch.device("cpu"))
         state = self.agent.initial_state(agent_info, B)
         self._check("the initial state", state, self.device)
@@ -178,27 +176,27 @@ class RL_Agent_CheckDevice:
         agent_info: DictTensor,
         history: TemporalDictTensor | None = None,
     ) -> tuple[DictTensor, DictTensor]:
-        """As the agent's own, checked."""
+        """Calls the agent's own method between checks."""
         self._check("agent_info", agent_info, torch.device("cpu"))
         for name, value in (("state", state), ("observation", observation), ("history", history)):
             self._check(name, value, self.device)
         if history is None:
-            return self._checked(self.agent(state, observation, agent_info))
-        return self._checked(self.agent(state, observation, agent_info, history=history))
+            return self._check_result(self.agent(state, observation, agent_info))
+        return self._check_result(self.agent(state, observation, agent_info, history=history))
 
     def call_replay(
         self, trajectories: Trajectories, t: int, state: DictTensor | None
     ) -> tuple[DictTensor, DictTensor]:
-        """As the agent's own, checked."""
+        """Calls the agent's own method between checks."""
         self._check("trajectories", trajectories.trajectories, self.device)
         self._check("state", state, self.device)
-        return self._checked(self.agent.call_replay(trajectories, t, state))
+        return self._check_result(self.agent.call_replay(trajectories, t, state))
 
     def copy_for_evaluation(self) -> RL_Agent_CheckDevice:
-        """The agent's own, checked likewise."""
+        """The agent's own copy, with the same checks."""
         return RL_Agent_CheckDevice(copy_agent(self.agent), self.device)
 
-    def _checked(self, result: tuple[DictTensor, DictTensor]) -> tuple[DictTensor, DictTensor]:
+    def _check_result(self, result: tuple[DictTensor, DictTensor]) -> tuple[DictTensor, DictTensor]:
         self._check("the output", result[0], self.device)
         self._check("the next state", result[1], self.device)
         return result
@@ -209,23 +207,23 @@ class RL_Agent_CheckDevice:
                 raise SpecError(f"{name}: {key!r} is on {tensor.device}, expected {device}")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "agent":  # which a copy in the making does not have yet
+        if name.startswith("_") or name == "agent":  # missing while the object is being copied
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.agent, name)
 
 
 def copy_agent(agent: Any) -> Any:
-    """What `copy_for_evaluation` of an agent gives; a deep copy of one that has no such method.
+    """Copies an agent with its `copy_for_evaluation`, or deeply if it has no such method.
 
     Raises:
-        TypeError: it gives no other agent, or something in it cannot be copied.
+        TypeError: the method returns no other agent, or something in the agent cannot be copied.
     """
     if not callable(getattr(agent, "copy_for_evaluation", None)):
         return deep_copy(agent)
     made, name = agent.copy_for_evaluation(), f"{type(agent).__name__}.copy_for_evaluation"
     if made is agent:
         raise TypeError(f"{name} must return another agent, it returned the agent itself, which must not change")
-    check_made(f"{name} must return an RL_Agent", made, "initial_state", "__call__", "require_history", "close")
+    check_methods(f"{name} must return an RL_Agent", made, "initial_state", "__call__", "require_history", "close")
     return made
 
 
@@ -236,27 +234,27 @@ def replay_agent(
 
     Args:
         agent: the agent.
-        trajectories: B of them, with `agent_state/` in `info` as the batcher gives it.
-        replay_method_name: `method(trajectories, t, state) -> (output, state)`, as `call_replay`.
+        trajectories: B trajectories, with `agent_state/` in `info`, as from the batcher.
+        replay_method_name: name of a `method(trajectories, t, state) -> (output, state)` like `call_replay`.
 
     Returns:
-        The outputs, (B, max(lengths), ...), on the device of `trajectories`, with their lengths. What stands in the
-        padding was computed from padding: mask it.
+        The outputs, (B, max(lengths), ...), on the device of `trajectories`, with their lengths. Outputs in the padding
+        are computed from padding: mask them.
 
     Raises:
-        MissingKeyError, SpecError: an output has other keys than that of step 0.
+        MissingKeyError, SpecError: the keys of an output differ from those at step 0.
     """
     lengths = trajectories.lengths.clone()
     n_timesteps = int(lengths.max()) if lengths.numel() else 0
     method, state, outputs = getattr(agent, replay_method_name), None, []
     for t in range(n_timesteps):
         output, state = method(trajectories, t, state)
-        # Copies: the agent may write into its state, and put that out.
+        # Copies: the agent may return its state as output, and write to it later.
         outputs.append({key: tensor.clone() for key, tensor in output.items()})
         check_same_keys(f"replay_agent: the output at t={t}", outputs[0], output.keys())
     if not outputs:
         return TemporalDictTensor({}, lengths)
-    # Stacked once: writing each step into a zero tensor would make backward super-linear in T.
+    # Stacked once, because writing steps into a zero tensor would make backward super-linear in T.
     stacked = {
         key: torch.stack([output[key] for output in outputs], dim=1).to(lengths.device) for key in outputs[0]
     }
@@ -266,19 +264,19 @@ def replay_agent(
 def replay_agent_stateless(
     agent: RL_Agent | RL_Agent_CheckDevice, trajectories: Trajectories, replay_method_name: str
 ) -> Any:
-    """Calls `agent.<replay_method_name>(trajectories)`, once for all steps, and returns what it returns."""
+    """Calls `agent.<replay_method_name>(trajectories)` once for all steps; returns its result."""
     return getattr(agent, replay_method_name)(trajectories)
 
 
 class EmptyHistory(TemporalDictTensor):
-    """Before the agent's very first output: no steps, of whatever key it may ask for."""
+    """A history of no steps, for an agent that has put nothing out yet; it has every key."""
 
     @classmethod
     def of(cls, observation: DictTensor) -> EmptyHistory:
-        """Of as many environments as the observation has rows."""
+        """A history of as many environments as the observation has rows."""
         steps = {key: tensor[:, None][:, :0] for key, tensor in observation.items()}
         following = {f"_observation/{key}": tensor for key, tensor in steps.items()}
-        # Past actions have the dtype and the shape of the last one.
+        # Actions have the dtype and the shape of `last_action`.
         actions = {f"action/{key.removeprefix('last_')}": tensor for key, tensor in steps.items()
                    if key.partition("/")[0] == "last_action"}  # fmt: skip
         return cls({f"observation/{key}": tensor for key, tensor in steps.items()} | actions | following)

@@ -1,4 +1,4 @@
-"""Checks of what a user gives, and of what a file says, shared by all that takes it."""
+"""Checks of arguments and of what files say, shared by the whole library."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import numpy as np
 from rlstructs.errors import SpecError
 from workers import start
 
-# The dtypes that arrays in files have, by name; of this machine's byte order.
+# The dtypes of arrays in files, by name, in the byte order of this machine.
 DTYPES = {
     name: np.dtype(name)
     for name in ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
                  "float16", "float32", "float64", "complex64", "complex128")
 }  # fmt: skip
-# Axes of an array at most, and numbers of one.
+# The most axes of an array, and the most numbers.
 MOST_AXES, MOST_NUMBERS = 32, 1 << 62
-# Characters of an error's own text that go into ours: what a file says of itself may be of any length.
+# The most characters of another error's text in a message: text from a file may have any length.
 LONGEST_REASON = 500
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
-    """`value` as an int.
+    """Returns `value` as an int.
 
     Raises:
-        TypeError, SpecError: it is no int, or below `least`.
+        TypeError, SpecError: it is no int, or is below `least`.
     """
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} must be an int, got {value!r}")
@@ -37,31 +37,31 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
 
 
 def check_size(name: str, size: Any) -> int:
-    """As `check_count`; floats that are whole numbers are counts too, for sizes are written as 1e6."""
+    """Returns a size as an int, like `check_count`, but takes whole floats such as 1e6 too."""
     return check_count(name, int(size) if isinstance(size, (float, np.floating)) and size.is_integer() else size)
 
 
 def holds(dtype: np.dtype[Any], values: np.ndarray) -> bool:
-    """Whether these numbers, as this dtype, are what they were; rounded where it is a float."""
+    """Whether a dtype can hold these numbers; a float dtype may round them."""
     if dtype.kind == "f" or np.can_cast(values.dtype, dtype):
         return True
-    with np.errstate(invalid="ignore"):  # NaN is no whole number
+    with np.errstate(invalid="ignore"):  # NaN cannot be cast to an integer
         return bool((values.astype(dtype) == values).all())
 
 
-# What is said of a state that is (layers, B, ...).
+# The hint for a state that is (layers, B, ...).
 BATCH_FIRST = "; permute it to batch first, by `.transpose(0, 1)`: a recurrent layer of torch has (layers, B, ...)"
 
 
 def batch_first(shape: tuple[int, ...], n: int) -> str:
-    """What to do about a tensor of n rows that has them on its second axis; "" for any other."""
+    """A hint if a tensor has its n rows on the second axis; "" otherwise."""
     if len(shape) < 2 or shape[0] == n or shape[1] != n:
         return ""
     return BATCH_FIRST
 
 
 def check_start_method(start_method: Any) -> None:
-    """Raises SpecError unless it is the name of a start method, or None for the default one."""
+    """Raises SpecError unless this is the name of a start method, or None for the default."""
     try:
         start.check_start_method(start_method)
     except ValueError as error:
@@ -69,7 +69,7 @@ def check_start_method(start_method: Any) -> None:
 
 
 def check_gamma(gamma: Any) -> None:
-    """Raises TypeError or SpecError unless it is a number from 0 to 1."""
+    """Raises TypeError or SpecError unless gamma is a number from 0 to 1."""
     if isinstance(gamma, bool) or not isinstance(gamma, (int, float, np.number)):
         raise TypeError(f"gamma must be a number, got {gamma!r}")
     if not 0 <= gamma <= 1:
@@ -77,10 +77,10 @@ def check_gamma(gamma: Any) -> None:
 
 
 def several(name: str, keys: Any, noun: str = "names") -> tuple[Any, ...]:
-    """Names as a tuple.
+    """Returns several names as a tuple.
 
     Raises:
-        SpecError: it is a single one, which would be taken for one name for each of its letters.
+        SpecError: it is a single string, whose letters would be taken for names.
     """
     if isinstance(keys, str):
         raise SpecError(f"{name} must be several {noun}, got the string {keys!r}")
@@ -88,10 +88,10 @@ def several(name: str, keys: Any, noun: str = "names") -> tuple[Any, ...]:
 
 
 def check_timeout(timeout: Any) -> float | None:
-    """A timeout, None or a number of seconds above 0, as a number of Python: times are not numbers of 32 bits.
+    """Returns a timeout as a Python number of seconds, or None; 32 bits would be too few for times.
 
     Raises:
-        TypeError, SpecError: it is something else.
+        TypeError, SpecError: it is neither None nor a number above 0.
     """
     if timeout is None:
         return None
@@ -102,28 +102,28 @@ def check_timeout(timeout: Any) -> float | None:
     return timeout.item() if isinstance(timeout, np.number) else timeout
 
 
-def called(how: str, factory: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """What a factory returns.
+def call_factory(how: str, factory: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Calls a user's factory.
 
     Args:
-        how: it is called, for the message.
-        factory: of the user's.
+        how: how it is called, for the message.
+        factory: the factory.
         arguments: its arguments.
 
     Raises:
-        TypeError: it does not take these arguments; says so.
-        Exception: what it raises.
+        TypeError: it does not take these arguments; the message says so.
+        Exception: what the factory raises.
     """
     try:
         return factory(**arguments)
     except TypeError as error:
-        if misfit := _misfit(factory, arguments):  # it may have raised this itself
+        if misfit := _signature_error(factory, arguments):  # otherwise the factory itself has raised it
             raise TypeError(f"{how}, here with {', '.join(arguments)}: {misfit}") from error
         raise
 
 
-def _misfit(factory: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
-    """Why a factory cannot be called with these arguments, "" if it can, or has no signature."""
+def _signature_error(factory: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+    """Why a factory cannot be called with these arguments; "" if it can, or has no signature."""
     try:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):
@@ -135,15 +135,15 @@ def _misfit(factory: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
     return ""
 
 
-def check_made(needed: str, made: Any, *methods: str) -> None:
-    """Raises TypeError unless what a factory made has these methods."""
+def check_methods(needed: str, made: Any, *methods: str) -> None:
+    """Raises TypeError unless an object that a factory made has these methods."""
     for method in methods:
         if not callable(getattr(made, method, None)):
-            raise TypeError(f"{needed}, got {type(made).__name__} without {method}(){_wrapping(made)}")
+            raise TypeError(f"{needed}, got {type(made).__name__} without {method}(){_wrapping_hint(made)}")
 
 
-def _wrapping(made: Any) -> str:
-    """What makes a VecEnv of environments of gymnasium, which may not be imported here."""
+def _wrapping_hint(made: Any) -> str:
+    """A hint how to make a VecEnv of gymnasium environments; gymnasium may not be imported here."""
     if hasattr(made, "num_envs"):
         return ": return GymVectorEnv(envs, seed)"
     if isinstance(made, (list, tuple)) or hasattr(made, "observation_space"):
@@ -152,17 +152,17 @@ def _wrapping(made: Any) -> str:
 
 
 def is_size(n: Any) -> bool:
-    """Whether this is a length that an axis can have."""
+    """Whether this can be the length of an axis."""
     return type(n) is int and 0 <= n <= MOST_NUMBERS
 
 
 def reason(error: object) -> str:
-    """An error's own text, as a message of ours may show it: of bounded length, without control characters."""
+    """The text of an error for one of our messages, shortened and without control characters."""
     return shown(str(error), LONGEST_REASON)
 
 
 def shown(text: str, longest: int = 200) -> str:
-    """Text that a file has in it, as a terminal may get it: without control characters, and of bounded length."""
+    """Text from a file that is safe for a terminal: shortened and without control characters."""
     start = text[:longest]
     if not start.isprintable():
         start = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in start)

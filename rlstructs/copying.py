@@ -1,4 +1,4 @@
-"""Copies of agents and of arguments, and what in them cannot be copied."""
+"""Copies agents and arguments, and finds what in them cannot be copied."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 
 T = TypeVar("T")
 
-# How many attributes of attributes are looked into.
+# How deep attributes of attributes are searched.
 DEPTH = 20
-# Where a module keeps its parts, which are attributes for whoever uses it.
+# Where a torch module keeps its parts, which look like attributes to its users.
 PARTS = ("_parameters", "_buffers", "_modules")
 
 
@@ -24,7 +24,7 @@ def deep_copy(agent: T) -> T:
     """A copy of an agent that shares nothing with it.
 
     Raises:
-        TypeError: something in it cannot be copied; names it, and what to do.
+        TypeError: something in it cannot be copied; the message names it, and says what to do.
     """
     try:
         return copy.deepcopy(agent)
@@ -39,7 +39,7 @@ def deep_copy(agent: T) -> T:
 
 
 def copy_arguments(arguments: T) -> T:
-    """A copy of a factory's arguments, by pickling where it cannot be made otherwise, as of a module."""
+    """Copies a factory's arguments; pickles them if `deepcopy` fails, as it does for modules."""
     try:
         return copy.deepcopy(arguments)
     except Exception:
@@ -49,7 +49,7 @@ def copy_arguments(arguments: T) -> T:
 def _obstacle(
     value: Any, path: str, error: Exception, above: frozenset[int] = frozenset()
 ) -> tuple[str, Any, Exception]:
-    """The innermost part of a value that cannot be copied: how to get to it, itself, and why."""
+    """The innermost part of a value that cannot be copied: its path, itself and the error."""
     if len(above) < DEPTH:
         for name, part in _parts(value):
             if id(part) in above:
@@ -63,7 +63,7 @@ def _obstacle(
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a value holds, and how Python would write the way to it."""
+    """The parts of a value, each with its path in Python."""
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", part) for key, part in value.items())
     elif isinstance(value, (list, tuple, deque)):

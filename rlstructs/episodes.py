@@ -1,4 +1,4 @@
-"""Returns and lengths of the episodes that ended, across rollouts."""
+"""Returns and lengths of episodes, added up across rollouts."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 
 NEEDED = ("_observation/reward", "_observation/done")
-# Of an episode.
+# The columns of an episode.
 NAMES = ("return", "length", "env_index", "terminated", "truncated")
-# The reward as it was before `NormalizeReward`.
+# The reward before `NormalizeReward`.
 RAW = "_observation/raw_reward"
-# All that it looks at, of steps.
+# All keys of steps that `EpisodeTracker` reads.
 NAMES_OF_STEPS = (*NEEDED, RAW, "_observation/terminated", "_observation/truncated")
-# How many episodes that nobody asks for are kept, at least: they must not add up to all memory.
+# The number of latest episodes that are kept if nobody takes them; older ones are dropped to save memory.
 N_KEPT = 100_000
-# What one rollout adds is small arrays; that many of them become large ones, which take a tenth.
+# Each rollout adds small arrays; so many of them are joined into large ones, which take a tenth of the memory.
 N_BLOCKS = 256
 
 
@@ -39,11 +39,11 @@ class EpisodeTracker:
     """
 
     def __init__(self) -> None:
-        # By env_index: of the episode that has not ended yet.
+        # Of the episodes that have not ended yet, by env_index.
         self._returns, self._lengths = np.zeros(0), np.zeros(0, np.int64)
         self._ended: list[tuple[np.ndarray, ...]] = []
         self._n_ended = 0
-        self.n_dropped = 0  # in all, because nobody took them
+        self.n_dropped = 0  # episodes that were dropped because nobody took them
         self._missing: str | None = None
 
     def forget(self, env_index: np.ndarray) -> None:
@@ -52,7 +52,7 @@ class EpisodeTracker:
         self._returns[known], self._lengths[known] = 0.0, 0
 
     def add(self, trajectories: Trajectories) -> None:
-        """Takes the next steps of each environment; `env_index` in `info` says whose they are."""
+        """Adds the next steps of each environment; `env_index` in `info` names the environments."""
         steps, env_index = trajectories.trajectories, as_array(trajectories.info["env_index"])
         needed = (RAW if RAW in steps else NEEDED[0], NEEDED[1])
         self._missing = next((key for key in needed if key not in steps), None)
@@ -61,14 +61,14 @@ class EpisodeTracker:
         if self._missing is not None or not env_index.size:
             return
         ascending = bool((env_index[1:] > env_index[:-1]).all())
-        if not ascending and np.unique(env_index).size < env_index.size:  # rows of one follow each other in time
+        if not ascending and np.unique(env_index).size < env_index.size:  # rows of one follow in time
             for row in range(env_index.size):
                 self.add(trajectories.slice(row))
             return
         self._grow(int(env_index.max()) + 1)
         rewards, done = (as_array(steps[key]) for key in needed)
         lengths, n_timesteps = as_array(steps.lengths), done.shape[1]
-        # One column more, of zeros: after its last end every row has a segment that has not ended.
+        # One more column of zeros, because every row has a segment, maybe empty, after its last end.
         padded = np.zeros((env_index.size, n_timesteps + 1))
         padded[:, :-1] = rewards
         shortest = int(lengths.min())
@@ -78,7 +78,7 @@ class EpisodeTracker:
             done = done.copy()
             done[:, shortest:][padding] = False
         rows, times = where_true(done)
-        if not rows.size:  # as of most rollouts where episodes are long
+        if not rows.size:  # the usual case where episodes are long
             self._returns[env_index] += padded.sum(axis=1)
             self._lengths[env_index] += lengths
             return
@@ -97,9 +97,9 @@ class EpisodeTracker:
         times: np.ndarray,
         flags: tuple[np.ndarray, np.ndarray],
     ) -> None:
-        """Takes rewards (B, T+1), zeros in the padding, and the K steps, by row and time, that ended an episode."""
+        """Adds rewards (B, T+1), 0 in the padding; K episodes ended, at these rows and times."""
         n_ends = np.bincount(rows, minlength=env_index.size)
-        # B + K segments: of each row those that ended, then the one that has not.
+        # B + K segments: in each row those that ended, then the one that has not ended.
         last = np.arange(env_index.size) + n_ends.cumsum()
         ended = np.ones(env_index.size + rows.size, bool)
         ended[last] = False
@@ -132,9 +132,9 @@ class EpisodeTracker:
             self._lengths = np.append(self._lengths, np.zeros(missing, np.int64))
 
     def take(self) -> DictTensor:
-        """The episodes that ended since the last call, one row each, and forgets them.
+        """Returns the episodes that ended since the last call, one row each, and forgets them.
 
-        Of those that are not taken at least the latest `N_KEPT` are kept, and all of the last `add`.
+        If nobody takes them, the latest `N_KEPT` are kept, and all that the last `add` brought.
 
         Returns:
             `return` float64, `length` int64, `env_index` int64, `terminated` and `truncated` bool, (K,).
@@ -148,14 +148,13 @@ class EpisodeTracker:
         columns = (np.concatenate(column) for column in zip(*ended, strict=True))
         return DictTensor({name: torch.from_numpy(column) for name, column in zip(NAMES, columns, strict=True)})
 
-
     def peek(self) -> dict[str, torch.Tensor]:
-        """What `take` would give, private memory; the episodes stay."""
+        """What `take` would return, in private memory; the episodes stay."""
         self._ended = [tuple(np.concatenate(column) for column in zip(_NONE, *self._ended, strict=True))]
         return {name: torch.tensor(column, device="cpu") for name, column in zip(NAMES, self._ended[0], strict=True)}
 
     def put(self, episodes: dict[str, torch.Tensor], n_dropped: int) -> None:
-        """Goes on from what `peek` gave, with no episode under way."""
+        """Restores what `peek` returned; no episode is under way then."""
         block = tuple(episodes[name].detach().cpu().numpy().copy() for name in NAMES)
         self._ended, self._n_ended, self.n_dropped = [block], block[0].size, n_dropped
         self.forget(np.arange(self._returns.size))
@@ -167,7 +166,7 @@ _NONE = tuple(np.zeros(0, dtype) for dtype in (np.float64, np.int64, np.int64, b
 def _flags(
     terminated: np.ndarray | None, truncated: np.ndarray | None, n: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Both flags of n steps that ended an episode; what the environment does not tell is taken from the rest."""
+    """Both flags of n steps that ended an episode; a missing flag follows from the other."""
     if terminated is None:
         terminated = np.ones(n, bool) if truncated is None else ~truncated
     return terminated, ~terminated if truncated is None else truncated

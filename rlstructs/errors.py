@@ -1,18 +1,18 @@
 """The exceptions of rlstructs, and those of its workers.
 
-RLError                     what the library refuses, but for wrong types (TypeError) and indexes (IndexError)
-    SpecError               a tensor, argument or space is not what is needed (also a ValueError)
-        MissingKeyError     a key is not there (also a KeyError)
-    StateError              a call that this state does not allow (also a RuntimeError)
-        ClosedError         a call after `close`
+RLError                     base of all errors of the library, except wrong types (TypeError) and indexes (IndexError)
+    SpecError               a tensor, an argument or a space is wrong (also a ValueError)
+        MissingKeyError     a key is missing (also a KeyError)
+    StateError              the present state does not allow a call (also a RuntimeError)
+        ClosedError         a call came after `close`
     FileError               a file is not ours, damaged, or of another version (also a ValueError)
 WorkerError                 a worker process failed (a RuntimeError)
-    WorkerCrashed           it is gone
+    WorkerCrashed           it has ended
     WorkerTimeout           it did not reply in time (also a TimeoutError, Python's and multiprocessing's)
-OutOfMemoryError            more memory was asked for than there is (a MemoryError)
+OutOfMemoryError            more memory is needed than there is (a MemoryError)
 
-What a user's own environment or agent raises in a worker arrives as its own class, with a
-`RemoteTraceback` as its cause.
+An exception of a user's environment or agent in a worker arrives with its own class, and a `RemoteTraceback` as its
+cause.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ __all__ = [
 
 
 class RLError(Exception):
-    """Base of what rlstructs itself raises."""
+    """Base class of the errors that rlstructs itself raises."""
 
 
 class SpecError(RLError, ValueError):
-    """A tensor, an argument or a space is not what is needed; the message names it."""
+    """A tensor, an argument or a space is wrong; the message names it."""
 
 
 class MissingKeyError(SpecError, KeyError):
-    """A key is not there; the message names it and those that are."""
+    """A key is missing; the message names it and the keys that are there."""
 
     def __str__(self) -> str:  # KeyError would show the repr of the message
         return str(self.args[0]) if self.args else ""
 
 
 class StateError(RLError, RuntimeError):
-    """A call that the present state does not allow; the message names the call that is needed."""
+    """The present state does not allow a call; the message names the call that is needed."""
 
 
 class ClosedError(StateError):
-    """A call after `close`."""
+    """A call came after `close`."""
 
 
 class FileError(RLError, ValueError):

@@ -1,4 +1,4 @@
-"""Mean and variance of rows that come in pieces, from several workers."""
+"""Mean and variance of rows that arrive in pieces, from several workers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """How many rows there were, and what their mean and variance follow from.
+    """The number of rows, their mean, and what their variance follows from.
 
     Attributes:
-        count: how many rows.
-        mean: float64, the shape of a row; 0 where there are none.
-        m2: float64, the same shape: the sum of their squared distances from the mean.
+        count: number of rows.
+        mean: float64, in the shape of a row; 0 without rows.
+        m2: float64, in the same shape: the sum of squared distances from the mean.
 
     Example:
         >>> rows = np.array([[1.0, 5.0], [3.0, 5.0], [8.0, 5.0]])
@@ -30,38 +30,38 @@ class Moments:
 
     @classmethod
     def none(cls, shape: tuple[int, ...]) -> Moments:
-        """Of no rows."""
+        """The moments of no rows."""
         return cls(0, np.zeros(shape), np.zeros(shape))
 
     @classmethod
     def of(cls, rows: np.ndarray) -> Moments:
-        """Of rows (n, ...), at least one."""
+        """The moments of rows (n, ...), at least one."""
         mean = rows.mean(axis=0, dtype=np.float64)
         distances = np.subtract(rows, mean, dtype=np.float64)
         return cls(len(rows), np.asarray(mean), np.asarray(np.square(distances, out=distances).sum(axis=0)))
 
     @property
     def variance(self) -> np.ndarray:
-        """float64, of the rows as all there are (numpy's `var`); 1 where there are none."""
+        """The variance, float64, like numpy's `var`; 1 without rows."""
         return self.m2 / self.count if self.count else np.ones(self.mean.shape)
 
     def merged(self, other: Moments) -> Moments:
-        """Of the rows of both: Chan, Golub and LeVeque's formula, exact but for rounding."""
+        """The moments of the rows of both, by the formula of Chan, Golub and LeVeque, exact up to rounding."""
         if not other.count:
             return self
         count = self.count + other.count
-        apart = other.mean - self.mean
-        mean = self.mean + apart * (other.count / count)
-        m2 = self.m2 + other.m2 + np.square(apart) * (self.count * other.count / count)
+        difference = other.mean - self.mean
+        mean = self.mean + difference * (other.count / count)
+        m2 = self.m2 + other.m2 + np.square(difference) * (self.count * other.count / count)
         return Moments(count, np.asarray(mean), np.asarray(m2))
 
     def copy(self) -> Moments:
-        """The same in memory of its own."""
+        """A copy in memory of its own."""
         return Moments(self.count, self.mean.copy(), self.m2.copy())
 
 
-def merged(known: Mapping[str, Moments], parts: Iterable[Mapping[str, Moments]]) -> dict[str, Moments]:
-    """What is known, by name, with what the parts add to it, one after another."""
+def merge_parts(known: Mapping[str, Moments], parts: Iterable[Mapping[str, Moments]]) -> dict[str, Moments]:
+    """Adds parts to known moments, by name, one part after another."""
     found = dict(known)
     for part in parts:
         for name, moments in part.items():

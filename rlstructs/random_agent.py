@@ -1,4 +1,4 @@
-"""`RandomAgent`: uniform actions, for any supported action space."""
+"""`RandomAgent`: uniform random actions of any supported action space."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 class RandomAgent(RL_Agent):
     """Draws each action from its space, uniformly.
 
-    Where a Box has only one bound, from an exponential distribution that starts there; where it has
-    none, from a standard normal.
+    Numbers of a Box that have one bound come from an exponential distribution that starts there, numbers without
+    bounds from a standard normal one.
 
-    It draws up to 512 batches of actions ahead, within some ten megabytes.
+    It draws up to 512 batches of actions ahead, which take about 16 megabytes at most.
 
     Args:
         action_space: Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of them.
@@ -38,16 +38,18 @@ class RandomAgent(RL_Agent):
         torch.Size([2, 3])
     """
 
-    #: It looks only at how many rows there are.
+    #: It uses only the number of rows.
     takes_views: ClassVar[bool] = True
 
     def __init__(self, action_space: gymnasium.Space[Any]) -> None:
         found = leaves(action_space, "action")
         row_bytes = sum(NUMBER_BYTES * math.prod(leaf.shape) for leaf in found)
-        self._draws = {ActionReader.key(leaf): _Ahead(_draw(leaf), len(found), row_bytes) for leaf in found}
+        self._draws = {
+            ActionReader.key(leaf): _DrawnAhead(_draw_function(leaf), len(found), row_bytes) for leaf in found
+        }
 
     def initial_state(self, agent_info: DictTensor, B: int) -> DictTensor:
-        """Nothing: it has no state."""
+        """An empty state."""
         return DictTensor()
 
     def __call__(
@@ -62,20 +64,20 @@ class RandomAgent(RL_Agent):
         return DictTensor.trusted({key: draw(n) for key, draw in self._draws.items()}), state
 
     def update(self, info: Any) -> None:
-        """Nothing: it does not learn."""
+        """Does nothing: the agent does not learn."""
 
     def seed(self, seed: int) -> None:
-        """Draws anew from torch's global stream, which has been seeded."""
+        """Drops what was drawn before, so that the next actions come from the newly seeded global stream of torch."""
         for draw in self._draws.values():
             draw.forget()
 
 
-# Batches, and rows in all of them. A few calls draw any number of rows, and in a loop with an environment each call
-# finds cold caches: drawing for every step anew took longer than all else that a rollout adds to its environments.
+# The most batches, and the most rows of all batches together. A draw takes a few calls for any number of rows, each
+# with cold caches: one draw per step took longer than everything else that a rollout adds to its environments.
 BATCHES_AHEAD, ROWS_AHEAD = 512, 2**16
-# Bytes of all of them, of all leaves together: draws of wide spaces take long enough to hide what a call costs.
+# The most bytes of all batches and leaves: draws of wide spaces take so long that the calls do not matter.
 BYTES_AHEAD = 2**24
-# Bytes of a number, which is drawn with 64 bits, and of a tensor beside its numbers.
+# Bytes of a drawn number, and of a tensor without its numbers.
 NUMBER_BYTES, TENSOR_BYTES = 8, 512
 
 
@@ -84,15 +86,15 @@ def _batches_ahead(n: int, n_leaves: int, row_bytes: int) -> int:
 
     Args:
         n: rows of a batch.
-        n_leaves: of the space.
-        row_bytes: what the numbers of a row take, of all leaves.
+        n_leaves: leaves of the space.
+        row_bytes: bytes of the numbers in a row of all leaves.
     """
     n_bytes = n_leaves * TENSOR_BYTES + n * row_bytes
     return max(1, min(BATCHES_AHEAD, ROWS_AHEAD // max(1, n), BYTES_AHEAD // n_bytes))
 
 
-class _Ahead:
-    """Draws many batches of a leaf at once and gives them away one after another."""
+class _DrawnAhead:
+    """Draws many batches of a leaf at once and hands them out one by one."""
 
     def __init__(self, draw: Callable[[int], torch.Tensor], n_leaves: int, row_bytes: int) -> None:
         self._draw, self._sizes = draw, (n_leaves, row_bytes)
@@ -101,7 +103,7 @@ class _Ahead:
 
     def __call__(self, n: int) -> torch.Tensor:
         if not self._batches or n != self._n:
-            # A new tensor each time: what was given away is never written again.
+            # A new tensor each time, because the caller owns what was handed out.
             n_batches = _batches_ahead(n, *self._sizes)
             drawn = self._draw(n_batches * n)
             self._batches = list(drawn.reshape(n_batches, n, *drawn.shape[1:]).unbind())
@@ -109,17 +111,17 @@ class _Ahead:
         return self._batches.pop()
 
     def forget(self) -> None:
-        """Drops what was drawn ahead."""
+        """Drops the batches that were drawn ahead."""
         self._batches = []
 
 
-def _draw(leaf: Leaf) -> Callable[[int], torch.Tensor]:
-    """A function of B that draws B values of one leaf."""
+def _draw_function(leaf: Leaf) -> Callable[[int], torch.Tensor]:
+    """A function that takes B and draws B values of one leaf."""
     space, dtype = leaf.space, torch.from_numpy(np.zeros(0, leaf.dtype)).dtype
     if isinstance(space, spaces.Discrete):
-        return partial(_whole_numbers, int(space.start), int(space.start) + int(space.n), leaf.shape, dtype)
+        return partial(_draw_whole_numbers, int(space.start), int(space.start) + int(space.n), leaf.shape, dtype)
     if isinstance(space, spaces.MultiBinary):
-        return partial(_whole_numbers, 0, 2, leaf.shape, dtype)
+        return partial(_draw_whole_numbers, 0, 2, leaf.shape, dtype)
     if isinstance(space, spaces.MultiDiscrete):
         low = space.start.astype(object)
         return _Whole(low, low + space.nvec.astype(object) - 1, leaf.dtype)
@@ -129,7 +131,7 @@ def _draw(leaf: Leaf) -> Callable[[int], torch.Tensor]:
     return _Whole(space.low.astype(object), space.high.astype(object), leaf.dtype)
 
 
-def _whole_numbers(low: int, end: int, shape: tuple[int, ...], dtype: torch.dtype, n: int) -> torch.Tensor:
+def _draw_whole_numbers(low: int, end: int, shape: tuple[int, ...], dtype: torch.dtype, n: int) -> torch.Tensor:
     return torch.randint(low, end, (n, *shape), dtype=dtype, device="cpu")
 
 
@@ -138,15 +140,15 @@ class _Whole:
 
     def __init__(self, low: np.ndarray, high: np.ndarray, dtype: np.dtype[Any]) -> None:
         self._dtype, self._shape = torch.from_numpy(np.zeros(0, dtype)).dtype, low.shape
-        # uint64 is drawn 2**63 lower, where int64 holds it.
+        # uint64 is drawn as int64, lowered by 2**63.
         self._lowered = dtype == np.uint64
         shift = 2**63 if self._lowered else 0
         lows, highs = ([int(v) - shift for v in bound.flat] for bound in (low, high))
         spans = [high - low for low, high in zip(lows, highs, strict=True)]
         self._low, self._high = self._tensor(lows), self._tensor(highs)
-        # A float64 has 53 random bits: enough for a span of 32.
+        # A random float64 has 53 bits, which is enough for spans below 2**32.
         self._count = self._tensor([s + 1 for s in spans]).double() if max(spans, default=0) < 2**32 else None
-        # Otherwise bits are drawn until they lie within the bounds, which takes two attempts or fewer on average.
+        # Wider spans: random bits are drawn until they lie within the bounds, two attempts or fewer on average.
         self._base = self._tensor([low if s < 2**63 else 0 for low, s in zip(lows, spans, strict=True)])
         self._mask = self._tensor([(1 << s.bit_length()) - 1 if s < 2**63 else -1 for s in spans])
 
@@ -178,10 +180,10 @@ class _Real:
         low, high = (torch.from_numpy(bound.astype(np.float64)) for bound in (space.low, space.high))
         self._below, self._above = low.isfinite(), high.isfinite()
         self._bounded = bool((self._below & self._above).all())
-        # The outermost values of the dtype that lie within the bounds; 0 where there is none.
+        # The outermost values of the dtype that lie within the bounds; 0 without a bound.
         largest, zero = torch.finfo(dtype).max, torch.zeros((), dtype=torch.float64, device="cpu")
-        self._low = torch.where(self._below, _towards(low.clamp(-largest, largest), dtype, torch.inf), zero)
-        self._high = torch.where(self._above, _towards(high.clamp(-largest, largest), dtype, -torch.inf), zero)
+        self._low = torch.where(self._below, _round_towards(low.clamp(-largest, largest), dtype, torch.inf), zero)
+        self._high = torch.where(self._above, _round_towards(high.clamp(-largest, largest), dtype, -torch.inf), zero)
         self._span = self._high - self._low
 
     def __call__(self, n: int) -> torch.Tensor:
@@ -195,10 +197,10 @@ class _Real:
         return drawn.to(self._dtype)
 
 
-def _towards(bound: torch.Tensor, dtype: torch.dtype, direction: float) -> torch.Tensor:
-    """`bound`, float64, rounded to a value of `dtype` that does not lie on its other side."""
+def _round_towards(bound: torch.Tensor, dtype: torch.dtype, direction: float) -> torch.Tensor:
+    """Rounds `bound`, float64, to the next value of `dtype` in this direction."""
     rounded = bound.to(dtype).double()
-    if dtype != torch.float32:  # float64 becomes float32; other dtypes are those of the bounds
+    if dtype != torch.float32:  # only float32 is rounded from float64; bounds of other dtypes are exact
         return rounded
     further = torch.nextafter(rounded.float(), torch.tensor(direction, dtype=torch.float32, device="cpu")).double()
     wrong = rounded < bound if direction > 0 else rounded > bound

@@ -1,30 +1,30 @@
 """Returns, targets and advantages over `(B, T)`: GAE, discounted, lambda and n-step returns, V-trace.
 
-Every function takes transitions as the batcher records them, a row of T steps with any number of episodes, and gives a
-number for each of them. Its arguments are
+Every function takes transitions as the batcher records them, rows of T steps with any number of episodes, and returns
+a number for each transition. The arguments are
 
 - `rewards`: floating point (B, T), the reward of step t;
 - `values`: floating point (B, T), V of the observation before step t;
-- `next_values`: floating point (B, T), V of the observation after it: the true one, at the end of an episode too;
+- `next_values`: floating point (B, T), V of the observation after step t, at the end of an episode the final one;
 - `terminated`, `truncated`: bool (B, T), or numbers that are 0 for False: how step t ended its episode, if it did;
-- `gamma`, `lambda_`: in [0, 1], a number or a tensor () or (B, T): what follows step t is weighed by that of step t;
-- `mask`: as `terminated`: which steps count; None for all.
+- `gamma`, `lambda_`: in [0, 1], a number or a tensor () or (B, T); the weight at t applies to what follows step t;
+- `mask`: which steps count, in the form of `terminated`; None for all.
 
-`transitions` takes rewards, ends and mask out of a batch, so that only values and weights remain to be given.
+`transitions` takes rewards, ends and mask out of a batch; you add values and weights.
 
-In the equations V(s_{t+1}) is `next_values`, but 0 after a step that terminated. What comes back from step t + 1 is
-V(s_{t+1}) too where no further step of the episode is there: at its end, at the end of the row, before a masked step.
-Whatever a masked step holds, NaN too, counts for nothing; its results are 0.
+In the equations V(s_{t+1}) is `next_values`, but 0 after a step that terminated. V(s_{t+1}) also replaces the value
+that would come from step t + 1 if the row has no such step of the episode: at the end of the episode or of the row, and
+before a masked step. Masked steps are ignored, even if they hold NaN; their results are 0.
 
-Results are contiguous, on the device of `rewards`, of the wider dtype of `rewards` and `next_values`, and constants: no
-gradient flows through them, or a value would be moved towards its target and the target towards the value.
+Results are contiguous, on the device of `rewards`, and of the wider dtype of `rewards` and `next_values`. No gradient
+flows through them: it would move targets towards values.
 
 Raises:
-    TypeError: an argument is no tensor, or no number; names it, as the following do.
-    SpecError: it has another shape, device or kind of dtype, or is a number out of range. What is in the tensors is not
-        looked at: that would wait for a GPU.
+    TypeError: an argument is no tensor, or no number. All messages name the argument.
+    SpecError: an argument has a wrong shape, device or kind of dtype, or is a number out of range. Values in tensors
+        are not checked, because that would wait for a GPU.
 
-All are one recurrence, x_t = a_t + b_t x_{t+1}, with an a and a b of their own; n-step returns take n steps of it.
+Every function is a recurrence x_t = a_t + b_t x_{t+1} with its own a and b; n-step returns take n steps of it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rlstructs.structures.trajectories import Trajectories
 
 
 class Transitions(TypedDict):
-    """What the functions of this module need of a batch, by the names of their arguments; (B, T) each."""
+    """Arguments that the functions of this module take from a batch; (B, T) each."""
 
     rewards: torch.Tensor
     terminated: torch.Tensor
@@ -61,8 +61,8 @@ def transitions(trajectories: Trajectories | TemporalDictTensor) -> Transitions:
         `rewards`, `terminated`, `truncated`, (B, T), shared with the batch, and `mask`, bool (B, T).
 
     Raises:
-        TypeError: it is no batch.
-        MissingKeyError: one of them is not there.
+        TypeError: `trajectories` is no batch.
+        MissingKeyError: one of the keys is missing.
 
     Example:
         >>> following = {"reward": torch.ones(1, 3), "terminated": torch.tensor([[False, True, False]])}
@@ -97,7 +97,7 @@ def gae(
     Equation (16) of Schulman et al., "High-dimensional continuous control using generalized advantage estimation"
     (2016): A_t = delta_t + gamma lambda A_{t+1}, with delta_t = r_t + gamma V(s_{t+1}) - V(s_t).
 
-    Args: as the module says.
+    Args: see the module.
 
     Returns:
         Advantages (B, T), and targets (B, T), which are advantages + values.
@@ -123,12 +123,12 @@ def discounted_returns(
     gamma: Weight,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Discounted sums of the rewards up to the end of the episode, or of what was seen of it, and V there.
+    """Discounted sums of rewards to the end of the episode, or of the row, plus V there.
 
     Equation (3.9) of Sutton and Barto, "Reinforcement learning: an introduction" (2nd edition, 2018):
     G_t = r_t + gamma G_{t+1}.
 
-    Args: as the module says; `next_values` counts where an episode was cut only.
+    Args: see the module; `next_values` counts only where an episode was cut.
 
     Returns:
         (B, T).
@@ -146,11 +146,11 @@ def lambda_returns(
     lambda_: Weight,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Averages of the n-step returns of all n, with weights that fall off as lambda^n; TD(lambda)'s targets.
+    """Averages of n-step returns over all n, weighted by lambda^n: the targets of TD(lambda).
 
     Equation (12.18) of Sutton and Barto (2018): G_t = r_t + gamma ((1 - lambda) V(s_{t+1}) + lambda G_{t+1}).
 
-    Args: as the module says.
+    Args: see the module.
 
     Returns:
         (B, T).
@@ -169,12 +169,12 @@ def n_step_returns(
     n: int,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Discounted sums of the next n rewards, and V after them; of fewer where an episode was cut before.
+    """Discounted sums of the next n rewards, or fewer at a cut, plus V after them.
 
     Equation (7.1) of Sutton and Barto (2018): G_t = r_t + gamma r_{t+1} + ... + gamma^n V(s_{t+n}).
 
-    Args: as the module says, and
-        n: at least 1. Takes time in proportion to n, up to T; for all of an episode take `discounted_returns`.
+    Args: see the module, and
+        n: at least 1. The time grows with n, up to T; for whole episodes use `discounted_returns`.
 
     Returns:
         (B, T).
@@ -200,7 +200,7 @@ def vtrace(
     c_clip: float = 1.0,
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """V-trace: advantages and value targets for a policy, from steps that another one has taken.
+    """V-trace: advantages and value targets for a policy, from steps of another policy.
 
     Equation (1) of Espeholt et al., "IMPALA: scalable distributed deep-RL with importance weighted actor-learner
     architectures" (2018), in the recursive form of its remark 1:
@@ -208,11 +208,11 @@ def vtrace(
     In its difference to v_{t+1}, V(s_{t+1}) is `values` of step t + 1; where no further step follows it is 0.
     Advantages are those of its section 4.2: rho_t (r_t + gamma v_{t+1} - V(s_t)).
 
-    Args: as the module says, and
+    Args: see the module, and
         target_log_probs: (B, T), log pi(a_t | s_t) of the policy that learns.
-        behaviour_log_probs: (B, T), log mu(a_t | s_t) of the one that acted.
-        rho_clip: the most that rho_t = pi / mu may be, above 0, `math.inf` for no limit; decides which policy V is of.
-        c_clip: likewise for c_t; decides how fast it gets there. At most `rho_clip`, the paper assumes.
+        behaviour_log_probs: (B, T), log mu(a_t | s_t) of the policy that acted.
+        rho_clip: upper limit of rho_t = pi / mu, above 0, `math.inf` for none; decides which policy V belongs to.
+        c_clip: upper limit of c_t; decides how fast V converges. The paper assumes that it is at most `rho_clip`.
 
     Returns:
         Advantages (B, T), and targets (B, T), which are the paper's v.
@@ -228,10 +228,10 @@ def vtrace(
 
 
 def _recurrence_(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """x_t = a_t + b_t x_{t+1}, written to `a`; (B, T). The last b of a row counts as 0.
+    """Computes x_t = a_t + b_t x_{t+1} in place of `a`, (B, T); the last b of a row counts as 0.
 
-    In log2(T) rounds: x_t, so far the sum of its first `reach` terms, takes those of x_{t+reach}, times the b between.
-    A loop over T, T operations on B numbers each, takes 2 to 30 times as long (benchmarks/returns.py).
+    It takes log2(T) rounds: x_t, the sum of its first `reach` terms, adds those of x_{t+reach} times the b in between.
+    A loop over T takes 2 to 30 times as long (benchmarks/returns.py).
     """
     n_timesteps, reach = a.shape[1], 1
     b = b[:, :-1]

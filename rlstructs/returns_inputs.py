@@ -1,4 +1,4 @@
-"""Transitions as `rlstructs.returns` needs them: checked, without gradients, and 0 where they do not count."""
+"""The checked arguments of `rlstructs.returns`: without gradients, and 0 where they do not count."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Weight = float | torch.Tensor
 class Steps:
     """Rewards and what follows them; every tensor is (B, T), contiguous, of one floating point dtype.
 
-    `next_values` is 0 after a step that terminated; `goes_on`, bool, says where a row goes on to step t + 1;
-    `carry` is gamma there, 0 elsewhere.
+    `next_values` is 0 after a step that terminated. `goes_on`, bool, is True where step t + 1 follows step t in an
+    episode; `carry` is gamma there and 0 elsewhere.
     """
 
     rewards: torch.Tensor
@@ -39,63 +39,64 @@ class Steps:
         gamma: Weight,
         mask: torch.Tensor | None,
     ) -> Steps:
-        """Made of the arguments that all functions have.
+        """Checks the arguments that all functions have in common.
 
         Raises:
-            TypeError, SpecError: one is not what is needed; names it.
+            TypeError, SpecError: one is wrong; the message names it.
         """
-        rewards = _floats("rewards", rewards, None)
-        next_values = _floats("next_values", next_values, rewards)
+        rewards = _check_floats("rewards", rewards, None)
+        next_values = _check_floats("next_values", next_values, rewards)
         dtype = torch.promote_types(rewards.dtype, next_values.dtype)
-        terminated, truncated = _flags("terminated", terminated, rewards), _flags("truncated", truncated, rewards)
+        terminated = _check_flags("terminated", terminated, rewards)
+        truncated = _check_flags("truncated", truncated, rewards)
         goes_on, bootstraps = ~(terminated | truncated), ~terminated
         goes_on[:, -1:] = False
         if mask is not None:
-            mask = _flags("mask", mask, rewards)
+            mask = _check_flags("mask", mask, rewards)
             goes_on &= mask
             goes_on[:, :-1] &= mask[:, 1:]
             bootstraps &= mask
-        rewards, next_values = _zeroed(rewards.to(dtype), mask), _zeroed(next_values.to(dtype), bootstraps)
-        gamma = _weight("gamma", gamma, rewards, mask)
+        rewards, next_values = _zero_outside(rewards.to(dtype), mask), _zero_outside(next_values.to(dtype), bootstraps)
+        gamma = _check_weight("gamma", gamma, rewards, mask)
         return cls(rewards, next_values, gamma, goes_on, goes_on.to(dtype) * gamma, mask)
 
     def floats(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A further argument (B, T) as one of these."""
-        return _zeroed(_floats(name, tensor, self.rewards).to(self.rewards.dtype), self.mask)
+        """Checks a further argument (B, T), and sets it to 0 outside the mask."""
+        return _zero_outside(_check_floats(name, tensor, self.rewards).to(self.rewards.dtype), self.mask)
 
     def weight(self, name: str, value: Weight) -> Weight:
-        """A further argument that is a number in [0, 1], or a tensor."""
-        return _weight(name, value, self.rewards, self.mask)
+        """Checks a further argument that is a number in [0, 1] or a tensor."""
+        return _check_weight(name, value, self.rewards, self.mask)
 
     def up_to_cuts(self) -> torch.Tensor:
-        """(B, T): r_t, and where a row does not go on gamma V(s_{t+1}) too; elsewhere V may be anything, NaN too."""
+        """(B, T): r_t, plus gamma V(s_{t+1}) where a row does not go on; V may be NaN elsewhere."""
         return self.rewards + torch.where(self.goes_on, 0, self.gamma * self.next_values)
 
     def backup(self, following: torch.Tensor) -> torch.Tensor:
-        """(B, T): r_t + gamma x_{t+1}, with V in place of x where a row does not go on."""
+        """(B, T): r_t + gamma x_{t+1}, with V(s_{t+1}) in place of x where a row does not go on."""
         backed_up = self.up_to_cuts()
         backed_up[:, :-1] += self.carry[:, :-1] * following[:, 1:]
         return backed_up
 
 
-def _zeroed(tensor: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    # Not a product: what is masked may be NaN.
+def _zero_outside(tensor: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    # Not a product, because masked values may be NaN.
     return tensor if mask is None else torch.where(mask, tensor, 0)
 
 
-def _floats(name: str, tensor: torch.Tensor, rewards: torch.Tensor | None) -> torch.Tensor:
-    tensor = _checked(name, tensor, rewards)
+def _check_floats(name: str, tensor: torch.Tensor, rewards: torch.Tensor | None) -> torch.Tensor:
+    tensor = _check_argument(name, tensor, rewards)
     if not tensor.is_floating_point():
         raise SpecError(f"{name} must be of a floating point dtype, got {show(tensor)}")
     return tensor.detach()
 
 
-def _flags(name: str, tensor: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
-    tensor = _checked(name, tensor, rewards)
+def _check_flags(name: str, tensor: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
+    tensor = _check_argument(name, tensor, rewards)
     return tensor if tensor.dtype == torch.bool else tensor != 0
 
 
-def _checked(name: str, tensor: torch.Tensor, rewards: torch.Tensor | None) -> torch.Tensor:
+def _check_argument(name: str, tensor: torch.Tensor, rewards: torch.Tensor | None) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         got = type(tensor).__name__
         raise TypeError(f"{name} must be a tensor (B, T), got {got}; of a batch, `**transitions(batch)` gives them")
@@ -108,11 +109,11 @@ def _checked(name: str, tensor: torch.Tensor, rewards: torch.Tensor | None) -> t
     return tensor.contiguous()
 
 
-def _weight(name: str, value: Weight, rewards: torch.Tensor, mask: torch.Tensor | None) -> Weight:
+def _check_weight(name: str, value: Weight, rewards: torch.Tensor, mask: torch.Tensor | None) -> Weight:
     if isinstance(value, torch.Tensor):
         if value.ndim == 0:
             return value.detach().to(rewards.device, rewards.dtype)
-        return _zeroed(_floats(name, value, rewards).to(rewards.dtype), mask)
+        return _zero_outside(_check_floats(name, value, rewards).to(rewards.dtype), mask)
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number or a tensor, got {value!r}")
     if not 0 <= value <= 1:

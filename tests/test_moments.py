@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlstructs.moments import Moments, merged
+from rlstructs.moments import Moments, merge_parts
 
 SHAPES = st.sampled_from([(), (3,), (2, 2)])
 
@@ -16,7 +16,7 @@ def test_moments_of_pieces_are_those_of_all_rows(sizes, shape, offset, seed):
     drawn = np.random.default_rng(seed)
     pieces = [drawn.normal(offset, 2.0, (size, *shape)).astype(np.float32) for size in sizes]
     parts = [{"x": Moments.of(piece)} if len(piece) else {} for piece in pieces]
-    found = merged({"x": Moments.none(shape)}, parts)["x"]
+    found = merge_parts({"x": Moments.none(shape)}, parts)["x"]
     rows = np.concatenate([np.zeros((0, *shape)), *pieces])
     assert found.count == len(rows) and found.mean.shape == found.m2.shape == found.variance.shape == shape
     if len(rows):

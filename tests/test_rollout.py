@@ -33,10 +33,10 @@ from rlstructs.rollout.job import RolloutJob
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.rollout.probe import Specs, first_step
 from rlstructs.rollout.progress import Progress
-from rlstructs.rollout.rollout import acquire
+from rlstructs.rollout.rollout import ActingAgent, acquire
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.shared.layout import Layout
-from rlstructs.shared.slot_buffers import Generations
+from rlstructs.shared.slot_buffers import SlotBuffers
 from rlstructs.shared.slots import Slots
 from rlstructs.shared.weights import Outbox
 from rlstructs.structures.arrays import specs_of
@@ -96,7 +96,7 @@ class Run:
 
     def chunk(self):
         rows = self.progress.running
-        self.progress = acquire(self.env, self.agent, self.slots, self.progress, self.agent_info)
+        self.progress = acquire(ActingAgent(self.agent), self.env, self.slots, self.progress, self.agent_info)
         lengths = torch.from_numpy(self.slots.lengths[rows])
         steps = self.slots.read(None if rows.size == self.slots.n else rows, int(lengths.max()))
         index = torch.from_numpy(rows)
@@ -455,7 +455,7 @@ class Jobs:
         for name in ("agent_info", "env_info"):
             info |= {f"{name}/{key}": spec for key, spec in specs_of(arguments[name]).items()}
         layout = Layout(n * n_workers, n_timesteps, specs.observation, specs.action, info)
-        generations = Generations(layout, 1, n_workers)
+        generations = SlotBuffers(layout, 1, n_workers)
         arena.resize(generations.reserved_nbytes)
         [self.slots] = generations.slots(arena.map())
         for job in self.all:

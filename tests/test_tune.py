@@ -7,7 +7,7 @@ import re
 import pytest
 
 from rlstructs.cli.command import main
-from rlstructs.cli.tune import BareLoop, Choice, choices, timed, tune
+from rlstructs.cli.tune import BareLoop, Choice, choices, measure_speed, tune
 
 
 def tried(n_cores, speed):
@@ -30,7 +30,7 @@ def test_the_best_is_found_where_each_number_has_a_best_of_its_own(n_cores, n_en
 
 
 def test_a_step_is_taken_once_even_if_there_is_no_time():
-    assert timed(lambda: 7, 0) > 0
+    assert measure_speed(lambda: 7, 0) > 0
 
 
 def test_bare_loops_step_and_reset():

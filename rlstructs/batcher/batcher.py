@@ -51,7 +51,7 @@ from rlstructs.envs.vec_env import VecEnv
 from rlstructs.frameworks.torch import as_device
 from rlstructs.moments import Moments
 from rlstructs.rollout.job_settings import JobSettings
-from rlstructs.seeding import as_given, draw_seed
+from rlstructs.seeding import draw_seed, seeds_argument
 from rlstructs.shared.module_state import plain_state
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
@@ -451,7 +451,7 @@ class RL_Batcher:
             "lost_rollouts": sum(worker["lost_rollouts"] for worker in workers),
             "dropped_episodes": self._engine.transport.episodes.n_dropped,
             "arena_bytes": self.nbytes,
-            "seeds": as_given(self._settings.seeds),
+            "seeds": seeds_argument(self._settings.seeds),
         }
 
     def state_dict(self) -> dict[str, Any]:

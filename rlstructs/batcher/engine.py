@@ -21,7 +21,7 @@ from rlstructs.rollout.evaluation import quotas
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.shared import weights
 from rlstructs.shared.layout import Layout
-from rlstructs.shared.slot_buffers import Generations
+from rlstructs.shared.slot_buffers import SlotBuffers
 from rlstructs.structures.arrays import specs_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
@@ -207,7 +207,7 @@ class Engine:
         """
         settings = self.settings
         for worker, kept in enumerate(workers):
-            settings = settings.again(worker, kept["stream"] + 1)
+            settings = settings.with_new_streams(worker, kept["stream"] + 1)
         self.supervisor.renew(list(workers), settings.seeds, settings.agent_seeds)
 
     def load(self, state: Mapping[str, Any], statistics: dict[str, Moments]) -> None:
@@ -259,7 +259,7 @@ def start_engine(
     try:
         supervisor = Supervisor(pool, run.on_worker_failure, run.max_restarts, run.run_ahead)
         layout, blocks, n_envs = find_contents(supervisor, settings, run.n_timesteps)
-        generations = Generations(layout, run.run_ahead + 1, len(blocks))
+        generations = SlotBuffers(layout, run.run_ahead + 1, len(blocks))
         slots_arena.resize(generations.reserved_nbytes, expected=generations.nbytes)
         transport = SlotTransport(generations, slots_arena.map(), blocks, debug)
         supervisor.attach(generations)

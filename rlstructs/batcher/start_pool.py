@@ -25,7 +25,7 @@ def start_pool(settings: JobSettings, run: RunSettings, shared: tuple[SharedAren
     """
     try:
         if run.n_processes == 0:
-            factory = JobFactory(settings.by_value())
+            factory = JobFactory(settings.with_copied_arguments())
             return InlinePool(factory, shared=shared, around=PrivateStreams(), init_worker=run.init_worker)
         return WorkerPool(
             run.n_processes,

@@ -22,7 +22,7 @@ import torch
 from rlstructs.batcher.engine import Engine
 from rlstructs.errors import SpecError
 from rlstructs.moments import Moments
-from rlstructs.seeding import as_given
+from rlstructs.seeding import seeds_argument
 from rlstructs.shared.layout import Layout
 from rlstructs.structures.arrays import TensorSpec
 
@@ -53,7 +53,7 @@ def of_engine(engine: Engine) -> State:
     return {
         "format": FORMAT,
         "version": VERSION,
-        "seeds": as_given(settings.seeds),
+        "seeds": seeds_argument(settings.seeds),
         "batcher": batcher_of(engine.transport.layout, settings.seeds, settings.agent_seeds),
         "weights_version": engine.policy_version,
         "workers": supervisor.state(),

@@ -17,10 +17,10 @@ from typing import Any
 from rlstructs.batcher.arguments import RESTART
 from rlstructs.batcher.worker_record import RolloutOrder, WorkerRecord, times
 from rlstructs.errors import SpecError
-from rlstructs.moments import Moments, merged
+from rlstructs.moments import Moments, merge_parts
 from rlstructs.rollout.probe import JobDescription
 from rlstructs.rollout.progress import Clock
-from rlstructs.shared.slot_buffers import Generations
+from rlstructs.shared.slot_buffers import SlotBuffers
 from workers import WorkerError
 from workers.interrupts import finished, uninterrupted
 from workers.messages import Asked
@@ -86,7 +86,7 @@ class Supervisor:
         self._n_envs = found[0].n_envs
         return found
 
-    def attach(self, generations: Generations) -> None:
+    def attach(self, generations: SlotBuffers) -> None:
         """Gives every worker its slots."""
         self._orders["attach"] = (generations,)
         self.pool.call("attach", generations)
@@ -233,7 +233,7 @@ class Supervisor:
 
     def learn(self, orders: Mapping[int, RolloutOrder]) -> None:
         """Adds what rollouts gathered to the statistics, once, in the order of the workers."""
-        self.know(merged(self.statistics, self.gathered(orders)))
+        self.know(merge_parts(self.statistics, self.gathered(orders)))
 
     def stats(self) -> list[dict[str, Any]]:
         """For each worker what `RL_Batcher.stats` says of it."""

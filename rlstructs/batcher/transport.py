@@ -12,7 +12,7 @@ from rlstructs.batcher.batch import Batch, write_info
 from rlstructs.batcher.worker_record import RolloutOrder
 from rlstructs.episodes import EpisodeTracker
 from rlstructs.shared.layout import Layout
-from rlstructs.shared.slot_buffers import EVERY, Generations
+from rlstructs.shared.slot_buffers import ALL_ROLLOUTS, SlotBuffers
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 
@@ -119,7 +119,7 @@ class SlotTransport(Transport):
         poisons: whether what was not written holds poison.
     """
 
-    def __init__(self, generations: Generations, buffer: mmap, blocks: Sequence[range], poisons: bool) -> None:
+    def __init__(self, generations: SlotBuffers, buffer: mmap, blocks: Sequence[range], poisons: bool) -> None:
         super().__init__(generations.layout, blocks)
         self._generations = generations
         self.slots = generations.slots(buffer, poisons=poisons)
@@ -167,7 +167,7 @@ class SlotTransport(Transport):
 
     def cut_all(self) -> None:
         for worker in range(len(self._cuts)):
-            self.cut(worker, EVERY)
+            self.cut(worker, ALL_ROLLOUTS)
 
     def close(self) -> None:
         self.slots, self._cuts = [], memoryview(b"")

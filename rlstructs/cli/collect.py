@@ -1,4 +1,4 @@
-"""`rlstructs collect`: rollouts of a gymnasium environment, from its id to trajectories and episodes."""
+"""`rlstructs collect`: runs rollouts of a gymnasium environment, and keeps trajectories and episodes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from workers.limits import available_bytes
 
 @dataclass(frozen=True)
 class Settings:
-    """What is to be collected.
+    """What to collect.
 
     Attributes:
-        env_id: as gymnasium's registry has it.
-        agent: as `find_agent` takes it.
+        env_id: id in gymnasium's registry.
+        agent: name of the agent for `find_agent`.
         n_workers: worker processes; 0 for none.
         n_envs: environments of each worker.
-        n_timesteps: of each environment in one rollout.
-        n_rollouts: how many.
-        seed: of all random streams.
-        ray: address of the cluster that workers run on; None for this machine.
-        n_nodes: as of `RayBatcher`.
+        n_timesteps: steps of each environment in a rollout.
+        n_rollouts: number of rollouts.
+        seed: seed of all random streams.
+        ray: address of the Ray cluster to run workers on; None for this machine.
+        n_nodes: as for `RayBatcher`.
     """
 
     env_id: str
@@ -47,13 +47,13 @@ class Settings:
 
     @property
     def n_steps(self) -> int:
-        """Environment steps of all rollouts."""
+        """Environment steps of all rollouts together."""
         return self.n_rollouts * self.n_timesteps * self.n_envs * max(1, self.n_workers)
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over rollouts; `seconds` is what they took."""
+    """Sums over rollouts; `seconds` is their duration."""
 
     n_steps: int = 0
     n_episodes: int = 0
@@ -63,16 +63,16 @@ class Totals:
 
     @property
     def mean_return(self) -> float:
-        """Of the episodes that ended; 0 while there is none."""
+        """Mean return of the episodes that ended; 0 without any."""
         return self.returns / max(1, self.n_episodes)
 
     @property
     def mean_length(self) -> float:
-        """Likewise."""
+        """Mean length of the episodes that ended; 0 without any."""
         return self.lengths / max(1, self.n_episodes)
 
     def plus(self, trajectories: Trajectories, episodes: DictTensor, seconds: float) -> Totals:
-        """With one more rollout, the episodes that ended in it, and the time since the first began."""
+        """The sums with one more rollout and its episodes; `seconds` counts from the first rollout."""
         return Totals(
             self.n_steps + int(trajectories.lengths.sum()),
             self.n_episodes + episodes.n_elems(),
@@ -84,12 +84,12 @@ class Totals:
 
 @dataclass
 class Collected:
-    """What there is so far.
+    """What was collected so far.
 
     Attributes:
-        rollouts: of each its trajectories (None where they are not kept), the episodes that ended in it, and
-            the sums so far. It grows by one append, so that Ctrl-C finds it whole.
-        stopped_by: what ended it early, None if nothing did.
+        rollouts: for each rollout its trajectories (None if they are not kept), the episodes that ended in it, and
+            the sums so far. It grows by one append, so that Ctrl-C cannot leave it half written.
+        stopped_by: the exception that ended the collection early; None if there was none.
     """
 
     rollouts: list[tuple[Trajectories | None, DictTensor, Totals]] = field(default_factory=list)
@@ -101,11 +101,11 @@ class Collected:
         return self.rollouts[-1][2] if self.rollouts else Totals()
 
     def trajectories(self) -> Trajectories:
-        """All that were kept, in the order of time."""
+        """All trajectories that were kept, in the order of time."""
         return Trajectories.cat(rollout for rollout, _, _ in self.rollouts if rollout is not None)
 
     def episodes(self) -> DictTensor:
-        """All episodes that ended; those of one environment in the order of time."""
+        """All episodes that ended; for each environment in the order of time."""
         return DictTensor.cat(episodes for _, episodes, _ in self.rollouts)
 
 
@@ -114,10 +114,10 @@ def collect(settings: Settings, keep: bool) -> Collected:
 
     Args:
         settings: what to collect.
-        keep: whether the trajectories are wanted, or only their episodes.
+        keep: whether to keep trajectories, or only episodes.
 
     Returns:
-        What was collected, also when Ctrl-C or an error ended it: `stopped_by` says so.
+        What was collected; after Ctrl-C or an error `stopped_by` holds the exception.
     """
     collected = Collected()
     try:
@@ -140,7 +140,7 @@ def _run(batcher: RL_Batcher, settings: Settings, collected: Collected, keep: bo
         for left in reversed(range(settings.n_rollouts)):
             trajectories, _ = batcher.get()
             if left:
-                batcher.execute()  # the workers are at the next one meanwhile
+                batcher.execute()  # workers run the next rollout meanwhile
             episodes = batcher.episodes()
             totals = collected.totals.plus(trajectories, episodes, time.perf_counter() - start)
             collected.rollouts.append((trajectories if keep else None, episodes, totals))
@@ -169,7 +169,7 @@ def make_batcher(settings: Settings) -> RL_Batcher:
 
 
 def _check_memory(settings: Settings, batcher: RL_Batcher) -> None:
-    # Trajectories hold an observation twice, as what was seen and as what followed; the slots once.
+    # Trajectories hold each observation twice, under `observation/` and `_observation/`; slots hold it once.
     nbytes = settings.n_rollouts * 2 * batcher.nbytes
     available = available_bytes()
     if available is not None and 2 * nbytes > available:

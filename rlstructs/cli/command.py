@@ -1,4 +1,4 @@
-"""The command `rlstructs`: collects rollouts, shows an agent, says what is in a file, finds what is fastest.
+"""The command `rlstructs`: collects rollouts, shows an agent, describes files, finds the fastest settings.
 
     rlstructs collect CartPole-v1 --workers 2 --steps 200000 --out rollouts.npz --plot returns.png
     rlstructs play CartPole-v1 --agent my_agents:trained --video cartpole.mp4
@@ -6,9 +6,9 @@
     rlstructs info --system
     rlstructs bench tune CartPole-v1 --seconds 20
 
-Exit codes: 0; 2 after an error, which is one line on stderr; 130 after Ctrl-C, with what had been
-collected or recorded written; 141, silently, when nobody reads what is printed any more (`| head`).
-What is heavy to import is imported by what needs it, so that `--help` is quick.
+Exit codes: 0; 2 after an error, which prints one line on stderr; 130 after Ctrl-C, which keeps what was collected or
+recorded; 141, silently, when the reader of the output has gone (`| head`).
+Heavy modules are imported where they are needed, so that `--help` is quick.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Args:
-        arguments: those of the command line; None for this program's.
+        arguments: arguments of the command line; None for those of this program.
 
     Returns:
         The exit code.
@@ -58,18 +58,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("rlstructs: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except Exception as error:  # an environment may raise anything
+    except Exception as error:  # environments may raise anything
         if isinstance(error, BrokenPipeError) and _is_unread():
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter would complain at exit
             return UNREAD
         if debug:
             raise
-        print(f"rlstructs: error: {_one_line(error)}", file=sys.stderr)
+        print(f"rlstructs: error: {_message_line(error)}", file=sys.stderr)
         return FAILED
 
 
 def _is_unread() -> bool:
-    """Whether nobody reads what is printed any more: the other end of the pipe is closed."""
+    """Whether the reader of the output has closed its end of the pipe."""
     poll = select.poll()
     try:
         poll.register(sys.stdout.fileno(), 0)
@@ -79,7 +79,7 @@ def _is_unread() -> bool:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises in place of printing the usage and exiting."""
+    """Raises an error instead of printing the usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         if message.endswith((": COMMAND", ": WHAT")):
@@ -119,10 +119,10 @@ def _add_collect(commands: Any, common: argparse.ArgumentParser) -> None:
         ("--steps", "S", 1, 10_000, "environment steps in all, rounded up to whole rollouts; default: %(default)s"),
         ("--seed", "SEED", 0, 0, "of environments and agents; default: %(default)s"),
     ):
-        add(option, metavar=metavar, type=_at_least(least), default=default, help=text)
+        add(option, metavar=metavar, type=_int_from(least), default=default, help=text)
     _add_agent(parser)
     add("--ray", metavar="ADDRESS", help="of a Ray cluster to run the workers on; auto for the one of this machine")
-    add("--nodes", metavar="N", type=_at_least(1), help="actors of Ray that share the workers; default: one a machine")
+    add("--nodes", metavar="N", type=_int_from(1), help="actors of Ray that share the workers; default: one a machine")
     add("--out", metavar="FILE", type=Path, help="write the trajectories: .npz, .pt or .h5")
     add("--plot", metavar="FILE.png", type=Path, help="draw returns and lengths of the episodes")
 
@@ -147,10 +147,10 @@ def _add_play(commands: Any, common: argparse.ArgumentParser) -> None:
     add("env_id", metavar="ENV_ID", help="as for collect")
     _add_agent(parser)
     add("--video", metavar="FILE.mp4", type=Path, help="record it, in place of a window")
-    add("--episodes", metavar="E", type=_at_least(1), default=1, help="how many; default: %(default)s")
-    add("--max-steps", metavar="S", type=_at_least(1), help="ends an episode that goes on; default: the environment's")
-    add("--fps", metavar="F", type=_positive, help="frames per second of the video; default: the environment's")
-    add("--seed", metavar="SEED", type=_at_least(0), default=0, help="of environment and agent; default: %(default)s")
+    add("--episodes", metavar="E", type=_int_from(1), default=1, help="how many; default: %(default)s")
+    add("--max-steps", metavar="S", type=_int_from(1), help="ends an episode that goes on; default: the environment's")
+    add("--fps", metavar="F", type=_read_positive, help="frames per second of the video; default: the environment's")
+    add("--seed", metavar="SEED", type=_int_from(0), default=0, help="of environment and agent; default: %(default)s")
 
 
 def _add_info(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -180,7 +180,7 @@ def _add_bench(commands: Any, common: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_tune)
     parser.add_argument("env_id", metavar="ENV_ID", help="as for collect")
     seconds_help = "after which no other trial begins; default: %(default)g"
-    parser.add_argument("--seconds", metavar="S", type=_positive, default=20.0, help=seconds_help)
+    parser.add_argument("--seconds", metavar="S", type=_read_positive, default=20.0, help=seconds_help)
 
 
 def _collect(options: argparse.Namespace) -> int:
@@ -214,9 +214,9 @@ def _collect(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def one_interrupt() -> Iterator[Callable[[], None]]:
-    """Lets the first Ctrl-C interrupt, and ignores others: they would lose what is then being written.
+    """Lets only the first Ctrl-C interrupt: a second one could destroy what is being written.
 
-    Gives a function that makes it ignore the first one too.
+    It gives a function after whose call the first Ctrl-C is ignored too.
     """
 
     def ignore() -> None:
@@ -226,7 +226,7 @@ def one_interrupt() -> Iterator[Callable[[], None]]:
         ignore()
         raise KeyboardInterrupt
 
-    # Another thread may not, and a program's own handler, or that of a background job, stays.
+    # Only the main thread may set handlers; a program's own handler, or that of a background job, stays.
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield lambda: None
@@ -244,7 +244,7 @@ def _settings(options: argparse.Namespace) -> Settings:
 
     _find_modules_here()
     n_per_rollout = options.timesteps * options.envs * max(1, options.workers)
-    find_agent(options.agent)  # the workers do so themselves, but here it fails at once
+    find_agent(options.agent)  # fails at once here; workers call it again
     return Settings(
         env_id=find_env(options.env_id),
         agent=options.agent,
@@ -268,7 +268,7 @@ def _play(options: argparse.Namespace) -> int:
     elif options.fps is not None:
         raise SpecError("--fps: is for --video; a window goes at the environment's own pace")
     _find_modules_here()
-    find_agent(options.agent)  # as in `_settings`
+    find_agent(options.agent)  # fails at once here; the worker calls it again
     settings = Settings(
         env_id=find_env(options.env_id),
         agent=options.agent,
@@ -284,7 +284,7 @@ def _play(options: argparse.Namespace) -> int:
 
 
 def _find_modules_here() -> None:
-    if (here := os.getcwd()) not in sys.path:  # for --agent and module:EnvId; workers get the same path
+    if (here := os.getcwd()) not in sys.path:  # for --agent and module:EnvId; workers get this path too
         sys.path.insert(0, here)
 
 
@@ -357,7 +357,7 @@ def _cuda() -> str:
         return f"unknown, {type(error).__name__}: {error}"
 
 
-def _at_least(least: int) -> Callable[[str], int]:
+def _int_from(least: int) -> Callable[[str], int]:
     def read(text: str) -> int:
         try:
             value = int(text)
@@ -370,7 +370,7 @@ def _at_least(least: int) -> Callable[[str], int]:
     return read
 
 
-def _positive(text: str) -> float:
+def _read_positive(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -380,8 +380,8 @@ def _positive(text: str) -> float:
     return value
 
 
-def _one_line(error: Exception) -> str:
-    """What an error says, without line breaks; with its class and worker where it is none of ours."""
+def _message_line(error: Exception) -> str:
+    """The message of an error in one line; for errors of others with class and worker."""
     try:
         message = " ".join(str(error).split())
     except Exception:
@@ -391,4 +391,3 @@ def _one_line(error: Exception) -> str:
     cause = error.__cause__
     where = f"in worker {cause.worker_index}; " if isinstance(cause, RemoteTraceback) else ""
     return f"{type(error).__name__}: {message} ({where}--debug shows the traceback)"
-

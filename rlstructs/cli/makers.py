@@ -1,4 +1,4 @@
-"""Makes environments and agents from what a command line names."""
+"""Makes the environments and agents that a command line names."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from rlstructs.random_agent import RandomAgent
 
 
 class GymMaker:
-    """Makes the environments of a worker, then its agent, which is told the environments' spaces.
+    """Makes the environments of a worker, then its agent, which gets their spaces.
 
-    Both methods reach a worker in one pickle, so that they are bound to one object there too.
+    Both methods travel to a worker in one pickle, so that they belong to the same object there too.
 
     Args:
-        agent: as `find_agent` takes it.
+        agent: name of the agent for `find_agent`.
         make: makes one environment.
-        n_envs: how many.
-        kind: `GymEnvInf`, or `GymEnv`.
+        n_envs: number of environments.
+        kind: `GymEnvInf` or `GymEnv`.
     """
 
     def __init__(
@@ -37,28 +37,28 @@ class GymMaker:
         self._spaces: dict[str, Any] = {}
 
     def create_env(self, seed: int) -> GymEnv:
-        """The environments."""
+        """Makes the environments."""
         envs = [self._make() for _ in range(self._n_envs)]
         self._spaces = {"observation_space": envs[0].observation_space, "action_space": envs[0].action_space}
         return self._kind(envs, seed)
 
     def create_agent(self) -> RL_Agent:
-        """The agent; `create_env` comes first."""
+        """Makes the agent; `create_env` has to be called first."""
         factory = find_agent(self._agent)
-        agent = factory(**_accepted(factory, self._spaces))
+        agent = factory(**_accepted_arguments(factory, self._spaces))
         if not isinstance(agent, (RL_Agent, RL_Agent_CheckDevice)):
             raise SpecError(f"--agent {self._agent}: must return an RL_Agent, got {type(agent).__name__}")
         return agent
 
 
 def find_env(env_id: str) -> str:
-    """The id under which the registry holds an environment.
+    """Finds an environment in the registry; returns its full id.
 
     Args:
-        env_id: `[module:][namespace/]name[-vN]`; the module is imported, the newest version is the default.
+        env_id: `[module:][namespace/]name[-vN]`; the module is imported, the default is the newest version.
 
     Raises:
-        SpecError: there is none.
+        SpecError: there is no such environment.
     """
     module, _, name = env_id.rpartition(":")
     if name.startswith("ALE/"):
@@ -75,7 +75,7 @@ def find_env(env_id: str) -> str:
 
 
 def find_agent(name: str) -> Callable[..., RL_Agent]:
-    """What makes the agent: `random`, or `module:factory`.
+    """Finds the factory of an agent named `random` or `module:factory`.
 
     Raises:
         SpecError: there is no such module or attribute, or it cannot be called.
@@ -102,8 +102,8 @@ def _import(module: str, what: str) -> Any:
         raise SpecError(f"{what}: cannot import {module!r}: {type(error).__name__}: {error}") from error
 
 
-def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Those of the arguments that a function takes by keyword."""
+def _accepted_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that a function takes by keyword."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # some builtins have no signature

@@ -1,13 +1,13 @@
-"""`rlstructs play`: what an agent does, in a window or in a video, rendered in a worker process.
+"""`rlstructs play`: shows an agent in a window or a video, which a worker process renders.
 
     trainer                                    the worker
     -------                                    ----------
-    reset(), execute()  ── as ever ─────────>  steps and renders the environment
+    reset(), execute()  ── requests ────────>  steps and renders the environment
     get(), episodes()   <── rewards, ends ───
                                                each frame ──>  ffmpeg ──> .name.mp4
     renames the file once the worker has ended
 
-A frame goes to ffmpeg as soon as it is there: neither process holds more than one of them, however long an episode is.
+Each frame goes to ffmpeg at once, so that neither process holds more than one frame, however long an episode is.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from rlstructs.envs.gym_env import GymEnv
 from rlstructs.errors import SpecError
 from rlstructs.files.layout import temporary_name
 
-# Ending of a video -> the module that writing it needs.
+# File ending of a video -> the module needed to write it.
 VIDEO_ENDINGS: dict[str, str | None] = {".mp4": "imageio_ffmpeg"}
-# Steps of a rollout. After each the trainer hears how many there were, no more.
+# Steps of a rollout; the worker replies after each rollout.
 N_TIMESTEPS = 32
-# The variables that say, on Linux, where a window is to be shown; the last one is SDL's, and the user's to set.
+# Environment variables that choose the screen on Linux; the last one is for SDL, and only users set it.
 SCREENS = ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER")
-# What SDL, and pygame with it, takes without a screen: windows that nobody sees.
-UNSEEN = ("dummy", "offscreen")
-# Modules of environments with other windows: without a screen ALE goes on unseen, and GLFW ends the process.
+# Drivers that SDL, and so pygame, uses without a screen; their windows are invisible.
+INVISIBLE = ("dummy", "offscreen")
+# Modules of environments with other windows: without a screen ALE shows nothing, and GLFW ends the process.
 OTHER_WINDOWS = ("ale_py", "gymnasium.envs.mujoco")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is to be played.
+    """What to play.
 
     Attributes:
-        env_id: as gymnasium's registry has it.
-        agent: as `collect.find_agent` takes it.
-        n_episodes: how many.
-        max_steps: after which an episode is truncated; None for as many as the environment allows.
-        seed: of environment and agent.
+        env_id: id in gymnasium's registry.
+        agent: name of the agent for `makers.find_agent`.
+        n_episodes: number of episodes.
+        max_steps: steps after which an episode is truncated; None for the environment's own limit.
+        seed: seed of environment and agent.
         video: the file to write; None for a window.
         fps: frames per second of the video; None for the `render_fps` of the environment's metadata.
     """
@@ -66,19 +66,19 @@ class Settings:
 
 
 def play(settings: Settings) -> None:
-    """Plays, and prints a line for each episode, and one for the video.
+    """Plays episodes; prints a line for each, and one for the video.
 
     Raises:
-        SpecError: the environment cannot be rendered so.
+        SpecError: the environment cannot be rendered in this way.
         OSError: the video cannot be written.
-        KeyboardInterrupt: Ctrl-C; what was recorded before is kept.
-        Exception: what environment or agent raised; nothing is kept.
+        KeyboardInterrupt: Ctrl-C; the recording so far is kept.
+        Exception: environment or agent raised; nothing is kept.
     """
     stopped_by: KeyboardInterrupt | None
     if settings.video is None:
         stopped_by = _run(settings, None)
     else:
-        temporary = temporary_name(settings.video.absolute())  # wherever the worker is
+        temporary = temporary_name(settings.video.absolute())  # the worker may be in another directory
         try:
             stopped_by = _run(settings, temporary)
             if temporary.exists():  # Ctrl-C may have come before the first frame
@@ -92,7 +92,7 @@ def play(settings: Settings) -> None:
 
 
 def _run(settings: Settings, path: Path | None) -> KeyboardInterrupt | None:
-    """Plays; what ended it early. The video is complete when it returns."""
+    """Plays episodes and completes the video; returns the interrupt that ended it early, if any."""
     maker = GymMaker(settings.agent, partial(_make, settings, path), n_envs=1, kind=GymEnv)
     try:
         with RL_Batcher(
@@ -119,10 +119,10 @@ def _run(settings: Settings, path: Path | None) -> KeyboardInterrupt | None:
 
 
 def _make(settings: Settings, path: Path | None) -> gymnasium.Env[Any, Any]:
-    """The environment, which renders itself: in a window, or to a file."""
+    """Makes the environment, which renders itself in a window or to a file."""
     mode = "human" if path is None else "rgb_array"
     _check_mode(settings.env_id, mode)
-    if path is not None:  # SDL looks for a screen, and complains where there is none
+    if path is not None:  # without a screen SDL would complain
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
     env = gymnasium.make(settings.env_id, render_mode=mode)
     if settings.max_steps is not None:
@@ -136,15 +136,15 @@ def _make(settings: Settings, path: Path | None) -> gymnasium.Env[Any, Any]:
 
 
 def _check_mode(env_id: str, mode: str) -> None:
-    """Raises SpecError if the environment's class says that it cannot be rendered so.
+    """Raises SpecError if the environment's class does not support a render mode.
 
-    `gymnasium.make` only warns, and many a constructor fails with an assertion that says nothing.
+    `gymnasium.make` only warns, and many constructors fail with an unhelpful assertion.
     """
     creator = gymnasium.spec(env_id).entry_point
     metadata = getattr(load_env_creator(creator) if isinstance(creator, str) else creator, "metadata", None)
-    if not isinstance(metadata, Mapping):  # a function's environments are not known before they are made
+    if not isinstance(metadata, Mapping):  # the entry point is a function: its environments are not known yet
         return
-    # In a window gymnasium also shows what an environment can only give as an array.
+    # Gymnasium can also show arrays in a window.
     enough = {"rgb_array"} if mode == "rgb_array" else {"human", "rgb_array", "rgb_array_list"}
     modes = metadata.get("render_modes") or []
     if not enough.intersection(modes):
@@ -152,13 +152,13 @@ def _check_mode(env_id: str, mode: str) -> None:
 
 
 class Window(gymnasium.Wrapper):  # type: ignore[misc]
-    """An environment that shows itself, if it can be seen.
+    """An environment that shows itself, and raises if there is no screen for its window.
 
-    Environments that need no window, but print what they show, need no screen.
+    Environments that print text need no screen.
 
     Args:
         env: made with `render_mode="human"`.
-        env_id: what messages call it.
+        env_id: its name in messages.
 
     Raises:
         SpecError: there is no screen for its window.
@@ -170,10 +170,10 @@ class Window(gymnasium.Wrapper):  # type: ignore[misc]
         self._check(any(base.__module__.startswith(OTHER_WINDOWS) for base in type(env.unwrapped).__mro__))
 
     def reset(self, **arguments: Any) -> Any:
-        """As the environment's own."""
+        """Resets the environment, and checks that there is a screen for its window."""
         found = self.env.reset(**arguments)
-        pygame = sys.modules.get("pygame")  # only now is it known whether there is a window of it
-        self._check(pygame is not None and pygame.display.get_init() and pygame.display.get_driver() in UNSEEN)
+        pygame = sys.modules.get("pygame")  # only the first reset opens the window
+        self._check(pygame is not None and pygame.display.get_init() and pygame.display.get_driver() in INVISIBLE)
         return found
 
     def _check(self, needs_screen: bool) -> None:

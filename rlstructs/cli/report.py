@@ -1,4 +1,4 @@
-"""What the command line writes and says: files, plots, summaries, and what is in a file."""
+"""The output of the command line: summaries, plots, and descriptions of files."""
 
 from __future__ import annotations
 
@@ -22,23 +22,22 @@ from rlstructs.structures.trajectories import Trajectories
 if TYPE_CHECKING:
     from rlstructs.cli.collect import Collected, Settings
 
-# Ending of a file -> the module that writing it needs beside torch and numpy.
+# File ending -> the module needed to write it, besides torch and numpy.
 OUT_ENDINGS: dict[str, str | None] = {".npz": None, ".pt": None, ".h5": "h5py"}
 PLOT_ENDINGS: dict[str, str | None] = {".png": "matplotlib.figure"}
-# What installs such a module.
+# Such a module -> the extra that installs it.
 EXTRAS = {"h5py": "hdf5", "matplotlib": "plot", "imageio_ffmpeg": "plot"}
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 KINDS = {kind.__name__: kind for kind in (DictTensor, TemporalDictTensor, Trajectories)}
-# Episodes that the running mean of a plot spans, at most.
+# The most episodes in the running mean of a plot.
 WINDOW = 100
 
 
 def check_path(option: str, path: Path, endings: dict[str, str | None]) -> None:
-    """Raises now what writing a file would raise once everything is collected.
+    """Checks before the collection that a file can be written.
 
     Raises:
-        SpecError: another ending, a directory that is not there or cannot be written into, or a module
-            that is not installed.
+        SpecError: the ending is unknown, the directory is missing or not writable, or a module is not installed.
     """
     ending = layout.ending_of(path)
     if ending not in endings:
@@ -48,7 +47,7 @@ def check_path(option: str, path: Path, endings: dict[str, str | None]) -> None:
     try:
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a directory")
-        tempfile.TemporaryFile(dir=path.parent).close()  # the one sure way to know
+        tempfile.TemporaryFile(dir=path.parent).close()  # the only sure test
     except OSError as error:
         raise SpecError(f"{option}: cannot write {str(path)!r}: {error}") from error
     module = endings[ending]
@@ -61,7 +60,7 @@ def check_path(option: str, path: Path, endings: dict[str, str | None]) -> None:
 
 
 def summary(settings: Settings, collected: Collected, written: list[str]) -> str:
-    """One line: what was collected, and where it is."""
+    """One line that says what was collected and which files were written."""
     totals = collected.totals
     parts = [f"{totals.n_steps:,} steps", f"{totals.n_episodes:,} episodes"]
     if totals.n_episodes:
@@ -73,10 +72,10 @@ def summary(settings: Settings, collected: Collected, written: list[str]) -> str
 
 
 def describe(path: Path) -> Iterator[str]:
-    """What is in a file, line by line.
+    """Describes the content of a file, line by line.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such file.
         FileError, SpecError: it is not ours, or damaged.
     """
     try:
@@ -88,7 +87,7 @@ def describe(path: Path) -> Iterator[str]:
     content = KINDS[kind].load(path) if kind in KINDS else None
     rows = "" if content is None else f", {content.n_elems():,} rows"
     yield f"{path}: {shown(kind)}{rows}, {path.stat().st_size / 1e6:,.2f} MB"
-    # Names may hold what a terminal would obey.
+    # Names in a file may hold control sequences for the terminal.
     lines = [
         (shown(name), "x".join(map(str, spec["shape"])) or "scalar", spec["dtype"]) for name, spec in arrays.items()
     ]
@@ -102,13 +101,13 @@ def describe(path: Path) -> Iterator[str]:
 
 
 def ended_episodes(trajectories: Trajectories) -> DictTensor:
-    """The episodes that ended in trajectories as the batcher gives them, rollout after rollout.
+    """The episodes that ended in trajectories, which follow each other rollout by rollout.
 
     Returns:
-        As `RL_Batcher.episodes`.
+        The columns of `RL_Batcher.episodes`.
 
     Raises:
-        SpecError: a key is missing, or is not what it has to be.
+        SpecError: a key is missing or wrong.
     """
     env_index, steps = trajectories.info["env_index"], trajectories.trajectories
     if env_index.ndim != 1 or env_index.dtype not in INTEGERS:
@@ -118,15 +117,15 @@ def ended_episodes(trajectories: Trajectories) -> DictTensor:
     for key in needed:
         if key in steps and (steps[key].ndim != 2 or steps[key].is_complex()):
             raise SpecError(f"{key!r} is {tuple(steps[key].shape)} {steps[key].dtype}, expected (B, T) of numbers")
-    # Those that there are, counted from 0: the tracker has room for all up to the largest.
+    # Environments are renumbered from 0, because the tracker takes memory up to the largest index.
     known, places = torch.unique(env_index, return_inverse=True)
     env_index = places
     rows, tracker = Trajectories(DictTensor({"env_index": env_index}), steps), EpisodeTracker()
-    # A rollout has each environment at most once, in ascending order.
+    # A new rollout begins where the index of the environment does not ascend.
     starts = [0, *(np.flatnonzero(np.diff(env_index.numpy()) <= 0) + 1).tolist()]
     for start, stop in zip(starts, [*starts[1:], rows.n_elems()], strict=True):
         rollout = rows.index(slice(start, stop))
-        tracker.forget(_begun(rollout))
+        tracker.forget(_fresh_environments(rollout))
         tracker.add(rollout)
     ended = tracker.take()
     return DictTensor({**dict(ended.items()), "env_index": known.long()[ended["env_index"]]})
@@ -139,7 +138,7 @@ def plot(path: Path, settings: Settings, collected: Collected) -> None:
 
 def figure(settings: Settings, collected: Collected) -> Any:
     """A `matplotlib.figure.Figure` of returns and lengths over the steps at which the episodes ended."""
-    # Not pyplot: its figures and its backend are global.
+    # Without pyplot, because its figures and its backend are global.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
@@ -163,10 +162,10 @@ def figure(settings: Settings, collected: Collected) -> Any:
 
 
 def end_steps(episodes: DictTensor) -> np.ndarray:
-    """At which step of its environment each episode ended, counted from the first; (K,).
+    """The step of its environment at which each episode ended, counted from the first step; (K,).
 
     Args:
-        episodes: all that ended since the environments were reset, those of one in the order of time.
+        episodes: all that ended since the environments were reset; for each environment in the order of time.
     """
     env_index, lengths = episodes["env_index"].numpy(), episodes["length"].numpy()
     order = np.argsort(env_index, kind="stable")
@@ -179,15 +178,15 @@ def end_steps(episodes: DictTensor) -> np.ndarray:
 
 
 def running_means(at: np.ndarray, values: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """Means of the last `window` values, or of more where more of them ended at one step.
+    """Means of the last `window` values, or of more if more of them belong to one step.
 
     Args:
-        at: ascending, when each value came, (K,).
+        at: the step of each value, ascending, (K,).
         values: (K,).
         window: at least 1.
 
     Returns:
-        The different steps from that on at which there are `window` values, and the mean at each.
+        The distinct steps, from the first that has `window` values so far, and the mean at each.
     """
     steps, firsts, counts = np.unique(at, return_index=True, return_counts=True)
     stops = firsts + counts
@@ -222,8 +221,8 @@ def _episodes(trajectories: Trajectories) -> str:
     return f"{ended.n_elems():,} ended, return {_spread(ended['return'])}, length {_spread(ended['length'])}"
 
 
-def _begun(rollout: Trajectories) -> np.ndarray:
-    """The environments that begin with an episode: a reset, or a worker that was lost, drops what had not ended."""
+def _fresh_environments(rollout: Trajectories) -> np.ndarray:
+    """The environments that begin an episode here: after a reset or the loss of a worker, the last one never ends."""
     steps, env_index, key = rollout.trajectories, rollout.info["env_index"].numpy(), "observation/initial_state"
     if key not in steps:
         return env_index[:0]

@@ -1,7 +1,7 @@
-"""`rlstructs bench tune`: how many workers, environments and timesteps are fastest on this machine.
+"""`rlstructs bench tune`: finds the fastest numbers of workers, environments and timesteps on this machine.
 
-The limit is what bare loops of the same environments reach, one process for each core: they step them with actions
-drawn before, and do nothing else. It is measured in turns with what is tried, so that a busy machine slows both.
+The limit is the speed of bare loops, one process per core, which step the same environments with actions drawn before
+and do nothing else. Limit and trial are measured in turns, so that a busy machine slows both.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from rlstructs.worker_setup.setup import WorkerSetup
 from rlstructs.worker_setup.streams import WorkerStreams
 from workers import WorkerPool
 
-# The first three are tried together, then others of one at a time, each beside the best so far.
+# The first choice; then other values are tried one by one, with the best choice so far.
 N_ENVS, N_TIMESTEPS = 16, 128
 OTHER_ENVS, OTHER_TIMESTEPS = (64, 256, 4), (32, 512)
-# Environments of each bare loop, and actions of each that are drawn before.
+# Environments of each bare loop, and the actions drawn for each.
 BARE_ENVS, BARE_ACTIONS = 8, 257
-# Turns of the limit and of what is tried, and which part of the time all turns of one trial take.
+# Turns of limit and trial, and the share of the time that all turns of one trial take.
 N_TURNS, TRIAL_SHARE = 3, 1 / 12
 
 
 class Choice(NamedTuple):
-    """What can be chosen; as the arguments of `RL_Batcher`."""
+    """The numbers to choose; their names are those of `Settings`."""
 
     n_workers: int
     n_envs: int
@@ -42,12 +42,12 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Trial:
-    """What was measured.
+    """The measurement of a choice.
 
     Attributes:
-        choice: of what.
-        speed, limit: environment steps a second.
-        share: of the limit, the median over turns.
+        choice: the choice.
+        speed, limit: environment steps per second.
+        share: speed as a share of the limit, the median over turns.
     """
 
     choice: Choice
@@ -57,12 +57,12 @@ class Trial:
 
 
 def tune(env_id: str, n_cores: int, seconds: float) -> Iterator[Trial]:
-    """Tries choices one after another, for about so many seconds, and at least one.
+    """Tries choices one after another until the time is up, and at least one.
 
     Args:
-        env_id: as gymnasium's registry has it.
-        n_cores: how many processes run at once.
-        seconds: after which no other trial begins.
+        env_id: id in gymnasium's registry.
+        n_cores: number of processes that run at once.
+        seconds: time after which no trial begins.
     """
     end = time.monotonic() + seconds
     with bare_loops(env_id, n_cores) as limit:
@@ -70,17 +70,17 @@ def tune(env_id: str, n_cores: int, seconds: float) -> Iterator[Trial]:
         for choice in choices(n_cores, tried):
             if tried and time.monotonic() > end:
                 return
-            trial = _tried(env_id, choice, limit, seconds * TRIAL_SHARE / (2 * N_TURNS))
+            trial = _run_trial(env_id, choice, limit, seconds * TRIAL_SHARE / (2 * N_TURNS))
             tried[choice] = trial.share
             yield trial
 
 
 def choices(n_cores: int, tried: dict[Choice, float]) -> Iterator[Choice]:
-    """What to try next, by what was reached before.
+    """The choices to try, which depend on earlier results.
 
     Args:
-        n_cores: how many processes run at once.
-        tried: choice -> how good it was; the caller adds each that it was given.
+        n_cores: number of processes that run at once.
+        tried: choice -> how good it was; the caller adds each choice after trying it.
 
     Example:
         >>> tried = {}
@@ -99,7 +99,7 @@ def choices(n_cores: int, tried: dict[Choice, float]) -> Iterator[Choice]:
                 yield choice
 
 
-def _tried(env_id: str, choice: Choice, limit: Callable[[float], float], seconds: float) -> Trial:
+def _run_trial(env_id: str, choice: Choice, limit: Callable[[float], float], seconds: float) -> Trial:
     settings = Settings(env_id, "random", choice.n_workers, choice.n_envs, choice.n_timesteps, 1, 0)
     speeds, limits = [], []
     with make_batcher(settings) as batcher:
@@ -110,16 +110,16 @@ def _tried(env_id: str, choice: Choice, limit: Callable[[float], float], seconds
             batcher.get()
             return settings.n_steps
 
-        rollout()  # the first one takes memory
+        rollout()  # the first one allocates memory
         for _ in range(N_TURNS):
             limits.append(limit(seconds))
-            speeds.append(timed(rollout, seconds))
+            speeds.append(measure_speed(rollout, seconds))
     shares = [speed / bare for speed, bare in zip(speeds, limits, strict=True)]
     return Trial(choice, statistics.median(speeds), statistics.median(limits), statistics.median(shares))
 
 
-def timed(step: Callable[[], int], seconds: float) -> float:
-    """Steps a second of a function that takes some and says how many; it is called once at least."""
+def measure_speed(step: Callable[[], int], seconds: float) -> float:
+    """Steps per second of a function that returns its number of steps; calls it at least once."""
     n_steps, start = 0, time.perf_counter()
     while True:
         n_steps += step()
@@ -128,7 +128,7 @@ def timed(step: Callable[[], int], seconds: float) -> float:
 
 
 class BareLoop:
-    """Environments, and nothing else; the job of a worker."""
+    """The job of a worker that only steps environments."""
 
     def __init__(self, index: int, env_id: str) -> None:
         self._envs = [gymnasium.make(env_id) for _ in range(BARE_ENVS)]
@@ -139,8 +139,8 @@ class BareLoop:
         self._actions = itertools.cycle(drawn)
 
     def run(self, seconds: float) -> float:
-        """Environment steps a second."""
-        return timed(self._step, seconds)
+        """Runs for so many seconds; returns environment steps per second."""
+        return measure_speed(self._step, seconds)
 
     def close(self) -> None:
         """Closes the environments."""
@@ -157,7 +157,7 @@ class BareLoop:
 
 @contextlib.contextmanager
 def bare_loops(env_id: str, n: int) -> Iterator[Callable[[float], float]]:
-    """What so many bare loops reach together: seconds -> environment steps a second."""
+    """Starts n bare loops; gives a function: seconds -> environment steps per second of all together."""
     setup = WorkerSetup(WorkerStreams.of_seed(0))
     with WorkerPool(n, partial(BareLoop, env_id=env_id), preload=("torch", "gymnasium"), setup=setup) as pool:
         yield lambda seconds: float(sum(pool.call("run", seconds)))

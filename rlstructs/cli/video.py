@@ -1,4 +1,4 @@
-"""Records what an environment renders as a video."""
+"""Records a video of what an environment renders."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rlstructs.errors import SpecError
 
 
 class Recorder(gymnasium.Wrapper):  # type: ignore[misc]
-    """Writes what the environment renders, after every reset and step, to an H.264 video.
+    """Writes a frame to an H.264 video after every reset and step.
 
     Args:
         env: made with `render_mode="rgb_array"`.
-        path: the file; it begins with the first frame, and is complete once this is closed.
+        path: the file; the first frame creates it, `close` completes it.
         fps: frames per second.
 
     Raises:
-        SpecError: it renders something else than uint8 (H, W, 3), or frames of different sizes.
+        SpecError: a frame is not uint8 (H, W, 3), or frames have different sizes.
         OSError: ffmpeg cannot write it.
     """
 
@@ -33,19 +33,19 @@ class Recorder(gymnasium.Wrapper):  # type: ignore[misc]
         self._writer: Generator[None, np.ndarray | None, None] | None = None
 
     def reset(self, **arguments: Any) -> Any:
-        """As the environment's own."""
+        """Resets the environment and records a frame."""
         found = self.env.reset(**arguments)
         self._record()
         return found
 
     def step(self, action: Any) -> Any:
-        """As the environment's own."""
+        """Steps the environment and records a frame."""
         found = self.env.step(action)
         self._record()
         return found
 
     def close(self) -> None:
-        """Ends the video, and closes the environment."""
+        """Completes the video and closes the environment."""
         try:
             if self._writer is not None:
                 self._writer.close()
@@ -57,19 +57,19 @@ class Recorder(gymnasium.Wrapper):  # type: ignore[misc]
         if not isinstance(frame, np.ndarray) or frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
             found = f"{frame.dtype} {frame.shape}" if isinstance(frame, np.ndarray) else type(frame).__name__
             raise SpecError(f"render: must give an array of uint8 (H, W, 3), got {found}")
-        # An odd height or width gets its last row or column twice: H.264 halves the resolution of colours.
+        # Repeats the last row or column of an odd size, because H.264 halves the resolution of colours.
         even = np.pad(frame, ((0, frame.shape[0] % 2), (0, frame.shape[1] % 2), (0, 0)), mode="edge")
         if self._writer is None:
-            self._shape, self._writer = frame.shape, self._started(*even.shape[:2])
+            self._shape, self._writer = frame.shape, self._start_writer(*even.shape[:2])
         if frame.shape != self._shape:
             raise SpecError(f"render: frames of a video must be of one shape, got {frame.shape} after {self._shape}")
         self._writer.send(np.ascontiguousarray(even))
 
-    def _started(self, height: int, width: int) -> Generator[None, np.ndarray | None, None]:
+    def _start_writer(self, height: int, width: int) -> Generator[None, np.ndarray | None, None]:
         import imageio_ffmpeg
 
-        # Without blocks, or it would scale frames to multiples of 16. Without latency: ffmpeg holds no frames back,
-        # so that it has little left to do at the end, for which a worker has 3 seconds.
+        # A larger macro block would scale frames to its multiples. With zero latency ffmpeg holds no frames back, so
+        # that it has little left to do at the end, for which a worker has 3 seconds.
         writer: Generator[None, np.ndarray | None, None] = imageio_ffmpeg.write_frames(
             str(self._path), (width, height), fps=self._fps, codec="libx264", macro_block_size=1,
             output_params=["-tune", "zerolatency"],
@@ -81,7 +81,7 @@ class Recorder(gymnasium.Wrapper):  # type: ignore[misc]
 def check_whole(path: Path) -> None:
     """Raises OSError unless an MP4 file is complete.
 
-    Nothing else tells it: a full disk, or a worker that had to be killed, only shows in the boxes that are missing.
+    After a full disk or a killed worker, missing boxes are the only sign.
     """
     size, at = path.stat().st_size, 0
     kinds: set[bytes] = set()

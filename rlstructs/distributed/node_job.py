@@ -19,7 +19,7 @@ from rlstructs.batcher.transport import SlotTransport
 from rlstructs.distributed.actor import Columns
 from rlstructs.distributed.parts import columns_of
 from rlstructs.moments import Moments
-from rlstructs.rollout.job import Once
+from rlstructs.rollout.job import FailureGuard
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.rollout.probe import JobDescription, Specs
 from rlstructs.shared.slots import STATE, Slots
@@ -151,14 +151,14 @@ class NodeJob:
 
     def inform(self, data: bytes) -> None:
         """Takes `agent_info` and `env_info` of all environments, pickled; each N rows, or empty."""
-        with Once(self):
+        with FailureGuard(self):
             mine = self._rows()
             self._infos = {name: _part(info, mine) for name, info in pickling.loads(data).items()}
             self._agent_info = self._infos["agent_info"]
 
     def reset(self, statistics: dict[str, Moments]) -> None:
         """Starts an episode in every environment."""
-        with Once(self):
+        with FailureGuard(self):
             self._engine.supervisor.know(statistics)
             self._engine.settle()
             self._engine.reset(self._infos)
@@ -174,7 +174,7 @@ class NodeJob:
         Returns:
             What became of it, and what the slots hold: views that are good until the next rollout.
         """
-        with Once(self):
+        with FailureGuard(self):
             if self._last is not None:
                 self._last.release()
             engine, slots = self._engine, self._slots()
@@ -206,13 +206,13 @@ class NodeJob:
 
     def update(self, packed: tuple[int, Parcel]) -> None:
         """Updates every agent; of how many updates this one is the last, and what it is."""
-        with Once(self):
+        with FailureGuard(self):
             self._version, parcel = packed
             self._engine.update(self._engine.outbox.pack(parcel))
 
     def renew(self, workers: Sequence[dict[str, Any]]) -> None:
         """Makes environments anew; of all workers what `Supervisor.state` gave."""
-        with Once(self):
+        with FailureGuard(self):
             self._engine.renew(list(workers)[self._workers])
             self._all_ended = False
 

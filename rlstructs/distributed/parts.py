@@ -17,7 +17,7 @@ from rlstructs.distributed.actor import Columns
 from rlstructs.episodes import NAMES_OF_STEPS
 from rlstructs.shared.layout import Layout
 from rlstructs.shared.packing import Packing, Rows
-from rlstructs.shared.reading import Recorded, blocks_of, sources_of, specs_of_steps
+from rlstructs.shared.reading import RecordedSteps, blocks_of, sources_of, specs_of_steps
 from rlstructs.shared.slots import Slots
 from rlstructs.structures.arrays import TensorSpec, raw_dtype, raw_of, tensor_of, where_true
 from rlstructs.structures.dict_tensor import DictTensor
@@ -59,7 +59,7 @@ class Part(Mapping[str, np.ndarray]):
         lengths: int64 (B,), how many steps there are.
     """
 
-    def __init__(self, node: int, recorded: Recorded, info: Columns) -> None:
+    def __init__(self, node: int, recorded: RecordedSteps, info: Columns) -> None:
         self.node, self.info, self.lengths = node, info, recorded.lengths
         self._recorded, self._copies = recorded, dict[str, np.ndarray]()
 
@@ -121,7 +121,7 @@ class Parts:
         seen = self._packing.views(blocks)
         sources = sources_of(seen, {key: columns[ACTION + key] for key in self.layout.action})
         finals = partial(_finals, self._packing, blocks_of(self._packing, columns, FINAL))
-        recorded = Recorded(self.specs, sources, columns["lengths"], columns["reset"], finals, self._poisons)
+        recorded = RecordedSteps(self.specs, sources, columns["lengths"], columns["reset"], finals, self._poisons)
         return Part(node, recorded, {name: columns[name] for name in self.layout.info})
 
     def lost(self, node: int, infos: Columns, n_rows: int) -> Part:

@@ -11,7 +11,7 @@ from rlstructs.batcher.worker_record import RolloutOrder
 from rlstructs.distributed.actor import Columns
 from rlstructs.distributed.parts import Part, Parts, PartsBatch
 from rlstructs.shared.layout import Layout
-from rlstructs.shared.slot_buffers import EVERY
+from rlstructs.shared.slot_buffers import ALL_ROLLOUTS
 from rlstructs.structures.arrays import raw_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
@@ -74,7 +74,7 @@ class PartTransport(Transport):
 
     def cut_all(self) -> None:
         for node in range(len(self.blocks)):
-            self.cut(node, EVERY)
+            self.cut(node, ALL_ROLLOUTS)
 
     def add(self, orders: Mapping[int, RolloutOrder], trajectories: Trajectories) -> None:
         """Takes down the episodes; what nodes began anew by themselves has no end."""

@@ -1,4 +1,4 @@
-"""Episodes of a frozen agent in environments of their own, beside those that are trained on."""
+"""Evaluates a copy of the agent in separate environments, between training rollouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlstructs.agent import RL_Agent, copy_agent
 from rlstructs.envs.row_env import RowEnv
 from rlstructs.episodes import EpisodeTracker
 from rlstructs.rollout.progress import Progress
-from rlstructs.rollout.rollout import acquire
+from rlstructs.rollout.rollout import ActingAgent, acquire
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.shared.layout import Layout
 from rlstructs.shared.slots import Slots
@@ -24,9 +24,9 @@ from rlstructs.structures.trajectories import Trajectories
 
 
 def quotas(n_episodes: int, n_envs: int) -> np.ndarray:
-    """How many episodes each environment gives: nearly the same, `n_episodes` in all. int64 (n_envs,).
+    """The number of episodes for each environment, as equal as possible, int64 (n_envs,).
 
-    Whoever took the first that end would count short episodes more often than long ones.
+    To take the first `n_episodes` that end would favour short episodes.
 
     Example:
         >>> quotas(7, 3).tolist()
@@ -39,11 +39,11 @@ class Evaluation:
     """One worker's part of an evaluation.
 
     Args:
-        create_env: makes E environments of its own; they are closed at the end.
+        create_env: makes E environments for the evaluation; they are closed at the end.
         agent: its `copy_for_evaluation` acts.
-        layout: of the batcher's slots.
-        seed: of the global streams while it runs; those of the worker are left as they were.
-        wanted: int64 (E,), how many episodes of each environment.
+        layout: layout of the batcher's slots.
+        seed: seeds the global streams of the evaluation; the worker's own streams do not change.
+        wanted: int64 (E,), the number of episodes for each environment.
         infos: `agent_info` and `env_info`, E rows each, or empty.
         device: where the agent wants observations; None for the CPU.
     """
@@ -75,7 +75,7 @@ class Evaluation:
                 raise
 
     def advance(self) -> bool:
-        """Up to T more steps of each environment; whether there are as many episodes as are wanted."""
+        """Runs up to T more steps of each environment; returns whether all wanted episodes have ended."""
         if not self._left.any():
             return True
         with self._streams():
@@ -83,9 +83,8 @@ class Evaluation:
                 observation = self._env.reset_rows(self._infos["env_info"])
                 self._progress = Progress(observation, np.arange(self._slots.n))
             rows = self._progress.running
-            self._progress = acquire(
-                self._env, self._agent, self._slots, self._progress, self._infos["agent_info"], self._device
-            )
+            acting_agent = ActingAgent(self._agent, self._device)
+            self._progress = acquire(acting_agent, self._env, self._slots, self._progress, self._infos["agent_info"])
         lengths = torch.from_numpy(self._slots.lengths[rows])
         steps = self._slots.lend(None if rows.size == self._slots.n else rows, int(lengths.max()))
         info = DictTensor.trusted({"env_index": torch.from_numpy(rows)})
@@ -94,7 +93,7 @@ class Evaluation:
         return not self._left.any()
 
     def _keep(self, ended: DictTensor) -> None:
-        """Takes of each environment's episodes, which lie one behind another, those that are still wanted."""
+        """Keeps the wanted episodes of those that ended; episodes of one environment are adjacent."""
         rows = ended["env_index"].numpy()
         numbers = np.arange(rows.size) - np.searchsorted(rows, rows)
         taken = np.flatnonzero(numbers < self._left[rows])
@@ -102,7 +101,7 @@ class Evaluation:
         self._episodes.append(ended.index(torch.from_numpy(taken)))
 
     def close(self) -> dict[str, Any]:
-        """Closes the environments; the episodes, by environment, as arrays that `EpisodeTracker.take` names."""
+        """Closes agent and environments; returns the columns of `EpisodeTracker.take`, sorted by environment."""
         try:
             self._agent.close()
         finally:
@@ -113,6 +112,6 @@ class Evaluation:
 
 
 def seed_agent(agent: RL_Agent, seed: int) -> None:
-    """Seeds an agent; one that is no `RL_Agent` may have nothing to seed."""
+    """Seeds an agent, unless it has no method `seed`, as an agent that is no `RL_Agent` may."""
     if callable(getattr(agent, "seed", None)):
         agent.seed(seed)

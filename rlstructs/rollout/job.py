@@ -1,4 +1,4 @@
-"""What runs in a worker: environments and an agent, built from the user's factories, and where they are."""
+"""The job of a worker: it builds environments and an agent from the user's factories, and runs rollouts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rlstructs.agent import RL_Agent
-from rlstructs.checks import called, check_made
+from rlstructs.checks import call_factory, check_methods
 from rlstructs.copying import copy_arguments
 from rlstructs.envs.row_env import RowEnv, SplitEnv, gives_rows, groups_of, load_statistics, row_env, take_statistics
 from rlstructs.envs.vec_env import VecEnv
@@ -21,12 +21,12 @@ from rlstructs.errors import SpecError
 from rlstructs.moments import Moments
 from rlstructs.rollout.evaluation import Evaluation, seed_agent
 from rlstructs.rollout.job_settings import JobSettings
-from rlstructs.rollout.probe import JobDescription, Specs, first_step, repeated
+from rlstructs.rollout.probe import JobDescription, Specs, first_step, repeat_row
 from rlstructs.rollout.progress import Clock, Progress, RolloutReply
-from rlstructs.rollout.rollout import acquire, acquire_in_turns, initial_state
+from rlstructs.rollout.rollout import ActingAgent, acquire, acquire_in_turns, initial_state
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.shared.module_state import update_agent
-from rlstructs.shared.slot_buffers import Generations
+from rlstructs.shared.slot_buffers import SlotBuffers
 from rlstructs.shared.slots import Slots
 from rlstructs.shared.weights import Inbox, Packed
 from rlstructs.structures.arrays import specs_of
@@ -38,14 +38,14 @@ from workers.process import BARE
 
 @dataclass
 class RolloutJob:
-    """What runs in a worker: environments, an agent, and where they are.
+    """The environments and the agent of a worker, and their progress.
 
     Args:
-        index: of the worker.
-        arena: where the slots will be.
-        weights_arena: where `update` finds tensors.
+        index: index of the worker.
+        arena: will hold the slots.
+        weights_arena: holds the tensors of updates.
         settings: how to make environments and agent.
-        is_first: whether nobody knows the specs yet.
+        is_first: whether this worker is the first one in its place; specs are unknown then.
     """
 
     index: int
@@ -59,15 +59,15 @@ class RolloutJob:
         settings = self.settings
         self._agent_seed = None if settings.agent_seeds is None else int(settings.agent_seeds[self.index])
         seed_global_streams(settings.seeds[self.index], self._agent_seed)
-        # What finding the specs does to arguments nobody sees.
-        spare = settings.by_value() if self.index == 0 and self.is_first else None
+        # Two copies of the arguments, because finding the specs may change the one that it uses.
+        spare = settings.with_copied_arguments() if self.index == 0 and self.is_first else None
         env = self._make_env(settings.seeds[self.index])
         try:
             if spare is not None:
                 used = not (gives_rows(env) and hasattr(env, "example"))
                 self.settings, spent = (spare, settings) if used else (settings, spare)
                 self.specs = self._probe(env, spent.agent_args, used)
-                if used:  # made anew, from the streams that those of other workers are made from
+                if used:  # made again, from the same state of the streams as in other workers
                     seed_global_streams(settings.seeds[self.index], self._agent_seed)
                     env = self._make_env(settings.seeds[self.index])
             self._given, self._env = env, row_env(env)
@@ -81,7 +81,7 @@ class RolloutJob:
         self._inbox = Inbox(self.weights_arena)
         self.error: BaseException | None = None
         self._progress: Progress | None = None
-        # Of environments that can be stepped in groups; where each of them is replaces `_progress`.
+        # For environments that can be stepped in groups, which have a progress each in place of `_progress`.
         self._groups: Sequence[SplitEnv] = ()
         self._group_slots: list[list[Slots]] = []
         self._group_progress: list[Progress] = []
@@ -92,29 +92,29 @@ class RolloutJob:
         """Counts the environments; of worker 0 with the specs."""
         return JobDescription(self._env.n_envs(), self.specs)
 
-    def attach(self, generations: Generations) -> None:
+    def attach(self, slot_buffers: SlotBuffers) -> None:
         """Maps this worker's block of slots."""
         n, buffer = self._env.n_envs(), self.arena.map()
-        self._generations = generations
-        self._slots = generations.slots(buffer, first=self.index * n, n=n)
-        self._cuts = generations.cuts(buffer)
+        self._slot_buffers = slot_buffers
+        self._slots = slot_buffers.slots(buffer, first=self.index * n, n=n)
+        self._cuts = slot_buffers.cuts(buffer)
         self._attach_groups()
 
     def _attach_groups(self) -> None:
-        """Maps the slots of each group of the environments, if there are any."""
+        """Maps the slots of each group of environments, if there are groups."""
         self._groups, self._group_slots = groups_of(self._env), []
         first, buffer = self._slots[0].first, self.arena.map()
         for group in self._groups:
-            self._group_slots.append(self._generations.slots(buffer, first=first, n=group.n_envs()))
+            self._group_slots.append(self._slot_buffers.slots(buffer, first=first, n=group.n_envs()))
             first += group.n_envs()
 
     def reset(self, statistics: Mapping[str, Moments]) -> None:
-        """Starts an episode in every environment, by the `env_info/` rows of the slots.
+        """Starts an episode in every environment, with the `env_info/` rows of the slots.
 
         Args:
-            statistics: what all workers have gathered together; empty if environments keep none.
+            statistics: statistics of all workers together; empty if environments keep none.
         """
-        with Once(self):
+        with FailureGuard(self):
             load_statistics(self._given, statistics)
             observation = self._env.reset_rows(self._slots[0].info("env_info/").clone())
             self._progress = Progress(observation, np.arange(self._slots[0].n))
@@ -128,15 +128,15 @@ class RolloutJob:
         """Fills the slots of all environments that run.
 
         Args:
-            number: how many rollouts were ordered before.
+            number: the number of rollouts ordered before.
             statistics: as for `reset`.
         """
         slots, progress = self._slots[number % len(self._slots)], self._progress
         assert progress is not None
-        with Once(self):
+        with FailureGuard(self):
             load_statistics(self._given, statistics)
             if progress.running.size < slots.n and getattr(self._env, "defers_resets", False):
-                progress = self._revived(progress, slots)
+                progress = self._revive_ended(progress, slots)
             if not progress.running.size:
                 return self._reply([])
             began = perf_counter()
@@ -150,8 +150,8 @@ class RolloutJob:
         return RolloutReply(running, self._clock.fields(), self._inbox.version, take_statistics(self._given))
 
     @torch.no_grad()
-    def _revived(self, progress: Progress, slots: Slots) -> Progress:
-        """Starts episodes in environments that have ended, whose resets were deferred; all run then."""
+    def _revive_ended(self, progress: Progress, slots: Slots) -> Progress:
+        """Starts episodes in environments whose reset was deferred; returns the progress of all environments."""
         which, first = self._env.revive_rows()  # type: ignore[attr-defined]
         place = np.argsort(np.concatenate([progress.running, which]))
         assert progress.state is not None
@@ -164,21 +164,21 @@ class RolloutJob:
         return Progress(progress.observation.joined(first).take(place), np.arange(place.size), state)
 
     def _acquire(self, number: int, slots: Slots, progress: Progress) -> Progress:
-        """Has the agent act, in groups if there are any; where the environments are then."""
+        """Runs a rollout, in turns if there are groups; returns the progress of the environments."""
         info = slots.info("agent_info/")
         clock = None if BARE in os.environ else self._clock
         cuts, index = self._cuts, self.index
-        how = info, self.settings.device, clock, lambda: cuts[index] > number
+        acting_agent = ActingAgent(self._agent, self.settings.device, clock, lambda: cuts[index] > number)
         if self._groups:
-            own = [generations[number % len(generations)] for generations in self._group_slots]
-            self._group_progress = acquire_in_turns(self._groups, self._agent, own, self._group_progress, *how)
-            return progress  # all of them always run
-        self._progress = acquire(self._env, self._agent, slots, progress, *how)
+            own = [buffers[number % len(buffers)] for buffers in self._group_slots]
+            self._group_progress = acquire_in_turns(acting_agent, self._groups, own, self._group_progress, info)
+            return progress  # all environments of groups always run
+        self._progress = acquire(acting_agent, self._env, slots, progress, info)
         return self._progress
 
     def update(self, packed: Packed) -> tuple[int, ...]:
-        """Hands the agent an update; those of which it still has tensors."""
-        with Once(self):
+        """Hands the agent an update; returns the versions of updates whose tensors it still has."""
+        with FailureGuard(self):
             update_agent(self._agent, self._inbox.unpack(packed))
         return self._inbox.held()
 
@@ -189,9 +189,9 @@ class RolloutJob:
 
         Args:
             seeds, agent_seeds: as in `JobSettings`.
-            clocks: for each worker the fields of the `Clock` that goes on.
+            clocks: for each worker the fields of the `Clock` to go on with.
         """
-        with Once(self):
+        with FailureGuard(self):
             self.end_evaluation()
             seed, n = seeds[self.index], self._env.n_envs()
             self._agent_seed = None if agent_seeds is None else int(agent_seeds[self.index])
@@ -212,13 +212,13 @@ class RolloutJob:
         infos: Mapping[str, DictTensor],
         statistics: Mapping[str, Moments],
     ) -> None:
-        """Makes environments to evaluate the agent in.
+        """Makes the environments of an evaluation.
 
         Args:
-            wanted: int64 (N,), how many episodes of each environment of all workers.
-            seeds: of the environments, one for each worker.
+            wanted: int64 (N,), the number of episodes for each environment of all workers.
+            seeds: seeds of the environments, one for each worker.
             infos: `agent_info` and `env_info`, N rows each, or empty.
-            statistics: as for `reset`; nothing is added to them.
+            statistics: as for `reset`; the evaluation does not add to them.
         """
         if self.error is not None:
             raise self.error
@@ -240,7 +240,7 @@ class RolloutJob:
         )
 
     def evaluate(self) -> bool:
-        """Goes on with it; whether all episodes have ended."""
+        """Continues the evaluation; returns whether all episodes have ended."""
         assert self._evaluation is not None
         try:
             return self._evaluation.advance()
@@ -250,12 +250,12 @@ class RolloutJob:
             raise
 
     def end_evaluation(self) -> dict[str, Any] | None:
-        """Its episodes, `env_index` counted from this worker's first; None if there is no evaluation."""
+        """Ends the evaluation; returns its episodes, with `env_index` from 0 in this worker, or None without one."""
         evaluation, self._evaluation = self._evaluation, None
         return None if evaluation is None else evaluation.close()
 
     def close(self) -> None:
-        """Closes agent and environments, both whatever the other raises."""
+        """Closes evaluation, agent and environments, even if one of them raises."""
         try:
             self.end_evaluation()
         finally:
@@ -266,53 +266,53 @@ class RolloutJob:
 
     def _make_env(self, seed: int, env_args: dict[str, Any] | None = None) -> VecEnv:
         settings = self.settings
-        # A seed among the arguments gives way to the worker's, as in rlstructures.
+        # The worker's seed replaces a seed among the arguments, as in rlstructures.
         arguments = {**(settings.env_args if env_args is None else env_args), "seed": seed}
-        env: VecEnv = called("create_env: is called with env_args and seed=", settings.create_env, arguments)
-        check_made("create_env must return a VecEnv", env, "n_envs", "reset", "step", "close")
+        env: VecEnv = call_factory("create_env: is called with env_args and seed=", settings.create_env, arguments)
+        check_methods("create_env must return a VecEnv", env, "n_envs", "reset", "step", "close")
         n = env.n_envs()
         if not isinstance(n, (int, np.integer)) or n < 1:
             raise SpecError(f"create_env: n_envs() must be an int of at least 1, got {n!r}")
         return env
 
     def _seed(self, agent: RL_Agent, seed: int) -> None:
-        """Seeds an agent by the seed of this worker's, or, where that was given none, by that of the environments."""
+        """Seeds an agent with this worker's agent seed, or with the seed of the environments if there is none."""
         seed_agent(agent, int(seed) if self._agent_seed is None else self._agent_seed)
 
     def _make_agent(self, agent_args: dict[str, Any] | None = None) -> RL_Agent:
         settings = self.settings
         agent = settings.create_agent(**(settings.agent_args if agent_args is None else agent_args))
         methods = "initial_state", "__call__", "require_history", "close"
-        check_made("create_agent must return an RL_Agent", agent, *methods)
+        check_methods("create_agent must return an RL_Agent", agent, *methods)
         return agent
 
     def _probe(self, env: VecEnv, agent_args: dict[str, Any], uses_env: bool) -> Specs:
-        """Finds the specs with an agent of its own, made of these arguments; `uses_env` resets and closes `env`."""
+        """Finds the specs with a separate agent, made from these arguments; `uses_env` resets and closes `env`."""
         settings, n = self.settings, env.n_envs()
         with PrivateStreams()(), torch.no_grad():
             if uses_env:
                 with contextlib.closing(env):
-                    observation = row_env(env).reset_rows(repeated(settings.env_info, n)).tensors()
+                    observation = row_env(env).reset_rows(repeat_row(settings.env_info, n)).tensors()
             else:
                 observation = env.example().tensors()  # type: ignore[attr-defined]
             seen = observation.to(settings.device or "cpu")
             agent = self._make_agent(agent_args)
             try:
                 self._seed(agent, settings.seeds[self.index])
-                output, state = first_step(agent, seen, repeated(settings.agent_info, n), n)
+                output, state = first_step(agent, seen, repeat_row(settings.agent_info, n), n)
             finally:
                 close_job(agent)
         kept = {name: Moments.none(moments.mean.shape) for name, moments in take_statistics(env).items()}
         return Specs(specs_of(observation), specs_of(output), specs_of(state), kept)
 
 
-class Once:
-    """What comes behind an order that failed fails as it did: environments and agent are halfway.
+class FailureGuard:
+    """Raises the error of a failed request again at every later one, because the job stopped halfway.
 
-    Not behind one that was interrupted, with no processes: the batcher asks for a reset then.
+    An interrupt without processes is no failure: the batcher then asks for a reset.
 
     Args:
-        job: has an `error`, None at first.
+        job: has an attribute `error`, None at first.
     """
 
     def __init__(self, job: Any) -> None:
@@ -329,13 +329,13 @@ class Once:
 
 @dataclass(frozen=True)
 class JobFactory:
-    """Makes the job of one worker; this is what is pickled."""
+    """Makes the job of one worker; the pool pickles it."""
 
     settings: JobSettings
 
     def __call__(
-        self, index: int, arena: SharedArena, weights_arena: SharedArena, generation: int = 0
+        self, index: int, arena: SharedArena, weights_arena: SharedArena, restart_number: int = 0
     ) -> RolloutJob:
-        """The job of a worker, and, from generation 1 on, of those that take its place."""
-        settings = self.settings.again(index, generation) if generation else self.settings
-        return RolloutJob(index, arena, weights_arena, settings, is_first=not generation)
+        """Makes the job of a worker, or of the `restart_number`-th one that replaces it."""
+        settings = self.settings.with_new_streams(index, restart_number) if restart_number else self.settings
+        return RolloutJob(index, arena, weights_arena, settings, is_first=not restart_number)

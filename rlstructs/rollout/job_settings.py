@@ -1,4 +1,4 @@
-"""What a worker needs to make its environments and its agent."""
+"""The settings from which a worker makes its environments and its agent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlstructs.structures.dict_tensor import DictTensor
 
 @dataclasses.dataclass(frozen=True)
 class JobSettings:
-    """What a worker needs to make its environments and its agent."""
+    """The settings from which a worker makes its environments and its agent."""
 
     create_agent: Callable[..., RL_Agent]
     agent_args: dict[str, Any]
@@ -29,8 +29,8 @@ class JobSettings:
     env_info: DictTensor
     device: torch.device | None
 
-    def again(self, worker: int, generation: int) -> JobSettings:
-        """With the seeds of a worker whose streams are begun anew for the `generation`-th time."""
+    def with_new_streams(self, worker: int, generation: int) -> JobSettings:
+        """The settings with new seeds for one worker, whose streams start anew for the `generation`-th time."""
         seeds = list(self.seeds)
         seeds[worker] = next_seed(seeds[worker], generation)
         agent_seeds = None if self.agent_seeds is None else list(self.agent_seeds)
@@ -38,14 +38,14 @@ class JobSettings:
             agent_seeds[worker] = next_seed(agent_seeds[worker], generation)
         return dataclasses.replace(self, seeds=seeds, agent_seeds=agent_seeds)
 
-    def by_value(self) -> JobSettings:
-        """With copies of the arguments, as a worker gets them."""
-        both = self.agent_args, self.env_args  # what is in both is one object in the copies too
+    def with_copied_arguments(self) -> JobSettings:
+        """The settings with copies of the arguments, which a worker in another process would get."""
+        both = self.agent_args, self.env_args  # copied together: an object in both stays one object
         agent_args, env_args = copy_arguments(both)
         return dataclasses.replace(self, agent_args=agent_args, env_args=env_args)
 
     def objects(self) -> dict[str, Any]:
-        """What the user gave, by what messages call it."""
+        """The user's objects, by their names in messages."""
         parts: dict[str, Any] = {"create_agent": self.create_agent, "create_env": self.create_env}
         parts |= {f"agent_args[{key!r}]": value for key, value in self.agent_args.items()}
         return parts | {f"env_args[{key!r}]": value for key, value in self.env_args.items()}

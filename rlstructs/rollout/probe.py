@@ -1,4 +1,4 @@
-"""The first step of an agent: what it puts out, what its state is, and whether its rows come first."""
+"""Finds and checks the output and the state of an agent in its first step."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from rlstructs.structures.arrays import TensorSpec, check_dtype
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import check_same_keys
 
-# What torch's recurrent layers say of a state whose first two axes are in the wrong order.
+# The message of torch's recurrent layers for a state whose first two axes are swapped.
 HIDDEN = re.compile(r"Expected hidden\S* size \((\d+), (\d+), .*got \[(\d+), (\d+), ")
 
 
 def first_step(agent: RL_Agent, observation: DictTensor, info: DictTensor, n: int) -> tuple[DictTensor, DictTensor]:
-    """What an agent puts out in its very first step, and its initial state; checks both.
+    """Returns an agent's first output and its initial state, after checking both.
 
     Args:
-        agent: one of its own: it may be asked for another number of rows.
-        observation, info: n rows each, or an empty info; copied for the agent.
-        n: how many environments there are.
+        agent: used for nothing else, because it may be called with another number of rows.
+        observation, info: n rows each, or an empty info; the agent gets copies.
+        n: the number of environments.
     """
-    # Wherever the agent has made it, as in a rollout.
+    # A rollout moves the state to this device too.
     device = observation.device() or torch.device("cpu")
-    state = checked("agent: initial_state", agent.initial_state(info.clone(), n), n).to(device)
-    result = _called(agent, state.clone(), observation, info)
-    if not isinstance(result, (tuple, list)) or len(result) != 2:  # a DictTensor would be taken apart into its keys
+    state = check_rows("agent: initial_state", agent.initial_state(info.clone(), n), n).to(device)
+    result = _call_agent(agent, state.clone(), observation, info)
+    if not isinstance(result, (tuple, list)) or len(result) != 2:  # a DictTensor would be unpacked into its keys
         raise TypeError(f"agent: it must return its output and its next state, got {type(result).__name__}")
     output, following = result
-    checked("agent: its output", output, n)
-    checked("agent: its next state", following, n)
+    check_rows("agent: its output", output, n)
+    check_rows("agent: its next state", following, n)
     if state.specs() != following.specs():
         raise SpecError(f"agent: its next state is {following!r}, its initial one {state!r}")
     check_batch_first("agent", agent, state, observation, info)
     return output, state
 
 
-def checked(what: str, value: Any, n: int) -> DictTensor:
+def check_rows(what: str, value: Any, n: int) -> DictTensor:
     """Raises unless `value` is a DictTensor of `n` rows, or an empty one."""
     if not isinstance(value, DictTensor):
         raise TypeError(f"{what} must be a DictTensor, got {type(value).__name__}")
@@ -61,51 +61,51 @@ def checked(what: str, value: Any, n: int) -> DictTensor:
 def check_batch_first(
     name: str, agent: RL_Agent, state: DictTensor, observation: DictTensor, info: DictTensor
 ) -> None:
-    """Raises SpecError if a state is (layers, B, ...), with as many layers as there are environments.
+    """Raises SpecError if a state is (layers, B, ...) and there are as many layers as environments.
 
-    Its shape does not show it then: such an agent, and no other, is asked for another number of rows, and refused only
-    where what it gives shows what its state is: it may be made for one number of environments, and raise.
+    The shape alone does not show it. An agent with such a state is called once more, with another number of rows. It is
+    refused only if the result shows swapped axes, not if it raises: it may be made for one number of environments.
 
     Args:
         name: of the agent, for messages.
-        agent: is asked.
-        state: its initial one, n rows.
+        agent: the agent.
+        state: its initial state, n rows.
         observation, info: n rows each, or an empty info.
     """
     n = observation.n_elems()
     square = [key for key, tensor in state.items() if tensor.shape[:2] == (n, n)]
     if not square or not n:
         return
-    other = n - 1 or 2  # fewer, if there are: an index that an agent makes stays within its bounds
+    other = n - 1 or 2  # fewer if possible, so that indexes of the agent stay in their bounds
     rows = torch.arange(other, device="cpu") % n
     seen, info = observation.index(rows.to(observation.device() or "cpu")), info if info.empty() else info.index(rows)
-    where = f"{name}: initial_state of {_environments(other)}"
-    initial = _asked(where, lambda: agent.initial_state(info.clone(), other))
+    where = f"{name}: initial_state of {_environments_text(other)}"
+    initial = _call_or_none(where, lambda: agent.initial_state(info.clone(), other))
     _refuse_layers(where, initial, square, other, n)
     if not isinstance(initial, DictTensor) or not set(square) <= set(initial.keys()):
         return
     initial = initial.to(observation.device() or "cpu")
-    where = f"{name}: its next state of {_environments(other)}"
-    result = _asked(where, lambda: _called(agent, initial.clone(), seen, info))
-    if result is None:  # code of one's own that takes (layers, B, ...) is content with that; a mask is not
+    where = f"{name}: its next state of {_environments_text(other)}"
+    result = _call_or_none(where, lambda: _call_agent(agent, initial.clone(), seen, info))
+    if result is None:  # user code for (layers, B, ...) accepts that form; a mask does not
         turned = {key: t.transpose(0, 1) if key in square else t for key, t in initial.items()}
         with contextlib.suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            result = _called(agent, DictTensor.trusted(turned).clone(), seen, info)
+            result = _call_agent(agent, DictTensor.trusted(turned).clone(), seen, info)
     if isinstance(result, (tuple, list)) and len(result) == 2:
         _refuse_layers(where, result[1], square, other, n)
 
 
-def _called(agent: RL_Agent, state: DictTensor, observation: DictTensor, info: DictTensor) -> Any:
-    """What an agent gives for copies of these, with no steps behind it."""
+def _call_agent(agent: RL_Agent, state: DictTensor, observation: DictTensor, info: DictTensor) -> Any:
+    """Calls an agent with copies of the arguments, and an empty history if it needs one."""
     observation = observation.clone()
     if agent.require_history():
         return agent(state, observation, info.clone(), history=EmptyHistory.of(observation.clone()))
     return agent(state, observation, info.clone())
 
 
-def _asked(what: str, call: Callable[[], Any]) -> Any:
-    """What a call gives, None where it raises; raises SpecError where that says that rows do not come first."""
+def _call_or_none(what: str, call: Callable[[], Any]) -> Any:
+    """Returns the result of a call, or None if it raises; an error about swapped axes becomes a SpecError."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -118,18 +118,18 @@ def _asked(what: str, call: Callable[[], Any]) -> Any:
 
 
 def _refuse_layers(what: str, state: Any, keys: list[str], n: int, n_layers: int) -> None:
-    """Raises SpecError if these entries of a state of n environments have them on the second axis."""
+    """Raises SpecError if one of these keys of a state has its n environments on the second axis."""
     for key in keys if isinstance(state, DictTensor) else ():
         shape = tuple(state[key].shape) if key in state else ()
         if shape[:2] == (n_layers, n):
             raise SpecError(f"{what}: {key!r} has shape {shape}, expected ({n}, ...){batch_first(shape, n)}")
 
 
-def _environments(n: int) -> str:
+def _environments_text(n: int) -> str:
     return "1 environment" if n == 1 else f"{n} environments"
 
 
-def repeated(example: DictTensor, n: int) -> DictTensor:
+def repeat_row(example: DictTensor, n: int) -> DictTensor:
     """Row 0 of an example, n times."""
     if example.empty():
         return example
@@ -138,16 +138,16 @@ def repeated(example: DictTensor, n: int) -> DictTensor:
 
 @dataclass(frozen=True)
 class Specs:
-    """What one worker's slots have to hold, found by a first step with nothing recorded."""
+    """The specs of everything that slots hold, found in a first step."""
 
     observation: dict[str, TensorSpec]
     action: dict[str, TensorSpec]
     state: dict[str, TensorSpec]
-    # Of no rows: what the environment keeps statistics of.
+    # Empty moments of everything that the environment keeps statistics of.
     statistics: dict[str, Moments]
 
     def check_like(self, first: Specs, who: str) -> None:
-        """Raises unless keys, dtypes and shapes are those that the first one found."""
+        """Raises unless keys, dtypes and shapes equal those of the first worker."""
         for name in ("observation", "action", "state"):
             own, wanted = getattr(self, name), getattr(first, name)
             check_same_keys(f"{who}: {name}", wanted, own)

@@ -1,4 +1,4 @@
-"""Where a rollout stopped, and what its time went to."""
+"""Where a rollout stopped, and how it spent its time."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rlstructs.structures.dict_tensor import DictTensor
 
 @dataclass
 class Clock:
-    """What a worker's time went to, since it began.
+    """How a worker has spent its time since its start.
 
     Attributes:
-        steps: of single environments.
+        steps: number of steps of single environments.
         environment, agent: seconds in each.
         busy: seconds in rollouts.
     """
@@ -28,7 +28,7 @@ class Clock:
     busy: float = 0.0
 
     def fields(self) -> tuple[int, float, float, float]:
-        """What makes an equal one, cheaper to send than the object."""
+        """The arguments for an equal clock; they are cheaper to send than the object."""
         return self.steps, self.environment, self.agent, self.busy
 
 
@@ -50,12 +50,12 @@ class RolloutReply(NamedTuple):
 
 @dataclass
 class Progress:
-    """Where a rollout stopped, and the next one goes on.
+    """Where a rollout stopped and the next one continues.
 
     Attributes:
         observation: what the agent sees next, a row for each environment that runs.
-        running: int64, the environments that run; all of them are 0..E-1.
-        state: the agent's, None before its first step since a reset.
+        running: int64, the environments that run; 0..E-1 if all do.
+        state: state of the agent; None before its first step after a reset.
     """
 
     observation: Rows

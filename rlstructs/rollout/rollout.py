@@ -1,10 +1,11 @@
-"""One rollout: an agent acts in environments for T timesteps, and slots are filled."""
+"""One rollout: an agent acts in environments for up to T timesteps, and their slots are filled."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,213 +15,240 @@ from rlstructs.envs.row_env import RowEnv, SplitEnv
 from rlstructs.errors import SpecError
 from rlstructs.rollout.progress import Clock, Progress
 from rlstructs.shared.slots import Slots
-from rlstructs.shared.writing import settle
+from rlstructs.shared.writing import Copies, Steps, settle
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.tree import put_rows
 
+# Gives what rows (None: all) see at t, and what has to be settled before it is rewritten.
+Observe = Callable[[int, np.ndarray | None], tuple[DictTensor, weakref.ref[Copies] | None]]
+
+
+class ActingAgent(NamedTuple):
+    """The agent of a rollout, and how it acts.
+
+    Attributes:
+        agent: acts on the environments that run.
+        device: where the agent wants observations; None for the CPU.
+        clock: adds up times and steps; None to measure nothing.
+        is_cut: called after each step; the rollout ends there if it returns True. None for T steps.
+    """
+
+    agent: RL_Agent
+    device: torch.device | None = None
+    clock: Clock | None = None
+    is_cut: Callable[[], bool] | None = None
+
 
 @torch.no_grad()
 def acquire(
-    env: RowEnv,
-    agent: RL_Agent,
-    slots: Slots,
-    progress: Progress,
-    agent_info: DictTensor,
-    device: torch.device | None = None,
-    clock: Clock | None = None,
-    is_cut: Callable[[], bool] | None = None,
+    acting_agent: ActingAgent, env: RowEnv, slots: Slots, progress: Progress, agent_info: DictTensor
 ) -> Progress:
     """Fills the slots of the running environments with up to T steps each.
 
     Args:
-        env: E environments that run as `progress` says.
-        agent: acts on those that run.
-        slots: E of them; T is theirs.
-        progress: as the last call, or a reset, left it.
+        acting_agent: the agent.
+        env: E environments; `progress` says which of them run.
+        slots: E of them; they set T.
+        progress: what the last call, or a reset, returned.
         agent_info: E rows, or empty.
-        device: where the agent wants observations; None for the CPU.
-        clock: where time and steps are added; None for nowhere.
-        is_cut: asked after each step whether that was the last one; None for T steps.
 
     Returns:
-        Where it stopped. `slots.lengths` says how many steps each slot holds.
+        Where the rollout stopped. `slots.lengths` holds the number of steps in each slot.
     """
-    stopped = _advanced(_acting(env, False, agent, slots, progress, agent_info, device, clock, is_cut))
-    assert stopped is not None
-    return stopped
+    progress_after = _resume(Rollout(acting_agent, env, slots, progress, agent_info).run(is_split=False))
+    assert progress_after is not None
+    return progress_after
 
 
 @torch.no_grad()
 def acquire_in_turns(
+    acting_agent: ActingAgent,
     envs: Sequence[SplitEnv],
-    agent: RL_Agent,
     slots: Sequence[Slots],
     progress: Sequence[Progress],
     agent_info: DictTensor,
-    device: torch.device | None = None,
-    clock: Clock | None = None,
-    is_cut: Callable[[], bool] | None = None,
 ) -> list[Progress]:
-    """As `acquire`, for groups of environments: the agent acts on one while others are stepped.
+    """Fills the slots of several groups: the agent acts on one group while the others are stepped.
+
+    If `is_cut` turns True between two groups, the first of them has one step more than the second.
 
     Args:
-        envs: the groups, in all of which everything always runs.
-        slots, progress: of each group.
+        acting_agent: the agent.
+        envs: the groups; all their environments run.
+        slots, progress: one for each group.
         agent_info: a row for each environment of all groups, or empty.
-        is_cut: asked after each step of a group whether that was its last one; a group that had been asked before the
-            answer changed has one step more than the others.
+
+    Returns:
+        Where each group stopped.
     """
     ends = np.cumsum([own.n for own in slots]).tolist()
     infos = [agent_info if agent_info.empty() else agent_info.slice(end - own.n, end)
              for own, end in zip(slots, ends, strict=True)]  # fmt: skip
     groups = enumerate(zip(envs, slots, progress, infos, strict=True))
-    acting = {index: _acting(env, True, agent, own, before, info, device, clock, is_cut)
-              for index, (env, own, before, info) in groups}  # fmt: skip
-    stopped: dict[int, Progress] = {}
-    while acting:
-        for index in list(acting):
-            if (end := _advanced(acting[index])) is not None:
-                stopped[index] = end
-                del acting[index]
-    return [stopped[index] for index in range(len(envs))]
+    rollouts = {index: Rollout(acting_agent, *group).run(is_split=True) for index, group in groups}
+    progress_after: dict[int, Progress] = {}
+    while rollouts:
+        for index in list(rollouts):
+            if (found := _resume(rollouts[index])) is not None:
+                progress_after[index] = found
+                del rollouts[index]
+    return [progress_after[index] for index in range(len(envs))]
 
 
-def _advanced(acting: Generator[None, None, Progress]) -> Progress | None:
-    """Has a rollout go on until it waits; where it stopped, if it did."""
+def _resume(rollout: Generator[None, None, Progress]) -> Progress | None:
+    """Runs a rollout until it waits or ends; returns where it stopped, None while it waits."""
     try:
-        next(acting)
+        next(rollout)
     except StopIteration as end:
-        stopped: Progress = end.value
-        return stopped
+        progress: Progress = end.value
+        return progress
     except RuntimeError as error:
-        if isinstance(error.__cause__, StopIteration):  # an environment's or an agent's own (PEP 479)
+        if isinstance(error.__cause__, StopIteration):  # raised by an environment or an agent (PEP 479)
             raise error.__cause__ from None
         raise
     return None
 
 
-def _acting(
-    env: Any,
-    is_split: bool,
-    agent: RL_Agent,
-    slots: Slots,
-    progress: Progress,
-    agent_info: DictTensor,
-    device: torch.device | None,
-    clock: Clock | None,
-    is_cut: Callable[[], bool] | None,
-) -> Generator[None, None, Progress]:
-    """A rollout that yields while it waits for a `SplitEnv`. Of a `RowEnv` it yields never, and costs what a loop does.
+class Rollout:
+    """One rollout of environments that are stepped together.
 
-    Args: as of `acquire`; is_split: whether the environment is a `SplitEnv`.
+    Args:
+        acting_agent, env, slots, progress, agent_info: as for `acquire`, or one group's as for `acquire_in_turns`.
     """
-    rows = None if progress.running.size == slots.n else progress.running
-    if progress.state is None:  # of another worker, or another environment, than the one that the slots were made for
-        slots.check_observation(progress.observation)
-    info = agent_info if rows is None or agent_info.empty() else agent_info.index(rows)
-    state = initial_state(agent, info, progress.running.size) if progress.state is None else progress.state
-    with_history, is_shown = agent.require_history(), takes_views(agent)
-    steps, has_state = slots.begin(rows, state, is_read=with_history), not state.empty()
-    steps.write_observation(0, rows, progress.observation)
-    writes, moves = is_split or env.writes_rows, device is not None and device.type != "cpu"
-    began = acted = 0.0
-    idle: list[tuple[int, np.ndarray]] = []
-    for t in range(slots.layout.n_timesteps):
-        if clock is not None:
-            began = perf_counter()
-        copies = None
-        if rows is not None:
-            observation = steps.rows(t, rows).tensors()
-        elif is_shown or moves:
-            observation = steps.viewed(t)
-        else:
-            observation, copies = steps.copied(t)
-        known = info if is_shown else _own(info)
-        if device is not None:
-            observation, state = observation.to(device), state.to(device)
-        # Agents may write into their state.
-        before = state.clone() if env.may_idle and not state.empty() else state
-        if with_history:
-            output, state = agent(state, observation, known, history=_history(slots, rows, t, device))
-        else:
-            output, state = agent(state, observation, known)
-        del observation
-        if copies is not None:
-            settle(copies)
-        if clock is not None:
-            acted = perf_counter()
-            clock.agent += acted - began
-        if has_state:  # before the agent is given it
-            slots.check_state(state, slots.n if rows is None else rows.size)
-        steps.write_action(t, rows, output)
-        if is_split:
-            env.send_rows(output)
-            if has_state:  # the agent may write into what it returned when it acts on another group
-                state = state.clone()
-            yield
-            acted = perf_counter()
-            step = env.recv_rows(steps.target(t + 1))
-        else:
-            step = env.step_rows(output, steps.target(t + 1)) if writes else env.step_rows(output)
-        if clock is not None:
-            clock.environment += perf_counter() - acted
-            clock.steps += (slots.n if rows is None else rows.size) - step.idle.size
-        if not writes:
-            steps.write_observation(t + 1, rows, step.after)
-        if step.idle.size:
-            if with_history:
-                raise SpecError(
-                    "agent: its history would hold steps that were none; an environment that resets in a step of its "
-                    "own (autoreset NEXT_STEP) is for agents that do not require it"
-                )
-            idle.append((t, step.idle if rows is None else rows[step.idle]))
-            state = _with_rows(state, before, step.idle)
-        if step.fresh is not None:
-            ended = step.reset if rows is None else rows[step.reset]
-            slots.write_reset(t, ended, step.after.take(step.reset), step.fresh)
-        if step.kept is not None:
-            slots.lengths[... if rows is None else rows] = t + 1
-            slots.check_state(state, slots.n if rows is None else rows.size)
-            rows = step.kept if rows is None else rows[step.kept]
-            state = state if state.empty() else state.index(step.kept)
-            info = info if info.empty() else info.index(step.kept)
-            if not rows.size:
+
+    def __init__(
+        self, acting_agent: ActingAgent, env: Any, slots: Slots, progress: Progress, agent_info: DictTensor
+    ) -> None:
+        self._acting_agent, self._env, self._slots = acting_agent, env, slots
+        self._progress, self._agent_info = progress, agent_info
+        self._needs_history = self._is_shown = False
+        # Ascending timesteps, and the rows in which an environment only started an episode.
+        self._idle: list[tuple[int, np.ndarray]] = []
+
+    def run(self, is_split: bool) -> Generator[None, None, Progress]:
+        """Yields while a `SplitEnv` is stepped; with a `RowEnv` it never yields, and is as fast as a plain loop."""
+        rows, info, state, steps, observe = self._begin()
+        (agent, device, clock, is_cut), env, slots = self._acting_agent, self._env, self._slots  # local names are fast
+        is_shown, has_info, has_state = self._is_shown, bool(info._tensors), not state.empty()
+        writes, skip_idle, read_history = is_split or env.writes_rows, self._skip_idle, self._history_reader()
+        for t in range(slots.layout.n_timesteps):
+            if clock is not None:
+                began = perf_counter()
+            seen, copies = observe(t, rows)
+            known = info if is_shown else info.clone() if has_info else DictTensor.trusted({})
+            if device is not None:
+                seen, state = seen.to(device), state.to(device)
+            before = state.clone() if env.may_idle and not state.empty() else state  # agents may write into theirs
+            if read_history is not None:
+                output, state = agent(state, seen, known, history=read_history(t, rows))
+            else:
+                output, state = agent(state, seen, known)
+            del seen
+            if copies is not None:
+                settle(copies)
+            if clock is not None:
+                clock.agent += (acted := perf_counter()) - began
+            if has_state:  # before the agent is given it
+                slots.check_state(state, slots.n if rows is None else rows.size)
+            steps.write_action(t, rows, output)
+            if is_split:
+                env.send_rows(output)
+                state = state.clone() if has_state else state  # agents may write into it when they act for others
+                yield
+                acted = perf_counter()
+                step = env.recv_rows(steps.target(t + 1))
+            else:
+                step = env.step_rows(output, steps.target(t + 1)) if writes else env.step_rows(output)
+            if clock is not None:
+                clock.environment += perf_counter() - acted
+                clock.steps += (slots.n if rows is None else rows.size) - step.idle.size
+            if not writes:
+                steps.write_observation(t + 1, rows, step.after)
+            if step.idle.size:
+                state = skip_idle(t, rows, step.idle, before, state)
+            if step.fresh is not None:
+                ended = step.reset if rows is None else rows[step.reset]
+                slots.write_reset(t, ended, step.after.take(step.reset), step.fresh)
+            if step.kept is not None:
+                rows, info, state = self._drop_stopped(t, rows, step.kept, info, state)
+            if (rows is not None and not rows.size) or (is_cut is not None and is_cut()):
                 break
-        if is_cut is not None and is_cut():
-            break
-    slots.lengths[... if rows is None else rows] = t + 1
-    left = np.arange(slots.n) if rows is None else rows
-    slots.check_state(state, left.size)
-    # A copy: an update may write into what the agent returned, such as a view of a parameter.
-    progress = Progress(steps.rows(t + 1, left), left, state.clone())
-    slots.end(idle)
-    return progress
+        return self._finish(t, rows, state, steps)
+
+    def _begin(self) -> tuple[np.ndarray | None, DictTensor, DictTensor, Steps, Observe]:
+        """Prepares the first step.
+
+        Returns:
+            The rows that run (None: all), their `agent_info` and state, where to write steps, and what gives the
+            observations.
+        """
+        (agent, device, _, _), slots, progress = self._acting_agent, self._slots, self._progress
+        n_running = progress.running.size
+        rows = None if n_running == slots.n else progress.running
+        if progress.state is None:  # the slots may have been made for another worker's or another environment's rows
+            slots.check_observation(progress.observation)
+        info = self._agent_info if rows is None or self._agent_info.empty() else self._agent_info.index(rows)
+        state = initial_state(agent, info, n_running) if progress.state is None else progress.state
+        self._needs_history, self._is_shown = agent.require_history(), takes_views(agent)
+        is_viewed = self._is_shown or (device is not None and device.type != "cpu")
+        steps = slots.begin(rows, state, is_read=self._needs_history)
+        steps.write_observation(0, rows, progress.observation)
+        return rows, info, state, steps, steps.viewed if is_viewed else steps.copied
+
+    def _history_reader(self) -> Callable[[int, np.ndarray | None], TemporalDictTensor] | None:
+        """What gives the agent its history; None if it needs none."""
+        return self._read_history if self._needs_history else None
+
+    def _read_history(self, t: int, rows: np.ndarray | None) -> TemporalDictTensor:
+        """The steps before t of these rows (None: all)."""
+        slots, device = self._slots, self._acting_agent.device
+        n = slots.n if rows is None else rows.size
+        slots.lengths[... if rows is None else rows] = t
+        history = TemporalDictTensor(slots.read(rows, t), torch.full((n,), t, dtype=torch.int64, device="cpu"))
+        return history if device is None else history.to(device)
+
+    def _skip_idle(
+        self, t: int, rows: np.ndarray | None, idle: np.ndarray, before: DictTensor, state: DictTensor
+    ) -> DictTensor:
+        """Notes the rows that only started an episode; returns the agent's state, in these rows as before the step."""
+        if self._needs_history:
+            raise SpecError(
+                "agent: its history would hold steps that were none; an environment that resets in a step of its "
+                "own (autoreset NEXT_STEP) is for agents that do not require it"
+            )
+        self._idle.append((t, idle if rows is None else rows[idle]))
+        if state.empty():
+            return state
+        index, restored = torch.from_numpy(idle), state.clone()
+        for key, tensor in restored.items():
+            put_rows(tensor, index.to(tensor.device), before[key].to(tensor.device)[index.to(tensor.device)])
+        return restored
+
+    def _drop_stopped(
+        self, t: int, rows: np.ndarray | None, kept: np.ndarray, info: DictTensor, state: DictTensor
+    ) -> tuple[np.ndarray, DictTensor, DictTensor]:
+        """Keeps the rows that still run, with their `agent_info` and state; the slots of the others end at t."""
+        slots = self._slots
+        slots.lengths[... if rows is None else rows] = t + 1
+        slots.check_state(state, slots.n if rows is None else rows.size)
+        rows = kept if rows is None else rows[kept]
+        state = state if state.empty() else state.index(kept)
+        return rows, info if info.empty() else info.index(kept), state
+
+    def _finish(self, t: int, rows: np.ndarray | None, state: DictTensor, steps: Steps) -> Progress:
+        """Ends the rollout after step t; returns where it stopped."""
+        slots = self._slots
+        slots.lengths[... if rows is None else rows] = t + 1
+        left = np.arange(slots.n) if rows is None else rows
+        slots.check_state(state, left.size)
+        # A copy: an update may write into what the agent returned, such as a view of a parameter.
+        progress = Progress(steps.rows(t + 1, left), left, state.clone())
+        slots.end(self._idle)
+        return progress
 
 
 def initial_state(agent: RL_Agent, info: DictTensor, n: int) -> DictTensor:
-    """The state that an agent gives n environments, nobody else's; `info` is copied for it."""
-    state = agent.initial_state(_own(info), n)
+    """An agent's state for n environments, in memory of its own; the agent gets a copy of `info`."""
+    state = agent.initial_state(info.clone(), n)
     return state.clone() if isinstance(state, DictTensor) else state
-
-
-def _own(info: DictTensor) -> DictTensor:
-    """A copy of what an agent may keep and write into."""
-    return info.clone() if info._tensors else DictTensor.trusted({})
-
-
-def _with_rows(state: DictTensor, other: DictTensor, rows: np.ndarray) -> DictTensor:
-    """A state with some rows of another."""
-    if state.empty():
-        return state
-    index, made = torch.from_numpy(rows), state.clone()
-    for key, tensor in made.items():
-        put_rows(tensor, index.to(tensor.device), other[key].to(tensor.device)[index.to(tensor.device)])
-    return made
-
-
-def _history(slots: Slots, rows: np.ndarray | None, t: int, device: torch.device | None) -> TemporalDictTensor:
-    n = slots.n if rows is None else rows.size
-    slots.lengths[... if rows is None else rows] = t
-    history = TemporalDictTensor(slots.read(rows, t), torch.full((n,), t, dtype=torch.int64, device="cpu"))
-    return history if device is None else history.to(device)

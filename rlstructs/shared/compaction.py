@@ -1,4 +1,4 @@
-"""Leaves out the steps that were no transitions, and closes the gaps."""
+"""Removes the steps that were no transitions, and closes the gaps."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import numpy as np
 
 
 class Mover:
-    """Moves the steps of n environments to where they stay, one rollout after another."""
+    """Moves the steps of n environments to their slots, without those that are left out."""
 
     def __init__(self, n: int) -> None:
         self._n = n
-        # By strides and number of timesteps; written anew for each rollout: new memory would cost more than that.
+        # By number of timesteps and strides. Each rollout overwrites them, which is cheaper than new memory.
         self._indexes: dict[tuple[int, ...], np.ndarray] = {}
         self._gaps: tuple[np.ndarray, np.ndarray] | None = None
         self._ready: set[tuple[int, ...]] = set()
 
     def begin(self, gaps: tuple[np.ndarray, np.ndarray] | None) -> None:
-        """For each step that is left out its row, in ascending order, and the place that it would have had.
+        """Starts a rollout.
 
         Args:
-            gaps: int64 (K,) twice; None for no such steps.
+            gaps: for each of K steps that are left out its row, ascending, and the place at which it would lie after
+                the moves, int64 (K,) each; None if there are none.
         """
         self._gaps = gaps
         self._ready.clear()
@@ -29,7 +30,7 @@ class Mover:
 
         Args:
             source: (n, T, ...), of any strides.
-            target: (n, T', ...), without gaps; may be the source. What stands behind the last step has no meaning.
+            target: (n, T', ...), without gaps; may be the source. Values after the last step of a row are undefined.
         """
         if not source.size or not target.size:
             return
@@ -44,11 +45,11 @@ class Mover:
         if source is target:
             to[...] = flat.take(index, mode="clip")
         else:
-            flat.take(index, out=to, mode="clip")  # "raise" would write to a copy first
+            flat.take(index, out=to, mode="clip")  # mode "raise" would write to a copy first
 
     def _index(self, n_timesteps: int, per_env: int, per_step: int) -> np.ndarray:
-        """From where in a flat array of these strides each step comes."""
-        # One index for both axes: numpy takes by one four times as fast as by two.
+        """The places in a flat array of these strides that steps come from, int64 (n, n_timesteps)."""
+        # One index for both axes: numpy is four times as fast with it as with two.
         key = n_timesteps, per_env, per_step
         index = self._indexes.get(key)
         if index is None:
@@ -66,7 +67,7 @@ class Mover:
 
 
 def entries(array: np.ndarray) -> np.ndarray:
-    """(n, T, ...) as (n, T) of opaque bytes, which numpy moves whole."""
+    """Views (n, T, ...) as (n, T) of opaque bytes, which numpy moves as a whole."""
     if array.ndim > 2:
         array = array.reshape(*array.shape[:2], -1)
         return array.view(f"V{array.shape[2] * array.itemsize}")[..., 0]

@@ -1,4 +1,4 @@
-"""Which columns there are in shared memory, and where."""
+"""The columns in shared memory and their places."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from rlstructs.shared.packing import Packing
 from rlstructs.structures.arrays import TensorSpec, numpy_specs
 
-# Bytes: what a cache line, jax and SIMD loads want.
+# In bytes; cache lines, jax and SIMD loads need this.
 ALIGNMENT = 64
 Specs = Mapping[str, TensorSpec]
 
@@ -22,9 +22,9 @@ class Field:
     """One column in the arena.
 
     Attributes:
-        name: what it is called.
-        shape: of the whole column.
-        dtype: torch's; a record of observations is uint8, with an axis for its bytes.
+        name: name of the column.
+        shape: shape of the whole column.
+        dtype: dtype of torch; a record of observations is uint8, with an axis for its bytes.
         offset: bytes from the start of the arena.
         sparse: whether most of its pages are never touched.
     """
@@ -37,18 +37,18 @@ class Field:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize  # of any size, where numpy's would overflow
+        return math.prod(self.shape) * self.dtype.itemsize  # Python ints, because numpy's would overflow
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which columns there are, and where.
+    """The columns of the slots, and where they lie.
 
     Attributes:
         n_slots: N.
         n_timesteps: T.
-        observation, action: what a step writes, by name without prefix.
-        info: what a rollout writes once, by name with prefix.
+        observation, action: specs of what a step writes, by name without prefix.
+        info: specs of what a rollout writes once, by name with prefix.
     """
 
     n_slots: int
@@ -59,7 +59,7 @@ class Layout:
 
     @functools.cached_property
     def fields(self) -> list[Field]:
-        """Every column, at its place."""
+        """Every column, with its place."""
         fields: list[Field] = []
         offset = 0
         for name, shape, dtype, sparse in self._columns():
@@ -69,7 +69,7 @@ class Layout:
         return fields
 
     def packing(self) -> Packing:
-        """How observations lie in blocks."""
+        """The packing of observations into blocks."""
         return Packing(numpy_specs(self.observation))
 
     def _blocks(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -94,11 +94,11 @@ class Layout:
 
     @property
     def reserved_nbytes(self) -> int:
-        """Address space, in bytes."""
+        """Bytes of address space."""
         last = self.fields[-1]
         return last.offset + last.nbytes
 
     @property
     def nbytes(self) -> int:
-        """Memory that a rollout takes, in bytes, without the sparse columns."""
+        """Bytes of memory that a rollout takes, without the sparse columns."""
         return sum(field.nbytes for field in self.fields if not field.sparse)

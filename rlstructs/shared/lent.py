@@ -1,4 +1,4 @@
-"""Tensors on loan: views of shared memory, and copies of what cannot be viewed."""
+"""Tensors on loan: views of shared memory, and copies where no view is possible."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Lent(Mapping[str, torch.Tensor]):
     """Tensors by name.
 
     Args:
-        views: those that lie where they were written.
-        copies: those that cannot, or what makes them when they are first asked for.
+        views: views of shared memory.
+        copies: copies, or functions that make one at the first use.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class Lent(Mapping[str, torch.Tensor]):
         return len(self.views) + len(self.copies)
 
     def with_views(self, views: Mapping[str, torch.Tensor]) -> Lent:
-        """The same with others in the place of its views, and the same copies."""
+        """The same copies with other views."""
         other = Lent(views, {})
         other.copies = self.copies
         return other
 
     def close(self, why: str) -> None:
-        """The slots will be written again: what was not copied can no longer be, and autograd hears of it."""
+        """Ends the loan: tells autograd that the views change, and refuses copies that were not made yet."""
         for view in self.views.values():
             torch.autograd.graph.increment_version(view)
         for key, copy in self.copies.items():

@@ -1,4 +1,4 @@
-"""What a network's plain twin has: the state of a `torch.nn.Module` without what wrappers add to its names."""
+"""The state of a `torch.nn.Module` without the names that wrappers add to it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from torch.nn.utils import parametrize
 
 from rlstructs.errors import SpecError
 
-# Names that `torch.compile` and the parallel wrappers put before those of the module that they wrap.
+# The names under which `torch.compile` and the parallel wrappers hold the module that they wrap.
 COMPILED, PARALLEL = "_orig_mod", "module"
 
 
 class _Place(NamedTuple):
-    """A module in a network: what the keys of its tensors begin with, and what they would begin with in the plain
-    network; None for what that does not have."""
+    """A module in a network.
+
+    `prefix` starts the keys of its tensors. `plain` starts them in the network without wrappers, where it is None for a
+    module that this network lacks.
+    """
 
     prefix: str
     plain: str | None
@@ -27,8 +30,8 @@ class _Place(NamedTuple):
 def plain_state(module: torch.nn.Module) -> dict[str, Any]:
     """The state dict that the module would have if nothing wrapped it.
 
-    `torch.compile`, `DataParallel`, `DistributedDataParallel` and `AveragedModel` leave no trace in the names, at any
-    depth. Parametrisations are applied: `weight` is there, `parametrizations.weight.original` is not.
+    Names that `torch.compile`, `DataParallel`, `DistributedDataParallel` and `AveragedModel` add are removed at any
+    depth. Parametrisations are applied: there is `weight` in place of `parametrizations.weight.original`.
 
     Example:
         >>> network = torch.nn.Sequential(torch.nn.DataParallel(torch.nn.Linear(1, 1)))
@@ -42,9 +45,9 @@ def plain_state(module: torch.nn.Module) -> dict[str, Any]:
         if place.plain is not None:
             found[place.plain + key[len(place.prefix) :]] = value
     for place in places.values():
-        for name, value in _computed(place.module):
+        for name, value in _computed_tensors(place.module):
             found[f"{place.plain}{name}"] = value
-    # The versions of modules, which `load_state_dict` looks at.
+    # `load_state_dict` reads the versions of modules.
     versions: dict[str, Any] = getattr(state, "_metadata", {})
     found._metadata = {  # type: ignore[attr-defined]
         place.plain[:-1]: versions[place.prefix[:-1]]
@@ -58,8 +61,8 @@ def update_agent(agent: Any, info: Any) -> None:
     """Hands an agent an update.
 
     Raises:
-        SpecError: it could not take it, which is, or holds, the state dict of a wrapped module; the cause says why.
-        Exception: what else the agent raised.
+        SpecError: the agent raised, and the update holds the state dict of a wrapped module; the cause says why.
+        Exception: any other error of the agent.
     """
     try:
         agent.update(info)
@@ -74,7 +77,7 @@ def update_agent(agent: Any, info: Any) -> None:
 
 
 def _wrapped_keys(info: Any) -> Iterator[tuple[str, str]]:
-    """Keys that only a wrapped module has, and what wraps it."""
+    """Keys that only a wrapped module has, each with the kind of module."""
     if isinstance(info, Mapping):
         names = [key for key in info if isinstance(key, str)]
         yield from ((key, "compiled module") for key in names if COMPILED in key.split("."))
@@ -85,8 +88,8 @@ def _wrapped_keys(info: Any) -> Iterator[tuple[str, str]]:
         yield from (each for value in info for each in _wrapped_keys(value))
 
 
-def _wrapped(module: torch.nn.Module) -> str | None:
-    """Under which name a wrapper has the module that it wraps; None for a module that is no wrapper."""
+def _wrapped_name(module: torch.nn.Module) -> str | None:
+    """The name under which a wrapper holds its module; None for a module that is no wrapper."""
     if COMPILED in module._modules:
         return COMPILED
     parallel = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel, torch.optim.swa_utils.AveragedModel)
@@ -94,10 +97,10 @@ def _wrapped(module: torch.nn.Module) -> str | None:
 
 
 def _places(module: torch.nn.Module, prefix: str, plain: str) -> Iterator[_Place]:
-    """A module and all below it; of what a plain module does not have only the uppermost."""
-    wrapped = _wrapped(module)
+    """A module and all below it; a part that the plain network lacks is given without its submodules."""
+    wrapped = _wrapped_name(module)
     if wrapped is not None:
-        yield _Place(prefix, None, module)  # what the wrapper itself has, such as a number of averages
+        yield _Place(prefix, None, module)  # tensors of the wrapper itself, such as the number of averages
         yield from _places(getattr(module, wrapped), f"{prefix}{wrapped}.", plain)
         return
     yield _Place(prefix, plain, module)
@@ -111,7 +114,7 @@ def _places(module: torch.nn.Module, prefix: str, plain: str) -> Iterator[_Place
 
 
 def _place_of(key: str, places: Mapping[str, _Place]) -> _Place:
-    """The nearest module to which a key of the state belongs."""
+    """The innermost module that a key of the state belongs to."""
     prefix = key
     while prefix and prefix not in places:
         prefix = prefix[: prefix[:-1].rfind(".") + 1]
@@ -119,19 +122,19 @@ def _place_of(key: str, places: Mapping[str, _Place]) -> _Place:
 
 
 def _is_parametrised(module: torch.nn.Module) -> bool:
-    """Whether torch's parametrisations make some of its tensors; not so of a part that is only called like them."""
+    """Whether torch's parametrisations make some of its tensors; a submodule of the same name does not count."""
     parts = getattr(module, "parametrizations", None)
     return isinstance(parts, torch.nn.ModuleDict) and all(
         isinstance(part, parametrize.ParametrizationList) for part in parts.values()
     )
 
 
-def _computed(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a module that are made of others by its parametrisations."""
-    if _wrapped(module) is not None or not _is_parametrised(module):
+def _computed_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a module that its parametrisations compute."""
+    if _wrapped_name(module) is not None or not _is_parametrised(module):
         return
     for name, parametrization in module.parametrizations.items():  # type: ignore[operator, union-attr]
-        # As in an evaluation: a spectral norm that is trained changes when it is looked at.
+        # In evaluation mode, because a spectral norm in training mode changes at every access.
         modes = [(part, part.training) for part in parametrization.modules()]
         parametrization.eval()
         try:

@@ -1,7 +1,7 @@
-"""Rows of observations as few arrays: what is one number per row shares one record.
+"""Rows of observations as few arrays: all keys with one number per row share a record.
 
-An observation has half a dozen keys that are one number each (reward, flags, the last action). Copied
-key by key, every step, they would cost more than the observation itself; as one record they are one copy.
+An observation has about six keys of one number each (reward, flags, last action). To copy them one by one at every step
+would take longer than to copy the observation itself; a record takes one copy.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from rlstructs.errors import SpecError
 from rlstructs.structures.arrays import Spec
 from rlstructs.structures.dict_tensor import DictTensor
 
-RECORD = "\0record"  # the name of the block that holds the record, and of no key
+RECORD = "\0record"  # the name of the block that holds the record; no key may have it
 
 
 class Packing:
-    """Which block of bytes each key lies in, and where; the same for the same specs, in whatever order.
+    """The block that each key lies in, and its place there; independent of the order of the specs.
 
     Args:
         specs: key -> row shape and dtype.
@@ -29,9 +29,8 @@ class Packing:
         SpecError: a key has the name of the record.
 
     Attributes:
-        specs: as given.
-        blocks: block -> row shape and dtype of its array; a record is opaque, so that copying it is
-            copying bytes.
+        specs: the argument.
+        blocks: block -> row shape and dtype of its array; records are opaque, so that bytes are copied.
 
     Example:
         >>> specs = {"frame": ((4,), np.dtype("f4")), "reward": ((), np.dtype("f4")), "done": ((), np.dtype("?"))}
@@ -49,19 +48,19 @@ class Packing:
         self.blocks |= {key: spec for key, spec in specs.items() if key not in small}
 
     def views(self, blocks: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Each key's values, in the order of the specs: `view` of all, which takes for each as long as this does."""
+        """The values of all keys, in the order of the specs; as fast as one call of `view`."""
         record = blocks[RECORD].view(self.record) if RECORD in self.blocks else None
         return {key: blocks[key] if key in self.blocks else record[key] for key in self.specs}  # type: ignore[index]
 
     def view(self, blocks: Mapping[str, np.ndarray], key: str) -> np.ndarray:
-        """A key's values in arrays of these blocks, a view with its own dtype."""
+        """The values of a key in these blocks, a view with the dtype of the key."""
         return blocks[key] if key in self.blocks else blocks[RECORD].view(self.record)[key]
 
 
 def _record(specs: Mapping[str, Spec]) -> np.dtype[Any]:
-    """A record of these fields, each aligned to its own size, the whole to the widest."""
+    """A record of these fields; each is aligned to its size, the record to the widest field."""
     offsets, offset = {}, 0
-    # By name too: what was written in one process is read in another, whose environment may order its keys otherwise.
+    # Sorted by name too, because an environment in another process may order its keys differently.
     for key, (_, dtype) in sorted(specs.items(), key=lambda item: (-item[1][1].itemsize, item[0])):
         offsets[key], offset = offset, offset + dtype.itemsize
     widest = max((dtype.itemsize for _, dtype in specs.values()), default=1)
@@ -79,7 +78,7 @@ class Rows:
     """n rows of observations.
 
     Attributes:
-        packing: how keys lie in blocks.
+        packing: the blocks that keys lie in.
         blocks: block -> (n, ...).
     """
 
@@ -95,14 +94,14 @@ class Rows:
 
     @classmethod
     def of(cls, packing: Packing, arrays: Mapping[str, np.ndarray]) -> Rows:
-        """Copies of arrays (n, ...), one for each key."""
+        """Copies arrays (n, ...), one for each key, into rows."""
         rows = cls.zeros(packing, len(next(iter(arrays.values()), ())))
         for key, target in rows.arrays().items():
             target[...] = arrays[key]
         return rows
 
     def __getitem__(self, key: str) -> np.ndarray:
-        """A key's values, a view."""
+        """The values of a key, a view."""
         return self.packing.view(self.blocks, key)
 
     def __len__(self) -> int:
@@ -113,24 +112,24 @@ class Rows:
         return Rows(self.packing, {name: block[index] for name, block in self.blocks.items()})
 
     def joined(self, other: Rows) -> Rows:
-        """These and, behind them, others of the same packing, copies."""
+        """Copies of these rows and of others, of the same packing, behind them."""
         return Rows(self.packing, {name: np.concatenate([b, other.blocks[name]]) for name, b in self.blocks.items()})
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Each key's values, views, in the order of the specs."""
+        """The values of all keys, views, in the order of the specs."""
         return self.packing.views(self.blocks)
 
     def tensors(self) -> DictTensor:
-        """Each key's values as tensors, private memory."""
+        """The values of all keys as tensors in private memory."""
         return DictTensor.trusted({key: torch.from_numpy(np.array(a, order="C")) for key, a in self.arrays().items()})
 
 
 class Target(NamedTuple):
-    """Rows that are to be written.
+    """Rows to be written.
 
     Attributes:
-        rows: they.
-        arrays: each key's values in them, views.
+        rows: the rows.
+        arrays: views of the values of all keys in them.
     """
 
     rows: Rows

@@ -1,4 +1,4 @@
-"""Rollouts as they were written, read into batches: from slots, or from what another machine has sent."""
+"""Reads rollouts into batches, from slots or from what another machine has sent."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from rlstructs.structures.arrays import TensorSpec, put_where, raw_of, tensor_of
 # The bits of bfloat16's NaN.
 BFLOAT16_NAN = 0x7FC0
 
-Source = tuple[np.ndarray, int]  # (B, T or T+1, ...), and the timestep at which it begins
+Source = tuple[np.ndarray, int]  # (B, T or T+1, ...), and the timestep to start from
 
 
 @dataclass(frozen=True, eq=False)
-class Recorded:
+class RecordedSteps:
     """Steps that lie in columns.
 
     Args:
-        specs: of what is read, by name: shapes without the first two axes, and dtypes.
-        sources: where each of them lies.
-        lengths: int64 (B,), how many steps there are of each row.
-        reset: bool (B, T), where what followed a step is not what is seen next, but among the finals.
-        finals: gives these, for rows and timesteps (K,) in the order of `where_true`.
-        poisons: whether padding holds poison rather than zeros.
+        specs: shapes, without the first two axes, and dtypes of what is read, by name.
+        sources: where each of these lies.
+        lengths: int64 (B,), the number of steps in each row.
+        reset: bool (B, T), the steps that led to a final observation and not to the one that is seen next.
+        finals: takes rows and timesteps (K,), in the order of `where_true`, and gives their final observations.
+        poisons: whether padding holds poison, not zeros.
     """
 
     specs: Mapping[str, TensorSpec]
@@ -42,25 +42,25 @@ class Recorded:
     def read(
         self, rows: np.ndarray | None, n_timesteps: int, out: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Steps 0 to `n_timesteps - 1` of these rows (None: all), private memory, zeros or poison in the padding.
+        """Copies steps 0 to `n_timesteps - 1` of these rows (None: all); zeros or poison in the padding.
 
         Args:
-            rows: which.
-            n_timesteps: how many steps; more than there are, if `out` is given.
-            out: tensors to be filled, of the names, shapes and dtypes of what is returned; None for new ones.
+            rows: the rows.
+            n_timesteps: the number of steps; may be more than there are if `out` is given.
+            out: tensors to fill, with the names, shapes and dtypes of the result; None for new ones.
 
         Returns:
             `observation/k`, `action/k`, `_observation/k` -> (B, n_timesteps, ...).
         """
         lengths = self.lengths if rows is None else self.lengths[rows]
-        # Where environments reset in steps of their own, most slots have some padding, at their very end.
+        # Where a reset takes a step of its own, most slots have a little padding at their end.
         shortest = min(int(lengths.min(initial=n_timesteps)), n_timesteps)
         padding = np.arange(shortest, n_timesteps) >= lengths[:, None]
 
         def take(name: str, array: np.ndarray, start: int) -> np.ndarray:
             steps = array[:, start : start + n_timesteps]
-            # numpy, not torch: the threads of a parallel copy would spin on the workers' cores for
-            # milliseconds after it, just when the next rollout begins.
+            # numpy, not torch: after a parallel copy torch's threads would spin for milliseconds on the cores that the
+            # workers need for the next rollout.
             if out is not None:
                 torch.autograd.graph.increment_version(out[name])
                 taken = raw_of(out[name])
@@ -76,7 +76,7 @@ class Recorded:
         return {name: tensor_of(array, self.specs[name][1]) for name, array in taken.items()}
 
     def nothing(self, name: str) -> Any:
-        """What stands where there was no step."""
+        """The value of a column in the padding."""
         if not self.poisons:
             return 0
         return BFLOAT16_NAN if self.specs[name][1] is torch.bfloat16 else poison(self.sources[name][0].dtype)
@@ -91,13 +91,13 @@ class Recorded:
             put_where(taken[f"_observation/{key}"], at, times, final)
 
 
-class Ends:
-    """The steps whose next observation lies among the finals, and these, block by block as they are asked for.
+class Finals:
+    """The final observations of steps that ended an episode; copies each block at its first use.
 
     Args:
-        packing: how observations lie in blocks.
+        packing: the blocks that observations lie in.
         final: block -> (N, T, ...).
-        reset: bool (N, T), which steps.
+        reset: bool (N, T), these steps.
     """
 
     def __init__(self, packing: Packing, final: dict[str, np.ndarray], reset: np.ndarray) -> None:
@@ -106,7 +106,7 @@ class Ends:
         self._found: dict[str, np.ndarray] = {}
 
     def __getitem__(self, key: str) -> np.ndarray:
-        """The finals of a key, (K, ...)."""
+        """The final observations of a key, (K, ...)."""
         is_block = key in self._packing.blocks
         name = key if is_block else RECORD
         if name not in self._found:
@@ -115,15 +115,15 @@ class Ends:
         return self._found[name] if is_block else self._found[name][key]
 
 
-def patched(seen: np.ndarray, key: str, ends: Ends) -> torch.Tensor:
-    """`_observation/key` of every row, private memory, of what was seen (N, T+1, ...)."""
+def patch_finals(seen: np.ndarray, key: str, ends: Finals) -> torch.Tensor:
+    """Makes `_observation/key` of every row, in private memory, from what was seen (N, T+1, ...)."""
     following = np.array(seen[:, 1 : ends.n_timesteps + 1], order="C")
     put_where(following, ends.rows, ends.times, ends[key])
     return torch.from_numpy(following)
 
 
 def sources_of(seen: Mapping[str, np.ndarray], action: Mapping[str, np.ndarray]) -> dict[str, Source]:
-    """Where everything that is read lies.
+    """The sources of everything that is read.
 
     Args:
         seen: observations by key, (B, T+1, ...).
@@ -137,14 +137,14 @@ def sources_of(seen: Mapping[str, np.ndarray], action: Mapping[str, np.ndarray])
 def specs_of_steps(
     observation: Mapping[str, TensorSpec], action: Mapping[str, TensorSpec]
 ) -> dict[str, TensorSpec]:
-    """Of what is read, in the order of `sources_of`."""
+    """The specs of everything that is read, in the order of `sources_of`."""
     specs = {f"observation/{key}": spec for key, spec in observation.items()}
     specs |= {f"action/{key}": spec for key, spec in action.items()}
     return specs | {f"_observation/{key}": spec for key, spec in observation.items()}
 
 
 def blocks_of(packing: Packing, columns: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    """The blocks that observations lie in, views of columns whose names begin so; records have the dtype of one."""
+    """The blocks of observations: views of the columns with this prefix. A record has its opaque dtype."""
     found = {}
     for name, (_, dtype) in packing.blocks.items():
         block = columns[prefix + name]

@@ -1,4 +1,4 @@
-"""Several generations of slots in one arena, so that workers may write one while another is read."""
+"""Several buffers of slots in one arena, so that workers write one while another is read."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from typing import Any
 from rlstructs.shared.layout import Layout
 from rlstructs.shared.slots import Slots
 
-# Bytes of such a number, and the largest.
-CUT = 8
-EVERY = 2**63 - 1
+# Bytes of the number below which a worker ends its rollouts, and the largest one.
+CUT_BYTES = 8
+ALL_ROLLOUTS = 2**63 - 1
 
 
 @dataclass(frozen=True)
-class Generations:
-    """Where they lie, and behind them, for each worker, below which number it is to end its rollouts.
+class SlotBuffers:
+    """Where the slot buffers lie in the arena, followed by one number per worker.
+
+    A worker ends early every rollout whose number is below its own.
 
     Args:
-        layout: of each.
-        n: how many; rollout number i lies in generation i % n.
-        n_workers: how many write them.
+        layout: of each buffer.
+        n: number of buffers; rollout number i is written to buffer i % n.
+        n_workers: number of workers that write them.
     """
 
     layout: Layout
@@ -31,7 +33,7 @@ class Generations:
     @property
     def reserved_nbytes(self) -> int:
         """Address space, in bytes."""
-        return self.n * self._stride + self.n_workers * CUT
+        return self.n * self._stride + self.n_workers * CUT_BYTES
 
     @property
     def nbytes(self) -> int:
@@ -39,12 +41,12 @@ class Generations:
         return self.n * self.layout.nbytes
 
     def slots(self, buffer: mmap, **arguments: Any) -> list[Slots]:
-        """The same slots of every generation; arguments as of `Slots`."""
+        """The same slots of every buffer; further arguments as for `Slots`."""
         view = memoryview(buffer)
         return [Slots(self.layout, view[index * self._stride :], **arguments) for index in range(self.n)]
 
     def cuts(self, buffer: mmap) -> memoryview:
-        """int64 (n_workers,): a worker ends rollouts below this number after the step that it is in."""
+        """int64 (n_workers,): a worker ends rollouts below this number after their current step."""
         return memoryview(buffer)[self.n * self._stride : self.reserved_nbytes].cast("q")
 
     @property

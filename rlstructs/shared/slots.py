@@ -1,14 +1,14 @@
-"""Slots: where a rollout is written. Typed columns over one shared arena, one slot per environment.
+"""Slots, which rollouts are written to: typed columns over a shared arena, one slot per environment.
 
-    observation     (N, T+1, ...)   row t is what the agent saw at t; row t+1 is also what followed
-    _observation    (N, T, ...)     only where an environment was reset in its step: the true final one
-    action/k        (N, T, ...)     what the agent put out
-    agent_state/k, agent_info/k, env_info/k   (N, ...)   as they were before the first step
-    reset           (N, T)          where row t of `_observation` counts
-    lengths         (N,)            how many steps there are
+    observation     (N, T+1, ...)   what the agent saw at t; row t + 1 is also what step t led to
+    _observation    (N, T, ...)     the final observation, only where step t reset an environment
+    action/k        (N, T, ...)     the output of the agent
+    agent_state/k, agent_info/k, env_info/k   (N, ...)   their values before the first step
+    reset           (N, T)          whether row t of `_observation` is valid
+    lengths         (N,)            number of steps
 
-An observation is stored once, in a column for each of its blocks (`rows.py`). Pages of `_observation`
-cost memory only where an episode ended.
+An observation is stored once, in a column for each of its blocks (`packing.py`). Pages of `_observation` take memory
+only where an episode ended.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ from rlstructs.shared.compaction import Mover, entries
 from rlstructs.shared.layout import Field, Layout
 from rlstructs.shared.lent import Lent
 from rlstructs.shared.packing import Packing, Rows
-from rlstructs.shared.reading import Ends, Recorded, blocks_of, patched, sources_of, specs_of_steps
-from rlstructs.shared.writing import Steps, staged
+from rlstructs.shared.reading import Finals, RecordedSteps, blocks_of, patch_finals, sources_of, specs_of_steps
+from rlstructs.shared.writing import Steps, make_staged_steps
 from rlstructs.structures.arrays import put, raw_of, tensor_of, type_name, where_true
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import check_same_keys, show
 
 STATE = "agent_state/"
 
-# So many environments at least, with bytes of one step and of a whole rollout at most, write steps beside the slots
-# first: more bytes are copied as fast one by one, and a rollout should not take twice its memory unasked.
+# Steps are staged beside the slots from so many environments on, up to so many bytes of a step and of a whole rollout:
+# larger steps are written to slots as fast, and the memory of large rollouts should not double.
 STAGED_ENVS, STAGED_STEP, STAGED_ROLLOUT = 256, 256, 2**26
+
+
 class Slots:
     """The slots `first` to `first + n - 1`, over the bytes of an arena.
 
-    One writer, which is the rollout; a reader when it is over.
+    The rollout is the only writer; others read after it has ended.
     """
 
     def __init__(
@@ -57,22 +59,22 @@ class Slots:
         self._final = self._blocks("_observation/")
         action = {key: self._columns[f"action/{key}"] for key in layout.action}
         self._steps = Steps(self._packing, self._blocks("observation/"), action)
-        # Where a rollout is written, and beside the slots if that is worth it.
+        # Where a rollout is written: the slots, or a stage beside them.
         self._written, self._mover = self._steps, Mover(self.n)
         self._stage: Steps | None = None
-        #: Of what is handed out: shapes without the first two axes, and dtypes.
+        #: Shapes, without the first two axes, and dtypes of what is handed out.
         self.specs = specs_of_steps(layout.observation, layout.action)
         sources = sources_of(self._steps.arrays, self._steps.action)
-        finals = functools.partial(_finals, self._packing, self._final)  # no method: slots would hold themselves
-        self._recorded = Recorded(self.specs, sources, self.lengths, self._reset, finals, poisons)
+        finals = functools.partial(_finals, self._packing, self._final)  # a method would make a reference cycle
+        self._recorded = RecordedSteps(self.specs, sources, self.lengths, self._reset, finals, poisons)
         self._states = {key.removeprefix(STATE): spec for key, spec in layout.info.items() if key.startswith(STATE)}
 
     def column(self, name: str) -> torch.Tensor:
-        """A column whole, a view."""
+        """A whole column, a view."""
         return self._columns[name]
 
     def info_of(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """The `agent_info/`, `env_info/` and `agent_state/` of these rows, private memory."""
+        """Copies of the `agent_info/`, `env_info/` and `agent_state/` of these rows."""
         return {name: _rows(self._columns[name], rows) for name in self.layout.info}
 
     def info(self, prefix: str) -> DictTensor:
@@ -80,22 +82,22 @@ class Slots:
         return DictTensor.trusted(self._columns).truncate_key(prefix)
 
     def begin(self, rows: np.ndarray | None, state: DictTensor, is_read: bool = False) -> Steps:
-        """Starts a rollout of these rows (None: all), whose agents are in this state.
+        """Starts a rollout of these rows (None: all).
 
         Args:
-            rows: which.
-            state: as many rows.
-            is_read: whether `read` will be called before the end.
+            rows: the rows that run.
+            state: the state of their agents, as many rows.
+            is_read: whether `read` will be called before the rollout ends.
 
         Returns:
-            Where to write it.
+            Where to write the steps.
         """
         self.empty()
         self.check_state(state, self.n if rows is None else len(rows))
         for key in self._states:
             put(self._columns[STATE + key], slice(None) if rows is None else rows, state[key])
         if self._stage is None and self._wants_stage():
-            self._stage = staged(self._packing, self.n, self.layout.n_timesteps, self.layout.action)
+            self._stage = make_staged_steps(self._packing, self.n, self.layout.n_timesteps, self.layout.action)
         self._written = self._steps if is_read or self._stage is None else self._stage
         return self._written
 
@@ -107,7 +109,7 @@ class Slots:
         return self.n >= STAGED_ENVS and is_small
 
     def check_state(self, state: DictTensor, n: int) -> None:
-        """Raises unless an agent's state has the keys, dtypes and shapes of its first one, in n rows."""
+        """Raises unless an agent's state has n rows and the keys, dtypes and shapes of the first state."""
         if not isinstance(state, DictTensor):
             raise TypeError(f"agent: its next state must be a DictTensor, got {type(state).__name__}")
         for key, (shape, dtype) in self._states.items():
@@ -120,7 +122,7 @@ class Slots:
             raise SpecError(f"agent: state {sorted(unknown)} was not in its first one")
 
     def check_observation(self, rows: Rows) -> None:
-        """Raises unless observations have the keys, dtypes and shapes of those that the slots were made for."""
+        """Raises unless observations have the keys, dtypes and shapes that the slots were made for."""
         wanted, found = self._packing.specs, rows.packing.specs
         check_same_keys("environment: observation", wanted, found)
         for key, spec in wanted.items():
@@ -132,20 +134,20 @@ class Slots:
                 )
 
     def empty(self, rows: np.ndarray | None = None) -> None:
-        """Leaves nothing of a rollout of these rows (None: all) that was broken off."""
+        """Removes an unfinished rollout of these rows (None: all)."""
         index = slice(None) if rows is None else rows
         self.lengths[index] = 0
         self._reset[index] = False
 
     def lose(self, rows: np.ndarray) -> None:
-        """Leaves nothing of what a worker that failed has written of these rows, nor of its agent's state."""
+        """Removes what a failed worker wrote to these rows, and the state of its agent."""
         self.empty(rows)
         for key in self._states:
             raw_of(self._columns[STATE + key])[rows] = 0
 
     def write_reset(self, t: int, rows: np.ndarray, finals: Rows, fresh: Rows) -> None:
-        """Replaces rows that were written for t + 1: there was a reset in step t."""
-        # Mostly there is one; a slice is then the faster index by far.
+        """Writes a reset in step t: final observations, and fresh ones for t + 1 in their place."""
+        # Usually there is one row, for which a slice is much faster.
         at = slice(rows[0], rows[0] + 1) if rows.size == 1 else rows
         self._reset[at, t] = True
         for name, block in self._written.observation.items():
@@ -153,11 +155,11 @@ class Slots:
             block[at, t + 1] = fresh.blocks[name]
 
     def end(self, idle: list[tuple[int, np.ndarray]]) -> None:
-        """Ends a rollout: the steps lie in the slots, but those that were none; what came after these moves up.
+        """Ends a rollout: moves its steps to the slots, without idle ones; later steps move up.
 
         Args:
-            idle: ascending timesteps, and for each the rows (k,) in which an environment only started an episode.
-                What was seen before such a step is the final observation of the episode before.
+            idle: ascending timesteps, each with the rows (k,) in which an environment only started an episode. What
+                was seen before such a step is the final observation of the previous episode.
         """
         gaps = self._leave_out(idle) if idle else None
         if gaps is None and not self._written.is_staged:
@@ -169,7 +171,7 @@ class Slots:
             self._mover.move(self._written.action[key], array)
 
     def _leave_out(self, idle: list[tuple[int, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-        """Lengths and final observations without these steps; by row and place, before what they lay."""
+        """Removes idle steps from lengths and final observations; returns their rows and places, sorted."""
         rows = np.concatenate([rows for _, rows in idle])
         times = np.repeat([t for t, _ in idle], [rows.size for _, rows in idle])
         by_row = np.argsort(rows.astype(np.min_scalar_type(self.n)), kind="stable")
@@ -178,9 +180,9 @@ class Slots:
             self._move_finals(rows, times)
         counts = np.bincount(rows, minlength=self.n)
         self.lengths -= counts
-        # So many of the row were left out before.
+        # Each place counts only the steps of its row that stay.
         places = times - (np.arange(rows.size) - np.repeat(counts.cumsum() - counts, counts))
-        # Of several in a row the first is the one that was seen last.
+        # The first of consecutive idle steps holds what was seen last.
         after = places > 0
         after[1:] &= (rows[1:] != rows[:-1]) | (places[1:] != places[:-1])
         at, before, times = rows[after], places[after] - 1, times[after]
@@ -191,7 +193,7 @@ class Slots:
         return rows, places
 
     def _move_finals(self, rows: np.ndarray, times: np.ndarray) -> None:
-        """Has final observations follow their steps, which move up by as many as are left out before."""
+        """Moves final observations up together with their steps."""
         skipped = np.zeros(self._reset.shape, bool)
         skipped[rows, times] = True
         at, times = where_true(self._reset & ~skipped)
@@ -203,22 +205,22 @@ class Slots:
             block[at, places] = finals[name]
 
     def release(self, rows: np.ndarray | None = None) -> None:
-        """Nobody reads these slots (None: all) any more until they are written again: poisons them, if it is to."""
+        """Marks these slots (None: all) as read: poisons them in debug mode."""
         if not self._poisons:
             return
         for name, (array, start) in self._recorded.sources.items():
-            if not start:  # what follows is what is seen next
+            if not start:  # `_observation` shares the array of `observation`
                 array[slice(None) if rows is None else rows] = self._recorded.nothing(name)
 
     def read(
         self, rows: np.ndarray | None, n_timesteps: int, out: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Steps 0 to `n_timesteps - 1` of these rows (None: all), private memory, zeros or poison in the padding.
+        """Copies steps 0 to `n_timesteps - 1` of these rows (None: all); zeros or poison in the padding.
 
         Args:
-            rows: of which slots.
-            n_timesteps: how many steps.
-            out: tensors to be filled, of the names, shapes and dtypes of what is returned; None for new ones.
+            rows: the slots.
+            n_timesteps: the number of steps.
+            out: tensors to fill, with the names, shapes and dtypes of the result; None for new ones.
 
         Returns:
             `observation/k`, `action/k`, `_observation/k` -> (B, n_timesteps, ...).
@@ -226,7 +228,7 @@ class Slots:
         return self._recorded.read(rows, n_timesteps, out)
 
     def lend(self, rows: np.ndarray | None, n_timesteps: int) -> Lent:
-        """As `read`, but views wherever they can be; what lies in the padding is of no meaning."""
+        """Reads steps as views where possible; the padding is undefined."""
         if rows is not None:
             return Lent({}, self.read(rows, n_timesteps))
         views = {f"observation/{key}": column[:, :n_timesteps] for key, column in self._steps.seen.items()}
@@ -235,8 +237,8 @@ class Slots:
         if not self._reset[:, :n_timesteps].any():
             following = {f"_observation/{key}": column[:, 1 : n_timesteps + 1] for key, column in seen.items()}
             return Lent(views | following, {})
-        ends = Ends(self._packing, self._final, self._reset[:, :n_timesteps])
-        return Lent(views, {f"_observation/{key}": functools.partial(patched, array, key, ends)
+        ends = Finals(self._packing, self._final, self._reset[:, :n_timesteps])
+        return Lent(views, {f"_observation/{key}": functools.partial(patch_finals, array, key, ends)
                             for key, array in self._steps.arrays.items()})  # fmt: skip
 
     def _blocks(self, prefix: str) -> dict[str, np.ndarray]:

@@ -1,8 +1,8 @@
-"""What `RL_Batcher.update` sends: any object, through shared memory, its tensors as views of it.
+"""Sends what `RL_Batcher.update` is given: any object, through shared memory, with tensors as views of it.
 
-It is written once, for all workers, into a region of the arena that nobody else reads. A worker maps that region for
-itself alone: what it writes to a tensor, nobody else sees. A region is written again only when every worker has moved
-on to a later update and holds no tensor of this one: a value is what it was at the call, whatever either side does.
+The trainer writes an update once for all workers, into a free region of the arena. Each worker maps the region
+privately: nobody else sees what it writes to a tensor. A region is overwritten only after every worker has got a later
+update and holds no tensor of this one, so that nothing on either side changes the values.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from workers.arena import SharedArena
 from workers.messages import Asked
 from workers.pickling import Unpickler
 
-# Bytes: every tensor starts at a multiple of this.
+# In bytes; every tensor starts at a multiple of it.
 ALIGNMENT = 64
 
-# Of a page in /proc/self/pagemap: it is in memory, or was swapped out; and it is the file's own, no copy.
+# Bits of a page in /proc/self/pagemap: in memory or swapped out; a page of the file, not a private copy.
 PAGE_ENTRY = np.dtype(np.uint64)
-THERE, OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
-# How many regions a worker keeps mapped.
+PRESENT, FILE_BACKED = np.uint64(3 << 62), np.uint64(1 << 61)
+# The number of regions that a worker keeps mapped.
 N_MAPS = 4
 
 Place = tuple[int, torch.Size, torch.dtype, bool, bool]  # offset, shape, dtype, parameter, gradient
@@ -41,9 +41,9 @@ class Parcel:
     """An update as bytes.
 
     Attributes:
-        tensors: each on the CPU, or its bytes (n,), and the offset at which it is to lie.
-        nbytes: of all tensors, gaps between them counted.
-        pickled: the rest, with places where tensors were.
+        tensors: for each its offset, and the tensor on the CPU or its bytes (n,).
+        nbytes: bytes of all tensors and the gaps between them.
+        pickled: the rest, with places instead of tensors.
     """
 
     tensors: Sequence[tuple[int, torch.Tensor | np.ndarray]]
@@ -52,7 +52,7 @@ class Parcel:
 
     @classmethod
     def of(cls, info: Any) -> Parcel:
-        """Any object that can be pickled."""
+        """The parcel of an object that can be pickled."""
         file = io.BytesIO()
         packer = _Packer(file)
         packer.dump(info)
@@ -60,13 +60,13 @@ class Parcel:
         return cls(tensors, packer.nbytes, file.getvalue())
 
     def as_bytes(self) -> Parcel:
-        """The same with bytes in the place of tensors, to be sent by those who know arrays of numpy only."""
+        """The same with bytes instead of tensors, for transports that know only numpy arrays."""
         tensors = [(offset, tensor if isinstance(tensor, np.ndarray) else _bytes_of(tensor))
                    for offset, tensor in self.tensors]  # fmt: skip
         return Parcel(tensors, self.nbytes, self.pickled)
 
     def write(self, region: np.ndarray) -> None:
-        """Writes all of it, the tensors first."""
+        """Writes the tensors, then the rest."""
         for offset, tensor in self.tensors:
             if isinstance(tensor, np.ndarray):
                 region[offset : offset + tensor.size] = tensor
@@ -76,7 +76,7 @@ class Parcel:
 
 
 class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
-    """Puts places in a pickle where tensors were."""
+    """Replaces tensors by places in a pickle."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -91,13 +91,13 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
             parameter = type(obj) is torch.nn.Parameter
             self._places[id(obj)] = (self.nbytes, obj.shape, obj.dtype, parameter, obj.requires_grad)
             self.tensors.append((self.nbytes, obj))
-            # At least one step: places tell tensors apart, empty ones too.
-            self.nbytes += _up(max(1, obj.numel() * obj.element_size()), ALIGNMENT)
+            # Empty tensors too get a place of their own, because places identify tensors.
+            self.nbytes += _round_up(max(1, obj.numel() * obj.element_size()), ALIGNMENT)
         return self._places[id(obj)]
 
 
 def _has_plain_bytes(tensor: torch.Tensor) -> bool:
-    """Whether its numbers, and nothing else, are what it is: not so of sparse and quantised ones."""
+    """Whether its numbers are all there is to it, which is False for sparse and quantised tensors."""
     return tensor.layout == torch.strided and not tensor.is_quantized
 
 
@@ -122,12 +122,12 @@ class _Unpacker(Unpickler):
 
 @dataclass(frozen=True)
 class Packed:
-    """Where an update lies; all that is sent of it.
+    """Where an update lies; only this is sent through the pipe.
 
     Attributes:
-        version: how many updates there were, this one counted.
-        offset: of its region in the arena, in bytes.
-        nbytes: of its tensors, which come first.
+        version: the number of updates so far, including this one.
+        offset: where its region begins in the arena, in bytes.
+        nbytes: bytes of its tensors, which come first.
         n_pickled: bytes of the rest, which follows.
     """
 
@@ -138,8 +138,8 @@ class Packed:
 
     @property
     def end(self) -> int:
-        """Where another region may begin."""
-        return self.offset + _up(self.nbytes + self.n_pickled, mmap.ALLOCATIONGRANULARITY)
+        """The offset at which the next region may begin."""
+        return self.offset + _round_up(self.nbytes + self.n_pickled, mmap.ALLOCATIONGRANULARITY)
 
 
 class Outbox:
@@ -147,11 +147,11 @@ class Outbox:
 
     Args:
         arena: where updates are written.
-        n_pending: how many may be on their way before one is waited for.
-        settle: waits for what was asked.
+        n_pending: how many updates may be on their way before the next one waits.
+        settle: waits for the replies to requests.
 
     Attributes:
-        version: how many updates there were.
+        version: the number of updates so far.
     """
 
     def __init__(self, arena: SharedArena, n_pending: int, settle: Callable[[list[Asked]], None]) -> None:
@@ -159,31 +159,31 @@ class Outbox:
         self._written: list[tuple[Packed, list[Asked]]] = []
 
     def pack(self, info: Any) -> Packed:
-        """Writes `info`, or what a `Parcel` was made of, into the arena.
+        """Writes an object, or a `Parcel` of one, into the arena.
 
         Raises:
-            Exception: `info` cannot be pickled; nothing was written.
+            Exception: it cannot be pickled; nothing was written.
         """
-        parcel = info if isinstance(info, Parcel) else Parcel.of(info)  # what fails, fails before anything is written
-        packed = self._place(parcel.nbytes, len(parcel.pickled))
+        parcel = info if isinstance(info, Parcel) else Parcel.of(info)  # an error must come before anything is written
+        packed = self._find_place(parcel.nbytes, len(parcel.pickled))
         self._arena.resize(packed.end)
         parcel.write(np.frombuffer(self._arena.map(), np.uint8, packed.end - packed.offset, packed.offset))
         return packed
 
     def sent(self, packed: Packed, asked: list[Asked]) -> None:
-        """It is an update: workers were told of it, and reply with what `Inbox.held` says."""
+        """Records that workers were sent this update; they reply with what `Inbox.held` returns."""
         self._written.append((packed, asked))
         self.version = packed.version
 
     def forget(self, workers: Collection[int]) -> None:
-        """In the place of these are others, who were told of the last update."""
+        """Forgets requests to workers that were replaced; their successors have got the last update."""
         for _, asked in self._written:
             for each in asked:
                 if each.index in workers:
                     each.value = None
 
-    def _place(self, nbytes: int, n_pickled: int) -> Packed:
-        """Where nothing lies that somebody reads."""
+    def _find_place(self, nbytes: int, n_pickled: int) -> Packed:
+        """Finds a place in the arena that nobody reads."""
         if len(self._written) > self._n_pending:
             self._settle(self._written[-self._n_pending - 1][1])
         self._written = [written for written in self._written if self._may_be_read(written[0])]
@@ -195,7 +195,7 @@ class Outbox:
         return place
 
     def _may_be_read(self, packed: Packed) -> bool:
-        """Whether it is the last one, or there is a worker that has not said that it has nothing of it."""
+        """Whether an update is the last one, or some worker may still hold tensors of it."""
         replies = [asked for other, asked in self._written if other.version >= packed.version]
         return packed.version == self.version or not any(
             all(each.value is not None and packed.version not in each.value for each in asked) for asked in replies
@@ -212,12 +212,12 @@ class Inbox:
     def __init__(self, arena: SharedArena) -> None:
         self._arena, self.version = arena, 0
         self._regions: dict[int, weakref.ref[np.ndarray]] = {}
-        # By offset and size. To map memory and touch it first takes as long as to copy it.
+        # By offset and size. Kept, because to map memory and touch it takes as long as to copy it.
         self._maps: dict[tuple[int, int], mmap.mmap] = {}
 
     def unpack(self, packed: Packed) -> Any:
-        """What was packed, with tensors that are this process's own, on the CPU."""
-        # Copy on write: an agent may do with its weights what it likes.
+        """The object that was packed, with private tensors on the CPU."""
+        # Copy on write, because an agent may write to its weights.
         raw = np.frombuffer(self._map(packed.offset, packed.end - packed.offset), np.uint8)
         self._regions[packed.version] = weakref.ref(raw)
         pickled = raw[packed.nbytes : packed.nbytes + packed.n_pickled].tobytes()
@@ -225,7 +225,7 @@ class Inbox:
         return _Unpacker(io.BytesIO(pickled), raw).load()
 
     def _map(self, offset: int, nbytes: int) -> mmap.mmap:
-        """A region, mapped for this process alone, as it is now."""
+        """Maps a region privately, with its present content."""
         place = offset, nbytes
         found = self._maps.pop(place, None)
         if found is None or _is_written(found):
@@ -236,13 +236,13 @@ class Inbox:
         return found
 
     def held(self) -> tuple[int, ...]:
-        """The updates of which tensors are still there."""
+        """The versions of updates whose tensors are still alive."""
         self._regions = {version: region for version, region in self._regions.items() if region() is not None}
         return tuple(self._regions)
 
 
 def _is_written(private: mmap.mmap) -> bool:
-    """Whether this process has written to memory that it mapped for itself, or that cannot be told."""
+    """Whether this process has written to a private mapping; True if that cannot be found out."""
     first = np.frombuffer(private, np.uint8).ctypes.data // mmap.PAGESIZE
     n_bytes = -(-len(private) // mmap.PAGESIZE) * PAGE_ENTRY.itemsize
     try:
@@ -251,11 +251,11 @@ def _is_written(private: mmap.mmap) -> bool:
             entries = np.frombuffer(file.read(n_bytes), PAGE_ENTRY)
     except OSError:
         return True
-    return entries.nbytes < n_bytes or bool((((entries & THERE) != 0) & ((entries & OF_FILE) == 0)).any())
+    return entries.nbytes < n_bytes or bool((((entries & PRESENT) != 0) & ((entries & FILE_BACKED) == 0)).any())
 
 
 def _view(region: np.ndarray, offset: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    # Of a storage of its own: autograd counts the changes of all that share one together.
+    # A storage of its own, because autograd counts changes per storage.
     part = region[offset : offset + shape.numel() * dtype.itemsize]
     return torch.from_numpy(part).view(dtype).view(shape)
 
@@ -264,5 +264,5 @@ def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy()
 
 
-def _up(n: int, step: int) -> int:
+def _round_up(n: int, step: int) -> int:
     return -(-n // step) * step

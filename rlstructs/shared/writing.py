@@ -1,8 +1,8 @@
-"""Where a rollout writes its steps: in the slots, or first in the order of time beside them.
+"""Where a rollout writes its steps: in the slots, or on a stage beside them, ordered by time.
 
-A slot holds the steps of one environment one behind another, so that those of one timestep lie in as many pages as
-there are environments: with a thousand of them, writing a few bytes to each took longer than the agent.
-`staged` gives private memory in which a timestep is one piece; `Slots.end` takes it to the slots.
+In slots the steps of one environment follow each other, and those of one timestep lie in as many pages as there are
+environments. With a thousand environments, writing a few bytes to each page took longer than the agent.
+`make_staged_steps` gives private memory in which a timestep is contiguous; `Slots.end` moves it to the slots.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlstructs.structures.arrays import TensorSpec, put, raw_dtype, raw_of, tens
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import show
 
-# Rows between the rows of two timesteps that belong to nobody: distances of a power of two share few cache sets.
+# Unused rows between two timesteps: they avoid distances of a power of two, which share few cache sets.
 GAP = 8
 
 
@@ -28,15 +28,15 @@ class Steps:
     """The steps of n environments.
 
     Args:
-        packing: how observations lie in blocks.
+        packing: the blocks that observations lie in.
         observation: block -> (n, T+1, ...).
         action: key -> (n, T, ...).
 
     Attributes:
-        observation, action: as given, and actions as arrays.
-        arrays: what is seen, key -> (n, T+1, ...), views.
-        seen: the same as tensors.
-        is_staged: whether it lies beside the slots.
+        observation, action: the arguments; actions as arrays.
+        arrays: observations by key, (n, T+1, ...), views.
+        seen: `arrays` as tensors.
+        is_staged: whether the steps lie beside the slots.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Steps:
         self.arrays = packing.views(observation)
         self.seen = {key: torch.from_numpy(view) for key, view in self.arrays.items()}
         self.action = {key: raw_of(column) for key, column in action.items()}
-        # Views of one timestep, made when first needed and kept: making them costs more than a write.
+        # Views of each timestep, kept from their first use: making one takes longer than a write.
         self._rows: dict[int, tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]] = {}
         self._action_rows: dict[int, list[tuple[str, np.ndarray]]] = {}
         self._targets: dict[int, Target] = {}
@@ -69,7 +69,7 @@ class Steps:
         """Writes the agent's output at t, for these rows (None: all).
 
         Raises:
-            MissingKeyError, SpecError: it is not as the first one was.
+            MissingKeyError, SpecError: its keys, shapes or dtypes are not those of the first output.
         """
         if not isinstance(output, DictTensor):
             raise TypeError(f"agent: its output must be a DictTensor, got {type(output).__name__}")
@@ -93,21 +93,29 @@ class Steps:
         for key, column in self._columns.items():
             put(column, (slice(None) if rows is None else rows, t), tensors[key])
 
-    def viewed(self, t: int) -> DictTensor:
-        """What the agent sees at t, every row, views."""
-        return DictTensor.trusted(self._row(t)[1])
+    def viewed(self, t: int, rows: np.ndarray | None) -> tuple[DictTensor, None]:
+        """What these rows (None: all) see at t: views of all rows, copies of some."""
+        if rows is not None:
+            return self.rows(t, rows).tensors(), None
+        return DictTensor.trusted(self._row(t)[1]), None
 
-    def copied(self, t: int) -> tuple[DictTensor, weakref.ref[Copies]]:
-        """What the agent sees at t, every row, its own; and what has to be settled before any of it is rewritten."""
+    def copied(self, t: int, rows: np.ndarray | None) -> tuple[DictTensor, weakref.ref[Copies] | None]:
+        """Copies of what these rows (None: all) see at t.
+
+        Returns:
+            The copies; and what has to be settled before the originals are rewritten, None if they are made already.
+        """
+        if rows is not None:
+            return self.rows(t, rows).tensors(), None
         copies = Copies(self._row(t)[1])
         return DictTensor.trusted(copies), weakref.ref(copies)
 
     def rows(self, t: int, rows: np.ndarray) -> Rows:
-        """What the agent sees at t, these rows, private memory."""
+        """Copies of what the agent sees at t in these rows."""
         return Rows(self._packing, {name: block[rows, t] for name, block in self.observation.items()})
 
     def target(self, t: int) -> Target:
-        """Where an environment may write what is seen at t, every row."""
+        """Where an environment may write the observation at t of every row."""
         found = self._targets.get(t)
         if found is None:
             rows = Rows(self._packing, {name: block[:, t] for name, block in self.observation.items()})
@@ -129,10 +137,10 @@ class Steps:
 
 
 class Copies(Mapping[str, torch.Tensor]):
-    """Copies of tensors, by key, each made when it is first asked for: to make them all costs a small network's step.
+    """Copies of tensors, each made at its first use: to copy them all takes as long as a small network's step.
 
     Args:
-        tensors: what is copied; not written to until `settle`, or until nobody holds this any more.
+        tensors: the originals; they must not change until `settle`, or until nobody holds this object any more.
     """
 
     __slots__ = ("__weakref__", "_made", "_tensors")
@@ -142,7 +150,7 @@ class Copies(Mapping[str, torch.Tensor]):
         self._made: dict[str, torch.Tensor] = {}
 
     def settle(self) -> None:
-        """Copies what nobody has asked for yet."""
+        """Makes the copies that are still missing."""
         self._tensors = {key: self[key] for key in self._tensors}
 
     def __getitem__(self, key: str) -> torch.Tensor:
@@ -162,13 +170,13 @@ class Copies(Mapping[str, torch.Tensor]):
 
 
 def settle(copies: weakref.ref[Copies]) -> None:
-    """Settles copies, if somebody still holds them, and may ask for more of them later."""
+    """Settles copies if somebody still holds them."""
     if (held := copies()) is not None:
         held.settle()
 
 
-def staged(packing: Packing, n: int, n_timesteps: int, action: Mapping[str, TensorSpec]) -> Steps:
-    """Steps of n environments in private memory, those of one timestep side by side."""
+def make_staged_steps(packing: Packing, n: int, n_timesteps: int, action: Mapping[str, TensorSpec]) -> Steps:
+    """Makes steps of n environments in private memory, those of one timestep side by side."""
 
     def column(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return np.zeros((n_timesteps + 1, n + GAP, *shape), dtype)[:, :n].swapaxes(0, 1)
@@ -181,7 +189,7 @@ def staged(packing: Packing, n: int, n_timesteps: int, action: Mapping[str, Tens
 
 
 def check_output(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, tuple[Any, torch.dtype]]) -> None:
-    """Raises unless an agent's output has these keys, of these shapes and dtypes."""
+    """Raises unless an agent's output has exactly these keys, with these shapes and dtypes."""
     for key, (shape, dtype) in wanted.items():
         if key not in tensors:
             raise MissingKeyError(f"agent: no {key!r} in its output any more, there are {sorted(tensors)}")

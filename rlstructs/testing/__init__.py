@@ -1,4 +1,4 @@
-"""For tests: of environments and agents of one's own, and of what happens when they fail.
+"""Checks for your environments and agents, and environments that fail on purpose.
 
     from rlstructs.testing import check_agent, check_env
 
@@ -12,8 +12,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlstructs.testing.agents import check_agent
-    from rlstructs.testing.environments import check_env
+    from rlstructs.testing.agent_check import check_agent
+    from rlstructs.testing.env_check import check_env
     from rlstructs.testing.faults import Fault
     from rlstructs.testing.faulty_env import FaultyEnv, create_faulty_envs
     from rlstructs.testing.ledger import Ledger, verify
@@ -22,8 +22,8 @@ _EXPORTS = {
     "Fault": "faults",
     "FaultyEnv": "faulty_env",
     "Ledger": "ledger",
-    "check_agent": "agents",
-    "check_env": "environments",
+    "check_agent": "agent_check",
+    "check_env": "env_check",
     "create_faulty_envs": "faulty_env",
     "verify": "ledger",
 }

@@ -15,7 +15,7 @@ from rlstructs.errors import SpecError
 
 INIT, RESET, STEP, CLOSE = "init", "reset", "step", "close"
 PLACES = (INIT, RESET, STEP, CLOSE)
-# The last two change what a reset or a step gives back.
+# Kinds that change what a reset or a step returns.
 KINDS = ("raise", "hang", "exit", "kill", "allocate", "child", "shape", "nan")
 SPOILING = ("shape", "nan")
 
@@ -23,8 +23,8 @@ SPOILING = ("shape", "nan")
 BLOCK = 16 << 20
 
 
-def asked_for() -> RuntimeError:
-    """What a "raise" without an error raises."""
+def make_fault_error() -> RuntimeError:
+    """The exception of a "raise" fault that was given no `error`."""
     return RuntimeError("a fault that was asked for")
 
 
@@ -35,26 +35,25 @@ class Fault:
     Args:
         kind: what:
             "raise" raises `error`;
-            "hang" does not come back for `seconds`;
+            "hang" does not return for `seconds`;
             "exit" ends the process by `os._exit(code)`;
             "kill" ends it by SIGKILL;
-            "allocate" takes memory until it has `limit` bytes, and keeps them;
+            "allocate" takes `limit` bytes of memory, block by block, and keeps them;
             "child" starts a process that lives for `seconds`, or until the environment is closed;
             "shape" gives an observation with one number more than the space says;
             "nan" gives NaN as observation and reward.
         at: "init", "reset", "step" or "close".
-        count: in which of these calls, the first is 1, counted for each environment over all of its episodes;
-            None for every one.
+        count: in which of these calls, from 1, counted for each environment over all its episodes; None for every call.
         worker: index of the worker; None for each.
         env_index: index of the environment among all; None for each.
-        generations: in which workers of this index, 0 is the first and 1 the one that took its place; None for each.
-        error: what "raise" raises, or a function that makes it there: for one that cannot be pickled.
+        generations: restart numbers of the workers: 0 is the first worker, 1 the one that replaces it; None for each.
+        error: what "raise" raises; or a function that makes it in the worker, for one that cannot be pickled.
         code: exit code of "exit".
         seconds: how long "hang" and "child" last, at most.
-        in_c: "hang" never returns to Python, so that no handler of a signal and no other thread runs. On Linux only.
-        ignore_sigterm: "hang" is ended by SIGKILL only.
+        in_c: "hang" stays in C, so that no signal handler and no other thread runs. On Linux only.
+        ignore_sigterm: only SIGKILL ends "hang".
         limit: bytes that "allocate" takes; None for all there are, which can bring a machine down.
-        fork: "child" is a fork of the worker that holds all its descriptors, not a new program.
+        fork: "child" is a fork of the worker, with all its descriptors, in place of a new program.
 
     Raises:
         SpecError: an argument is not one of these.
@@ -72,7 +71,7 @@ class Fault:
     worker: int | None = None
     env_index: int | None = None
     generations: Collection[int] | None = None
-    error: BaseException | Callable[[], BaseException] = asked_for
+    error: BaseException | Callable[[], BaseException] = make_fault_error
     code: int = 3
     seconds: float = 600.0
     in_c: bool = False
@@ -91,7 +90,7 @@ class Fault:
             raise SpecError(f"Fault: count must be at least 1, got {self.count}")
 
     def concerns(self, *, worker: int, env_index: int, generation: int) -> bool:
-        """Whether it can strike in this environment."""
+        """Whether the fault can strike in this environment."""
         return (
             self.worker in (None, worker)
             and self.env_index in (None, env_index)
@@ -99,15 +98,15 @@ class Fault:
         )
 
     def strikes(self, at: str, count: int) -> bool:
-        """Whether it strikes in this call of an environment that it concerns."""
+        """Whether the fault strikes in this call of an environment that it concerns."""
         return at == self.at and self.count in (None, count)
 
 
 class Damage:
-    """What faults leave behind in a process: children, and memory that nobody uses.
+    """Carries faults out, and keeps what they leave behind in a process: children and memory.
 
     Attributes:
-        children: pids of processes that were started, and not ended by `end`.
+        children: pids of the processes that are running.
     """
 
     def __init__(self) -> None:
@@ -115,7 +114,7 @@ class Damage:
         self._held: list[bytearray] = []
 
     def do(self, fault: Fault) -> None:
-        """Has a fault strike, if it is one that strikes at once."""
+        """Carries out a fault, unless its kind only changes an observation."""
         if fault.kind == "raise":
             raise fault.error if isinstance(fault.error, BaseException) else fault.error()
         if fault.kind == "hang":
@@ -127,10 +126,10 @@ class Damage:
         elif fault.kind == "allocate":
             self._allocate(fault.limit)
         elif fault.kind == "child":
-            self.children.append(_forked(fault.seconds) if fault.fork else _started(fault.seconds))
+            self.children.append(_fork_child(fault.seconds) if fault.fork else _start_child(fault.seconds))
 
     def end(self) -> None:
-        """Ends the children and lets go of the memory."""
+        """Ends the children and frees the memory."""
         while self.children:
             pid = self.children.pop()
             os.kill(pid, signal.SIGKILL)
@@ -141,7 +140,7 @@ class Damage:
         taken = 0
         while limit is None or taken < limit:
             n = BLOCK if limit is None else min(BLOCK, limit - taken)
-            self._held.append(bytearray(b"\1") * n)  # written to: what is only reserved costs nothing
+            self._held.append(bytearray(b"\1") * n)  # written to, because reserved pages cost nothing
             taken += n
 
 
@@ -161,7 +160,7 @@ class _Time(ctypes.Structure):
 
 
 def _hang_in_c(seconds: float) -> None:
-    # A lock that this thread holds already: signals do not interrupt the wait for it, as they do a sleep.
+    # Waits for a lock that this thread holds already: signals interrupt a sleep, but not this.
     # PyDLL, unlike CDLL, keeps the interpreter's own lock.
     libc = ctypes.PyDLL(None)
     mutex = (ctypes.c_long * 16)()  # zeros are PTHREAD_MUTEX_INITIALIZER
@@ -170,14 +169,14 @@ def _hang_in_c(seconds: float) -> None:
     libc.pthread_mutex_timedlock(mutex, ctypes.byref(_Time(whole, nanoseconds)))
 
 
-def _started(seconds: float) -> int:
+def _start_child(seconds: float) -> int:
     quiet = subprocess.DEVNULL
     process = subprocess.Popen(["sleep", str(seconds)], stdin=quiet, stdout=quiet, stderr=quiet)
-    process.returncode = 0  # `Damage` waits for it; subprocess would warn that it still runs
+    process.returncode = 0  # `Damage` waits for it; subprocess would warn about a running child
     return process.pid
 
 
-def _forked(seconds: float) -> int:
+def _fork_child(seconds: float) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child does nothing but sleep
         pid = os.fork()

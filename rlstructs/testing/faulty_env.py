@@ -1,4 +1,4 @@
-"""`FaultyEnv`: an environment that counts, and fails where it is told to."""
+"""`FaultyEnv`: an environment that counts its steps and fails on purpose."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gymnasium import spaces
 from rlstructs.envs.gym_env import GymEnv, GymEnvInf
 from rlstructs.testing.faults import CLOSE, INIT, RESET, STEP, Damage, Fault
 
-# What an observation holds.
+# The places in an observation.
 ENV_INDEX, GENERATION, EPISODE, AT, CHECKSUM = range(5)
 N_FIELDS = 5
 N_ACTIONS = 5
@@ -21,11 +21,11 @@ Numbers = TypeVar("Numbers", int, np.ndarray)
 
 
 def checksum_of(env_index: Numbers, generation: Numbers, episode: Numbers, step: Numbers, action: Numbers) -> Numbers:
-    """What the last number of an observation is: below 2**24, so that float32 has it exactly.
+    """The last number of an observation, below 2**24, so that float32 holds it exactly.
 
     Args:
         env_index, generation, episode, step: of the observation.
-        action: that led to it, plus 1; 0 at a reset.
+        action: the one before the observation, plus 1; 0 after a reset.
     """
     total = env_index * 0  # of the same kind: int, or int64
     for part in (env_index, generation, episode, step, action):
@@ -34,16 +34,16 @@ def checksum_of(env_index: Numbers, generation: Numbers, episode: Numbers, step:
 
 
 class FaultyEnv(gymnasium.Env):  # type: ignore[misc]
-    """Counts its steps, and does what its faults say.
+    """Counts its steps, and fails where its faults say so.
 
     An observation is float32 (5,): `[index of the environment, generation of the worker, episode, step, checksum]`,
-    the checksum being `checksum_of` these and of the action. Step s of an episode gives reward s; the last one
-    is step `length`. `verify` and `Ledger` know from this that a transition is one that happened.
+    where the checksum is `checksum_of` the others and the action. Step s of an episode gives reward s; the last step is
+    `length`. From this `verify` and `Ledger` can tell whether a transition has really happened.
 
     Args:
-        faults: what is to go wrong.
+        faults: what goes wrong.
         worker: index of the worker it runs in.
-        generation: how many workers with that index there were before.
+        generation: restart number of that worker: how many were in its place before.
         env_index: its index among all environments.
         length: of each episode, in steps.
         truncates: whether episodes are truncated at their end, not terminated.
@@ -83,32 +83,32 @@ class FaultyEnv(gymnasium.Env):  # type: ignore[misc]
         try:
             self._strike(INIT)
         except BaseException:
-            self.damage.end()  # nobody else will
+            self.damage.end()  # nobody can call `close`
             raise
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
-        """Starts the next episode. There is no chance in it: the seed is not used."""
+        """Starts the next episode; ignores the seed, because nothing is random."""
         self.episode, self.steps = self.episode + 1, 0
-        return self._spoiled(self._observation(0), self._strike(RESET)), {}
+        return self._spoil(self._observation(0), self._strike(RESET)), {}
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
-        """Counts on."""
+        """Counts one more step."""
         self.steps += 1
         faults = self._strike(STEP)
         ended = self.steps >= self.length
-        observation = self._spoiled(self._observation(int(action) + 1), faults)
+        observation = self._spoil(self._observation(int(action) + 1), faults)
         reward = float("nan") if "nan" in faults else float(self.steps)
         return observation, reward, ended and not self.truncates, ended and self.truncates, {}
 
     def close(self) -> None:
-        """Ends the processes that it has started."""
+        """Ends the processes that faults have started."""
         try:
             self._strike(CLOSE)
         finally:
             self.damage.end()
 
     def _strike(self, at: str) -> list[str]:
-        """Has the faults of this call strike; the kinds of those that struck."""
+        """Carries out the faults of this call; returns their kinds."""
         self._counts[at] += 1
         struck = [fault for fault in self.faults if fault.strikes(at, self._counts[at])]
         for fault in struck:
@@ -120,7 +120,7 @@ class FaultyEnv(gymnasium.Env):  # type: ignore[misc]
         return np.array([*fields, checksum_of(*fields, action)], np.float32)
 
     @staticmethod
-    def _spoiled(observation: np.ndarray, faults: list[str]) -> np.ndarray:
+    def _spoil(observation: np.ndarray, faults: list[str]) -> np.ndarray:
         if "nan" in faults:
             observation = np.full_like(observation, np.nan)
         return np.append(observation, np.float32(0)) if "shape" in faults else observation
@@ -139,8 +139,8 @@ def create_faulty_envs(
 
     Args:
         n_envs: how many.
-        seed: says which worker it is, and which environments are its own, if the batcher got `seeds=int`;
-            another int is that of worker 0.
+        seed: what a worker gets from a batcher with `seeds=int`; it tells which worker and which environments
+            these are. Any other int means worker 0.
         faults: as for `FaultyEnv`.
         length: of each episode, in steps.
         truncates: whether episodes are truncated at their end.

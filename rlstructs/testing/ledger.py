@@ -1,4 +1,4 @@
-"""Whether what a batcher hands out is what its `FaultyEnv`s did."""
+"""Checks that a batcher hands out exactly what its `FaultyEnv`s did."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ FIELDS = ("environment", "generation", "episode", "step")
 
 
 def verify(trajectories: Trajectories) -> None:
-    """Checks that every transition of a batch of `FaultyEnv`s is one that happened, and followed the one before it.
+    """Checks that every transition of a batch of `FaultyEnv`s happened, and followed the one before it.
 
     Args:
-        trajectories: as `RL_Batcher.get` gives them; only their valid steps are looked at.
+        trajectories: from `RL_Batcher.get`; only valid steps are checked.
 
     Raises:
-        AssertionError: one is not; names the first of them, and what is wrong with it.
+        AssertionError: one did not; the message names the first such transition and its mistake.
 
     Example:
         >>> from rlstructs import RandomAgent, RL_Batcher
@@ -58,7 +58,7 @@ def verify(trajectories: Trajectories) -> None:
 
 @dataclass
 class _Observed:
-    """What one side of every transition holds: `fields` (B, T, 5), and flags and rewards (B, T)."""
+    """One side of every transition: `fields` (B, T, 5), flags and rewards (B, T)."""
 
     fields: np.ndarray
     numbers: np.ndarray
@@ -77,17 +77,17 @@ class _Observed:
             raise AssertionError(f"{prefix}frame has shape {fields.shape}, a FaultyEnv's would be (B, T, {N_FIELDS})")
         whole = np.isfinite(fields) & (fields >= 0) & (fields < 1 << 24)
         numbers = np.where(whole, fields, 0).astype(np.int64)
-        numbers[(numbers != fields).any(axis=-1)] = -1  # no checksum is right then
+        numbers[(numbers != fields).any(axis=-1)] = -1  # which no checksum matches
         return cls(fields, numbers, *rest)
 
     def checksums(self, action: np.ndarray) -> np.ndarray:
-        """What they should be, if this action, plus 1, led here; 0 at a reset."""
+        """The right checksums, where `action` is the one before plus 1, or 0 after a reset."""
         env_index, generation, episode, step = (self.numbers[..., k] for k in range(CHECKSUM))
         return checksum_of(env_index, generation, episode, step, action)
 
 
 def _wrong(batch: Trajectories, seen: _Observed, after: _Observed) -> Iterator[tuple[str, np.ndarray]]:
-    """What may be wrong, and in which transitions (B, T) it is."""
+    """Every possible mistake, and in which transitions (B, T) it is there."""
     action = as_array(batch.trajectories["action/action"])
     env_index = as_array(batch.info["env_index"])[:, None]
     mine, theirs = seen.numbers, after.numbers
@@ -103,7 +103,7 @@ def _wrong(batch: Trajectories, seen: _Observed, after: _Observed) -> Iterator[t
     yield "initial_state does not say whether this is step 0", seen.starts != (mine[..., AT] == 0)
     yield "initial_state is set after a step", after.starts
     yield "done is not terminated or truncated", after.done != (after.terminated | after.truncated)
-    # Whether it follows from the transition before it; the first of a row has none.
+    # The first transition of a row has none before it.
     follows, begins = np.ones((2, *after.done.shape), bool)
     follows[:, 1:] = after.done[:, :-1] | (theirs[:, :-1] == mine[:, 1:]).all(axis=-1)
     begins[:, 1:] = ~after.done[:, :-1] | (seen.starts[:, 1:] & (mine[:, 1:, EPISODE] == theirs[:, :-1, EPISODE] + 1))
@@ -112,14 +112,14 @@ def _wrong(batch: Trajectories, seen: _Observed, after: _Observed) -> Iterator[t
 
 
 class Ledger:
-    """Verifies one batch after another: that no transition is handed out twice, and none is left out.
+    """Verifies batch after batch that no transition is handed out twice and none is left out.
 
-    Transitions may be missing only where a worker was replaced, whose successor begins anew, and where the batcher
-    was reset, of which the ledger has to be told.
+    Transitions may be missing only where a worker was replaced, because its successor begins anew, and where the
+    batcher was reset; call `Ledger.reset` then.
 
     Attributes:
-        n_transitions: how many were verified.
-        generations: environment -> generation of the worker that its last transition came from.
+        n_transitions: the number of transitions verified.
+        generations: environment -> restart number of the worker that its last transition came from.
 
     Example:
         >>> from rlstructs import RandomAgent, RL_Batcher
@@ -148,7 +148,7 @@ class Ledger:
         return {env_index: reached[0] for env_index, reached in self._reached.items()}
 
     def reset(self) -> None:
-        """The batcher was reset: every environment begins a new episode."""
+        """Expects every environment to begin a new episode, because the batcher was reset."""
         self._n_resets += 1
 
     def add(self, trajectories: Trajectories) -> None:
@@ -171,20 +171,20 @@ class Ledger:
                 self.n_transitions += length
 
     def _check(self, row: int, env_index: int, first: tuple[int, int, int]) -> None:
-        """Raises unless the next trajectory of this environment may begin here."""
+        """Raises unless the next trajectory of this environment may begin at `first`."""
         reached = self._reached.get(env_index, (0, 0, 0))
         n_resets = self._n_resets - self._n_resets_known.get(env_index, 0)
         if first == reached:
             return
-        told = (
+        message = (
             f"trajectory {row}: environment {env_index} begins with generation, episode and step {first}, "
             f"where {reached} comes next"
         )
         if first < reached:
-            raise AssertionError(f"{told}: it was handed out before")
+            raise AssertionError(f"{message}: it was handed out before")
         latest = n_resets + (reached[1] if first[0] == reached[0] else 0)
         if first[2] or first[1] > latest:
-            raise AssertionError(f"{told}: some are missing")
+            raise AssertionError(f"{message}: some are missing")
 
 
 def _place(fields: np.ndarray) -> tuple[int, int, int]:

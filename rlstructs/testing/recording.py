@@ -1,4 +1,4 @@
-"""What an agent sees and does in a few steps, without workers and slots."""
+"""Records what an agent sees and does in a few steps, without workers and slots."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.structures.tree import put_rows
-from rlstructs.testing.watched_agent import WatchedAgent
-from rlstructs.testing.watched_env import repeated
+from rlstructs.testing.checked_agent import CheckedAgent
+from rlstructs.testing.checked_env import repeat_row
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Moment:
     Attributes:
         rows: int64 (B',), the environments that run.
         observation: B' rows.
-        after: B' rows, what followed.
+        after: B' rows, what the step led to.
     """
 
     rows: torch.Tensor
@@ -39,7 +39,7 @@ class Recording:
         script: what it saw.
         info: B rows, or empty.
         state: the first one, B rows.
-        outputs: of each step, copies.
+        outputs: copies of the output of each step.
     """
 
     script: list[Moment]
@@ -49,30 +49,30 @@ class Recording:
 
     @property
     def n_rows(self) -> int:
-        """How many environments began, B."""
+        """The number of environments at the beginning, B."""
         return self.script[0].rows.numel()
 
     @property
     def device(self) -> torch.device:
-        """Where observations are."""
+        """The device of the observations."""
         return self.script[0].observation.device() or torch.device("cpu")
 
     def trajectories(self) -> Trajectories:
-        """The steps in which every environment ran, as a batcher gives them."""
+        """The steps in which every environment ran, in the form of a batcher."""
         n = self.n_rows
         n_timesteps = sum(moment.rows.numel() == n for moment in self.script)
         info = self.info.to(self.device).prepend_key("agent_info/") + self.state.prepend_key("agent_state/")
         return Trajectories(info, self._temporal(self.script[0].rows, n_timesteps))
 
     def history(self, rows: torch.Tensor) -> TemporalDictTensor:
-        """The steps so far of environments that run."""
+        """The steps so far of these environments, which run."""
         n_timesteps = len(self.outputs)
         if not n_timesteps:
             return EmptyHistory.of(self.script[0].observation.slice(0, rows.numel()))
         return self._temporal(rows, n_timesteps)
 
     def _temporal(self, rows: torch.Tensor, n_timesteps: int) -> TemporalDictTensor:
-        """The first steps of these environments, all of them full."""
+        """The first `n_timesteps` steps of these environments, without padding."""
         found: dict[str, torch.Tensor] = {}
         for t in range(n_timesteps):
             moment = self.script[t]
@@ -87,7 +87,7 @@ class Recording:
 
 
 class _Example:
-    """An observation as an environment that gives its rows in turn."""
+    """An environment that shows the rows of one observation in turn."""
 
     def __init__(self, observation: DictTensor) -> None:
         self._observation = observation
@@ -104,20 +104,20 @@ class _Example:
         return pair, pair
 
 
-def observed(
-    agent: WatchedAgent, source: DictTensor | VecEnv, agent_info: DictTensor | None, n_steps: int
+def record_script(
+    agent: CheckedAgent, source: DictTensor | VecEnv, agent_info: DictTensor | None, n_steps: int
 ) -> list[Moment]:
-    """Lets an agent act, and gives what it saw.
+    """Lets an agent act on a source, and returns what the agent saw.
 
     Args:
         agent: the agent.
         source: B rows, or an environment.
         agent_info: one row.
-        n_steps: at most so many; fewer if every environment ends.
+        n_steps: the most steps; fewer if every environment ends.
     """
     env = _Example(source) if isinstance(source, DictTensor) else source
     observation, rows = env.reset(DictTensor())
-    info = repeated(agent_info, rows.numel())
+    info = repeat_row(agent_info, rows.numel())
     found = Recording([], info, agent.begin(info, rows.numel()), [])
     state = found.state
     for _ in range(n_steps):
@@ -134,19 +134,19 @@ def observed(
     return found.script
 
 
-def recorded(
-    agent: WatchedAgent, script: list[Moment], agent_info: DictTensor | None, overwrite: bool = False
+def record_rollout(
+    agent: CheckedAgent, script: list[Moment], agent_info: DictTensor | None, overwrite: bool = False
 ) -> Recording:
-    """Lets an agent act on what is given, and gives what it did.
+    """Lets an agent act on given observations, and returns what the agent did.
 
     Args:
         agent: the agent.
-        script: what it is to see.
+        script: what the agent is to see.
         agent_info: one row.
-        overwrite: whether what it saw holds something else afterwards, as in a worker.
+        overwrite: whether to overwrite the observations at the end, as a worker does.
     """
     n = script[0].rows.numel()
-    info = repeated(agent_info, n)
+    info = repeat_row(agent_info, n)
     state = agent.begin(info, n)
     found, given = Recording(script, info, state.clone(), []), []
     for t, moment in enumerate(script):
@@ -165,7 +165,7 @@ def recorded(
 
 
 def _step(
-    agent: WatchedAgent, found: Recording, t: int, observation: DictTensor, state: DictTensor
+    agent: CheckedAgent, found: Recording, t: int, observation: DictTensor, state: DictTensor
 ) -> tuple[DictTensor, DictTensor]:
     rows = found.script[t].rows
     info = found.info if found.info.empty() else found.info.index(rows)

@@ -1,4 +1,4 @@
-"""A `VecEnv` of which every answer is checked."""
+"""A `VecEnv` that raises where it returns something wrong."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from rlstructs.structures.tree import equal, show
 ENDS = ("terminated", "truncated")
 DONE, START = "done", "initial_state"
 FLAGS = (DONE, *ENDS, START)
-# How many of the last observations are looked at again: a ring of buffers is seldom longer.
+# How many of the last observations are checked again later: few rings of buffers are longer.
 REMEMBERED = 8
 
 
-class WatchedEnv:
-    """Passes calls on, and raises where an answer is not what a rollout needs.
+class CheckedEnv:
+    """Calls an environment, and raises unless it returns what a rollout needs.
 
     Args:
         env: the environment.
         name: for messages.
-        env_info: one row, for every environment at each reset; None for none.
+        env_info: one row, which every environment gets at each reset; None for none.
 
     Attributes:
         running: int64, the environments that run.
@@ -37,11 +37,11 @@ class WatchedEnv:
     def __init__(self, env: VecEnv, name: str, env_info: DictTensor | None = None) -> None:
         self._env, self._name = env, name
         self._n = self._n_envs()
-        self._info = repeated(env_info, self._n)
+        self._info = repeat_row(env_info, self._n)
         self._specs: dict[str, TensorSpec] | None = None
         self._handed_out: deque[tuple[str, DictTensor, DictTensor]] = deque(maxlen=REMEMBERED)
         self.running = torch.zeros(0, dtype=torch.int64, device="cpu")
-        # Environments whose episode ended, and whose next step has to do nothing but start another.
+        # Environments whose episode has ended, and whose next step may only start another one.
         self._ended = torch.zeros(self._n, dtype=torch.bool, device="cpu")
 
     def reset(self) -> DictTensor:
@@ -106,7 +106,7 @@ class WatchedEnv:
         return observation, running.to(torch.int64)
 
     def _kept(self, left: torch.Tensor) -> torch.Tensor:
-        """Which rows of those that were stepped still run."""
+        """Which of the rows that were stepped still run."""
         kept = torch.searchsorted(self.running, left)
         known = bool((kept < self.running.numel()).all()) and torch.equal(self.running[kept], left)
         if not known or not (left.diff() > 0).all():
@@ -128,7 +128,7 @@ class WatchedEnv:
                 raise SpecError(f"{where}: {key!r} must be bool, one for each environment, got {show(tensor)}")
             if key == "reward" and tensor.ndim != 1:
                 raise SpecError(f"{where}: 'reward' must be one number for each environment, got {show(tensor)}")
-            if not key.startswith(PREFIX):  # NaN is what an info does not say
+            if not key.startswith(PREFIX):  # NaN stands for a missing info
                 _check_numbers(where, key, tensor)
         specs = specs_of(observation)
         if self._specs is None:
@@ -139,15 +139,15 @@ class WatchedEnv:
                             "at every call")  # fmt: skip
 
     def _remember(self, where: str, *observations: DictTensor) -> None:
-        """Checks what was handed out before, and keeps this."""
+        """Checks that earlier observations have not changed, and remembers these."""
         for old, tensors, copy in self._handed_out:
             message = f"{where} wrote into what {old} handed out before (hand out a new tensor each time, or a clone): "
             check_unchanged(message, tensors, copy)
-        # The tensors themselves: whoever gets a DictTensor may set keys in it.
+        # In a DictTensor of our own: the caller may set keys in the one it gets.
         self._handed_out += [(where, DictTensor(one), one.clone()) for one in observations]
 
 
-def repeated(example: DictTensor | None, n: int) -> DictTensor:
+def repeat_row(example: DictTensor | None, n: int) -> DictTensor:
     """Row 0 of an example, n times; empty if there is none."""
     if example is None or example.empty():
         return DictTensor()
@@ -155,7 +155,7 @@ def repeated(example: DictTensor | None, n: int) -> DictTensor:
 
 
 def check_unchanged(message: str, tensors: DictTensor, copy: DictTensor) -> None:
-    """Raises SpecError unless tensors hold what a copy of them does."""
+    """Raises SpecError unless tensors are equal to an earlier copy of them."""
     for key, tensor in tensors.items():
         if not equal(tensor, copy[key]):
             raise SpecError(f"{message}{key!r} was {_values(copy[key])} and is {_values(tensor)}")
@@ -204,10 +204,10 @@ def _check_ends(
     following: DictTensor,
     only_starts: torch.Tensor,
 ) -> torch.Tensor:
-    """Raises unless what the agent sees next is what the step led to, but where an episode ended.
+    """Raises unless the agent sees next what the step led to, except where an episode ended.
 
     Returns:
-        Which of those that still run have ended, and start only with their next step.
+        Which of the environments that still run have ended, and start an episode only in their next step.
     """
     done = done_of(after)
     stopped = torch.ones(before.numel(), dtype=torch.bool, device="cpu")
@@ -235,7 +235,7 @@ def _check_ends(
 
 
 def _check_row(where: str, environment: int, after: DictTensor, following: DictTensor, ended: bool) -> None:
-    """One environment that still runs: what its step led to, and what the agent sees of it next, a row each."""
+    """Checks one environment that still runs: what its step led to, and what the agent sees next, a row each."""
     starts = bool(following[START]) if START in following else ended
     if ended:
         if set_flags := [key for key in (DONE, *ENDS) if key in following and bool(following[key])]:
@@ -254,7 +254,7 @@ def _check_row(where: str, environment: int, after: DictTensor, following: DictT
 
 
 def done_of(after: DictTensor) -> torch.Tensor | None:
-    """Which rows of what followed a step have ended, bool; None if no key says so."""
+    """Bool, which rows ended their episode in a step; None if no key says so."""
     if DONE in after:
         return after[DONE]
     ends = [after[key] for key in ENDS if key in after]
@@ -262,7 +262,7 @@ def done_of(after: DictTensor) -> torch.Tensor | None:
 
 
 def difference(wanted: dict[str, TensorSpec], got: dict[str, TensorSpec]) -> str:
-    """In which key two specs differ."""
+    """Says in which key two specs differ."""
     for key, (shape, dtype) in wanted.items():
         if key not in got:
             return f"no {key!r} any more, there are {sorted(got)}"
@@ -280,7 +280,7 @@ def _values(tensor: torch.Tensor) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """The type of a value; of a tuple's parts."""
+    """The type of a value, for messages; of a tuple, the types of its parts."""
     if isinstance(value, tuple):
         return f"({', '.join(type(part).__name__ for part in value)})"
     return type(value).__name__

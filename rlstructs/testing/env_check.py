@@ -1,4 +1,4 @@
-"""`check_env`: whether an environment does what rollouts rely on."""
+"""`check_env`: checks that an environment does what rollouts rely on."""
 
 from __future__ import annotations
 
@@ -20,12 +20,19 @@ from rlstructs.errors import SpecError
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import equal, show
-from rlstructs.testing.apart import check_apart
-from rlstructs.testing.ends import Ends
-from rlstructs.testing.inside import forget_inside, innermost, reseed, reseeds, reset_by_mask, watch_inside
-from rlstructs.testing.sources import EnvSource, close, env_source
-from rlstructs.testing.spaces import check_declared
-from rlstructs.testing.watched_env import WatchedEnv, done_of, repeated
+from rlstructs.testing.checked_env import CheckedEnv, done_of, repeat_row
+from rlstructs.testing.checked_gymnasium import (
+    innermost,
+    install_gymnasium_checks,
+    remove_gymnasium_checks,
+    reset_by_mask,
+    restarts_with_seed,
+    seed_next_reset,
+)
+from rlstructs.testing.env_source import EnvSource, close, env_source
+from rlstructs.testing.final_observations import FinalObservations
+from rlstructs.testing.separate_streams import check_separate_streams
+from rlstructs.testing.space_check import check_declared
 
 Act = Callable[[DictTensor], DictTensor]
 Stream = list[tuple[str, DictTensor]]
@@ -42,29 +49,29 @@ def check_env(
     uses_seed: bool = True,
     keeps_state: bool = False,
 ) -> None:
-    """Runs an environment and checks all that `RL_Batcher` relies on; raises on the first thing that is wrong.
+    """Runs an environment and checks all that `RL_Batcher` relies on; raises at the first mistake.
 
-    Checked are: the methods; the observations' keys, dtypes, shapes and values, which have to be in the space, if there
-    is one; rewards; which environments run; the flags of episodes; that final observations are those of their episodes;
-    that what was handed out does not change later; `reset` at any time, and by a mask; that the seed decides what
-    happens, and nothing else, for each environment by itself; that nothing survives a reset with a seed; `close`,
-    twice; that the factory can be pickled. Below a `GymEnv` and a `GymVectorEnv` what gymnasium's environments answer
-    is checked: flags that are bool, infos that are dicts, masks.
+    It checks:
+    - the methods; `reset` at any time and by a mask; `close`, twice; that the factory can be pickled;
+    - keys, dtypes, shapes and values of observations, which have to lie in the space if there is one; rewards;
+    - which environments run, the flags of episodes, and that a final observation is that of its own episode;
+    - that observations do not change after they were returned;
+    - that the seed alone decides what happens, separately for each environment, and nothing survives a reset with it;
+    - flags, infos and masks of the gymnasium environments in a `GymEnv` or `GymVectorEnv`.
 
     Args:
-        env: the `create_env` of a batcher, which is checked best; a `VecEnv`; or, to be used in a `GymEnv`, a
-            gymnasium environment, its class, or a function that makes one. Its environments are closed.
+        env: best the `create_env` of a batcher; or a `VecEnv`; or a gymnasium environment, its class or a function
+            that makes one, to be used in a `GymEnv`. All environments are closed at the end.
         env_args: arguments for a factory.
-        act: gives an action for an observation, B rows each; None for random ones of the `action_space`.
+        act: takes an observation and gives an action, B rows each; None for random actions of the `action_space`.
         env_info: one row, as for `RL_Batcher`; every reset gets it.
-        n_steps: how many steps each run takes; some episodes should end meanwhile.
+        n_steps: steps of each run; some episodes should end in them.
         seed: for the factory.
-        uses_seed: whether another seed gives something else; False where there is no chance in the environment.
-        keeps_state: whether something is meant to survive a reset, such as a running mean or a curriculum. (Gymnasium's
-            own wrappers that keep a running mean are known.)
+        uses_seed: whether another seed changes what happens; False for a deterministic environment.
+        keeps_state: whether something, other than the state of gymnasium's own wrappers, may survive a reset.
 
     Raises:
-        TypeError, SpecError: something is not as it has to be; says which method or key, and what to change.
+        TypeError, SpecError: something is wrong; the message names the method or key, and says what to change.
 
     Example:
         >>> check_env(gymnasium.make("CartPole-v1"))
@@ -84,7 +91,7 @@ def check_env(
 
 
 def _check_streams(source: EnvSource, run: _Run, seed: int, uses_seed: bool) -> None:
-    """Runs environments with the same seed, and with another, and compares what they give."""
+    """Compares runs with the same seed, and with another one."""
     first, _ = run.stream(source, seed)
     if not source.can_repeat:
         return
@@ -108,11 +115,11 @@ def _check_streams(source: EnvSource, run: _Run, seed: int, uses_seed: bool) -> 
                 f"{source.name}: seed={seed} and seed={seed + 1} give the same {run.n_steps} steps; if there is no "
                 f"chance in it, check with uses_seed=False, or else draw from what is seeded with {source.seeded_by}"
             )
-        check_apart(source, run, seed)
+        check_separate_streams(source, run, seed)
 
 
 class _Run:
-    """Runs environments, each with the same actions.
+    """Runs environments, always with the same actions.
 
     Args:
         act, env_info, n_steps: as of `check_env`.
@@ -123,80 +130,83 @@ class _Run:
         self._act, self._env_info, self.n_steps, self.keeps_state = act, env_info, n_steps, keeps_state
 
     def stream(self, source: EnvSource, seed: int, resets: bool = False) -> tuple[Stream, Stream]:
-        """Everything that an environment with this seed gives, and where it gave it.
+        """Runs an environment, and once more after another reset with its seed.
 
         Args:
             source: makes the environment.
-            seed: of it.
-            resets: whether it is run once more, after another reset with the seed; the second stream is of that. It is
-                empty where there is no such reset, or something is meant to survive it.
+            seed: of the environment.
+            resets: whether to run it the second time.
+
+        Returns:
+            Every observation of the first run and of the second, with labels. The second is empty without `resets`,
+            for an environment that takes no other seed, and where something is meant to survive a reset.
         """
-        seed_global_streams(seed, None)  # as in a worker: environments may draw from them
+        seed_global_streams(seed, None)  # as a worker does: environments may draw from them
         env = source.make(seed)
         try:
-            watch_inside(env)
-            resets = resets and source.is_new and reseeds(env) and not (self.keeps_state or source.is_kept)
-            found, anew = self._checked(env, source.name), Stream()
-            if resets and reseed(env, seed):
+            install_gymnasium_checks(env)
+            resets = resets and source.is_new and restarts_with_seed(env) and not (self.keeps_state or source.is_kept)
+            first, again = self._run_checked(env, source.name), Stream()
+            if resets and seed_next_reset(env, seed):
                 seed_global_streams(seed, None)
-                anew = self._checked(env, source.name)
+                again = self._run_checked(env, source.name)
         except BaseException:
             with contextlib.suppress(Exception):
                 env.close()
             raise
         finally:
-            forget_inside(env)
+            remove_gymnasium_checks(env)
         if source.is_new:
             close_twice(env, source.name)
-        return found, anew
+        return first, again
 
-    def alike(self, source: EnvSource, seed: int, n_steps: int) -> list[DictTensor] | None:
-        """What all environments show alike until one ends, with the same actions; None if they differ."""
+    def run_in_parallel(self, source: EnvSource, seed: int, n_steps: int) -> list[DictTensor] | None:
+        """The observations that all environments have in common until one ends; None if they differ."""
         seed_global_streams(seed, None)
         env = source.make(seed)
         with contextlib.closing(env) if source.is_new else contextlib.nullcontext():
-            n, act = env.n_envs(), self._acting(env, source.name)
-            observation, _ = env.reset(repeated(self._env_info, n))
-            found: list[DictTensor] = []
+            n, act = env.n_envs(), self._make_act(env, source.name)
+            observation, _ = env.reset(repeat_row(self._env_info, n))
+            trace: list[DictTensor] = []
             for _ in range(n_steps):
-                if n < 2 or not _are_alike(observation):
+                if n < 2 or not _rows_are_equal(observation):
                     return None
-                found.append(observation.slice(0, 1).clone())
+                trace.append(observation.slice(0, 1).clone())
                 action = act(observation).index(torch.zeros(n, dtype=torch.int64, device="cpu"))
                 (after, _), (observation, _) = env.step(action)
                 if (done := done_of(after)) is not None and done.any():
-                    break  # of one before another, which may be longer
-            return found
+                    break  # the others may go on
+            return trace
 
-    def _acting(self, env: VecEnv, name: str) -> Act:
+    def _make_act(self, env: VecEnv, name: str) -> Act:
         return self._act or RandomActions(env, name)
 
-    def _checked(self, env: VecEnv, name: str) -> Stream:
-        watched, ends, act = WatchedEnv(env, name, self._env_info), Ends(name), self._acting(env, name)
-        observation = watched.reset()
+    def _run_checked(self, env: VecEnv, name: str) -> Stream:
+        checked, finals, act = CheckedEnv(env, name, self._env_info), FinalObservations(name), self._make_act(env, name)
+        observation = checked.reset()
         _check_example(env, observation, name)
         check_declared(env, observation, name)
-        ends.begin(observation)
-        found: Stream = [("the first observation", observation.clone())]
+        finals.begin(observation)
+        stream: Stream = [("the first observation", observation.clone())]
         for t in range(self.n_steps):
-            if not watched.running.numel():
-                observation = watched.reset()
-                ends.begin(observation)
-                found.append((f"the reset before step {t}", observation.clone()))
-            before = watched.running
-            after, observation = watched.step(act(observation))
+            if not checked.running.numel():
+                observation = checked.reset()
+                finals.begin(observation)
+                stream.append((f"the reset before step {t}", observation.clone()))
+            before = checked.running
+            after, observation = checked.step(act(observation))
             check_declared(env, after, name)
-            ends.step(before, after, watched.running, observation)
-            found += [(f"step {t}", after.clone()), (f"what follows step {t}", observation.clone())]
-        if not isinstance(innermost(env), GymEnv):  # which keeps them itself
-            ends.check()
+            finals.step(before, after, checked.running, observation)
+            stream += [(f"step {t}", after.clone()), (f"what follows step {t}", observation.clone())]
+        if not isinstance(innermost(env), GymEnv):  # `GymEnv` itself keeps final observations
+            finals.check()
         reset_by_mask(env)
-        watched.reset()  # in the middle of episodes
-        return found
+        checked.reset()  # in the middle of episodes
+        return stream
 
 
 class RandomActions:
-    """Random actions of an environment's action space, the same ones each time.
+    """Draws random actions of an environment's action space, the same sequence in every object.
 
     Args:
         env: has an `action_space`.
@@ -222,30 +232,30 @@ class RandomActions:
 
 
 def close_twice(env: Any, name: str) -> None:
-    """Closes an environment, and once more.
+    """Closes an environment twice.
 
     Raises:
-        SpecError: it does not let itself be closed.
+        SpecError: `close` raised.
     """
     for _ in range(2):
         close(env, name)
 
 
 def _check_example(env: VecEnv, observation: DictTensor, name: str) -> None:
-    """Raises unless what an environment that gives rows says of its observations is true: memory is made by it."""
+    """Raises unless `example` of an environment that gives rows agrees with `reset`: memory is laid out by it."""
     if gives_rows(env) and hasattr(env, "example"):
         example = env.example().tensors()
         if example.specs() != observation.specs():
             raise SpecError(f"{name}.example gives {example!r}, reset gives {observation!r}")
 
 
-def _are_alike(observation: DictTensor) -> bool:
-    """Whether all rows are the same."""
+def _rows_are_equal(observation: DictTensor) -> bool:
+    """Whether all rows are equal."""
     return all(equal(tensor, tensor[:1].expand_as(tensor)) for tensor in observation.values())
 
 
 def _first_difference(stream: Stream, other: Stream) -> str | None:
-    """Where two streams differ; None if they do not."""
+    """Says where two streams first differ; None if they do not."""
     for (label, mine), (_, theirs) in zip(stream, other, strict=False):
         for key in mine:
             if key not in theirs or not equal(mine[key], theirs[key]):

@@ -1,4 +1,4 @@
-"""Whether final observations are those of the episodes that ended, and not those of the next ones."""
+"""Checks that final observations belong to the episode that ended, not to the next one."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 from rlstructs.errors import SpecError
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import equal
-from rlstructs.testing.watched_env import done_of
+from rlstructs.testing.checked_env import done_of
 
-# Keys that say how a step went, not what is seen.
-TOLD = ("reward", "raw_reward", "done", "terminated", "truncated", "initial_state")
-# After how many ends, all of which look wrong, something is.
-ENOUGH = 2
+# Keys that say how a step went; the others hold what is seen.
+NOT_SEEN = ("reward", "raw_reward", "done", "terminated", "truncated", "initial_state")
+# So many ends that all look wrong are an error.
+MIN_ENDS = 2
 
 
-class Ends:
-    """Compares final observations with the first ones of the episodes after them.
+class FinalObservations:
+    """Compares each final observation with the first observation of the next episode.
 
-    An episode that ends in the state in which the next begins is possible, if seldom; one that does so at every end is
-    none: what a reset showed has taken the place of the final observation.
+    Now and then an episode may end in the state in which the next one begins. If every episode does, the observation
+    of the reset has replaced the final one.
 
     Args:
         name: of the environment, for messages.
@@ -29,21 +29,22 @@ class Ends:
     def __init__(self, name: str) -> None:
         self._name = name
         self._n_same = self._n_others = 0
-        # What the agent saw last; and, of environments that start with their next step, how they ended.
+        # What the agent saw last, and of which environments.
         self._seen, self._rows = DictTensor(), np.zeros(0, np.int64)
+        # By environment, where the next step starts an episode: the last two observations of the one before.
         self._ended: dict[int, tuple[DictTensor, DictTensor]] = {}
 
     def begin(self, observation: DictTensor) -> None:
-        """All environments were reset."""
+        """Starts anew, after a reset of all environments."""
         self._ended = {}
         self._see(np.arange(observation.n_elems()), observation)
 
     def step(self, before: torch.Tensor, after: DictTensor, left: torch.Tensor, following: DictTensor) -> None:
-        """Looks at a step.
+        """Compares the episodes that end or begin in a step.
 
         Args:
-            before, after: which environments were stepped, and what it led to.
-            left, following: which of them still run, and what the agent sees of them next.
+            before, after: the environments that were stepped, and what the step led to.
+            left, following: those that still run, and what the agent sees of them next.
         """
         done = done_of(after)
         if done is None:
@@ -62,8 +63,8 @@ class Ends:
         self._see(left.numpy(), following)
 
     def check(self) -> None:
-        """Raises SpecError if no final observation was its own."""
-        if self._n_same >= ENOUGH and not self._n_others:
+        """Raises SpecError if every final observation was the first one of the next episode."""
+        if self._n_same >= MIN_ENDS and not self._n_others:
             raise SpecError(
                 f"{self._name}: the final observations of {self._n_same} episodes are the first ones of the episodes "
                 "after them: what a step led to was lost with the reset; keep a copy of it before the reset (in "
@@ -72,7 +73,7 @@ class Ends:
 
     def _compare(self, before: DictTensor, final: DictTensor, first: DictTensor) -> None:
         if _same(before, final):
-            return  # a step that changed nothing says nothing
+            return  # nothing can be concluded from a step that changed nothing
         if _same(final, first):
             self._n_same += 1
         else:
@@ -86,8 +87,8 @@ class Ends:
 
 
 def _row(observation: DictTensor, row: int) -> DictTensor:
-    """What can be seen in one row."""
-    kept = [key for key in observation if key not in TOLD and key.partition("/")[0] != "last_action"]
+    """What is seen in one row: all keys but those of `NOT_SEEN`."""
+    kept = [key for key in observation if key not in NOT_SEEN and key.partition("/")[0] != "last_action"]
     return observation.get(kept).slice(row, row + 1)
 
 

@@ -1,4 +1,4 @@
-"""What `check_env` may be given: a factory, an environment, or one of gymnasium's."""
+"""Where `check_env` gets environments from: a factory, a `VecEnv` or a gymnasium environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import gymnasium
 from rlstructs.envs.gym_env import GymEnvInf
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
-from rlstructs.testing.inside import WatchedGym, keeps_state
+from rlstructs.testing.checked_gymnasium import CheckedGym, keeps_state
 
 BY_SEED = "the seed that create_env gets"
 BY_RESET = "the seed that reset gets: super().reset(seed=seed), then self.np_random"
@@ -25,11 +25,11 @@ class EnvSource:
 
     Attributes:
         name: for messages.
-        make: gives a `VecEnv` with this seed.
-        seeded_by: where an environment finds the seed.
-        is_new: whether what it gives is new each time, and can be closed.
-        can_repeat: whether it can be called again, with another seed.
-        is_kept: whether something in it is meant to survive a reset, such as a running mean.
+        make: takes a seed and gives a `VecEnv`.
+        seeded_by: where an environment finds the seed, for messages.
+        is_new: whether `make` gives a new environment each time, which can be closed.
+        can_repeat: whether `make` can be called again, with another seed.
+        is_kept: whether something is meant to survive a reset, such as a running mean.
     """
 
     name: str
@@ -41,10 +41,10 @@ class EnvSource:
 
 
 def env_source(env: Any, env_args: dict[str, Any]) -> EnvSource:
-    """The source that `env` is.
+    """The source for what `check_env` was given.
 
     Raises:
-        TypeError, SpecError: it is none, or its factory cannot be used in another process.
+        TypeError, SpecError: it is no environment and no factory, or a worker could not use the factory.
     """
     is_object = isinstance(env, gymnasium.Env) or (not isinstance(env, type) and hasattr(env, "step"))
     if is_object and env_args:
@@ -54,32 +54,32 @@ def env_source(env: Any, env_args: dict[str, Any]) -> EnvSource:
         _check_reset(env, name)
 
         def wrap(seed: int) -> VecEnv:
-            return GymEnvInf([WatchedGym(env, name)], seed)
+            return GymEnvInf([CheckedGym(env, name)], seed)
 
         return EnvSource(name, wrap, BY_RESET, is_new=False, is_kept=keeps_state(env))
     if is_object:
         name = type(env).__name__
-        return EnvSource(name, lambda seed: _checked_methods(env, name), is_new=False, can_repeat=False)
+        return EnvSource(name, lambda seed: _check_vec_env(env, name), is_new=False, can_repeat=False)
     if not callable(env):
         raise TypeError(f"check_env: needs an environment, or what makes one, got {type(env).__name__}")
-    return _factory(env, env_args)
+    return _factory_source(env, env_args)
 
 
-def _factory(create_env: Callable[..., Any], env_args: dict[str, Any]) -> EnvSource:
+def _factory_source(create_env: Callable[..., Any], env_args: dict[str, Any]) -> EnvSource:
     check_pickles("create_env", create_env)
     for key, value in env_args.items():
         check_pickles(f"env_args[{key!r}]", value)
     takes_seed = _takes(create_env, "seed")
 
     def make(seed: int) -> Any:
-        # As a worker gets it.
+        # A worker gets the factory pickled.
         create, arguments = cloudpickle.loads(cloudpickle.dumps((create_env, env_args)))
         return create(**arguments, seed=seed) if takes_seed else create(**arguments)
 
     try:
         made = make(0)
     except TypeError:
-        # What takes any keyword, as `gymnasium.make` does, may have no use for this one.
+        # A function that takes any keyword, such as `gymnasium.make`, may still refuse this one.
         if not takes_seed or _names(create_env, "seed"):
             raise
         takes_seed = False
@@ -90,14 +90,14 @@ def _factory(create_env: Callable[..., Any], env_args: dict[str, Any]) -> EnvSou
         close(made, name)
 
         def make_two(seed: int) -> VecEnv:
-            return GymEnvInf([WatchedGym(make(seed + k), name) for k in range(2)], seed)
+            return GymEnvInf([CheckedGym(make(seed + k), name) for k in range(2)], seed)
 
         return EnvSource(name, make_two, seeded_by=BY_RESET, is_kept=keeps_state(made))
     name = type(made).__name__
-    close(_checked_methods(made, name), name)
+    close(_check_vec_env(made, name), name)
     if not takes_seed:
         raise SpecError("create_env must take seed=: RL_Batcher calls create_env(**env_args, seed=...)")
-    return EnvSource(name, lambda seed: _checked_methods(make(seed), name))
+    return EnvSource(name, lambda seed: _check_vec_env(make(seed), name))
 
 
 def check_pickles(what: str, value: Any) -> None:
@@ -115,7 +115,7 @@ def close(env: Any, name: str) -> None:
     """Closes an environment.
 
     Raises:
-        SpecError: it does not let itself be closed.
+        SpecError: `close` raised.
     """
     try:
         env.close()
@@ -130,12 +130,12 @@ def _check_reset(env: gymnasium.Env[Any, Any], name: str) -> None:
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function takes an argument of this name, among any others perhaps."""
+    """Whether a function takes this keyword, by name or as one of any keywords."""
     return _names(function, name) or any(p.kind is p.VAR_KEYWORD for p in _parameters(function) or ())
 
 
 def _names(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function has a parameter of this name; one that is written in C is taken to."""
+    """Whether a function has a parameter of this name; True for one written in C, which has no signature."""
     parameters = _parameters(function)
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return parameters is None or any(p.name == name and p.kind in named for p in parameters)
@@ -148,7 +148,8 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
         return None
 
 
-def _checked_methods(env: Any, name: str) -> VecEnv:
+def _check_vec_env(env: Any, name: str) -> VecEnv:
+    """Returns the environment, or raises TypeError or SpecError unless it has the methods of a `VecEnv`."""
     for method in ("n_envs", "reset", "step", "close"):
         if not callable(getattr(env, method, None)):
             hint = ", put it into a GymVectorEnv" if hasattr(env, "single_action_space") else ""

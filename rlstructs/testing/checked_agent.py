@@ -1,4 +1,4 @@
-"""An agent of which every answer is checked."""
+"""An agent that raises where it returns something wrong."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rlstructs.errors import SpecError
 from rlstructs.structures.arrays import TensorSpec, check_dtype, specs_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
-from rlstructs.testing.watched_env import check_unchanged, difference, kind_of
+from rlstructs.testing.checked_env import check_unchanged, difference, kind_of
 
 STATE, OUTPUT, NEXT_STATE = "the initial state", "the output", "the next state"
 
 
-class WatchedAgent:
-    """Passes calls on, without gradients, and raises where an answer is not what a rollout needs.
+class CheckedAgent:
+    """Calls an agent without gradients, and raises unless it returns what a rollout needs.
 
     Args:
         agent: the agent.
@@ -35,15 +35,15 @@ class WatchedAgent:
 
     @torch.no_grad()
     def begin(self, info: DictTensor, n: int) -> DictTensor:
-        """The state that n environments begin with."""
+        """The initial state of n environments."""
         state = self._agent.initial_state(info.clone(), n)
-        return self._checked(f"{self._name}.initial_state of {_rows(n)}", STATE, state, n)
+        return self._check_rows(f"{self._name}.initial_state of {_rows(n)}", STATE, state, n)
 
     @torch.no_grad()
     def step(
         self, state: DictTensor, observation: DictTensor, info: DictTensor, history: TemporalDictTensor | None = None
     ) -> tuple[DictTensor, DictTensor]:
-        """One step: the output, and the next state; a history only for an agent that needs one."""
+        """One step: the output and the next state. Only an agent that needs a history gets one."""
         n = observation.n_elems()
         where = f"{self._name}.__call__ of {_rows(n)}"
         seen, known = observation.clone(), info.clone()
@@ -51,15 +51,15 @@ class WatchedAgent:
         result = self._agent(*arguments, history=history) if self.needs_history else self._agent(*arguments)
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(f"{where} must return its output and the next state, got {kind_of(result)}")
-        output = self._checked(where, OUTPUT, result[0], n, observation.device())
-        following = self._checked(where, NEXT_STATE, result[1], n, observation.device())
+        output = self._check_rows(where, OUTPUT, result[0], n, observation.device())
+        following = self._check_rows(where, NEXT_STATE, result[1], n, observation.device())
         if self.takes_views:
-            told = "that it was given, and that is recorded; clone it first, or leave out takes_views: "
-            check_unchanged(f"{where} wrote into the observation {told}", observation, seen)
-            check_unchanged(f"{where} wrote into the agent_info {told}", info, known)
+            hint = "that it was given, and that is recorded; clone it first, or leave out takes_views: "
+            check_unchanged(f"{where} wrote into the observation {hint}", observation, seen)
+            check_unchanged(f"{where} wrote into the agent_info {hint}", info, known)
         return output, following
 
-    def _checked(self, where: str, what: str, value: Any, n: int, device: torch.device | None = None) -> DictTensor:
+    def _check_rows(self, where: str, what: str, value: Any, n: int, device: torch.device | None = None) -> DictTensor:
         if not isinstance(value, DictTensor):
             raise TypeError(f"{where}: {what} must be a DictTensor, got {kind_of(value)}")
         for key, tensor in value.items():
@@ -70,7 +70,7 @@ class WatchedAgent:
             check_dtype(f"{where}: {what}", key, tensor.dtype)
             if device is not None and tensor.device != device:
                 raise SpecError(f"{where}: {what} {key!r} is on {tensor.device}, the observation on {device}")
-        # A next state is what an initial one is.
+        # The next state has the specs of the initial one.
         before = self._specs.setdefault(OUTPUT if what == OUTPUT else STATE, specs_of(value))
         if specs_of(value) != before:
             when = "the initial state" if what == NEXT_STATE else "the first call"

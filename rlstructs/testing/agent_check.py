@@ -1,4 +1,4 @@
-"""`check_agent`: whether an agent does what rollouts and replays rely on."""
+"""`check_agent`: checks that an agent does what rollouts and replays rely on."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rlstructs.rollout.probe import check_batch_first
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import equal
-from rlstructs.testing.recording import Moment, Recording, observed, recorded
-from rlstructs.testing.sources import check_pickles
-from rlstructs.testing.watched_agent import WatchedAgent
-from rlstructs.testing.watched_env import repeated
+from rlstructs.testing.checked_agent import CheckedAgent
+from rlstructs.testing.checked_env import repeat_row
+from rlstructs.testing.env_source import check_pickles
+from rlstructs.testing.recording import Moment, Recording, record_rollout, record_script
 
 METHODS = ("initial_state", "__call__", "call_replay", "require_history", "update", "seed", "close")
-# Of floats that are computed again, with a graph for gradients.
+# Tolerances for floats of a replay, which computes them again with a graph for gradients.
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
-# In place of an argument that may be None.
+# The default of an argument that may be None.
 NOTHING: Any = object()
 
 
@@ -40,25 +40,26 @@ def check_agent(
     replay: bool = True,
     replayed: Sequence[str] = (),
 ) -> None:
-    """Runs an agent and checks all that `RL_Batcher` and `replay_agent` rely on; raises on the first thing wrong.
+    """Runs an agent and checks all that `RL_Batcher` and `replay_agent` rely on; raises at the first mistake.
 
-    Checked are: the methods; keys, dtypes, rows and devices of states and outputs, for several batch sizes; that
-    the same seeds give the same outputs; that a replay gives what the agent did; `update` and `close`; that the factory
-    can be pickled; of a class that `takes_views`, that it leaves observations as they are, and keeps none.
+    It checks:
+    - the methods; `update` and `close`; that the factory can be pickled;
+    - keys, dtypes, rows and devices of states and outputs, for several batch sizes; that seeds decide the outputs;
+    - that a replay gives what the agent did; that a class with `takes_views` neither changes nor keeps observations.
 
     Args:
-        agent: the `create_agent` of a batcher, which is checked best; or an agent, of which copies are used.
-        observation: B rows of an example; or an environment, which is run, and not closed.
+        agent: best the `create_agent` of a batcher; or an agent, which is copied.
+        observation: an example of B rows; or an environment, which is run and not closed.
         agent_args: arguments for a factory.
         agent_info: one row, as for `RL_Batcher`.
-        update: what `RL_Batcher.update` would be given; `update` is not called without.
-        n_steps: of a rollout.
+        update: what to give to `RL_Batcher.update`; `update` is not called if this is left out.
+        n_steps: steps of a rollout.
         seed: for the global random streams, and for `agent.seed`.
-        replay: whether `replay_agent` is checked; False for an agent that is not replayed.
-        replayed: outputs that a replay has to give whatever the agent did before it, such as logits: no random draws.
+        replay: whether to check `replay_agent`; False for an agent that is never replayed.
+        replayed: outputs that a replay has to give whatever the agent did before, such as logits; no random draws.
 
     Raises:
-        TypeError, SpecError: something is not as it has to be; says which method or key, and what to change.
+        TypeError, SpecError: something is wrong; the message names the method or key, and says what to change.
 
     Example:
         >>> class Squeezing(RL_Agent):
@@ -71,111 +72,111 @@ def check_agent(
         rlstructs.errors.SpecError: Squeezing.__call__ of 1 row: the output 'action' has shape (), expected (1, ...)
     """
     with PrivateStreams()(), contextlib.closing(_AgentCheck(agent, dict(agent_args or {}), agent_info, seed)) as check:
-        script = check.calls(observation, n_steps)
-        rollout = check.repeats(script)
+        script = check.check_calls(observation, n_steps)
+        rollout = check.check_repetition(script)
         if replay:
-            check.replays(rollout, replayed)
+            check.check_replay(rollout, replayed)
         if update is not NOTHING:
-            check.updates(update, script)
-        check.closes()
+            check.check_update(update, script)
+        check.check_close()
 
 
 class _AgentCheck:
-    """Makes agents that are alike, as workers do, and compares what they do."""
+    """Makes equal agents, as workers do, and compares what they do."""
 
     def __init__(self, agent: Any, agent_args: dict[str, Any], agent_info: DictTensor | None, seed: int) -> None:
         self._make, self._info, self._seed = _factory(agent, agent_args), agent_info, seed
-        self._made: list[Any] = []
+        self._open: list[Any] = []
         seed_global_streams(seed, seed)
         first = self._make()
-        self._made.append(first)
+        self._open.append(first)
         self._name = type(first).__name__
         for method in METHODS:
             if not callable(getattr(first, method, None)):
                 raise TypeError(f"{self._name} has no method {method}(): subclass rlstructs.RL_Agent")
 
-    def calls(self, source: DictTensor | VecEnv, n_steps: int) -> list[Moment]:
-        """Runs an agent on what the source gives, and on other numbers of rows of it; gives what it saw."""
-        agent = self._watched()
-        script = observed(agent, source, self._info, n_steps)
+    def check_calls(self, source: DictTensor | VecEnv, n_steps: int) -> list[Moment]:
+        """Runs an agent on a source, and on other numbers of its rows; returns what the agent saw."""
+        agent = self._make_checked()
+        script = record_script(agent, source, self._info, n_steps)
         first = script[0].observation
         self._check_batch_first(first)
         for n in sorted({1, 2, first.n_elems()}):
             rows = torch.arange(n, device="cpu")
             moment = first.index(rows % first.n_elems())
-            recorded(agent, [Moment(rows, moment, moment)], self._info)
+            record_rollout(agent, [Moment(rows, moment, moment)], self._info)
         return script
 
     def _check_batch_first(self, observation: DictTensor) -> None:
         """Checks that no state is (layers, B, ...) with as many layers as rows."""
-        agent, info = self._new(), repeated(self._info, observation.n_elems())
+        agent, info = self._make_seeded(), repeat_row(self._info, observation.n_elems())
         with torch.no_grad():
             state = agent.initial_state(info.clone(), observation.n_elems())
             check_batch_first(self._name, agent, state.to(observation.device() or "cpu"), observation, info)
 
-    def repeats(self, script: list[Moment]) -> Recording:
-        """Checks that agents that are alike act alike, in two rollouts; gives the first of them."""
-        rollouts = self._rollouts(script)
-        if (found := _first_difference(rollouts, self._rollouts(script))) is not None:
+    def check_repetition(self, script: list[Moment]) -> Recording:
+        """Checks that two equal agents act equally in two rollouts; returns the first rollout."""
+        rollouts = self._record_two(script)
+        if (found := _first_difference(rollouts, self._record_two(script))) is not None:
             raise SpecError(
                 f"{self._name}: two agents made alike, in random streams seeded alike, put out different {found}; draw "
                 "from torch's global generator, or from one of your own that `seed(seed)` seeds"
             )
-        if not self._watched().takes_views:
+        if not self._make_checked().takes_views:
             return rollouts[0]
-        if (found := _first_difference(rollouts, self._rollouts(script, overwrite=True))) is not None:
+        if (found := _first_difference(rollouts, self._record_two(script, overwrite=True))) is not None:
             raise SpecError(
                 f"{self._name}: its output {found} depends on an observation of the rollout before, which has been "
                 "overwritten by then; clone what is to be kept, or leave out takes_views"
             )
         return rollouts[0]
 
-    def replays(self, rollout: Recording, replayed: Sequence[str]) -> None:
-        """Checks that a replay gives what the agent did; also with an agent that has done something before."""
+    def check_replay(self, rollout: Recording, replayed: Sequence[str]) -> None:
+        """Checks that a replay gives what the agent did, also when the agent has acted before."""
         keys = list(rollout.outputs[0].keys())
         if lacking := sorted(set(replayed) - set(keys)):
             raise SpecError(f"check_agent: replayed={lacking} are no outputs, there are {keys}")
-        alike = self._new()
-        WatchedAgent(alike, self._name).begin(repeated(self._info, rollout.n_rows), rollout.n_rows)
+        fresh = self._make_seeded()
+        CheckedAgent(fresh, self._name).begin(repeat_row(self._info, rollout.n_rows), rollout.n_rows)
         why = "call_replay has to begin with the recorded state, and to see what the agent saw"
-        self._compare(alike, rollout, keys, why)
-        other = self._new()
-        recorded(WatchedAgent(other, self._name), rollout.script, self._info)
-        self._compare(other, rollout, replayed, "it depends on what the agent did before, beside its state")
+        self._compare(fresh, rollout, keys, why)
+        used = self._make_seeded()
+        record_rollout(CheckedAgent(used, self._name), rollout.script, self._info)
+        self._compare(used, rollout, replayed, "it depends on what the agent did before, beside its state")
 
-    def updates(self, info: Any, script: list[Moment]) -> None:
-        """Checks that an agent takes an update, and acts after it."""
-        agent = self._new()
+    def check_update(self, info: Any, script: list[Moment]) -> None:
+        """Checks that an agent takes an update and acts afterwards."""
+        agent = self._make_seeded()
         agent.update(cloudpickle.loads(cloudpickle.dumps(info)))
-        recorded(WatchedAgent(agent, self._name), script[:1], self._info)
+        record_rollout(CheckedAgent(agent, self._name), script[:1], self._info)
 
-    def closes(self) -> None:
+    def check_close(self) -> None:
         """Checks that agents can be closed."""
-        while self._made:
+        while self._open:
             try:
-                self._made.pop().close()
+                self._open.pop().close()
             except Exception as error:
                 raise SpecError(f"{self._name}.close raised {error!r}") from error
 
     def close(self) -> None:
-        """Closes what is still open, after an error."""
-        while self._made:
+        """Closes the agents that are still open after an error."""
+        while self._open:
             with contextlib.suppress(Exception):
-                self._made.pop().close()
+                self._open.pop().close()
 
-    def _new(self) -> Any:
+    def _make_seeded(self) -> Any:
         seed_global_streams(self._seed, self._seed)
         agent = self._make()
-        self._made.append(agent)
+        self._open.append(agent)
         agent.seed(self._seed)
         return agent
 
-    def _watched(self) -> WatchedAgent:
-        return WatchedAgent(self._new(), self._name)
+    def _make_checked(self) -> CheckedAgent:
+        return CheckedAgent(self._make_seeded(), self._name)
 
-    def _rollouts(self, script: list[Moment], overwrite: bool = False) -> list[Recording]:
-        agent = self._watched()
-        return [recorded(agent, script, self._info, overwrite) for _ in range(2)]
+    def _record_two(self, script: list[Moment], overwrite: bool = False) -> list[Recording]:
+        agent = self._make_checked()
+        return [record_rollout(agent, script, self._info, overwrite) for _ in range(2)]
 
     def _compare(self, agent: Any, rollout: Recording, keys: Sequence[str], why: str) -> None:
         outputs = replay_agent(agent, rollout.trajectories())
@@ -184,12 +185,12 @@ class _AgentCheck:
                 raise SpecError(f"{self._name}: replay_agent gives no {key!r}, which the agent put out")
             for t in range(outputs.n_timesteps()):
                 if not _is_close(rollout.outputs[t][key], outputs[key][:, t]):
-                    told = f"replay_agent gives another {key!r} at t={t} than the agent did"
-                    raise SpecError(f"{self._name}: {told}; {why}")
+                    message = f"replay_agent gives another {key!r} at t={t} than the agent did"
+                    raise SpecError(f"{self._name}: {message}; {why}")
 
 
 def _factory(agent: Any, agent_args: dict[str, Any]) -> Callable[[], Any]:
-    """Makes agents as a worker does: of a pickled factory, or of a pickled agent."""
+    """A function that makes agents as a worker does: from a pickled factory or a pickled agent."""
     if isinstance(agent, type) or not hasattr(agent, "initial_state"):
         if not callable(agent):
             raise TypeError(f"check_agent: needs an agent, or what makes one, got {type(agent).__name__}")

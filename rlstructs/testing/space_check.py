@@ -1,4 +1,4 @@
-"""Whether what an environment shows and pays is what its spaces say."""
+"""Checks that observations lie in their space, and that rewards are finite."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rlstructs.envs.values import as_numpy
 from rlstructs.errors import SpecError
 from rlstructs.structures.dict_tensor import DictTensor
 
-# How far beyond a bound a float may lie, as a share of the bound: what rounding to float32 does.
+# How far a float may lie outside a bound, as a share of the bound: the error of rounding to float32.
 TOLERANCE = 1e-6
 
 
 class SpaceCheck:
-    """Raises where an observation is not in its space, but for shapes and dtypes, which are checked where it is read.
+    """Raises if an observation is not in its space; shapes and dtypes are checked elsewhere, when it is read.
 
     Args:
         space: of one observation.
@@ -38,12 +38,12 @@ class SpaceCheck:
         """Checks one observation, or a batch of them as one.
 
         Args:
-            where: it came from, for the message.
-            observation: a sample of the space, or arrays with these axes more.
-            batch: the axes before those of one observation.
+            where: the method that it came from, for the message.
+            observation: a sample of the space, or arrays with the axes `batch` in front.
+            batch: the axes in front of those of one observation.
 
         Raises:
-            SpecError: it has an entry that the space has not, a NaN, or a value out of bounds.
+            SpecError: its entries are not those of the space, or it holds a NaN or a value out of bounds.
         """
         where = f"{self._name}.{where}"
         _check_entries(where, self._space, observation, "the observation")
@@ -51,16 +51,16 @@ class SpaceCheck:
             try:
                 values = as_numpy(leaf.pick(observation))
             except (TypeError, ValueError, LookupError):
-                continue  # which whoever reads it says in more detail
+                continue  # the reader of the observation raises, with more detail
             if values.dtype.kind in "biuf" and values.shape == (*batch, *leaf.shape):
                 check_values(f"{where}: {leaf.key or 'frame'!r}", leaf, values)
 
 
 def check_declared(env: Any, observation: DictTensor, name: str) -> None:
-    """Raises SpecError unless rows are in the `observation_space` that an environment of one's own says it has.
+    """Raises SpecError unless rows lie in the `observation_space` that a user's `VecEnv` declares.
 
-    Only where its class says so, and of keys that its space has: a wrapper may hand on the space of what it wraps, and
-    what gymnasium's environments give is checked there.
+    Checks only the keys that the space has, and only a space that the class itself declares: a wrapper may pass on the
+    space of the environment below it. Gymnasium's environments are checked by their own wrappers.
     """
     own = {**vars(type(env)), **getattr(env, "__dict__", {})}.get("observation_space")
     if not isinstance(own, gymnasium.Space) or isinstance(env, (GymEnv, GymVectorEnv)):
@@ -73,7 +73,7 @@ def check_declared(env: Any, observation: DictTensor, name: str) -> None:
 
 
 def check_values(what: str, leaf: Leaf, values: np.ndarray) -> None:
-    """Raises SpecError unless numbers, with any axes before those of the leaf, are in its space."""
+    """Raises SpecError unless numbers lie in the space of a leaf; they may have more axes in front."""
     if values.dtype.kind == "f" and np.isnan(values).any():
         raise SpecError(f"{what} holds NaN{_at(np.isnan(values))}, which is in no space")
     low, high = _bounds(leaf.space)
@@ -94,18 +94,18 @@ def check_values(what: str, leaf: Leaf, values: np.ndarray) -> None:
 
 
 def check_reward(where: str, reward: Any) -> None:
-    """Raises SpecError for rewards of which no return can be made: NaN, or without bound."""
+    """Raises SpecError for rewards that are NaN or infinite."""
     try:
         values = as_numpy(reward)
     except ValueError:
-        return  # of different shapes: whoever reads it says so
+        return  # of different shapes: the reader of the rewards raises
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         wrong = values[~np.isfinite(values)].flat[0]
         raise SpecError(f"{where}: reward is {wrong}, it has to be a finite number")
 
 
 def _check_entries(where: str, space: gymnasium.Space[Any], value: Any, what: str) -> None:
-    """Raises SpecError unless a Dict or Tuple has the entries of its space, and no others."""
+    """Raises SpecError unless a Dict or Tuple has exactly the entries of its space."""
     if isinstance(space, spaces.Dict):
         if not isinstance(value, Mapping):
             raise SpecError(f"{where}: {what} must be a dict with {list(space.spaces)}, got {type(value).__name__}")
@@ -134,7 +134,7 @@ def _bounds(space: gymnasium.Space[Any]) -> tuple[Any, Any]:
 
 
 def _at(wrong: np.ndarray) -> str:
-    """Where the first of these is."""
+    """Where the first True is, for a message; "" for a single number."""
     if math.prod(wrong.shape) <= 1:
         return ""
     return f" at {[int(index) for index in np.unravel_index(int(np.argmax(wrong)), wrong.shape)]}"

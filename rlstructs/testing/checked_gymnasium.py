@@ -1,4 +1,4 @@
-"""Environments of gymnasium, single and vectorised, whose answers are looked at before the library takes them apart."""
+"""Wrappers that check what gymnasium environments return, single and vectorised, before the library reads it."""
 
 from __future__ import annotations
 
@@ -16,56 +16,56 @@ from rlstructs.envs.values import as_numpy
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
 from rlstructs.seeding import environment_seeds
-from rlstructs.testing.spaces import SpaceCheck, check_reward
+from rlstructs.testing.space_check import SpaceCheck, check_reward
 
 STEP = "(observation, reward, terminated, truncated, info)"
 FLAGS = ("terminated", "truncated")
-RUNNING = (
+RUNNING_MEANS = (
     gymnasium.wrappers.NormalizeObservation, gymnasium.wrappers.NormalizeReward,
     gymnasium.wrappers.vector.NormalizeObservation, gymnasium.wrappers.vector.NormalizeReward,
 )  # fmt: skip
 
 
 def innermost(env: VecEnv) -> Any:
-    """What is below the wrappers of this library, and others that call it `_env`."""
+    """The environment below all wrappers that keep the wrapped one in `_env`."""
     while "_env" in getattr(env, "__dict__", {}) and not isinstance(env, (GymEnv, GymVectorEnv)):
         env = env.__dict__["_env"]
     return env
 
 
-def watch_inside(env: VecEnv) -> None:
-    """Has all that gymnasium's environments below `env` answer be checked; they raise where it is wrong."""
+def install_gymnasium_checks(env: VecEnv) -> None:
+    """Wraps the gymnasium environments below `env` so that they raise where they return something wrong."""
     inner = innermost(env)
     if isinstance(inner, GymEnv):
         inner._envs = [
-            each if isinstance(each, WatchedGym) else WatchedGym(each, type(each.unwrapped).__name__, is_given=False)
+            each if isinstance(each, CheckedGym) else CheckedGym(each, type(each.unwrapped).__name__, is_given=False)
             for each in inner._envs
         ]
-    elif isinstance(inner, GymVectorEnv) and not isinstance(inner._envs, WatchedVector):
-        inner._envs = WatchedVector(inner._envs, inner)
+    elif isinstance(inner, GymVectorEnv) and not isinstance(inner._envs, CheckedVector):
+        inner._envs = CheckedVector(inner._envs, inner)
 
 
-def forget_inside(env: VecEnv) -> None:
-    """Puts back what `watch_inside` replaced."""
+def remove_gymnasium_checks(env: VecEnv) -> None:
+    """Undoes `install_gymnasium_checks`."""
     inner = innermost(env)
     if isinstance(inner, GymEnv):
-        inner._envs = [each.env if isinstance(each, WatchedGym) else each for each in inner._envs]
-    elif isinstance(inner, GymVectorEnv) and isinstance(inner._envs, WatchedVector):
+        inner._envs = [each.env if isinstance(each, CheckedGym) else each for each in inner._envs]
+    elif isinstance(inner, GymVectorEnv) and isinstance(inner._envs, CheckedVector):
         inner._envs = inner._envs.envs
 
 
-def reseeds(env: VecEnv) -> bool:
-    """Whether a reset with a seed has to bring back what it began with."""
+def restarts_with_seed(env: VecEnv) -> bool:
+    """Whether a reset with a seed has to bring back the environment's first state."""
     inner = innermost(env)
     if hasattr(env, "take_statistics"):
-        return False  # which survive resets
+        return False  # statistics survive resets
     if isinstance(inner, GymVectorEnv):
         return inner._seeds is not None and not keeps_state(inner._envs.envs)
-    return isinstance(inner, GymEnv) and all(isinstance(each, WatchedGym) and each.is_given for each in inner._envs)
+    return isinstance(inner, GymEnv) and all(isinstance(each, CheckedGym) and each.is_given for each in inner._envs)
 
 
-def reseed(env: VecEnv, seed: int) -> bool:
-    """Has the next reset begin with the seeds of the first one; whether it takes any."""
+def seed_next_reset(env: VecEnv, seed: int) -> bool:
+    """Makes the next reset use the seeds of the first one; returns whether the environment takes seeds."""
     inner = innermost(env)
     if isinstance(inner, GymVectorEnv) and not inner._envs.took_seed:
         return False
@@ -74,30 +74,30 @@ def reseed(env: VecEnv, seed: int) -> bool:
 
 
 def reset_by_mask(env: VecEnv) -> None:
-    """Resets one of several environments in the middle of its episode, where the autoreset mode allows it."""
+    """Resets one of several environments in mid-episode, if the autoreset mode allows it."""
     inner = innermost(env)
     if isinstance(inner, GymVectorEnv) and inner._mode is AutoresetMode.DISABLED and inner.n_envs() > 1:
         inner._envs.reset(options={"reset_mask": np.arange(inner.n_envs()) == 0})
 
 
 def keeps_state(env: Any) -> bool:
-    """Whether a wrapper of gymnasium keeps what is meant to survive a reset, a running mean, or may do so unseen."""
+    """Whether a gymnasium wrapper keeps a running mean, which survives resets, or may do so in another process."""
     while isinstance(env, (gymnasium.Wrapper, gymnasium.vector.VectorWrapper)):
-        if isinstance(env, RUNNING):
+        if isinstance(env, RUNNING_MEANS):
             return True
         env = env.env
     if isinstance(env, SyncVectorEnv):
         return any(map(keeps_state, env.envs))
-    return hasattr(env, "env_fns")  # single ones in other processes
+    return hasattr(env, "env_fns")  # its environments are in other processes
 
 
-class WatchedGym(gymnasium.Wrapper):  # type: ignore[misc]
-    """A gymnasium environment whose answers are checked.
+class CheckedGym(gymnasium.Wrapper):  # type: ignore[misc]
+    """A gymnasium environment that raises where it returns something wrong.
 
     Args:
         env: the environment.
         name: for messages.
-        is_given: whether it is itself what is checked, and not a part of what a factory has made.
+        is_given: whether the user gave this environment itself; False for one that a factory made.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], name: str, is_given: bool = True) -> None:
@@ -106,7 +106,7 @@ class WatchedGym(gymnasium.Wrapper):  # type: ignore[misc]
 
     @functools.cached_property
     def _spaces(self) -> SpaceCheck:
-        return SpaceCheck(self.env.observation_space, self._name)  # which `GymEnv` has looked at by then
+        return SpaceCheck(self.env.observation_space, self._name)  # `GymEnv` has checked the space by then
 
     def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
         result = self.env.reset(**arguments)
@@ -129,12 +129,12 @@ class WatchedGym(gymnasium.Wrapper):  # type: ignore[misc]
         return result
 
 
-class WatchedVector:
-    """A vector environment of gymnasium's kind whose answers are checked; every other attribute is its own.
+class CheckedVector:
+    """A gymnasium vector environment that raises where it returns something wrong; passes other attributes on.
 
     Args:
         envs: the vector environment.
-        owner: what it is used by, which knows its spaces, size and mode.
+        owner: the `GymVectorEnv` that uses it, and knows its spaces, size and mode.
     """
 
     def __init__(self, envs: Any, owner: GymVectorEnv) -> None:
@@ -148,7 +148,7 @@ class WatchedVector:
         return getattr(self.envs, name)
 
     def reset(self, **arguments: Any) -> tuple[Any, Any]:
-        """As the environment's own; what a mask leaves out has to stay as it was."""
+        """Resets; environments that a mask leaves out have to stay as they were."""
         mask = (arguments.get("options") or {}).get("reset_mask")
         left = None if mask is None else ~mask
         result = self.envs.reset(**arguments)
@@ -169,7 +169,7 @@ class WatchedVector:
         return result
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, Any]:
-        """As the environment's own."""
+        """Steps, and checks what the step returns."""
         result = self.envs.step(actions)
         if not isinstance(result, tuple) or len(result) != 5:
             wanted = "(observations, rewards, terminations, truncations, infos)"
@@ -189,7 +189,7 @@ class WatchedVector:
         return result
 
     def _check_ends(self, rewards: Any, done: np.ndarray, infos: Any) -> None:
-        """Raises unless an end, or what follows it, is as the autoreset mode says."""
+        """Raises unless ends of episodes, and the steps after them, agree with the autoreset mode."""
         if self._mode is AutoresetMode.NEXT_STEP:
             paid = as_numpy(rewards).astype(np.float64) != 0
             if (wrong := self._ended & (done | paid)).any():
@@ -221,7 +221,7 @@ class WatchedVector:
                 )
 
     def _read(self, observations: Any) -> list[np.ndarray] | None:
-        """Copies of the leaves of a batch; None if it cannot be read, of which others tell."""
+        """Copies of the leaves of a batch; None if it cannot be read, which raises elsewhere."""
         try:
             found = [np.array(as_numpy(leaf.pick(observations))) for leaf in self._spaces.leaves]
         except (TypeError, ValueError, LookupError):
