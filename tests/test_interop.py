@@ -266,7 +266,7 @@ def test_random_structures_make_the_round_trip(d, m):
 QUIET = """
 import os, sys, torch
 from rlstructs import DictTensor
-from rlstructs.structures.interop import _without_lines
+from rlstructs.frameworks.start_warp import _without_lines
 
 def open_files():
     targets = [os.path.realpath(f"/dev/fd/{fd}") for fd in os.listdir("/dev/fd")]

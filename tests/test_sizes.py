@@ -80,7 +80,8 @@ def test_what_is_too_long_is_noticed():
     texts = {
         "long.py": "\n" * (MOST_FILE_LINES + 1),
         "short.py": "\n" * MOST_FILE_LINES,
-        "functions.py": f"class A:\n    def f(self):\n{body}\nif True:\n    async def g():\n{body}\n\ndef h():\n{body[:-13]}",
+        "functions.py": f"class A:\n    def f(self):\n{body}\nif True:\n    async def g():\n{body}",
+        "short_function.py": f"def h():\n{body[:-13]}",
     }
     assert long_files(texts) == {"long.py"}
     assert long_functions(texts) == {"functions.py A.f", "functions.py g"}
