@@ -4,8 +4,8 @@ The python blocks of a page are one program, in order, run in a process of its o
 them is all that it prints, `...` standing for what differs from run to run; a block without one prints nothing. What
 has a title (```python title="...") is the code of another library: it has to be python, and is not run.
 
-The commands of a `sh` block run one after another in a folder that has the examples and benchmarks, with small sizes
-added to them. A `text` block after it shows lines that they print, other numbers perhaps.
+The commands of a `sh` block run one after another in a folder that has the examples, benchmarks and tests, with small
+sizes added to them. A `text` block after it shows lines that they print, other numbers perhaps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import pytest
 from processes import LIMIT
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 FENCE, TITLED, OUTPUT, SHELL = "```python", "```python title=", "```text", "```sh"
 END_OF_BLOCK = "-- end of a block --"
 # What makes a command of the pages small; those that begin otherwise are an error. The last value of an option counts.
@@ -36,12 +37,16 @@ SMALL = {
     "python benchmarks/scores.py": "--rows dqn --seeds 0 -- --n-steps 128 --n-before 64 --n-eval 1",
     "python benchmarks/stepping.py": "--rows cartpole-2 --seconds 0.02 --repeats 1 --no-peers",
     "python examples/ppo.py": "--n-steps 64 --n-envs 2 --n-timesteps 8 --n-eval 2",
+    "python tests/walk.py": "",
     "rlstructs bench tune": "--seconds 0.1",
     "rlstructs collect": "--envs 2 --steps 400",
     "rlstructs play": "--max-steps 20",
 }
-# What is not run: an installation, which `.ci/run` does, and what takes minutes whatever it is told.
-NOT_RUN = ("#", "pip ", "python3 -m venv ", "mkdocs ", "python benchmarks/replay.py --growth ", "python tests/soak.py")
+# What is not run: an installation, which `.ci/run` does, what takes minutes whatever it is told, and the test suite.
+NOT_RUN = (
+    "#", "pip ", "python3 -m venv ", "mkdocs ", "python benchmarks/replay.py --growth ", "python tests/soak.py",
+    "git ", "cd ", ".ci/", ".venv/bin/",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -175,7 +180,7 @@ def commands() -> list[Any]:
 
 @pytest.mark.parametrize(("lines", "shown"), commands())
 def test_commands_run(lines, shown, subprocess_env, tmp_path):
-    for folder in ("examples", "benchmarks"):
+    for folder in ("examples", "benchmarks", "tests"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     programs = {"python": sys.executable, "rlstructs": f"{sys.executable} -m rlstructs.cli"}
     script = [f"{name}() {{ {program} \"$@\"; }}" for name, program in programs.items()]
@@ -213,7 +218,7 @@ def test_every_public_name_is_in_the_reference(module):
 
 def test_every_page_can_be_found():
     navigation = (ROOT / "mkdocs.yml").read_text()
-    pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]}
+    pages = {str(page.relative_to(ROOT / "docs")) for page in DOCS}
     assert pages == set(re.findall(r"[\w/]+\.md", navigation))
 
 
