@@ -11,7 +11,6 @@ MOST_FILE_LINES, MOST_FUNCTION_LINES = 400, 50
 # What was too long when the limits came. These lists only shrink: what is short enough again has to leave them.
 LONG_FILES = {
     "rlstructs/batcher/batcher.py",
-    "rlstructs/batcher/supervisor.py",
     "rlstructs/distributed/replay.py",
     "rlstructs/envs/shared_vector/shared_vector_env.py",
     "rlstructs/memories/tensors.py",
@@ -22,13 +21,11 @@ LONG_FILES = {
 }
 LONG_FUNCTIONS = {
     "rlstructs/batcher/batcher.py RL_Batcher.__init__",
-    "rlstructs/batcher/batcher.py RL_Batcher.get",
     "rlstructs/envs/shared_vector/shared_vector_env.py SharedVectorEnv.__init__",
     "rlstructs/memories/sampling.py RandomMemory.sample",
     "rlstructs/replay/saving.py _checked",
     "rlstructs/replay/sum_tree.py _draw",
     "rlstructs/replay/torchrl/buffer.py DictTensorReplayBuffer.__init__",
-    "rlstructs/rollout/rollout.py _acting",
 }
 
 

@@ -47,12 +47,8 @@ def run_evaluation(
     n_deaths, first, new = dict.fromkeys(everyone, 0), dict[int, BaseException](), list(everyone)
     try:
         while left := [index for index in everyone if index not in found]:
-            failures = supervisor.ask_some("begin_evaluation", (*arguments, supervisor.statistics), new)[1]
-            if not failures:
-                ended, failures = supervisor.ask_some("evaluate", (), left)
-                if not failures and all(ended.values()):
-                    episodes, failures = supervisor.ask_some("end_evaluation", (), left)
-                    found |= episodes
+            episodes, failures = _run_round(supervisor, arguments, new, left)
+            found |= episodes
             raised = [error for _, error in sorted(failures.items()) if not is_gone(error)]
             if raised and len(raised) == len(failures):
                 assert isinstance(raised[0], Exception)
@@ -72,3 +68,24 @@ def run_evaluation(
                 supervisor.called = supervisor.pool.ask("end_evaluation")
         raise
     return [found[index] for index in everyone]
+
+
+def _run_round(
+    supervisor: Supervisor, arguments: tuple[Any, ...], new: list[int], left: list[int]
+) -> tuple[dict[int, dict[str, Any]], dict[int, BaseException]]:
+    """Plays one rollout of an evaluation.
+
+    Args:
+        new: the workers that are yet to begin.
+        left: those whose episodes have not ended.
+
+    Returns:
+        The episodes by worker, once all have ended; and why workers failed.
+    """
+    failures = supervisor.ask_some("begin_evaluation", (*arguments, supervisor.statistics), new)[1]
+    if failures:
+        return {}, failures
+    ended, failures = supervisor.ask_some("evaluate", (), left)
+    if failures or not all(ended.values()):
+        return {}, failures
+    return supervisor.ask_some("end_evaluation", (), left)

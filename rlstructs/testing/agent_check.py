@@ -43,9 +43,8 @@ def check_agent(
     """Runs an agent and checks all that `RL_Batcher` and `replay_agent` rely on; raises at the first mistake.
 
     It checks:
-    - the methods; `update` and `close`; that the factory can be pickled;
-    - keys, dtypes, rows and devices of states and outputs, for several batch sizes; that seeds decide the outputs;
-    - that a replay gives what the agent did; that a class with `takes_views` neither changes nor keeps observations.
+    - the methods, `update` and `close` among them; that the factory can be pickled; that a replay gives what was done;
+    - keys, dtypes, rows and devices of states and outputs; that seeds decide outputs; what `takes_views` promises.
 
     Args:
         agent: best the `create_agent` of a batcher; or an agent, which is copied.
@@ -55,7 +54,7 @@ def check_agent(
         update: what to give to `RL_Batcher.update`; `update` is not called if this is left out.
         n_steps: steps of a rollout.
         seed: for the global random streams, and for `agent.seed`.
-        replay: whether to check `replay_agent`; False for an agent that is never replayed.
+        replay: whether to check `replay_agent`.
         replayed: outputs that a replay has to give whatever the agent did before, such as logits; no random draws.
 
     Raises:
