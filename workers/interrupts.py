@@ -51,7 +51,7 @@ class uninterrupted:
 @contextlib.contextmanager
 def sigint_blocked() -> Iterator[None]:
     """Blocks SIGINT in this thread and in what it starts; a Ctrl-C raises when the block is through."""
-    with import_path.sent_to_children():
+    with import_path.change_commands_of_children():
         resource_tracker.ensure_running()  # its own start would unblock SIGINT on CPython 3.11
     with uninterrupted():
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -32,10 +32,10 @@ from typing import Any
 from workers import failures, main_module, messages, pickling
 from workers.channel import Channel
 from workers.descriptors import Descriptor
-from workers.hints import add_hint
+from workers.error_hints import add_hint
 from workers.settings import log_records
 from workers.settings.process_settings import SETTINGS, quiet_imports, write_settings
-from workers.start_errors import next_step
+from workers.start_errors import suggest_next_step
 
 # One thread each: W workers with a thread pool per core each would fight over the cores.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -86,7 +86,7 @@ def run(
 
 
 def _with_step(error: Exception) -> Exception:
-    if step := next_step(error):
+    if step := suggest_next_step(error):
         failures.add_note(error, step.lstrip("; "))
     return error
 

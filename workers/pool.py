@@ -18,7 +18,7 @@ from workers.failures import Failure
 from workers.interrupts import finished, forget_last_interrupt, uninterrupted
 from workers.messages import Asked, Build, Call, Close, Post, Result, State
 from workers.process import WorkerProcess, end_all
-from workers.script import first_request
+from workers.script_pickling import make_build_request
 from workers.settings.log_records import LogPipe
 from workers.start import default_start_method
 from workers.watch import Watch
@@ -84,7 +84,7 @@ class WorkerPool:
         self._made_by = os.getpid()
         # A successor is built from the same, whatever becomes of the factory and of this process meanwhile.
         start_method = start_method or default_start_method()
-        self._first = first_request(setup, init_worker, factory, start_method)
+        self._first = make_build_request(setup, init_worker, factory, start_method)
         self._log = LogPipe()
         self._arguments = (shared, start_method, tuple(preload), name, self._log.writer)
         self._workers: list[WorkerProcess] = []

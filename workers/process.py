@@ -17,7 +17,7 @@ from workers.errors import WorkerCrashed, WorkerTimeout, describe_exit
 from workers.failures import Failure
 from workers.messages import Asked, State
 from workers.settings.log_records import LogPipe
-from workers.start_errors import StartError, next_step
+from workers.start_errors import StartError, suggest_next_step
 
 # Seconds. Under forkserver the exit code comes a little later than the end of the pipe.
 EXIT_CODE_DELAY = 1.0
@@ -49,7 +49,7 @@ class WorkerProcess:
         self._is_whole = True
         self.channel, theirs = Channel.pair()
         try:
-            with interrupts.sigint_blocked(), start.daemons_may_have_children():
+            with interrupts.sigint_blocked(), start.allow_children_of_daemons():
                 self._process = start.new_process(
                     start_method,
                     preload,
@@ -65,10 +65,10 @@ class WorkerProcess:
             if isinstance(error, TimeoutError):
                 raise WorkerTimeout(f"worker {index} was not started within {timeout} s: {error}", index) from error
             if isinstance(error, (EOFError, OSError)):
-                words = f"worker {index} could not be started: {error!r}{next_step(error)}"
+                words = f"worker {index} could not be started: {error!r}{suggest_next_step(error)}"
                 raise WorkerCrashed(words, index) from error
             if isinstance(error, StartError):
-                words = f"worker {index} could not be started: {error}{next_step(error)}"
+                words = f"worker {index} could not be started: {error}{suggest_next_step(error)}"
                 raise WorkerCrashed(words, index) from error.__cause__
             raise
         finally:

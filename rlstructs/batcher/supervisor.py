@@ -27,10 +27,10 @@ from rlstructs.seeding import PrivateStreams, seed_worker_streams
 from rlstructs.shared.slot_buffers import Generations
 from rlstructs.worker_setup.setup import WorkerSetup
 from workers import InlinePool, SharedArena, WorkerError, WorkerPool
-from workers.culprits import why_not_sent
 from workers.errors import is_gone
 from workers.interrupts import finished, uninterrupted
 from workers.messages import Asked
+from workers.pickle_errors import explain_pickle_error
 
 logger = logging.getLogger("rlstructs")
 
@@ -491,7 +491,7 @@ def started(
         )
     except Exception as error:
         objects = {"init_worker": run.init_worker if run.n_processes else None} | settings.objects()
-        if why := why_not_sent(objects):
+        if why := explain_pickle_error(objects):
             raise TypeError(why) from error
         raise
 

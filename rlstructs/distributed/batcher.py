@@ -46,9 +46,9 @@ from rlstructs.structures.trajectories import Trajectories
 from rlstructs.worker_setup import registry
 from rlstructs.worker_setup.libraries import read_libraries
 from workers import pickling
-from workers.culprits import why_not_sent
 from workers.interrupts import uninterrupted
-from workers.script import Carried
+from workers.pickle_errors import explain_pickle_error
+from workers.script_pickling import PickledWithScript
 from workers.settings.process_settings import SETTINGS, read_settings
 
 
@@ -231,9 +231,9 @@ class RayBatcher(RL_Batcher):
         job = self._settings
         try:
             sent = NodeSettings(job, run, self._debug, registry.registered(), read_settings(SETTINGS), read_libraries())
-            return pickling.dumps(Carried(sent))
+            return pickling.dumps(PickledWithScript(sent))
         except Exception as error:
-            if why := why_not_sent({"init_worker": run.init_worker} | job.objects()):
+            if why := explain_pickle_error({"init_worker": run.init_worker} | job.objects()):
                 raise TypeError(why) from error
             raise
 
