@@ -260,7 +260,7 @@ class WorkerPool:
     def check(self) -> dict[int, BaseException]:
         """The failures of workers that are gone."""
         self._drain()
-        return {worker.index: bare(worker.crashed()) for worker in self._workers if worker.state is State.GONE}
+        return {worker.index: bare(worker.make_crash_error()) for worker in self._workers if worker.state is State.GONE}
 
     def restart(self, successors: Mapping[int, tuple[Any, ...]]) -> list[Asked]:
         """Replaces workers, whatever they are doing; nothing comes any more of what those were asked.
@@ -280,7 +280,7 @@ class WorkerPool:
         self._log.deliver()
         for worker in old:
             for each in worker.asked:
-                each.end(error=bare(worker.crashed()))
+                each.end(error=bare(worker.make_crash_error()))
         asked = []
         for index, args in successors.items():
             self._late.discard(index)
@@ -398,7 +398,7 @@ class WorkerPool:
     def _take_read(self) -> None:
         """Takes what was read while something was sent."""
         for worker in self._workers:
-            while worker.state is State.BUSY and worker.channel.has_read():
+            while worker.state is State.BUSY and worker.channel.has_message():
                 with uninterrupted():
                     self._take(*worker.receive())
                     self._log.read()
@@ -428,7 +428,7 @@ class WorkerPool:
     ) -> list[Asked]:  # fmt: skip
         """Sends a request to workers, under one deadline; what fails is raised, unless it is to be kept."""
         self.check_owner()
-        message = messages.framed(pickling.dumps(request)) if message is None else message  # once for all
+        message = messages.frame(pickling.dumps(request)) if message is None else message  # once for all
         deadline = deadline_in(self.timeout)
         asked = []
         for worker in workers:
@@ -462,9 +462,9 @@ class WorkerPool:
         """Reads what a worker has written, and never waits for the rest of it."""
         worker = self._workers[index]
         try:
-            while worker.channel.arrive():
+            while worker.channel.read_available():
                 worker.since = time.monotonic()  # it answers: what is long comes in pieces
-                while worker.state is State.BUSY and worker.channel.has_read():
+                while worker.state is State.BUSY and worker.channel.has_message():
                     self._take(*worker.receive())
                 if is_pipe:
                     return
@@ -472,7 +472,7 @@ class WorkerPool:
                 return
         except EOFError:
             pass
-        error = bare(worker.crashed())  # it ended, with nothing more to say
+        error = bare(worker.make_crash_error())  # it ended, with nothing more to say
         self._log.read_all()
         if all(asked.is_kept for asked in worker.asked) and worker.asked:
             for asked in worker.asked:

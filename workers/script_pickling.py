@@ -71,7 +71,7 @@ class InitialisingFactory:
 
     def __call__(self, index: int, *shared: Any) -> Any:
         """Builds the job of worker `index`."""
-        with log_records.handlers_are_own():
+        with log_records.keep_new_handlers():
             self._init_worker(index)
         return self._factory(index, *shared)
 

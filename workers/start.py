@@ -31,7 +31,7 @@ from multiprocessing import (
 from typing import Any
 
 from workers import import_path
-from workers.channel import deadline_in, milliseconds
+from workers.channel import deadline_in, milliseconds_until
 from workers.fork_server import ForkServer
 from workers.interrupts import uninterrupted
 from workers.start_errors import StartError
@@ -245,7 +245,7 @@ def _wait_until_readable(fd: int, deadline: float | None) -> bool:
     n_noted = uninterrupted.n_noted
     poll = select.poll()
     poll.register(fd, select.POLLIN)
-    while not poll.poll(SIGINT_DELAY if deadline is None else min(SIGINT_DELAY, milliseconds(deadline) or 0.0)):
+    while not poll.poll(SIGINT_DELAY if deadline is None else min(SIGINT_DELAY, milliseconds_until(deadline) or 0.0)):
         is_interrupted = signal.SIGINT in signal.sigpending() or uninterrupted.n_noted > n_noted
         if is_interrupted or (deadline is not None and time.monotonic() >= deadline):
             return False
