@@ -308,16 +308,16 @@ def test_a_deadline_may_pass_between_any_two_looks_at_the_clock(monkeypatch, n):
 
 def test_who_lingers_finds_what_has_come_and_that_nothing_will():
     ours, theirs = Channel.pair()
-    ours.linger(0.0)
-    assert not ours.has_read()
+    ours.spin(0.0)
+    assert not ours.has_message()
     theirs.send("first")
     theirs.send("second")
     for message in ("first", "second"):
-        ours.linger(LIMIT)
-        assert ours.has_read() and ours.receive() == message
+        ours.spin(LIMIT)
+        assert ours.has_message() and ours.receive() == message
     theirs.close()
     with pytest.raises(EOFError):
-        ours.linger(LIMIT)
+        ours.spin(LIMIT)
     ours.close()
 
 
@@ -683,15 +683,15 @@ def test_the_control_groups_limit_counts(tmp_path, line, folder, names):
     group.mkdir(parents=True)
     own = tmp_path / "own"
     own.write_text(f"1:cpu:/elsewhere\n{line}\n")
-    assert limits._group_bytes(tmp_path / "root", own) == []
+    assert limits._read_group_bytes(tmp_path / "root", own) == []
     for name, value in zip(names, ("5000\n", "2000\n"), strict=True):
         (group / name).write_text(value)
-    assert limits._group_bytes(tmp_path / "root", own) == [3000]
+    assert limits._read_group_bytes(tmp_path / "root", own) == [3000]
     # Files that nobody uses give way; version 1 has a number of its own for a group with those in it.
     (group / "memory.stat").write_text("cache 900\ntotal_inactive_file 500\ninactive_file 500\n")
-    assert limits._group_bytes(tmp_path / "root", own) == [3500]
+    assert limits._read_group_bytes(tmp_path / "root", own) == [3500]
     (group / names[0]).write_text("max\n")
-    assert limits._group_bytes(tmp_path / "root", own) == []
+    assert limits._read_group_bytes(tmp_path / "root", own) == []
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """One anonymous block of shared bytes.
 
-memfd on Linux: nothing in /dev/shm, so it cannot leak and does not meet a container's 64 MB limit
-there. Elsewhere shm_open, unlinked at once. The block is created empty, its descriptor travels to a
-worker as it starts, and it gets its size once that is known.
+On Linux it is a memfd: it has no name in /dev/shm, so it cannot leak, and a container's limit of 64 MB there does not
+apply. Elsewhere it comes from shm_open and is unlinked at once. The block is empty at first, its descriptor travels to
+each worker that starts, and it gets its size once that is known.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from workers.limits import available_bytes
 
 
 class SharedArena:
-    """Shared memory of this process and of the workers it was given to.
+    """Memory that this process shares with the workers it was passed to.
 
     Example:
         >>> arena = SharedArena()
@@ -33,7 +33,7 @@ class SharedArena:
     """
 
     def __init__(self) -> None:
-        with uninterrupted():  # until it has an owner
+        with uninterrupted():  # nobody would close a descriptor without an owner
             self._descriptor = Descriptor(_anonymous_file())
         self._map: mmap.mmap | None = None
 
@@ -43,11 +43,11 @@ class SharedArena:
         return os.fstat(self._descriptor.fileno()).st_size
 
     def resize(self, nbytes: int, expected: int | None = None) -> None:
-        """Gives the block its size; never shrinks it, and what was written stays.
+        """Enlarges the block and keeps its content; a smaller size changes nothing.
 
         Args:
-            nbytes: size in bytes. A page costs memory only when it is first touched.
-            expected: how many of them will be touched, if not all.
+            nbytes: the new size in bytes. A page takes memory only when it is first touched.
+            expected: how many bytes will be touched; None for all the new ones.
 
         Raises:
             OutOfMemoryError: the machine does not have `expected` bytes.
@@ -60,29 +60,31 @@ class SharedArena:
                 f"shared memory: {needed:,} bytes are needed, {available:,} are available; "
                 "use fewer environments, fewer timesteps or smaller observations"
             )
-        with _told(nbytes):
+        with _translate_memory_errors(nbytes):
             os.ftruncate(self._descriptor.fileno(), nbytes)
         self._map = None
 
     def map(self) -> mmap.mmap:
-        """The bytes as one buffer; views of it keep it alive."""
+        """Maps the block into this process; views of the buffer keep it alive."""
         if self._map is None or len(self._map) != self.nbytes:
-            with _told(self.nbytes):
+            with _translate_memory_errors(self.nbytes):
                 self._map = mmap.mmap(self._descriptor.fileno(), self.nbytes)
         return self._map
 
     def map_privately(self, offset: int, nbytes: int) -> mmap.mmap:
-        """A part of the bytes as they are now; what is written to it stays in this process.
+        """Maps a part of the block so that only this process sees what is written to the buffer.
+
+        A page that was not written to here changes when another process writes to it.
 
         Args:
-            offset: where it begins, a multiple of `mmap.ALLOCATIONGRANULARITY`.
-            nbytes: how long it is. As long as others write there, so long does it change where nothing was written.
+            offset: where the part begins, a multiple of `mmap.ALLOCATIONGRANULARITY`.
+            nbytes: its length in bytes.
         """
-        with _told(nbytes):
+        with _translate_memory_errors(nbytes):
             return mmap.mmap(self._descriptor.fileno(), nbytes, access=mmap.ACCESS_COPY, offset=offset)
 
     def close(self) -> None:
-        """Lets go of the descriptor; the memory is freed when the last view of it goes."""
+        """Closes the descriptor; the last view that goes frees the memory."""
         self._map = None
         self._descriptor.close()
 
@@ -94,8 +96,8 @@ class SharedArena:
 
 
 @contextlib.contextmanager
-def _told(nbytes: int) -> Iterator[None]:
-    """Has a limit of this process, which nothing tells before, raise what other limits do."""
+def _translate_memory_errors(nbytes: int) -> Iterator[None]:
+    """Turns ENOMEM and the like into OutOfMemoryError: limits of a process show only when they are hit."""
     try:
         yield
     except OSError as error:
@@ -110,7 +112,7 @@ def _told(nbytes: int) -> Iterator[None]:
 def _anonymous_file() -> int:
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("rlstructs", os.MFD_CLOEXEC)
-        os.fchmod(fd, 0o600)  # it is made with 0777: whoever may look into /proc/<pid>/fd could open it
+        os.fchmod(fd, 0o600)  # its mode is 0777 at first: any user who sees /proc/<pid>/fd could open it
         return fd
     return _unlinked_shm()
 

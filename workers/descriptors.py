@@ -1,4 +1,4 @@
-"""File descriptors: one that travels to a child while it is being started, and whether there are enough."""
+"""File descriptors: sends them to a child while it starts, and checks that enough are left."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from workers.errors import WorkerError
 from workers.interrupts import uninterrupted
 
-# What a worker holds open here: its pipe, the two ends that its process object keeps, and its pidfd; and
-# what more there is while the last one starts, the fork server included.
+# Descriptors that this process keeps open for each worker: its pipe, two of its process object, and its pidfd; and
+# those that it needs besides while the last worker starts, the fork server's included.
 PER_WORKER, WHILE_STARTING = 4, 12
 
 
 class Descriptor:
-    """Owns a file descriptor; pickled into a starting process, it is a duplicate there."""
+    """Owns a file descriptor; pickling it into a starting process duplicates it there."""
 
     def __init__(self, fd: int) -> None:
         self._fd: int | None = fd
@@ -29,23 +29,23 @@ class Descriptor:
         return self._fd
 
     def close(self) -> None:
-        with uninterrupted():  # closed twice, it may be the number of somebody else's file
+        with uninterrupted():  # closing it twice might close another file that has got its number
             if self._fd is not None:
                 fd, self._fd = self._fd, None
                 os.close(fd)
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # as a program ends, `os` may be gone before
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os` may be gone when a program ends
         if self._fd is not None:
             close(self._fd)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (reduction.DupFd(self.fileno()),)
+        return _receive_descriptor, (reduction.DupFd(self.fileno()),)
 
 
 def check_enough(n_workers: int) -> None:
-    """Raises WorkerError, before anything is started, if so many workers need more than this process may open."""
+    """Raises WorkerError if this process may not open enough descriptors for `n_workers` more workers."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    with contextlib.suppress(OSError):  # no /proc
+    with contextlib.suppress(OSError):  # there is no /proc
         left = limit - len(os.listdir("/proc/self/fd"))
         needed = PER_WORKER * n_workers + WHILE_STARTING
         if limit != resource.RLIM_INFINITY and needed > left:
@@ -55,7 +55,7 @@ def check_enough(n_workers: int) -> None:
             )
 
 
-def _received(duplicate: Any) -> Descriptor:
+def _receive_descriptor(duplicate: Any) -> Descriptor:
     fd = duplicate.detach()
-    os.set_inheritable(fd, False)  # it is not for programs that an environment starts
+    os.set_inheritable(fd, False)  # programs that an environment starts must not have it
     return Descriptor(fd)

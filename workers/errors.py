@@ -1,9 +1,10 @@
-"""What can go wrong with a worker process.
+"""The exceptions of worker processes.
 
-WorkerError                 anything that went wrong in or with a worker
-    WorkerCrashed           the process is gone: killed, exited, or it could not start
+WorkerError                 something went wrong in or with a worker
+    WorkerCrashed           the process is gone: it was killed, exited, or could not start
     WorkerTimeout           no reply in time (also a TimeoutError, Python's and multiprocessing's)
 RemoteTraceback             never raised: the `__cause__` of an exception that a worker sent
+OutOfMemoryError            the machine does not have as much shared memory
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import signal
 
 
 class WorkerError(RuntimeError):
-    """A worker failed and its own exception could not be brought over as it was.
+    """A worker failed and its own exception could not be sent.
 
     Attributes:
-        worker_index: which worker, or None when it is not one of them.
+        worker_index: the index of the worker; None if the error is not about one worker.
     """
 
     def __init__(self, message: str, worker_index: int | None = None) -> None:
@@ -32,7 +33,7 @@ class WorkerCrashed(WorkerError):
     """A worker process is gone.
 
     Attributes:
-        exitcode: the exit status, `-N` when signal N killed it, None when unknown.
+        exitcode: the exit status, `-N` if signal N killed it, None if unknown.
     """
 
     def __init__(self, message: str, worker_index: int | None = None, exitcode: int | None = None) -> None:
@@ -48,10 +49,10 @@ class WorkerTimeout(WorkerError, TimeoutError, multiprocessing.TimeoutError):
 
 
 class RemoteTraceback(Exception):
-    """The traceback of an exception as it was in the worker; the `__cause__` of what is raised here.
+    """The traceback of an exception in a worker; it is the `__cause__` of the exception that the parent raises.
 
     Attributes:
-        worker_index: which worker raised it.
+        worker_index: the worker that raised it.
     """
 
     def __init__(self, text: str, worker_index: int) -> None:
@@ -64,9 +65,9 @@ class RemoteTraceback(Exception):
 
 
 def is_gone(error: BaseException) -> bool:
-    """Whether an error says that a worker is gone or late, and not what its job raised.
+    """Whether an error means that a worker is gone or late; False for what its job raised.
 
-    What could not be brought over as it was, is a WorkerError too.
+    A plain WorkerError may be either: it also stands for an exception of the job that could not be sent.
     """
     return isinstance(error, WorkerError) and (
         isinstance(error, (WorkerCrashed, WorkerTimeout)) or not isinstance(error.__cause__, RemoteTraceback)
@@ -74,25 +75,26 @@ def is_gone(error: BaseException) -> bool:
 
 
 def check_owner(pid: int) -> None:
-    """Raises WorkerError unless this process is `pid`, which has made the workers, and no forked copy of it.
+    """Raises WorkerError in a forked copy of process `pid`, which started the workers.
 
-    A copy would read replies that are for the other, and write to memory that the other shares with its workers.
+    A copy would read that process's replies and write to the memory that it shares with its workers.
     """
     if os.getpid() != pid:
         raise WorkerError("the workers belong to the process that this one is a forked copy of")
 
 
 def bare(error: WorkerError) -> WorkerError:
-    """`error` without tracebacks: they hold every caller, and those hold what the error is kept in.
+    """Removes the traceback of an error that is to be kept, and returns the error.
 
-    Nothing of such a ring, shared memory least of all, would go before the next full garbage collection.
+    The traceback would refer to the callers' frames, and these to the object that keeps the error. Such a cycle, and
+    the shared memory in it, would live until the next full garbage collection.
     """
-    error.__context__ = None  # the end of the pipe
+    error.__context__ = None  # the EOFError of the pipe
     return error.with_traceback(None)
 
 
 def describe_exit(exitcode: int | None) -> str:
-    """Says in words how a process ended, from its exit code as multiprocessing gives it."""
+    """Says in words what an exit code of multiprocessing means."""
     if exitcode is None:
         return "exit code unknown"
     if exitcode >= 0:

@@ -1,4 +1,4 @@
-"""How an exception in a worker reaches the parent."""
+"""Sends an exception of a worker to the parent, which raises it again."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ from typing import Any, NamedTuple
 from workers.errors import RemoteTraceback, WorkerError
 from workers.pickling import dumps, loads
 
-# Begins the note on an exception that says where it comes from.
+# How the note begins that names the worker and the request.
 RAISED = "raised in worker "
 
 
 class Failure(NamedTuple):
-    """The reply when the job raised: the exception, pickled apart so that it may fail alone."""
+    """The reply when the job raised.
+
+    Attributes:
+        exception: a pickle of its own, so that the reply arrives even if this fails; None if it cannot be pickled.
+        summary: its class and message.
+        text: its traceback.
+    """
 
     exception: bytes | None
     summary: str
@@ -25,12 +31,12 @@ class Failure(NamedTuple):
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        return cls(_pickled(error), _summary(error), text)
+        return cls(_try_to_pickle(error), _summarise(error), text)
 
     def to_exception(self, worker_index: int, request: str) -> BaseException:
-        """The exception to raise in the parent: the original class where it can be had."""
+        """Returns the exception to raise in the parent: of its own class if possible, otherwise a WorkerError."""
         where = f"{RAISED}{worker_index} during {request!r}"
-        error = _unpickled(self.exception)
+        error = _try_to_unpickle(self.exception)
         if error is None:
             error = WorkerError(f"{self.summary} ({where})", worker_index)
         else:
@@ -43,42 +49,45 @@ class Failure(NamedTuple):
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Adds a line to what is shown of an exception."""
-    # The exceptions' own add_note is CPython 3.11; the attribute is all there is to it.
+    """Adds a line to an exception, which tracebacks show below its message."""
+    # BaseException.add_note is new in CPython 3.11; it does no more than this.
     try:
         error.__notes__ = [*getattr(error, "__notes__", ()), note]
-    except Exception:  # slots, or a __setattr__ that refuses: the cause still names the worker
+    except Exception:  # the class has slots or refuses attributes; its cause still names the worker
         return
 
 
-# Where an object lies, in its repr.
+# The address of an object in its repr.
 ADDRESS = re.compile(r"\b0x[0-9a-f]+")
 
 
-def _pickled(error: BaseException) -> bytes | None:
-    # SystemExit and KeyboardInterrupt would end the parent, quietly: they come as a WorkerError.
+def _try_to_pickle(error: BaseException) -> bytes | None:
+    """Pickles an exception; None if that fails, or if unpickling it would give another message."""
+    # SystemExit and KeyboardInterrupt would end the parent without a word: they arrive as a WorkerError.
     if not isinstance(error, Exception):
         return None
-    # Pickle calls the class with what the constructor has made of its arguments: a message made of a
-    # message, often. Then it is put together without the constructor.
-    for sent in (_Group(error),) if _is_group(error) else (error, _Parts(error)):
-        with contextlib.suppress(BaseException):  # SystemExit too, of a __reduce__ or a constructor
+    # Unpickling calls the class with `args`, which a constructor may have changed: often it puts a message into a
+    # message. Such an exception is rebuilt without its constructor.
+    for sent in (_PickledGroup(error),) if _is_group(error) else (error, _PickledParts(error)):
+        with contextlib.suppress(BaseException):  # a __reduce__ or a constructor may even raise SystemExit
             data = dumps(sent)
-            if ADDRESS.sub("", _summary(loads(data))) == ADDRESS.sub("", _summary(error)):
+            if ADDRESS.sub("", _summarise(loads(data))) == ADDRESS.sub("", _summarise(error)):
                 return data
     return None
 
 
-class _Parts:
+class _PickledParts:
+    """Pickles an exception so that unpickling does not call its constructor."""
+
     def __init__(self, error: Exception) -> None:
         self._error = error
 
     def __reduce__(self) -> tuple[Any, ...]:
         error = self._error
-        return _put_together, (type(error), error.args, dict(vars(error)))
+        return _rebuild, (type(error), error.args, dict(vars(error)))
 
 
-def _put_together(cls: type[Exception], args: tuple[Any, ...], attributes: dict[str, Any]) -> Exception:
+def _rebuild(cls: type[Exception], args: tuple[Any, ...], attributes: dict[str, Any]) -> Exception:
     error = cls.__new__(cls, *args)
     error.args = args
     error.__dict__.update(attributes)
@@ -86,34 +95,34 @@ def _put_together(cls: type[Exception], args: tuple[Any, ...], attributes: dict[
 
 
 def _is_group(error: BaseException) -> bool:
-    """Whether it is an ExceptionGroup, Python's (3.11) or that of the package `exceptiongroup`."""
+    """Whether this is an ExceptionGroup: Python's own (3.11) or one of the package `exceptiongroup`."""
     return any(base.__name__ == "BaseExceptionGroup" for base in type(error).__mro__)
 
 
-class _Group:
-    """An ExceptionGroup whose members travel as each would alone; one that cannot is a WorkerError."""
+class _PickledGroup:
+    """Pickles each member of an ExceptionGroup by itself; one that cannot be pickled becomes a WorkerError."""
 
     def __init__(self, error: Any) -> None:
         self._error = error
 
     def __reduce__(self) -> tuple[Any, ...]:
         error = self._error
-        members = [_pickled(member) or dumps(WorkerError(_summary(member))) for member in error.exceptions]
-        return _put_group_together, (type(error), error.message, members, dict(vars(error)))
+        members = [_try_to_pickle(member) or dumps(WorkerError(_summarise(member))) for member in error.exceptions]
+        return _rebuild_group, (type(error), error.message, members, dict(vars(error)))
 
 
-def _put_group_together(cls: Any, message: str, members: list[bytes], attributes: dict[str, Any]) -> Any:
+def _rebuild_group(cls: Any, message: str, members: list[bytes], attributes: dict[str, Any]) -> Any:
     [base] = [base for base in cls.__mro__ if base.__name__ == "BaseExceptionGroup"]
     group = base.__new__(cls, message, [loads(member) for member in members])
     group.__dict__.update(attributes)
     return group
 
 
-def _summary(error: BaseException) -> str:
+def _summarise(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(type(error), error)).strip()
 
 
-def _unpickled(data: bytes | None) -> BaseException | None:
+def _try_to_unpickle(data: bytes | None) -> BaseException | None:
     try:
         error = None if data is None else loads(data)
     except (Exception, SystemExit):

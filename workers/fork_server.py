@@ -1,6 +1,6 @@
-"""A fork server of our own: it imports what the trainer would import, and says why it does not start.
+"""A fork server that imports from the trainer's path and reports why it did not start.
 
-It is the standard library's, started with the trainer's import path and with `workers.preload` before its loop.
+It is the standard library's server; its command sets the import path and runs `workers.preload` before the loop.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from workers.failures import Failure
 from workers.pickling import loads
 from workers.start_errors import StartError
 
-# Bytes: a pickle begins so, and no name of a module does.
+# The first byte of every pickle, and of no module's name.
 PICKLE = b"\x80"
 
 
 class ForkServer(forkserver.ForkServer):
-    """A fork server of our own.
+    """A fork server with its own preload, whatever other servers the program has.
 
     Args:
         preload: modules that it imports.
 
     Attributes:
-        has_answered: whether it is through with its preload, which may take longer than some have patience for.
+        has_answered: whether it has started a process, so that its preload is imported.
     """
 
     has_answered = False
@@ -42,67 +42,67 @@ class ForkServer(forkserver.ForkServer):
     def __init__(self, preload: Sequence[str]) -> None:
         super().__init__()
         self._preload = list(preload)
-        self.set_forkserver_preload([])  # it imports them before the standard library's part begins
-        self._report: int | None = None  # from where comes what it says as it imports
-        self._said = b""
+        self.set_forkserver_preload([])  # `workers.preload` imports the modules instead
+        self._report_fd: int | None = None  # the pipe through which it reports on its imports
+        self._report = b""
 
     @property
     def pid(self) -> int | None:
-        """Its process id; None if it was not started."""
+        """The server's process id; None if it was not started."""
         return self._forkserver_pid
 
     def ensure_running(self) -> None:
-        """Starts it, unless it runs.
+        """Starts the server unless it is running.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: the server cannot be started.
         """
-        self._leave_lost_folder()
-        _wait_for_ended()
-        reads, writes = os.pipe()
+        self._forget_lost_folder()
+        _reap_ended_servers()
+        reader, writer = os.pipe()
         try:
-            with import_path.sent_to_children(partial(_command, writes, self._preload), [writes]):
+            with import_path.change_commands_of_children(partial(_make_command, writer, self._preload), [writer]):
                 before = self._forkserver_pid
                 super().ensure_running()
                 if self._forkserver_pid != before:
-                    self.has_answered, self._said = False, b""
-                    self._report, reads = reads, -1 if self._report is None else self._report
+                    self.has_answered, self._report = False, b""
+                    self._report_fd, reader = reader, -1 if self._report_fd is None else self._report_fd
         finally:
-            for fd in (reads, writes):
+            for fd in (reader, writer):
                 if fd >= 0:
                     os.close(fd)
 
     def give_up(self) -> None:
-        """Has the next process started by another server, unless this one still imports, as that would have to.
+        """Makes the next process come from a new server, unless this one is still importing its preload.
 
-        It ends with the last of those that it has started.
+        A new one would have to import the same. The old server ends when the last process that it started ends.
         """
         with self._lock:
             if self.has_answered:
-                self._let_go()
+                self._abandon()
 
     def check_preload(self) -> None:
-        """Raises StartError if it has ended because of a module that it was to import."""
-        names, failure = self._reported()
+        """Raises StartError if importing a module of the preload has ended the server."""
+        names, failure = self._read_report()
         if failure is not None:
             at = f"as it imported {names[-1]!r}" if names else "before it imported anything"
             step = f"; `python -c 'import {names[-1]}'` should show the same" if names else ""
             text = f"the fork server raised {at}: {failure.summary}{step}"
             raise StartError(text) from RemoteTraceback(failure.text, 0)
 
-    def last_words(self) -> str:
-        """How it ended and what it imported then, for a message."""
-        names, _ = self._reported()
+    def describe_end(self) -> str:
+        """Says for a message how the server ended, and during which import."""
+        names, _ = self._read_report()
         during = f" as it imported {names[-1]!r}" if names and not self.has_answered else ""
         return f": {describe_exit(self._exit_code())}{during} ({os.fsdecode(sys.executable or 'no sys.executable')})"
 
-    def _reported(self) -> tuple[list[str], Failure | None]:
-        """The modules that it began to import, and what one of them raised; of a server that has ended."""
-        if self._report is not None:
-            with open(self._report, "rb", closefd=False) as file:
-                os.set_blocking(self._report, False)  # whoever it has forked may hold the other end
-                self._said += file.read() or b""
-        names, data = [], self._said
+    def _read_report(self) -> tuple[list[str], Failure | None]:
+        """Reads which modules a server that has ended began to import, and what one of them raised."""
+        if self._report_fd is not None:
+            with open(self._report_fd, "rb", closefd=False) as file:
+                os.set_blocking(self._report_fd, False)  # processes that it forked may hold the other end
+                self._report += file.read() or b""
+        names, data = [], self._report
         while data and not data.startswith(PICKLE):
             name, _, data = data.partition(b"\0")
             names.append(name.decode())
@@ -110,15 +110,16 @@ class ForkServer(forkserver.ForkServer):
         return names, failure
 
     def _exit_code(self) -> int | None:
-        """As multiprocessing gives it; leaves the process to be waited for."""
+        """Returns the exit code, negative for a signal, and leaves the zombie; None if the server runs."""
+        flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
         with contextlib.suppress(ChildProcessError, TypeError):
-            found = os.waitid(os.P_PID, self._forkserver_pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)  # type: ignore[arg-type]
+            found = os.waitid(os.P_PID, self._forkserver_pid, flags)  # type: ignore[arg-type]
             if found is not None:
                 return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
         return None
 
-    def _leave_lost_folder(self) -> None:
-        """Forgets the folder with its socket if that was removed, and the server that nobody reaches any more."""
+    def _forget_lost_folder(self) -> None:
+        """Forgets the folder of the server's socket if it was deleted, and the server, which cannot be reached."""
         config = process.current_process()._config  # type: ignore[attr-defined]
         folder = config.get("tempdir")
         if folder is not None and not os.path.isdir(folder):
@@ -126,39 +127,39 @@ class ForkServer(forkserver.ForkServer):
         with self._lock:
             address = self._forkserver_address
             if address is not None and not address.startswith("\0") and not os.path.exists(address):
-                self._let_go()
+                self._abandon()
 
     def forget_if_ended(self) -> None:
-        """Leaves no zombie of a server that has ended, once its last words are said."""
+        """Reaps the server if it has ended; its report is lost."""
         with self._lock:
             if self._exit_code() is not None:
-                self._let_go()
+                self._abandon()
 
-    def _let_go(self) -> None:
+    def _abandon(self) -> None:
         if self._forkserver_alive_fd is not None:
             os.close(self._forkserver_alive_fd)
             if self._forkserver_pid is not None:
-                _let_go.add(self._forkserver_pid)
+                _abandoned.add(self._forkserver_pid)
             self._forkserver_address = self._forkserver_alive_fd = self._forkserver_pid = None
             self.has_answered = False
-        _wait_for_ended()
+        _reap_ended_servers()
 
 
-# Servers that nobody asks any more, and that have to be waited for when they have ended.
-_let_go: set[int] = set()
+# The pids of servers that get no more requests and are reaped once they have ended.
+_abandoned: set[int] = set()
 
 
-def _wait_for_ended() -> None:
-    for pid in tuple(_let_go):
+def _reap_ended_servers() -> None:
+    for pid in tuple(_abandoned):
         try:
             ended, _ = os.waitpid(pid, os.WNOHANG)
-        except ChildProcessError:  # another thread has; or this is a forked copy, whose children they are not
+        except ChildProcessError:  # another thread has reaped it, or this is a forked copy, which has no such child
             ended = pid
         if ended:
-            _let_go.discard(pid)
+            _abandoned.discard(pid)
 
 
-def _command(report: int, preload: list[str], command: str) -> str:
-    return import_path.with_import_path(
+def _make_command(report: int, preload: list[str], command: str) -> str:
+    return import_path.prepend_import_path(
         f"from workers.preload import prepare; prepare({report}, {preload!a}); {command}"
     )

@@ -1,7 +1,7 @@
-"""Where child processes look for modules: where this process does, before they import anything.
+"""Gives child processes this process's import path before they import anything.
 
-`python -c`, by which multiprocessing starts its processes, looks into the current directory first: a `queue.py` or a
-clone of a package there would be executed instead of what this process has loaded.
+multiprocessing starts processes by `python -c`, which looks for modules in the current directory first: a `queue.py`
+or a clone of a package there would be executed in place of the module that this process has loaded.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from multiprocessing import util
 from typing import Any
 
-# What the statement below may take of a command line, which is at most 128 KiB for one argument on Linux.
-MOST = 100_000
+# Characters of the statement that sets the path; Linux limits one argument of a command to 128 KiB.
+MAX_LENGTH = 100_000
 SUFFIXES = frozenset(importlib.machinery.all_suffixes())
 
-# Finds modules that this process has loaded where it has found them, though its path has changed since.
+# Finds modules where this process found them, although its path has changed since.
 _FINDER = """
 import _frozen_importlib_external as external
 class Found:
@@ -31,40 +31,42 @@ sys.meta_path.insert(0, Found)
 _lock = threading.Lock()
 
 
-def import_path() -> list[str]:
-    """This process's `sys.path` with absolute folders, so that it means the same in another directory."""
+def get_import_path() -> list[str]:
+    """Returns `sys.path` with absolute folders, so that it means the same in another directory."""
     try:
-        here = os.getcwd()
-    except FileNotFoundError:  # deleted under this process, which finds nothing there either
-        here = None
+        directory = os.getcwd()
+    except FileNotFoundError:  # the current directory was deleted: no module is found there
+        directory = None
     entries = [entry for entry in sys.path if isinstance(entry, str)]
-    if here is None:
+    if directory is None:
         return [entry for entry in entries if os.path.isabs(entry)]
-    return [os.path.join(here, entry) if entry else here for entry in entries]
+    return [os.path.join(directory, entry) if entry else directory for entry in entries]
 
 
-def with_import_path(command: str) -> str:
-    """A command of `python -c` that first of all takes this process's import path.
+def prepend_import_path(command: str) -> str:
+    """Prepends to a command of `python -c` a statement that sets this process's import path.
 
-    `sys` is part of the interpreter, so that importing it looks nowhere. What a changed PYTHONPATH adds comes last.
+    The statement imports only `sys`, which is built in. Folders that a changed PYTHONPATH adds come last.
     """
-    path = import_path()
+    path = get_import_path()
     first = f"import sys; path = {path!a}; sys.path[:] = path + [one for one in sys.path if one and one not in path]"
-    if hidden := _hidden(path):
-        finder = f"found = {hidden!a}{_FINDER}"
+    if shadowed := _find_shadowed_modules(path):
+        finder = f"found = {shadowed!a}{_FINDER}"
         first += f"; exec({finder!a}, {{'sys': sys}})"
-    if len(first) > MOST:  # at least the current directory is no part of it
+    if len(first) > MAX_LENGTH:  # only leave out the current directory
         first = "import sys; sys.path[:] = [one for one in sys.path if one]"
     return f"{first}; {command}"
 
 
 @contextlib.contextmanager
-def sent_to_children(change: Callable[[str], str] = with_import_path, fds: Sequence[int] = ()) -> Iterator[None]:
-    """Changes the `-c` commands by which multiprocessing starts processes in this block, in this thread.
+def change_commands_of_children(
+    change: Callable[[str], str] = prepend_import_path, fds: Sequence[int] = ()
+) -> Iterator[None]:
+    """Changes the `-c` commands with which multiprocessing starts processes in this block, in this thread.
 
     Args:
-        change: makes the command from multiprocessing's.
-        fds: descriptors that the processes get, too.
+        change: takes multiprocessing's command and returns the new one.
+        fds: more descriptors that the processes inherit.
     """
     thread = threading.get_ident()
 
@@ -82,10 +84,10 @@ def sent_to_children(change: Callable[[str], str] = with_import_path, fds: Seque
 
 
 def change_command(
-    args: Sequence[bytes | str], change: Callable[[str], str] = with_import_path
+    args: Sequence[bytes | str], change: Callable[[str], str] = prepend_import_path
 ) -> Sequence[bytes | str]:
-    """A command line whose `-c` command is changed; one that has none (a frozen program) stays as it is."""
-    words = list(args[1:])  # the first is bytes, which must not be compared with text
+    """Changes the `-c` command of a command line; a frozen program has none, and its line stays as it is."""
+    words = list(args[1:])  # the first is bytes: `python -bb` forbids comparing it with text
     if "-c" not in words:
         return args
     at = words.index("-c") + 2
@@ -94,33 +96,36 @@ def change_command(
     return [*args[:at], change(command), *args[at + 1 :]]
 
 
-def disown() -> None:
-    """In a forked copy of this process: whatever another thread was starting there is not started here."""
+def renew_lock() -> None:
+    """Replaces the lock in a forked copy: a thread that does not exist here may have held it."""
     global _lock
     _lock = threading.Lock()
 
 
-def _hidden(path: Sequence[str]) -> dict[str, str]:
-    """Loaded modules that would now be found elsewhere, and the folders where they are.
+def _find_shadowed_modules(path: Sequence[str]) -> dict[str, str]:
+    """Finds the loaded modules that an import would now take from another folder.
 
-    The path has changed since they were imported; a module of the same name lies in a folder that came before.
+    The path has changed since they were imported: a folder that comes first now has a module of the same name.
+
+    Returns:
+        The name of each such module, and the folder that it was loaded from.
     """
-    folders = _folders_of_modules()
-    hidden, seen = dict[str, str](), set[str]()
+    folders = _find_module_folders()
+    shadowed, seen = dict[str, str](), set[str]()
     for folder in path:
-        for name in _names_in(folder, folders.keys() - seen):
+        for name in _find_importable(folder, folders.keys() - seen):
             seen.add(name)
-            if not _same(folders[name], folder):
-                hidden[name] = folders[name]
-    return hidden
+            if not _is_same_folder(folders[name], folder):
+                shadowed[name] = folders[name]
+    return shadowed
 
 
-def _folders_of_modules() -> dict[str, str]:
-    """The folder in which each loaded module and package lies, those within packages left out."""
+def _find_module_folders() -> dict[str, str]:
+    """Finds the folder that each loaded top-level module or package was loaded from."""
     found = {}
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None)
-        # A script that is run has a name of its own; its spec, if any, says which module it is.
+        # The script is called `__main__` here; its spec, if it has one, has the name of its module.
         if "." in name or not isinstance(spec, importlib.machinery.ModuleSpec) or name != spec.name:
             continue
         if not isinstance(spec.origin, str) or not spec.has_location:
@@ -130,10 +135,10 @@ def _folders_of_modules() -> dict[str, str]:
     return found
 
 
-def _names_in(folder: str, names: Set[str]) -> set[str]:
-    """Which of these names would be imported from a folder: as modules or packages."""
+def _find_importable(folder: str, names: Set[str]) -> set[str]:
+    """Finds which of these names are modules or packages in a folder."""
     found = set()
-    with contextlib.suppress(OSError):  # no folder, or an archive
+    with contextlib.suppress(OSError):  # there is no such folder, or it is an archive
         for entry in os.listdir(folder):
             name = entry.partition(".")[0]
             if name in names and (
@@ -143,5 +148,5 @@ def _names_in(folder: str, names: Set[str]) -> set[str]:
     return found
 
 
-def _same(one: str, other: str) -> bool:
+def _is_same_folder(one: str, other: str) -> bool:
     return one == other or os.path.realpath(one) == os.path.realpath(other)

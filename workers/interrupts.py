@@ -1,4 +1,4 @@
-"""Ctrl-C put off while something is finished, and what the interpreter keeps of the last one."""
+"""Puts off Ctrl-C while a block of code runs, and drops what the interpreter keeps of the last one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from multiprocessing import (
-    resource_tracker,
-)
+from multiprocessing import resource_tracker
 from typing import Any, ClassVar
 
 from workers import import_path
@@ -21,15 +19,14 @@ SIGINT = int(signal.SIGINT)
 
 
 class uninterrupted:
-    """Puts off what Ctrl-C raises until the block is through.
+    """Puts off a Ctrl-C until the block ends.
 
-    By the handler and not by the mask of signals, which is each thread's own: the kernel gives the signal to any
-    thread that takes it, and Python runs the handler in the main thread all the same. Not by the functions of `signal`
-    but by those that they call: this is around the reading of every reply, and the enumerations which `signal` makes of
-    what it gets and gives took longer than that.
+    It replaces the signal handler. Blocking the signal would not do: each thread has its own mask, and any thread that
+    takes the signal makes Python run the handler in the main thread. It calls `_signal`, not `signal`: every reply is
+    read in such a block, and the enumerations that `signal` creates took longer than the reading.
     """
 
-    #: How many were put off in all: who waits in such a block ends the waiting.
+    #: How many interrupts were put off in all; code that waits in such a block stops when this grows.
     n_noted: ClassVar[int] = 0
 
     def __enter__(self) -> None:
@@ -50,9 +47,9 @@ class uninterrupted:
 
 @contextlib.contextmanager
 def sigint_blocked() -> Iterator[None]:
-    """Blocks SIGINT in this thread and in what it starts; a Ctrl-C raises when the block is through."""
-    with import_path.sent_to_children():
-        resource_tracker.ensure_running()  # its own start would unblock SIGINT on CPython 3.11
+    """Blocks SIGINT in this thread and in processes that it starts; a Ctrl-C raises when the block ends."""
+    with import_path.change_commands_of_children():
+        resource_tracker.ensure_running()  # on CPython 3.11, starting it later would unblock SIGINT
     with uninterrupted():
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -61,22 +58,22 @@ def sigint_blocked() -> Iterator[None]:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-# Seconds that a block may take once Ctrl-C was pressed: what is hung has to end, too.
+# Seconds that a block may still take after a Ctrl-C: the user must be able to interrupt code that hangs.
 PATIENCE = 5.0
 
 
 class finished(uninterrupted):
-    """Puts off the first Ctrl-C until the block is through, but no longer than `PATIENCE`; a second one raises at once.
+    """Puts off the first Ctrl-C until the block ends, for `PATIENCE` seconds at most; a second one raises at once.
 
-    For what should be whole, but may take long, or for ever: the code of an environment or agent in this process, or
-    a worker that does not answer. In nested blocks each puts off one.
+    For blocks that should not stop halfway but may hang: they run the code of an environment or agent in this process,
+    or wait for a worker. Each of several nested blocks puts off one Ctrl-C.
     """
 
     _is_through: _thread.LockType | None = None
 
     def __exit__(self, *raised: object) -> None:
         try:
-            super().__exit__(*raised)  # until it has put back the handler, one may still be noted
+            super().__exit__(*raised)  # a Ctrl-C may come until this has restored the handler
         finally:
             if self._is_through is not None:
                 self._is_through.release()
@@ -87,7 +84,7 @@ class finished(uninterrupted):
             if self._is_through is None:
                 self._is_through = _thread.allocate_lock()
                 self._is_through.acquire()
-                # Not a threading.Timer: its locks may be held by what this handler has interrupted.
+                # Not a threading.Timer: the code that this handler interrupts may hold its locks.
                 _thread.start_new_thread(_interrupt_again, (self._is_through,))
             return
         self._is_pending = False
@@ -95,7 +92,7 @@ class finished(uninterrupted):
 
 
 def _interrupt_again(is_through: _thread.LockType) -> None:
-    """Interrupts the main thread once more, unless a block is through in time."""
+    """Interrupts the main thread again unless its block ends within `PATIENCE` seconds."""
     if not is_through.acquire(timeout=PATIENCE):
         signal.pthread_kill(threading.main_thread().ident or 0, SIGINT)
 
@@ -103,15 +100,15 @@ def _interrupt_again(is_through: _thread.LockType) -> None:
 def forget_last_interrupt() -> None:
     """Clears the local variables of the last KeyboardInterrupt that a notebook or prompt has shown.
 
-    The interpreter keeps it, and its traceback keeps every frame: what is bound to a name anew would live on in one of
-    them, and its workers with it. Of other exceptions everything stays, for a debugger.
+    The interpreter keeps that exception, and its traceback keeps every frame: a pool whose variable has a new value
+    would live on there, with its workers. Other exceptions stay as they are, for a debugger.
     """
-    for error in _chain(getattr(sys, "last_exc", None), getattr(sys, "last_value", None)):
-        traceback.clear_frames(error.__traceback__)  # leaves those that are still executed as they are
+    for error in _list_interrupts(getattr(sys, "last_exc", None), getattr(sys, "last_value", None)):
+        traceback.clear_frames(error.__traceback__)  # skips frames that are still executing
 
 
-def _chain(*errors: Any) -> Iterator[BaseException]:
-    """Interrupts, and what each was raised from or during."""
+def _list_interrupts(*errors: Any) -> Iterator[BaseException]:
+    """Lists those of the errors that are interrupts, with their causes and contexts."""
     left, seen = [error for error in errors if isinstance(error, KeyboardInterrupt)], set[int]()
     while left:
         error: BaseException | None = left.pop()

@@ -1,4 +1,4 @@
-"""What a worker does: build the job from its factory, then read, call, reply, until the pipe closes.
+"""The worker's side: builds the job from its factory, then reads requests, calls and replies.
 
     parent                          worker
     ------                          ------
@@ -11,9 +11,9 @@
     Close  ──────────────────────>  job.close()
            <──────────────────────  Result | Failure, then the process ends
 
-The worker ends by itself when the pipe closes and, at once, when the main process dies: a thread
-watches that. End of file alone would miss a worker in the middle of a long call, and a main process
-with a forked child that holds the pipe open.
+The worker ends when the pipe closes, and a thread ends it at once when the main process dies. The end of the
+pipe alone would not end a worker in the middle of a long call, nor one whose pipe a forked child of the main
+process still holds open.
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ from typing import Any
 from workers import failures, main_module, messages, pickling
 from workers.channel import Channel
 from workers.descriptors import Descriptor
-from workers.hints import add_hint
+from workers.error_hints import add_hint
 from workers.settings import log_records
 from workers.settings.process_settings import SETTINGS, quiet_imports, write_settings
-from workers.start_errors import next_step
+from workers.start_errors import suggest_next_step
 
-# One thread each: W workers with a thread pool per core each would fight over the cores.
+# Set to 1 in each worker: thread pools of the size of the machine in each of W workers would fight over the cores.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-# Seconds. A worker that is asked so soon after its answer looks for the next request so long before it sleeps: to be
-# woken takes as long as to step a few environments. One that is asked later, as something is computed between two
-# steps, sleeps at once: the computation may want its core.
-SOON = 120e-6
-# Seconds that a worker that ends waits for its parent to read what it has logged.
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+# Seconds for which a worker looks for the next request before it sleeps, if the last one came as soon: waking a
+# process takes as long as stepping a few environments. If the last request came later, the worker sleeps at once: the
+# trainer computes between steps and may need the core.
+SPIN_TIME = 120e-6
+# Seconds that a closing worker waits for its parent to read the last log records.
 LOG_DELAY = 1.0
 
-_parent, _self = 0, os.getpid()
+# The process that forked this one (0: none did), and this process.
+_parent_pid, _own_pid = 0, os.getpid()
 
 
 def _note_fork() -> None:
-    global _parent, _self
-    _parent, _self = _self, os.getpid()
+    global _parent_pid, _own_pid
+    _parent_pid, _own_pid = _own_pid, os.getpid()
 
 
 os.register_at_fork(after_in_child=_note_fork)
@@ -66,52 +67,52 @@ def run(
     main_process: Descriptor | None,
     dies_with_parent: bool = False,
 ) -> None:
-    """The body of a worker process."""
+    """Runs a worker process until it is asked to close or its parent is gone."""
     log_records.send_records(log.fileno())
     os.set_inheritable(channel.fileno(), False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     unblock_sigint()
     try:
         try:
             if dies_with_parent:
                 die_with_parent()
             if main_process is not None:
-                end_with(main_process.fileno())
-        except Exception as error:  # no thread, for one: the reply to the first request
-            channel.send(failures.Failure.of(_with_step(error)))
+                exit_when_readable(main_process.fileno())
+        except Exception as error:  # the system may refuse a thread; this replies to the first request
+            channel.send(failures.Failure.of(_add_next_step(error)))
             return
         serve(index, channel, shared)
     except EOFError:
-        pass  # the parent is gone or has let go: nobody to tell
+        pass  # the parent is gone or has closed the pipe: there is nobody to tell
 
 
-def _with_step(error: Exception) -> Exception:
-    if step := next_step(error):
+def _add_next_step(error: Exception) -> Exception:
+    if step := suggest_next_step(error):
         failures.add_note(error, step.lstrip("; "))
     return error
 
 
 def serve(index: int, channel: Channel, shared: tuple[Any, ...]) -> None:
-    """Answers requests until one says to close."""
+    """Answers requests until one asks to close."""
     job: Any = None
     pid = os.getpid()
-    is_asked_soon = False
+    comes_soon = False
     while True:
-        answered = time.perf_counter()
+        replied = time.perf_counter()
         try:
-            if is_asked_soon:
-                channel.linger(SOON)
+            if comes_soon:
+                channel.spin(SPIN_TIME)
             request = channel.receive()
         except EOFError:
             raise
-        except Exception as error:  # arguments that cannot be unpickled here
+        except Exception as error:  # the arguments cannot be unpickled here
             channel.send(failures.Failure.of(error))
             continue
-        is_asked_soon = isinstance(request, bytes) and time.perf_counter() - answered < SOON
+        comes_soon = isinstance(request, bytes) and time.perf_counter() - replied < SPIN_TIME
         if isinstance(request, bytes):
-            for data in messages.apart(request):
+            for data in messages.split_post(request):
                 answer = _answer(job, data)
-                end_copy(pid)
+                exit_if_copy(pid)
                 _reply(channel, answer)
             continue
         reply: Any
@@ -126,28 +127,28 @@ def serve(index: int, channel: Channel, shared: tuple[Any, ...]) -> None:
                 value = getattr(job, request.method)(*request.args)
             reply = messages.Result(value)
         except BaseException as error:
-            reply = _failure(error)
-        end_copy(pid)
+            reply = _make_failure(error)
+        exit_if_copy(pid)
         _reply(channel, reply)
         if isinstance(request, messages.Close):
             return
 
 
-def end_copy(pid: int) -> None:
-    """Ends a copy that an environment has forked off and that came back from it: there is one worker at this pipe."""
+def exit_if_copy(pid: int) -> None:
+    """Ends this process unless it is `pid`: an environment may fork, and a copy must not reply in its place."""
     if os.getpid() != pid:
         os._exit(1)
 
 
 def close_job(job: Any) -> None:
-    """Closes a job that has a `close`."""
+    """Calls the job's `close`, if it has one."""
     close = getattr(job, "close", None)
     if close is not None:
         close()
 
 
-def end_with(pidfd: int) -> None:
-    """Ends this process as soon as the one behind `pidfd` has died."""
+def exit_when_readable(pidfd: int) -> None:
+    """Starts a thread that ends this process as soon as the process of `pidfd` has died."""
 
     def watch() -> None:
         poll = select.poll()
@@ -159,19 +160,18 @@ def end_with(pidfd: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Has the kernel kill this process when the thread that started it ends, where it can.
+    """Asks the kernel to kill this process when the thread that started it ends; only Linux does.
 
-    The watching thread alone would miss a main process that dies while a step of an environment, written
-    in C, holds the interpreter.
+    The thread that watches the main process does not run while an environment's C code holds the interpreter.
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if _parent not in (0, os.getppid()):  # it ended before: another worker may have been started instead
+    if _parent_pid not in (0, os.getppid()):  # it ended before this call, so the kernel would not kill this process
         os._exit(1)
 
 
 def unblock_sigint() -> None:
-    """Ends the blocking of SIGINT under which a worker is started."""
+    """Unblocks SIGINT, which `interrupts.sigint_blocked` blocked in the thread that started this process."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
@@ -184,7 +184,7 @@ def _build(request: messages.Build, index: int, shared: tuple[Any, ...]) -> Any:
     try:
         faulthandler.enable()
     except (AttributeError, ValueError, RuntimeError, OSError):
-        pass  # no usable stderr
+        pass  # there is no usable stderr
     loads = pickling.loads if request.script is None else main_module.install(request.script).loads
     with quiet_imports():
         setup = loads(request.setup)
@@ -192,7 +192,7 @@ def _build(request: messages.Build, index: int, shared: tuple[Any, ...]) -> Any:
     setup(index)
     with quiet_imports():
         init_worker = None if request.init_worker is None else loads(request.init_worker)
-    with log_records.handlers_are_own():
+    with log_records.keep_new_handlers():
         if init_worker is not None:
             init_worker(index)
     with quiet_imports():
@@ -204,27 +204,27 @@ def _answer(job: Any, data: bytes) -> Any:
     try:
         return messages.RAW + job.answer(data)
     except BaseException as error:
-        return _failure(error)
+        return _make_failure(error)
 
 
-def _failure(error: BaseException) -> failures.Failure:
-    """What the parent is sent, with what a user does not see from there."""
+def _make_failure(error: BaseException) -> failures.Failure:
+    """Makes the reply for an exception, with advice for a user who sees only the parent."""
     add_hint(error)
     return failures.Failure.of(error)
 
 
 def _reply(channel: Channel, reply: Any) -> None:
-    log_records.send_rest()  # before what may have the parent read it
+    log_records.send_rest()  # before the reply: the parent reads both at once
     try:
         if isinstance(reply, bytes):
-            channel.send_framed(messages.framed(reply))
+            channel.send_framed(messages.frame(reply))
         else:
             channel.send(reply)
     except EOFError:
         raise
-    except Exception as error:  # the value cannot be pickled: its place is taken by why
+    except Exception as error:  # the value cannot be pickled: send the reason instead
         channel.send(failures.Failure.of(error))
     try:
         sys.stdout.flush()
     except (AttributeError, ValueError, OSError):
-        pass  # closed, or none at all
+        pass  # stdout is closed, or there is none

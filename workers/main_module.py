@@ -1,8 +1,8 @@
-"""`__main__` in a worker: the trainer's script, though nobody imports it.
+"""The module `__main__` of a worker: it holds the trainer's script, which the worker never imports.
 
-What the factories refer to has travelled with them. What else the script defines came beside it, each name pickled
-apart, and is made when it is first asked for: as an attribute (`pickle.load` and `from __main__ import` do so), or
-when the module's `__dict__` is (`typing.get_type_hints` and dataclasses do so).
+Whatever the factories use travels with them. Every other name of the script travels as a pickle of its own, which is
+unpickled when something reads that attribute (`pickle.load` and `from __main__ import` do) or the module's `__dict__`
+(`typing.get_type_hints` and dataclasses do).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 from workers.pickling import Unpickler
 
-# Another name of the main module, in processes that multiprocessing has spawned.
-SPAWNED = "__mp_main__"
+# What multiprocessing also calls the main module in processes that it spawns.
+SPAWNED_MAIN = "__mp_main__"
 _real_dict: Any = vars(types.ModuleType)["__dict__"]
-# Containers that are made first and filled later, as they may contain, in the end, themselves.
+# How to fill containers: they are made empty, because they may contain themselves.
 _FILL: dict[type, Callable[[Any, Any], None]] = {
     list: list.extend, dict: dict.update, set: set.update,
 }  # fmt: skip
@@ -31,45 +31,45 @@ _MISSING = object()
 
 
 class Entry(NamedTuple):
-    """The value of one name of the script.
+    """The pickled value of one name of the script.
 
     Attributes:
-        kind: list, dict or set, of whose content `data` is; None for anything else.
-        data: pickled; other names of the script are persistent ids in it.
-        key: cloudpickle's id of a class; None for anything else.
-        needs: the names of globals that its functions use.
+        container: list, dict or set if `data` is the content of one; None for anything else.
+        data: the pickle; other names of the script are persistent ids in it.
+        class_id: cloudpickle's id of a class; None for anything else.
+        needs: the globals that its functions use.
     """
 
-    kind: type | None
+    container: type | None
     data: bytes
-    key: str | None
+    class_id: str | None
     needs: tuple[str, ...]
 
 
 class Script(NamedTuple):
-    """What the main module has besides what travelled with the factories.
+    """The part of the main module that did not travel with the factories.
 
     Attributes:
         attributes: its `__file__`, `__doc__` and so on.
-        entries: by name.
-        left_out: by name why it was not sent.
-        hinted: the entries that are in annotations of what travelled with the factories.
+        entries: the pickled values, by name.
+        left_out: the names that were not sent, each with the reason.
+        annotated: the entries that annotations in the factories' part mention.
     """
 
     attributes: dict[str, Any]
     entries: dict[str, Entry]
     left_out: dict[str, str]
-    hinted: tuple[str, ...] = ()
+    annotated: tuple[str, ...] = ()
 
 
 class MainModule(types.ModuleType):
-    """The module.
+    """The module `__main__` of a worker; unpickles the script's names as they are needed.
 
     Args:
-        script: what it has.
+        script: the pickled names.
     """
 
-    __slots__ = ("_building", "_failed", "_lock", "_queue", "_script")
+    __slots__ = ("_building", "_errors", "_lock", "_queue", "_script")
 
     def __init__(self, script: Script) -> None:
         super().__init__("__main__")
@@ -77,29 +77,29 @@ class MainModule(types.ModuleType):
         self._lock = threading.RLock()
         self._building: dict[str, Any] = {}
         self._queue: list[str] = []
-        self._failed: dict[str, str] = {}
+        self._errors: dict[str, str] = {}
         spec = _Spec(script.attributes.get("__package__"))
-        names_of(self).update(script.attributes, __builtins__=builtins, __spec__=spec)
+        get_namespace(self).update(script.attributes, __builtins__=builtins, __spec__=spec)
 
     @property
     def script(self) -> Script:
-        """What it has besides what travelled with the factories."""
+        """The part of the main module that did not travel with the factories."""
         return self._script
 
     @property
     def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
         for name in self._script.entries:
-            self._find_needed(name)
-        return names_of(self)
+            self._try_to_find(name)
+        return get_namespace(self)
 
     def __dir__(self) -> list[str]:
-        return sorted(names_of(self).keys() | self._script.entries.keys())
+        return sorted(get_namespace(self).keys() | self._script.entries.keys())
 
     def __getattr__(self, name: str) -> Any:
         try:
             return self.find(name)
         except Exception as error:
-            why = self._failed.get(name) or self._script.left_out.get(name)
+            why = self._errors.get(name) or self._script.left_out.get(name)
             if why is None and name in self._script.entries:
                 why = f"{type(error).__name__}: {error}"
             text = f"module '__main__' has no attribute {name!r} in this worker"
@@ -108,36 +108,36 @@ class MainModule(types.ModuleType):
             )
 
     def loads(self, data: bytes) -> Any:
-        """Unpickles what `script.dumps` gave; the names of the script that are in it belong to this module then."""
+        """Unpickles a value of `script_pickling`, and adds the script's names that came with it to this module."""
         loader = _Loader(self, data)
         value, names = loader.load(), loader.load()
         for name, named in names.items():
-            names_of(self).setdefault(name, named)
-        for name in self._script.hinted:
-            self._find_needed(name)
+            get_namespace(self).setdefault(name, named)
+        for name in self._script.annotated:
+            self._try_to_find(name)
         return value
 
     def find(self, name: str) -> Any:
-        """The value of a name, which is made if it was not yet.
+        """Returns the value of a name; unpickles it the first time.
 
         Raises:
-            KeyError: there is none.
-            Exception: it cannot be made here.
+            KeyError: the script has no such name.
+            Exception: the value cannot be unpickled here.
         """
         with self._lock:
             value = self._find(name)
             while not self._building and self._queue:
-                self._find_needed(self._queue.pop())
+                self._try_to_find(self._queue.pop())
             return value
 
-    def _find_needed(self, name: str) -> None:
+    def _try_to_find(self, name: str) -> None:
         try:
             self.find(name)
-        except Exception as error:  # it is missing where it is used, if it ever is
-            self._failed[name] = f"{type(error).__name__}: {error}"
+        except Exception as error:  # raised again by code that uses the name
+            self._errors[name] = f"{type(error).__name__}: {error}"
 
     def _find(self, name: str) -> Any:
-        if (value := names_of(self).get(name, _MISSING)) is not _MISSING:
+        if (value := get_namespace(self).get(name, _MISSING)) is not _MISSING:
             return value
         if name in self._building:
             if self._building[name] is _MISSING:
@@ -146,27 +146,27 @@ class MainModule(types.ModuleType):
         entry = self._script.entries[name]
         self._building[name] = _MISSING
         try:
-            value = self._make(name, entry)
+            value = self._unpickle(name, entry)
         finally:
             del self._building[name]
         self._queue += [needed for needed in entry.needs if needed in self._script.entries]
-        return names_of(self).setdefault(name, value)
+        return get_namespace(self).setdefault(name, value)
 
-    def _make(self, name: str, entry: Entry) -> Any:
-        begin = partial(self._building.__setitem__, name)
-        if entry.kind is None:
-            return _Loader(self, entry.data, entry.key, begin).load()
-        value = entry.kind()
-        begin(value)
-        _FILL[entry.kind](value, _Loader(self, entry.data).load())
+    def _unpickle(self, name: str, entry: Entry) -> Any:
+        keep = partial(self._building.__setitem__, name)
+        if entry.container is None:
+            return _Loader(self, entry.data, entry.class_id, keep).load()
+        value = entry.container()
+        keep(value)
+        _FILL[entry.container](value, _Loader(self, entry.data).load())
         return value
 
 
 class _Spec(importlib.machinery.ModuleSpec):
-    """Has processes that multiprocessing spawns from here not run the script again.
+    """A spec without a file: processes that multiprocessing spawns from here do not run the script again.
 
     Args:
-        package: what relative imports of the script are relative to.
+        package: the package that relative imports of the script start from.
     """
 
     def __init__(self, package: str | None) -> None:
@@ -179,23 +179,23 @@ class _Spec(importlib.machinery.ModuleSpec):
 
 
 class _Loader(Unpickler):
-    """Unpickles into the main module.
+    """Unpickles a value of the script; the script's other names come from the main module.
 
     Args:
         main: the module.
-        data: pickled.
-        key, begin: cloudpickle's id of the class that is the value (None: it is a function, or something else), and
-            what is called with that class or function before it is filled.
+        data: the pickle.
+        class_id: cloudpickle's id of the value if it is a class, otherwise None.
+        keep: called with the value, a class or function, before it is filled: it may refer to itself.
     """
 
     def __init__(
-        self, main: MainModule, data: bytes, key: str | None = None, begin: Callable[[Any], None] | None = None
+        self, main: MainModule, data: bytes, class_id: str | None = None, keep: Callable[[Any], None] | None = None
     ) -> None:
         super().__init__(io.BytesIO(data))
-        self._main, self._key, self._begin = main, key, begin
+        self._main, self._class_id, self._keep = main, class_id, keep
 
     def persistent_load(self, name: str) -> Any:
-        """A name of the script."""
+        """Returns the value of a name of the script."""
         return self._main._find(name)
 
     def find_class(self, module: str, name: str) -> Any:
@@ -204,63 +204,62 @@ class _Loader(Unpickler):
             return found
         if name == "_function_setstate":
             return partial(self._fill_function, found)
-        if self._begin is not None and name in ("_make_skeleton_class", "_make_skeleton_enum", "_make_function"):
-            return partial(self._begun, found, name)
+        if self._keep is not None and name in ("_make_skeleton_class", "_make_skeleton_enum", "_make_function"):
+            return partial(self._make_and_keep, found, name)
         return found
 
-    def _begun(self, make: Callable[..., Any], name: str, *arguments: Any) -> Any:
-        made = make(*arguments)
-        # Of functions the first is the value itself: the pickle of a function begins with it. Of classes, bases come
-        # before it.
-        is_value = name == "_make_function" if self._key is None else self._key in arguments[4:6]
-        if is_value and self._begin is not None:
-            self._begin(made)
-            self._begin = None
-        return made
+    def _make_and_keep(self, make: Callable[..., Any], name: str, *arguments: Any) -> Any:
+        skeleton = make(*arguments)
+        # A pickled function is the first function in its pickle. The bases of a class come before it.
+        is_value = name == "_make_function" if self._class_id is None else self._class_id in arguments[4:6]
+        if is_value and self._keep is not None:
+            self._keep(skeleton)
+            self._keep = None
+        return skeleton
 
     def _fill_function(self, set_state: Any, function: Any, state: Any) -> None:
-        names = names_of(self._main)
-        if function.__globals__ is names:  # what is there already is what other functions use
-            given = state[1]["__globals__"]
-            state[1]["__globals__"] = {name: value for name, value in given.items() if name not in names}
+        names = get_namespace(self._main)
+        if function.__globals__ is names:  # keep the values that other functions use already
+            new = state[1]["__globals__"]
+            state[1]["__globals__"] = {name: value for name, value in new.items() if name not in names}
         set_state(function, state)
 
 
 def install(script: Script) -> MainModule:
-    """Makes a main module of this process; the one before it stays alive."""
-    global _before
-    _before = sys.modules.get("__main__")
+    """Gives this process a main module with this script; the previous one stays alive."""
+    global _previous
+    _previous = sys.modules.get("__main__")
     module = MainModule(script)
-    sys.modules["__main__"] = sys.modules[SPAWNED] = module
+    sys.modules["__main__"] = sys.modules[SPAWNED_MAIN] = module
     return module
 
 
-def names_of(module: types.ModuleType) -> dict[str, Any]:
-    """The dictionary that is behind a module, without anything being made for it."""
+def get_namespace(module: types.ModuleType) -> dict[str, Any]:
+    """Returns the dictionary of a module; unlike `MainModule.__dict__`, this unpickles nothing."""
     names: dict[str, Any] = _real_dict.__get__(module)
     return names
 
 
-def why_left_out(name: str) -> str | None:
-    """Why a name of the script is not in this worker; None if it is, or is none."""
+def explain_left_out(name: str) -> str | None:
+    """Says why a name of the script was not sent to this worker; None for any other name."""
     module = sys.modules.get("__main__")
     return module.script.left_out.get(name) if isinstance(module, MainModule) else None
 
 
-def globals_of_main() -> dict[str, Any]:
-    """What functions of the script have for globals in this worker."""
+def get_main_globals() -> dict[str, Any]:
+    """Returns the globals of the script's functions in this worker."""
     module = sys.modules.get("__main__")
-    return names_of(module) if isinstance(module, MainModule) else {"__name__": "__main__"}
+    return get_namespace(module) if isinstance(module, MainModule) else {"__name__": "__main__"}
 
 
-def globals_of_fork() -> dict[str, Any]:
-    """What functions of the script have for globals in this forked worker, as its classes do."""
-    return names_of(sys.modules["__main__"])
+def get_forked_main_globals() -> dict[str, Any]:
+    """Returns the globals of the script's functions and classes in this forked worker."""
+    return get_namespace(sys.modules["__main__"])
 
 
-def unpacked(script: Script, data: bytes) -> Any:
-    """What `script.Carried` carries; for a process that is made for this alone."""
+def unpickle_with_script(script: Script, data: bytes) -> Any:
+    """Unpickles a `script_pickling.PickledWithScript`, and makes its script this process's main module."""
     return install(script).loads(data)
 
 
-_before: types.ModuleType | None = None
+_previous: types.ModuleType | None = None

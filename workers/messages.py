@@ -1,29 +1,28 @@
-"""What crosses a pipe: requests one way, replies the other. The only place where their names exist.
+"""The messages of a pipe: requests one way, replies the other.
 
-Everything is pickled by cloudpickle: lambdas, closures, and classes of a script arrive by value,
-so a worker never has to import the program's main module. The exception are bytes that a job reads and
-writes itself, for what is asked so often that pickling would be most of the work.
+cloudpickle pickles them all: lambdas, closures and classes of a script arrive by value, so a worker never imports the
+program's main module. The one exception is a `Post`, whose bytes the job itself reads and writes: it is for requests
+so frequent that pickling would be most of the work.
 """
 
 from __future__ import annotations
 
 import enum
-import importlib
 import os
 import struct
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-# Begins a message that is bytes of the job's own; a pickled one begins with b"\x80".
+# The first byte of a message that the job itself reads or writes; a pickled message begins with b"\x80".
 RAW = b"\0"
-# Before every message, and before each of the bytes objects of a `Post`, how long it is.
+# The length that precedes every message, and the one that precedes each bytes object of a `Post`.
 MESSAGE_LENGTH, LENGTH = struct.Struct("!Q"), struct.Struct("!I")
-# Bytes that go into the pipe of a side that has read all so far without waiting for it.
+# Bytes that fit into an empty pipe without waiting for the other side to read.
 AT_ONCE = 16384
-# The classes that cloudpickle has made in this process, or sent, by the ids that it gives them.
-_classes = importlib.import_module("cloudpickle.cloudpickle")._DYNAMIC_CLASS_TRACKER_BY_ID
+
+
 class State(enum.Enum):
-    """Where a worker is, as its parent knows it."""
+    """The state of a worker, as its parent knows it."""
 
     IDLE = "idle"
     BUSY = "busy"
@@ -32,10 +31,10 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class Build:
-    """The first request: take over what is set, call `setup(index)` and `init_worker(index)`, then become the job
-    that `factory(index, *shared, *args)` returns.
+    """The first request: apply the settings, call `setup(index)` and `init_worker(index)`, then build the job.
 
-    `script` is what `__main__` is to be (`main_module.Script`); None where it is what it has to be.
+    The job is what `factory(index, *shared, *args)` returns. `script` (a `main_module.Script`) becomes `__main__`; a
+    forked worker, which has the main module already, gets None.
     """
 
     settings: dict[str, bytes]
@@ -58,10 +57,10 @@ class Build:
         factory: bytes,
         script: Any = None,
     ) -> Build:
-        """With the environment variables and the working directory as they are now."""
+        """Makes a request with this process's environment variables and working directory."""
         try:
             directory = os.getcwd()
-        except FileNotFoundError:  # deleted under this process
+        except FileNotFoundError:  # the directory was deleted
             directory = None
         return cls(settings, setup, init_worker, factory, dict(os.environ), directory, script)
 
@@ -80,14 +79,14 @@ class Call:
 
 
 class Post(NamedTuple):
-    """Call the job's `answer` with each of some bytes; what that returns is a reply, bytes too.
+    """Call the job's `answer` with each of several bytes objects; each call returns bytes, which are a reply.
 
-    Not sent itself, but its message. The same one may be sent any number of times.
+    Only `message` is sent. The same post may be sent any number of times.
 
     Attributes:
-        label: what errors call it.
+        label: its name in error messages.
         n_replies: how many bytes objects it holds.
-        message: those, one behind another, each with its length before it; as `framed` gives it.
+        message: the bytes objects one after another, each after its length; framed by `frame`.
     """
 
     label: str
@@ -96,7 +95,7 @@ class Post(NamedTuple):
 
     @classmethod
     def of(cls, label: str, *data: bytes) -> Post:
-        return cls(label, len(data), framed(RAW + b"".join([LENGTH.pack(len(part)) + part for part in data])))
+        return cls(label, len(data), frame(RAW + b"".join([LENGTH.pack(len(part)) + part for part in data])))
 
 
 @dataclass(frozen=True)
@@ -133,13 +132,13 @@ class Asked:
 
 
 class Result(NamedTuple):
-    """The reply when all went well."""
+    """The reply of a call that returned."""
 
     value: Any
 
 
-def apart(message: bytes) -> list[bytes]:
-    """What the message of a `Post` holds, which comes without its first byte."""
+def split_post(message: bytes) -> list[bytes]:
+    """Splits the message of a `Post`, without its first byte, into its bytes objects."""
     data, at = [], 0
     while at < len(message):
         [length] = LENGTH.unpack_from(message, at)
@@ -148,7 +147,7 @@ def apart(message: bytes) -> list[bytes]:
     return data
 
 
-def framed(data: bytes) -> list[bytes]:
-    """A message as it goes through a pipe: in one piece, or in two where it is too long to be copied."""
+def frame(data: bytes) -> list[bytes]:
+    """Puts the length before a message: in one piece, or in two if copying the message would cost too much."""
     length = MESSAGE_LENGTH.pack(len(data))
     return [length + data] if len(data) <= AT_ONCE else [length, data]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import pickle
 from collections.abc import Callable
@@ -10,7 +11,8 @@ from typing import Any
 
 import cloudpickle
 
-from workers.messages import _classes
+# Classes that cloudpickle has sent or rebuilt in this process, by the ids that it gives them.
+_CLASSES = importlib.import_module("cloudpickle.cloudpickle")._DYNAMIC_CLASS_TRACKER_BY_ID
 
 
 def dumps(obj: Any) -> bytes:
@@ -19,16 +21,16 @@ def dumps(obj: Any) -> bytes:
 
 
 def loads(data: bytes | bytearray | memoryview) -> Any:
-    """Unpickles, leaving classes that this process already has as they are."""
+    """Unpickles; classes that this process already has stay as they are."""
     return Unpickler(io.BytesIO(data)).load()
 
 
 class Unpickler(pickle.Unpickler):
-    """Leaves classes that this process already has as they are."""
+    """Unpickles; classes that this process already has stay as they are."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
-        self._made: list[Any] = []  # classes that are made here, and yet to be filled
+        self._new_classes: list[Any] = []  # made by this unpickler, which has to fill them
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
@@ -40,15 +42,15 @@ class Unpickler(pickle.Unpickler):
         return found
 
     def _make_class(self, make: Callable[..., Any], *arguments: Any) -> Any:
-        is_here = arguments[-2] in _classes
-        made = make(*arguments)
+        is_here = arguments[-2] in _CLASSES
+        cls = make(*arguments)
         if not is_here:
-            self._made.append(made)
-        return made
+            self._new_classes.append(cls)
+        return cls
 
     def _fill_class(self, set_state: Callable[..., Any], cls: Any, state: Any) -> Any:
-        # A class of the script comes back with every exception of it. cloudpickle finds the class that
-        # is here already, but would then overwrite its methods with copies that see other globals.
+        # An exception of a class of the script brings its class back here. cloudpickle finds that this process has
+        # the class, but would overwrite its methods with copies that use other globals.
         names = set(state[0]) - {"__module__", "__doc__"}
-        is_made_here = any(cls is made for made in self._made)
-        return cls if names and names <= set(vars(cls)) and not is_made_here else set_state(cls, state)
+        is_new = any(cls is new for new in self._new_classes)
+        return cls if names and names <= set(vars(cls)) and not is_new else set_state(cls, state)

@@ -18,7 +18,7 @@ from workers.failures import Failure
 from workers.interrupts import finished, forget_last_interrupt, uninterrupted
 from workers.messages import Asked, Build, Call, Close, Post, Result, State
 from workers.process import WorkerProcess, end_all
-from workers.script import first_request
+from workers.script_pickling import make_build_request
 from workers.settings.log_records import LogPipe
 from workers.start import default_start_method
 from workers.watch import Watch
@@ -84,7 +84,7 @@ class WorkerPool:
         self._made_by = os.getpid()
         # A successor is built from the same, whatever becomes of the factory and of this process meanwhile.
         start_method = start_method or default_start_method()
-        self._first = first_request(setup, init_worker, factory, start_method)
+        self._first = make_build_request(setup, init_worker, factory, start_method)
         self._log = LogPipe()
         self._arguments = (shared, start_method, tuple(preload), name, self._log.writer)
         self._workers: list[WorkerProcess] = []
@@ -265,7 +265,7 @@ class WorkerPool:
     def check(self) -> dict[int, BaseException]:
         """The failures of workers that are gone."""
         self._drain()
-        return {worker.index: bare(worker.crashed()) for worker in self._workers if worker.state is State.GONE}
+        return {worker.index: bare(worker.make_crash_error()) for worker in self._workers if worker.state is State.GONE}
 
     def restart(self, successors: Mapping[int, tuple[Any, ...]]) -> list[Asked]:
         """Replaces workers, whatever they are doing; nothing comes any more of what those were asked.
@@ -285,7 +285,7 @@ class WorkerPool:
         self._log.deliver()
         for worker in old:
             for each in worker.asked:
-                each.end(error=bare(worker.crashed()))
+                each.end(error=bare(worker.make_crash_error()))
         asked = []
         for index, args in successors.items():
             self._late.discard(index)
@@ -403,7 +403,7 @@ class WorkerPool:
     def _take_read(self) -> None:
         """Takes what was read while something was sent."""
         for worker in self._workers:
-            while worker.state is State.BUSY and worker.channel.has_read():
+            while worker.state is State.BUSY and worker.channel.has_message():
                 with uninterrupted():
                     self._take(*worker.receive())
                     self._log.read()
@@ -433,7 +433,7 @@ class WorkerPool:
     ) -> list[Asked]:  # fmt: skip
         """Sends a request to workers, under one deadline; what fails is raised, unless it is to be kept."""
         self.check_owner()
-        message = messages.framed(pickling.dumps(request)) if message is None else message  # once for all
+        message = messages.frame(pickling.dumps(request)) if message is None else message  # once for all
         deadline = deadline_in(self.timeout)
         asked = []
         for worker in workers:
@@ -467,9 +467,9 @@ class WorkerPool:
         """Reads what a worker has written, and never waits for the rest of it."""
         worker = self._workers[index]
         try:
-            while worker.channel.arrive():
+            while worker.channel.read_available():
                 worker.since = time.monotonic()  # it answers: what is long comes in pieces
-                while worker.state is State.BUSY and worker.channel.has_read():
+                while worker.state is State.BUSY and worker.channel.has_message():
                     self._take(*worker.receive())
                 if is_pipe:
                     return
@@ -477,7 +477,7 @@ class WorkerPool:
                 return
         except EOFError:
             pass
-        error = bare(worker.crashed())  # it ended, with nothing more to say
+        error = bare(worker.make_crash_error())  # it ended, with nothing more to say
         self._log.read_all()
         if all(asked.is_kept for asked in worker.asked) and worker.asked:
             for asked in worker.asked:

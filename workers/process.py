@@ -1,4 +1,4 @@
-"""The parent's handle of one worker: start, request, receive, kill, close."""
+"""The parent's handle of one worker: starts it, sends requests, receives replies, kills and closes."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from collections import deque
 from typing import Any
 
 from workers import interrupts, loop, messages, pickling, start
-from workers.channel import Channel, milliseconds
+from workers.channel import Channel, milliseconds_until
 from workers.descriptors import Descriptor
 from workers.errors import WorkerCrashed, WorkerTimeout, describe_exit
 from workers.failures import Failure
 from workers.messages import Asked, State
 from workers.settings.log_records import LogPipe
-from workers.start_errors import StartError, next_step
+from workers.start_errors import StartError, suggest_next_step
 
-# Seconds. Under forkserver the exit code comes a little later than the end of the pipe.
+# Seconds to wait for an exit code: a fork server sends it a little after the pipe has ended.
 EXIT_CODE_DELAY = 1.0
-# Seconds from SIGTERM to SIGKILL, then to be reaped.
+# Seconds from SIGTERM to SIGKILL, and from SIGKILL to the end of the process.
 TERM_DELAY, KILL_DELAY = 0.5, 1.0
-# Set by `benchmarks/rollouts.py --contract`, to measure what watching and counting cost by leaving them out.
+# The variable with which `benchmarks/rollouts.py --contract` turns off watching and counting, to measure their cost.
 BARE = "RLSTRUCTS_BARE"
 
 
@@ -43,45 +43,38 @@ class WorkerProcess:
         self.index = index
         self.state = State.GONE
         self.last_request = "start"
-        self.asked: deque[Asked] = deque()  # what it has not replied to, the oldest first
-        # Since when its next reply is waited for, in the time of `time.monotonic`.
+        self.asked: deque[Asked] = deque()  # requests without a reply, the oldest first
+        # When the wait for its next reply began, in the time of `time.monotonic`.
         self.since = time.monotonic()
-        self._is_whole = True
-        self.channel, theirs = Channel.pair()
+        self._is_last_request_whole = True
+        self.channel, workers_end = Channel.pair()
         try:
-            with interrupts.sigint_blocked(), start.daemons_may_have_children():
+            with interrupts.sigint_blocked(), start.allow_children_of_daemons():
                 self._process = start.new_process(
                     start_method,
                     preload,
                     timeout,
                     target=loop.run,
-                    args=(index, theirs, shared, log, _main_process(), start.dies_with_parent(start_method)),
+                    args=(index, workers_end, shared, log, _open_own_pidfd(), start.dies_with_parent(start_method)),
                     name=f"{name}-{index}",
                     daemon=False,  # an environment may start processes of its own
                 )
                 self._process.start()
         except BaseException as error:
             self.channel.close()
-            if isinstance(error, TimeoutError):
-                raise WorkerTimeout(f"worker {index} was not started within {timeout} s: {error}", index) from error
-            if isinstance(error, (EOFError, OSError)):
-                words = f"worker {index} could not be started: {error!r}{next_step(error)}"
-                raise WorkerCrashed(words, index) from error
-            if isinstance(error, StartError):
-                words = f"worker {index} could not be started: {error}{next_step(error)}"
-                raise WorkerCrashed(words, index) from error.__cause__
+            _raise_start_error(error, index, timeout)
             raise
         finally:
-            theirs.close()
+            workers_end.close()
         self.state = State.IDLE
         assert self._process.pid is not None
         self.pid: int = self._process.pid
-        self._pidfd = _pidfd(self.pid)
+        self._pidfd = _open_pidfd(self.pid)
         self._is_released = False
         self._exit_code: int | None = None
 
     def sentinel(self) -> int:
-        """A descriptor that becomes readable when the process ends."""
+        """Returns a descriptor that becomes readable when the process ends."""
         return self._process.sentinel if self._pidfd is None else self._pidfd.fileno()
 
     def send(
@@ -90,25 +83,25 @@ class WorkerProcess:
         """Sends a request; a busy worker answers in the order of its requests.
 
         Args:
-            request: what to do.
-            message: as `messages.framed` gives it, if it is made already.
+            request: the request.
+            message: the same request, pickled and framed by `messages.frame`; None to do that here.
             deadline: when to give up on a worker that does not read, in the time of `time.monotonic`.
-            is_kept: whether the reply is to be kept in what is returned.
+            is_kept: whether the returned object keeps the reply.
 
         Raises:
             WorkerCrashed: the worker is gone.
             TimeoutError: it does not read.
         """
         if self.state is State.GONE:
-            raise self.crashed()
-        message = messages.framed(pickling.dumps(request)) if message is None else message
+            raise self.make_crash_error()
+        message = messages.frame(pickling.dumps(request)) if message is None else message
         previous, self.last_request = self.last_request, request.label
         asked = Asked(self.index, request.label, is_kept)
         if not self.asked:
             self.since = time.monotonic()
-        # Before it is sent: a reply without its request would be taken for another's.
+        # Before it is sent: otherwise its reply would be assigned to another request.
         self.asked.extend([asked] * request.n_replies)
-        self._is_whole = False
+        self._is_last_request_whole = False
         try:
             self.channel.send_framed(message, deadline, self.sentinel)
         except (EOFError, TimeoutError) as failure:
@@ -117,23 +110,23 @@ class WorkerProcess:
             if isinstance(failure, TimeoutError):
                 raise
             self.last_request = f"{previous}, before {request.label}"
-            error = self.crashed()
-            if self.asked:  # what it has written before its end is still to be read
+            error = self.make_crash_error()
+            if self.asked:  # replies that it wrote before its end can still be read
                 self.state = State.BUSY
             raise error from None
-        self.state, self._is_whole = State.BUSY, True
+        self.state, self._is_last_request_whole = State.BUSY, True
         return asked
 
     def can_close(self) -> bool:
-        """Whether a request to close would be read: the pipe is not full, and no half message lies in it."""
-        return self.state is not State.GONE and self._is_whole and self.channel.can_send()
+        """Whether a request to close would be read: the pipe is not full and holds no incomplete request."""
+        return self.state is not State.GONE and self._is_last_request_whole and self.channel.can_send()
 
     def receive(self) -> tuple[Asked, Any]:
-        """A reply that has been read: to what, and the reply or why it cannot be unpickled."""
+        """Returns the oldest request without a reply, and its reply, or the error of unpickling that."""
         reply: Any
         try:
             reply = self.channel.receive()
-        except Exception as error:  # a reply all the same
+        except Exception as error:  # the reply has arrived all the same
             reply = error
         asked = self.asked.popleft()
         self.since = time.monotonic()
@@ -144,27 +137,31 @@ class WorkerProcess:
     def await_close(
         self, deadline: float, with_earlier: bool = True, log: LogPipe | None = None
     ) -> list[BaseException]:
-        """What it raises as it closes, or `with_earlier` has raised before; reads replies until it ends or is late.
+        """Reads replies until the worker ends or the deadline passes; returns the exceptions among them.
 
-        Reads what comes through `log`, too: a worker that ends waits for that, for a while.
+        Args:
+            deadline: in the time of `time.monotonic`.
+            with_earlier: whether exceptions of requests before the one to close are returned, too.
+            log: the pipe of log records, if it is to be read meanwhile: a closing worker waits a while for that.
         """
         errors: list[BaseException] = []
         poll = select.poll()
         if self.state is State.GONE:
             return errors
-        for fd in (self.channel.fileno(), self.sentinel()):  # the pipe may live on in a program of an environment
+        # The sentinel, too: a program that an environment started may hold the pipe open.
+        for fd in (self.channel.fileno(), self.sentinel()):
             poll.register(fd, select.POLLIN)
         if log is not None:
             poll.register(log.fileno(), select.POLLIN)
         try:
-            while self.asked and (events := poll.poll(milliseconds(deadline))):
+            while self.asked and (events := poll.poll(milliseconds_until(deadline))):
                 if log is not None and log.fileno() in dict(events):
                     log.read()
                     if len(events) == 1:
                         continue
-                if not self.channel.arrive():
+                if not self.channel.read_available():
                     break
-                while self.channel.has_read():
+                while self.channel.has_message():
                     asked, reply = self.receive()
                     if asked.label != messages.Close.label and not with_earlier:
                         continue
@@ -176,8 +173,8 @@ class WorkerProcess:
             pass
         return errors
 
-    def crashed(self) -> WorkerCrashed:
-        """The error that says how this worker ended."""
+    def make_crash_error(self) -> WorkerCrashed:
+        """Makes the error that says how this worker ended, and marks the worker as gone."""
         self.state = State.GONE
         if not self._is_released:
             self._process.join(EXIT_CODE_DELAY)
@@ -191,37 +188,37 @@ class WorkerProcess:
         )
 
     def join(self, timeout: float) -> bool:
-        """Waits `timeout` seconds for the process to end; whether it has, or is no longer ours to end."""
+        """Waits up to `timeout` seconds for the process to end; True, too, after `release`."""
         if self._is_released:
             return True
         if self._pidfd is None:
             self._process.join(timeout)
             return self._process.exitcode is not None
-        # Not by the exit code: it says that a worker has ended when only the fork server has.
+        # Not by the exit code: it is set, too, when the fork server has ended and the worker has not.
         poll = select.poll()
         poll.register(self._pidfd.fileno(), select.POLLIN)
         return bool(poll.poll(timeout * 1000))
 
     def reap(self, timeout: float) -> None:
-        """Waits `timeout` seconds for the exit code of a process that has ended."""
+        """Waits up to `timeout` seconds for the exit code of a process that has ended."""
         if not self._is_released:
             self._process.join(timeout)
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
-        """Sends a signal; nothing happens when the process has ended."""
+        """Sends a signal; does nothing if the process has ended."""
         if self._is_released:
             return
         try:
             if self._pidfd is None:
                 os.kill(self.pid, signum)
-            else:  # a pid may have been given to another process since
+            else:  # by its pid the signal might reach a later process
                 signal.pidfd_send_signal(self._pidfd.fileno(), signum)
         except ProcessLookupError:
             return
 
     def release(self) -> None:
-        """Lets go of the pipe and of the process object. Idempotent."""
-        with interrupts.uninterrupted():  # what is left half done nobody does again
+        """Closes the pipe and the process object. Idempotent."""
+        with interrupts.uninterrupted():  # a second call would not finish what an interrupt left undone
             if self._is_released:
                 return
             self.state, self._is_released = State.GONE, True
@@ -231,12 +228,12 @@ class WorkerProcess:
             self._exit_code = self._process.exitcode
             if self._exit_code is not None:
                 self._process.close()
-            else:  # the fork server, which would tell it, is gone or stopped
+            else:  # the fork server, which sends exit codes, is gone or stopped
                 start.forget_child(self._process)
 
 
 def end_all(workers: list[WorkerProcess], patience: float = 0.0) -> None:
-    """Ends those that have not ended within `patience` seconds, SIGTERM first, and lets go of all."""
+    """Waits `patience` seconds for workers to end, sends SIGTERM, then SIGKILL, to the others, and releases all."""
     deadline = time.monotonic() + patience
     left = [worker for worker in workers if not worker.join(max(0.0, deadline - time.monotonic()))]
     for signum, delay in ((signal.SIGTERM, TERM_DELAY), (signal.SIGKILL, KILL_DELAY)):
@@ -251,17 +248,29 @@ def end_all(workers: list[WorkerProcess], patience: float = 0.0) -> None:
         worker.release()
 
 
-def _main_process() -> Descriptor | None:
-    return None if BARE in os.environ else _pidfd(os.getpid())
+def _raise_start_error(error: BaseException, index: int, timeout: float | None) -> None:
+    """Raises the WorkerError that stands for an error of a start; returns if none does."""
+    if isinstance(error, TimeoutError):
+        raise WorkerTimeout(f"worker {index} was not started within {timeout} s: {error}", index) from error
+    if isinstance(error, (EOFError, OSError)):
+        text = f"worker {index} could not be started: {error!r}{suggest_next_step(error)}"
+        raise WorkerCrashed(text, index) from error
+    if isinstance(error, StartError):
+        text = f"worker {index} could not be started: {error}{suggest_next_step(error)}"
+        raise WorkerCrashed(text, index) from error.__cause__
 
 
-def _pidfd(pid: int) -> Descriptor | None:
+def _open_own_pidfd() -> Descriptor | None:
+    return None if BARE in os.environ else _open_pidfd(os.getpid())
+
+
+def _open_pidfd(pid: int) -> Descriptor | None:
     if not hasattr(os, "pidfd_open"):
         return None
     try:
         return Descriptor(os.pidfd_open(pid))
     except OSError as error:
-        # It has ended already, as its own sentinel says; or a sandbox does not allow it, as if the kernel had it not.
+        # The process has ended, as its sentinel says, too; or a sandbox forbids the call, as if the kernel lacked it.
         if error.errno not in (errno.ESRCH, errno.EPERM, errno.EACCES, errno.ENOSYS):
             raise
         return None

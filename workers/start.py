@@ -1,8 +1,8 @@
-"""How a worker process is started: the standard library's start methods, with three things changed.
+"""Starts worker processes by the standard library's start methods, with three changes.
 
 - The child never imports the program's main module, so a script needs no `__main__` guard.
-- The fork server is our own, so that it holds our preload whatever else started one before.
-- SIGINT is blocked from the start until the worker ignores it, so that Ctrl-C never finds it between.
+- The fork server is our own, so it has our preload even if the program has started another server.
+- SIGINT is blocked until the worker ignores it, so that Ctrl-C never interrupts a worker while it starts.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from multiprocessing import (
 from typing import Any
 
 from workers import import_path
-from workers.channel import deadline_in, milliseconds
+from workers.channel import deadline_in, milliseconds_until
 from workers.fork_server import ForkServer
 from workers.interrupts import uninterrupted
 from workers.start_errors import StartError
 
-# Milliseconds within which a Ctrl-C is noticed while a fork server is waited for that does not answer.
+# Milliseconds between two looks for a Ctrl-C while a fork server does not answer.
 SIGINT_DELAY = 100.0
 
 START_METHODS = ("forkserver", "spawn", "fork")
 
 _CONFIG_LOCK = threading.Lock()
-# Seconds that a fork server takes at most from its last word to its end.
-DYING = 1.0
+# Seconds in which a fork server that closed its connection ends, if it does end.
+END_DELAY = 1.0
 _servers: dict[tuple[str, ...], ForkServer] = {}
 
 
@@ -53,7 +53,7 @@ def default_start_method() -> str:
 
 
 def check_start_method(start_method: str | None) -> None:
-    """Raises ValueError unless it is one, or None for the default one."""
+    """Raises ValueError unless this is a start method or None, the default."""
     if start_method is not None and start_method not in START_METHODS:
         raise ValueError(f"start_method must be one of {START_METHODS}, got {start_method!r}")
 
@@ -61,20 +61,20 @@ def check_start_method(start_method: str | None) -> None:
 def new_process(
     start_method: str, preload: tuple[str, ...], timeout: float | None, **arguments: Any
 ) -> process.BaseProcess:
-    """A process object of the given start method, not started yet; `timeout` is in seconds, for the fork server."""
+    """Makes a process object, but does not start it; the fork server must answer in `timeout` seconds."""
     check_start_method(start_method)
     if start_method == "fork":
         return multiprocessing.get_context("fork").Process(**arguments)
     if start_method == "spawn":
         return _SpawnProcess(**arguments)
-    made = _ForkServerProcess(**arguments)
-    made.server, made.timeout = _server(preload), timeout
-    return made
+    new = _ForkServerProcess(**arguments)
+    new.server, new.timeout = _get_server(preload), timeout
+    return new
 
 
 @contextlib.contextmanager
-def daemons_may_have_children() -> Iterator[None]:
-    """Lets a daemonic process start workers: they end with it, which is what the rule is to see to."""
+def allow_children_of_daemons() -> Iterator[None]:
+    """Lets a daemonic process start workers; multiprocessing forbids children, but workers end with their parent."""
     config = process.current_process()._config  # type: ignore[attr-defined]
     with _CONFIG_LOCK:
         daemon = config.pop("daemon", None)
@@ -86,40 +86,40 @@ def daemons_may_have_children() -> Iterator[None]:
 
 
 def dies_with_parent(start_method: str) -> bool:
-    """Whether the kernel may end a worker with the thread that starts it: one as long-lived as its process."""
+    """Whether the thread that starts a worker lives as long as its process: the kernel may kill both together."""
     return start_method == "forkserver" or threading.current_thread() is threading.main_thread()
 
 
-def _server(preload: tuple[str, ...]) -> ForkServer:
+def _get_server(preload: tuple[str, ...]) -> ForkServer:
     if preload not in _servers:
         _servers[preload] = ForkServer(preload)
     return _servers[preload]
 
 
 def forget_child(child: process.BaseProcess) -> None:
-    """Has this program not wait at its exit for a process whose end nobody will tell it."""
+    """Keeps the exit of this program from waiting for a process whose exit code never comes."""
     process._children.discard(child)  # type: ignore[attr-defined]
 
 
-def _disown() -> None:
-    """In a forked copy of this process: it starts its own server, and waits for no worker at its exit."""
+def _reset_after_fork() -> None:
+    """Makes a forked copy start its own server, and wait for no worker at its exit."""
     global _CONFIG_LOCK
-    _CONFIG_LOCK = threading.Lock()  # held, if it was copied while a worker was started: it may be that worker
-    import_path.disown()
+    _CONFIG_LOCK = threading.Lock()  # held if the fork came while a worker was started
+    import_path.renew_lock()
     _servers.clear()
     children: set[Any] = process._children  # type: ignore[attr-defined]
     children -= {child for child in children if isinstance(child, (_SpawnProcess, _ForkServerProcess))}
 
 
-os.register_at_fork(after_in_child=_disown)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
-def _start_data(process_object: process.BaseProcess, popen: Any) -> bytes:
-    """What the child reads first: how to prepare itself, and the process object."""
+def _dump_start_data(process_object: process.BaseProcess, popen: Any) -> bytes:
+    """Pickles what the child reads first: its preparation and the process object."""
     preparation = spawn.get_preparation_data(process_object.name)
     preparation.pop("init_main_from_name", None)
     preparation.pop("init_main_from_path", None)
-    preparation["sys_path"] = import_path.import_path()
+    preparation["sys_path"] = import_path.get_import_path()
     buffer = io.BytesIO()
     context.set_spawning_popen(popen)
     try:
@@ -136,7 +136,7 @@ class _SpawnPopen(popen_spawn_posix.Popen):
     def _launch(self, process_obj: Any) -> None:
         tracker = resource_tracker.getfd()
         assert tracker is not None
-        data = _start_data(process_obj, self)
+        data = _dump_start_data(process_obj, self)
         sentinel, child_end = os.pipe()
         child_reads, parent_writes = os.pipe()
         self._fds += [tracker, child_end, child_reads]
@@ -160,49 +160,50 @@ class _ForkServerPopen(popen_forkserver.Popen):
         super().__init__(process_obj)
 
     def _launch(self, process_obj: Any) -> None:
-        data = _start_data(process_obj, self)
+        data = _dump_start_data(process_obj, self)
         self._server.ensure_running()
         pid = self._server.pid
         try:
-            self._ask(data)
+            self._request_process(data)
         except (ConnectionError, EOFError):
-            # A server that is killed cannot be waited for at once, and is taken for one that runs until then.
-            if not _is_over(pid):
+            # A killed server seems to run until it can be reaped, a moment later.
+            if not _ends_soon(pid):
                 raise
             try:
-                self._ask_again(data)
+                self._retry(data)
             finally:
                 self._server.forget_if_ended()
 
-    def _ask_again(self, data: bytes) -> None:
-        """Has another server take the place of one that has ended, unless it said why that would end, too."""
+    def _retry(self, data: bytes) -> None:
+        """Requests the process from a new server, unless the old one reported an error that would end it, too."""
         self._server.check_preload()
         try:
-            self._ask(data)
+            self._request_process(data)
         except (ConnectionError, EOFError) as error:
-            if _is_over(self._server.pid):
+            if _ends_soon(self._server.pid):
                 self._server.check_preload()
-                raise StartError(f"the fork server has ended twice{self._server.last_words()}") from error
+                raise StartError(f"the fork server has ended twice{self._server.describe_end()}") from error
             raise
 
-    def _ask(self, data: bytes) -> None:
+    def _request_process(self, data: bytes) -> None:
+        """Has the server fork a process, and sends it `data`."""
         self.sentinel, parent_writes = self._server.connect_to_new_process(self._fds)
         self.finalizer = util.Finalize(self, _close, (self.sentinel, parent_writes))
         try:
-            unread: BrokenPipeError | None = None
+            write_error: BrokenPipeError | None = None
             try:
                 _write(parent_writes, data)
-            except BrokenPipeError as error:  # nobody reads it: no process, as the server may say
-                unread = error
-            if not _readable(self.sentinel, deadline_in(self._timeout)):
+            except BrokenPipeError as error:  # there is no process; the server's answer may say why
+                write_error = error
+            if not _wait_until_readable(self.sentinel, deadline_in(self._timeout)):
                 self._server.give_up()
                 raise TimeoutError("the fork server does not answer")
             pid = forkserver.read_signed(self.sentinel)
             self._server.has_answered = True
-            if pid < 0:  # the number of the error of a fork that failed
+            if pid < 0:  # the fork failed: this is the negative errno
                 raise OSError(-pid, os.strerror(-pid))
-            if unread is not None:
-                raise unread
+            if write_error is not None:
+                raise write_error
             self.pid = pid
         except OSError as error:
             if not isinstance(error, TimeoutError):
@@ -213,18 +214,18 @@ class _ForkServerPopen(popen_forkserver.Popen):
             raise
 
 
-def _is_over(pid: int | None) -> bool:
-    """Whether a fork server has ended, or does so in a moment; or was given up by another thread meanwhile."""
+def _ends_soon(pid: int | None) -> bool:
+    """Whether a fork server has ended or ends within `END_DELAY`; True, too, if another thread gave it up."""
     if pid is None:
         return True
     try:
-        over = os.pidfd_open(pid)
-    except (AttributeError, ProcessLookupError):  # no Linux; another thread has waited for it
+        pidfd = os.pidfd_open(pid)
+    except (AttributeError, ProcessLookupError):  # this is not Linux, or another thread has reaped the server
         return True
     try:
-        return _readable(over, time.monotonic() + DYING)
+        return _wait_until_readable(pidfd, time.monotonic() + END_DELAY)
     finally:
-        os.close(over)
+        os.close(pidfd)
 
 
 class _SpawnProcess(process.BaseProcess):
@@ -239,12 +240,12 @@ class _ForkServerProcess(process.BaseProcess):
     timeout: float | None
 
 
-def _readable(fd: int, deadline: float | None) -> bool:
-    """Waits for a descriptor until a deadline, or a Ctrl-C, which is put off meanwhile and raised later."""
+def _wait_until_readable(fd: int, deadline: float | None) -> bool:
+    """Waits for a descriptor; False after the deadline or a Ctrl-C, which a caller has put off and raises later."""
     n_noted = uninterrupted.n_noted
     poll = select.poll()
     poll.register(fd, select.POLLIN)
-    while not poll.poll(SIGINT_DELAY if deadline is None else min(SIGINT_DELAY, milliseconds(deadline) or 0.0)):
+    while not poll.poll(SIGINT_DELAY if deadline is None else min(SIGINT_DELAY, milliseconds_until(deadline) or 0.0)):
         is_interrupted = signal.SIGINT in signal.sigpending() or uninterrupted.n_noted > n_noted
         if is_interrupted or (deadline is not None and time.monotonic() >= deadline):
             return False
@@ -252,7 +253,7 @@ def _readable(fd: int, deadline: float | None) -> bool:
 
 
 def _write(fd: int, data: bytes) -> None:
-    # The descriptor stays open: its other end is how a child sees that this process still lives.
+    # The descriptor stays open: once it is closed, the child takes this process for dead.
     with open(fd, "wb", closefd=False) as file:
         file.write(data)
 

@@ -1,11 +1,11 @@
-"""Why a worker could not be started, and what to do about it."""
+"""The error of a worker that could not be started, and advice on such errors."""
 
 from __future__ import annotations
 
 import errno
 import tempfile
 
-# What Python says when the system refuses another thread.
+# Python's message when the system refuses another thread.
 NO_THREAD = "can't start new thread"
 
 
@@ -13,12 +13,12 @@ class StartError(Exception):
     """A worker could not be started; its message says why."""
 
 
-def next_step(error: BaseException) -> str:
-    """What to do about an error of a start, to be put behind it; "" where that is not known."""
+def suggest_next_step(error: BaseException) -> str:
+    """Says what to do about an error of a start, to be appended to its message; "" if there is no advice."""
     text, number = str(error), getattr(error, "errno", None)
     if "AF_UNIX path too long" in text:
-        # The fork server listens at a name in it.
-        return f"; the name of the temporary directory, {_folder()}, is too long: set TMPDIR to a shorter one"
+        # The fork server's socket lies in the temporary directory.
+        return f"; the name of the temporary directory, {_get_temp_folder()}, is too long: set TMPDIR to a shorter one"
     if number == errno.EAGAIN or NO_THREAD in text:
         return (
             "; the system starts no more processes or threads for this user or container: raise the limit "
@@ -28,13 +28,13 @@ def next_step(error: BaseException) -> str:
         return "; there is no memory for another process: start fewer workers, or free some"
     if number in (errno.ENOENT, errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR):
         return (
-            f"; the fork server has its socket in the temporary directory ({_folder()}): set TMPDIR to a folder that "
-            'exists, can be written to and is not full, or give start_method="spawn", which needs none'
+            f"; the fork server has its socket in the temporary directory ({_get_temp_folder()}): set TMPDIR to a "
+            'folder that exists, can be written to and is not full, or give start_method="spawn", which needs none'
         )
     return ""
 
 
-def _folder() -> str:
+def _get_temp_folder() -> str:
     try:
         return tempfile.gettempdir()
     except OSError:

@@ -10,7 +10,7 @@ from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.seeding import PrivateStreams, seed_worker_streams
 from rlstructs.worker_setup.setup import WorkerSetup
 from workers import InlinePool, SharedArena, WorkerPool
-from workers.culprits import why_not_sent
+from workers.pickle_errors import explain_pickle_error
 from workers.pool_protocol import Pool
 
 # What the fork server imports before it forks workers.
@@ -40,6 +40,6 @@ def start_pool(settings: JobSettings, run: RunSettings, shared: tuple[SharedAren
         )
     except Exception as error:
         objects = {"init_worker": run.init_worker if run.n_processes else None} | settings.objects()
-        if why := why_not_sent(objects):
+        if why := explain_pickle_error(objects):
             raise TypeError(why) from error
         raise

@@ -21,8 +21,8 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.worker_setup import registry
 from rlstructs.worker_setup.libraries import read_libraries
 from workers import pickling
-from workers.culprits import why_not_sent
-from workers.script import Carried
+from workers.pickle_errors import explain_pickle_error
+from workers.script_pickling import PickledWithScript
 from workers.settings.process_settings import SETTINGS, read_settings
 
 
@@ -62,9 +62,9 @@ def _pickle_settings(settings: JobSettings, run: RunSettings, debug: bool) -> by
     """Pickles what the nodes' engines are made of."""
     try:
         sent = NodeSettings(settings, run, debug, registry.registered(), read_settings(SETTINGS), read_libraries())
-        return pickling.dumps(Carried(sent))
+        return pickling.dumps(PickledWithScript(sent))
     except Exception as error:
-        if why := why_not_sent({"init_worker": run.init_worker} | settings.objects()):
+        if why := explain_pickle_error({"init_worker": run.init_worker} | settings.objects()):
             raise TypeError(why) from error
         raise
 

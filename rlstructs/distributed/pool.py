@@ -18,7 +18,7 @@ from rlstructs.errors import OutOfMemoryError, WorkerCrashed, WorkerError, Worke
 from workers import failures, pickling
 from workers.errors import bare
 from workers.failures import Failure
-from workers.import_path import import_path
+from workers.import_path import get_import_path
 from workers.interrupts import forget_last_interrupt, uninterrupted
 from workers.messages import Asked, Call, Result
 
@@ -234,7 +234,7 @@ class NodePool:
         return Node(index, workers, actor, self.noun, *found)
 
     def _build(self, node: Node, *args: Any) -> Asked:
-        request = pickling.dumps(Call(BUILD, (import_path(), *self._parts[node.index], *args)))
+        request = pickling.dumps(Call(BUILD, (get_import_path(), *self._parts[node.index], *args)))
         limit = self._limit()
         return self._ask(node, BUILD, request, [self._settings], None if limit is None else PLACING + limit)
 

@@ -1,1 +1,1 @@
-"""What a worker takes over of its parent's settings, and the log records that it sends back."""
+"""Settings that a worker takes over from its parent, and the log records that it sends back."""

@@ -1,12 +1,12 @@
-"""Log records of a worker, on their way to the handlers of the process that started it.
+"""Sends a worker's log records to the handlers of the process that started it.
 
     worker                                  parent
     ------                                  ------
     logger.warning(...)  ──── a pipe ───>   logging.getLogger(name).handle(record)
 
-A worker never waits for a parent that does not read: what the pipe has no room for stays in the worker until it has, up
-to a limit. What is in the pipe outlives the worker, however that ends. Records go through it in chunks that the kernel
-writes whole or not at all, so that all workers of a pool, and what their environments fork, have one pipe, and no lock.
+A worker never waits for a parent that does not read: while the pipe is full, the worker keeps its records, up to a
+limit. Records in the pipe outlive the worker. The kernel writes each chunk of a record whole or not at all, so all
+workers of a pool, and the processes that their environments fork, share one pipe without a lock.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from typing import Any
 
 from workers import pickling
 from workers.descriptors import Descriptor
-from workers.settings.log_settings import kind, loggers
+from workers.settings.log_settings import list_loggers, name_class
 
-# Before each chunk: of which process it is, how many bytes follow, and whether they are the last of a record.
-HEAD = struct.Struct("!IH?")
-# What the kernel writes into a pipe as a whole or not at all.
-CHUNK = min(select.PIPE_BUF, 4096) - HEAD.size
-# Bytes that are read at once: all that a pipe holds.
-PIPE = 1 << 16
-# Bytes of records that a worker keeps until there is room for them; those that come then are dropped, and counted.
-MOST = 1 << 20
-# Reads at once: others may go on writing.
-READS = 64
+# The header of each chunk: the pid of its process, the number of bytes that follow, whether they end a record.
+HEADER = struct.Struct("!IH?")
+# Bytes of a record in one chunk: the kernel writes so many, and the header, into a pipe whole or not at all.
+CHUNK_BYTES = min(select.PIPE_BUF, 4096) - HEADER.size
+# Bytes that one read takes: all that a pipe holds.
+PIPE_BYTES = 1 << 16
+# Bytes of records that a worker keeps while the pipe is full; it drops and counts later records.
+MAX_WAITING_BYTES = 1 << 20
+# Reads of `read_all`: other processes may go on writing.
+MAX_READS = 64
 
 logger = logging.getLogger("workers")
 
-# Of a worker: where its records go, which handlers its parent has itself, and which are those of `init_worker`.
+# In a worker: the handler that sends its records, the handlers that its parent has, and those that `init_worker` added.
 _sender: Sender | None = None
-_handled_by_parent: set[tuple[str, str]] = set()
-_own: list[logging.Handler] = []
-_NOTHING = logging.NullHandler()
+_parent_handlers: set[tuple[str, str]] = set()
+_own_handlers: list[logging.Handler] = []
+_NULL_HANDLER = logging.NullHandler()
 _basic_config = logging.basicConfig
 
 
 class Sender(logging.Handler):
-    """The worker's end of the pipe; as a handler, whose lock is there again in a forked copy of the process."""
+    """The worker's end of the pipe; a handler, because `logging` renews the locks of handlers in a forked copy."""
 
     def __init__(self, fd: int) -> None:
         super().__init__()
@@ -59,50 +59,50 @@ class Sender(logging.Handler):
         self._n_dropped = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Sends a record, or as much of it as there is room for."""
+        """Sends a record, and keeps what the pipe has no room for."""
         try:
-            if self._pid != os.getpid():  # in a copy: what waited is the other's to send
+            if self._pid != os.getpid():  # in a forked copy: the original sends what was waiting
                 self._waiting.clear()
                 self._pid, self._n_dropped = os.getpid(), 0
             self._write()
-            if len(self._waiting) * CHUNK > MOST:
+            if len(self._waiting) * CHUNK_BYTES > MAX_WAITING_BYTES:
                 self._n_dropped += 1
                 return
-            self._tell_dropped()
+            self._report_dropped()
             self._add(record)
             self._write()
         except Exception:
             self.handleError(record)
 
     def finish(self, timeout: float = 0.0) -> None:
-        """Sends what waits for room, as long as there is some, or comes to be within so many seconds."""
+        """Sends the records that are waiting; waits up to `timeout` seconds for room in the pipe."""
         with self.lock or contextlib.nullcontext():
             deadline, poll = time.monotonic() + timeout, select.poll()
             poll.register(self._fd, select.POLLOUT)
             self._write()
-            self._tell_dropped()
+            self._report_dropped()
             while self._waiting and poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 self._write()
 
     @property
-    def waits(self) -> bool:
-        """Whether something is to be sent yet."""
+    def has_unsent(self) -> bool:
+        """Whether records, or the number of dropped ones, are still to be sent."""
         return bool(self._waiting or self._n_dropped)
 
-    def _tell_dropped(self) -> None:
+    def _report_dropped(self) -> None:
         if self._n_dropped:
-            words = f"{self._n_dropped} log records were dropped: they came faster than they were read"
+            text = f"{self._n_dropped} log records were dropped: they came faster than they were read"
             self._n_dropped = 0
-            self._add(logging.LogRecord(logger.name, logging.WARNING, __file__, 0, words, (), None))
+            self._add(logging.LogRecord(logger.name, logging.WARNING, __file__, 0, text, (), None))
 
     def _add(self, record: logging.LogRecord) -> None:
-        data = pickling.dumps(_plain(record))
-        if len(data) > MOST:
+        data = pickling.dumps(_make_picklable(record))
+        if len(data) > MAX_WAITING_BYTES:
             self._n_dropped += 1
             return
-        for at in range(0, len(data), CHUNK):
-            part = data[at : at + CHUNK]
-            self._waiting.append(HEAD.pack(self._pid, len(part), at + CHUNK >= len(data)) + part)
+        for start in range(0, len(data), CHUNK_BYTES):
+            part = data[start : start + CHUNK_BYTES]
+            self._waiting.append(HEADER.pack(self._pid, len(part), start + CHUNK_BYTES >= len(data)) + part)
 
     def _write(self) -> None:
         try:
@@ -111,12 +111,12 @@ class Sender(logging.Handler):
                 self._waiting.popleft()
         except BlockingIOError:
             return
-        except OSError:  # nobody reads any more, or an environment has closed it
+        except OSError:  # the parent no longer reads, or an environment has closed the pipe
             self._waiting.clear()
 
 
-def _plain(record: logging.LogRecord) -> dict[str, Any]:
-    """A record's attributes, with the text of what cannot travel: arguments, tracebacks and objects of their own."""
+def _make_picklable(record: logging.LogRecord) -> dict[str, Any]:
+    """Returns a record's attributes; text replaces arguments, tracebacks and objects that cannot be pickled."""
     attributes = dict(vars(record))
     attributes["msg"], attributes["args"] = record.getMessage(), None
     if record.exc_info and not record.exc_text:
@@ -132,43 +132,43 @@ def _plain(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def send_records(fd: int) -> None:
-    """Has all that is logged in this process, which is a worker, sent to its parent, and handled there."""
+    """Makes this worker send its log records to its parent, which handles them."""
     global _sender
-    for each in loggers():  # of what was forked: the parent handles what they would, and filters it
+    for each in list_loggers():  # handlers and filters that came with a fork: the parent applies its own
         each.handlers.clear()
         each.filters.clear()
-    _own.clear()
-    _handled_by_parent.clear()
+    _own_handlers.clear()
+    _parent_handlers.clear()
     _sender = Sender(fd)
     _keep_root_handler()
     logging.Logger.callHandlers = _call_handlers  # type: ignore[method-assign]
 
 
 def leave_to_parent(handlers: set[tuple[str, str]]) -> None:
-    """Says which handlers the parent has: modules that add the like here, as they load, add them a second time."""
-    _handled_by_parent.update(handlers)
+    """Notes which handlers the parent has: if a module adds the same here when it is imported, they do nothing."""
+    _parent_handlers.update(handlers)
 
 
 @contextlib.contextmanager
-def handlers_are_own() -> Iterator[None]:
-    """Around what the user runs in the worker: handlers that it adds are there for this worker's records, too."""
-    before = [handler for each in loggers() for handler in each.handlers]
+def keep_new_handlers() -> Iterator[None]:
+    """Makes handlers that the user's code adds in this block handle this worker's records in the worker, too."""
+    before = [handler for each in list_loggers() for handler in each.handlers]
     basic_config, logging.basicConfig = logging.basicConfig, _configure
     try:
         yield
     finally:
         logging.basicConfig = basic_config
-    _own.extend(handler for each in loggers() for handler in each.handlers if handler not in before)
+    _own_handlers.extend(handler for each in list_loggers() for handler in each.handlers if handler not in before)
     _keep_root_handler()
 
 
 def _configure(**arguments: Any) -> None:
-    """In place of `basicConfig`, which does nothing where the root has a handler: adds one that is not the parent's."""
+    """Replaces `basicConfig`, which does nothing if the root has a handler; adds only handlers with a target."""
     if not arguments.keys() & {"filename", "stream", "handlers"}:
         if "level" in arguments:
             logging.root.setLevel(arguments["level"])
         return
-    logging.root.removeHandler(_NOTHING)
+    logging.root.removeHandler(_NULL_HANDLER)
     try:
         _basic_config(**arguments)
     finally:
@@ -176,77 +176,82 @@ def _configure(**arguments: Any) -> None:
 
 
 def _keep_root_handler() -> None:
-    """Without one `logging.warning` and its like, and `basicConfig` of a module, would add one that prints here."""
+    """Gives the root a handler: without one `logging.warning`, say, would add one that prints in this worker."""
     if not logging.root.handlers:
-        logging.root.addHandler(_NOTHING)
+        logging.root.addHandler(_NULL_HANDLER)
 
 
 def send_rest(timeout: float = 0.0) -> None:
-    """Sends what the pipe had no room for, waiting so many seconds at most until there is."""
-    if _sender is not None and _sender.waits:
+    """Sends records that the pipe had no room for; waits up to `timeout` seconds for the parent to read."""
+    if _sender is not None and _sender.has_unsent:
         _sender.finish(timeout)
 
 
 def _call_handlers(self: logging.Logger, record: logging.LogRecord) -> None:
-    """In place of `Logger.callHandlers`, in workers."""
+    """Replaces `Logger.callHandlers` in workers."""
     if _sender is not None:
         _sender.handle(record)
-    at: logging.Logger | None = self
-    while at is not None:
-        for handler in at.handlers:
-            is_twin = handler not in _own and (at.name, kind(handler)) in _handled_by_parent
-            if record.levelno >= handler.level and not is_twin:
+    each: logging.Logger | None = self
+    while each is not None:
+        for handler in each.handlers:
+            parent_has_it = handler not in _own_handlers and (each.name, name_class(handler)) in _parent_handlers
+            if record.levelno >= handler.level and not parent_has_it:
                 handler.handle(record)
-        at = at.parent if at.propagate else None
+        each = each.parent if each.propagate else None
 
 
 class LogPipe:
-    """The pipe of a pool's workers, as the parent has it: the end that it reads, and the one that workers get."""
+    """The parent's side of the pipe: the end that it reads, and the end that its workers get.
+
+    Attributes:
+        writer: the workers' end.
+    """
 
     def __init__(self) -> None:
         reader, writer = os.pipe()
         self._reader, self.writer = Descriptor(reader), Descriptor(writer)
         os.set_blocking(reader, False)
-        self._rest = b""
-        self._parts: dict[int, bytearray] = {}  # of records, by process
+        self._buffer = b""
+        self._unfinished: dict[int, bytearray] = {}  # the first chunks of a record, by pid
         self._records: deque[logging.LogRecord] = deque()
 
     def fileno(self) -> int:
         return self._reader.fileno()
 
     def read(self) -> int | None:
-        """Reads what has come, and never waits; how many bytes, None for nothing."""
+        """Reads what has arrived, without waiting; returns the number of bytes, None if there were none."""
         try:
-            data = os.read(self._reader.fileno(), PIPE)
-        except (BlockingIOError, ValueError):  # or it is closed
+            data = os.read(self._reader.fileno(), PIPE_BYTES)
+        except (BlockingIOError, ValueError):  # ValueError: the pipe is closed
             return None
-        self._rest += data
-        while len(self._rest) >= HEAD.size:
-            pid, length, is_last = HEAD.unpack_from(self._rest)
-            if len(self._rest) < HEAD.size + length:
+        self._buffer += data
+        while len(self._buffer) >= HEADER.size:
+            pid, length, is_last = HEADER.unpack_from(self._buffer)
+            end = HEADER.size + length
+            if len(self._buffer) < end:
                 break
-            part, self._rest = self._rest[HEAD.size : HEAD.size + length], self._rest[HEAD.size + length :]
-            self._parts.setdefault(pid, bytearray()).extend(part)
+            part, self._buffer = self._buffer[HEADER.size : end], self._buffer[end:]
+            self._unfinished.setdefault(pid, bytearray()).extend(part)
             if is_last:
-                self._records.append(_record(self._parts.pop(pid)))
+                self._records.append(_unpickle_record(self._unfinished.pop(pid)))
         return len(data)
 
     def read_all(self) -> None:
-        """Reads all that workers which have ended have written."""
-        for _ in range(READS):
+        """Reads everything that ended workers have written."""
+        for _ in range(MAX_READS):
             if not self.read():
                 return
 
     def deliver(self) -> None:
-        """Hands records to the handlers of this process."""
+        """Passes the records that were read to the handlers of this process."""
         while self._records:
             try:
                 record = self._records.popleft()
-            except IndexError:  # another thread has had it
+            except IndexError:  # another thread took the last one
                 return
             try:
                 logging.getLogger(record.name).handle(record)
-            except Exception:  # of a filter, or of a handler that lets it through: not the batcher's to raise
+            except Exception:  # a filter or handler raised: show it as `logging` does, and go on
                 if logging.raiseExceptions and sys.stderr:
                     traceback.print_exc()
 
@@ -256,9 +261,9 @@ class LogPipe:
         self.writer.close()
 
 
-def _record(data: bytearray) -> logging.LogRecord:
+def _unpickle_record(data: bytearray) -> logging.LogRecord:
     try:
         return logging.makeLogRecord(pickling.loads(data))
     except Exception as error:
-        words = f"a log record of a worker cannot be unpickled: {error!r}"
-        return logging.LogRecord(logger.name, logging.WARNING, __file__, 0, words, (), None)
+        text = f"a log record of a worker cannot be unpickled: {error!r}"
+        return logging.LogRecord(logger.name, logging.WARNING, __file__, 0, text, (), None)

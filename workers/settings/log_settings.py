@@ -1,4 +1,4 @@
-"""The settings of `logging` as they travel to another process: all but handlers and filters."""
+"""Reads and writes the settings of `logging` that workers take over: all but handlers and filters."""
 
 from __future__ import annotations
 
@@ -6,47 +6,47 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-# Level, whether it propagates, whether it is disabled.
+# By a logger's name: its level, whether it propagates, whether it is disabled.
 Levels = dict[str, tuple[int, bool, bool]]
 FLAGS = ("raiseExceptions", "logThreads", "logMultiprocessing", "logProcesses")
 
 
-def loggers() -> Iterator[logging.Logger]:
-    """The root, and every logger that was asked for by its name."""
+def list_loggers() -> Iterator[logging.Logger]:
+    """Lists the root and every logger that exists."""
     yield logging.root
     for logger in list(logging.root.manager.loggerDict.values()):
         if isinstance(logger, logging.Logger):
             yield logger
 
 
-def levels() -> Levels:
-    """What each logger lets through."""
-    return {logger.name: (logger.level, logger.propagate, logger.disabled) for logger in loggers()}
+def read_levels() -> Levels:
+    """Reads which records each logger lets through."""
+    return {logger.name: (logger.level, logger.propagate, logger.disabled) for logger in list_loggers()}
 
 
-def set_levels(known: Levels) -> None:
-    """Sets what each of these loggers lets through; others stay as they are."""
-    for name, (level, propagates, is_disabled) in known.items():
+def write_levels(levels: Levels) -> None:
+    """Sets which records these loggers let through; other loggers do not change."""
+    for name, (level, propagates, is_disabled) in levels.items():
         logger = logging.getLogger(name)
         if logger.level != level:
             logger.setLevel(level)
         logger.propagate, logger.disabled = propagates, is_disabled
 
 
-def kinds_of_handlers() -> set[tuple[str, str]]:
-    """Which logger has a handler of which class."""
-    return {(logger.name, kind(handler)) for logger in loggers() for handler in logger.handlers}
+def read_handler_classes() -> set[tuple[str, str]]:
+    """Reads which loggers have handlers of which classes: pairs of names."""
+    return {(logger.name, name_class(handler)) for logger in list_loggers() for handler in logger.handlers}
 
 
-def kind(handler: logging.Handler) -> str:
-    """The name of a handler's class."""
+def name_class(handler: logging.Handler) -> str:
+    """Returns the full name of a handler's class."""
     return f"{type(handler).__module__}.{type(handler).__qualname__}"
 
 
 def read() -> dict[str, Any]:
-    """The settings of this process."""
+    """Reads the settings of this process."""
     return {
-        "levels": levels(),
+        "levels": read_levels(),
         "disable": logging.root.manager.disable,
         "names": dict(logging._levelToName),
         "captures_warnings": logging._warnings_showwarning is not None,  # type: ignore[attr-defined]
@@ -55,10 +55,10 @@ def read() -> dict[str, Any]:
 
 
 def write(settings: dict[str, Any]) -> None:
-    """Sets what `read` gave."""
+    """Applies settings that `read` returned in another process."""
     for number, name in settings["names"].items():
         logging.addLevelName(number, name)
-    set_levels(settings["levels"])
+    write_levels(settings["levels"])
     logging.disable(settings["disable"])
     logging.captureWarnings(settings["captures_warnings"])
     for flag in FLAGS:

@@ -1,4 +1,4 @@
-"""Calls a function as soon as a module is imported, which may be never."""
+"""Calls functions when a module is imported, if it ever is."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def after_import(name: str, function: Callable[[], None]) -> None:
     """Calls `function()` now if the module is loaded, otherwise once it has been imported.
 
     Args:
-        name: of the module.
-        function: must not raise: it would fail the import.
+        name: the module's name.
+        function: the function; if it raises, the import fails.
     """
     if name in sys.modules:
         function()
@@ -28,7 +28,7 @@ def after_import(name: str, function: Callable[[], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Leaves the finding to the other finders, and adds to what the loader of an awaited module does."""
+    """Finds awaited modules by the other finders, and makes their loaders call the functions."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -38,20 +38,20 @@ class _Finder(MetaPathFinder):
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(name, path, target)
             if spec is not None:
-                _call_after(spec)
+                _extend_loader(spec)
                 return spec
         return None
 
 
-def _call_after(spec: ModuleSpec) -> None:
+def _extend_loader(spec: ModuleSpec) -> None:
     loader: Any = spec.loader
-    if not hasattr(loader, "exec_module") or isinstance(loader, type):  # a package without __init__, or built in
+    if not hasattr(loader, "exec_module") or isinstance(loader, type):  # a package without __init__, a built-in module
         return
     execute = loader.exec_module
 
     def execute_and_call(module: ModuleType) -> None:
         execute(module)
-        if module.__name__ == spec.name:  # a loader may have several modules
+        if module.__name__ == spec.name:  # one loader may load several modules
             for function in _waiting.pop(spec.name, []):
                 function()
 

@@ -1,7 +1,7 @@
-"""Settings of a whole process, such as levels of logging, which workers take over from the process that starts them.
+"""Settings of a whole process, such as logging levels, that workers take over from their parent.
 
-Settings are tables of what reads and what writes each of them. What a process has is pickled setting by setting, so
-that one that cannot travel keeps no other from it.
+A table holds the functions that read and write each setting. Each value is pickled by itself, so that one that cannot
+be pickled does not affect the others.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ logger = logging.getLogger("workers")
 
 
 class Setting(NamedTuple):
-    """What reads a setting of this process, and what writes it."""
+    """The functions that read and write one setting of this process."""
 
     read: Callable[[], Any]
     write: Callable[[Any], object]
 
     @classmethod
     def attribute(cls, owner: Any, name: str) -> Setting:
-        """A setting that is an attribute, of a module perhaps."""
+        """Makes a setting of an attribute, for example of a module."""
         return cls(lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
 
 
@@ -38,7 +38,7 @@ Table = Mapping[str, Setting]
 
 
 def read_settings(table: Table) -> dict[str, bytes]:
-    """The settings of this process, pickled by name; without those that cannot be had or pickled."""
+    """Pickles the settings of this process, by name; leaves out those that cannot be read or pickled."""
     found = {}
     for name, setting in table.items():
         try:
@@ -49,7 +49,7 @@ def read_settings(table: Table) -> dict[str, bytes]:
 
 
 def write_settings(table: Table, values: Mapping[str, bytes]) -> None:
-    """Sets what differs in this process from what `read_settings` gave in another."""
+    """Applies the settings that `read_settings` returned in another process, where they differ here."""
     for name, data in values.items():
         try:
             value = pickling.loads(data)
@@ -61,14 +61,14 @@ def write_settings(table: Table, values: Mapping[str, bytes]) -> None:
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Around what imports modules that the other process has already: what they warn of as they load is known there.
+    """Silences warnings in a block that imports modules: the parent has imported them and shown the warnings.
 
-    Filters of warnings and levels of logging that they set as they load do not take the place of those in force.
+    The block changes no filter of warnings and no logging level, even if a module sets one when it is imported.
     """
-    levels = log_settings.levels()
-    with warning_filters.quiet():
+    levels = log_settings.read_levels()
+    with warning_filters.ignore_warnings():
         yield
-    log_settings.set_levels(levels)
+    log_settings.write_levels(levels)
 
 
 def _set_traceback_limit(limit: int | None) -> None:
@@ -78,8 +78,8 @@ def _set_traceback_limit(limit: int | None) -> None:
         sys.tracebacklimit = limit
 
 
-def _format_of_warnings() -> Any:
-    """A function of the user's; None for Python's own."""
+def _read_warning_format() -> Any:
+    """Returns the user's function that formats warnings; None for Python's own."""
     function = warnings.formatwarning
     return None if function.__module__ == "warnings" else function
 
@@ -95,10 +95,10 @@ SETTINGS: Table = {
     "decimal.setcontext": Setting(decimal.getcontext, decimal.setcontext),
     "socket.setdefaulttimeout": Setting(socket.getdefaulttimeout, socket.setdefaulttimeout),
     "logging": Setting(log_settings.read, log_settings.write),
-    "logging's handlers": Setting(log_settings.kinds_of_handlers, log_records.leave_to_parent),
+    "logging's handlers": Setting(log_settings.read_handler_classes, log_records.leave_to_parent),
     "warnings.filters": Setting(warning_filters.read, warning_filters.write),
     "warnings.defaultaction": Setting.attribute(warnings, "defaultaction"),
-    "warnings.formatwarning": Setting(_format_of_warnings, Setting.attribute(warnings, "formatwarning").write),
+    "warnings.formatwarning": Setting(_read_warning_format, Setting.attribute(warnings, "formatwarning").write),
 }
 if hasattr(sys, "set_int_max_str_digits"):  # not in the first releases of CPython 3.10
     SETTINGS = {

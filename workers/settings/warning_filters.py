@@ -1,7 +1,7 @@
-"""The filters of warnings, as they travel to another process.
+"""Takes the filters of warnings to another process.
 
-A category travels by its name where it has one: the module that it is of is not imported for it. Where that module is
-not loaded yet, nothing warns by that category: the filter takes its place among the others once it is.
+A category travels by name, so that its module need not be imported. Until that module is loaded nothing can warn with
+the category; then the filter takes its place among the others.
 """
 
 from __future__ import annotations
@@ -16,55 +16,55 @@ from workers import pickling
 from workers.settings.on_import import after_import
 
 
-class Named(NamedTuple):
-    """A category of warnings by the names of its module and of its class."""
+class CategoryName(NamedTuple):
+    """The name of a category of warnings: those of its module and of its class."""
 
     module: str
     name: str
 
-    def found(self) -> Any:
-        """The class, None unless the module is loaded and has it."""
+    def find(self) -> Any:
+        """Returns the class; None unless its module is loaded and has it."""
         found: Any = sys.modules.get(self.module)
         for part in self.name.split("."):
             found = getattr(found, part, None)
         return found
 
 
-# As `warnings.filters` has them: action, message, category, module, line.
+# The entries of `warnings.filters`: action, message, category, module, line.
 Filter = tuple[str, Any, Any, Any, int]
 
-# What was taken over, the first that is looked at first; of some the category is not known yet, but `Named`.
-_taken_over: list[Filter] = []
+# The parent's filters in the order in which they apply; a category that is not loaded yet is a `CategoryName`.
+_parent_filters: list[Filter] = []
 _is_quiet = False
 
 
 def read() -> list[bytes]:
-    """The filters of this process, the first that is looked at first; without those that cannot be pickled."""
+    """Pickles the filters of this process in the order in which they apply; leaves out those that cannot be pickled."""
     found, filters = [], list[Any](warnings.filters)
     for action, message, category, module, line in filters:
-        named = Named(category.__module__, category.__qualname__)
-        is_known = named.module != "__main__" and named.found() is category
-        with contextlib.suppress(Exception):  # what cannot be sent, no worker can warn by
-            found.append(pickling.dumps((action, message, named if is_known else category, module, line)))
+        name = CategoryName(category.__module__, category.__qualname__)
+        has_name = name.module != "__main__" and name.find() is category
+        with contextlib.suppress(Exception):  # a category that cannot be sent cannot occur in a worker
+            found.append(pickling.dumps((action, message, name if has_name else category, module, line)))
     return found
 
 
 def write(pickled: list[bytes]) -> None:
-    """Replaces the filters of this process by what `read` gave."""
-    _taken_over[:] = [pickling.loads(data) for data in pickled]
+    """Replaces the filters of this process by those that `read` returned in another."""
+    _parent_filters[:] = [pickling.loads(data) for data in pickled]
     filters: Any = warnings.filters
-    filters[:] = [each for each in _taken_over if not isinstance(each[2], Named)]
-    _insert_known()
-    for each in _taken_over:
-        if isinstance(each[2], Named):
-            after_import(each[2].module, _insert_known)
-    # Of a worker that forks: the second thread is ours, it waits for the end of the main process.
+    filters[:] = [each for each in _parent_filters if not isinstance(each[2], CategoryName)]
+    _insert_loaded()
+    for each in _parent_filters:
+        if isinstance(each[2], CategoryName):
+            after_import(each[2].module, _insert_loaded)
+    # For a worker that forks: the second thread is ours and only waits for the end of the main process.
     warnings.filterwarnings("ignore", "This process .* is multi-threaded, use of fork", DeprecationWarning)
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Ignores warnings, and drops the filters that modules set as they are imported."""
+def ignore_warnings() -> Iterator[None]:
+    """Ignores warnings in a block, and drops the filters that modules set while they are imported there."""
     global _is_quiet
     _is_quiet = True
     try:
@@ -73,23 +73,23 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         _is_quiet = False
-    _insert_known()
+    _insert_loaded()
 
 
-def _insert_known() -> None:
-    """Puts filters whose categories have become known before those that come after them."""
-    if _is_quiet:  # what is inserted now is dropped
+def _insert_loaded() -> None:
+    """Inserts the filters whose categories are loaded by now, each at its place in the order."""
+    if _is_quiet:  # a filter that is inserted now would be dropped
         return
     filters: Any = warnings.filters
-    for place, (action, message, category, module, line) in reversed(list(enumerate(_taken_over))):
-        if isinstance(category, Named) and (known := category.found()) is not None:
-            _taken_over[place] = action, message, known, module, line
-            later = [filters.index(other) for other in _taken_over[place + 1 :] if other in filters]
-            filters.insert(later[0] if later else len(filters), _taken_over[place])
-    _forget_what_was_decided()
+    for place, (action, message, category, module, line) in reversed(list(enumerate(_parent_filters))):
+        if isinstance(category, CategoryName) and (loaded := category.find()) is not None:
+            _parent_filters[place] = action, message, loaded, module, line
+            later = [filters.index(other) for other in _parent_filters[place + 1 :] if other in filters]
+            filters.insert(later[0] if later else len(filters), _parent_filters[place])
+    _clear_registries()
 
 
-def _forget_what_was_decided() -> None:
-    """Modules note what became of a warning, for as long as no filter changes: leaving this block is such a change."""
+def _clear_registries() -> None:
+    """Makes modules forget which warnings they have shown: leaving this block counts as a change of filters."""
     with warnings.catch_warnings():
         pass

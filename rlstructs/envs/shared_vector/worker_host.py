@@ -22,9 +22,9 @@ from rlstructs.worker_setup.setup import WorkerSetup
 from rlstructs.worker_setup.streams import WorkerStreams
 from workers import SharedArena, WorkerPool, failures, pickling
 from workers.channel import deadline_in
-from workers.culprits import why_not_sent
 from workers.interrupts import uninterrupted
 from workers.messages import AT_ONCE, Post
+from workers.pickle_errors import explain_pickle_error
 
 PRELOAD = ("numpy", "gymnasium.vector", "rlstructs.envs.shared_vector.env_worker")
 # Steps under way in a worker from which on its replies are read before it is asked for more: a pipe holds some
@@ -92,7 +92,7 @@ class WorkerHost:
             )
         except Exception as error:
             objects = {f"env_fns[{index}]": env_fn for index, env_fn in enumerate(env_fns)}
-            if why := why_not_sent({"init_worker": options.init_worker} | objects):
+            if why := explain_pickle_error({"init_worker": options.init_worker} | objects):
                 raise TypeError(why) from error
             raise
 

@@ -1,4 +1,4 @@
-"""Which part of an object cannot be pickled: the global of a script, the attribute, the variable of a closure."""
+"""Finds the part of an object that cannot be pickled: a global, an attribute, a closure's variable."""
 
 from __future__ import annotations
 
@@ -10,57 +10,64 @@ from typing import Any
 
 import cloudpickle
 
-# Of the implementation: what of a program cloudpickle sends, and by what name it finds it.
+# cloudpickle's implementation module: its private functions say which parts it pickles.
 _cloudpickle = importlib.import_module("cloudpickle.cloudpickle")
-# Objects that are searched.
-MOST = 200
+# How many objects are searched.
+MAX_OBJECTS = 200
 
 
-def why_not_sent(objects: Mapping[str, Any]) -> str | None:
-    """Says which of some objects cannot be sent to a worker and why, naming the part; None if all can.
+def explain_pickle_error(objects: Mapping[str, Any]) -> str | None:
+    """Says why the first of these objects that cannot be pickled cannot, and names the part; None if all can.
 
     Args:
-        objects: by what they are called in the message.
+        objects: the objects, each under its name in the message.
     """
     for name, value in objects.items():
-        error = _error(value)
+        error = _try_to_pickle(value)
         if error is None:
             continue
-        steps, error = _search(value, error, set()) or ([], error)
+        steps, error = _find_culprit(value, error, set()) or ([], error)
         if not steps:
             return f"{name} cannot be sent to a worker: {error}"
-        *way, last = steps
-        through = f" (through {' -> '.join(way)})" if way else ""
+        *path, last = steps
+        through = f" (through {' -> '.join(path)})" if path else ""
         step = "make it in a function that the worker calls"
         return f"{name} cannot be sent to a worker: {error}; it is {last}{through}: {step}"
     return None
 
 
-def _search(value: Any, error: Exception, seen: set[int]) -> tuple[list[str], Exception] | None:
-    """The steps to the part that is to blame, and why; None if it is not in here.
+def _find_culprit(value: Any, error: Exception, seen: set[int]) -> tuple[list[str], Exception] | None:
+    """Finds the innermost part that cannot be pickled.
 
     Args:
-        value: cannot be pickled.
-        error: why.
-        seen: the ids of those on the way to it, and of those that were searched.
+        value: an object that cannot be pickled.
+        error: what pickling it raised.
+        seen: the ids of the objects that were searched.
+
+    Returns:
+        The steps from `value` to the part, and what pickling it raised; None if every bad part was searched before.
     """
     seen.add(id(value))
-    is_whole = True
-    for step, part in _parts(value) if len(seen) < MOST else ():
-        why = _error(part)
-        if why is None:
+    is_innermost = True
+    for step, part in _list_parts(value) if len(seen) < MAX_OBJECTS else ():
+        part_error = _try_to_pickle(part)
+        if part_error is None:
             continue
-        is_whole = False
-        if id(part) not in seen and (found := _search(part, why, seen)):
+        is_innermost = False
+        if id(part) not in seen and (found := _find_culprit(part, part_error, seen)):
             return [step, *found[0]], found[1]
-    return ([], error) if is_whole else None
+    return ([], error) if is_innermost else None
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What is pickled with an object, and how it is called."""
+def _list_parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Lists the objects that are pickled with an object, each with its name for a message."""
     if isinstance(value, (types.FunctionType, type)):
-        if not _cloudpickle._should_pickle_by_reference(value):
-            yield from _parts_of_function(value) if isinstance(value, types.FunctionType) else _parts_of_class(value)
+        if _cloudpickle._should_pickle_by_reference(value):
+            return
+        if isinstance(value, types.FunctionType):
+            yield from _list_parts_of_function(value)
+        else:
+            yield from _list_parts_of_class(value)
     elif isinstance(value, types.MethodType):
         yield value.__func__.__qualname__, value.__func__
         yield f"the object of {value.__func__.__qualname__}", value.__self__
@@ -78,12 +85,12 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{index}]", part) for index, part in enumerate(value))
     else:
         kind = type(value)
-        if isinstance(held := getattr(value, "__dict__", None), dict):
-            yield from ((f"{kind.__name__}.{name}", part) for name, part in held.items())
+        if isinstance(attributes := getattr(value, "__dict__", None), dict):
+            yield from ((f"{kind.__name__}.{name}", part) for name, part in attributes.items())
         yield f"the class {kind.__name__}", kind
 
 
-def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def _list_parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     name = function.__qualname__.replace("<locals>.", "")
     module = "the script" if function.__module__ == "__main__" else function.__module__
     for used in _cloudpickle._extract_code_globals(function.__code__):
@@ -96,13 +103,14 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]
     yield from ((f"{name}.{key}", part) for key, part in vars(function).items())
 
 
-def _parts_of_class(cls: type) -> Iterator[tuple[str, Any]]:
+def _list_parts_of_class(cls: type) -> Iterator[tuple[str, Any]]:
     state = _cloudpickle._class_getstate(cls)[0]
     yield from ((f"{cls.__name__}.{name}", part) for name, part in state.items())
     yield from ((f"the class {base.__name__}", base) for base in cls.__bases__)
 
 
-def _error(value: Any) -> Exception | None:
+def _try_to_pickle(value: Any) -> Exception | None:
+    """Pickles an object and returns what that raised."""
     try:
         cloudpickle.dumps(value)
     except Exception as error:
