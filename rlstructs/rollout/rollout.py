@@ -127,7 +127,7 @@ class Rollout:
         self._idle: list[tuple[int, np.ndarray]] = []
 
     def run(self, is_split: bool) -> Generator[None, None, Progress]:
-        """Yields while a `SplitEnv` is stepped; with a `RowEnv` it never yields, and is as fast as a plain loop."""
+        """Runs the rollout; yields while a `SplitEnv` is stepped, never for a `RowEnv`."""
         rows, info, state, steps, observe = self._begin()
         (agent, device, clock, is_cut), env, slots = self._acting_agent, self._env, self._slots  # local names are fast
         is_shown, has_info, has_state = self._is_shown, bool(info._tensors), not state.empty()
