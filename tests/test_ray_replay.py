@@ -377,7 +377,7 @@ def test_what_is_named_is_there_whenever_a_save_is_interrupted(tmp_path, monkeyp
 def write_header(folder, header):
     text = json.dumps(header)
     whole = {"checksum": zlib.crc32(text.encode()), "header": text}
-    (replay_files / "replay.json").write_text(json.dumps(whole))
+    (folder / "replay.json").write_text(json.dumps(whole))
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "header", "sum", "other", "outside"])
