@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from workers.inline import InlinePool
     from workers.pool import WorkerPool
 
-# rlstructs looks for this mark to tell this package from a user's own `workers.py`.
+# By this name rlstructs tells this package from a user's own `workers.py`.
 __rlstructs_workers__ = True
 
 _EXPORTS = {
