@@ -171,7 +171,7 @@ def die_with_parent() -> None:
 
 
 def unblock_sigint() -> None:
-    """Unblocks SIGINT, which `interrupts.sigint_blocked` blocked in the thread that started this process."""
+    """Unblocks SIGINT, which `interrupts.block_sigint` blocked in the thread that started this process."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 

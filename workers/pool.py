@@ -13,9 +13,9 @@ from typing import Any
 from workers import messages, pickling
 from workers.channel import deadline_in
 from workers.descriptors import check_enough
-from workers.errors import WorkerError, WorkerTimeout, bare, check_owner
+from workers.errors import WorkerError, WorkerTimeout, check_owner, strip_traceback
 from workers.failures import Failure
-from workers.interrupts import finished, forget_last_interrupt, uninterrupted
+from workers.interrupts import defer_first_interrupt, defer_interrupt, forget_last_interrupt
 from workers.messages import Asked, Build, Call, Close, Post, Result, State
 from workers.process import WorkerProcess, end_all
 from workers.script_pickling import make_build_request
@@ -35,7 +35,7 @@ def _nothing(index: int) -> None:
 
 def _end_left(workers: list[WorkerProcess], log: LogPipe) -> None:
     """Ends the workers of a pool that was not closed."""
-    with finished():  # a finalizer runs only once
+    with defer_first_interrupt():  # a finalizer runs only once
         end_all(workers)
         log.read_all()
         log.deliver()
@@ -260,7 +260,8 @@ class WorkerPool:
     def check(self) -> dict[int, BaseException]:
         """Returns the error of each worker that is gone, by index."""
         self._drain()
-        return {worker.index: bare(worker.make_crash_error()) for worker in self._workers if worker.state is State.GONE}
+        gone = [worker for worker in self._workers if worker.state is State.GONE]
+        return {worker.index: strip_traceback(worker.make_crash_error()) for worker in gone}
 
     def restart(self, successors: Mapping[int, tuple[Any, ...]]) -> list[Asked]:
         """Replaces workers, whatever they are doing; their unfinished requests fail.
@@ -280,7 +281,7 @@ class WorkerPool:
         self._log.deliver()
         for worker in old:
             for each in worker.asked:
-                each.end(error=bare(worker.make_crash_error()))
+                each.end(error=strip_traceback(worker.make_crash_error()))
         asked = []
         for index, args in successors.items():
             self._late.discard(index)
@@ -291,7 +292,7 @@ class WorkerPool:
                 check_enough(1)  # without descriptors the fork server would fail, and other pools' workers with it
                 self._begin(index)
             except WorkerError as error:
-                asked.append(Asked(index, Build.label, is_over=True, error=bare(error)))
+                asked.append(Asked(index, Build.label, is_over=True, error=strip_traceback(error)))
             else:
                 asked += self._send([self._workers[index]], dataclasses.replace(self._first, args=args), is_kept=True)
         return asked
@@ -371,7 +372,7 @@ class WorkerPool:
 
     def _begin(self, index: int) -> None:
         """Starts a worker and puts it in its place in the list."""
-        with uninterrupted():  # a worker that is started but not listed would never be ended
+        with defer_interrupt():  # a worker that is started but not listed would never be ended
             worker = WorkerProcess(index, *self._arguments, self.timeout)
             self._workers[index : index + 1] = [worker]
             try:
@@ -400,7 +401,7 @@ class WorkerPool:
         """Takes the replies that were read while a request was sent."""
         for worker in self._workers:
             while worker.state is State.BUSY and worker.channel.has_message():
-                with uninterrupted():
+                with defer_interrupt():
                     self._take(*worker.receive())
                     self._log.read()
 
@@ -439,7 +440,7 @@ class WorkerPool:
                 failure = self._unread(worker, request, error)
                 if not is_kept:
                     raise failure from error
-                asked.append(Asked(worker.index, request.label, is_over=True, error=bare(failure)))
+                asked.append(Asked(worker.index, request.label, is_over=True, error=strip_traceback(failure)))
         return asked
 
     def _unread(self, worker: WorkerProcess, request: Build | Call | Post, error: Exception) -> WorkerError:
@@ -473,7 +474,7 @@ class WorkerPool:
                 return
         except EOFError:
             pass
-        error = bare(worker.make_crash_error())  # it has ended, and all its replies are read
+        error = strip_traceback(worker.make_crash_error())  # it has ended, and all its replies are read
         self._log.read_all()
         if all(asked.is_kept for asked in worker.asked) and worker.asked:
             for asked in worker.asked:

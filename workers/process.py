@@ -49,7 +49,7 @@ class WorkerProcess:
         self._is_last_request_whole = True
         self.channel, workers_end = Channel.pair()
         try:
-            with interrupts.sigint_blocked(), start.allow_children_of_daemons():
+            with interrupts.block_sigint(), start.allow_children_of_daemons():
                 self._process = start.new_process(
                     start_method,
                     preload,
@@ -218,7 +218,7 @@ class WorkerProcess:
 
     def release(self) -> None:
         """Closes the pipe and the process object. Idempotent."""
-        with interrupts.uninterrupted():  # a second call would not finish what an interrupt left undone
+        with interrupts.defer_interrupt():  # a second call would not finish what an interrupt left undone
             if self._is_released:
                 return
             self.state, self._is_released = State.GONE, True

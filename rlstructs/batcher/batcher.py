@@ -69,7 +69,7 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.worker_setup.setup import check_init_worker
 from workers import SharedArena
-from workers.interrupts import finished, forget_last_interrupt, uninterrupted
+from workers.interrupts import defer_first_interrupt, defer_interrupt, forget_last_interrupt
 
 logger = logging.getLogger("rlstructs")
 
@@ -265,7 +265,7 @@ class RL_Batcher:
             check_info("agent_info", agent_info, self._examples["agent_info"], self.n_elems())
         with self._life.failing():
             self._crew.mend_gone()
-        with finished(), self._life.failing("execute", self._is_halfway):
+        with defer_first_interrupt(), self._life.failing("execute", self._is_halfway):
             self._life.phase = Phase.INTERRUPTED  # until it is through
             if agent_info is not None:
                 self._books.put_agent_info(agent_info)
@@ -352,7 +352,7 @@ class RL_Batcher:
             orders = self._crew.collect(n, None if preempt is None else books.cut)
             batch = self._batch(orders)
             trajectories = batch.read(out)
-        with uninterrupted():  # or a second `get` would hand out what is over
+        with defer_interrupt():  # or a second `get` would hand out what is over
             n_running = self._end(orders, trajectories)
             batch.release()
             self._kept = trajectories, n_running
@@ -374,7 +374,7 @@ class RL_Batcher:
         """What `get` returns at last."""
         found = trajectories if self._device.type == "cpu" else trajectories.to(self._device)
         try:
-            with uninterrupted():
+            with defer_interrupt():
                 self._kept, self._life.phase = None, Phase.READY if n_running else Phase.ENDED
         except BaseException as error:
             if not isinstance(error, Exception):  # put off until now: nobody has it yet
@@ -398,7 +398,7 @@ class RL_Batcher:
             orders = self._crew.collect()
             batch = self._batch(orders)
             trajectories = batch.lend()
-        with uninterrupted():  # what is leased has somebody who gives it back, or lets go of the lease
+        with defer_interrupt():  # what is leased has somebody who gives it back, or lets go of the lease
             n_running = self._end(orders, trajectories)
             give_back = partial(self._take_back, batch, n_running)
             lease = Lease(trajectories, n_running, give_back, is_guarded=self._debug)
@@ -592,7 +592,7 @@ class RL_Batcher:
         self._life.check("load_state_dict", Phase.NEW, Phase.READY, Phase.ENDED, Phase.INTERRUPTED)
         state_dict.check(state, self.state_dict())
         statistics = state_dict.to_statistics(state["statistics"])
-        with finished(), self._life.failing("load_state_dict"):
+        with defer_first_interrupt(), self._life.failing("load_state_dict"):
             self._renew(state["workers"])
             self._begin_anew(range(self._pool.n_workers))
             self._crew.know(statistics)
@@ -682,7 +682,7 @@ class RL_Batcher:
 
     def _take_successors(self) -> None:
         """Where all of a worker that was replaced is handed out, its successor's rollouts come next."""
-        with uninterrupted():  # it is said once who they are
+        with defer_interrupt():  # it is said once who they are
             self._begin_anew(self._crew.forget())
 
     def _begin_anew(self, replaced: Iterable[int]) -> None:

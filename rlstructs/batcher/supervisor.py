@@ -28,7 +28,7 @@ from rlstructs.shared.slot_buffers import Generations
 from rlstructs.worker_setup.setup import WorkerSetup
 from workers import InlinePool, SharedArena, WorkerError, WorkerPool
 from workers.errors import is_gone
-from workers.interrupts import finished, uninterrupted
+from workers.interrupts import defer_first_interrupt, defer_interrupt
 from workers.messages import Asked
 from workers.pickle_errors import explain_pickle_error
 
@@ -359,7 +359,7 @@ class Crew:
         if isinstance(self.pool, InlinePool):
             yield
             return
-        with finished():
+        with defer_first_interrupt():
             self.is_halfway = True
             yield
             self.is_halfway = False
@@ -374,7 +374,7 @@ class Crew:
                 are there, whatever is interrupted.
         """
         self.mend_gone()  # first: who takes the place of one of these is asked below
-        with contextlib.nullcontext() if sent is None else finished():
+        with contextlib.nullcontext() if sent is None else defer_first_interrupt():
             with self._asking():
                 if self._mends and is_lasting:
                     self._remember(method, arguments)
@@ -400,7 +400,7 @@ class Crew:
         """
         for index, error in failures.items():
             if index not in self._failed:
-                with uninterrupted():
+                with defer_interrupt():
                     self._failed[index] = error
                     self.members[index].lose()
         failures = dict(self._failed)
@@ -444,7 +444,7 @@ class Crew:
     def _begin_successors(self, indexes: list[int]) -> dict[int, BaseException]:
         pool = self.pool
         assert not isinstance(pool, InlinePool)
-        with uninterrupted():
+        with defer_interrupt():
             for index in indexes:
                 self.members[index].begin_anew()
             self._replaced |= set(indexes)

@@ -46,7 +46,7 @@ from rlstructs.structures.trajectories import Trajectories
 from rlstructs.worker_setup import registry
 from rlstructs.worker_setup.libraries import read_libraries
 from workers import pickling
-from workers.interrupts import uninterrupted
+from workers.interrupts import defer_interrupt
 from workers.pickle_errors import explain_pickle_error
 from workers.script_pickling import PickledWithScript
 from workers.settings.process_settings import SETTINGS, read_settings
@@ -193,7 +193,7 @@ class RayBatcher(RL_Batcher):
             orders = self._crew.collect()
             batch = cast(PartsBatch, self._batch(orders))
             trajectories = batch.some(NAMES_OF_STEPS)
-        with uninterrupted():
+        with defer_interrupt():
             n_running = self._end(orders, trajectories)
             lease = PartsLease(list(batch.parts), n_running, lambda: self._take_back(batch, n_running))
             self._lent, self._life.phase = (weakref.ref(lease), batch, n_running), Phase.LEASED
