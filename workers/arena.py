@@ -72,7 +72,7 @@ class SharedArena:
         return self._map
 
     def map_privately(self, offset: int, nbytes: int) -> mmap.mmap:
-        """Maps a part of the block so that only this process sees what is written to the buffer.
+        """Maps a part of the block; only this process sees what it writes to the buffer.
 
         A page that was not written to here changes when another process writes to it.
 

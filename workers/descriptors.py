@@ -12,8 +12,8 @@ from typing import Any
 from workers.errors import WorkerError
 from workers.interrupts import defer_interrupt
 
-# Descriptors that this process keeps open for each worker: its pipe, two of its process object, and its pidfd; and
-# those that it needs besides while the last worker starts, the fork server's included.
+# Descriptors that this process keeps open for each worker: its pipe, two of its process object, and its pidfd. The
+# second number is how many more it needs while the last worker starts, for the fork server, too.
 PER_WORKER, WHILE_STARTING = 4, 12
 
 

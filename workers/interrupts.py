@@ -108,7 +108,7 @@ def forget_last_interrupt() -> None:
 
 
 def _list_interrupts(*errors: Any) -> Iterator[BaseException]:
-    """Lists those of the errors that are interrupts, with their causes and contexts."""
+    """Lists the interrupts among these errors, and their causes and contexts."""
     left, seen = [error for error in errors if isinstance(error, KeyboardInterrupt)], set[int]()
     while left:
         error: BaseException | None = left.pop()

@@ -166,7 +166,7 @@ def die_with_parent() -> None:
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if _parent_pid not in (0, os.getppid()):  # it ended before this call, so the kernel would not kill this process
+    if _parent_pid not in (0, os.getppid()):  # it ended before this call, and the kernel sends nothing
         os._exit(1)
 
 
@@ -214,7 +214,7 @@ def _make_failure(error: BaseException) -> failures.Failure:
 
 
 def _reply(channel: Channel, reply: Any) -> None:
-    log_records.send_rest()  # before the reply: the parent reads both at once
+    log_records.send_rest()  # first: the reply makes the parent read the log
     try:
         if isinstance(reply, bytes):
             channel.send_framed(messages.frame(reply))

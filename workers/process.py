@@ -211,7 +211,7 @@ class WorkerProcess:
         try:
             if self._pidfd is None:
                 os.kill(self.pid, signum)
-            else:  # by its pid the signal might reach a later process
+            else:  # a later process may have got this pid
                 signal.pidfd_send_signal(self._pidfd.fileno(), signum)
         except ProcessLookupError:
             return
