@@ -37,10 +37,10 @@ from workers.settings import log_records
 from workers.settings.process_settings import SETTINGS, quiet_imports, write_settings
 from workers.start_errors import suggest_next_step
 
-# Set to 1 in each worker: thread pools of the size of the machine in each of W workers would fight over the cores.
+# Set to 1 in each worker: W workers with a thread per core each would fight over the cores.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
-# Seconds for which a worker looks for the next request before it sleeps, if the last one came as soon: waking a
+# Seconds that a worker polls for the next request before it sleeps, if the last request came that soon: waking a
 # process takes as long as stepping a few environments. If the last request came later, the worker sleeps at once: the
 # trainer computes between steps and may need the core.
 SPIN_TIME = 120e-6

@@ -46,7 +46,7 @@ class Watch:
             for fd, is_pipe in ((worker.channel.fileno(), True), (worker.sentinel(), False)):
                 self._poll.register(fd, select.POLLIN)
                 self._index_of[fd] = worker.index, is_pipe
-            # The log comes last, each time: records of before a reply have arrived when the log is read.
+            # The log must stay the last: it is read after a reply, so that it holds what was logged before the reply.
             with contextlib.suppress(KeyError):
                 self._poll.unregister(self._log.fileno())
             self._poll.register(self._log.fileno(), select.POLLIN)
