@@ -32,7 +32,7 @@ from workers import (
     limits,
 )
 from workers.channel import Channel
-from workers.interrupts import uninterrupted
+from workers.interrupts import defer_interrupt
 from workers.messages import Post
 
 # Seconds. Only reached when something hangs.
@@ -770,7 +770,7 @@ def test_ctrl_c_is_put_off_whichever_thread_the_kernel_gives_it_to():
         for _ in range(100):
             is_through = False
             with pytest.raises(KeyboardInterrupt):
-                with uninterrupted():
+                with defer_interrupt():
                     os.kill(os.getpid(), signal.SIGINT)
                     for _ in range(1000):
                         is_through = os.getpid() == 0

@@ -1,6 +1,6 @@
-"""Processes and shared bytes: run any job object, built from a factory, in N processes.
+"""Runs jobs, objects that a factory builds, in worker processes that share memory.
 
-Knows nothing of reinforcement learning, and imports the standard library and cloudpickle only.
+It knows nothing of reinforcement learning and imports only the standard library and cloudpickle.
 
 Example:
     >>> from workers import WorkerPool
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from workers.inline import InlinePool
     from workers.pool import WorkerPool
 
-# rlstructs looks for this mark to tell this package from a user's own `workers.py`.
+# By this name rlstructs tells this package from a user's own `workers.py`.
 __rlstructs_workers__ = True
 
 _EXPORTS = {

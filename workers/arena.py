@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from workers.descriptors import Descriptor
 from workers.errors import OutOfMemoryError
-from workers.interrupts import uninterrupted
+from workers.interrupts import defer_interrupt
 from workers.limits import available_bytes
 
 
@@ -33,7 +33,7 @@ class SharedArena:
     """
 
     def __init__(self) -> None:
-        with uninterrupted():  # nobody would close a descriptor without an owner
+        with defer_interrupt():  # nobody would close a descriptor without an owner
             self._descriptor = Descriptor(_anonymous_file())
         self._map: mmap.mmap | None = None
 
@@ -72,7 +72,7 @@ class SharedArena:
         return self._map
 
     def map_privately(self, offset: int, nbytes: int) -> mmap.mmap:
-        """Maps a part of the block so that only this process sees what is written to the buffer.
+        """Maps a part of the block; only this process sees what it writes to the buffer.
 
         A page that was not written to here changes when another process writes to it.
 

@@ -10,10 +10,10 @@ from multiprocessing import reduction
 from typing import Any
 
 from workers.errors import WorkerError
-from workers.interrupts import uninterrupted
+from workers.interrupts import defer_interrupt
 
-# Descriptors that this process keeps open for each worker: its pipe, two of its process object, and its pidfd; and
-# those that it needs besides while the last worker starts, the fork server's included.
+# Descriptors that this process keeps open for each worker: its pipe, two of its process object, and its pidfd. The
+# second number is how many more it needs while the last worker starts, for the fork server, too.
 PER_WORKER, WHILE_STARTING = 4, 12
 
 
@@ -29,7 +29,7 @@ class Descriptor:
         return self._fd
 
     def close(self) -> None:
-        with uninterrupted():  # closing it twice might close another file that has got its number
+        with defer_interrupt():  # closing it twice might close another file that has got its number
             if self._fd is not None:
                 fd, self._fd = self._fd, None
                 os.close(fd)

@@ -83,7 +83,7 @@ def check_owner(pid: int) -> None:
         raise WorkerError("the workers belong to the process that this one is a forked copy of")
 
 
-def bare(error: WorkerError) -> WorkerError:
+def strip_traceback(error: WorkerError) -> WorkerError:
     """Removes the traceback of an error that is to be kept, and returns the error.
 
     The traceback would refer to the callers' frames, and these to the object that keeps the error. Such a cycle, and

@@ -130,7 +130,7 @@ class ForkServer(forkserver.ForkServer):
                 self._abandon()
 
     def forget_if_ended(self) -> None:
-        """Reaps the server if it has ended; its report is lost."""
+        """Reaps the server if it has ended; `describe_end` no longer knows its exit code then."""
         with self._lock:
             if self._exit_code() is not None:
                 self._abandon()

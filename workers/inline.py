@@ -1,4 +1,4 @@
-"""One job in this process, behind the interface of `WorkerPool`."""
+"""A pool of one job in this process, with the methods of `WorkerPool`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from workers.messages import Asked
 
 
 class InlinePool:
-    """The same jobs, or rather one of them, in this process: for debugging.
-
-    Takes what `WorkerPool` takes; what the job raises arrives with its own traceback.
+    """Runs one job in this process, for debugging; its exceptions keep their own traceback.
 
     Args:
-        around: gives a context in which the factory and every method run.
+        factory, shared: see `WorkerPool`.
+        around: returns the context in which the factory and every method run.
         init_worker: called with 0, before the factory.
     """
 
@@ -43,16 +42,16 @@ class InlinePool:
         self.n_workers, self.pids, self.states, self._open = 1, [os.getpid()], ["idle"], True
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Calls `job.method(*args)`; its value as a list of one."""
+        """Calls `job.method(*args)`; returns its value in a list of one."""
         self.broadcast(method, *args)
         return self.gather()
 
     def broadcast(self, method: str, *args: Any) -> None:
-        """Calls `job.method(*args)`; what it raises is raised by `gather`."""
+        """Calls `job.method(*args)`; `gather` raises what that raised."""
         self._asked = self.ask(method, *args)
 
     def ask(self, method: str, *args: Any, only: Iterable[int] | None = None) -> list[Asked]:
-        """Calls `job.method(*args)`; what it raises is in what is returned."""
+        """Calls `job.method(*args)`; the returned object holds the value or the exception."""
         asked = Asked(0, method)
         try:
             with self._around():
@@ -62,22 +61,22 @@ class InlinePool:
         return [asked]
 
     def settle(self, asked: Sequence[Asked], n: int | None = None, *, fails_fast: bool = False) -> None:
-        """Nothing: a call is over when it returns."""
+        """Does nothing: a call is over when it returns."""
 
     def is_settled(self, asked: Sequence[Asked], n: int | None = None, *, fails_fast: bool = False) -> bool:
-        """True."""
+        """Returns True: a call is over when it returns."""
         return True
 
     def check(self) -> dict[int, BaseException]:
-        """No failures: the job is here."""
+        """Returns no failures: the job's process is this one."""
         return {}
 
     def send(self, index: int, method: str, *args: Any) -> None:
-        """As `broadcast`: there is one job."""
+        """Calls `broadcast`: there is only one job."""
         self.broadcast(method, *args)
 
     def ready(self, timeout: float | None = 0.0) -> bool:
-        """True: a call is over when it returns."""
+        """Returns True, or raises what the last call raised."""
         for each in self._asked:
             if each.error is not None:
                 self._asked = []
@@ -85,9 +84,9 @@ class InlinePool:
         return True
 
     def gather(self, timeout: float | None = None) -> list[Any]:
-        """The value of the last call, as a list of one, or what it raised."""
+        """Returns the value of the last call in a list of one, or raises what it raised."""
         self.ready()
-        return [each.value for each in self._asked]  # and keeps them: who is interrupted asks again
+        return [each.value for each in self._asked]  # keeps them, so that an interrupted caller can gather again
 
     def restart(self, successors: Mapping[int, tuple[Any, ...]]) -> list[Asked]:
         """Raises: a job in this process cannot be replaced."""
@@ -102,6 +101,6 @@ class InlinePool:
                 close_job(job)
 
     def kill(self, patience: float = 0.0) -> None:
-        """Closes the job and says nothing of how that went."""
+        """Closes the job and ignores its exceptions."""
         with contextlib.suppress(Exception):
             self.close()

@@ -18,7 +18,7 @@ from workers import import_path
 SIGINT = int(signal.SIGINT)
 
 
-class uninterrupted:
+class defer_interrupt:
     """Puts off a Ctrl-C until the block ends.
 
     It replaces the signal handler. Blocking the signal would not do: each thread has its own mask, and any thread that
@@ -27,12 +27,12 @@ class uninterrupted:
     """
 
     #: How many interrupts were put off in all; code that waits in such a block stops when this grows.
-    n_noted: ClassVar[int] = 0
+    n_deferred: ClassVar[int] = 0
 
     def __enter__(self) -> None:
         self._is_pending, self._before = False, None
         if threading.get_ident() == threading.main_thread().ident and callable(_signal.getsignal(SIGINT)):
-            self._before = _signal.signal(SIGINT, self._note)
+            self._before = _signal.signal(SIGINT, self._handle_sigint)
 
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
@@ -40,17 +40,17 @@ class uninterrupted:
             if self._is_pending:
                 signal.raise_signal(signal.SIGINT)
 
-    def _note(self, *_: object) -> None:
+    def _handle_sigint(self, *_: object) -> None:
         self._is_pending = True
-        uninterrupted.n_noted += 1
+        defer_interrupt.n_deferred += 1
 
 
 @contextlib.contextmanager
-def sigint_blocked() -> Iterator[None]:
+def block_sigint() -> Iterator[None]:
     """Blocks SIGINT in this thread and in processes that it starts; a Ctrl-C raises when the block ends."""
     with import_path.change_commands_of_children():
         resource_tracker.ensure_running()  # on CPython 3.11, starting it later would unblock SIGINT
-    with uninterrupted():
+    with defer_interrupt():
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             yield
@@ -62,38 +62,38 @@ def sigint_blocked() -> Iterator[None]:
 PATIENCE = 5.0
 
 
-class finished(uninterrupted):
+class defer_first_interrupt(defer_interrupt):
     """Puts off the first Ctrl-C until the block ends, for `PATIENCE` seconds at most; a second one raises at once.
 
     For blocks that should not stop halfway but may hang: they run the code of an environment or agent in this process,
     or wait for a worker. Each of several nested blocks puts off one Ctrl-C.
     """
 
-    _is_through: _thread.LockType | None = None
+    _has_ended: _thread.LockType | None = None  # held from the first Ctrl-C until the block ends
 
     def __exit__(self, *raised: object) -> None:
         try:
             super().__exit__(*raised)  # a Ctrl-C may come until this has restored the handler
         finally:
-            if self._is_through is not None:
-                self._is_through.release()
+            if self._has_ended is not None:
+                self._has_ended.release()
 
-    def _note(self, *signal_and_frame: object) -> None:
+    def _handle_sigint(self, *signal_and_frame: object) -> None:
         if not self._is_pending or not callable(self._before):
-            super()._note(*signal_and_frame)
-            if self._is_through is None:
-                self._is_through = _thread.allocate_lock()
-                self._is_through.acquire()
+            super()._handle_sigint(*signal_and_frame)
+            if self._has_ended is None:
+                self._has_ended = _thread.allocate_lock()
+                self._has_ended.acquire()
                 # Not a threading.Timer: the code that this handler interrupts may hold its locks.
-                _thread.start_new_thread(_interrupt_again, (self._is_through,))
+                _thread.start_new_thread(_interrupt_again, (self._has_ended,))
             return
         self._is_pending = False
         self._before(*signal_and_frame)
 
 
-def _interrupt_again(is_through: _thread.LockType) -> None:
+def _interrupt_again(has_ended: _thread.LockType) -> None:
     """Interrupts the main thread again unless its block ends within `PATIENCE` seconds."""
-    if not is_through.acquire(timeout=PATIENCE):
+    if not has_ended.acquire(timeout=PATIENCE):
         signal.pthread_kill(threading.main_thread().ident or 0, SIGINT)
 
 
@@ -108,7 +108,7 @@ def forget_last_interrupt() -> None:
 
 
 def _list_interrupts(*errors: Any) -> Iterator[BaseException]:
-    """Lists those of the errors that are interrupts, with their causes and contexts."""
+    """Lists the interrupts among these errors, and their causes and contexts."""
     left, seen = [error for error in errors if isinstance(error, KeyboardInterrupt)], set[int]()
     while left:
         error: BaseException | None = left.pop()

@@ -37,10 +37,10 @@ from workers.settings import log_records
 from workers.settings.process_settings import SETTINGS, quiet_imports, write_settings
 from workers.start_errors import suggest_next_step
 
-# Set to 1 in each worker: thread pools of the size of the machine in each of W workers would fight over the cores.
+# Set to 1 in each worker: W workers with a thread per core each would fight over the cores.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
-# Seconds for which a worker looks for the next request before it sleeps, if the last one came as soon: waking a
+# Seconds that a worker polls for the next request before it sleeps, if the last request came that soon: waking a
 # process takes as long as stepping a few environments. If the last request came later, the worker sleeps at once: the
 # trainer computes between steps and may need the core.
 SPIN_TIME = 120e-6
@@ -166,12 +166,12 @@ def die_with_parent() -> None:
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if _parent_pid not in (0, os.getppid()):  # it ended before this call, so the kernel would not kill this process
+    if _parent_pid not in (0, os.getppid()):  # it ended before this call, and the kernel sends nothing
         os._exit(1)
 
 
 def unblock_sigint() -> None:
-    """Unblocks SIGINT, which `interrupts.sigint_blocked` blocked in the thread that started this process."""
+    """Unblocks SIGINT, which `interrupts.block_sigint` blocked in the thread that started this process."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
@@ -214,7 +214,7 @@ def _make_failure(error: BaseException) -> failures.Failure:
 
 
 def _reply(channel: Channel, reply: Any) -> None:
-    log_records.send_rest()  # before the reply: the parent reads both at once
+    log_records.send_rest()  # first: the reply makes the parent read the log
     try:
         if isinstance(reply, bytes):
             channel.send_framed(messages.frame(reply))

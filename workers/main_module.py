@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from workers.pickling import Unpickler
 
-# What multiprocessing also calls the main module in processes that it spawns.
+# The second name of the main module in processes that multiprocessing spawns.
 SPAWNED_MAIN = "__mp_main__"
 _real_dict: Any = vars(types.ModuleType)["__dict__"]
 # How to fill containers: they are made empty, because they may contain themselves.
@@ -69,7 +69,7 @@ class MainModule(types.ModuleType):
         script: the pickled names.
     """
 
-    __slots__ = ("_building", "_errors", "_lock", "_queue", "_script")
+    __slots__ = ("_building", "_find_errors", "_lock", "_queue", "_script")
 
     def __init__(self, script: Script) -> None:
         super().__init__("__main__")
@@ -77,7 +77,7 @@ class MainModule(types.ModuleType):
         self._lock = threading.RLock()
         self._building: dict[str, Any] = {}
         self._queue: list[str] = []
-        self._errors: dict[str, str] = {}
+        self._find_errors: dict[str, str] = {}
         spec = _Spec(script.attributes.get("__package__"))
         get_namespace(self).update(script.attributes, __builtins__=builtins, __spec__=spec)
 
@@ -99,7 +99,7 @@ class MainModule(types.ModuleType):
         try:
             return self.find(name)
         except Exception as error:
-            why = self._errors.get(name) or self._script.left_out.get(name)
+            why = self._find_errors.get(name) or self._script.left_out.get(name)
             if why is None and name in self._script.entries:
                 why = f"{type(error).__name__}: {error}"
             text = f"module '__main__' has no attribute {name!r} in this worker"
@@ -134,7 +134,7 @@ class MainModule(types.ModuleType):
         try:
             self.find(name)
         except Exception as error:  # raised again by code that uses the name
-            self._errors[name] = f"{type(error).__name__}: {error}"
+            self._find_errors[name] = f"{type(error).__name__}: {error}"
 
     def _find(self, name: str) -> Any:
         if (value := get_namespace(self).get(name, _MISSING)) is not _MISSING:

@@ -108,13 +108,13 @@ class Close:
 
 @dataclass(eq=False)
 class Asked:
-    """What was asked of a worker, and what became of it.
+    """A request to a worker, and its outcome.
 
     Attributes:
-        index: of the worker.
-        label: of the request.
-        is_kept: whether the reply is to be found here.
-        is_over: whether there is one, or never will be.
+        index: the worker's index.
+        label: the request's label.
+        is_kept: whether this object keeps the reply.
+        is_over: whether the reply has come, or never will.
         value: what the job replied.
         error: why there is no value.
     """
@@ -127,7 +127,7 @@ class Asked:
     error: BaseException | None = None
 
     def end(self, value: Any = None, error: BaseException | None = None) -> None:
-        """Keeps what became of it."""
+        """Keeps the outcome."""
         self.value, self.error, self.is_over = value, error, True
 
 

@@ -1,4 +1,4 @@
-"""N workers as one: broadcast a request, gather the replies under one deadline, replace some, close all."""
+"""A pool of workers: broadcasts requests, gathers replies under one deadline, restarts workers, closes all."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 from workers import messages, pickling
 from workers.channel import deadline_in
 from workers.descriptors import check_enough
-from workers.errors import WorkerError, WorkerTimeout, bare, check_owner
+from workers.errors import WorkerError, WorkerTimeout, check_owner, strip_traceback
 from workers.failures import Failure
-from workers.interrupts import finished, forget_last_interrupt, uninterrupted
+from workers.interrupts import defer_first_interrupt, defer_interrupt, forget_last_interrupt
 from workers.messages import Asked, Build, Call, Close, Post, Result, State
 from workers.process import WorkerProcess, end_all
 from workers.script_pickling import make_build_request
@@ -25,7 +25,7 @@ from workers.watch import Watch
 
 # Seconds that workers get to close their jobs.
 CLOSE_DELAY = 3.0
-# Seconds that the others get to close their jobs when a factory has raised.
+# Seconds that the other workers get to close their jobs when a factory has raised.
 START_PATIENCE = 1.0
 
 
@@ -34,8 +34,8 @@ def _nothing(index: int) -> None:
 
 
 def _end_left(workers: list[WorkerProcess], log: LogPipe) -> None:
-    """Ends the workers of a pool that was dropped."""
-    with finished():  # a finalizer runs once
+    """Ends the workers of a pool that was not closed."""
+    with defer_first_interrupt():  # a finalizer runs only once
         end_all(workers)
         log.read_all()
         log.deliver()
@@ -43,24 +43,24 @@ def _end_left(workers: list[WorkerProcess], log: LogPipe) -> None:
 
 
 class WorkerPool:
-    """Jobs in worker processes, one each.
+    """Worker processes, each with one job.
 
     Args:
-        n_workers: how many.
+        n_workers: how many processes.
         factory: `factory(index, *shared)` is called in each worker and returns its job, any object.
-            Pickled by cloudpickle, so a lambda or a class of the script will do.
-        shared: what is handed over while a worker starts, `SharedArena`s above all.
+            cloudpickle pickles it, so it may be a lambda or a class of the script.
+        shared: objects that each worker gets as it starts, usually `SharedArena`s.
         start_method: "forkserver" (the default on Linux), "spawn" (elsewhere) or "fork".
-        timeout: seconds within which replies must come, None for no limit. Deaths are noticed at
-            once either way.
+        timeout: seconds within which replies must come, None for no limit. The pool notices at once when a worker
+            ends, whatever the timeout is.
         preload: modules that the fork server imports once for all workers.
         setup: called in each worker, with its index, before the factory is unpickled.
-        init_worker: likewise, behind that; what it raises arrives as what the factory raises does. Handlers that it
-            adds to loggers handle what this worker logs, too.
-        name: what the processes are called, with their index behind it.
+        init_worker: called in each worker, with its index, after `setup`. An exception in it is raised here like one
+            in the factory. Handlers that it adds to loggers handle the worker's records in the worker, too.
+        name: the name of the processes; each adds its index.
 
     Raises:
-        WorkerCrashed, WorkerTimeout: a worker did not come up.
+        WorkerCrashed, WorkerTimeout: a worker could not start.
         Exception: what a factory raised, with the worker's traceback as the cause.
     """
 
@@ -82,7 +82,7 @@ class WorkerPool:
         forget_last_interrupt()
         self.timeout = timeout
         self._made_by = os.getpid()
-        # A successor is built from the same, whatever becomes of the factory and of this process meanwhile.
+        # Restarted workers get the same request, even if the factory or this process has changed since.
         start_method = start_method or default_start_method()
         self._first = make_build_request(setup, init_worker, factory, start_method)
         self._log = LogPipe()
@@ -91,10 +91,10 @@ class WorkerPool:
         self._replies: dict[int, Any] = {}
         self._answers: list[tuple[int, bytes]] = []
         self._failures: dict[int, BaseException] = {}
-        self._late: set[int] = set()  # those that have outrun a deadline, and may yet reply
+        self._late: set[int] = set()  # workers that missed a deadline and may still reply
         self._watch = Watch(self._log)
-        # Not weakref.finalize: this one runs before multiprocessing joins what is left at exit,
-        # and never in a forked copy of this process.
+        # Not weakref.finalize: this one runs before multiprocessing joins the remaining children at exit, and never in
+        # a forked copy of this process.
         self._finalizer = util.Finalize(self, _end_left, args=(self._workers, self._log), exitpriority=100)
         try:
             check_enough(n_workers)
@@ -104,7 +104,7 @@ class WorkerPool:
             self.gather()
         except BaseException as error:
             if isinstance(error, Exception) and not isinstance(error, WorkerError):
-                with contextlib.suppress(Exception):  # of a factory: the others may have something to close
+                with contextlib.suppress(Exception):  # a factory raised: the other jobs may have to close
                     self.close(START_PATIENCE)
             self.kill()
             raise
@@ -129,7 +129,7 @@ class WorkerPool:
         return [worker.state.value for worker in self._workers]
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Calls `job.method(*args)` in every worker; the values, by worker index."""
+        """Calls `job.method(*args)` in every worker; returns the values, by worker index."""
         self.broadcast(method, *args)
         return self.gather()
 
@@ -139,25 +139,25 @@ class WorkerPool:
         self._send(self._workers, Call(method, args))
 
     def ask(self, method: str, *args: Any, only: Iterable[int] | None = None) -> list[Asked]:
-        """Asks workers to call `job.method(*args)`, and returns at once; what comes of it is in what is returned.
+        """Asks workers to call `job.method(*args)`, and returns at once; the returned objects get the results.
 
-        A worker takes several requests, one behind another: they wait in its pipe, so they must be small
-        (`messages.AT_ONCE` bytes in all), or the worker idle. One that is gone has failed.
+        A worker may get several requests: they wait in its pipe, so that all of them together must be small
+        (`messages.AT_ONCE` bytes) unless the worker is idle. A request to a worker that is gone fails.
 
         Args:
-            method: of the job.
+            method: the name of the job's method.
             args: its arguments.
-            only: the indexes of those who are asked; None for all.
+            only: the indexes of the workers to ask; None for all.
         """
         return self._send(self._chosen(only), Call(method, args), is_kept=True)
 
     def settle(self, asked: Sequence[Asked], n: int | None = None, *, fails_fast: bool = False) -> None:
-        """Waits until `n` of what was asked (None: all) is over, or outruns the pool's timeout, which is a failure.
+        """Waits until `n` requests are over; one that takes longer than the pool's timeout counts as failed.
 
         Args:
-            asked: what `ask` gave.
-            n: how many.
-            fails_fast: whether one failure is enough.
+            asked: the requests, as returned by `ask`.
+            n: how many to wait for; None for all.
+            fails_fast: whether to stop at the first failure.
         """
         while workers := self._awaited(asked, n, fails_fast):
             self._wait(None, workers)
@@ -171,7 +171,7 @@ class WorkerPool:
         return not self._awaited(asked, n, fails_fast)
 
     def _awaited(self, asked: Sequence[Asked], n: int | None, fails_fast: bool) -> list[WorkerProcess]:
-        """Whom `settle` has to wait for; by one look at the clock, as the last deadline may pass at any moment."""
+        """Returns the workers that `settle` has to wait for; looks at the clock once, as a deadline may pass."""
         self._drain()
         if fails_fast and any(each.error for each in asked):
             return []
@@ -186,32 +186,32 @@ class WorkerPool:
         self._send([self._workers[index]], Call(method, args))
 
     def post(self, post: Post, only: Iterable[int] | None = None) -> None:
-        """Has workers call `job.answer` with bytes, and returns at once; the bytes it gives are among `answers`.
+        """Has workers call `job.answer` with bytes, and returns at once; `answers` gives the bytes that it returns.
 
-        Far quicker than a call, as nothing is pickled. A worker takes several, one behind another: they wait in
-        its pipe, so they must be small (`messages.AT_ONCE` bytes in all), or the worker idle.
+        Far quicker than a call, because nothing is pickled. A worker may get several posts: they wait in its pipe, so
+        that all of them together must be small (`messages.AT_ONCE` bytes) unless the worker is idle.
 
         Args:
-            post: what is asked, one answer for each of its bytes objects.
-            only: the indexes of those who are asked; None for all.
+            post: the request; each of its bytes objects gets one answer.
+            only: the indexes of the workers to ask; None for all.
         """
         self._send(self._chosen(only), post, post.message)
 
     def answers(self) -> list[tuple[int, bytes]]:
-        """What posts were answered with: worker index and bytes, the oldest first.
+        """Returns the answers to posts: worker index and bytes, the oldest first.
 
-        Takes nothing away: it gives the same again, until `forget_answers`.
+        It returns the same answers again until `forget_answers`.
         """
         return self._answers
 
     def forget_answers(self) -> None:
-        """Drops what `answers` gave."""
+        """Drops the answers that `answers` returns."""
         self._answers = []
 
     def await_answer(self, timeout: float | None = None) -> None:
-        """Waits until there is an answer that was not forgotten, or nothing is asked.
+        """Waits until `answers` is not empty, or no worker is busy.
 
-        Args, Raises: as `gather`.
+        Args, Raises: see `gather`.
         """
         self._take_read()
         deadline = deadline_in(timeout)
@@ -221,12 +221,12 @@ class WorkerPool:
         self._raise_failure()
 
     def ready(self, timeout: float | None = 0.0) -> bool:
-        """Waits up to `timeout` seconds; whether every asked worker has replied.
+        """Waits up to `timeout` seconds; returns whether every asked worker has replied.
 
-        Takes nothing away: `gather` still returns every reply, in the workers' order.
+        `gather` still returns every reply, in the workers' order.
 
         Raises:
-            WorkerTimeout: one has outrun the pool's timeout.
+            WorkerTimeout: a worker took longer than the pool's timeout.
             WorkerCrashed: a worker is gone.
             Exception: what a job raised, with the worker's traceback as the cause.
         """
@@ -241,40 +241,41 @@ class WorkerPool:
         return True
 
     def gather(self, timeout: float | None = None) -> list[Any]:
-        """The replies of all that were asked, by worker index.
+        """Waits for the replies of all asked workers, and returns them by worker index.
 
         Args:
-            timeout: seconds; None for the pool's own.
+            timeout: in seconds; None for the pool's own.
 
         Raises:
-            WorkerTimeout: not all replied in time; names who did not.
+            WorkerTimeout: not all replied in time; the message names the late workers.
             WorkerCrashed: a worker is gone.
             Exception: what a job raised, with the worker's traceback as the cause.
         """
         if not self.ready(timeout):
             self._raise_late(timeout)
-        if not self._replies:  # only answers came
+        if not self._replies:  # there were only answers to posts
             return []
         replies, self._replies = self._replies, {}
         return [replies[index] for index in sorted(replies)]
 
     def check_owner(self) -> None:
-        """Raises WorkerError in a forked copy of the process that has made the workers."""
+        """Raises WorkerError in a forked copy of the process that started the workers."""
         check_owner(self._made_by)
 
     def check(self) -> dict[int, BaseException]:
-        """The failures of workers that are gone."""
+        """Returns the error of each worker that is gone, by index."""
         self._drain()
-        return {worker.index: bare(worker.make_crash_error()) for worker in self._workers if worker.state is State.GONE}
+        gone = [worker for worker in self._workers if worker.state is State.GONE]
+        return {worker.index: strip_traceback(worker.make_crash_error()) for worker in gone}
 
     def restart(self, successors: Mapping[int, tuple[Any, ...]]) -> list[Asked]:
-        """Replaces workers, whatever they are doing; nothing comes any more of what those were asked.
+        """Replaces workers, whatever they are doing; their unfinished requests fail.
 
         Args:
-            successors: worker index -> what the factory is called with behind `shared`.
+            successors: by worker index, the arguments that the factory gets after `shared`.
 
         Returns:
-            For `settle`: whether their jobs are built.
+            The requests to build the new jobs, for `settle`.
         """
         old = [self._workers[index] for index in successors]
         self._close_idle(old)
@@ -285,7 +286,7 @@ class WorkerPool:
         self._log.deliver()
         for worker in old:
             for each in worker.asked:
-                each.end(error=bare(worker.make_crash_error()))
+                each.end(error=strip_traceback(worker.make_crash_error()))
         asked = []
         for index, args in successors.items():
             self._late.discard(index)
@@ -293,16 +294,16 @@ class WorkerPool:
             self._failures.pop(index, None)
             try:
                 self._watch.check()
-                check_enough(1)  # or the fork server would fail, and with it the workers of others
+                check_enough(1)  # without descriptors the fork server would fail, and other pools' workers with it
                 self._begin(index)
             except WorkerError as error:
-                asked.append(Asked(index, Build.label, is_over=True, error=bare(error)))
+                asked.append(Asked(index, Build.label, is_over=True, error=strip_traceback(error)))
             else:
                 asked += self._send([self._workers[index]], dataclasses.replace(self._first, args=args), is_kept=True)
         return asked
 
     def _close_idle(self, workers: list[WorkerProcess]) -> None:
-        """Has those that raised, and wait for the next request, close their jobs."""
+        """Has idle workers close their jobs."""
         delay = CLOSE_DELAY if self.timeout is None else min(CLOSE_DELAY, self.timeout)
         idle = [worker for worker in workers if worker.state is State.IDLE and worker.can_close()]
         for worker in idle:
@@ -316,25 +317,26 @@ class WorkerPool:
         """Closes every job and ends every worker, by force after `timeout` seconds. Idempotent.
 
         Args:
-            timeout: seconds; None for 3, or the pool's own if that is less. A worker that is late already gets none.
-            with_earlier: whether what jobs raised before, and nobody has asked for, is raised, too.
+            timeout: in seconds; None for 3, or the pool's own if that is less. A worker that has already missed a
+                deadline is ended at once.
+            with_earlier: whether exceptions of earlier requests that were not gathered are raised, too.
 
         Raises:
-            Exception: what the first job raised while it closed; everything is gone all the same.
+            Exception: the first exception of a job; every worker has ended all the same.
         """
         if not self._is_ours():
             return
         self._watch.end()
         if timeout is None:
             timeout = CLOSE_DELAY if self.timeout is None else min(CLOSE_DELAY, self.timeout)
-        deadline = time.monotonic() + float(timeout)  # of numpy, too
-        # A busy one reads it when it is through. One that reads no more, or is late already, is left to `kill`.
+        deadline = time.monotonic() + float(timeout)  # it may be a number of numpy
+        # A busy worker reads the request when it is done. One that no longer reads, or is late, is left to `kill`.
         lost = self._failures.keys() | self._late
         open_workers = [worker for worker in self._workers if worker.can_close() and worker.index not in lost]
         errors: list[BaseException] = []
         try:
             for worker in open_workers:
-                with contextlib.suppress(WorkerError):  # gone: reported where it mattered
+                with contextlib.suppress(WorkerError):  # the worker is gone, which was reported before
                     worker.send(Close())
             for worker in open_workers:
                 errors += worker.await_close(deadline, with_earlier, self._log)
@@ -353,14 +355,14 @@ class WorkerPool:
             self._log.read_all()
             self._log.deliver()
             self._log.close()
-            self._finalizer.cancel()  # not before: it is there for those that an interrupt has left
+            self._finalizer.cancel()  # last: an interrupt before this leaves the rest to the finalizer
 
     def _is_ours(self) -> bool:
-        """Whether there is something to end, and this is not a forked copy of the process that has to."""
+        """Whether the pool still has to be ended, and by this process: a forked copy must not end it."""
         return self._finalizer.still_active() and os.getpid() == self._made_by
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of a connection, were it only half made, would close the pipe as it goes.
+        # A copy of a connection, even an incomplete one, would close the pipe when it is freed.
         raise TypeError("worker processes cannot be copied or pickled, nor what holds them")
 
     def __enter__(self) -> WorkerPool:
@@ -369,23 +371,23 @@ class WorkerPool:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if kind is None:
             self.close()
-        else:  # what is on its way out matters more than what a job says as it closes
+        else:  # the exception of the block matters more than one of a job that closes
             with contextlib.suppress(Exception):
                 self.close()
 
     def _begin(self, index: int) -> None:
-        """Starts a worker, in the place of the one that was there."""
-        with uninterrupted():  # one that is known by half is neither watched nor ended
+        """Starts a worker and puts it in its place in the list."""
+        with defer_interrupt():  # a worker that is started but not listed would never be ended
             worker = WorkerProcess(index, *self._arguments, self.timeout)
             self._workers[index : index + 1] = [worker]
             try:
                 self._watch.add(worker)
-            except WorkerError:  # closed while it started, by who may not have found it
+            except WorkerError:  # the pool was closed meanwhile, perhaps without this worker
                 end_all([worker])
                 raise
 
     def _wait(self, deadline: float | None, workers: list[WorkerProcess]) -> bool:
-        """Reads what comes first; False when nothing came before the deadline, or one that these workers have."""
+        """Waits for the first replies and reads them; False if none came before a deadline, the pool's included."""
         if self.timeout is not None:
             due = min(worker.since for worker in workers) + self.timeout
             deadline = due if deadline is None else min(due, deadline)
@@ -394,22 +396,22 @@ class WorkerPool:
         return has_come
 
     def _drain(self) -> None:
-        """Reads what has come."""
+        """Reads everything that has arrived."""
         self._take_read()
         while self._watch.wait(time.monotonic(), self._read) and self._busy():
             pass
         self._log.deliver()
 
     def _take_read(self) -> None:
-        """Takes what was read while something was sent."""
+        """Takes the replies that were read while a request was sent."""
         for worker in self._workers:
             while worker.state is State.BUSY and worker.channel.has_message():
-                with uninterrupted():
+                with defer_interrupt():
                     self._take(*worker.receive())
                     self._log.read()
 
     def _overdue(self) -> list[WorkerProcess]:
-        """Those whose reply is later than the pool's timeout allows."""
+        """Returns the busy workers that took longer than the pool's timeout."""
         if self.timeout is None:
             return []
         now = time.monotonic()
@@ -431,7 +433,7 @@ class WorkerPool:
         self, workers: list[WorkerProcess], request: Build | Call | Post, message: list[bytes] | None = None,
         is_kept: bool = False,
     ) -> list[Asked]:  # fmt: skip
-        """Sends a request to workers, under one deadline; what fails is raised, unless it is to be kept."""
+        """Sends a request to workers under one deadline; raises a failure unless the returned objects keep it."""
         self.check_owner()
         message = messages.frame(pickling.dumps(request)) if message is None else message  # once for all
         deadline = deadline_in(self.timeout)
@@ -443,7 +445,7 @@ class WorkerPool:
                 failure = self._unread(worker, request, error)
                 if not is_kept:
                     raise failure from error
-                asked.append(Asked(worker.index, request.label, is_over=True, error=bare(failure)))
+                asked.append(Asked(worker.index, request.label, is_over=True, error=strip_traceback(failure)))
         return asked
 
     def _unread(self, worker: WorkerProcess, request: Build | Call | Post, error: Exception) -> WorkerError:
@@ -464,20 +466,20 @@ class WorkerPool:
             )
 
     def _read(self, index: int, is_pipe: bool) -> None:
-        """Reads what a worker has written, and never waits for the rest of it."""
+        """Reads what a worker has written, without waiting for the rest."""
         worker = self._workers[index]
         try:
             while worker.channel.read_available():
-                worker.since = time.monotonic()  # it answers: what is long comes in pieces
+                worker.since = time.monotonic()  # a long reply comes in pieces
                 while worker.state is State.BUSY and worker.channel.has_message():
                     self._take(*worker.receive())
                 if is_pipe:
                     return
-            if is_pipe:  # another thread has read it
+            if is_pipe:  # another thread has read the reply
                 return
         except EOFError:
             pass
-        error = bare(worker.make_crash_error())  # it ended, with nothing more to say
+        error = strip_traceback(worker.make_crash_error())  # it has ended, and all its replies are read
         self._log.read_all()
         if all(asked.is_kept for asked in worker.asked) and worker.asked:
             for asked in worker.asked:
@@ -496,7 +498,7 @@ class WorkerPool:
         error: BaseException | None = None
         if isinstance(reply, Failure):
             error = reply.to_exception(index, asked.label)
-        elif isinstance(reply, Exception):  # that it cannot be unpickled
+        elif isinstance(reply, Exception):  # the reply cannot be unpickled
             error = reply
         else:
             assert isinstance(reply, Result)

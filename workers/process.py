@@ -49,7 +49,7 @@ class WorkerProcess:
         self._is_last_request_whole = True
         self.channel, workers_end = Channel.pair()
         try:
-            with interrupts.sigint_blocked(), start.allow_children_of_daemons():
+            with interrupts.block_sigint(), start.allow_children_of_daemons():
                 self._process = start.new_process(
                     start_method,
                     preload,
@@ -211,14 +211,14 @@ class WorkerProcess:
         try:
             if self._pidfd is None:
                 os.kill(self.pid, signum)
-            else:  # by its pid the signal might reach a later process
+            else:  # a later process may have got this pid
                 signal.pidfd_send_signal(self._pidfd.fileno(), signum)
         except ProcessLookupError:
             return
 
     def release(self) -> None:
         """Closes the pipe and the process object. Idempotent."""
-        with interrupts.uninterrupted():  # a second call would not finish what an interrupt left undone
+        with interrupts.defer_interrupt():  # a second call would not finish what an interrupt left undone
             if self._is_released:
                 return
             self.state, self._is_released = State.GONE, True

@@ -264,7 +264,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _EntryPickler(_Pickler):
-    """Pickles the value of one name; refers by name to what has a name of its own.
+    """Pickles the value of one name; other objects of the script that have a name are references.
 
     Args:
         file, names: see `_Pickler`.

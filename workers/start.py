@@ -33,7 +33,7 @@ from typing import Any
 from workers import import_path
 from workers.channel import deadline_in, milliseconds_until
 from workers.fork_server import ForkServer
-from workers.interrupts import uninterrupted
+from workers.interrupts import defer_interrupt
 from workers.start_errors import StartError
 
 # Milliseconds between two looks for a Ctrl-C while a fork server does not answer.
@@ -242,11 +242,11 @@ class _ForkServerProcess(process.BaseProcess):
 
 def _wait_until_readable(fd: int, deadline: float | None) -> bool:
     """Waits for a descriptor; False after the deadline or a Ctrl-C, which a caller has put off and raises later."""
-    n_noted = uninterrupted.n_noted
+    n_deferred = defer_interrupt.n_deferred
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     while not poll.poll(SIGINT_DELAY if deadline is None else min(SIGINT_DELAY, milliseconds_until(deadline) or 0.0)):
-        is_interrupted = signal.SIGINT in signal.sigpending() or uninterrupted.n_noted > n_noted
+        is_interrupted = signal.SIGINT in signal.sigpending() or defer_interrupt.n_deferred > n_deferred
         if is_interrupted or (deadline is not None and time.monotonic() >= deadline):
             return False
     return True

@@ -12,7 +12,7 @@ from multiprocessing import util
 
 from workers.channel import milliseconds_until
 from workers.errors import WorkerError, check_owner
-from workers.interrupts import uninterrupted
+from workers.interrupts import defer_interrupt
 from workers.process import WorkerProcess
 from workers.settings.log_records import LogPipe
 
@@ -29,7 +29,7 @@ class Watch:
         self._owner_pid = os.getpid()
         # An RLock: a signal handler may end the watch while its own thread reads.
         self._lock, self._is_over, self._n_waiting = threading.RLock(), False, 0
-        with uninterrupted():  # nothing would close the pipe before it has a finalizer
+        with defer_interrupt():  # nothing would close the pipe before it has a finalizer
             wake_reader, self._wake_writer = os.pipe()
             self._close_pipe = util.Finalize(self, _close_all, args=((wake_reader, self._wake_writer),))
         self._poll.register(wake_reader, select.POLLIN)
@@ -46,14 +46,14 @@ class Watch:
             for fd, is_pipe in ((worker.channel.fileno(), True), (worker.sentinel(), False)):
                 self._poll.register(fd, select.POLLIN)
                 self._index_of[fd] = worker.index, is_pipe
-            # The log comes last, each time: records of before a reply have arrived when the log is read.
+            # The log must stay the last: it is read after a reply, so that it holds what was logged before the reply.
             with contextlib.suppress(KeyError):
                 self._poll.unregister(self._log.fileno())
             self._poll.register(self._log.fileno(), select.POLLIN)
 
     def forget(self, worker: WorkerProcess) -> None:
         """Stops watching a worker."""
-        with uninterrupted():  # if interrupted halfway, a second call would raise
+        with defer_interrupt():  # if interrupted halfway, a second call would raise
             for fd in [fd for fd, (index, _) in self._index_of.items() if index == worker.index]:
                 self._poll.unregister(fd)
                 del self._index_of[fd]
@@ -76,13 +76,13 @@ class Watch:
         try:
             events = self._poll.poll(milliseconds_until(deadline))
         finally:
-            with uninterrupted(), self._lock:
+            with defer_interrupt(), self._lock:
                 self._n_waiting -= 1
                 if self._is_over and not self._n_waiting:
                     self._close_pipe()
         with self._lock:
             self._check_not_over()
-            with uninterrupted():  # a reply that was read but not kept would be awaited for ever
+            with defer_interrupt():  # a reply that was read but not kept would be awaited for ever
                 for fd, _ in events:
                     if fd in self._index_of:  # `read` forgets a worker that has ended, with both its descriptors
                         read(*self._index_of[fd])
@@ -93,7 +93,7 @@ class Watch:
 
     def end(self) -> None:
         """Ends the waits of other threads and all later ones. Idempotent."""
-        with self._lock, uninterrupted():
+        with self._lock, defer_interrupt():
             if self._is_over:
                 return
             self._is_over = True

@@ -56,7 +56,7 @@ from rlstructs.shared.module_state import plain_state
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.worker_setup.setup import check_init_worker
-from workers.interrupts import finished
+from workers.interrupts import defer_first_interrupt
 
 logger = logging.getLogger("rlstructs")
 
@@ -250,7 +250,7 @@ class RL_Batcher:
             check_info("agent_info", agent_info, self._examples["agent_info"], self.n_elems())
         with self._life.failing():
             self._engine.mend()
-        with finished(), self._life.failing("execute", lambda: self._engine.is_halfway):
+        with defer_first_interrupt(), self._life.failing("execute", lambda: self._engine.is_halfway):
             self._life.phase = Phase.INTERRUPTED  # until it is through
             self._engine.begin(agent_info)
             self._life.phase = Phase.RUNNING
@@ -487,7 +487,7 @@ class RL_Batcher:
         self._life.check("load_state_dict", Phase.NEW, Phase.READY, Phase.ENDED, Phase.INTERRUPTED)
         state_dict.check(state, self.state_dict())
         statistics = state_dict.to_statistics(state["statistics"])
-        with finished(), self._life.failing("load_state_dict"):
+        with defer_first_interrupt(), self._life.failing("load_state_dict"):
             self._engine.load(state, statistics)
             self._life.phase = Phase.NEW
 

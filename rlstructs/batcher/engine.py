@@ -26,7 +26,7 @@ from rlstructs.structures.arrays import specs_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from workers import SharedArena
-from workers.interrupts import uninterrupted
+from workers.interrupts import defer_interrupt
 from workers.messages import Asked
 from workers.pool_protocol import Pool
 
@@ -231,7 +231,7 @@ class Engine:
 
     def _take_successors(self) -> None:
         """Continues with the successors of workers of which everything is handed out."""
-        with uninterrupted():  # the supervisor names them once
+        with defer_interrupt():  # the supervisor names them once
             self._begin_anew(self.supervisor.forget())
 
     def _begin_anew(self, replaced: Iterable[int]) -> None:

@@ -16,7 +16,7 @@ from rlstructs.batcher.lifecycle import Lifecycle, Phase
 from rlstructs.errors import StateError
 from rlstructs.shared.reading import specs_of_steps
 from rlstructs.structures.trajectories import Trajectories
-from workers.interrupts import forget_last_interrupt, uninterrupted
+from workers.interrupts import defer_interrupt, forget_last_interrupt
 
 L = TypeVar("L", bound=Borrowed)
 GiveBack = Callable[[], None]
@@ -58,7 +58,7 @@ class HandOut:
             orders = engine.collect(n, cuts)
             batch = engine.batch(orders)
             trajectories = batch.read(out)
-        with uninterrupted():  # or a second `get` would hand out what is over
+        with defer_interrupt():  # or a second `get` would hand out what is over
             n_running = engine.end(orders, trajectories)
             batch.release()
             self._kept = trajectories, n_running
@@ -68,7 +68,7 @@ class HandOut:
         """Moves them to the device, and lets the next rollout be asked for."""
         found = trajectories if self._device.type == "cpu" else trajectories.to(self._device)
         try:
-            with uninterrupted():
+            with defer_interrupt():
                 self._kept, self._life.phase = None, Phase.READY if n_running else Phase.ENDED
         except BaseException as error:
             if not isinstance(error, Exception):  # an interrupt that was put off: nobody has them yet
@@ -90,7 +90,7 @@ class HandOut:
             orders = self._engine.collect()
             batch = self._engine.batch(orders)
             trajectories = batch.lend()
-        with uninterrupted():  # until there is somebody who gives the lease back, or lets go of it
+        with defer_interrupt():  # until there is somebody who gives the lease back, or lets go of it
             n_running = self._engine.end(orders, trajectories)
             lease = make(batch, trajectories, n_running, lambda: self._take_back(batch, n_running))
             self._lent, self._life.phase = (weakref.ref(lease), batch, n_running), Phase.LEASED

@@ -16,7 +16,7 @@ from rlstructs.shared.lent import Lent
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.structures.tree import missing_key
-from workers.interrupts import uninterrupted
+from workers.interrupts import defer_interrupt
 
 B = TypeVar("B", bound="Borrowed")
 
@@ -113,7 +113,7 @@ class Borrowed:
 
     def release(self) -> None:
         """Gives it back. Idempotent."""
-        with uninterrupted():
+        with defer_interrupt():
             self._given = None
             give_back, self._give_back = self._give_back, _nothing
             give_back()
@@ -195,7 +195,7 @@ class Lease(Borrowed):
 
     def release(self) -> None:
         """Gives the memory back to the workers. Idempotent."""
-        with uninterrupted():
+        with defer_interrupt():
             if self._loan.is_open:
                 self._loan.is_open = False
                 self._lent.close(RELEASED)

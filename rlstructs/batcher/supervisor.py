@@ -22,7 +22,7 @@ from rlstructs.rollout.probe import JobDescription
 from rlstructs.rollout.progress import Clock
 from rlstructs.shared.slot_buffers import SlotBuffers
 from workers import WorkerError
-from workers.interrupts import finished, uninterrupted
+from workers.interrupts import defer_first_interrupt, defer_interrupt
 from workers.messages import Asked
 from workers.pool_protocol import Pool
 
@@ -281,7 +281,7 @@ class Supervisor:
         if not self.pool.can_restart:
             yield
             return
-        with finished():
+        with defer_first_interrupt():
             self.is_halfway = True
             yield
             self.is_halfway = False
@@ -296,7 +296,7 @@ class Supervisor:
                 are there, whatever is interrupted.
         """
         self.mend_gone()  # first: who takes the place of one of these is asked below
-        with contextlib.nullcontext() if sent is None else finished():
+        with contextlib.nullcontext() if sent is None else defer_first_interrupt():
             with self.asking():
                 if self.mends and is_lasting:
                     self._remember(method, arguments)
@@ -322,7 +322,7 @@ class Supervisor:
         """
         for index, error in failures.items():
             if index not in self._failed:
-                with uninterrupted():
+                with defer_interrupt():
                     self._failed[index] = error
                     self.records[index].lose()
         failures = dict(self._failed)
@@ -365,7 +365,7 @@ class Supervisor:
 
     def _begin_successors(self, indexes: list[int]) -> dict[int, BaseException]:
         pool = self.pool
-        with uninterrupted():
+        with defer_interrupt():
             for index in indexes:
                 self.records[index].begin_anew()
             self._replaced |= set(indexes)

@@ -16,10 +16,10 @@ from rlstructs.distributed.cluster import Placement
 from rlstructs.distributed.node_handle import Bell, Node, Request, _await
 from rlstructs.errors import OutOfMemoryError, WorkerCrashed, WorkerError, WorkerTimeout
 from workers import failures, pickling
-from workers.errors import bare
+from workers.errors import strip_traceback
 from workers.failures import Failure
 from workers.import_path import get_import_path
-from workers.interrupts import forget_last_interrupt, uninterrupted
+from workers.interrupts import defer_interrupt, forget_last_interrupt
 from workers.messages import Asked, Call, Result
 
 logger = logging.getLogger("rlstructs")
@@ -163,7 +163,7 @@ class NodePool:
         """
         for index in successors:
             self._end(self.nodes[index], WorkerCrashed(f"{self.nodes[index]} was replaced"))
-        with self._lock, uninterrupted():  # or `kill` could miss one
+        with self._lock, defer_interrupt():  # or `kill` could miss one
             self._check_open()
             for index in successors:
                 report, self.nodes[index] = self.nodes[index].report, self._started(index)
@@ -221,7 +221,7 @@ class NodePool:
             if node.error is None:
                 node.error = error
             while node.asked:
-                node.asked.popleft().asked.end(error=bare(node.error))
+                node.asked.popleft().asked.end(error=strip_traceback(node.error))
         self._bell.ring()
 
     def _started(self, index: int) -> Node:
@@ -246,7 +246,7 @@ class NodePool:
         asked = Asked(node.index, method)
         with self._lock:
             if node.error is not None:
-                asked.end(error=bare(node.error))
+                asked.end(error=strip_traceback(node.error))
                 return asked
             if not node.asked:
                 node.since = time.monotonic()
@@ -315,7 +315,7 @@ class NodePool:
         with self._lock:
             if not (node.asked and node.asked[0].reply.done()):
                 return False
-            with uninterrupted():
+            with defer_interrupt():
                 reply, columns = self._reply(node)
                 if node.error is None:
                     self._end_first(node, reply, columns)

@@ -46,7 +46,7 @@ from rlstructs.structures.arrays import raw_dtype, raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from workers import pickling
-from workers.interrupts import uninterrupted
+from workers.interrupts import defer_interrupt
 from workers.messages import Asked
 
 FORMAT, VERSION = "rlstructs.RayReplay", 1
@@ -175,7 +175,7 @@ class RayReplay:
             part = {name: column[rows] for name, column in columns.items()}
             part[ENV_INDEX] = environments[rows] // self._n_shards
             parts.append(cluster.ray().put(part))
-        with uninterrupted():  # all take it, or none does
+        with defer_interrupt():  # all take it, or none does
             asked = [self._pool.ask("extend", dtypes, largest, part, only=[shard])[0]
                      for shard, part in enumerate(parts)]  # fmt: skip
         self._pool.values(asked)

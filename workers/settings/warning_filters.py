@@ -17,7 +17,7 @@ from workers.settings.on_import import after_import
 
 
 class CategoryName(NamedTuple):
-    """The name of a category of warnings: those of its module and of its class."""
+    """The name of a category of warnings: its module and its class."""
 
     module: str
     name: str
@@ -39,7 +39,7 @@ _is_quiet = False
 
 
 def read() -> list[bytes]:
-    """Pickles the filters of this process in the order in which they apply; leaves out those that cannot be pickled."""
+    """Pickles each filter of this process, in order; leaves out filters that cannot be pickled."""
     found, filters = [], list[Any](warnings.filters)
     for action, message, category, module, line in filters:
         name = CategoryName(category.__module__, category.__qualname__)

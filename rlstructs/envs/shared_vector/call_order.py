@@ -9,7 +9,7 @@ from typing import TypeVar
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
 from rlstructs.errors import ClosedError, StateError, WorkerTimeout
-from workers.interrupts import finished
+from workers.interrupts import defer_first_interrupt
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ class CallOrder:
 
         When that goes wrong halfway, some environments have been asked and others not: it cannot go on.
         """
-        with finished():  # an interrupt goes through when all have been asked
+        with defer_first_interrupt():  # an interrupt goes through when all have been asked
             try:
                 request()
                 self.pending = pending

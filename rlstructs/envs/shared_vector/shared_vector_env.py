@@ -48,7 +48,7 @@ from rlstructs.envs.shared_vector.worker_host import WorkerHost, WorkerOptions
 from rlstructs.errors import SpecError, StateError, WorkerCrashed, WorkerTimeout
 from rlstructs.worker_setup.setup import check_init_worker
 from rlstructs.worker_setup.streams import WorkerStreams
-from workers.interrupts import uninterrupted
+from workers.interrupts import defer_interrupt
 
 # Names that `call` leaves to methods of the vectorised environment itself.
 OWN = ("reset", "step", "close")
@@ -346,7 +346,7 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
             columns.truncations[envs],
             infos_of_some(envs, outcomes),
         )
-        with uninterrupted():  # all of it or nothing: what is out and does not arrive is waited for, for ever
+        with defer_interrupt():  # all of it or nothing: what is out and does not arrive is waited for, for ever
             self._host.forget_arrived(arrived)
             self._is_out[envs] = False
             self._order.pending = Pending.SEND if envs.size < n_out else None

@@ -22,7 +22,7 @@ from rlstructs.worker_setup.setup import WorkerSetup
 from rlstructs.worker_setup.streams import WorkerStreams
 from workers import SharedArena, WorkerPool, failures, pickling
 from workers.channel import deadline_in
-from workers.interrupts import uninterrupted
+from workers.interrupts import defer_interrupt
 from workers.messages import AT_ONCE, Post
 from workers.pickle_errors import explain_pickle_error
 
@@ -254,7 +254,7 @@ class WorkerHost:
             self._read_answers()
 
     def _read_answers(self) -> None:
-        with uninterrupted():  # an answer that was taken and not kept would be waited for, for ever
+        with defer_interrupt():  # an answer that was taken and not kept would be waited for, for ever
             for index, data in self._pool.answers():
                 envs = self._asked[index].popleft()
                 self._arrived.update(unpacked(data).of_each(envs) if data else dict.fromkeys(envs, NOTHING))
