@@ -298,7 +298,9 @@ class Memory(NamedTensors, ABC):
             SpecError: no such format, or not the one that the file's name ends in.
             OSError: the directory cannot be written to.
         """
-        return files.save(self, *files.target(self, directory or self.export_directory, format))
+        path, format = files.target(self, directory or self.export_directory, format)  # noqa: A001
+        with self._hold_locks():
+            return files.save(self, path, format)
 
     def load(self, path: str | Path) -> None:
         """Restores what `save` wrote: rows, length, cursor and random stream. Missing tensors are made.

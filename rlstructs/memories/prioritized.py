@@ -102,6 +102,9 @@ class PrioritizedMemory(RandomMemory):
                 rows = self._checked_rows(rows)
             self._prioritised.update(span, rows, values, is_last)
 
+    def _locks(self) -> Sequence[Any]:
+        return [self._prioritised.lock, *super()._locks()]
+
     def _state(self) -> dict[str, Any]:
         own = {"alpha": self._alpha, "n_samples": self.n_samples, "max_priority": self._prioritised.max_priority}
         return {**super()._state(), **own}

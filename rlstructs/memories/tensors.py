@@ -7,7 +7,7 @@ a lane of the store with a head of its own, so that environments need not be in 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from rlstructs.frameworks.framework import OF_OTHERS, Framework
 from rlstructs.memories.names import check_name, checked_format, ends_of
 from rlstructs.memories.spaces import n_elements
 from rlstructs.replay.columns import SLOT, Columns, Spec
+from rlstructs.replay.copies import CopiedWhole
 from rlstructs.replay.device_columns import TensorColumns
 from rlstructs.replay.episodes import BYTES_PER_ROW
 from rlstructs.replay.roles import ENDS
@@ -55,7 +56,7 @@ class LiveTensors(dict[str, Any]):
         return OrderedDict, (), None, None, iter(self.items())
 
 
-class NamedTensors:
+class NamedTensors(CopiedWhole):
     """The tensors of a memory, and which of their rows are there; see `Memory` for the arguments."""
 
     framework: Framework
@@ -365,12 +366,19 @@ class NamedTensors:
         own = None if columns.on_host else columns.own(self.framework.tensor_of(value), spec)
         return as_whole(host_array(name, value), spec) if own is None else own
 
+    def _locks(self) -> Sequence[Any]:
+        return [self._storage.lock]
+
+    def _content(self) -> Any:
+        return self._storage._content()
+
     def __getstate__(self) -> dict[str, Any]:
         # Devices of jax and warp belong to their process.
-        return {**vars(self), "device": self.framework.name_of_device(self.device), "_write_step": _never}
+        device = self.framework.name_of_device(self.device)
+        return {**super().__getstate__(), "device": device, "_write_step": _never}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state)
+        super().__setstate__(state)
         self.device = self.framework.device(self.device)
         self._find_writer()
 

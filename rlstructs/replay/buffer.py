@@ -16,6 +16,7 @@ from rlstructs.replay.backing import Backing
 from rlstructs.replay.blocks import as_slice, rounds
 from rlstructs.replay.claims import Claims
 from rlstructs.replay.columns import Columns, Spec
+from rlstructs.replay.copies import CopiedWhole
 from rlstructs.replay.drawing import Selection
 from rlstructs.replay.export import Exporter
 from rlstructs.replay.from_trajectories import STEP_ENDS, STEP_START, named_steps, require_keys, steps_of
@@ -33,7 +34,7 @@ LOG = logging.getLogger("rlstructs")
 ERROR, GROW, FILL = "error", "grow", "fill"
 
 
-class Buffer:
+class Buffer(CopiedWhole):
     """A store with named columns that come with the first rows.
 
     Args:
@@ -344,7 +345,13 @@ class Buffer:
     def _span(self, length: int = 1) -> Span:
         return self._storage.span(length)
 
-    # Files
+    # Files and copies
+
+    def _locks(self) -> Sequence[Any]:
+        return [each._storage.lock for each in (self, *self._inner().values())]
+
+    def _content(self) -> Any:
+        return self._storage._content()
 
     def save(self, path: str | Path) -> None:
         """Writes rows, counters, episodes, priorities and the random stream to a file, whole or not at all.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -56,10 +55,8 @@ INNER = "inner/"
 
 
 def save(buffer: Buffer, path: Path, suffix: str | None = None, compression: str | None = None) -> None:
-    """Writes a buffer; `suffix` says which kind of file, if the name does not. Who writes rows meanwhile waits."""
-    with contextlib.ExitStack() as held:
-        for each in (buffer, *buffer._inner().values()):
-            held.enter_context(each._storage.lock)
+    """Writes a buffer while its locks are held; `suffix` says which kind of file, if the name does not."""
+    with buffer._hold_locks():
         layout.write(path, type(buffer).__name__, *contents(buffer), suffix, compression)
 
 

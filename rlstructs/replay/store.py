@@ -9,10 +9,7 @@ process take turns at writing.
 
 from __future__ import annotations
 
-import copy
-import os
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +20,7 @@ from rlstructs.errors import StateError
 from rlstructs.replay.backing import Backing, Block, Heap, Shared
 from rlstructs.replay.blocks import lead_of
 from rlstructs.replay.columns import LANE, Columns
-from rlstructs.replay.copies import UNCHANGED, Unchanged
+from rlstructs.replay.copies import CopiedWhole, renew_lock_after_fork
 from rlstructs.replay.drawing import Selection
 from rlstructs.replay.episodes import Episodes
 from rlstructs.replay.linked_columns import Link, put_linked
@@ -35,7 +32,7 @@ ALL = slice(None)
 MAX_REDRAWS = 100
 
 
-class Storage:
+class Storage(CopiedWhole):
     """Rows of `n_lanes` lanes, the newest `capacity` of each.
 
     Args:
@@ -80,7 +77,7 @@ class Storage:
         self.version = 0
         self.is_private = not isinstance(backing, Shared)
         self._map()
-        _stores.add(self)
+        renew_lock_after_fork(self)
 
     def _map(self) -> None:
         counters = self._counters.bytes().view(np.int64).reshape(N_COUNTERS, self.columns.n_lanes)
@@ -374,35 +371,18 @@ class Storage:
         self.is_private = False
         self._map()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Storage:
-        made = memo[id(self)] = type(self).__new__(type(self))
-        with self.lock:  # another thread may be about to write
-            made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return made
-
-    def __getstate__(self) -> dict[str, Any]:
-        with self.lock:
-            state = {key: value for key, value in vars(self).items() if key not in ("ring", "lock", "_span")}
-            return state | {UNCHANGED: Unchanged(self._content if self.is_private else bool)}
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        vars(self).update({key: value for key, value in state.items() if key != UNCHANGED})
-        self.lock, self._span = threading.RLock(), None
-        self._map()
-        _stores.add(self)
+    def _locks(self) -> Sequence[Any]:
+        return (self.lock,)
 
     def _content(self) -> Any:
-        """Equal to what it was only if no row has changed."""
-        return self.version, self.ring.counters.tobytes()
+        # Other processes write to a shared store at any time: it can only be copied as it is.
+        return (self.version, self.ring.counters.tobytes()) if self.is_private else None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in super().__getstate__().items() if key not in ("ring", "lock", "_span")}
 
-_stores: weakref.WeakSet[Storage] = weakref.WeakSet()
-
-
-def _free_locks() -> None:
-    """In a forked process there are no other threads to give a lock back; what one was writing does not count yet."""
-    for storage in _stores:
-        storage.lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_free_locks)
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        super().__setstate__(state)
+        self.lock, self._span = threading.RLock(), None
+        self._map()
+        renew_lock_after_fork(self)
