@@ -19,7 +19,7 @@ from rlstructs.errors import FileError, OutOfMemoryError
 from rlstructs.files import json_text, layout
 from rlstructs.files.archives import checksum
 from rlstructs.files.opening import open_file, read_at, read_bytes, size_of
-from rlstructs.memories.restoring import EPISODES, KIND, RING, checked, make_missing
+from rlstructs.memories.restoring import EPISODES, KIND, RING, make_missing, plan_restore
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.priorities import DRAWN, LEAVES, SYNCED
 from rlstructs.replay.ring import Ring
@@ -99,8 +99,8 @@ def load(memory: Memory, path: Path) -> None:
             raise ValueError(f"version {reason(state.get('version'))}, this program reads version {layout.VERSION}")
         _verify(path, state)
         given = state["more"]
-        more = {name: _bookkept(given[name], dtype) for name, dtype in DTYPES.items() if name in given}
-        specs, restore = checked(memory, path, state, more)
+        more = {name: _parse_bookkeeping(given[name], dtype) for name, dtype in DTYPES.items() if name in given}
+        specs, restore = plan_restore(memory, path, state, more)
         lane_rows = Span(Ring(more[RING], memory.memory_size), memory._storage.columns).by_step()
         tensors = _read_rows(path, nbytes, specs, len(lane_rows))
     except (FileError, OutOfMemoryError):
@@ -116,7 +116,7 @@ def load(memory: Memory, path: Path) -> None:
     restore()
 
 
-def _bookkept(values: Any, dtype: Any) -> np.ndarray:
+def _parse_bookkeeping(values: Any, dtype: Any) -> np.ndarray:
     """Numbers from JSON as an array, whose dtype loses nothing of them."""
     array = np.array(values)
     if array.size and array.dtype.kind != np.dtype(dtype).kind:
@@ -145,10 +145,10 @@ def _read_rows(path: Path, nbytes: int, specs: Mapping[str, Spec], n_rows: int) 
         at_once = max(1, CELLS_AT_ONCE // max(n, 1))
         for start in range(0, n_rows, at_once):
             stop, at = min(start + at_once, n_rows), 0
-            lines = [_cells(file, n) for _ in range(start, stop)]
+            lines = [_read_cells(file, n) for _ in range(start, stop)]
             for name, size in sizes.items():
                 cells = [line[at : at + size] for line in lines]
-                made[name][start:stop] = _parsed(name, cells, specs[name]).reshape(stop - start, *specs[name].shape)
+                made[name][start:stop] = _parse(name, cells, specs[name]).reshape(stop - start, *specs[name].shape)
                 at += size
         if file.read(1):
             raise ValueError(f"it has more than the {n_rows} rows that it should have")
@@ -167,7 +167,7 @@ def _check_names(file: IO[str], specs: Mapping[str, Spec]) -> None:
         raise ValueError(f"its first line does not name the columns of {sorted(specs)}")
 
 
-def _cells(file: IO[str], n: int) -> list[str]:
+def _read_cells(file: IO[str], n: int) -> list[str]:
     """The next line of a file, as n texts."""
     line = file.readline(n * (LONGEST_NUMBER + 1) + 2)
     cells = line.rstrip("\r\n").split(",") if n else []
@@ -177,7 +177,7 @@ def _cells(file: IO[str], n: int) -> list[str]:
     return cells
 
 
-def _parsed(name: str, cells: list[list[str]], spec: Any) -> np.ndarray:
+def _parse(name: str, cells: list[list[str]], spec: Any) -> np.ndarray:
     if spec.is_bfloat16:
         return to_bits(name, np.array(cells, np.float32))
     if spec.dtype.kind == "b":

@@ -13,14 +13,14 @@ from rlstructs.errors import FileError, SpecError
 from rlstructs.files import layout
 from rlstructs.files.archives import Reader
 from rlstructs.memories import csv_files
-from rlstructs.memories.names import FORMATS, checked_format
-from rlstructs.memories.restoring import BOOKKEEPING, EPISODES, KIND, RING, checked, make_missing
+from rlstructs.memories.names import FORMATS, check_format
+from rlstructs.memories.restoring import BOOKKEEPING, EPISODES, KIND, RING, make_missing, plan_restore
 from rlstructs.replay.episodes import EPISODE
 
 if TYPE_CHECKING:
     from rlstructs.memories.memory import Memory
 
-def target(memory: Memory, given: str | Path, format: str | None) -> tuple[Path, str]:  # noqa: A002
+def choose_file(memory: Memory, given: str | Path, format: str | None) -> tuple[Path, str]:  # noqa: A002
     """Which file a memory is saved to, and in which format: a file that is named, or one in a directory.
 
     Raises:
@@ -29,10 +29,10 @@ def target(memory: Memory, given: str | Path, format: str | None) -> tuple[Path,
     path = Path(given)
     ending = path.suffix[1:]
     if path.is_dir() or ending not in (*FORMATS, "h5", "hdf5"):
-        format = checked_format("pt" if format is None else format)  # noqa: A001
+        format = check_format("pt" if format is None else format)  # noqa: A001
         now = datetime.now().strftime("%y-%m-%d_%H-%M-%S-%f")
         return path / "memories" / f"{now}_memory_{hex(id(memory))}.{format}", format
-    if checked_format(ending if format is None else format) != ending:
+    if check_format(ending if format is None else format) != ending:
         raise SpecError(f"{path}: the name ends in .{ending}, the format should be {format!r}; leave one of them out")
     return path, ending
 
@@ -60,7 +60,7 @@ def load(memory: Memory, path: Path) -> None:
         reader.verify()
         state = header["state"]
         more = {name: _array(reader, name) for name in BOOKKEEPING if name in header["arrays"]}
-        specs, restore = checked(memory, path, state, more)
+        specs, restore = plan_restore(memory, path, state, more)
         for name, spec in specs.items():
             dtype, shape = reader.found(name)
             if dtype != spec.dtype or shape != (memory.memory_size, memory.num_envs, *spec.shape):

@@ -14,7 +14,7 @@ from rlstructs.structures.arrays import as_array
 FORMATS = ("pt", "npz", "csv")
 
 
-def checked_format(name: Any) -> str:
+def check_format(name: Any) -> str:
     """`name`, if it is one of the formats.
 
     Raises:
@@ -31,7 +31,7 @@ def check_name(name: Any) -> None:
         raise SpecError(f"a tensor's name must be a string that does not begin and end with '__', got {name!r}")
 
 
-def ends_of(block: Mapping[str, Any], lead: tuple[int, int]) -> np.ndarray | None:
+def find_ends(block: Mapping[str, Any], lead: tuple[int, int]) -> np.ndarray | None:
     """Where episodes end in rows of these tensors, bool `lead`; None if none of them says so."""
     done: np.ndarray | None = None
     for name in ENDS:

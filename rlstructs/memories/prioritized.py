@@ -76,7 +76,7 @@ class PrioritizedMemory(RandomMemory):
 
     def get_sampling_weights(self) -> Any:
         """The importance weights of the last `sample`, float32 (batch_size,), one for each row or sequence."""
-        leaves = self._sampled().fields["leaves"]
+        leaves = self._last_selection().fields["leaves"]
         smallest = leaves.min() if self.normalize == "batch" else self._smallest
         weights = (smallest / leaves).astype(np.float32) ** np.float32(self._beta)
         return self.framework.hand_over([weights], self._float32, self.device)[0]
@@ -99,7 +99,7 @@ class PrioritizedMemory(RandomMemory):
             span = self._store().span()
             is_last = self._prioritised.is_last(rows, span)
             if not is_last:
-                rows = self._checked_rows(rows)
+                rows = self._check_indexes(rows)
             self._prioritised.update(span, rows, values, is_last)
 
     def _locks(self) -> Sequence[Any]:
@@ -112,7 +112,7 @@ class PrioritizedMemory(RandomMemory):
     def _more_arrays(self) -> dict[str, np.ndarray]:
         return self._prioritised.arrays()
 
-    def _checked_more(
+    def _plan_more(
         self, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any], claims: Claims
     ) -> Callable[[], None]:
         alpha = state.get("alpha", self._alpha)
@@ -126,7 +126,7 @@ class PrioritizedMemory(RandomMemory):
 
         return restore
 
-    def _anchors(self, span: Span, n: int, fits: Fits | None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    def _draw_anchors(self, span: Span, n: int, fits: Fits | None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         prioritised, rng = self._prioritised, self._rng
         prioritised.follow(span)
 

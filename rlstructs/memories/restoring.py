@@ -27,7 +27,7 @@ RING, EPISODES = "__ring__", "__episodes__"
 BOOKKEEPING = (RING, EPISODES, SYNCED, DRAWN, LEAVES)
 
 
-def checked(
+def plan_restore(
     memory: Memory, path: Path, state: Any, more: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, Spec], Callable[[], None]]:
     """What the tensors of a file are, and what restores all else.
@@ -50,9 +50,9 @@ def checked(
                 f"{path}: tensor {name!r} is {theirs.dtype} {theirs.shape}, in this memory {spec.dtype} {spec.shape}"
             )
     claims = Claims(check_counters(more[RING], memory.num_envs, memory.memory_size), SLOT, specs)
-    episodes = _checked_episodes(memory, more, claims)
+    episodes = _check_episodes(memory, more, claims)
     generator = generator_in(state["rng"])
-    restore_more = memory._checked_more(more, state, claims)
+    restore_more = memory._plan_more(more, state, claims)
 
     def restore() -> None:
         storage = memory._store()
@@ -68,7 +68,7 @@ def checked(
     return specs, restore
 
 
-def _checked_episodes(memory: Memory, more: Mapping[str, np.ndarray], claims: Claims) -> np.ndarray | None:
+def _check_episodes(memory: Memory, more: Mapping[str, np.ndarray], claims: Claims) -> np.ndarray | None:
     if EPISODES not in more:
         if ends := [name for name in claims.specs if name in ENDS]:
             raise ValueError(f"it has no episodes, but a tensor {ends[0]!r}")
@@ -96,4 +96,4 @@ def make_missing(memory: Memory, path: Path, state: Mapping[str, Any], specs: Ma
         check_name(name)
     memory._check_room(str(path), [specs[name] for name in missing])
     for name in missing:
-        memory._add(name, dtype_of(memory, name, state["tensors"][name][0]), specs[name].shape)
+        memory._plan_tensor(name, dtype_of(memory, name, state["tensors"][name][0]), specs[name].shape)

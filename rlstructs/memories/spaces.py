@@ -23,10 +23,10 @@ def n_elements(size: Any) -> int:
         return math.prod(check_count("size", n) for n in size)
     if isinstance(size, (bool, int, np.integer, float, str)):
         return check_count("size", size)
-    return check_count("size", _of_space(size))
+    return check_count("size", _n_elements_of_space(size))
 
 
-def _of_space(space: Any) -> int:
+def _n_elements_of_space(space: Any) -> int:
     from gymnasium import spaces
 
     if isinstance(space, spaces.Discrete):
@@ -35,7 +35,7 @@ def _of_space(space: Any) -> int:
         return math.prod(space.shape)
     if isinstance(space, (spaces.Dict, spaces.Tuple)):
         members = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces
-        return sum(_of_space(member) for member in members)
+        return sum(_n_elements_of_space(member) for member in members)
     if isinstance(space, spaces.Space):
         try:
             return int(spaces.flatdim(space))
