@@ -1,4 +1,4 @@
-"""Memories in files: `.pt` and `.npz` hold everything; `.csv` the valid rows, and a `.json` beside it the rest."""
+"""Files of memories: `.pt` and `.npz` hold everything, `.csv` the valid rows with the rest in a `.json` beside it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from rlstructs.memories.memory import Memory
 
 def choose_file(memory: Memory, given: str | Path, format: str | None) -> tuple[Path, str]:  # noqa: A002
-    """Which file a memory is saved to, and in which format: a file that is named, or one in a directory.
+    """The path and format of a file to save: the given file, or a new one in the given folder.
 
     Raises:
-        SpecError: there is no such format, or the file's name ends in another one.
+        SpecError: the format is unknown, or differs from the file's ending.
     """
     path = Path(given)
     ending = path.suffix[1:]
@@ -38,7 +38,7 @@ def choose_file(memory: Memory, given: str | Path, format: str | None) -> tuple[
 
 
 def save(memory: Memory, path: Path, format: str) -> Path:  # noqa: A002
-    """Writes a memory; returns the file."""
+    """Writes a memory to a file and returns its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if format == "csv":
         csv_files.save(memory, path, _bookkeeping(memory))
@@ -49,7 +49,7 @@ def save(memory: Memory, path: Path, format: str) -> Path:  # noqa: A002
 
 
 def load(memory: Memory, path: Path) -> None:
-    """Restores a memory; changes nothing if the file does not fit."""
+    """Restores a memory from a file; changes nothing if the file does not fit."""
     if path.suffix == ".csv":
         csv_files.load(memory, path)
         return

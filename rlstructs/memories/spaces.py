@@ -1,4 +1,4 @@
-"""How many numbers a space takes."""
+"""Counts the numbers of a gymnasium space."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rlstructs.errors import SpecError
 
 
 def n_elements(size: Any) -> int:
-    """Numbers of a row of this size: an int, a list of ints (their product), or a gymnasium space.
+    """The numbers per row of a size: an int, a list of ints (their product), or a gymnasium space.
 
-    A Discrete space takes one number, its value; Dict and Tuple spaces what their members take together.
+    A Discrete space takes one number, its value; Dict and Tuple spaces take the sum of their members.
 
     Raises:
         TypeError, SpecError: it is something else.
