@@ -92,6 +92,23 @@ def test_a_load_restores_rows_cursor_and_sampling(kind, form, tmp_path, n_rows, 
             add(each, kind, u=np.full((2, 2), 7, np.uint8), terminated=[[True], [False]])
 
 
+@pytest.mark.parametrize("name", ["PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"])
+def test_a_file_restores_every_generator_of_numpy(kind, form, name, tmp_path):  # R30
+    rng = np.random.Generator(getattr(np.random, name)(3))
+    rng.integers(3, size=5, dtype=np.int32)  # half a number is left over
+    memory, other = (KINDS[kind].RandomMemory(memory_size=4, num_envs=2, seed=seed) for seed in (rng, 0))
+    memory.create_tensor("x", size=1)
+    add(memory, kind, x=[[1.0], [2.0]])
+    memory.sample(["x"], batch_size=3)
+    other.load(memory.save(tmp_path, format=form))
+    assert type(other._rng.bit_generator).__name__ == name
+    drawn = []
+    for each in (memory, other):
+        each.sample(["x"], batch_size=50)
+        drawn.append(flat(each.get_sampling_indexes()))
+    assert drawn[0] == drawn[1]
+
+
 def test_an_empty_memory_can_be_saved(kind, form, tmp_path):
     path = rich(kind).save(tmp_path, format=form)
     other = rich(kind, 3)

@@ -111,7 +111,7 @@ class ShardMemory(PrioritizedMemory):
 
     def drawn(self) -> Columns:
         """What is known of the last `sample`."""
-        picked = self._sampled()
+        picked = self._last_selection()
         known = {
             MASK: self.get_sampling_mask(),
             DISCOUNT: self.get_sampling_discounts(),

@@ -19,7 +19,7 @@ from rlstructs.errors import FileError, OutOfMemoryError
 from rlstructs.files import json_text, layout
 from rlstructs.files.archives import checksum
 from rlstructs.files.opening import open_file, read_at, read_bytes, size_of
-from rlstructs.memories.restoring import EPISODES, KIND, RING, checked, make_missing
+from rlstructs.memories.restoring import EPISODES, KIND, RING, make_missing, plan_restore
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.priorities import DRAWN, LEAVES, SYNCED
 from rlstructs.replay.ring import Ring
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 # Characters: complex numbers of 128 bits have 50.
 LONGEST_NUMBER = 100
-# Numbers that are text in memory at the same time.
+# How many numbers are held as text at a time.
 CELLS_AT_ONCE = 1 << 14
-# In the .json beside a .csv: of itself without this entry, and of the .csv.
+# Keys of the .json beside a .csv: checksum of the .json without this entry, and of the .csv.
 CHECKSUM, ROWS_CHECKSUM = "crc32", "rows_crc32"
 
 
@@ -63,7 +63,7 @@ def save(memory: Memory, path: Path, bookkeeping: Mapping[str, np.ndarray]) -> N
 
 
 def _checksum_of_lines(path: Path) -> int:
-    """Of a text file, whatever ends its last line."""
+    """Checksum of a text file, whatever ends its last line."""
     with open_file(path) as file:
         nbytes = size_of(file)
         last = read_at(file, max(0, nbytes - 2), min(2, nbytes))
@@ -75,7 +75,7 @@ def _checksum_of(state: Mapping[str, Any]) -> int:
 
 
 def _verify(path: Path, state: Mapping[str, Any]) -> None:
-    """Raises ValueError or KeyError if either file is not as it was written."""
+    """Raises ValueError or KeyError if either file has changed since it was written."""
     if state[CHECKSUM] != _checksum_of({key: value for key, value in state.items() if key != CHECKSUM}):
         raise ValueError("the checksum of the .json beside it is wrong")
     if state[ROWS_CHECKSUM] != _checksum_of_lines(path):
@@ -87,7 +87,7 @@ def _column_names(name: str, spec: Spec) -> list[str]:
 
 
 def load(memory: Memory, path: Path) -> None:
-    """Restores a memory; changes nothing if the files do not fit."""
+    """Restores a memory from a .csv and the .json beside it; changes nothing if they do not fit."""
     beside = path.with_suffix(".json")
     with open_file(path) as file, open_file(beside):
         nbytes = size_of(file)
@@ -99,8 +99,8 @@ def load(memory: Memory, path: Path) -> None:
             raise ValueError(f"version {reason(state.get('version'))}, this program reads version {layout.VERSION}")
         _verify(path, state)
         given = state["more"]
-        more = {name: _bookkept(given[name], dtype) for name, dtype in DTYPES.items() if name in given}
-        specs, restore = checked(memory, path, state, more)
+        more = {name: _parse_bookkeeping(given[name], dtype) for name, dtype in DTYPES.items() if name in given}
+        specs, restore = plan_restore(memory, path, state, more)
         lane_rows = Span(Ring(more[RING], memory.memory_size), memory._storage.columns).by_step()
         tensors = _read_rows(path, nbytes, specs, len(lane_rows))
     except (FileError, OutOfMemoryError):
@@ -116,8 +116,12 @@ def load(memory: Memory, path: Path) -> None:
     restore()
 
 
-def _bookkept(values: Any, dtype: Any) -> np.ndarray:
-    """Numbers from JSON as an array, whose dtype loses nothing of them."""
+def _parse_bookkeeping(values: Any, dtype: Any) -> np.ndarray:
+    """Converts numbers from JSON to an array.
+
+    Raises:
+        ValueError: the dtype cannot hold them exactly.
+    """
     array = np.array(values)
     if array.size and array.dtype.kind != np.dtype(dtype).kind:
         raise ValueError(f"its bookkeeping has {array.dtype} where {np.dtype(dtype)} is needed")
@@ -130,10 +134,10 @@ DTYPES = {RING: np.int64, EPISODES: np.int32, SYNCED: np.int64, DRAWN: np.int64,
 
 
 def _read_rows(path: Path, nbytes: int, specs: Mapping[str, Spec], n_rows: int) -> dict[str, np.ndarray]:
-    """The tensors in the lines of a file, `(n_rows, *shape)`; some lines at a time are text in memory."""
+    """Reads the tensors of a file, `(n_rows, *shape)`, some lines at a time."""
     sizes = {name: math.prod(specs[name].shape) for name in sorted(specs)}
     n = 0
-    for name, size in sizes.items():  # of names and arrays there are only made so many as there can be
+    for name, size in sizes.items():  # checked before anything as large as the file claims is allocated
         n += size
         if n > nbytes:
             raise ValueError(f"its first line does not name the columns of {name!r}")
@@ -145,10 +149,10 @@ def _read_rows(path: Path, nbytes: int, specs: Mapping[str, Spec], n_rows: int) 
         at_once = max(1, CELLS_AT_ONCE // max(n, 1))
         for start in range(0, n_rows, at_once):
             stop, at = min(start + at_once, n_rows), 0
-            lines = [_cells(file, n) for _ in range(start, stop)]
+            lines = [_read_cells(file, n) for _ in range(start, stop)]
             for name, size in sizes.items():
                 cells = [line[at : at + size] for line in lines]
-                made[name][start:stop] = _parsed(name, cells, specs[name]).reshape(stop - start, *specs[name].shape)
+                made[name][start:stop] = _parse(name, cells, specs[name]).reshape(stop - start, *specs[name].shape)
                 at += size
         if file.read(1):
             raise ValueError(f"it has more than the {n_rows} rows that it should have")
@@ -167,17 +171,17 @@ def _check_names(file: IO[str], specs: Mapping[str, Spec]) -> None:
         raise ValueError(f"its first line does not name the columns of {sorted(specs)}")
 
 
-def _cells(file: IO[str], n: int) -> list[str]:
-    """The next line of a file, as n texts."""
+def _read_cells(file: IO[str], n: int) -> list[str]:
+    """Reads the next line of a file and splits it into n texts."""
     line = file.readline(n * (LONGEST_NUMBER + 1) + 2)
     cells = line.rstrip("\r\n").split(",") if n else []
-    # numpy makes all strings of an array as long as the longest: one of a megabyte would take terabytes.
+    # numpy pads all strings of an array to the longest: a single one of a megabyte would take terabytes.
     if len(cells) != n or max(map(len, cells), default=0) > LONGEST_NUMBER:
         raise ValueError(f"it has a line that is not of {n} numbers: {line[:LONGEST_NUMBER]!r}")
     return cells
 
 
-def _parsed(name: str, cells: list[list[str]], spec: Any) -> np.ndarray:
+def _parse(name: str, cells: list[list[str]], spec: Any) -> np.ndarray:
     if spec.is_bfloat16:
         return to_bits(name, np.array(cells, np.float32))
     if spec.dtype.kind == "b":

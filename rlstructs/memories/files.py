@@ -1,4 +1,4 @@
-"""Memories in files: `.pt` and `.npz` hold everything; `.csv` the valid rows, and a `.json` beside it the rest."""
+"""Files of memories: `.pt` and `.npz` hold everything, `.csv` the valid rows with the rest in a `.json` beside it."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from rlstructs.errors import FileError, SpecError
 from rlstructs.files import layout
 from rlstructs.files.archives import Reader
 from rlstructs.memories import csv_files
-from rlstructs.memories.names import FORMATS, checked_format
-from rlstructs.memories.restoring import BOOKKEEPING, EPISODES, KIND, RING, checked, make_missing
+from rlstructs.memories.names import FORMATS, check_format
+from rlstructs.memories.restoring import BOOKKEEPING, EPISODES, KIND, RING, make_missing, plan_restore
 from rlstructs.replay.episodes import EPISODE
 
 if TYPE_CHECKING:
     from rlstructs.memories.memory import Memory
 
-def target(memory: Memory, given: str | Path, format: str | None) -> tuple[Path, str]:  # noqa: A002
-    """Which file a memory is saved to, and in which format: a file that is named, or one in a directory.
+def choose_file(memory: Memory, given: str | Path, format: str | None) -> tuple[Path, str]:  # noqa: A002
+    """The path and format of a file to save: the given file, or a new one in the given folder.
 
     Raises:
-        SpecError: there is no such format, or the file's name ends in another one.
+        SpecError: the format is unknown, or differs from the file's ending.
     """
     path = Path(given)
     ending = path.suffix[1:]
     if path.is_dir() or ending not in (*FORMATS, "h5", "hdf5"):
-        format = checked_format("pt" if format is None else format)  # noqa: A001
+        format = check_format("pt" if format is None else format)  # noqa: A001
         now = datetime.now().strftime("%y-%m-%d_%H-%M-%S-%f")
         return path / "memories" / f"{now}_memory_{hex(id(memory))}.{format}", format
-    if checked_format(ending if format is None else format) != ending:
+    if check_format(ending if format is None else format) != ending:
         raise SpecError(f"{path}: the name ends in .{ending}, the format should be {format!r}; leave one of them out")
     return path, ending
 
 
 def save(memory: Memory, path: Path, format: str) -> Path:  # noqa: A002
-    """Writes a memory; returns the file."""
+    """Writes a memory to a file and returns its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if format == "csv":
         csv_files.save(memory, path, _bookkeeping(memory))
@@ -49,7 +49,7 @@ def save(memory: Memory, path: Path, format: str) -> Path:  # noqa: A002
 
 
 def load(memory: Memory, path: Path) -> None:
-    """Restores a memory; changes nothing if the file does not fit."""
+    """Restores a memory from a file; changes nothing if the file does not fit."""
     if path.suffix == ".csv":
         csv_files.load(memory, path)
         return
@@ -60,7 +60,7 @@ def load(memory: Memory, path: Path) -> None:
         reader.verify()
         state = header["state"]
         more = {name: _array(reader, name) for name in BOOKKEEPING if name in header["arrays"]}
-        specs, restore = checked(memory, path, state, more)
+        specs, restore = plan_restore(memory, path, state, more)
         for name, spec in specs.items():
             dtype, shape = reader.found(name)
             if dtype != spec.dtype or shape != (memory.memory_size, memory.num_envs, *spec.shape):

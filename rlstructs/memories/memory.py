@@ -12,74 +12,79 @@ import numpy as np
 from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.memories import files
-from rlstructs.memories.names import check_name, ends_of
+from rlstructs.memories.names import check_name, find_ends
 from rlstructs.memories.tensors import NamedTensors, spec_of
 from rlstructs.replay.blocks import as_slice, rounds
 from rlstructs.replay.claims import Claims, plain_state
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.from_trajectories import NAMES, STEP_ENDS, STEP_START, _padded, lanes_of, named_steps
+from rlstructs.replay.from_trajectories import NAMES, STEP_ENDS, STEP_START, lanes_of, named_steps, zero_padding
 from rlstructs.replay.roles import ENDS
 from rlstructs.replay.values import encoded, host_array
 from rlstructs.structures.trajectories import Trajectories
 
 
 class Memory(NamedTensors, ABC):
-    """Named tensors `(memory_size, num_envs, *data)` in which the newest rows of every environment are kept.
+    """Named tensors `(memory_size, num_envs, *data)` that hold the newest rows of every environment.
 
-    What skrl has takes its arguments by name, or by place as skrl did before its version 2.
+    Methods of skrl's memories take arguments by name, or by position as before skrl 2.
 
     Args:
         memory_size: rows per environment.
-        num_envs: environments.
-        device: where batches are wanted; None for the library's default one. On a GPU the rows lie there too.
-        export: whether the memory is saved each time that it has filled.
+        num_envs: number of environments.
+        device: of batches; None for the library's default device. On a GPU the rows are stored there too.
+        export: whether to save the memory each time it has filled up.
         export_format: "pt", "npz" or "csv".
-        export_directory: where to; a folder `memories` is made there.
-        seed: of the random generator; None takes one from the library's global generator.
-        strict: whether names without a tensor, and values that are None, are errors rather than skipped.
+        export_directory: folder to save to, in a subfolder `memories`.
+        seed: of the random generator; None draws a seed from the library's global generator.
+        strict: whether unknown names and None values raise an error; otherwise they are skipped.
 
     Raises:
-        TypeError, SpecError: an argument is not what is needed.
+        TypeError, SpecError: an argument is invalid.
     """
 
     # Writing
 
     def add_samples(self, **tensors: Any) -> None:
-        """Appends a row of every environment, of some of them, or several rows of the only one.
+        """Appends one row for all or some environments, or several rows for a single one.
 
-        What `observations`, or else the first tensor, is decides: `(num_envs, ...)` is a row of each
-        environment; with fewer, `(n, ...)`, of the next n in the row that is being filled; `(n, ...)`
-        with a single environment is n rows of it; a row without that axis is one of the next environment.
+        The shape of `observations`, or of the first tensor if there are none, decides:
+
+        - `(num_envs, ...)`: one row for each environment.
+        - `(n, ...)` with n < num_envs: one row for each of the next n environments of the current row.
+        - `(n, ...)` with a single environment: n rows.
+        - no leading axis: one row for the next environment.
 
         Args:
-            tensors: name -> `(n, *data)` or `(*data)`, a number per row may come without its axis.
-                Tensors that are left out get unwritten rows; but what `get_tensor_by_name` or `tensors` have
-                given, or `set_tensor_by_name` has set, keeps what lies there, which the program may have written.
+            tensors: name -> `(n, *data)` or `(*data)`; single numbers may be given without a data axis.
+                Rows of omitted tensors become unwritten. Tensors that the program got by `get_tensor_by_name` or
+                `tensors`, or set by `set_tensor_by_name`, keep what it wrote to these rows.
 
         Raises:
-            SpecError: something does not fit; the memory is as it was.
+            SpecError: a tensor does not fit; nothing is added.
         """
         if not self.export and self._write_quickly(tensors):
             return
-        given = self._given(tensors)
-        n = self._n_rows_given(given)
+        given = self._check_given(tensors)
+        n = self._count_rows(given)
         if n == 0:
             return
-        lanes, lead = self._place(1 if n is None else n)
+        lanes, lead = self._choose_lanes(1 if n is None else n)
         specs, rows = self._store().columns.specs, () if n is None else (n,)
         block = {}
         for name, values in given.items():
             if name in specs:
-                block[name] = self._shaped(name, values, rows, specs[name]).reshape(lead + specs[name].shape)
+                block[name] = self._check_shape(name, values, rows, specs[name]).reshape(lead + specs[name].shape)
         if not block:
             known = self.get_tensor_names()
             raise MissingKeyError(f"none of {sorted(tensors)} is a tensor of this memory, there are {known}")
-        block |= self._lying_there(self._own - block.keys(), lanes, lead[1])
-        self._write(block, lanes, ends_of(block, lead))
+        block |= self._read_next_rows(self._exposed - block.keys(), lanes, lead[1])
+        self._write(block, lanes, find_ends(block, lead))
 
     def _write_quickly(self, tensors: Mapping[str, Any]) -> bool:
-        """Writes them if it is plain that they fit; whether it did. skrl's agents give what there is no tensor of, or
-        leave out what they compute later."""
+        """Writes a row of each environment without conversion; returns False if that is not possible.
+
+        skrl's agents pass values that have no tensor, and omit those that they compute later.
+        """
         if self._write_step(tensors):
             return True
         if self.strict:
@@ -91,14 +96,14 @@ class Memory(NamedTensors, ABC):
         columns, slot = self._storage.columns, int(self._storage.ring.head[0]) % self.memory_size
         for name in missing:
             spec = self._spec(name)
-            if name in self._own:
+            if name in self._exposed:
                 known[name] = columns.cells[name][:, slot]
             else:
                 known[name] = np.full((self.num_envs, *spec.shape), spec.unwritten, spec.dtype)
         return (bool(missing) or len(known) < len(tensors)) and self._write_step(known)
 
-    def _lying_there(self, names: Iterable[str], lanes: Any, n_timesteps: int) -> dict[str, Any]:
-        """What lies in the next rows of these environments, name -> (n, n_timesteps, *data)."""
+    def _read_next_rows(self, names: Iterable[str], lanes: Any, n_timesteps: int) -> dict[str, Any]:
+        """Reads the next rows of these environments, name -> (n, n_timesteps, *data)."""
         columns, heads = self._storage.columns, self._storage.ring.head[lanes]
         first = int(heads[0]) % self.memory_size
         end = first + n_timesteps
@@ -110,16 +115,16 @@ class Memory(NamedTensors, ABC):
 
     def _write(self, block: Mapping[str, Any], lanes: Any, done: np.ndarray | None, **more: Any) -> None:
         storage = self._store()
-        before = self._laps() if self.export else 0
+        before = self._n_laps() if self.export else 0
         storage.write(block, lanes, done=done, **more)
-        if self.export and self._laps() > before:
+        if self.export and self._n_laps() > before:
             self.save(self.export_directory, format=self.export_format)
 
-    def _laps(self) -> int:
+    def _n_laps(self) -> int:
         ring = self._storage.ring
         return int((ring.head - ring.base).min()) // self.memory_size
 
-    def _given(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def _check_given(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         if not tensors:
             raise SpecError("add_samples: needs at least one tensor, got none")
         given = {name: value for name, value in tensors.items() if value is not None}
@@ -130,12 +135,12 @@ class Memory(NamedTensors, ABC):
                 raise SpecError(f"add_samples: {nothing} are None")
         if not given:
             raise SpecError("add_samples: every tensor is None")
-        # What there is no tensor of is not looked at, but for the one that says how many rows come.
+        # Values without a tensor are ignored, except those that say how many rows there are.
         first = "observations" if "observations" in given else next(iter(given))
-        return {n: self._taken(n, value) for n, value in given.items() if n in self._dtypes or n == first}
+        return {n: self._convert(n, value) for n, value in given.items() if n in self._dtypes or n == first}
 
-    def _n_rows_given(self, given: Mapping[str, Any]) -> int | None:
-        """How many rows come; None for one without an axis for them."""
+    def _count_rows(self, given: Mapping[str, Any]) -> int | None:
+        """Counts the given rows; None for a single row without an axis."""
         name = "observations" if "observations" in given else next(iter(given))
         values = given[name]
         n_data_axes = len(self._spec(name).shape) if name in self._dtypes else 1
@@ -147,8 +152,8 @@ class Memory(NamedTensors, ABC):
             return None
         raise SpecError(f"add_samples: {name!r} has shape {tuple(values.shape)}, needed is (n, *data) or (*data)")
 
-    def _place(self, n: int) -> tuple[Any, tuple[int, int]]:
-        """The environments that `n` rows go to, and the axes (n environments, n rows) they make."""
+    def _choose_lanes(self, n: int) -> tuple[Any, tuple[int, int]]:
+        """Returns the environments that take `n` rows, and the leading axes (environments, rows)."""
         if n == self.num_envs:
             return slice(None), (n, 1)
         if self.num_envs == 1:
@@ -161,84 +166,84 @@ class Memory(NamedTensors, ABC):
             raise SpecError(f"add_samples: {n} rows do not fit, {len(behind)} environments are left in this row")
         return behind[:n], (n, 1)
 
-    def _shaped(self, name: str, values: Any, rows: tuple[int, ...], spec: Spec) -> Any:
+    def _check_shape(self, name: str, values: Any, rows: tuple[int, ...], spec: Spec) -> Any:
         if values.shape != rows + spec.shape and not (spec.shape == (1,) and values.shape == rows):
             raise SpecError(f"add_samples: {name!r} has shape {tuple(values.shape)}, needed is {rows + spec.shape}")
         return encoded(name, values, spec)
 
     def add_trajectories(self, batch: Any, names: Mapping[str, str] | None = None) -> None:
-        """Appends the valid steps of what `RL_Batcher.get` gives; the lane of a row is its `env_index`.
+        """Appends the valid steps of a batch of `RL_Batcher.get`, each to the environment in `env_index`.
 
         Args:
             batch: `Trajectories`.
             names: tensor -> key of the trajectories; None for `observations`, `next_observations`,
-                `actions`, `rewards`, `terminated` and `truncated`. Tensors that are missing are made.
+                `actions`, `rewards`, `terminated` and `truncated`. Missing tensors are created.
 
         Raises:
-            MissingKeyError, SpecError: something does not fit; the memory is as it was.
+            MissingKeyError, SpecError: a tensor does not fit; nothing is added.
         """
         add(self, batch, names)
 
     # Reading
 
     def sample_by_index(self, names: Sequence[str], indexes: Any, mini_batches: int = 1) -> list[list[Any]]:
-        """The rows with these flat indexes, private copies.
+        """Copies of the rows with these flat indexes.
 
         Args:
-            names: of tensors; those that there are not give None.
-            indexes: int (n,), or of more axes, which the tensors then have too; in [0, memory_size * num_envs).
-            mini_batches: into how many parts, of nearly the same size.
+            names: of tensors; unknown names give None.
+            indexes: int (n,), or with more axes, which the result then has too; in [0, memory_size * num_envs).
+            mini_batches: number of parts, of nearly equal size.
 
         Returns:
-            For each part a list with the tensors, in the order of names.
+            For each part a list of tensors, in the order of `names`.
 
         Raises:
-            IndexError, SpecError: an index is out of range, or no integer.
+            IndexError, SpecError: an index is out of range or not an integer.
         """
-        rows = self._checked_rows(indexes)
+        rows = self._check_indexes(indexes)
         rows = rows.reshape(np.shape(indexes) or -1)
-        names = self._checked_names(names)
-        known = self._known(names)
+        names = self._check_names(names)
+        known = self._existing(names)
         return self._batches(names, known, self._store().columns.gather(known, rows), len(rows), mini_batches)
 
     def sample_all(self, names: Sequence[str], mini_batches: int = 1, sequence_length: int = 1) -> list[list[Any]]:
         """Every valid row exactly once: by time, or, for sequences, one environment after another.
 
         Args:
-            names: of tensors; those that there are not give None.
-            mini_batches: into how many parts, of nearly the same size.
-            sequence_length: parts hold whole sequences of so many rows; an environment's last may be shorter.
+            names: of tensors; unknown names give None.
+            mini_batches: number of parts, of nearly equal size.
+            sequence_length: rows per sequence; parts hold whole sequences. An environment's last one may be shorter.
         """
-        names = self._checked_names(names)
+        names = self._check_names(names)
         check_count("sequence_length", max(sequence_length, 1) if isinstance(sequence_length, int) else sequence_length)
         storage = self._store()
         span = storage.span()
         rows, starts = (span.by_step(), None) if sequence_length <= 1 else span.by_lane(sequence_length)
-        known = self._known(names)
+        known = self._existing(names)
         return self._batches(names, known, storage.columns.gather(known, rows), rows.size, mini_batches, starts)
 
     @abstractmethod
     def sample(
         self, names: Sequence[str], batch_size: int, mini_batches: int = 1, sequence_length: int = 1
     ) -> list[list[Any]]:
-        """Rows drawn at random, private copies: for each mini-batch a list in the order of `names`."""
+        """Draws rows at random: for each mini-batch a list of copies, in the order of `names`."""
 
     def get_sampling_indexes(self) -> Any:
         """The flat indexes of the last `sample`, int64; None before it."""
         return self.sampling_indexes
 
-    def _checked_names(self, names: Sequence[str]) -> list[str]:
+    def _check_names(self, names: Sequence[str]) -> list[str]:
         if isinstance(names, str):
             raise TypeError(f"names must be a list of names, got the string {names!r}")
         if self.strict and (unknown := sorted(set(names) - set(self._dtypes))):
             raise MissingKeyError(f"no tensor(s) {unknown} in this memory, there are {self.get_tensor_names()}")
         return list(names)
 
-    def _known(self, names: list[str]) -> list[str]:
+    def _existing(self, names: list[str]) -> list[str]:
         dtypes = self._dtypes
         return [name for name in names if name in dtypes]
 
-    def _checked_rows(self, indexes: Any) -> np.ndarray:
+    def _check_indexes(self, indexes: Any) -> np.ndarray:
         rows = host_array("indexes", indexes)
         if rows.dtype.kind not in "iu" and rows.size:
             raise SpecError(f"indexes must be integers, got {rows.dtype}")
@@ -258,23 +263,23 @@ class Memory(NamedTensors, ABC):
         mini_batches: int,
         starts: np.ndarray | None = None,
     ) -> list[list[Any]]:
-        """Hands arrays over in parts; a part begins only at one of `starts`, if they are given."""
+        """Hands arrays over in `mini_batches` parts, each of which begins at one of `starts` if they are given."""
         if isinstance(mini_batches, bool) or not hasattr(mini_batches, "__index__"):
             raise TypeError(f"mini_batches must be an int, got {mini_batches!r}")
         dtypes = [self._dtypes[name] for name in known]
         if mini_batches <= 1:
-            return [self._in_order(names, known, self.framework.hand_over(arrays, dtypes, self.device))]
+            return [self._place_by_name(names, known, self.framework.hand_over(arrays, dtypes, self.device))]
         bounds = np.arange(n_rows + 1) if starts is None else np.append(starts, n_rows)
         batches = []
         for part in np.array_split(np.arange(len(bounds) - 1), mini_batches):
             low, high = (bounds[part[0]], bounds[part[-1] + 1]) if part.size else (n_rows, n_rows)
             parts = self.framework.hand_over([array[low:high] for array in arrays], dtypes, self.device)
-            batches.append(self._in_order(names, known, parts))
+            batches.append(self._place_by_name(names, known, parts))
         return batches
 
     @staticmethod
-    def _in_order(names: list[str], known: list[str], tensors: list[Any]) -> list[Any]:
-        """A tensor for each name, None where there is no such tensor."""
+    def _place_by_name(names: list[str], known: list[str], tensors: list[Any]) -> list[Any]:
+        """The tensor of each name, None for unknown names."""
         if len(names) == len(known):
             return tensors
         found = iter(tensors)
@@ -283,52 +288,57 @@ class Memory(NamedTensors, ABC):
     # Files
 
     def save(self, directory: str | Path = "", format: str | None = None) -> Path:  # noqa: A002 - skrl's name
-        """Writes all to a file, whole or not at all: one in `directory`/memories, or the one that is named.
+        """Saves the memory to a file, atomically. Other threads that add rows wait.
 
         Args:
-            directory: "" for `export_directory`; or the name of a file, which ends in .pt, .npz or .csv and is no
-                directory.
-            format: "pt", "npz" or "csv" (valid rows only, with a .json beside it); None for what a file's name ends
-                in, or "pt".
+            directory: a folder, in which `memories` gets a new file; or the name of a file that ends in .pt, .npz or
+                .csv. "" for `export_directory`.
+            format: "pt", "npz" or "csv" (valid rows only, with a .json beside it); None for the file's ending, or
+                "pt" in a folder.
 
         Returns:
-            The file. In a directory its name begins with the time, so that names sort by it.
+            The path of the file. In a folder its name begins with the time, so that files sort by age.
 
         Raises:
-            SpecError: no such format, or not the one that the file's name ends in.
-            OSError: the directory cannot be written to.
+            SpecError: the format is unknown, or differs from the file's ending.
+            OSError: the folder cannot be written to.
         """
-        return files.save(self, *files.target(self, directory or self.export_directory, format))
+        path, format = files.choose_file(self, directory or self.export_directory, format)  # noqa: A001
+        with self._hold_locks():
+            return files.save(self, path, format)
 
     def load(self, path: str | Path) -> None:
-        """Restores what `save` wrote: rows, length, cursor and random stream. Missing tensors are made.
+        """Restores rows, length, cursor and random stream from a file of `save`. Missing tensors are created.
 
         Raises:
-            FileError: the file is damaged, of another version, or of a memory of another size; the memory
-                is as it was.
+            FileError: the file is damaged, of another version, or of a memory of another size; nothing changes.
         """
         files.load(self, Path(path))
 
     def _state(self) -> dict[str, Any]:
-        """What a file says of this memory beside its arrays."""
+        """Sizes, dtypes and random state, for the header of a file."""
         name_of = self.framework.name_of
         tensors = {name: [name_of(dtype), self._spec(name).shape] for name, dtype in self._dtypes.items()}
         sizes = {"memory_size": self.memory_size, "num_envs": self.num_envs}
         return {**sizes, "tensors": tensors, "rng": plain_state(self._rng)}
 
     def _more_arrays(self) -> dict[str, np.ndarray]:
-        """What else a file holds."""
+        """More arrays for a file."""
         return {}
 
-    def _checked_more(
+    def _plan_more(
         self, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any], claims: Claims
     ) -> Callable[[], None]:
-        """What restores it; raises ValueError, KeyError or TypeError if it does not fit."""
+        """Checks what a subclass saved and returns a function that restores it.
+
+        Raises:
+            ValueError, KeyError, TypeError: it does not fit.
+        """
         return lambda: None
 
 
 def add(memory: Memory, batch: Trajectories, names: Mapping[str, str] | None) -> None:
-    """Appends the valid steps of a batch, whole or not at all."""
+    """Appends the valid steps of a batch: all, or none if one does not fit."""
     if not isinstance(batch, Trajectories):
         raise TypeError(f"add_trajectories: needs Trajectories, got {type(batch).__name__}")
     steps = batch.trajectories
@@ -348,13 +358,13 @@ def add(memory: Memory, batch: Trajectories, names: Mapping[str, str] | None) ->
             missing[name] = memory._dtype_named(name, steps[key].dtype)
             spec = spec_of(memory.framework, missing[name], shapes[name])
         own = columns.own(steps[key], spec)
-        rows = encoded(name, _padded(host_array(name, steps[key]), spec, lengths) if own is None else own, spec)
+        rows = encoded(name, zero_padding(host_array(name, steps[key]), spec, lengths) if own is None else own, spec)
         block[name] = columns.converted(name, rows.reshape(*lead, *shapes[name]), spec)
     memory._check_room("add_trajectories", [spec_of(memory.framework, missing[name], shapes[name]) for name in missing])
     for name, dtype in missing.items():
-        memory._add(name, dtype, shapes[name])
+        memory._plan_tensor(name, dtype, shapes[name])
     ends = [host_array(key, steps[key]).astype(bool) for key in STEP_ENDS if key in steps]
-    done = np.logical_or.reduce([*ends, np.zeros(lead, bool) if (own := ends_of(block, lead)) is None else own])
+    done = np.logical_or.reduce([*ends, np.zeros(lead, bool) if (own := find_ends(block, lead)) is None else own])
     starts = host_array(STEP_START, steps[STEP_START]).astype(bool) if STEP_START in steps else None
     for rows in rounds(lanes):
         every = isinstance(rows, slice)
@@ -369,7 +379,11 @@ def add(memory: Memory, batch: Trajectories, names: Mapping[str, str] | None) ->
 
 
 def _row_shape(memory: Memory, name: str, given: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a row of this tensor: its own, if it has as many numbers; else that of the values."""
+    """The row shape of a tensor, or that of the given values if the tensor is new.
+
+    Raises:
+        SpecError: the numbers per row differ.
+    """
     found = given[2:] or (1,)
     if name not in memory._dtypes:
         return found

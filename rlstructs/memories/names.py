@@ -1,4 +1,4 @@
-"""Names of tensors: which are allowed, and which mean something."""
+"""Names of tensors and of file formats: which are allowed, and which mark the ends of episodes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rlstructs.structures.arrays import as_array
 FORMATS = ("pt", "npz", "csv")
 
 
-def checked_format(name: Any) -> str:
-    """`name`, if it is one of the formats.
+def check_format(name: Any) -> str:
+    """Returns `name` if it is a file format.
 
     Raises:
         SpecError: it is not.
@@ -26,13 +26,13 @@ def checked_format(name: Any) -> str:
 
 
 def check_name(name: Any) -> None:
-    """Raises SpecError unless a tensor may be called so; names like __ring__ are of what else a file holds."""
+    """Raises SpecError unless a tensor may have this name; names like __ring__ belong to other arrays of a file."""
     if not isinstance(name, str) or not name or (len(name) > 4 and name.startswith("__") and name.endswith("__")):
         raise SpecError(f"a tensor's name must be a string that does not begin and end with '__', got {name!r}")
 
 
-def ends_of(block: Mapping[str, Any], lead: tuple[int, int]) -> np.ndarray | None:
-    """Where episodes end in rows of these tensors, bool `lead`; None if none of them says so."""
+def find_ends(block: Mapping[str, Any], lead: tuple[int, int]) -> np.ndarray | None:
+    """Marks the rows that end an episode, bool `lead`; None if no tensor says so."""
     done: np.ndarray | None = None
     for name in ENDS:
         if name in block:

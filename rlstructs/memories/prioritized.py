@@ -19,15 +19,14 @@ from rlstructs.replay.values import host_array, real_numbers
 class PrioritizedMemory(RandomMemory):
     """A memory that draws its rows, or the first rows of sequences, in proportion to priorities.
 
-    A new row has the largest priority that was ever given, at first 1. Schaul et al., Prioritized
+    A new row gets the largest priority ever set, initially 1. Schaul et al., Prioritized
     Experience Replay (2016), section 3.
 
     Args:
         alpha: exponent of priorities, at least 0; 0 draws uniformly.
-        beta: exponent of importance weights, at least 0; or what gives it from the number of `sample` calls
-            before.
-        normalize: weights are divided by the largest over the "memory", or the "batch".
-        memory_size, num_envs, device, export, export_format, export_directory, seed, strict: as of `Memory`.
+        beta: exponent of importance weights, at least 0; or a function of the number of earlier `sample` calls.
+        normalize: weights are divided by the largest of the "memory" or of the "batch".
+        memory_size, num_envs, device, export, export_format, export_directory, seed, strict: see `Memory`.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class PrioritizedMemory(RandomMemory):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the memory takes once it is written to."""
+        """Bytes of memory once rows have been written, priorities included."""
         return super().nbytes + Prioritised.nbytes_of(self.memory_size * self.num_envs, self.num_envs)
 
     def sample(self, names: Sequence[str], *sizes: int, **settings: Any) -> list[list[Any]]:
@@ -70,28 +69,28 @@ class PrioritizedMemory(RandomMemory):
     sample.__doc__ = RandomMemory.sample.__doc__
 
     def reset(self) -> None:
-        """Drops every row, and the largest priority with them."""
+        """Drops every row and resets the largest priority to 1."""
         super().reset()
         self._prioritised.max_priority = 1.0
 
     def get_sampling_weights(self) -> Any:
         """The importance weights of the last `sample`, float32 (batch_size,), one for each row or sequence."""
-        leaves = self._sampled().fields["leaves"]
+        leaves = self._last_selection().fields["leaves"]
         smallest = leaves.min() if self.normalize == "batch" else self._smallest
         weights = (smallest / leaves).astype(np.float32) ** np.float32(self._beta)
         return self.framework.hand_over([weights], self._float32, self.device)[0]
 
     def update_priorities(self, indexes: Any, priorities: Any) -> None:
-        """Sets the priorities of rows; of equal indexes the last counts.
+        """Sets the priorities of rows; if an index is repeated, its last priority counts.
 
-        Priorities of rows that were overwritten since they were drawn are dropped.
+        Priorities of rows that were overwritten after they were drawn are ignored.
 
         Args:
-            indexes: int (n,), as `get_sampling_indexes` gives them.
+            indexes: int (n,), from `get_sampling_indexes`.
             priorities: (n,), finite, at least 0.
 
         Raises:
-            IndexError, SpecError: something is not so; nothing has changed.
+            IndexError, SpecError: an argument is invalid; nothing changes.
         """
         rows = host_array("indexes", indexes)
         values = real_numbers("priorities", priorities).reshape(-1)
@@ -99,8 +98,11 @@ class PrioritizedMemory(RandomMemory):
             span = self._store().span()
             is_last = self._prioritised.is_last(rows, span)
             if not is_last:
-                rows = self._checked_rows(rows)
+                rows = self._check_indexes(rows)
             self._prioritised.update(span, rows, values, is_last)
+
+    def _locks(self) -> Sequence[Any]:
+        return [self._prioritised.lock, *super()._locks()]
 
     def _state(self) -> dict[str, Any]:
         own = {"alpha": self._alpha, "n_samples": self.n_samples, "max_priority": self._prioritised.max_priority}
@@ -109,7 +111,7 @@ class PrioritizedMemory(RandomMemory):
     def _more_arrays(self) -> dict[str, np.ndarray]:
         return self._prioritised.arrays()
 
-    def _checked_more(
+    def _plan_more(
         self, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any], claims: Claims
     ) -> Callable[[], None]:
         alpha = state.get("alpha", self._alpha)
@@ -123,7 +125,7 @@ class PrioritizedMemory(RandomMemory):
 
         return restore
 
-    def _anchors(self, span: Span, n: int, fits: Fits | None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    def _draw_anchors(self, span: Span, n: int, fits: Fits | None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         prioritised, rng = self._prioritised, self._rng
         prioritised.follow(span)
 

@@ -1,4 +1,4 @@
-"""What restores a memory from a file of any kind, once all that the file says is known to fit."""
+"""Checks that a file fits a memory, and restores the memory from it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from rlstructs.memories.memory import Memory
 
 KIND = "Memory"
-# Arrays of a file that are none of a tensor.
+# Arrays of a file that hold no tensor.
 RING, EPISODES = "__ring__", "__episodes__"
 BOOKKEEPING = (RING, EPISODES, SYNCED, DRAWN, LEAVES)
 
 
-def checked(
+def plan_restore(
     memory: Memory, path: Path, state: Any, more: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, Spec], Callable[[], None]]:
-    """What the tensors of a file are, and what restores all else.
+    """Checks a file; returns the specs of its tensors and a function that restores everything else.
 
     Raises:
-        FileError, ValueError, KeyError, TypeError: they do not fit.
+        FileError, ValueError, KeyError, TypeError: the file does not fit the memory.
     """
     sizes = tuple(whole(name, state[name], 1) for name in ("memory_size", "num_envs"))
     if sizes != (memory.memory_size, memory.num_envs):
@@ -50,9 +50,9 @@ def checked(
                 f"{path}: tensor {name!r} is {theirs.dtype} {theirs.shape}, in this memory {spec.dtype} {spec.shape}"
             )
     claims = Claims(check_counters(more[RING], memory.num_envs, memory.memory_size), SLOT, specs)
-    episodes = _checked_episodes(memory, more, claims)
+    episodes = _check_episodes(memory, more, claims)
     generator = generator_in(state["rng"])
-    restore_more = memory._checked_more(more, state, claims)
+    restore_more = memory._plan_more(more, state, claims)
 
     def restore() -> None:
         storage = memory._store()
@@ -60,7 +60,7 @@ def checked(
         storage.ring.counters[...] = claims.ring.counters
         if episodes is not None:
             storage.track_episodes().columns.flat[EPISODE][...] = episodes
-        elif storage.episodes is not None:  # as of rows from before they were told apart
+        elif storage.episodes is not None:  # the file is from before episodes were tracked
             storage.rebuild_episodes(np.zeros((memory.num_envs, memory.memory_size), bool))
         memory._rng = generator
         restore_more()
@@ -68,7 +68,7 @@ def checked(
     return specs, restore
 
 
-def _checked_episodes(memory: Memory, more: Mapping[str, np.ndarray], claims: Claims) -> np.ndarray | None:
+def _check_episodes(memory: Memory, more: Mapping[str, np.ndarray], claims: Claims) -> np.ndarray | None:
     if EPISODES not in more:
         if ends := [name for name in claims.specs if name in ENDS]:
             raise ValueError(f"it has no episodes, but a tensor {ends[0]!r}")
@@ -85,15 +85,15 @@ def _spec(memory: Memory, name: str, dtype: Any, shape: Any) -> Spec:
 
 
 def dtype_of(memory: Memory, name: str, dtype: Any) -> Any:
-    """What a memory's library calls a dtype of a file."""
+    """The library's own dtype of a dtype in a file."""
     return memory.framework.named(dtype if dtype == "bfloat16" else dtype_called(name, dtype).name)
 
 
 def make_missing(memory: Memory, path: Path, state: Mapping[str, Any], specs: Mapping[str, Spec]) -> None:
-    """Makes the tensors of a file that a memory has not; before the first one is made, all are known to fit."""
+    """Creates the tensors of a file that a memory lacks, after checking that all of them fit."""
     missing = [name for name in specs if name not in memory._dtypes]
     for name in missing:
         check_name(name)
     memory._check_room(str(path), [specs[name] for name in missing])
     for name in missing:
-        memory._add(name, dtype_of(memory, name, state["tensors"][name][0]), specs[name].shape)
+        memory._plan_tensor(name, dtype_of(memory, name, state["tensors"][name][0]), specs[name].shape)

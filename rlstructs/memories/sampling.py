@@ -28,10 +28,10 @@ class RandomMemory(memory.Memory):
     """A memory that draws its rows uniformly.
 
     Args:
-        replacement: whether one batch may hold a row twice. If not, and there are fewer rows than are asked for,
-            a batch has those that there are. None for yes, but in a batch of as many rows as there are, which has
-            each once: an epoch, as skrl's on-policy agents draw them.
-        memory_size, num_envs, device, export, export_format, export_directory, seed, strict: as of `Memory`.
+        replacement: whether a batch may hold a row twice. If False, a batch is smaller if there are too few rows.
+            None draws with replacement, except that a batch as large as the memory holds each row once: an epoch of
+            skrl's on-policy agents.
+        memory_size, num_envs, device, export, export_format, export_directory, seed, strict: see `Memory`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class RandomMemory(memory.Memory):
     ) -> None:
         super().__init__(memory_size, num_envs, device, export, export_format, export_directory, **settings)
         self._uniform = Uniform(replacement)
-        # skrl's name of it, which classes derived from its memory read.
+        # skrl's attribute, which subclasses of its memories read.
         self._replacement = self._uniform.replacement is not False
         self._last: Selection | None = None
         self._discount = 1.0
@@ -63,31 +63,31 @@ class RandomMemory(memory.Memory):
         gamma: float = 0.99,
         episode_ends: str = "cross",
     ) -> list[list[Any]]:
-        """Rows drawn at random, private copies.
+        """Draws rows at random and returns copies.
 
         Args:
-            names: of tensors; those that there are not give None.
-            batch_size: rows, or sequences; without replacement at most as many as there are.
-            mini_batches: into how many parts, of whole sequences and nearly the same size.
-            sequence_length: consecutive rows of one environment, one behind the other in the result; they
-                never cross from the newest row to the oldest.
-            n_step: `rewards` become the discounted sum of so many, up to the end of the episode or the
-                newest row; `next_*`, `terminated` and `truncated` come from the last of them.
-                `get_sampling_discounts` tells gamma to the number of steps.
+            names: of tensors; unknown names give None.
+            batch_size: rows, or sequences; without replacement there may be fewer.
+            mini_batches: number of parts, of whole sequences and nearly equal size.
+            sequence_length: consecutive rows of one environment, adjacent in the result; a sequence
+                never continues from the newest row to the oldest.
+            n_step: `rewards` become the discounted sum of n rewards, up to the end of the episode or the
+                newest row; `next_*`, `terminated` and `truncated` come from the last of these steps.
+                `get_sampling_discounts` returns gamma to the number of steps.
             gamma: discount per step.
-            episode_ends: sequences "cross" them, are to be masked after them ("mask", see
-                `get_sampling_mask`), or "never" hold one inside.
+            episode_ends: whether sequences "cross" the ends of episodes, are masked after them ("mask", see
+                `get_sampling_mask`), or "never" contain one.
 
         Returns:
-            For each mini-batch a list with the tensors `(rows, *data)`, in the order of names.
+            For each mini-batch a list of tensors `(rows, *data)`, in the order of `names`.
 
         Raises:
-            SpecError: an argument is not what is needed, or there is nothing to draw.
+            SpecError: an argument is invalid, or there is nothing to draw.
         """
-        names = self._checked_names(names)
+        names = self._check_names(names)
         n = check_count("batch_size", batch_size)
         length = _check(sequence_length, n_step, gamma, episode_ends)
-        known, storage = self._known(names), self._store()
+        known, storage = self._existing(names), self._store()
         if (episode_ends != CROSS or n_step > 1) and storage.episodes is None:
             raise StateError(NO_ENDS)
         picked, arrays = storage.sample(
@@ -95,43 +95,48 @@ class RandomMemory(memory.Memory):
             lambda count: self._select(count, length, n_step, episode_ends),
             lambda chosen: self._read(known, chosen, n_step, gamma),
         )
-        n = len(picked.rows)
         rows = picked.rows if n_step == 1 else picked.rows[:, :1]
         self.sampling_indexes = self.framework.indexes(rows.reshape(-1))
         self._last, self._discount = picked, gamma
         if n_step == 1 and type(self).sample_by_index is not memory.Memory.sample_by_index:
-            # A derived class hands rows out in its own way, on another device say: skrl's samples come by it too.
+            # A subclass returns rows in its own way, for example on another device: skrl's `sample` uses it too.
             return self.sample_by_index(names=names, indexes=self.sampling_indexes, mini_batches=mini_batches)
+        return self._batches_of_sequences(names, known, arrays, len(picked.rows), length, mini_batches)
+
+    def _batches_of_sequences(
+        self, names: list[str], known: list[str], arrays: list[Any], n: int, length: int, mini_batches: int
+    ) -> list[list[Any]]:
+        """Hands over arrays `(n, length, ...)`, or `(n, ...)` for a length of 1, in parts of whole sequences."""
         if length > 1:
             arrays = [array.reshape(n * length, *array.shape[2:]) for array in arrays]
         starts = None if mini_batches == 1 else np.arange(0, n * length, length)
         return self._batches(names, known, arrays, n * length, mini_batches, starts)
 
     def get_sampling_mask(self) -> Any:
-        """Which rows of the last `sample` count, bool, in the order of `get_sampling_indexes`."""
-        picked = self._sampled()
+        """Mask of the valid rows of the last `sample`, bool, in the order of `get_sampling_indexes`."""
+        picked = self._last_selection()
         mask = picked.fields.get("mask")
-        return self._handed_over(np.ones(picked.rows.shape[0], bool) if mask is None else mask.reshape(-1))
+        return self._hand_over(np.ones(picked.rows.shape[0], bool) if mask is None else mask.reshape(-1))
 
     def get_sampling_is_first(self) -> Any:
-        """Which rows of the last `sample` begin an episode, bool, in the order of `get_sampling_indexes`."""
-        picked = self._sampled()
+        """Mask of the rows of the last `sample` that begin an episode, bool, in the same order."""
+        picked = self._last_selection()
         if "is_first" not in picked.fields:
             raise StateError(NO_ENDS)
-        return self._handed_over(picked.fields["is_first"].reshape(-1))
+        return self._hand_over(picked.fields["is_first"].reshape(-1))
 
     def get_sampling_discounts(self) -> Any:
-        """Gamma to the number of steps behind each row of the last `sample`, float32 (rows,)."""
-        picked = self._sampled()
+        """Gamma to the number of steps that each row of the last `sample` sums up, float32 (rows,)."""
+        picked = self._last_selection()
         steps = picked.fields.get("n_steps", np.ones(picked.rows.size, np.int64))
-        return self._handed_over((self._discount**steps).astype(np.float32))
+        return self._hand_over((self._discount**steps).astype(np.float32))
 
-    def _sampled(self) -> Selection:
+    def _last_selection(self) -> Selection:
         if self._last is None:
             raise StateError("call sample first")
         return self._last
 
-    def _handed_over(self, array: np.ndarray) -> Any:
+    def _hand_over(self, array: np.ndarray) -> Any:
         array = np.array(array)
         return self.framework.hand_over([array], [self.framework.dtype(array.dtype)], self.device)[0]
 
@@ -141,7 +146,7 @@ class RandomMemory(memory.Memory):
         fits = None
         if ends == NEVER and episodes is not None:
             fits = partial(expand.fits, episodes, length=length)
-        anchors, fields = self._anchors(span, n, fits)
+        anchors, fields = self._draw_anchors(span, n, fits)
         if n_step > 1 and episodes is not None:
             window, counts = expand.n_step(span, episodes, anchors, n_step)
             fields |= {"inside": window.mask, "is_first": window.is_first[:, 0], "n_steps": counts}
@@ -159,8 +164,8 @@ class RandomMemory(memory.Memory):
             fields["is_first"] = window.is_first
         return Selection(window.rows, span, fields)
 
-    def _anchors(self, span: Span, n: int, fits: Fits | None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """`n` rows to begin with, of those that fit, and what else is known of them."""
+    def _draw_anchors(self, span: Span, n: int, fits: Fits | None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Draws `n` rows that fit, the first of each sequence; returns them and more fields of the selection."""
         uniform, rng = self._uniform, self._rng
         if fits is None:
             return uniform.draw(span, n, rng), {}

@@ -1,4 +1,4 @@
-"""How many numbers a space takes."""
+"""Counts the numbers of a gymnasium space."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rlstructs.errors import SpecError
 
 
 def n_elements(size: Any) -> int:
-    """Numbers of a row of this size: an int, a list of ints (their product), or a gymnasium space.
+    """The numbers per row of a size: an int, a list of ints (their product), or a gymnasium space.
 
-    A Discrete space takes one number, its value; Dict and Tuple spaces what their members take together.
+    A Discrete space takes one number, its value; Dict and Tuple spaces take the sum of their members.
 
     Raises:
         TypeError, SpecError: it is something else.
@@ -23,10 +23,10 @@ def n_elements(size: Any) -> int:
         return math.prod(check_count("size", n) for n in size)
     if isinstance(size, (bool, int, np.integer, float, str)):
         return check_count("size", size)
-    return check_count("size", _of_space(size))
+    return check_count("size", _n_elements_of_space(size))
 
 
-def _of_space(space: Any) -> int:
+def _n_elements_of_space(space: Any) -> int:
     from gymnasium import spaces
 
     if isinstance(space, spaces.Discrete):
@@ -35,7 +35,7 @@ def _of_space(space: Any) -> int:
         return math.prod(space.shape)
     if isinstance(space, (spaces.Dict, spaces.Tuple)):
         members = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces
-        return sum(_of_space(member) for member in members)
+        return sum(_n_elements_of_space(member) for member in members)
     if isinstance(space, spaces.Space):
         try:
             return int(spaces.flatdim(space))

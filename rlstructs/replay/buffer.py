@@ -16,9 +16,10 @@ from rlstructs.replay.backing import Backing
 from rlstructs.replay.blocks import as_slice, rounds
 from rlstructs.replay.claims import Claims
 from rlstructs.replay.columns import Columns, Spec
+from rlstructs.replay.copies import CopiedWhole
 from rlstructs.replay.drawing import Selection
 from rlstructs.replay.export import Exporter
-from rlstructs.replay.from_trajectories import STEP_ENDS, STEP_START, named_steps, require_keys, steps_of
+from rlstructs.replay.from_trajectories import STEP_ENDS, STEP_START, lanes_of, named_steps, require_keys, steps_of
 from rlstructs.replay.given import as_rows
 from rlstructs.replay.info_columns import Plan, adopt
 from rlstructs.replay.linked_columns import SMALLEST
@@ -33,7 +34,7 @@ LOG = logging.getLogger("rlstructs")
 ERROR, GROW, FILL = "error", "grow", "fill"
 
 
-class Buffer:
+class Buffer(CopiedWhole):
     """A store with named columns that come with the first rows.
 
     Args:
@@ -262,14 +263,7 @@ class Buffer:
         )
 
     def _lanes_of(self, trajectories: Trajectories) -> np.ndarray:
-        if "env_index" not in trajectories.info:
-            raise MissingKeyError("add_trajectories: no 'env_index' in the info: it says which lane a row is")
-        lanes = host_array("env_index", trajectories.info["env_index"]).reshape(-1).astype(np.int64)
-        n_lanes = self._storage.columns.n_lanes
-        if lanes.size and not (lanes.min() >= 0 and lanes.max() < n_lanes):
-            wrong = lanes[(lanes < 0) | (lanes >= n_lanes)][0]
-            raise SpecError(f"add_trajectories: env_index {wrong} is not in [0, {n_lanes}), the lanes of this buffer")
-        return lanes
+        return lanes_of(trajectories, self._storage.columns.n_lanes, "add_trajectories", "the lanes of this buffer")
 
     def _check_episodes(self, lanes: np.ndarray, lengths: np.ndarray, done: np.ndarray, starts: np.ndarray) -> None:
         """Raises SpecError if an episode would become what this buffer refuses; see `Storage.write`."""
@@ -344,7 +338,13 @@ class Buffer:
     def _span(self, length: int = 1) -> Span:
         return self._storage.span(length)
 
-    # Files
+    # Files and copies
+
+    def _locks(self) -> Sequence[Any]:
+        return [each._storage.lock for each in (self, *self._inner().values())]
+
+    def _content(self) -> Any:
+        return self._storage._content()
 
     def save(self, path: str | Path) -> None:
         """Writes rows, counters, episodes, priorities and the random stream to a file, whole or not at all.

@@ -1,18 +1,22 @@
-"""How a buffer is pickled while other threads may write: it raises rather than give half of a change."""
+"""Copies, pickles and forks of what other threads may change meanwhile: none of them sees half of a change."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import os
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from rlstructs.errors import StateError
 
-_gate = threading.RLock()  # held by who adds a lock, and by who forks
+_forking = threading.RLock()  # one fork at a time
+# Held while a lock is added, and during a fork. Always the last lock to be taken: copies make locks while holding some.
+_gate = threading.RLock()
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
-_held: list[Any] = []  # while a process is forked
+_held: list[Any] = []  # during a fork
 
 
 def lock_that_forks() -> Any:
@@ -24,30 +28,59 @@ def lock_that_forks() -> Any:
 
 
 def _hold() -> None:
-    _gate.acquire()
-    for lock in _locks:
-        lock.acquire()
-        _held.append(lock)
+    _forking.acquire()
+    while True:
+        _gate.acquire()
+        held = {id(lock) for lock in _held}
+        missing = [lock for lock in _locks if id(lock) not in held]
+        if not missing:
+            return
+        _gate.release()
+        for lock in missing:
+            lock.acquire()
+            _held.append(lock)
 
 
 def _release() -> None:
     while _held:
         _held.pop().release()
     _gate.release()
+    _forking.release()
+
+
+class Owner(Protocol):
+    """Has a lock."""
+
+    lock: Any
+
+
+_owners: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def renew_lock_after_fork(owner: Owner) -> None:
+    """Gives an object a new lock in every forked child, whose other threads cannot release the old one."""
+    _owners.add(owner)
+
+
+def _renew_locks() -> None:
+    for owner in _owners:
+        owner.lock = threading.RLock()
 
 
 os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_release)
+os.register_at_fork(after_in_child=_renew_locks)
 
 
-#: The last key of a state that is pickled.
+# The last key of a pickled state.
 UNCHANGED = "_unchanged"
+C = TypeVar("C", bound="CopiedWhole")
 
 
 class Unchanged:
-    """Stands under that key: what lies before it is pickled as it is in memory, without a lock.
+    """The last value of a pickled state: pickling it raises if the values before it have changed meanwhile.
 
     Args:
-        content: gives something else after a change.
+        content: returns a value that differs after a change.
     """
 
     def __init__(self, content: Callable[[], Any]) -> None:
@@ -57,3 +90,38 @@ class Unchanged:
         if self._content() != self._before:
             raise StateError("a buffer was changed by another thread while it was pickled: save gives what there is")
         return bool, ()
+
+
+class CopiedWhole:
+    """Base of stores, buffers and memories: threads may write while one is copied or pickled.
+
+    A deep copy is taken while its locks are held. A pickle is taken without them, and raises StateError after a write.
+    """
+
+    def _locks(self) -> Sequence[Any]:
+        """The locks that keep other threads from changing it, in the order in which they are taken."""
+        raise NotImplementedError
+
+    def _content(self) -> Any:
+        """A value that differs after every write."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def _hold_locks(self) -> Iterator[None]:
+        with contextlib.ExitStack() as held:
+            for lock in self._locks():
+                held.enter_context(lock)
+            yield
+
+    def __deepcopy__(self: C, memo: dict[int, Any]) -> C:
+        made = memo[id(self)] = type(self).__new__(type(self))
+        with self._hold_locks():
+            made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._hold_locks():
+            return {**vars(self), UNCHANGED: Unchanged(self._content)}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update({name: value for name, value in state.items() if name != UNCHANGED})

@@ -129,22 +129,28 @@ NAMES = {
 }
 
 
-def lanes_of(batch: Trajectories, n_lanes: int, owner: str) -> np.ndarray:
-    """Which environment each row is of, int64 (B,).
+def lanes_of(batch: Trajectories, n_lanes: int, owner: str, limit: str = "the memory's num_envs") -> np.ndarray:
+    """The lane of each trajectory, int64 (B,): its `env_index`.
+
+    Args:
+        batch: trajectories.
+        n_lanes: how many lanes there are.
+        owner: begins the messages of errors.
+        limit: what `n_lanes` is, for them.
 
     Raises:
-        MissingKeyError, SpecError: that is not said, or it is none of `n_lanes`.
+        MissingKeyError, SpecError: there is no `env_index`, or one that is not in [0, n_lanes).
     """
     if "env_index" not in batch.info:
         raise MissingKeyError(f"{owner}: no 'env_index' in the trajectories' info: it says which lane a row is")
     lanes = host_array("env_index", batch.info["env_index"]).reshape(-1).astype(np.int64)
     if lanes.size and (lanes.min() < 0 or lanes.max() >= n_lanes):
         wrong = lanes.max() if lanes.min() >= 0 else lanes.min()
-        raise SpecError(f"{owner}: env_index {wrong} is not in [0, {n_lanes}), the memory's num_envs")
+        raise SpecError(f"{owner}: env_index {wrong} is not in [0, {n_lanes}), {limit}")
     return lanes
 
 
-def _padded(values: np.ndarray, spec: Spec, lengths: np.ndarray) -> np.ndarray:
+def zero_padding(values: np.ndarray, spec: Spec, lengths: np.ndarray) -> np.ndarray:
     """Integers (B, T, ...) that another dtype is to take, with zeros as padding: poison may not fit there."""
     if values.dtype == spec.dtype or values.dtype.kind not in "iu":
         return values

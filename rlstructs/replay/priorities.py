@@ -1,4 +1,4 @@
-"""Drawing in proportion to priorities that lie in a sum tree, and follow what is written.
+"""Priorities of rows in a sum tree, which rows are drawn in proportion to.
 
 Schaul et al., Prioritized Experience Replay (2016): P(i) = p_i^alpha / sum of p_k^alpha, and the weight
 (N P(i))^-beta over the largest of them, which is (min_k p_k^alpha / p_i^alpha)^beta.
@@ -17,43 +17,43 @@ from rlstructs.replay.claims import Claims
 from rlstructs.replay.copies import lock_that_forks
 from rlstructs.replay.span import Span
 
-# Of a priority to the power of alpha times the number of rows: their sum must be finite.
+# Limit of a priority to the power of alpha times the number of rows, so that the sum is finite.
 LARGEST = 1e300
-# Share of a number by which powers and roots of it may be off.
+# Relative error of powers and roots.
 ROUNDED = 1e-9
-# Names of its arrays in a file.
+# Names of the arrays of priorities in a file.
 LEAVES, SYNCED, DRAWN = "__leaves__", "__synced__", "__drawn__"
-# How many draws are remembered: a learner seldom gives priorities for one that lies further back.
+# How many draws are remembered: learners seldom set priorities of older ones.
 N_DRAWS = 32
-# The step that a row held which another has replaced: none that is ever reached.
+# The step recorded for a drawn row that another has replaced; no real step is as large.
 REPLACED = np.iinfo(np.int64).max
 
 
 @dataclass
 class Draw:
-    """Row ids that were drawn, and which steps they meant: as `span` says, or as `known` has them."""
+    """Row ids that were drawn, and the steps that they held: `known`, or those of `span`."""
 
     rows: np.ndarray
     span: Span | None
     known: np.ndarray | None = None
-    in_order: tuple[np.ndarray, np.ndarray] | None = None
+    sorted_rows: tuple[np.ndarray, np.ndarray] | None = None
 
     def steps(self) -> np.ndarray:
-        """int64, one for each of the rows."""
+        """The steps that the rows held when they were drawn, int64."""
         if self.known is None:
             assert self.span is not None
             self.known = self.span.steps(self.rows)
         return self.known
 
-    def by_row(self) -> tuple[np.ndarray, np.ndarray]:
+    def sort_by_row(self) -> tuple[np.ndarray, np.ndarray]:
         """The rows and their steps, sorted by rows."""
-        if self.in_order is None:
+        if self.sorted_rows is None:
             order = np.argsort(self.rows)
-            self.in_order = self.rows[order], self.steps()[order]
-        return self.in_order
+            self.sorted_rows = self.rows[order], self.steps()[order]
+        return self.sorted_rows
 
-    def had(self, rows: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """Whether these rows held these steps already, bool."""
+    def was_held(self, rows: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """Whether these rows held these steps at the time of the draw, bool."""
         if self.span is None:
             return np.zeros(rows.shape, bool)
         lanes, _ = self.span.columns.places(rows)
@@ -61,12 +61,12 @@ class Draw:
 
 
 def exponent(name: str, value: Any) -> float:
-    """`value`, a number or an array of none but one, as a float.
+    """Converts a number, or an array without axes, to a float.
 
     Raises:
-        SpecError: it is no number of at least 0.
+        SpecError: it is not a number of at least 0.
     """
-    if getattr(value, "ndim", None) == 0:  # a tensor, as schedules of torchrl have it
+    if getattr(value, "ndim", None) == 0:  # a tensor, which schedules of torchrl return
         value = value.item()
     if not (isinstance(value, (int, float, np.number)) and 0 <= value < np.inf):
         raise SpecError(f"{name} must be a number of at least 0, got {value!r}")
@@ -74,15 +74,15 @@ def exponent(name: str, value: Any) -> float:
 
 
 def limit_of(n_rows: int, alpha: float) -> float:
-    """The largest priority of which so many have a finite sum."""
+    """The largest priority allowed, so that `n_rows` of them have a finite sum."""
     return float((LARGEST / n_rows) ** min(1.0, 1 / alpha)) if alpha else LARGEST
 
 
 def largest_of(priorities: np.ndarray, limit: float) -> float:
-    """The largest of some priorities, of which there is one at least.
+    """The largest of one or more priorities.
 
     Raises:
-        SpecError: one is above the limit, below 0 or no number.
+        SpecError: one is above the limit, negative or NaN.
     """
     largest = float(np.maximum.reduce(priorities))
     if not (np.minimum.reduce(priorities) >= 0 and largest <= limit):  # not true of NaN
@@ -93,18 +93,18 @@ def largest_of(priorities: np.ndarray, limit: float) -> float:
 
 
 class Prioritised:
-    """Priorities of a store's rows; a new row gets the largest priority ever given, at first 1.
+    """Priorities of a store's rows; a new row gets the largest priority ever set, initially 1.
 
     Args:
         n_rows: of the store.
         n_lanes: of the store.
         alpha: exponent of priorities, at least 0; 0 draws uniformly.
-        first: what the very first rows get.
-        of_present: whether new rows get the largest priority of those that are there, in place of the largest ever.
+        first: the initial largest priority.
+        of_present: whether new rows get the largest priority of the present rows instead of the largest ever.
 
     Attributes:
-        lock: for who has no other that keeps out who else draws or sets priorities. Held from the look at the store on:
-            to an older look than that of the last one, rows that came since would be of a store that was cleared.
+        lock: for callers without a lock of their own, held while they draw or set priorities. Take it before the span
+            of the store: a span older than the last one would make newer rows look like those of a cleared store.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class Prioritised:
         self.of_present = of_present
         self.tree = SumTree(n_rows)
         self.synced = np.zeros(n_lanes, np.int64)
-        self._snapshot = b""  # of the counters that were last followed
-        # The latest first; replaced, never changed: it may be copied meanwhile.
+        self._snapshot = b""  # the counters of the last `follow`
+        # The latest draw first. Replaced and never changed: another thread may copy it.
         self._draws: tuple[Draw, ...] = ()
         self._limit = limit_of(n_rows, alpha)
         self.lock = lock_that_forks()
@@ -132,31 +132,31 @@ class Prioritised:
 
     @staticmethod
     def nbytes_of(n_rows: int, n_lanes: int) -> int:
-        """Bytes that one takes."""
+        """Bytes that the priorities of a store take."""
         from rlstructs.replay.sum_tree import SumTree
 
         return SumTree.nbytes_of(n_rows) + 8 * n_lanes
 
     def follow(self, span: Span) -> None:
-        """Gives the rows that were written since the last call their priority."""
+        """Sets the priorities of rows that were written since the last call."""
         if self._snapshot == span.snapshot:
             return
         self._snapshot = span.snapshot
         if (self.synced < span.low).any() or (self.synced > span.head).any():
-            # Lanes were cleared, or wrapped meanwhile.
+            # Lanes were cleared, or have wrapped since.
             self._drop(np.flatnonzero((self.synced < span.low) | (self.synced > span.head)), span)
         rows = span.newer(self.synced)
-        self._let_go(rows)
+        self._update_max_priority(rows)
         self.tree.update(rows, np.full(rows.size, self.max_priority**self.alpha))
         self.synced = span.head.copy()
 
-    def _let_go(self, rows: np.ndarray, given: float = 0.0) -> None:
-        """Before rows get other priorities, the largest of them `given`: what the largest one is then."""
+    def _update_max_priority(self, rows: np.ndarray, given: float = 0.0) -> None:
+        """Updates `max_priority` before rows get new priorities, the largest of which is `given`."""
         if not self.of_present:
             self.max_priority = max(self.max_priority, given)
             return
         leaves, largest = self.tree.values, self.max_priority
-        # The root of a power is not quite what the power was of. With alpha 0 leaves do not say what priorities were.
+        # Powers and roots round. With alpha 0 leaves do not tell priorities.
         if self.alpha and rows.size and leaves[rows].max() >= 0.999999 * largest**self.alpha:
             others = np.ones(leaves.size, bool)
             others[rows] = False
@@ -166,13 +166,13 @@ class Prioritised:
     def _drop(self, lanes: np.ndarray, span: Span) -> None:
         columns = span.columns
         rows = columns.rows(lanes[:, None], np.arange(columns.capacity)).ravel()
-        self._let_go(rows)
+        self._update_max_priority(rows)
         self.tree.update(rows, np.zeros(rows.size))
         self.synced = self.synced.copy()
         self.synced[lanes] = span.low[lanes]
 
     def draw(self, n: int, rng: np.random.Generator) -> np.ndarray:
-        """`n` row ids, one from each n-th of the total.
+        """Draws `n` row ids in proportion to their priorities, one from each n-th of the total.
 
         Raises:
             SpecError: every priority is zero.
@@ -182,7 +182,7 @@ class Prioritised:
         return self.tree.draw_evenly(n, rng)
 
     def choose(self, rows: np.ndarray, n: int, rng: np.random.Generator) -> np.ndarray:
-        """`n` of these row ids, in proportion.
+        """Draws `n` of these row ids in proportion to their priorities.
 
         Raises:
             SpecError: every priority is zero.
@@ -195,23 +195,24 @@ class Prioritised:
         return chosen
 
     def remember(self, span: Span, rows: np.ndarray) -> None:
-        """Notes what was drawn, so that priorities which come too late can be told."""
+        """Remembers a draw, so that `update` recognises priorities of rows that were overwritten since."""
         if rows.size:
             self._draws = (Draw(rows, span), *self._draws[: N_DRAWS - 1])
 
     def is_last(self, rows: np.ndarray, span: Span) -> bool:
-        """Whether these are the rows of the last draw, and nothing was written since."""
+        """Whether these are the rows of the last draw, with nothing written since."""
         if not self._draws:
             return False
         last = self._draws[0]
         if last.span is None or last.span.snapshot != span.snapshot or rows.shape != last.rows.shape:
             return False
-        return rows.tobytes() == last.rows.tobytes()  # of the same dtype, as a rule: then several times faster than ==
+        return rows.tobytes() == last.rows.tobytes()  # several times faster than ==, and dtypes are nearly always equal
 
     def are_of_now(self, rows: np.ndarray, span: Span) -> bool:
-        """Whether these can only be rows as they are now: all of them came since the last draw, or they are all.
+        """Whether the caller means the current content of these rows, for example after writing them.
 
-        So they are where the caller has them from a write. Just the rows of a draw are those that were drawn.
+        True if all were written since the last draw, or if they are all rows of the store; False if they are the rows
+        of a draw.
         """
         last = self._draws[0].span if self._draws else None
         if last is None or not rows.size:
@@ -224,16 +225,16 @@ class Prioritised:
         return not is_drawn and bool(span.holds(rows, now).all())
 
     def update(self, span: Span, rows: np.ndarray, priorities: np.ndarray, is_last: bool = False) -> None:
-        """Sets priorities; those of rows that were overwritten since they were drawn are dropped.
+        """Sets priorities; ignores those of rows that were overwritten after they were drawn.
 
         Args:
-            span: what can be drawn now.
-            rows: int64 (n,), row ids; of equal ones the last counts.
+            span: of the store, taken just before.
+            rows: int64 (n,), row ids; if one is repeated, its last priority counts.
             priorities: (n,), finite, at least 0.
-            is_last: what the method of this name or `are_of_now` says, where it has been asked.
+            is_last: the result of `is_last` or `are_of_now`, if known.
 
         Raises:
-            SpecError: something is not so; nothing has changed.
+            SpecError: an argument is invalid; nothing changes.
         """
         if priorities.shape != rows.shape:
             raise SpecError(f"priorities: {priorities.size} came for {rows.size} indexes")
@@ -243,46 +244,46 @@ class Prioritised:
         powers = priorities**self.alpha
         self.follow(span)
         if not (span.is_settled and is_last):
-            same = self._same(span, rows)
+            same = self._find_unchanged(span, rows)
             rows, powers, priorities = rows[same], powers[same], priorities[same]
             largest = float(priorities.max(initial=0.0))
-        if self.of_present:  # what is given to a row before its last one is never there
+        if self.of_present:  # only the last priority of a repeated row counts
             _, last = np.unique(rows[::-1], return_index=True)
             largest = float(priorities[::-1][last].max(initial=0.0))
-        self._let_go(rows, largest)
+        self._update_max_priority(rows, largest)
         self.tree.update(rows, powers)
 
-    def _same(self, span: Span, rows: np.ndarray) -> np.ndarray:
-        """Which rows hold what they held when they were drawn, bool.
+    def _find_unchanged(self, span: Span, rows: np.ndarray) -> np.ndarray:
+        """Which rows still hold what they held when they were drawn, bool.
 
-        All rows of one draw were drawn then; others when they were in one of the last draws for the last time.
-        Those that were in none are taken for what they hold now.
+        If the rows are those of one draw, that draw counts; otherwise the last draw that has a row. A row that is in no
+        remembered draw stands for its current content.
 
         Raises:
-            SpecError: there is one that was never drawn and holds nothing.
+            SpecError: a row was never drawn and is empty.
         """
         for draw in self._draws:
             if draw.rows.size == rows.size and (draw.rows == rows).all():
                 return span.holds(rows, draw.steps())
         now = span.steps(rows)
         held = span.holds(rows, now)
-        meant = self._steps_meant(rows, now, held)
+        meant = self._find_drawn_steps(rows, now, held)
         empty = rows[~(held | (meant >= 0))]
         if (empty := empty[~span.is_reserved(empty)]).size:
             raise SpecError(f"index {empty[0]} holds no row")
         return np.asarray(held & ((meant < 0) | (meant == now)))
 
-    def _steps_meant(self, rows: np.ndarray, now: np.ndarray, held: np.ndarray) -> np.ndarray:
-        """Which step each row held when it was last drawn, int64; -1 if that is not known, or is `now`."""
+    def _find_drawn_steps(self, rows: np.ndarray, now: np.ndarray, held: np.ndarray) -> np.ndarray:
+        """The step each row held when it was last drawn, int64; -1 if that is unknown or equal to `now`."""
         meant = np.full(rows.size, -1, np.int64)
         if not self._draws:
             return meant
-        # What was there before the earliest of them has the same meaning in all.
-        unknown = np.flatnonzero(~(held & self._draws[-1].had(rows, now)))
+        # Rows written before the earliest draw mean the same in all draws.
+        unknown = np.flatnonzero(~(held & self._draws[-1].was_held(rows, now)))
         for draw in self._draws:
             if not unknown.size:
                 break
-            drawn, steps = draw.by_row()
+            drawn, steps = draw.sort_by_row()
             at = np.minimum(np.searchsorted(drawn, rows[unknown]), drawn.size - 1)
             same = drawn[at] == rows[unknown]
             meant[unknown[same]] = steps[at[same]]
@@ -290,20 +291,20 @@ class Prioritised:
         return meant
 
     def replace(self, rows: np.ndarray) -> None:
-        """Says that others have come in the place of these rows: they get the priority of new ones.
+        """Gives rows whose content was replaced the priority of new rows.
 
         Args:
-            rows: int64 (n,), of those that were followed; what was drawn of them before is of no meaning now.
+            rows: int64 (n,), known to `follow`; priorities of earlier draws of them will be ignored.
         """
         for draw in self._draws:
             steps = draw.steps().copy()
             steps[np.isin(draw.rows, rows)] = REPLACED
-            draw.span, draw.known, draw.in_order = None, steps, None
-        self._let_go(rows)
+            draw.span, draw.known, draw.sorted_rows = None, steps, None
+        self._update_max_priority(rows)
         self.tree.update(rows, np.full(rows.size, self.max_priority**self.alpha))
 
     def set_alpha(self, alpha: float) -> None:
-        """Changes the exponent, and with it what every priority counts; those of 0 are all 1.
+        """Changes the exponent and recomputes the tree; with an old exponent of 0 every priority becomes 1.
 
         Raises:
             SpecError: the largest priority would be too large; nothing has changed.
@@ -317,7 +318,7 @@ class Prioritised:
         self.alpha, self._limit = alpha, limit
 
     def grow(self, n_rows: int) -> None:
-        """Follows a store of one lane that has room for more rows now."""
+        """Makes room for more rows, after a store of one lane has grown."""
         from rlstructs.replay.sum_tree import SumTree
 
         leaves = np.zeros(n_rows)
@@ -327,7 +328,7 @@ class Prioritised:
         self._limit = limit_of(n_rows, self.alpha)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What a file needs beside `max_priority`."""
+        """The arrays of a file, which needs `max_priority` too."""
         draws = [
             np.stack([draw.rows, draw.steps(), np.full(draw.rows.size, number)])
             for number, draw in enumerate(self._draws)
@@ -342,16 +343,16 @@ class Prioritised:
         claims: Claims | None = None,
         alpha: float | None = None,
     ) -> Prioritised:
-        """A new one with what `arrays` gave; if a file has none, every row gets the same priority.
+        """Creates new priorities from the arrays of a file; if it has none, every row gets the same priority.
 
         Args:
             arrays: of the file.
-            max_priority: as it was.
-            claims: what the file says of the rows; None if that is known to fit.
-            alpha: the exponent that priorities had there, and have in the new one; None for this one's.
+            max_priority: of the file.
+            claims: the file's counters and columns; None if they are known to fit.
+            alpha: exponent in the file and of the new priorities; None for that of this object.
 
         Raises:
-            ValueError: they do not fit.
+            ValueError: the arrays do not fit.
         """
         alpha = self.alpha if alpha is None else alpha
         new = Prioritised(self.tree.n_leaves, self.synced.size, alpha, first=self.first, of_present=self.of_present)
@@ -361,7 +362,7 @@ class Prioritised:
         wanted = (new.tree.values, new.synced)
         if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip((leaves, synced), wanted, strict=True)):
             raise ValueError("its priorities have other shapes")
-        new.max_priority, new.synced = new._checked(max_priority, leaves), synced
+        new.max_priority, new.synced = new._check_max_priority(max_priority, leaves), synced
         if claims is not None:
             _check_rows(leaves, synced, claims)
         _check_draws(drawn, leaves.size)
@@ -371,8 +372,8 @@ class Prioritised:
                 new._draws += (Draw(rows, None, steps),)
         return new
 
-    def _checked(self, max_priority: Any, leaves: np.ndarray) -> float:
-        """The largest priority, if it and all of them are what this one could have."""
+    def _check_max_priority(self, max_priority: Any, leaves: np.ndarray) -> float:
+        """Returns `max_priority` as a float; raises ValueError unless it and all leaves are possible values."""
         most = LARGEST / leaves.size * (1 + ROUNDED)
         is_number = type(max_priority) in (int, float) and 0 < max_priority <= self._limit * (1 + ROUNDED)
         if not is_number or not ((leaves >= 0) & (leaves <= most)).all():  # not true of NaN
@@ -381,7 +382,7 @@ class Prioritised:
 
 
 def _check_draws(drawn: np.ndarray, n_rows: int) -> None:
-    """Raises ValueError unless these are the draws of some rows, as `Prioritised.arrays` gives them."""
+    """Raises ValueError unless these are draws in the form of `Prioritised.arrays`."""
     if drawn.dtype != np.int64 or drawn.ndim != 2 or len(drawn) != 3:
         raise ValueError("its draws have other shapes")
     rows, _, numbers = drawn
@@ -390,9 +391,9 @@ def _check_draws(drawn: np.ndarray, n_rows: int) -> None:
 
 
 def _check_rows(leaves: np.ndarray, synced: np.ndarray, claims: Claims) -> None:
-    """Raises ValueError if rows have priorities that are not there."""
+    """Raises ValueError if empty rows have priorities."""
     ring = claims.ring
-    # Of lanes that were cleared since, or overwritten, all will be dropped.
+    # Lanes that were cleared or overwritten since do not count: `follow` drops all their priorities.
     followed = (synced >= ring.oldest()) & (synced <= ring.head)
     if (synced < 0).any() or followed[claims.lanes(np.flatnonzero((leaves > 0) & claims.empty()))].any():
         raise ValueError("it has priorities of rows that it has not")

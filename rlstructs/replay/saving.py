@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,10 +55,8 @@ INNER = "inner/"
 
 
 def save(buffer: Buffer, path: Path, suffix: str | None = None, compression: str | None = None) -> None:
-    """Writes a buffer; `suffix` says which kind of file, if the name does not. Who writes rows meanwhile waits."""
-    with contextlib.ExitStack() as held:
-        for each in (buffer, *buffer._inner().values()):
-            held.enter_context(each._storage.lock)
+    """Writes a buffer while its locks are held; `suffix` says which kind of file, if the name does not."""
+    with buffer._hold_locks():
         layout.write(path, type(buffer).__name__, *contents(buffer), suffix, compression)
 
 
@@ -142,7 +139,7 @@ def restorer(buffer: Buffer, source: Any, reader: Reader, header: Mapping[str, A
         FileError, ValueError, KeyError, TypeError: it does not fit.
     """
     layout.check_class(source, header, type(buffer).__name__)
-    return _checked(buffer, source, reader, header)
+    return _restorer(buffer, source, reader, header)
 
 
 def _used_slots(buffer: Buffer) -> int:
@@ -154,7 +151,7 @@ def _used_slots(buffer: Buffer) -> int:
     return int((ring.reserved - ring.base).max()) if in_front.all() else ring.capacity
 
 
-def _checked(buffer: Buffer, path: Any, reader: Reader, header: Mapping[str, Any]) -> Callable[[], None]:
+def _restorer(buffer: Buffer, path: Any, reader: Reader, header: Mapping[str, Any]) -> Callable[[], None]:
     storage, state = buffer._storage, header["state"]
     columns = storage.columns
     n_lanes, capacity = whole("n_lanes", state["n_lanes"], 1), whole("capacity", state["capacity"], 1)
@@ -164,14 +161,11 @@ def _checked(buffer: Buffer, path: Any, reader: Reader, header: Mapping[str, Any
             f"{path}: holds {n_lanes} lanes of {capacity} rows, this buffer has {columns.n_lanes} of {columns.capacity}"
         )
     specs, linked = _columns_of(buffer, path, reader, state)
-    needed = sum(_nbytes(*reader.found(name)) for name in header["arrays"])
     objects = {name: _any(reader, OBJECTS + name) for name, spec in specs.items() if spec.is_object}
-    needed += sum(map(object_files.nbytes_of, objects.values()))
-    if not columns.specs:
-        links_here = {name for name in linked if buffer._is_linked(name, specs)}
-        needed += sum(spec.nbytes for name, spec in specs.items() if name not in links_here) * n_lanes * capacity
-    if (available := available_bytes()) is not None and needed > available:
-        raise OutOfMemoryError(f"{path}: {needed:,} bytes are needed, {available:,} are available")
+    n_bytes = sum(_nbytes(*reader.found(name)) for name in header["arrays"])
+    n_bytes += sum(map(object_files.nbytes_of, objects.values()))
+    n_bytes += _nbytes_per_new_row(buffer, specs, linked) * n_lanes * capacity
+    _require_room(path, n_bytes)
     if alignment % capacity or (alignment != capacity and not buffer._may_be_aligned):
         raise ValueError(f"its alignment is {alignment}, its capacity {capacity}")
     counters = _read(reader, RING, np.int64, (N_COUNTERS, n_lanes))
@@ -181,22 +175,15 @@ def _checked(buffer: Buffer, path: Any, reader: Reader, header: Mapping[str, Any
         raise ValueError(f"it has {len(claims.ring)} rows of no column")
     episodes = _read(reader, EPISODES, np.int32, (n_lanes, n_slots, 2))
     check_episodes(episodes, claims.ring)
-    links = {name: _parts(reader, f"{LINKS}{name}/", ("at", "values", "newest")) for name in linked}
-    for name, parts in links.items():
-        check_arrays(name, parts, specs[name], (n_lanes, capacity))
+    links = _links_in(reader, linked, specs, (n_lanes, capacity))
     more = {name[len(MORE) :]: _any(reader, name) for name in header["arrays"] if name.startswith(MORE)}
     generator = generator_in(state["rng"])
     restore_own = buffer._restorer(state["own"], more, claims)
     values = {name: object_files.decoded(name, text, (n_lanes, n_slots)) for name, text in objects.items()}
-    restores = []
-    for key, inner in buffer._inner().items():
-        if _strict(buffer, state["inner"][key]["state"]["columns"]) != _strict(buffer, state["columns"]):
-            raise ValueError(f"the buffer {key!r} in it has other columns than it has")
-        restores.append(restorer(inner, path, *_of_inner(key, reader, header)))
+    restore_inner = _inner_restorer(buffer, path, reader, header)
 
     def restore() -> None:
-        for restore_inner in restores:
-            restore_inner()
+        restore_inner()
         storage.clear()
         storage.alignment = alignment
         if storage.columns.capacity != capacity:
@@ -212,6 +199,37 @@ def _checked(buffer: Buffer, path: Any, reader: Reader, header: Mapping[str, Any
         storage.version += 1
         buffer._rng = generator
         restore_own()
+
+    return restore
+
+
+def _nbytes_per_new_row(buffer: Buffer, specs: Mapping[str, Spec], linked: Mapping[str, str]) -> int:
+    """Bytes per row of the columns that a buffer without columns has to make; 0 if it has some."""
+    if buffer._storage.columns.specs:
+        return 0
+    return sum(spec.nbytes for name, spec in specs.items() if name not in linked or not buffer._is_linked(name, specs))
+
+
+def _links_in(
+    reader: Reader, linked: Iterable[str], specs: Mapping[str, Spec], shape: tuple[int, int]
+) -> dict[str, dict[str, np.ndarray]]:
+    links = {name: _parts(reader, f"{LINKS}{name}/", ("at", "values", "newest")) for name in linked}
+    for name, parts in links.items():
+        check_arrays(name, parts, specs[name], shape)
+    return links
+
+
+def _inner_restorer(buffer: Buffer, path: Any, reader: Reader, header: Mapping[str, Any]) -> Callable[[], None]:
+    """What restores the buffers inside of a buffer."""
+    restores, state = [], header["state"]
+    for key, inner in buffer._inner().items():
+        if _strict(buffer, state["inner"][key]["state"]["columns"]) != _strict(buffer, state["columns"]):
+            raise ValueError(f"the buffer {key!r} in it has other columns than it has")
+        restores.append(restorer(inner, path, *_of_inner(key, reader, header)))
+
+    def restore() -> None:
+        for restore_one in restores:
+            restore_one()
 
     return restore
 
@@ -333,9 +351,7 @@ def _check_sizes(path: Any, reader: Reader, state: Any) -> None:
     for inner in state["inner"].values():
         sizes = inner["state"]["n_lanes"], inner["state"]["capacity"]
         n_rows += math.prod(whole("a size", size, 1) for size in sizes)
-    if (available := available_bytes()) is not None and n_rows * BYTES_PER_ROW > available:
-        needed = n_rows * BYTES_PER_ROW
-        raise OutOfMemoryError(f"{path}: {needed:,} bytes are needed, {available:,} are available")
+    _require_room(path, n_rows * BYTES_PER_ROW)
     settings = state["own"].get("settings")
     for each in (settings, settings.get("main")) if isinstance(settings, dict) else ():
         for name, value in each.items() if isinstance(each, dict) else ():
@@ -343,6 +359,11 @@ def _check_sizes(path: Any, reader: Reader, state: Any) -> None:
                 whole(f"the setting {name!r}", value, 0, max(n_rows, MOST_READ if name in READ_AT_ONCE else 0))
             elif name not in SETTINGS:  # a program's own class might take it, and do something with it
                 raise FileError(f"{path}: has a setting {name!r}, which is none of ours")
+
+
+def _require_room(path: Any, n_bytes: int) -> None:
+    if (available := available_bytes()) is not None and n_bytes > available:
+        raise OutOfMemoryError(f"{path}: {n_bytes:,} bytes are needed, {available:,} are available")
 
 
 def _shown(specs: Mapping[str, Spec]) -> str:

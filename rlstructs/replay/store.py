@@ -9,10 +9,7 @@ process take turns at writing.
 
 from __future__ import annotations
 
-import copy
-import os
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +20,7 @@ from rlstructs.errors import StateError
 from rlstructs.replay.backing import Backing, Block, Heap, Shared
 from rlstructs.replay.blocks import lead_of
 from rlstructs.replay.columns import LANE, Columns
-from rlstructs.replay.copies import UNCHANGED, Unchanged
+from rlstructs.replay.copies import CopiedWhole, renew_lock_after_fork
 from rlstructs.replay.drawing import Selection
 from rlstructs.replay.episodes import Episodes
 from rlstructs.replay.linked_columns import Link, put_linked
@@ -35,15 +32,15 @@ ALL = slice(None)
 MAX_REDRAWS = 100
 
 
-class Storage:
+class Storage(CopiedWhole):
     """Rows of `n_lanes` lanes, the newest `capacity` of each.
 
     Args:
         n_lanes: rings; an environment has one of its own.
         capacity: rows per lane.
         order: of row ids, "lane" or "slot".
-        backing: where the bytes lie; None for ordinary memory.
-        columns: for as many lanes, of this capacity and order; None for new ones in `backing`, where all else lies.
+        backing: where the bytes are stored; None for ordinary memory.
+        columns: existing ones of this size and order; None for new ones in `backing`.
 
     Example:
         >>> from rlstructs.replay.columns import Spec
@@ -54,7 +51,7 @@ class Storage:
         6
     """
 
-    # Rows there will be room for, where programs of torchrl look for it: `buffer._storage.max_size`.
+    # Number of rows, read by programs written for torchrl as `buffer._storage.max_size`.
     max_size: int | None = None
 
     def __init__(
@@ -70,17 +67,17 @@ class Storage:
         self.columns = Columns(n_lanes, capacity, order, backing) if columns is None else columns
         self.episodes: Episodes | None = None
         self.links: dict[str, Link] = {}
-        # Steps begin anew at a multiple of it when the store is cleared.
+        # Clearing the store continues the steps at a multiple of this.
         self.alignment = capacity
         self._backing = backing
         self._counters: Block = backing.allocate("counters", N_COUNTERS * n_lanes * 8)
         self.lock = threading.RLock()
         self._span: Span | None = None
-        # Raised by whatever changes more than a `StepWriter` does.
+        # Incremented by every change except those of a `StepWriter`.
         self.version = 0
         self.is_private = not isinstance(backing, Shared)
         self._map()
-        _stores.add(self)
+        renew_lock_after_fork(self)
 
     def _map(self) -> None:
         counters = self._counters.bytes().view(np.int64).reshape(N_COUNTERS, self.columns.n_lanes)
@@ -99,10 +96,10 @@ class Storage:
         return self.columns.nbytes - saved + episodes + self.ring.counters.nbytes
 
     def link(self, name: str, source: str) -> None:
-        """Adds a column that is stored through the next row of another; see `links`.
+        """Adds a column whose values are stored in the next rows of another; see `linked_columns`.
 
         Raises:
-            StateError: the rows lie on a device, or are shared with other processes, or there are some.
+            StateError: the store is on a device, shared with other processes, or not empty.
         """
         if not (self.columns.on_host and self.is_private and not len(self)):
             raise StateError(f"{name!r} cannot be stored through {source!r}: only in an empty store of one process")
@@ -110,7 +107,7 @@ class Storage:
         self.version += 1
 
     def track_episodes(self) -> Episodes:
-        """Keeps the bookkeeping of episodes from now on; rows from before have one episode per lane."""
+        """Records episodes from now on; the rows already in a lane become one episode."""
         if self.episodes is None:
             self.version += 1
             self.episodes = Episodes(self.ring, self.columns.order, self._backing)
@@ -119,7 +116,7 @@ class Storage:
         return self.episodes
 
     def end_episodes(self, lanes: slice | np.ndarray = ALL) -> None:
-        """Ends the episodes that go on in these lanes with their newest rows."""
+        """Ends the unfinished episodes of these lanes at their newest rows."""
         with self.lock:
             episodes = self.track_episodes()
             every = np.arange(self.columns.n_lanes)[lanes]
@@ -128,7 +125,7 @@ class Storage:
                 episodes.close(lane)
 
     def rebuild_episodes(self, done: np.ndarray) -> None:
-        """Works the episodes out again from `done`, bool (n_lanes, capacity) by slot."""
+        """Recomputes all episodes from `done`, bool (n_lanes, capacity) by slot."""
         with self.lock:
             self.version += 1
             self.track_episodes().rebuild(done)
@@ -142,17 +139,17 @@ class Storage:
         done: np.ndarray | None = None,
         starts: np.ndarray | None = None,
     ) -> None:
-        """Appends up to T rows to each of n lanes; of more than there is room for, the last remain.
+        """Appends up to T rows to each of n lanes; if T exceeds the capacity, the last rows remain.
 
         Args:
-            block: name -> (n, T, ...), at least one; columns that are not in it get unwritten rows.
-            lanes: which n, no two the same.
+            block: name -> (n, T, ...), at least one; rows of the other columns become unwritten.
+            lanes: the n lanes, no two the same.
             lengths: int64 (n,), how many of the T rows are valid; None for all.
             done: bool (n, T), where an episode ends; None for nowhere.
-            starts: bool (n, T), where one starts whatever came before; None for nowhere.
+            starts: bool (n, T), where an episode starts even if the one before has not ended; None for nowhere.
 
         Raises:
-            SpecError: something does not fit; nothing has changed.
+            SpecError: an argument does not fit; nothing changes.
         """
         lead = lead_of(block, self.columns.n_lanes, lanes, lengths, done, starts)
         block = {name: self.columns.check(name, values, lead) for name, values in block.items()}
@@ -233,17 +230,17 @@ class Storage:
                 self.columns.put_rows(name, rows, block[name] if valid is None else block[name][valid])
 
     def gather(self, names: Sequence[str], rows: np.ndarray) -> list[Any]:
-        """These rows of these columns, private memory, `(*rows.shape, *shape)` each."""
+        """Copies of some rows of some columns, `(*rows.shape, *shape)` each."""
         if not any(name in self.links for name in names):
             return self.columns.gather(names, rows)
-        with self.lock:  # a write moves what waits for its next row
+        with self.lock:  # a write moves values that wait for their next row
             return [
                 self.links[name].read(self.ring, rows) if name in self.links else self.columns.gather([name], rows)[0]
                 for name in names
             ]
 
     def put(self, name: str, rows: np.ndarray, values: Any) -> None:
-        """Changes rows of a column; which of them are valid does not change.
+        """Overwrites rows of a column; the same rows stay valid.
 
         Args:
             name: of the column.
@@ -251,7 +248,7 @@ class Storage:
             values: `(n, *shape)`.
 
         Raises:
-            MissingKeyError, SpecError: they do not fit; nothing has changed.
+            MissingKeyError, SpecError: the values do not fit; nothing changes.
         """
         values = self.columns.check(name, values, rows.shape)
         with self.lock:
@@ -265,12 +262,12 @@ class Storage:
             self.columns.put_rows(name, rows, values)
 
     def grow(self, capacity: int) -> None:
-        """Makes room for more rows per lane, none of which has wrapped; row ids of a single lane stay.
+        """Raises the capacity per lane. No lane may have wrapped; row ids stay the same in a store of one lane.
 
-        An empty store may also be given less room.
+        The capacity of an empty store may also be lowered.
 
         Raises:
-            StateError: other processes have the store too, or there are rows that would not fit.
+            StateError: the store is shared with other processes, or its rows would not fit.
         """
         if not self.is_private:
             raise StateError("a store that processes share cannot grow")
@@ -294,7 +291,7 @@ class Storage:
             self.poison(self.columns.specs, lanes)
 
     def poison(self, names: Iterable[str], lanes: slice | np.ndarray = ALL) -> None:
-        """In debug mode, marks what these columns hold in rows that are not there."""
+        """In debug mode, fills the empty rows of these columns with poison."""
         if not is_on():
             return
         ring, columns = self.ring, self.columns
@@ -303,11 +300,11 @@ class Storage:
         at = steps < ring.oldest()[every]
         rows = columns.rows(every, np.arange(columns.capacity))[at]
         for name in names:
-            if name not in self.links:  # of those only what is read is ever touched
+            if name not in self.links:  # in a linked column only rows that are read are ever written
                 columns.put_rows(name, rows, columns.value(name, columns.specs[name].poison))
 
     def span(self, length: int = 1) -> Span:
-        """What can be drawn now: every valid row that has `length - 1` others after it."""
+        """The rows that can be drawn now: valid ones with at least `length - 1` rows after them."""
         last = self._span
         if last is None or last.length != length or last.snapshot != self.ring.counters.tobytes():
             last = self._span = Span(self.ring, self.columns, length)
@@ -320,12 +317,12 @@ class Storage:
         read: Callable[[Selection], list[Any]],
         redraws: int = MAX_REDRAWS,
     ) -> tuple[Selection, list[Any]]:
-        """`n` samples, none of them torn by a writer.
+        """Draws and reads `n` samples, none of them torn by a writer.
 
         Args:
-            select: draws so many samples.
-            read: gathers what belongs to them, arrays of first axis n.
-            redraws: how often some may be drawn again.
+            select: draws a given number of samples.
+            read: gathers their values, arrays whose first axis is n.
+            redraws: how often samples that were overwritten may be drawn again.
 
         Raises:
             StateError: writers overwrite or drop rows faster than they can be read.
@@ -337,7 +334,7 @@ class Storage:
             return picked, arrays
         if not redraws:
             raise StateError("sample: rows are overwritten faster than they are read; use a larger memory")
-        # The others were whole when they were looked at, whatever becomes of their rows now.
+        # The other samples were whole when they were read; later writes do not matter.
         again, replacements = self.sample(int(stale.sum()), select, read, redraws - 1)
         if len(again.rows) < stale.sum():  # without replacement there may be fewer
             raise StateError("sample: rows were dropped while they were read")
@@ -354,12 +351,12 @@ class Storage:
         return stale if stale.any() else None
 
     def share(self) -> None:
-        """Moves everything to memory that processes share which are started with this object.
+        """Moves everything to shared memory, for processes that are started with this object.
 
         Raises:
             StateError: the columns lie on a device; nothing has changed.
         """
-        if not self.is_private:  # all of it lies there, and processes that were started know where
+        if not self.is_private:  # it is shared already, and other processes map it
             return
         backing = Shared()
         if self.links:
@@ -374,35 +371,18 @@ class Storage:
         self.is_private = False
         self._map()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Storage:
-        made = memo[id(self)] = type(self).__new__(type(self))
-        with self.lock:  # another thread may be about to write
-            made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return made
-
-    def __getstate__(self) -> dict[str, Any]:
-        with self.lock:
-            state = {key: value for key, value in vars(self).items() if key not in ("ring", "lock", "_span")}
-            return state | {UNCHANGED: Unchanged(self._content if self.is_private else bool)}
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        vars(self).update({key: value for key, value in state.items() if key != UNCHANGED})
-        self.lock, self._span = threading.RLock(), None
-        self._map()
-        _stores.add(self)
+    def _locks(self) -> Sequence[Any]:
+        return (self.lock,)
 
     def _content(self) -> Any:
-        """Equal to what it was only if no row has changed."""
-        return self.version, self.ring.counters.tobytes()
+        # Other processes write to a shared store at any time: it can only be copied as it is.
+        return (self.version, self.ring.counters.tobytes()) if self.is_private else None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in super().__getstate__().items() if key not in ("ring", "lock", "_span")}
 
-_stores: weakref.WeakSet[Storage] = weakref.WeakSet()
-
-
-def _free_locks() -> None:
-    """In a forked process there are no other threads to give a lock back; what one was writing does not count yet."""
-    for storage in _stores:
-        storage.lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_free_locks)
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        super().__setstate__(state)
+        self.lock, self._span = threading.RLock(), None
+        self._map()
+        renew_lock_after_fork(self)

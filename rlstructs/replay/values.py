@@ -1,4 +1,4 @@
-"""What users give as arrays, of whatever library, as numpy's; and bfloat16, which numpy has not, as its bits."""
+"""Converts arrays of any library to numpy, and bfloat16, which numpy lacks, to its bits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rlstructs.structures.arrays import as_array
 
 
 def host_array(name: str, value: Any) -> np.ndarray:
-    """What any library calls an array as numpy's, without a copy where that can be; bfloat16 as float32.
+    """Converts an array of any library to numpy, without a copy if possible; bfloat16 becomes float32.
 
     Raises:
-        SpecError: it is none, or one that numpy cannot have.
+        SpecError: it is no array, or numpy lacks its dtype or layout.
     """
     if isinstance(value, np.ndarray):
         return value
@@ -36,10 +36,10 @@ def host_array(name: str, value: Any) -> np.ndarray:
 
 
 def real_numbers(name: str, value: Any) -> np.ndarray:
-    """The same, float64.
+    """Converts an array of real numbers of any library to float64.
 
     Raises:
-        SpecError: they are no real numbers.
+        SpecError: these are no real numbers.
     """
     array = host_array(name, value)
     if array.dtype.kind not in "biuf" and array.size:
@@ -48,7 +48,7 @@ def real_numbers(name: str, value: Any) -> np.ndarray:
 
 
 def generator_of(seed: np.random.Generator | int | None) -> np.random.Generator:
-    """A generator: `seed` itself, one with this seed, or one seeded from torch's global generator."""
+    """Returns `seed` if it is a generator, or a new one with this seed; None seeds it from torch's global generator."""
     if isinstance(seed, np.random.Generator):
         return seed
     if seed is None:
@@ -59,12 +59,12 @@ def generator_of(seed: np.random.Generator | int | None) -> np.random.Generator:
 
 
 def encoded(name: str, values: Any, spec: Spec) -> Any:
-    """Numbers as a column holds them, but for a cast; tensors that it takes are as they should be."""
+    """Encodes numbers for a column of bfloat16 as bits; returns all others, and tensors, unchanged."""
     return values if not spec.is_bfloat16 or isinstance(values, torch.Tensor) else to_bits(name, values)
 
 
 def as_whole(values: np.ndarray, spec: Spec) -> np.ndarray:
-    """Values for a column of whole numbers as such, where they are floats that lose nothing by it, as flags often."""
+    """Converts floats to int64 for a column of integers or bools if they are whole numbers, as flags often are."""
     if values.dtype.kind != "f" or spec.is_bfloat16 or spec.dtype.kind not in "biu":
         return values
     wide = values.astype(np.float64)
@@ -72,13 +72,13 @@ def as_whole(values: np.ndarray, spec: Spec) -> np.ndarray:
 
 
 def from_bits(values: np.ndarray) -> np.ndarray:
-    """The bits of bfloat16 as float32."""
+    """Decodes the bits of bfloat16 to float32."""
     numbers: np.ndarray = torch.from_numpy(values).view(torch.bfloat16).float().numpy()
     return numbers
 
 
 def to_bits(name: str, values: np.ndarray) -> np.ndarray:
-    """Numbers as the bits of bfloat16."""
+    """Encodes numbers as the bits of bfloat16."""
     if values.dtype.kind not in "biuf":
         raise SpecError(f"{name!r} is {values.dtype}, which would lose its values as bfloat16; convert it first")
     bits: np.ndarray = torch.from_numpy(values.astype(np.float32)).bfloat16().view(torch.int16).numpy()

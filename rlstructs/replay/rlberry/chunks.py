@@ -231,6 +231,10 @@ class ChunkReplayBuffer(TaggedBuffer):
 
     # Files and copies
 
+    def _locks(self) -> Sequence[Any]:
+        own = [] if self._priorities is None else [self._priorities.lock]
+        return [*own, *super()._locks()]
+
     def _state(self) -> dict[str, Any]:
         largest = 1.0 if self._priorities is None else self._priorities.max_priority
         return {**super()._state(), "alpha": self._alpha, "max_priority": largest}

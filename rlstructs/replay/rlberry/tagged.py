@@ -240,7 +240,7 @@ class TaggedBuffer(Buffer):
         return restore
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_quick": None}  # it has views of the columns
+        return {**super().__getstate__(), "_quick": None}  # it has views of the columns
 
 
 class _Quick:

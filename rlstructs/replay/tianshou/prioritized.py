@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -180,7 +180,10 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         self._prioritised.follow(now.span)
         self._prioritised.tree.update(now.every_row(), leaves)
 
-    # Files
+    # Files and copies
+
+    def _locks(self) -> Sequence[Any]:
+        return [self._prioritised.lock, *super()._locks()]
 
     def _settings(self) -> dict[str, Any]:
         own = {"alpha": self._alpha, "beta": self._beta, "weight_norm": self.weight_norm}

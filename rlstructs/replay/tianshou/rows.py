@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ from rlstructs.replay.blocks import as_slice, rounds
 from rlstructs.replay.buffer import ERROR, FILL, GROW, Buffer
 from rlstructs.replay.claims import MOST, Claims, check_aligned
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.copies import UNCHANGED, Unchanged
 from rlstructs.replay.from_trajectories import STEP_START
 from rlstructs.replay.given import plain_items
 from rlstructs.replay.reading import Reading
@@ -391,18 +389,10 @@ class EpisodeRows(CheckedRows):
 
         return restore
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        made = memo[id(self)] = type(self).__new__(type(self))
-        with self._storage.lock:
-            made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return made
-
     def __getstate__(self) -> dict[str, Any]:
-        forgotten = ("_stand_in", "_known")
-        with self._storage.lock:
-            state = {name: value for name, value in vars(self).items() if name not in forgotten}
-            return state | {UNCHANGED: Unchanged(self._storage._content if self._storage.is_private else bool)}
+        state = super().__getstate__()
+        return {name: value for name, value in state.items() if name not in ("_stand_in", "_known")}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        vars(self).update({name: value for name, value in state.items() if name != UNCHANGED})
+        super().__setstate__(state)
         self._forget()

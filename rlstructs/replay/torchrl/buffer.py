@@ -116,14 +116,10 @@ class DictTensorReplayBuffer(DictTensorParts):
         self._writer = part("writer", writer, Writer, RoundRobinWriter)
         self._batch_size = None if batch_size is None else check_count("batch_size", batch_size)
         self._priority_key = joined(priority_key)
-        self._collate_fn, self._pin_memory = collate_fn, pin_memory
-        self._transform = composed(transform)
+        self._collate_fn, self._pin_memory, self._transform = collate_fn, pin_memory, composed(transform)
         self._lock, self._version, self._has_warned = lock_that_forks(), 0, False
         self._ahead = Prefetch(self._lock, 0 if not prefetch else check_count("prefetch", prefetch))
-        if prefetch and batch_size is None:
-            raise SpecError("prefetch needs a batch_size: it says how large the batches are that are made ahead")
-        if pin_memory and not torch.accelerator.is_available():
-            raise StateError("pin_memory: torch sees no accelerator that page-locked memory would be for")
+        _check_settings(prefetch, batch_size, pin_memory)
         keys = None if stack_keys is None else tuple(joined(key) for key in several("stack_keys", stack_keys))
         reading = Reading(n_step, gamma, stack_num, keys)
         self._check_parts(self._sampler, self._writer, reading)
@@ -138,6 +134,10 @@ class DictTensorReplayBuffer(DictTensorParts):
         )
         if pin_memory and (framework != "torch" or self._export.device is not None):
             raise SpecError(f"pin_memory is of tensors on the host, not of {framework} on {self._export.device}")
+        self._connect_parts()
+
+    def _connect_parts(self) -> None:
+        """Tells the parts whose they are, and stores the rows that the storage came with."""
         self._storage.alignment, self._storage.max_size = self._settings.alignment, self._settings.max_size
         self._sampler.start(self._storage, self._settings.max_size)
         self._writer.changed()
@@ -349,6 +349,13 @@ class DictTensorPrioritizedReplayBuffer(DictTensorReplayBuffer):
         if "sampler" in settings:
             raise TypeError("sampler: this buffer has its own; give it to a DictTensorReplayBuffer")
         super().__init__(sampler=PrioritizedSampler(None, alpha, beta, eps, reduction=reduction), **settings)
+
+
+def _check_settings(prefetch: int | None, batch_size: int | None, pin_memory: bool) -> None:
+    if prefetch and batch_size is None:
+        raise SpecError("prefetch needs a batch_size: it says how large the batches are that are made ahead")
+    if pin_memory and not torch.accelerator.is_available():
+        raise StateError("pin_memory: torch sees no accelerator that page-locked memory would be for")
 
 
 def _first_writer(writer: Writer) -> Writer:

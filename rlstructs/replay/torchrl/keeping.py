@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from rlstructs.errors import FileError
 from rlstructs.files.layout import WRITERS, ending_of
 from rlstructs.replay import saving
 from rlstructs.replay.claims import Claims, check_aligned, flag, whole
-from rlstructs.replay.copies import UNCHANGED, Unchanged, lock_that_forks
+from rlstructs.replay.copies import lock_that_forks
 from rlstructs.replay.torchrl import keeping
 from rlstructs.replay.torchrl.index import DictTensorIndex
 from rlstructs.replay.torchrl.prefetch import Prefetch
@@ -111,7 +110,6 @@ class DictTensorFiles(DictTensorIndex):
     """What is kept elsewhere; see `DictTensorReplayBuffer`."""
 
     _ahead: Prefetch
-    _content: Callable[[], Any]
     _version: int  # raised by what changes batches beside rows and the sampler
 
     def save(self, path: str | Path) -> None:
@@ -205,20 +203,16 @@ class DictTensorFiles(DictTensorIndex):
 
         return restore
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        made = memo[id(self)] = type(self).__new__(type(self))
-        with self._lock:
-            made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return made
+    def _locks(self) -> Sequence[Any]:
+        return [self._lock, *super()._locks()]
 
     def __getstate__(self) -> dict[str, Any]:
-        with self._lock:
-            state = {**vars(self), "_ahead": self._ahead.depth, "_quick": None, "_written": None}
-            del state["_lock"]
-            return state | {UNCHANGED: Unchanged(self._content if self._storage.is_private else bool)}
+        state = {**super().__getstate__(), "_ahead": self._ahead.depth, "_quick": None, "_written": None}
+        del state["_lock"]
+        return state
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        vars(self).update({key: value for key, value in state.items() if key != UNCHANGED})
+        super().__setstate__(state)
         self._lock = lock_that_forks()
         self._ahead = Prefetch(self._lock, state["_ahead"])
         for each in (self._settings, self._sampler, self._writer):
