@@ -44,7 +44,7 @@ from rlstructs.errors import SpecError
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.worker_setup import registry
-from rlstructs.worker_setup.libraries import read_libraries
+from rlstructs.worker_setup.library_settings import read_libraries
 from workers import pickling
 from workers.culprits import why_not_sent
 from workers.interrupts import uninterrupted
