@@ -14,7 +14,7 @@ from gymnasium import spaces
 
 from rlstructs.agent import RL_Agent
 from rlstructs.envs.action_reader import ActionReader
-from rlstructs.envs.spaces import Leaf, leaves
+from rlstructs.envs.spaces import Leaf, list_leaves
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 
@@ -42,7 +42,7 @@ class RandomAgent(RL_Agent):
     takes_views: ClassVar[bool] = True
 
     def __init__(self, action_space: gymnasium.Space[Any]) -> None:
-        found = leaves(action_space, "action")
+        found = list_leaves(action_space, "action")
         row_bytes = sum(NUMBER_BYTES * math.prod(leaf.shape) for leaf in found)
         self._draws = {
             ActionReader.key(leaf): _DrawnAhead(_draw_function(leaf), len(found), row_bytes) for leaf in found

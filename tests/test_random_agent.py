@@ -12,7 +12,7 @@ from test_spaces import INTEGERS, REFUSED, every_space, whole_range
 
 from rlstructs import DictTensor, RandomAgent, SpecError
 from rlstructs.envs.action_reader import ActionReader
-from rlstructs.envs.spaces import leaves
+from rlstructs.envs.spaces import list_leaves
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def test_actions_lie_in_their_space(space):
     output = draws(space, 300)
     actions, _ = ActionReader(space).read(output, 300)
     assert all(space.contains(action) for action in actions)
-    for leaf in leaves(space, "action"):
+    for leaf in list_leaves(space, "action"):
         tensor = output[ActionReader.key(leaf)]
         assert tensor.numpy().dtype == leaf.dtype and tensor.shape == (300, *leaf.shape)
         assert np.isfinite(tensor.numpy()).all()
@@ -85,7 +85,7 @@ def test_every_bit_of_a_full_range_is_random(dtype):
     ids=str,
 )
 def test_wide_ranges_are_covered_evenly(space):
-    (leaf,) = leaves(space, "action")
+    (leaf,) = list_leaves(space, "action")
     drawn = draws(space, 3000)["action"].numpy().reshape(3000, -1).astype(object)
     if isinstance(space, spaces.Box):
         low, high = space.low, space.high

@@ -13,7 +13,7 @@ from gymnasium.utils.env_checker import data_equivalence
 from rlstructs import DictTensor, MissingKeyError, SpecError
 from rlstructs.envs.action_reader import ActionReader
 from rlstructs.envs.observation_columns import Column
-from rlstructs.envs.spaces import example, leaves
+from rlstructs.envs.spaces import example_value, list_leaves
 
 INTEGERS = ["uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"]
 FLOATS = ["float16", "float32", "float64"]
@@ -84,14 +84,14 @@ def stacked(space, samples, prefix=""):
 
 
 def test_nested_spaces_give_keys_joined_with_slashes():
-    found = [(leaf.key, leaf.shape, leaf.dtype.name) for leaf in leaves(SPACES["nested"], "observation")]
+    found = [(leaf.key, leaf.shape, leaf.dtype.name) for leaf in list_leaves(SPACES["nested"], "observation")]
     assert found == [("a/0", (), "int64"), ("a/1/b", (2, 2), "uint8"), ("c/0/0", (2,), "int64")]
 
 
 @every_space
 def test_dtypes_are_those_of_the_space_but_for_float64(space):
     for keep_float64 in (False, True):
-        for leaf in leaves(space, "observation", keep_float64):
+        for leaf in list_leaves(space, "observation", keep_float64):
             shrinks = leaf.space.dtype == np.float64 and not keep_float64
             assert (leaf.dtype, leaf.shape) == (np.float32 if shrinks else leaf.space.dtype, leaf.space.shape)
 
@@ -101,25 +101,25 @@ def test_dtypes_are_those_of_the_space_but_for_float64(space):
 def test_other_spaces_are_refused_by_name(space, within):
     message = rf"^action: space {re.escape(str(space))} is not supported; needed is Box, Discrete, "
     with pytest.raises(SpecError, match=message):
-        leaves(within(space), "action")
+        list_leaves(within(space), "action")
 
 
 @pytest.mark.parametrize("space", [spaces.Dict(), spaces.Tuple([]), spaces.Dict(a=spaces.Dict())], ids=str)
 def test_a_space_without_entries_is_refused(space):
     with pytest.raises(SpecError, match=rf"^observation: space {re.escape(str(space))} has no entries"):
-        leaves(space, "observation")
+        list_leaves(space, "observation")
 
 
 def test_entries_that_would_share_a_key_are_refused():
     space = spaces.Dict({"a/b": spaces.Discrete(2), "a": spaces.Dict(b=spaces.Discrete(3))})
     with pytest.raises(SpecError, match=r"observation: two entries .* are called 'a/b'"):
-        leaves(space, "observation")
+        list_leaves(space, "observation")
 
 
 @every_space
 def test_the_example_of_a_leaf_lies_in_its_space(space):
-    for leaf in leaves(space, "observation", keep_float64=True):
-        value = example(leaf)
+    for leaf in list_leaves(space, "observation", keep_float64=True):
+        value = example_value(leaf)
         assert leaf.space.contains(int(value) if isinstance(leaf.space, spaces.Discrete) else value)
 
 
@@ -131,7 +131,7 @@ def test_columns_hold_observations_as_they_are(space):
     space.seed(3)
     samples = [space.sample() for _ in range(3)]
     wanted = stacked(space, samples)
-    for leaf in leaves(space, "observation", keep_float64=True):
+    for leaf in list_leaves(space, "observation", keep_float64=True):
         column = Column(leaf, 5)
         filled = column.fill(samples)
         expected = wanted[leaf.key].reshape(3, *leaf.row_shape)
@@ -140,7 +140,7 @@ def test_columns_hold_observations_as_they_are(space):
 
 
 def column_of(space, n_envs=2):
-    return Column(leaves(space, "observation")[0], n_envs)
+    return Column(list_leaves(space, "observation")[0], n_envs)
 
 
 def test_scalars_of_discrete_spaces_have_a_feature_axis():
@@ -224,7 +224,7 @@ def test_environments_get_actions_of_the_space(space):
     for action, sample in zip(got, samples, strict=True):
         assert space.contains(action)
         assert data_equivalence(dict(flat(space, action)), dict(flat(space, sample)))
-    for leaf in leaves(space, "action"):
+    for leaf in list_leaves(space, "action"):
         assert np.array_equal(columns[leaf.key], tensors[ActionReader.key(leaf)].numpy())
 
 

@@ -19,7 +19,7 @@ from rlstructs.distributed.transport import PartTransport
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.worker_setup import registry
-from rlstructs.worker_setup.libraries import read_libraries
+from rlstructs.worker_setup.library_settings import read_libraries
 from workers import pickling
 from workers.pickle_errors import explain_pickle_error
 from workers.script_pickling import PickledWithScript

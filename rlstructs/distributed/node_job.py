@@ -26,7 +26,7 @@ from rlstructs.shared.slots import STATE, Slots
 from rlstructs.shared.weights import Parcel
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.worker_setup import registry
-from rlstructs.worker_setup.libraries import write_libraries
+from rlstructs.worker_setup.library_settings import write_libraries
 from rlstructs.worker_setup.registry import Registered
 from workers import pickling
 from workers.settings.process_settings import SETTINGS, write_settings

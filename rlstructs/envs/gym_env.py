@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
 import torch
 
-from rlstructs.envs.action_reader import ActionReader
-from rlstructs.envs.answers import NONE_YET, add_origin, blame_step, checked_reset
-from rlstructs.envs.info_columns import PREFIX, InfoColumns, InfoKeys
-from rlstructs.envs.observation_columns import Sheet
-from rlstructs.envs.parts import are_equal, copy_parts
-from rlstructs.envs.row_env import NO_ROWS, Step, pairs
+from rlstructs.envs.array_values import copy_value, may_share_memory
+from rlstructs.envs.env_results import NO_RESULT, add_origin, explain_step_error, read_reset
+from rlstructs.envs.info_columns import InfoColumns, InfoKeys
+from rlstructs.envs.row_env import NO_ROWS, Step, step_pairs
+from rlstructs.envs.row_layout import FLAGS, RowLayout
 from rlstructs.envs.shared_vector.env_group import innermost
-from rlstructs.envs.spaces import Leaf, example, leaves
-from rlstructs.envs.values import copy_value, share_memory
+from rlstructs.envs.space_tree import are_equal, copy_sample
+from rlstructs.envs.vec_env import NO_INFO
 from rlstructs.errors import SpecError, StateError
 from rlstructs.seeding import environment_seeds
-from rlstructs.shared.packing import Packing, Rows
+from rlstructs.shared.packing import Rows
 from rlstructs.structures.dict_tensor import DictTensor
-
-# Keys that every observation has, beside those of the environment's own observation space.
-FLAGS = ("done", "terminated", "truncated", "initial_state")
-RAW_REWARD = "raw_reward"  # what `NormalizeReward` makes of the reward
-RESERVED = ("reward", RAW_REWARD, *FLAGS, "last_action")
-NO_INFO = DictTensor()
 
 
 class GymEnv:
@@ -37,27 +30,27 @@ class GymEnv:
     An observation holds, with B rows:
 
     - `frame`, or a key for each entry of a Dict or Tuple space: dtype and shape of the space, except
-      that float64 becomes float32; a Discrete one is int64 (B, 1). What an environment gives beside the
+      that float64 becomes float32; a Discrete one is int64 (B, 1). What an environment returns beyond the
       entries of its space is left out;
     - `reward`: float32 (B,), the reward of the step that led here, 0 at a reset;
     - `terminated`, `truncated`, `done` (either of the two): bool (B,), False at a reset;
     - `initial_state`: bool (B,), True at a reset;
     - `last_action`: the action that led here, 0 at a reset; `last_action/<key>` for structured ones;
-    - `info/<key>` for each of `info_keys`, (B,): what the info of the step that led here, or of the reset, says; where
-      it does not, NaN, or 0 or False in a column of other numbers.
+    - `info/<key>` for each of `info_keys`, (B,): its value in the info of the step or reset that led here; where the
+      info lacks it, NaN, or 0 or False in columns that are not floating-point.
 
     Args:
         envs: gymnasium environments of equal spaces.
-        seed: environment k gets `seed + k`, or, when the seed comes from `RL_Batcher(seeds=int)`, a
-            stream of its own; or a sequence with a seed for each. Used at the first reset only: later
+        seed: environment k gets `seed + k`, or a stream of its own when the seed comes from
+            `RL_Batcher(seeds=int)`; or a sequence with a seed for each. Used at the first reset only: later
             episodes continue the stream.
-        keep_float64: do not turn float64 into float32, neither observations nor the last action.
+        keep_float64: keep float64 observations and actions, rather than turn them into float32.
         info_keys: which numbers of the infos are recorded, such as `("is_success",)`, as float32; or a mapping from
             keys to dtypes, `{"is_success": bool}`. `"a/b"` is entry `b` of the info `a`.
 
     Raises:
         TypeError: `envs` are not gymnasium environments.
-        SpecError: none are given, one twice, a space is not there or not supported, or spaces differ.
+        SpecError: none are given, one is given twice, spaces differ, or one is missing or not supported.
 
     Example:
         >>> import gymnasium
@@ -85,48 +78,38 @@ class GymEnv:
         keep_float64: bool = False,
         info_keys: InfoKeys = (),
     ) -> None:
-        self._envs = _checked(envs)
+        self._envs = _check_envs(envs)
         self._infos = InfoColumns(info_keys)
         self.observation_space = self._envs[0].observation_space
         self.action_space = self._envs[0].action_space
         self._seeds: list[int] | None = environment_seeds(seed, len(self._envs))
         for env, value in zip(self._envs, self._seeds, strict=True):
             env.action_space.seed(value)
-        n = len(self._envs)
-        self._leaves = {
-            leaf.name: leaf for leaf in leaves(self.observation_space, "observation", keep_float64)
-        }
-        self._actions = ActionReader(self.action_space, keep_float64)
-        refuse_reserved(self._leaves)
-        self._last_actions = {f"last_{ActionReader.key(leaf)}": leaf for leaf in self._actions.leaves}
-        packing = packing_of(self._leaves, self._last_actions, self._infos)
-        self._after, self._fresh = (Sheet(self._leaves, packing, n) for _ in range(2))
-        self._fresh.view["initial_state"][:] = True
-        # None before the first reset.
+        layout = RowLayout(self.observation_space, self.action_space, keep_float64, self._infos)
+        self._leaves, self._actions, self._last_actions = layout.leaves, layout.actions, layout.last_actions
+        self._after, self._fresh = layout.allocate(len(self._envs))
+        # Indexes of the running environments, None before the first reset; and the environments themselves.
         self._running: np.ndarray | None = None
-        self._stepped: list[gymnasium.Env[Any, Any]] = []
-        self._options: list[dict[str, Any] | None] = [None] * n
-        self._flagged: list[int] = []
-        self._are_apart = False  # until a step has shown that no two write what they observe into the same memory
+        self._running_envs: list[gymnasium.Env[Any, Any]] = []
+        self._options: list[dict[str, Any] | None] = [None] * len(self._envs)
+        self._flagged_rows: list[int] = []
+        # False until a step has shown that no two environments write observations into the same memory.
+        self._have_own_memory = False
 
     def n_envs(self) -> int:
         """Number of environments, E."""
         return len(self._envs)
 
     def example(self) -> Rows:
-        """A first observation such as `reset` gives, made of the spaces alone."""
-        rows = self._fresh.rows.take(np.arange(len(self._envs)))
-        arrays = rows.arrays()
-        for key, leaf in self._leaves.items():
-            arrays[key][...] = example(leaf)
-        return rows
+        """First observations as `reset` would return them, made from the spaces alone."""
+        return self._fresh.example()
 
     def reset(self, env_info: DictTensor = NO_INFO) -> tuple[DictTensor, torch.Tensor]:
         """Starts an episode in every environment.
 
         Args:
-            env_info: E rows, or empty. Row k, as `{key: number or list}`, is the `options` of
-                environment k's reset, here and wherever it resets itself.
+            env_info: E rows, or empty. Row k, as `{key: number or list}`, becomes the `options` of
+                environment k's resets, now and whenever it resets itself.
         """
         return self.reset_rows(env_info).tensors(), torch.arange(len(self._envs), device="cpu")
 
@@ -136,82 +119,80 @@ class GymEnv:
         """Steps the running environments; see `VecEnv.step`.
 
         Args:
-            action: `action`, or `action/<key>` for a structured space, one row for each that runs.
+            action: `action`, or `action/<key>` for a structured space; one row for each running environment.
 
         Raises:
-            StateError: none runs.
-            MissingKeyError, SpecError: the action is not what the action space needs.
+            StateError: no environment runs.
+            MissingKeyError, SpecError: the action does not fit the action space.
         """
         running = torch.from_numpy(self._check_running().copy())
-        return pairs(self.step_rows(action), running)
+        return step_pairs(self.step_rows(action), running)
 
     def reset_rows(self, env_info: DictTensor) -> Rows:
-        """As `reset`, the observation as rows of its own."""
-        self._options = _options(env_info, len(self._envs))
+        """Does what `reset` does, and returns the observation as rows that nobody else uses."""
+        self._options = _split_options(env_info, len(self._envs))
         seeds = self._seeds
         frames = [
-            self._copied(self._reset_one(k, None if seeds is None else seeds[k], k)) for k in range(len(self._envs))
+            self._copy(self._reset_one(k, None if seeds is None else seeds[k], k)) for k in range(len(self._envs))
         ]
-        self._seeds = None  # not before: who was interrupted begins again
-        self._run(np.arange(len(self._envs)))
+        self._seeds = None  # only now: a reset after an interrupted one needs the same seeds
+        self._set_running(np.arange(len(self._envs)))
         return self._fresh.fill(frames).take(np.arange(len(self._envs)))
 
     def revive_rows(self) -> tuple[np.ndarray, Rows]:
-        """Starts an episode in every environment that has ended; all run then.
+        """Starts an episode in every environment that has ended, so that all run.
 
         Returns:
-            Which they are, int64 (R,), ascending, and their first observations as rows of their own.
+            Indexes of the environments that were reset, int64 (R,), ascending, and their first observations as rows
+            that nobody else uses.
         """
         assert self._running is not None
         which = np.setdiff1d(np.arange(len(self._envs)), self._running)
-        fresh = [self._copied(self._reset_one(k, None, row)) for row, k in enumerate(which.tolist())]
-        self._run(np.arange(len(self._envs)))
+        fresh = [self._copy(self._reset_one(k, None, row)) for row, k in enumerate(which.tolist())]
+        self._set_running(np.arange(len(self._envs)))
         return which, self._fresh.fill(fresh, which).take(np.arange(which.size))
 
     def step_rows(self, action: DictTensor) -> Step:
-        """As `step`, in rows that stay valid until the next one."""
+        """Does what `step` does, and returns rows that stay valid until the next step."""
         running = self._check_running()
         actions, action_columns = self._actions.read(action, running.size)
-        frames, rewards, ended, seen = [], [], [], []
+        frames, rewards, ended, uncopied = [], [], [], []
         fresh: list[Any] = []
-        are_apart, infos = self._are_apart, self._infos or None
-        row, answer = 0, NONE_YET
+        have_own_memory, infos = self._have_own_memory, self._infos or None
+        row, result = 0, NO_RESULT
         try:
-            for row, (env, action_of_it) in enumerate(zip(self._stepped, actions, strict=True)):
-                answer = env.step(action_of_it)
-                frame, reward, terminated, truncated, info = answer
+            for row, (env, env_action) in enumerate(zip(self._running_envs, actions, strict=True)):
+                result = env.step(env_action)
+                frame, reward, terminated, truncated, info = result
                 if infos is not None:  # before a reset changes it
                     infos.write(self._after.view, row, info, int(running[row]))
-                if not are_apart:  # another environment may write into the same array
-                    seen.append((frame, reward))
-                    frame, reward = self._copied(frame), copy_value(reward)
+                if not have_own_memory:  # another environment may write into the same array
+                    uncopied.append((frame, reward))
+                    frame, reward = self._copy(frame), copy_value(reward)
                 if terminated or truncated:
                     ended.append((row, bool(terminated), bool(truncated)))
-                    frame, reward = self._copied(frame), copy_value(reward)  # before a reset writes into them
+                    frame, reward = self._copy(frame), copy_value(reward)  # before a reset writes into them
                     if self._autoreset:
-                        fresh.append(self._copied(self._reset_one(int(running[row]), None, len(fresh))))
+                        fresh.append(self._copy(self._reset_one(int(running[row]), None, len(fresh))))
                 frames.append(frame)
                 rewards.append(reward)
         except Exception as error:
-            blame_step(error, answer, self._stepped[row], int(running[row]))
+            explain_step_error(error, result, self._running_envs[row], int(running[row]))
             raise
         after = self._write(frames, running, rewards, ended, action_columns)
-        if not are_apart:
-            given, paid = zip(*seen, strict=True)
-            self._are_apart = not share_memory(paid) and not any(
-                share_memory(map(leaf.pick, given)) for leaf in self._leaves.values()
-            )
+        if not have_own_memory:
+            self._have_own_memory = self._find_own_memory(uncopied)
         if not ended:
             return Step(after, NO_ROWS, None, None)
         rows = np.array([row for row, _, _ in ended], np.int64)
         if self._autoreset:
             return Step(after, rows, self._fresh.fill(fresh, rows), None)
         kept = np.delete(np.arange(running.size), rows)
-        self._run(running[kept])
+        self._set_running(running[kept])
         return Step(after, NO_ROWS, None, kept)
 
     def close(self) -> None:
-        """Closes every environment, also when one of them raises; then raises what the first did."""
+        """Closes every environment, even if some raise; then raises the first error."""
         errors = []
         for k, env in enumerate(self._envs):
             try:
@@ -229,30 +210,37 @@ class GymEnv:
             raise StateError("step: every environment has ended, call reset")
         return self._running
 
-    def _run(self, running: np.ndarray) -> None:
-        self._running, self._stepped = running, [self._envs[k] for k in running.tolist()]
+    def _set_running(self, running: np.ndarray) -> None:
+        self._running, self._running_envs = running, [self._envs[k] for k in running.tolist()]
+
+    def _find_own_memory(self, results: list[tuple[Any, Any]]) -> bool:
+        """Whether these observations and rewards, one pair for each environment, share no memory."""
+        frames, rewards = zip(*results, strict=True)
+        return not may_share_memory(rewards) and not any(
+            may_share_memory(map(leaf.pick, frames)) for leaf in self._leaves.values()
+        )
 
     def _reset_one(self, k: int, seed: int | None, row: int) -> Any:
-        """What environment k observes after a reset; its info goes into a row of the fresh ones."""
+        """Resets environment k, writes its info to a row of the fresh ones, and returns its observation."""
         options = self._options[k]
         arguments: dict[str, Any] = {} if seed is None else {"seed": seed}
         if options is not None:
             arguments["options"] = copy.deepcopy(options)  # the environment may change them
         try:
-            answer = self._envs[k].reset(**arguments)
+            result = self._envs[k].reset(**arguments)
         except Exception as error:
             add_origin(error, "reset", self._envs[k], k)
             raise
-        observation, info = checked_reset(answer, self._envs[k], k)
+        observation, info = read_reset(result, self._envs[k], k)
         if self._infos:
             self._infos.write(self._fresh.view, row, info, k)
         return observation
 
-    def _copied(self, observation: Any) -> Any:
-        """What the space has of an observation, which the environment may write into again."""
+    def _copy(self, observation: Any) -> Any:
+        """Copies the entries of the space: the environment may write into the observation again."""
         if isinstance(observation, np.ndarray):
             return observation.copy()
-        return copy_parts(self.observation_space, observation)
+        return copy_sample(self.observation_space, observation)
 
     def _write(
         self,
@@ -263,11 +251,11 @@ class GymEnv:
         actions: dict[str, np.ndarray],
     ) -> Rows:
         after, view, n = self._after.fill(frames, running), self._after.view, len(frames)
-        view["reward"][:n] = _numbers(rewards, running)
-        for row in self._flagged:
+        view["reward"][:n] = _reward_array(rewards, running)
+        for row in self._flagged_rows:
             for flag in FLAGS:
                 view[flag][row] = False
-        self._flagged = [row for row, _, _ in ended]
+        self._flagged_rows = [row for row, _, _ in ended]
         for row, terminated, truncated in ended:
             view["done"][row] = True
             view["terminated"][row], view["truncated"][row] = terminated, truncated
@@ -277,16 +265,18 @@ class GymEnv:
 
 
 class GymEnvInf(GymEnv):
-    """As `GymEnv`, but an environment that ends resets itself in the same step, and all always run.
+    """A `GymEnv` whose environments reset themselves in the step that ends an episode, so that all always run.
 
     Of a step that ended an episode, the first pair holds the true final observation, with its reward
-    and flags; the second pair, which the agent sees next, the first observation of the new episode.
+    and flags; the second pair, which the agent sees next, holds the first observation of the new episode.
 
     Args:
-        defer_resets: for resets that take long. Within a rollout of `RL_Batcher` an environment that ends leaves the
-            running set, so that the others do not wait for its reset, and its slot is shorter: `lengths` says so. It
-            is reset as the next rollout begins, in which it runs again. Below `DeviceEnv`, or one's own wrapper, it
-            stays out until `reset`, as with `GymEnv`. Otherwise as above.
+        defer_resets: for resets that take long. An environment that ends within a rollout of `RL_Batcher` leaves the
+            running set, so that the others do not wait for its reset; its slot is shorter, as `lengths` tells. It
+            is reset when the next rollout begins, and runs again in that. Below `DeviceEnv`, or a wrapper of your
+            own, it does not run until `reset`, as with `GymEnv`.
+
+    Other arguments are those of `GymEnv`.
 
     Example:
         >>> import gymnasium
@@ -312,20 +302,11 @@ class GymEnvInf(GymEnv):
         self._autoreset, self.defers_resets = not defer_resets, defer_resets
 
 
-def packing_of(observation: Mapping[str, Leaf], last_actions: Mapping[str, Leaf], infos: InfoColumns) -> Packing:
-    """How observations lie in rows: entries of the space, reward, flags, the last action and infos."""
-    specs = {key: (leaf.row_shape, leaf.dtype) for key, leaf in observation.items()}
-    specs["reward"] = (), np.dtype(np.float32)
-    specs |= {flag: ((), np.dtype(bool)) for flag in FLAGS}
-    specs |= {key: (leaf.shape, leaf.dtype) for key, leaf in last_actions.items()}
-    return Packing(specs | infos.specs)
-
-
-def _checked(envs: Sequence[gymnasium.Env[Any, Any]]) -> list[gymnasium.Env[Any, Any]]:
+def _check_envs(envs: Sequence[gymnasium.Env[Any, Any]]) -> list[gymnasium.Env[Any, Any]]:
     try:
         envs = list(envs)
     except TypeError as error:
-        raise TypeError(f"envs: needs a list of gymnasium environments, got {_instead_of(envs)}") from error
+        raise TypeError(f"envs: needs a list of gymnasium environments, got {_suggest_list(envs)}") from error
     if not envs:
         raise SpecError("envs: needs at least one environment, got none")
     taken: set[int] = set()
@@ -346,8 +327,8 @@ def _checked(envs: Sequence[gymnasium.Env[Any, Any]]) -> list[gymnasium.Env[Any,
     return envs
 
 
-def _instead_of(envs: Any) -> str:
-    """What was given in place of a list, and what to do with it."""
+def _suggest_list(envs: Any) -> str:
+    """Names what was given instead of a list, and what to do with it."""
     if isinstance(envs, gymnasium.vector.VectorEnv):
         return f"{type(envs).__name__}: give it to GymVectorEnv"
     if callable(envs):
@@ -355,14 +336,8 @@ def _instead_of(envs: Any) -> str:
     return f"{type(envs).__name__}: put it into a list, [env]"
 
 
-def refuse_reserved(keys: Any) -> None:
-    """Raises SpecError if an entry of an observation is called as one of ours."""
-    for key in keys:
-        if key.split("/")[0] in RESERVED or key.startswith(PREFIX):
-            raise SpecError(f"observation: an entry may not be called {key!r}; reserved are {(*RESERVED, PREFIX)}")
-
-
-def _options(env_info: DictTensor, n_envs: int) -> list[dict[str, Any] | None]:
+def _split_options(env_info: DictTensor, n_envs: int) -> list[dict[str, Any] | None]:
+    """Turns rows of options into a dict for each environment."""
     if not isinstance(env_info, DictTensor):
         raise TypeError(f"env_info must be a DictTensor, got {type(env_info).__name__}")
     if env_info.empty():
@@ -373,21 +348,22 @@ def _options(env_info: DictTensor, n_envs: int) -> list[dict[str, Any] | None]:
     return [{key: values[k] for key, values in columns.items()} for k in range(n_envs)]
 
 
-def _numbers(rewards: list[Any], running: np.ndarray) -> np.ndarray:
-    found = _plain_array(rewards)
+def _reward_array(rewards: list[Any], running: np.ndarray) -> np.ndarray:
+    found = _try_array(rewards)
     if found.ndim == 1 and found.dtype.kind in "biuf":
         return found
     for k, reward in zip(running, rewards, strict=True):
-        one = _plain_array(reward)
-        is_number = one.dtype.kind in "biuf" or isinstance(reward, int)  # which may be too large for an array
+        one = _try_array(reward)
+        is_number = one.dtype.kind in "biuf" or isinstance(reward, int)  # an int may be too large for an array
         if one.ndim or not is_number:
             raise SpecError(f"environment {k}: reward must be a number, got {reward!r}")
     return np.array([float(reward) for reward in rewards])
 
 
-def _plain_array(values: Any) -> np.ndarray:
+def _try_array(values: Any) -> np.ndarray:
+    """The values as an array; an array of None where numpy makes none of them."""
     try:
         return np.asarray(values)
-    except (TypeError, ValueError):  # of different shapes
+    except (TypeError, ValueError):  # their shapes differ
         return np.asarray(None)
 

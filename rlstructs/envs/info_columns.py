@@ -1,4 +1,4 @@
-"""Numbers that environments say in their infos, as columns of what they show."""
+"""Columns of an observation with numbers from the infos of environments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlstructs.checks import several
 from rlstructs.errors import SpecError
 from rlstructs.structures.arrays import Spec
 
-# What the keys of these columns begin with.
+# Prefix of the keys of these columns.
 PREFIX = "info/"
 FINAL = "final_info"
 
@@ -23,14 +23,14 @@ class InfoColumns:
     """The columns `info/<key>`.
 
     Args:
-        info_keys: names of infos, for float32; or a mapping from those to a dtype of numpy, torch or Python. `a/b` is
-            entry `b` of the info `a`, if there is no info of that very name.
+        info_keys: names of infos, for float32 columns; or a mapping from names to dtypes of numpy, torch or Python.
+            `a/b` is entry `b` of the info `a`, if no info has the name `a/b` itself.
 
     Attributes:
         specs: key -> row shape and dtype.
 
     Raises:
-        TypeError, SpecError: they are not what is needed.
+        TypeError, SpecError: a name or a dtype is wrong.
 
     Example:
         >>> columns = InfoColumns({"is_success": bool, "episode/r": np.float32})
@@ -43,27 +43,28 @@ class InfoColumns:
 
     def __init__(self, info_keys: InfoKeys = ()) -> None:
         dtypes = info_keys if isinstance(info_keys, Mapping) else dict.fromkeys(several("info_keys", info_keys), "f4")
-        checked = {name: _dtype(name, dtype) for name, dtype in dtypes.items()}
-        self._wanted = [(PREFIX + name, name, dtype) for name, dtype in checked.items()]
+        dtypes = {name: _check_dtype(name, dtype) for name, dtype in dtypes.items()}
+        self._wanted = [(PREFIX + name, name, dtype) for name, dtype in dtypes.items()]
         self.specs: dict[str, Spec] = {key: ((), dtype) for key, _, dtype in self._wanted}
 
     def __bool__(self) -> bool:
         return bool(self._wanted)
 
     def write(self, arrays: Mapping[str, np.ndarray], row: int, info: Any, env: int) -> None:
-        """Writes the info of environment `env` to a row: NaN, 0 or False for what it does not say."""
+        """Writes the info of environment `env` to a row: NaN, 0 or False where it lacks a name."""
         if not isinstance(info, Mapping):
             raise SpecError(f"environment {env}: its info must be a dict, got {type(info).__name__}")
         for key, name, dtype in self._wanted:
-            arrays[key][row] = _number(_found(info, name), name, dtype, env)
+            arrays[key][row] = _to_number(_look_up(info, name), name, dtype, env)
 
     def write_batch(self, arrays: Mapping[str, np.ndarray], infos: Any, at: Any = slice(None)) -> None:
-        """Writes what a vector environment said of its environments.
+        """Writes the infos of a vector environment.
 
         Args:
-            arrays: of all columns, a row for each environment.
-            infos: a dict of arrays, each with a mask `_<key>` of whom it is of (none: of all); or a dict for each.
-            at: which rows are written.
+            arrays: all columns, a row for each environment.
+            infos: a dict of arrays, each with a mask `_<key>` of the environments that have it (no mask: all);
+                or one dict for each environment.
+            at: which rows to write.
         """
         n = len(arrays[self._wanted[0][0]])
         if not isinstance(infos, Mapping):
@@ -71,15 +72,15 @@ class InfoColumns:
                 self.write(arrays, env, {} if infos is None or infos[env] is None else infos[env], env)
             return
         for key, name, dtype in self._wanted:
-            arrays[key][at] = _numbers(*_column(infos, name), name, dtype, n)[at]
+            arrays[key][at] = _to_numbers(*_look_up_column(infos, name), name, dtype, n)[at]
 
 
 def final_infos(infos: Any) -> Any:
-    """What a vector environment that resets in the same step said of steps that ended an episode; None if nothing."""
+    """The infos of steps that ended an episode, from a vector environment that resets in the same step, or None."""
     return infos.get(FINAL) if isinstance(infos, Mapping) else None
 
 
-def _dtype(name: Any, dtype: Any) -> np.dtype[Any]:
+def _check_dtype(name: Any, dtype: Any) -> np.dtype[Any]:
     if not isinstance(name, str) or not name:
         raise TypeError(f"info_keys: needs names, such as ['is_success'], got {name!r}")
     try:
@@ -91,17 +92,17 @@ def _dtype(name: Any, dtype: Any) -> np.dtype[Any]:
     return found
 
 
-def _found(info: Mapping[str, Any], name: str) -> Any:
-    """What an info says under a name; None if it does not."""
+def _look_up(info: Mapping[str, Any], name: str) -> Any:
+    """The entry of an info under a name, or None."""
     if name in info:
         return info[name]
     first, _, rest = name.partition("/")
     inner = info.get(first) if rest else None
-    return _found(inner, rest) if isinstance(inner, Mapping) else None
+    return _look_up(inner, rest) if isinstance(inner, Mapping) else None
 
 
-def _number(value: Any, name: str, dtype: np.dtype[Any], env: int) -> Any:
-    """A value as a number of this dtype."""
+def _to_number(value: Any, name: str, dtype: np.dtype[Any], env: int) -> Any:
+    """Converts a value to a number of this dtype; None becomes NaN, 0 or False."""
     if value is None:
         return np.nan if dtype.kind == "f" else 0
     try:
@@ -117,19 +118,19 @@ def _number(value: Any, name: str, dtype: np.dtype[Any], env: int) -> Any:
     return number
 
 
-def _column(infos: Mapping[str, Any], name: str) -> tuple[Any, Any]:
-    """The rows under a name, None if there are none, and the mask of whom they are of, None for all."""
+def _look_up_column(infos: Mapping[str, Any], name: str) -> tuple[Any, Any]:
+    """The rows under a name, or None, and the mask of the environments that have it, None for all."""
     if name in infos:
         return infos[name], infos.get(f"_{name}")
     first, _, rest = name.partition("/")
     if not rest or not isinstance(infos.get(first), Mapping):
         return None, None
-    values, mask = _column(infos[first], rest)
+    values, mask = _look_up_column(infos[first], rest)
     return values, infos.get(f"_{first}") if mask is None else mask
 
 
-def _numbers(values: Any, mask: Any, name: str, dtype: np.dtype[Any], n: int) -> np.ndarray:
-    """A column of n environments, of rows and of whom they are."""
+def _to_numbers(values: Any, mask: Any, name: str, dtype: np.dtype[Any], n: int) -> np.ndarray:
+    """Converts the rows of n environments to a column of this dtype; rows outside the mask are NaN, 0 or False."""
     found = np.full(n, np.nan if dtype.kind == "f" else 0, dtype)
     if values is None:
         return found
@@ -143,5 +144,5 @@ def _numbers(values: Any, mask: Any, name: str, dtype: np.dtype[Any], n: int) ->
         if dtype.kind == "f" or (found[envs] == given.reshape(n)[envs]).all():
             return found
     for env in envs.tolist():
-        found[env] = _number(given[env], name, dtype, env)
+        found[env] = _to_number(given[env], name, dtype, env)
     return found

@@ -1,4 +1,4 @@
-"""How a rollout steps environments: rows in numpy arrays, whatever class they are."""
+"""The interface by which a rollout steps environments: rows in numpy arrays, for every class of them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ class Step(NamedTuple):
     """One step of E' running environments; its rows stay valid until the next step.
 
     Attributes:
-        after: E' rows, what happened to each, final observations included.
-        reset: int64 (R,), which of the E' rows the agent sees differently next: those of environments
-            that were reset in the same step.
-        fresh: R rows, what it sees of them; None when R is 0.
-        kept: int64, which of the E' rows still run; None for all.
-        idle: int64, of which of the E' rows this was no step: the environment did nothing but start an episode.
+        after: E' rows, what happened in each environment, final observations included.
+        reset: int64 (R,), which of the E' environments were reset in the same step.
+        fresh: R rows, their first observations, which the agent sees next; None when R is 0.
+        kept: int64, which of the E' environments still run; None for all.
+        idle: int64, which of the E' environments only started an episode: that was no step.
     """
 
     after: Rows
@@ -38,33 +37,33 @@ class Step(NamedTuple):
 
 
 class SplitEnv(Protocol):
-    """A group of environments that are stepped while others are waited for; all of them always run."""
+    """A group of environments that can be stepped while other groups are waited for; all always run."""
 
     @property
     def may_idle(self) -> bool:
-        """As of `RowEnv`."""
+        """See `RowEnv.may_idle`."""
         ...
 
     def n_envs(self) -> int:
-        """How many there are."""
+        """Number of environments in the group."""
         ...
 
     def send_rows(self, action: DictTensor) -> None:
-        """As `RowEnv.step_rows`, but does not wait."""
+        """Starts a step of the group, without waiting for it."""
         ...
 
     def recv_rows(self, target: Target) -> Step:
-        """What came of it, written to the target."""
+        """Waits for the step and writes its rows to the target."""
         ...
 
 
 Pair = tuple[DictTensor, torch.Tensor]
 
 
-def pairs(step: Step, running: torch.Tensor) -> tuple[Pair, Pair]:
-    """A step as `VecEnv.step` gives it, of the environments `running`."""
+def step_pairs(step: Step, running: torch.Tensor) -> tuple[Pair, Pair]:
+    """The two pairs that `VecEnv.step` returns for a step of the environments `running`."""
     after = step.after.tensors()
-    following, kept = DictTensor.trusted(after._tensors), running  # an object of its own: a wrapper may `set` keys
+    following, kept = DictTensor.trusted(after._tensors), running  # another object: a wrapper may `set` keys
     if step.fresh is not None:
         seen = Rows.of(step.after.packing, step.after.arrays())
         arrays = seen.arrays()
@@ -78,11 +77,11 @@ def pairs(step: Step, running: torch.Tensor) -> tuple[Pair, Pair]:
 
 
 class RowEnv:
-    """Any `VecEnv` as the rollout wants it: observations as rows, one `Step` for each step."""
+    """Adapts a `VecEnv` to rows: it returns observations as `Rows`, and steps as `Step`."""
 
-    #: Whether `step_rows` takes, and writes to, what `Steps.target` gives, in place of rows of its own.
+    #: Whether `step_rows` writes to the target that it is given, rather than to rows of its own.
     writes_rows = False
-    #: Whether in the next step an environment may do nothing but start an episode.
+    #: Whether an environment may only start an episode in the next step.
     may_idle = True
 
     def __init__(self, env: VecEnv) -> None:
@@ -92,15 +91,15 @@ class RowEnv:
         self._packing = Packing({})
 
     def n_envs(self) -> int:
-        """As the environment's own."""
+        """Number of environments, E."""
         return self._env.n_envs()
 
     def close(self) -> None:
-        """As the environment's own."""
+        """Closes the environment."""
         self._env.close()
 
     def reset_rows(self, env_info: DictTensor) -> Rows:
-        """As `VecEnv.reset`; every environment runs then."""
+        """Does what `VecEnv.reset` does, and returns the observation of all E environments."""
         observation, running = self._env.reset(env_info)
         self._running = _array(running)
         if not np.array_equal(self._running, np.arange(self.n_envs())):
@@ -108,8 +107,8 @@ class RowEnv:
         return self._rows(observation, self._running)
 
     def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
-        """As `VecEnv.step`; the target is for those that write to it."""
-        # A copy: either of the two, environment and agent, may write into what it has of it.
+        """Does what `VecEnv.step` does; only classes with `writes_rows` use the target."""
+        # A copy: the environment or the agent may write into its tensors later.
         (after, before), (following, running) = self._env.step(action.clone())
         if not np.array_equal(_array(before), self._running):
             raise SpecError(f"environment: it stepped {_array(before)}, running were {self._running}")
@@ -123,7 +122,7 @@ class RowEnv:
         idle = _idle({key: as_array(after[key]) for key in ("initial_state", "done") if key in after})
         if everyone and _same_tensors(following, after):
             return Step(stepped, NO_ROWS, None, None, idle)
-        # What differs is not told: every row that still runs is taken as different.
+        # Nothing says which rows differ: every row that still runs may.
         return Step(stepped, kept, self._rows(following, left), None if everyone else kept, idle)
 
     def _rows(self, observation: DictTensor, running: np.ndarray) -> Rows:
@@ -141,12 +140,12 @@ class RowEnv:
 
 
 class WritingRowEnv(RowEnv):
-    """A `VecEnv` that has `step_into`, likewise."""
+    """Adapts a `VecEnv` that has `step_into`, which writes to the rollout's memory."""
 
     writes_rows = True
 
     def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
-        """As `VecEnv.step`, written to the target, or to rows that stay valid until the next one."""
+        """Writes a step to the target, or to rows that stay valid until the next step."""
         if target is None:
             rows = Rows.zeros(self._packing, self.n_envs())
             target = Target(rows, rows.arrays())
@@ -166,27 +165,27 @@ class WritingRowEnv(RowEnv):
 
 
 def row_env(env: VecEnv) -> RowEnv:
-    """The environment itself when it gives rows, an adapter around it otherwise."""
+    """Returns the environment itself if it has rows, else an adapter around it."""
     if gives_rows(env):
         return env  # type: ignore[return-value]
     return WritingRowEnv(env) if gives_rows(env, "step_into") else RowEnv(env)
 
 
 def take_statistics(env: Any) -> dict[str, Moments]:
-    """What an environment has gathered since the last call; nothing if it keeps no statistics."""
+    """Takes what an environment has gathered since the last call; nothing if it keeps no statistics."""
     return env.take_statistics() if hasattr(env, "take_statistics") else {}
 
 
 def load_statistics(env: Any, statistics: Mapping[str, Moments], frozen: bool = False) -> None:
-    """Has an environment that keeps statistics go by these."""
+    """Gives these statistics to the environment, if it keeps any."""
     if statistics and hasattr(env, "load_statistics"):
         env.load_statistics(statistics, frozen)
 
 
 def gives_rows(env: VecEnv, method: str = "step_rows") -> bool:
-    """Whether this method does what `step` does: not if a subclass, or someone else, has put its own in place.
+    """Whether this method may stand in for `step`: not if a subclass or a patch has replaced `reset` or `step`.
 
-    Looks at the class, not at the object: a wrapper that forwards what it does not know has no rows either.
+    Looks at the class, not at the object: a wrapper that forwards unknown attributes has no rows of its own.
     """
     classes = type(env).__mro__
 
@@ -199,13 +198,13 @@ def gives_rows(env: VecEnv, method: str = "step_rows") -> bool:
 
 
 def groups_of(env: RowEnv) -> Sequence[SplitEnv]:
-    """The groups in which its environments can be stepped, in order; none if they are all stepped together."""
+    """The groups of environments that can be stepped separately, in order; empty if all are stepped together."""
     groups: Sequence[SplitEnv] = getattr(env, "row_groups", tuple)()
     return groups
 
 
 def _idle(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Which rows are of environments that did nothing but start an episode."""
+    """Rows of environments that only started an episode."""
     starts = arrays.get("initial_state")
     if starts is None or starts.dtype != bool or starts.ndim != 1 or not starts.any():
         return NO_ROWS

@@ -7,18 +7,18 @@ import numpy as np
 from rlstructs.errors import SpecError
 from rlstructs.moments import Moments
 
-# Bytes of rows that are kept until they are counted all at once, which takes a hundredth of the time.
+# Bytes of rows to keep before counting them, all at once, which takes a hundredth of the time.
 BLOCK = 1 << 18
 
 
 class Scale:
-    """What the values of one key are normalised by, and what is gathered of them.
+    """Normalises the values of one key, and gathers their statistics.
 
     Args:
-        name: of the key, for messages.
+        name: of the statistics, for messages.
         shape: of a row.
         epsilon: added to the variance.
-        clip: the greatest distance from 0 of what is normalised; None for any.
+        clip: normalised values lie in [-clip, clip]; None for no limit.
         is_centred: whether the mean is subtracted.
     """
 
@@ -27,8 +27,9 @@ class Scale:
     ) -> None:
         self._name, self._shape, self._epsilon, self._clip, self._is_centred = name, shape, epsilon, clip, is_centred
         self._is_frozen = False
-        # What the trainer knows, what was gathered since it was told last, and what it was told when it knew nothing.
-        self._known = self._gathered = self._told = Moments.none(shape)
+        # The statistics of all workers; those gathered since the last `take`; and those taken before all workers
+        # had any.
+        self._known = self._gathered = self._early = Moments.none(shape)
         self._pending: list[np.ndarray] = []
         self._n_bytes = 0
         self._use(self._known)
@@ -39,9 +40,9 @@ class Scale:
             return
         self._pending.append(rows.copy())
         self._n_bytes += rows.nbytes
-        if not self._known.count:  # nobody knows anything yet: what is seen here has to do
+        if not self._known.count:  # there are no shared statistics yet: use those of this worker
             self._count()
-            self._use(self._told.merged(self._gathered))
+            self._use(self._early.merged(self._gathered))
         elif self._n_bytes >= BLOCK:
             self._count()
 
@@ -56,20 +57,20 @@ class Scale:
         np.minimum(scaled, self._clip, out=rows, casting="same_kind")
 
     def take(self) -> Moments:
-        """What was gathered since the last call."""
+        """Takes what was gathered since the last call."""
         self._count()
         gathered, self._gathered = self._gathered, Moments.none(self._shape)
         if not self._known.count:
-            self._told = self._told.merged(gathered)
+            self._early = self._early.merged(gathered)
         return gathered
 
     def load(self, known: Moments, frozen: bool) -> None:
-        """Goes by what is known from now on; frozen, it gathers nothing."""
+        """Normalises by these statistics from now on; if frozen, gathers nothing."""
         if known.mean.shape != self._shape:
             raise SpecError(f"statistics: {self._name!r} has shape {known.mean.shape}, expected {self._shape}")
         self._known, self._is_frozen = known, frozen
         self._count()
-        self._use(known if known.count or frozen else self._told.merged(self._gathered))
+        self._use(known if known.count or frozen else self._early.merged(self._gathered))
 
     def _use(self, moments: Moments) -> None:
         self._mean, self._factor = moments.mean, 1 / np.sqrt(moments.variance + self._epsilon)
@@ -80,6 +81,6 @@ class Scale:
         with np.errstate(invalid="ignore", over="ignore"):
             gathered = self._gathered.merged(Moments.of(np.concatenate(self._pending)))
         self._pending, self._n_bytes = [], 0
-        if not np.isfinite(gathered.m2).all():  # from here on everything would be NaN, in every worker
+        if not np.isfinite(gathered.m2).all():  # every later value would be NaN, in every worker
             raise SpecError(f"environment: {self._name!r} has values that are not finite: they have no variance")
         self._gathered = gathered

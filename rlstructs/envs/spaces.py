@@ -1,12 +1,11 @@
-"""gymnasium spaces as flat columns: a leaf for each Box, Discrete, MultiDiscrete or MultiBinary.
+"""gymnasium spaces as flat columns: one for each Box, Discrete, MultiDiscrete or MultiBinary.
 
-Nested Dict and Tuple spaces give keys joined with `/`; a Tuple's parts are called 0, 1, ...
+The keys of nested Dict and Tuple spaces are joined with `/`; the entries of a Tuple are called 0, 1, ...
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,28 +14,24 @@ import numpy as np
 from gymnasium import spaces
 
 from rlstructs.checks import holds
-from rlstructs.envs.values import as_numpy, native
+from rlstructs.envs.array_values import as_numpy, native_dtype
+from rlstructs.envs.space_tree import SpaceLeaf, flatten_space
 from rlstructs.errors import SpecError
 
-Path = tuple[Any, ...]
+# Up to so many columns, copying one column at a time is faster.
+FEW = 16
 
 
 @dataclass(frozen=True)
-class Leaf:
-    """One flat column of a space.
+class Leaf(SpaceLeaf):
+    """A leaf of a space, and the column that keeps its values.
 
     Attributes:
-        key: its name, which is the path joined with `/`; "" when the space itself is the leaf.
-        path: how to get from a sample of the space to this leaf's value.
-        space: the leaf's space.
-        shape: of a value.
-        dtype: dtype of the column.
+        key: its name, the path joined with `/`; "" when the outermost space itself is the leaf.
+        dtype: of the column.
     """
 
     key: str
-    path: Path
-    space: gymnasium.Space[Any]
-    shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
     @property
@@ -49,16 +44,11 @@ class Leaf:
         """Shape of a row of observations: a Discrete one has a feature axis."""
         return (1,) if isinstance(self.space, spaces.Discrete) else self.shape
 
-    def pick(self, sample: Any) -> Any:
-        for part in self.path:
-            sample = sample[part]
-        return sample
-
     def read(self, name: str, observation: Any, shape: tuple[int, ...]) -> np.ndarray:
-        """This leaf of an observation, as numbers that a column can hold.
+        """Reads this leaf of an observation as numbers that the column can hold.
 
         Raises:
-            SpecError: it is not in the space; begins with `name`.
+            SpecError: it is not in the space; the message begins with `name`.
         """
         try:
             got = as_numpy(self.pick(observation))
@@ -71,15 +61,16 @@ class Leaf:
         return got.reshape(shape)
 
 
-def leaves(space: gymnasium.Space[Any], what: str, keep_float64: bool = False) -> list[Leaf]:
-    """The flat columns of a space.
+def list_leaves(space: gymnasium.Space[Any], what: str, keep_float64: bool = False) -> list[Leaf]:
+    """Lists the leaves of a space with their keys and dtypes.
 
     Raises:
-        SpecError: a space of another kind, a Dict or Tuple without entries, or one with two entries
-            of the same key; names it.
+        SpecError: a leaf is of an unsupported kind, the space has no entries, or two entries have the same key;
+            the message names it.
     """
     found: dict[str, Leaf] = {}
-    for leaf in _leaves(space, (), what, keep_float64):
+    for space_leaf in flatten_space(space):
+        leaf = _column_leaf(space_leaf, what, keep_float64)
         if leaf.key in found:
             raise SpecError(f"{what}: two entries of space {space} are called {leaf.key!r}")
         found[leaf.key] = leaf
@@ -88,37 +79,25 @@ def leaves(space: gymnasium.Space[Any], what: str, keep_float64: bool = False) -
     return list(found.values())
 
 
-def _leaves(space: Any, path: Path, what: str, keep_float64: bool) -> Iterator[Leaf]:
-    if isinstance(space, (spaces.Dict, spaces.Tuple)):
-        parts = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
-        for part, inner in parts:
-            yield from _leaves(inner, (*path, part), what, keep_float64)
-    elif isinstance(space, spaces.Discrete):
-        yield Leaf(_key(path), path, space, (), np.dtype(np.int64))
-    elif isinstance(space, (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)):
-        dtype = native(space.dtype)
-        shrinks = dtype == np.float64 and not keep_float64
-        yield Leaf(_key(path), path, space, tuple(space.shape), np.dtype(np.float32) if shrinks else dtype)
-    else:
+def _column_leaf(leaf: SpaceLeaf, what: str, keep_float64: bool) -> Leaf:
+    path, space, key = leaf.path, leaf.space, "/".join(map(str, leaf.path))
+    if not leaf.is_array:
         raise SpecError(
             f"{what}: space {space} is not supported; needed is Box, Discrete, MultiDiscrete, "
-            f"MultiBinary, or a Dict or Tuple of them{f' (it is entry {_key(path)!r})' if path else ''}"
+            f"MultiBinary, or a Dict or Tuple of them{f' (it is entry {key!r})' if path else ''}"
         )
+    if isinstance(space, spaces.Discrete):
+        return Leaf(path, space, key, np.dtype(np.int64))
+    dtype = native_dtype(space.dtype)
+    shrinks = dtype == np.float64 and not keep_float64
+    return Leaf(path, space, key, np.dtype(np.float32) if shrinks else dtype)
 
 
-def _key(path: Path) -> str:
-    return "/".join(map(str, path))
-
-
-def example(leaf: Leaf) -> np.ndarray:
-    """A legal value of a leaf, as near to zero as may be."""
+def example_value(leaf: Leaf) -> np.ndarray:
+    """The legal value of a leaf that is nearest to zero."""
     space = leaf.space
     if isinstance(space, spaces.Box):
-        zeros = np.zeros(leaf.shape, space.dtype)  # of the bounds' dtype: int64 is exact
+        zeros = np.zeros(leaf.shape, space.dtype)  # in the bounds' dtype: int64 stays exact
         return np.asarray(np.minimum(np.maximum(zeros, space.low), space.high), leaf.dtype)
     start = getattr(space, "start", 0)
     return np.broadcast_to(np.asarray(start, leaf.dtype), leaf.shape).copy()
-
-
-# Columns, up to which a copy column by column is the faster one.
-FEW = 16

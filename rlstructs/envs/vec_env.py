@@ -1,4 +1,4 @@
-"""The protocol of a vectorised environment, and what one step of it is."""
+"""The protocol of a vectorised environment."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ import torch
 
 from rlstructs.structures.dict_tensor import DictTensor
 
+# The `env_info` of a reset without options.
+NO_INFO = DictTensor()
+
 
 @runtime_checkable
 class VecEnv(Protocol):
-    """Several environments that are stepped together. Write your own by giving it these methods.
+    """Several environments that are stepped together. Any class with these methods is one.
 
     `running` is int64 (B,), ascending: the environments that have not ended since `reset`. One that
     has stopped comes back only with the next `reset`. Keys, dtypes and row shapes of observations are
-    the same at every call; tensors that were handed out are not written to again.
-    `rlstructs.testing.check_env` checks all of it.
+    the same at every call; tensors that were returned are not written to again.
+    `rlstructs.testing.check_env` checks all of this.
 
-    One that keeps statistics for all workers to share, as `NormalizeObservation` does, also has
-    `take_statistics() -> dict[str, Moments]`, what it has gathered since the last call, and
-    `load_statistics(statistics, frozen)`, what all of them have. Names, and the shapes of a row, are the same at
-    every call, from the first `reset` on.
+    An environment whose statistics all workers share, such as `NormalizeObservation`, has two more methods:
+    `take_statistics() -> dict[str, Moments]` returns what it has gathered since the last call, and
+    `load_statistics(statistics, frozen)` gives it the statistics of all workers. Names and row shapes are the same
+    at every call, from the first `reset` on.
 
     Example:
         >>> class Coin:
@@ -37,12 +40,12 @@ class VecEnv(Protocol):
         >>> isinstance(Coin(), VecEnv)
         True
 
-    An environment that is fast itself, and all of whose environments always run, may have one more method,
-    `step_into(action, rows)`. A rollout calls it in place of `step`, and it writes what `step` would give as the first
-    pair straight to where a rollout keeps it: `rows` has an array of E rows for each key of an observation, with the
-    dtype and shape that `reset` gave, of any strides, and of unknown content. All of them must be written, and none of
-    them kept. It returns None, or, where environments were reset in this step, which (int64 (R,), ascending), and
-    their first observations as a `DictTensor` of R rows.
+    A fast vectorised environment whose environments always run may have one more method, `step_into(action, rows)`.
+    A rollout calls it in place of `step`. It writes the observation of `step`'s first pair straight to the rollout's
+    memory: `rows` has an array of E rows for each key of an observation, with the dtype and shape that `reset` gave,
+    any strides and unknown content. It must write all of these arrays and keep none. It returns None, or, where
+    environments were reset in this step, their indexes (int64 (R,), ascending) and their first observations, a
+    `DictTensor` of R rows.
 
     Example:
         >>> class Walk:
@@ -64,7 +67,7 @@ class VecEnv(Protocol):
     """
 
     def n_envs(self) -> int:
-        """Number of environments, E. Must not touch them."""
+        """Number of environments, E. Must not use the environments themselves."""
         ...
 
     def reset(self, env_info: DictTensor) -> tuple[DictTensor, torch.Tensor]:
@@ -87,11 +90,11 @@ class VecEnv(Protocol):
             action: row j is for environment `running[j]`.
 
         Returns:
-            Two pairs of observation and running. The first is what happened to every environment
+            Two pairs of observation and running. The first is what happened in every environment
             that was stepped, final observations included. The second is what the agent sees next,
-            of those only that still run: the same tensors, or the same object, where the two do not differ.
+            in the environments that still run: the same tensors, or the same object, where the two do not differ.
 
-            Where the first pair has `initial_state` and not `done`, the environment did nothing but start
+            Where `initial_state` is True and `done` is False in the first pair, the environment only started
             an episode: that is no transition, and a rollout leaves it out.
         """
         ...

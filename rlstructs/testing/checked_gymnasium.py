@@ -10,9 +10,9 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+from rlstructs.envs.array_values import as_numpy
 from rlstructs.envs.gym_env import GymEnv
 from rlstructs.envs.gym_vector import GymVectorEnv
-from rlstructs.envs.values import as_numpy
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
 from rlstructs.seeding import environment_seeds

@@ -14,7 +14,7 @@ import torch
 from rlstructs.envs.action_reader import ActionReader
 from rlstructs.envs.gym_env import GymEnv
 from rlstructs.envs.row_env import gives_rows
-from rlstructs.envs.spaces import leaves
+from rlstructs.envs.spaces import list_leaves
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
 from rlstructs.seeding import PrivateStreams, seed_global_streams
@@ -220,7 +220,7 @@ class RandomActions:
             )
         self._space = copy.deepcopy(env.action_space)
         self._space.seed(0)
-        self._leaves = leaves(self._space, "action")
+        self._leaves = list_leaves(self._space, "action")
 
     def __call__(self, observation: DictTensor) -> DictTensor:
         samples = [self._space.sample() for _ in range(observation.n_elems())]

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
+from rlstructs.envs.array_values import as_numpy
 from rlstructs.envs.gym_env import GymEnv
 from rlstructs.envs.gym_vector import GymVectorEnv
-from rlstructs.envs.spaces import Leaf, leaves
-from rlstructs.envs.values import as_numpy
+from rlstructs.envs.spaces import Leaf, list_leaves
 from rlstructs.errors import SpecError
 from rlstructs.structures.dict_tensor import DictTensor
 
@@ -32,7 +32,7 @@ class SpaceCheck:
 
     def __init__(self, space: gymnasium.Space[Any], name: str) -> None:
         self._space, self._name = space, name
-        self.leaves = leaves(space, "observation")
+        self.leaves = list_leaves(space, "observation")
 
     def check(self, where: str, observation: Any, batch: tuple[int, ...] = ()) -> None:
         """Checks one observation, or a batch of them as one.
@@ -65,7 +65,7 @@ def check_declared(env: Any, observation: DictTensor, name: str) -> None:
     own = {**vars(type(env)), **getattr(env, "__dict__", {})}.get("observation_space")
     if not isinstance(own, gymnasium.Space) or isinstance(env, (GymEnv, GymVectorEnv)):
         return
-    for leaf in leaves(own, "observation"):
+    for leaf in list_leaves(own, "observation"):
         key = leaf.key or "frame"
         values = observation[key].detach().cpu() if key in observation else None
         if values is not None and values.dtype != torch.bfloat16 and tuple(values.shape[1:]) == leaf.row_shape:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rlstructs.worker_setup import registry
-from rlstructs.worker_setup.libraries import read_libraries, write_libraries
+from rlstructs.worker_setup.library_settings import read_libraries, write_libraries
 from rlstructs.worker_setup.registry import Registered
 from workers.settings.on_import import after_import
 

@@ -10,47 +10,47 @@ import gymnasium
 import numpy as np
 from gymnasium.vector.utils import batch_space, iterate
 
-from rlstructs.envs.parts import nest_rows, parts_of
+from rlstructs.envs.space_tree import flatten_space, nest_rows
 from rlstructs.errors import SpecError
 
-# The number types that actions may come in, as numpy's letters, and the bytes of the widest.
+# Number types that actions may have, as numpy's letters, and the bytes of the widest.
 TYPES, WIDEST = frozenset("?bBhHiIlLqQefd"), 8
 ALL = slice(None)
 
 
 class Actions:
-    """Actions as they come: an environment gets the number type that the trainer gave, not that of the space.
+    """Actions in the number types that the trainer gave, which need not be those of the space.
 
     Args:
         space: of one environment.
         n_envs: N.
-        arrays: uint8, `WIDEST` bytes for each number, an array for each part of the space.
+        arrays: uint8, one for each leaf of the space, `WIDEST` bytes for each number.
     """
 
     def __init__(self, space: gymnasium.Space[Any], n_envs: int, arrays: Sequence[np.ndarray]) -> None:
         self._space, self._n_envs = space, n_envs
-        self._parts = list(parts_of(space))
-        self._has_arrays = bool(self._parts) and all(part.is_array for part in self._parts)
-        self._shapes = [part.shape for part in self._parts]
-        self._is_plain = self._has_arrays and self._parts[0].path == ()
+        self._leaves = list(flatten_space(space))
+        self._has_arrays = bool(self._leaves) and all(leaf.is_array for leaf in self._leaves)
+        self._shapes = [leaf.shape for leaf in self._leaves]
+        self._is_plain = self._has_arrays and self._leaves[0].path == ()
         self._arrays = arrays
         self._views: dict[tuple[int, str], np.ndarray] = {}
 
     def write(self, actions: Any, envs: Any = ALL, n: int | None = None) -> str:
-        """Writes the actions of some environments, if they can be written as they are.
+        """Writes the actions of some environments, if all of them are arrays of numbers.
 
         Args:
             actions: n rows of what the batched space has.
-            envs: an index: whose they are.
-            n: how many they are; None for all N.
+            envs: an index of the environments.
+            n: number of environments; None for all N.
 
         Returns:
-            What `read` needs: a letter for each part. Empty if they have to travel in another way.
+            The types that `read` needs, a letter for each leaf; empty if the actions have to be pickled.
         """
         types, n_rows = "", self._n_envs if n is None else n
-        for at, part in enumerate(self._parts if self._has_arrays else ()):
+        for at, leaf in enumerate(self._leaves if self._has_arrays else ()):
             try:
-                values = part.pick(actions)
+                values = leaf.pick(actions)
             except (LookupError, TypeError):
                 return ""
             if type(values) is not np.ndarray or values.shape != (n_rows, *self._shapes[at]):
@@ -63,20 +63,20 @@ class Actions:
         return types
 
     def read(self, types: str, envs: Any) -> list[Any]:
-        """The actions of some environments, one for each, in memory of their own."""
+        """Reads copies of the actions of some environments, one for each."""
         if self._is_plain:
             return list(self._view(0, types)[envs].copy())
         arrays = [self._view(at, letter)[envs].copy() for at, letter in enumerate(types)]
         return nest_rows(self._space, iter(arrays), len(arrays[0]))
 
-    def apart(self, actions: Any, n: int) -> list[Any]:
-        """A batch of actions as one for each of n environments, taken apart as gymnasium does it.
+    def split(self, actions: Any, n: int) -> list[Any]:
+        """Splits a batch of actions into one for each of n environments, as gymnasium does.
 
         Raises:
-            SpecError: they are not as many.
+            SpecError: there are more or fewer than n.
             Exception: what gymnasium raises if they are no batch.
         """
-        # How a batch is taken apart depends on the kind of its space alone.
+        # How gymnasium splits a batch depends only on the type of its space.
         rows = list(iterate(batch_space(self._space, 1), actions))
         if len(rows) != n:
             raise SpecError(f"actions: needs one for each of {n} environments, got {len(rows)}")
@@ -88,10 +88,11 @@ class Actions:
         return rows
 
     def _view(self, at: int, letter: str) -> np.ndarray:
+        """The array of one leaf as numbers of this type, (N, ...)."""
         found = self._views.get((at, letter))
         if found is None:
             dtype, shape, whole = np.dtype(letter), self._shapes[at], self._arrays[at]
-            # A row lies at the same place in every type: rows that are under way may differ in it.
+            # A row starts at the same byte in every type: rows that are under way may differ in type.
             strides = whole.size // self._n_envs, *np.empty(shape, dtype).strides
             found = np.ndarray((self._n_envs, *shape), dtype, whole.data, strides=strides)
             self._views[at, letter] = found

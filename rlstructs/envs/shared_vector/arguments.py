@@ -1,4 +1,4 @@
-"""What the methods of `SharedVectorEnv` are given, checked."""
+"""Checks the arguments of `SharedVectorEnv` and its methods."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from workers.limits import n_cores
 
 RESET_MASK = "reset_mask"
 SAME, DIFFERENT = "same", "different"
+# The observation spaces of all environments and of one.
+Spaces = tuple[gymnasium.Space[Any], gymnasium.Space[Any]]
 
 
-def env_fns_of(env_fns: Iterable[Callable[[], gymnasium.Env[Any, Any]]]) -> list[Callable[[], Any]]:
-    """The functions that make environments, as a list.
+def check_env_fns(env_fns: Iterable[Callable[[], gymnasium.Env[Any, Any]]]) -> list[Callable[[], Any]]:
+    """Returns the functions that make environments as a list.
 
     Raises:
-        SpecError, TypeError: none are given, or something that cannot be called.
+        SpecError, TypeError: none are given, or one cannot be called.
     """
     found = list(env_fns)
     if not found:
@@ -33,22 +35,22 @@ def env_fns_of(env_fns: Iterable[Callable[[], gymnasium.Env[Any, Any]]]) -> list
     return found
 
 
-def group_count(n_groups: int, n_envs: int) -> int:
-    """How many groups there will be.
+def check_group_count(n_groups: int, n_envs: int) -> int:
+    """Returns the number of groups.
 
     Raises:
-        SpecError, TypeError: not an int from 1 to `n_envs`.
+        SpecError, TypeError: it is no int from 1 to `n_envs`.
     """
     if check_count("n_groups", n_groups, 1) > n_envs:
         raise SpecError(f"n_groups must be at most {n_envs}, the number of environments, got {n_groups}")
     return int(n_groups)
 
 
-def observation_spaces_of(mode: Any) -> tuple[gymnasium.Space[Any], gymnasium.Space[Any]] | None:
-    """The spaces, of all environments and of one, that what they observe is said to have; None if they tell.
+def check_observation_mode(mode: Any) -> Spaces | None:
+    """Returns the observation spaces of all environments and of one; None if environments' own spaces count.
 
     Raises:
-        SpecError: neither such spaces nor "same" nor "different".
+        SpecError: `mode` is neither two spaces nor "same" nor "different".
     """
     if isinstance(mode, str) and mode in (SAME, DIFFERENT):
         return None
@@ -59,16 +61,16 @@ def observation_spaces_of(mode: Any) -> tuple[gymnasium.Space[Any], gymnasium.Sp
     )
 
 
-def worker_count(n_workers: int | None, n_envs: int, max_concurrency: int | None = None) -> int:
-    """How many workers there will be; by itself one for each core that it may use, at most `n_envs`.
+def choose_worker_count(n_workers: int | None, n_envs: int, max_concurrency: int | None = None) -> int:
+    """Returns the number of workers; by default one for each core that may be used, at most `n_envs`.
 
     Args:
-        n_workers: as it was given.
-        n_envs: how many environments there are, of the smallest group.
-        max_concurrency: at most so many.
+        n_workers: as the user gave it.
+        n_envs: number of environments in the smallest group.
+        max_concurrency: the most workers, None for no limit.
 
     Raises:
-        SpecError, TypeError: not an int from 0 to `n_envs`, or no limit from 1 on.
+        SpecError, TypeError: `n_workers` is no int from 0 to `n_envs`, or the limit is no int from 1 on.
     """
     limit = n_envs if max_concurrency is None else check_count("max_concurrency", max_concurrency)
     if n_workers is None:
@@ -78,11 +80,11 @@ def worker_count(n_workers: int | None, n_envs: int, max_concurrency: int | None
     return min(int(n_workers), limit)
 
 
-def start_method_of(start_method: str | None, context: str | None) -> str | None:
-    """How workers are started, which gymnasium calls the context.
+def choose_start_method(start_method: str | None, context: str | None) -> str | None:
+    """Returns the start method of workers, which gymnasium calls the context.
 
     Raises:
-        SpecError: both are given, and differ; or there is no such method.
+        SpecError: both are given and differ, or there is no such method.
     """
     if start_method is not None and context not in (None, start_method):
         raise SpecError(f"start_method and context mean the same, got {start_method!r} and {context!r}")
@@ -91,11 +93,11 @@ def start_method_of(start_method: str | None, context: str | None) -> str | None
     return method
 
 
-def autoreset_mode_of(mode: AutoresetMode | str) -> AutoresetMode:
-    """The mode of this name.
+def check_autoreset_mode(mode: AutoresetMode | str) -> AutoresetMode:
+    """Returns the mode with this name.
 
     Raises:
-        SpecError: there is none.
+        SpecError: there is no such mode.
     """
     try:
         return AutoresetMode(mode)
@@ -103,11 +105,11 @@ def autoreset_mode_of(mode: AutoresetMode | str) -> AutoresetMode:
         raise SpecError(f"autoreset_mode: must be one of {[m.value for m in AutoresetMode]}, got {mode!r}") from error
 
 
-def seeds_of(seed: int | Sequence[int | None] | None, n_envs: int) -> list[int | None]:
-    """A seed for each environment: `seed + k`, those of a sequence, or None.
+def expand_seeds(seed: int | Sequence[int | None] | None, n_envs: int) -> list[int | None]:
+    """Returns a seed or None for each environment: `seed + k`, or those of the sequence.
 
     Raises:
-        SpecError, TypeError: not as many as environments, or one that is no int.
+        SpecError, TypeError: the sequence has another length, or a seed is no int.
     """
     if seed is None:
         return [None] * n_envs
@@ -122,13 +124,13 @@ def seeds_of(seed: int | Sequence[int | None] | None, n_envs: int) -> list[int |
     return seeds
 
 
-def options_of(
+def split_options(
     options: dict[str, Any] | None, n_envs: int
 ) -> tuple[dict[str, Any] | None, np.ndarray | None]:
-    """The options that environments get, and the mask that was among them.
+    """Splits the options of a reset into those for the environments, and the mask.
 
     Raises:
-        SpecError, TypeError: the mask is no array, of another shape or dtype, or names no environment.
+        SpecError, TypeError: the mask is no array, has another shape or dtype, or names no environment.
     """
     if options is None or RESET_MASK not in options:
         return options, None
@@ -142,11 +144,11 @@ def options_of(
     return {key: value for key, value in options.items() if key != RESET_MASK}, mask.copy()
 
 
-def env_ids_of(call: str, env_ids: Sequence[int] | np.ndarray | None, n_envs: int) -> np.ndarray:
-    """Indexes of environments, int64.
+def check_env_ids(call: str, env_ids: Sequence[int] | np.ndarray | None, n_envs: int) -> np.ndarray:
+    """Returns indexes of environments, int64; all of them for None.
 
     Raises:
-        SpecError: none, one that is no index, or one twice.
+        SpecError: `env_ids` is empty, or has a duplicate or something that is no index.
     """
     if env_ids is None:
         return np.arange(n_envs)
@@ -158,8 +160,8 @@ def env_ids_of(call: str, env_ids: Sequence[int] | np.ndarray | None, n_envs: in
     return envs.astype(np.int64)
 
 
-def value_for_each(values: Any, n_envs: int) -> list[Any]:
-    """A value for each environment: those of a list or tuple, or the same for all."""
+def expand_values(values: Any, n_envs: int) -> list[Any]:
+    """Returns a value for each environment: those of a list or tuple, or the same value for all."""
     if not isinstance(values, (list, tuple)):
         return [values] * n_envs
     if len(values) != n_envs:

@@ -1,4 +1,4 @@
-"""Which call of a `SharedVectorEnv` may come next: gymnasium's errors, which are ours too, say why not."""
+"""Checks which call of a `SharedVectorEnv` may come next, with errors that are both gymnasium's and ours."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class EnvClosedError(ClosedEnvironmentError, ClosedError):  # type: ignore[misc]
 
 
 class PendingCallError(AlreadyPendingCallError, StateError):  # type: ignore[misc]
-    """A call while another one is waited for."""
+    """A call while another one is under way."""
 
 
 class NoCallError(NoAsyncCallError, StateError):  # type: ignore[misc]
-    """A wait for what was not asked for."""
+    """A wait without a call."""
 
 
 class Pending(enum.Enum):
-    """What the environments were asked for, and what waits for it."""
+    """The call that is under way."""
 
     RESET = "reset"
     STEP = "step"
@@ -36,17 +36,17 @@ class Pending(enum.Enum):
 
     @property
     def wait(self) -> str:
-        """The method that waits for it."""
+        """Name of the method that waits for it."""
         return "recv" if self is Pending.SEND else f"{self.value}_wait"
 
 
 class CallOrder:
-    """What is asked for, and whether all is well.
+    """Tracks the call that is under way, and whether anything has failed.
 
     Attributes:
-        pending: what is waited for, None for nothing.
-        is_closed: whether nothing may be asked any more.
-        failure: what a worker, or an environment in it, failed with.
+        pending: the call under way, None for none.
+        is_closed: whether the environment was closed.
+        failure: the error of a worker or an environment, after which only `close` is allowed; None for none.
     """
 
     def __init__(self) -> None:
@@ -54,27 +54,27 @@ class CallOrder:
         self.is_closed = False
         self.failure: BaseException | None = None
 
-    def check_free(self, call: str, also: Pending | None = None) -> None:
-        """Raises unless something new may be asked for, or more of what is asked for `also`."""
+    def check_free(self, call: str, allowed: Pending | None = None) -> None:
+        """Raises if a call is under way that is not the `allowed` one, or if no call is possible any more."""
         self._check_alive(call)
-        if self.pending not in (None, also):
+        if self.pending not in (None, allowed):
             pending = self.pending
             assert pending is not None
             raise PendingCallError(f"{call}: {pending.value} is under way, call {pending.wait} first", pending.value)
 
     def check_pending(self, wanted: Pending) -> None:
-        """Raises unless this is what is waited for."""
+        """Raises unless this call is under way."""
         if self.is_closed or self.failure is not None:
             self._check_alive(wanted.wait)
         if self.pending is not wanted:
             raise NoCallError(f"{wanted.wait}: nothing was asked for", wanted.value)
 
-    def ask(self, pending: Pending, request: Callable[[], None]) -> None:
-        """Asks for something.
+    def send(self, pending: Pending, request: Callable[[], None]) -> None:
+        """Sends a request.
 
-        When that goes wrong halfway, some environments have been asked and others not: it cannot go on.
+        If that fails halfway, only some environments have the request: nothing but `close` is possible then.
         """
-        with defer_first_interrupt():  # an interrupt goes through when all have been asked
+        with defer_first_interrupt():  # an interrupt waits until all environments have the request
             try:
                 request()
                 self.pending = pending
@@ -82,10 +82,10 @@ class CallOrder:
                 self.failure = error
                 raise
 
-    def answered(self, answer: Callable[[float | None], T], timeout: float | None) -> T:
-        """Waits. After an interrupt, or a timeout of the caller's own, it can be waited for again."""
+    def wait(self, receive: Callable[[float | None], T], timeout: float | None) -> T:
+        """Waits for results. After an interrupt, or a timeout of the caller's own, one can wait again."""
         try:
-            return answer(timeout)
+            return receive(timeout)
         except Exception as error:
             if self.is_closed:  # by another thread
                 raise EnvClosedError("the environment was closed meanwhile") from error
@@ -93,15 +93,15 @@ class CallOrder:
                 self.failure = error
             raise
 
-    def over(self, hand_out: Callable[[], T]) -> T:
-        """Hands out what was waited for; interrupted, it can be waited for again."""
+    def finish(self, collect: Callable[[], T]) -> T:
+        """Collects the results and ends the call; after an interrupt, one can wait for it again."""
         try:
-            handed = hand_out()
+            results = collect()
         except Exception:  # infos that do not fit together: they never will
             self.pending = None
             raise
         self.pending = None
-        return handed
+        return results
 
     def _check_alive(self, call: str) -> None:
         if self.is_closed:

@@ -1,6 +1,6 @@
-"""Environments that are stepped one after another, in whichever process.
+"""Steps environments one after another, in a worker or in the trainer's process.
 
-What they observe is written to the columns, what else there is comes back: an `Outcome`.
+Observations, rewards and flags are written to the columns; everything else is returned as an `Outcome`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import numpy as np
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import AutoresetMode
 
-from rlstructs.envs.answers import check_step, checked_reset
-from rlstructs.envs.parts import are_equal, copy_parts
+from rlstructs.envs.env_results import check_step, read_reset
 from rlstructs.envs.shared_vector.columns import Columns
 from rlstructs.envs.shared_vector.step_results import Outcome
+from rlstructs.envs.space_tree import are_equal, copy_sample
 from rlstructs.errors import SpecError
 from workers import failures
 
 
 class OtherSpacesError(SpecError, RuntimeError):
-    """Environments that are to be stepped together have different spaces; gymnasium raises a RuntimeError."""
+    """Environments have different spaces; gymnasium raises a RuntimeError then."""
 
 
 class Description(NamedTuple):
-    """What the first environment says of itself, and whether bounds of what others observe may differ from that."""
+    """Attributes of the first environment; `bounds_differ` allows the others other bounds of observations."""
 
     observation_space: gymnasium.Space[Any]
     action_space: gymnasium.Space[Any]
@@ -37,7 +37,7 @@ class Description(NamedTuple):
     bounds_differ: bool = False
 
     def check(self, k: int, env: gymnasium.Env[Any, Any]) -> None:
-        """Raises OtherSpacesError if environment k is not like this."""
+        """Raises OtherSpacesError if the spaces of environment k are not these."""
         found, wanted = env.observation_space, self.observation_space
         if not are_equal(found, wanted) and not (self.bounds_differ and is_space_dtype_shape_equiv(found, wanted)):
             rule = "shapes and dtypes must be equal" if self.bounds_differ else 'observation_mode="same"'
@@ -48,7 +48,7 @@ class Description(NamedTuple):
             )
 
 
-# What a group has of its columns.
+# Attributes of a group that are views of its columns.
 VIEWS = ("_objects", "_observations", "_rewards", "_terminations", "_truncations", "_at")
 
 
@@ -56,16 +56,16 @@ class EnvGroup:
     """Some of the environments of a `SharedVectorEnv`.
 
     Args:
-        env_fns: make them.
-        first: index of the first among all; they follow each other.
+        env_fns: make the environments.
+        first: index of the first environment among all; the others follow it.
         others: further groups in this process.
-        apart: makes what `call` and `set_attr` hand to one environment its own.
+        copy_argument: copies what `call` and `set_attr` give to one environment.
 
     Attributes:
-        rows: where they are among all.
+        rows: the environments' indexes among all.
 
     Raises:
-        Exception: what one of them raised, here as in every method with a note that names it.
+        Exception: what an environment raised, here and in every method with a note that names it.
     """
 
     def __init__(
@@ -73,35 +73,38 @@ class EnvGroup:
         env_fns: Iterable[Callable[[], gymnasium.Env[Any, Any]]],
         first: int,
         others: Iterable[EnvGroup] = (),
-        apart: Callable[[Any], Any] = lambda value: value,
+        copy_argument: Callable[[Any], Any] = lambda value: value,
     ) -> None:
-        self._first, self._apart = first, apart
+        self._first, self._copy_argument = first, copy_argument
         self._envs: list[Any] = []
         taken = {id(innermost(env)) for group in others for env in group._envs}
         for k, env_fn in enumerate(env_fns):
             try:
-                self._envs.append(_own(env_fn(), taken))
+                self._envs.append(_copy_if_taken(env_fn(), taken))
                 _check_spaces(self._envs[k])
             except Exception as error:
-                self._name(error, k)
+                self._add_origin(error, k)
                 with contextlib.suppress(Exception):
                     self.close()
                 raise
         self.rows = slice(first, first + len(self._envs))
 
     def describe(self) -> Description:
-        """Of the first of them."""
+        """Describes the first environment."""
         env = self._envs[0]
         return Description(env.observation_space, env.action_space, dict(env.metadata or {}), env.render_mode)
 
     def attach(self, described: Description, n_envs: int, mode: AutoresetMode, buffer: Any = None) -> Columns:
-        """Gives the environments their rows of the columns, and gives back those.
+        """Lays out the columns, and has the environments write to their rows of them.
 
         Args:
-            described: what all environments have to be like.
-            n_envs: how many there are in all.
-            mode: what becomes of those that end.
-            buffer: where the columns lie.
+            described: the spaces that all environments must have.
+            n_envs: number of environments in all groups.
+            mode: what happens to an environment whose episode ends.
+            buffer: the memory of the columns; None to allocate it.
+
+        Returns:
+            The columns.
 
         Raises:
             OtherSpacesError: an environment has other spaces.
@@ -112,15 +115,16 @@ class EnvGroup:
         self._columns, self._mode = Columns(*spaces, n_envs, buffer), mode
         self._space = described.observation_space
         self._find_rows()
-        self.rest()
+        self.mark_idle()
         self._needs_reset = [False] * len(self._envs)
-        self._are_apart = False  # until a step has shown that no two write their observations into the same memory
+        # False until a step has shown that no two environments write observations into the same memory.
+        self._have_own_memory = False
         return self._columns
 
     def _find_rows(self) -> None:
         columns, mine = self._columns, self.rows
         self._objects = columns.objects
-        self._observations = [column.rows(mine) for column in columns.observations]
+        self._observations = [column.select(mine) for column in columns.observations]
         self._rewards = columns.rewards[mine]
         self._terminations, self._truncations = columns.terminations[mine], columns.truncations[mine]
         self._at = columns.at[mine.start : mine.start + 1]
@@ -132,19 +136,19 @@ class EnvGroup:
         vars(self).update(state)
         self._find_rows()
 
-    def rest(self) -> None:
-        """Says that they are busy with nothing."""
+    def mark_idle(self) -> None:
+        """Notes that no environment of the group is busy."""
         self._at[0] = -1
 
     def reset(
         self, seeds: Sequence[int | None], options: dict[str, Any] | None, mask: np.ndarray | None
     ) -> Outcome:
-        """Resets those of the mask, or all; the rows of others stay as they are.
+        """Resets the environments of the mask; the rows of the others keep their values.
 
         Args:
             seeds: one for each environment.
-            options: each environment gets a copy: it may change them.
-            mask: bool, one for each; None for all.
+            options: each environment gets a copy, which it may change.
+            mask: bool, one for each environment; None for all.
         """
         outcome = Outcome([], [])
         for k, env in enumerate(self._envs):
@@ -152,158 +156,154 @@ class EnvGroup:
                 continue
             self._at[0] = self._first + k
             try:
-                answer = env.reset(seed=seeds[k], options=copy.deepcopy(options))
-                observation, info = checked_reset(answer, env, self._first + k)
+                result = env.reset(seed=seeds[k], options=copy.deepcopy(options))
+                observation, info = read_reset(result, env, self._first + k)
                 self._terminations[k] = self._truncations[k] = self._needs_reset[k] = False
                 self._write_one(k, observation, outcome)
             except Exception as error:
-                self._name(error, k)
+                self._add_origin(error, k)
                 raise
-            self._tell(k, info, outcome)
+            self._add_info(k, info, outcome)
         return outcome
 
     def step(self, actions: Iterable[Any]) -> Outcome:
-        """Steps all of them."""
+        """Steps all environments."""
         outcome, observations, k = Outcome([], []), [], 0
-        write_each = not self._are_apart
+        write_each = not self._have_own_memory
         try:
             for k, action in enumerate(actions):
-                observations.append(self._stepped(k, action, outcome))
+                observations.append(self._step_env(k, action, outcome))
                 if write_each:
                     self._write_one(k, observations[k], outcome)
         except Exception as error:
-            self._name(error, k)
+            self._add_origin(error, k)
             raise
         if write_each:
-            self._are_apart = not any(column.share_memory(observations) for column in self._observations)
+            self._have_own_memory = not any(column.may_share_memory(observations) for column in self._observations)
             return outcome
         try:
             for column in self._observations:
                 column.fill(observations)
         except Exception:
-            self._name_misfit(observations)
+            self._raise_misfit(observations)
             raise
         if self._objects:
             for k, observation in enumerate(observations):
-                self._note_objects(k, observation, outcome)
+                self._add_objects(k, observation, outcome)
         return outcome
 
     def step_one(self, k: int, action: Any) -> Outcome:
-        """Steps one of them."""
+        """Steps environment k of the group."""
         outcome = Outcome([], [])
         try:
-            self._write_one(k, self._stepped(k, action, outcome), outcome)
+            self._write_one(k, self._step_env(k, action, outcome), outcome)
         except Exception as error:
-            self._name(error, k)
+            self._add_origin(error, k)
             raise
         return outcome
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """What a method of each gives, or the attribute where it is no method."""
+        """Calls a method of each environment, or reads an attribute; returns the values."""
 
         def call_one(k: int, env: Any) -> Any:
             self._at[0] = self._first + k
             found = env.get_wrapper_attr(name)
             if callable(found) and (args or kwargs):
-                own_args, own_kwargs = self._apart((args, kwargs))
+                own_args, own_kwargs = self._copy_argument((args, kwargs))
                 return found(*own_args, **own_kwargs)
             return found() if callable(found) else found
 
-        return self._of_each(call_one)
+        return self._for_each(call_one)
 
     def render(self) -> list[Any]:
-        """What `render` of each gives."""
+        """Calls `render` of each environment; returns the values."""
         return self.call("render", (), {})
 
     def set_attr(self, name: str, values: Sequence[Any]) -> None:
-        """Sets an attribute, a value for each."""
-        self._of_each(lambda k, env: env.set_wrapper_attr(name, self._apart(values[k])))
+        """Sets an attribute of each environment to its value of `values`."""
+        self._for_each(lambda k, env: env.set_wrapper_attr(name, self._copy_argument(values[k])))
 
     def close(self) -> None:
-        """Closes every environment, also when one of them raises; then raises what the first did."""
-        self._of_each(lambda k, env: env.close())
+        """Closes every environment, even if some raise; then raises the first error."""
+        self._for_each(lambda k, env: env.close())
 
-    def _of_each(self, ask: Callable[[int, Any], Any]) -> list[Any]:
-        """What `ask` gives of each, asked for all of them; then raises what it raised first."""
+    def _for_each(self, function: Callable[[int, Any], Any]) -> list[Any]:
+        """Calls a function for each environment, even if some raise; then raises the first error."""
         values, errors = [], []
         for k, env in enumerate(self._envs):
             try:
-                values.append(ask(k, env))
+                values.append(function(k, env))
             except Exception as error:
-                self._name(error, k)
+                self._add_origin(error, k)
                 errors.append(error)
         if errors:
             raise errors[0]
         return values
 
-    def _stepped(self, k: int, action: Any, outcome: Outcome) -> Any:
-        """Steps environment k, or resets it where that is due; what it observes."""
+    def _step_env(self, k: int, action: Any, outcome: Outcome) -> Any:
+        """Steps environment k, or resets it where that is due; returns its observation."""
         env = self._envs[k]
         self._at[0] = self._first + k
         if self._needs_reset[k]:
-            observation, info = checked_reset(env.reset(), env, self._first + k)
+            observation, info = read_reset(env.reset(), env, self._first + k)
             self._rewards[k] = 0.0
             self._terminations[k] = self._truncations[k] = self._needs_reset[k] = False
         else:
-            answer = env.step(action)
+            result = env.step(action)
             try:
-                observation, self._rewards[k], terminated, truncated, info = answer
+                observation, self._rewards[k], terminated, truncated, info = result
                 self._terminations[k], self._truncations[k] = terminated, truncated
                 has_ended = terminated or truncated
             except (TypeError, ValueError):
-                check_step(answer, env, self._first + k)
+                check_step(result, env, self._first + k)
                 raise
             if has_ended:
                 if self._mode is AutoresetMode.NEXT_STEP:
                     self._needs_reset[k] = True
                 elif self._mode is AutoresetMode.SAME_STEP:
-                    # As they are now: the reset that comes next may write into the same arrays.
-                    final = {"final_obs": self._copied(observation), "final_info": _as_it_is(info)}
+                    # Copies: the reset may write into the same arrays.
+                    final = {"final_obs": copy_sample(self._space, observation), "final_info": _copy_info(info)}
                     outcome.infos.append((self._first + k, final))
-                    observation, info = checked_reset(env.reset(), env, self._first + k)
+                    observation, info = read_reset(env.reset(), env, self._first + k)
         if info:
-            self._tell(k, info, outcome)
+            self._add_info(k, info, outcome)
         return observation
 
-    def _copied(self, observation: Any) -> Any:
-        """What the space has of an observation."""
-        return copy_parts(self._space, observation)
-
-    def _tell(self, k: int, info: Mapping[str, Any], outcome: Outcome) -> None:
-        if info:  # a copy: environments of one class may share what is in it, and write into it again
-            outcome.infos.append((self._first + k, _as_it_is(info)))
+    def _add_info(self, k: int, info: Mapping[str, Any], outcome: Outcome) -> None:
+        if info:  # a copy: environments of one class may share its values, and write into them again
+            outcome.infos.append((self._first + k, _copy_info(info)))
 
     def _write_one(self, k: int, observation: Any, outcome: Outcome) -> None:
         for column in self._observations:
             column.put(k, observation)
         if self._objects:
-            self._note_objects(k, observation, outcome)
+            self._add_objects(k, observation, outcome)
 
-    def _note_objects(self, k: int, observation: Any, outcome: Outcome) -> None:
+    def _add_objects(self, k: int, observation: Any, outcome: Outcome) -> None:
         outcome.objects.append((self._first + k, self._objects.pick(observation)))
 
-    def _name_misfit(self, observations: list[Any]) -> None:
-        """Raises what one of these observations cannot be written for, with the name of its environment."""
+    def _raise_misfit(self, observations: list[Any]) -> None:
+        """Finds the observation that cannot be written, and raises an error that names its environment."""
         for k, observation in enumerate(observations):
             try:
                 self._write_one(k, observation, Outcome([], []))
             except Exception as error:
-                self._name(error, k)
+                self._add_origin(error, k)
                 raise
 
-    def _name(self, error: Exception, k: int) -> None:
+    def _add_origin(self, error: Exception, k: int) -> None:
         failures.add_note(error, f"raised by environment {self._first + k}")
 
 
 def innermost(env: Any) -> Any:
-    """The environment within all wrappers."""
+    """The environment inside all wrappers."""
     while isinstance(env, gymnasium.Wrapper):
         env = env.env
     return env
 
 
-def _own(env: Any, taken: set[int]) -> Any:
-    """The environment, or a copy of one that is taken: `[lambda: env] * n` is common, and works in n processes."""
+def _copy_if_taken(env: Any, taken: set[int]) -> Any:
+    """Copies an environment that is taken already: `[lambda: env] * n` is common, and works in n processes."""
     if id(innermost(env)) in taken:
         try:
             env = copy.deepcopy(env)
@@ -322,8 +322,8 @@ def _check_spaces(env: Any) -> None:
             raise SpecError(f"env_fns: {wanted}, got {type(env).__name__} where it is {space!r}")
 
 
-def _as_it_is(info: Any) -> Any:
-    """An info whose dicts and arrays nobody else has; the rest is held as gymnasium holds it."""
+def _copy_info(info: Any) -> Any:
+    """Copies the dicts and arrays of an info; other values are kept, as gymnasium keeps them."""
     if isinstance(info, dict):
-        return {key: _as_it_is(value) for key, value in info.items()}
+        return {key: _copy_info(value) for key, value in info.items()}
     return info.copy() if isinstance(info, np.ndarray) else info

@@ -1,7 +1,7 @@
-"""Where the environments of a `SharedVectorEnv` are: what it asks of any such place, and this process as one.
+"""Hosts run the environments of a `SharedVectorEnv`: the protocol, and the host in the trainer's process.
 
-A host is asked for one thing at a time, which `answers` then gives; or for any number of steps of single
-environments, which come out of `arrived` as they are made.
+A host takes one request for all environments at a time, whose results `wait_for_all` returns; or any number of
+requests to step some environments, whose results `wait_for_some` returns as they arrive.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from rlstructs.envs.shared_vector.columns import Columns
 from rlstructs.envs.shared_vector.env_group import Description, EnvGroup
@@ -25,130 +26,130 @@ Request = Callable[[], None]
 
 
 class Host(Protocol):
-    """What a `SharedVectorEnv` knows of where its environments are.
+    """The interface by which a `SharedVectorEnv` reaches its environments.
 
-    What is wrong with a request is found when it is made; calling it sends it.
+    Methods that return a request check their arguments; calling the request sends it.
     """
 
     def describe(self) -> Description:
-        """What the first environment says of itself."""
+        """Describes the first environment."""
 
     def attach(self, described: Description, n_envs: int, mode: AutoresetMode) -> Columns:
-        """Gives every environment its rows of the columns."""
+        """Lays out the columns, and has every environment write to its rows of them."""
 
     def call(self, method: str, arguments: Arguments) -> Request:
-        """To call a method of every group; `arguments` gives those for the environments of a group."""
+        """Makes a request to call a method of every group; `arguments` returns those for a slice of environments."""
 
     def step(self, actions: Any) -> Request:
-        """To step every environment."""
+        """Makes a request to step every environment."""
 
     def step_some(self, envs: np.ndarray, actions: Any) -> Request:
-        """To step some environments, as soon as what they were asked for before is done."""
+        """Makes a request to step some environments, after earlier requests to them."""
 
     def step_group(self, group: int, actions: Any) -> Request:
-        """As `step_some`, the environments of a group, which arrive together."""
+        """Makes a request to step the environments of a group, whose results arrive together."""
 
-    def answers(self, timeout: float | None) -> list[Any]:
-        """What the environments gave, some at a time, in order: values of the method, outcomes of steps.
+    def wait_for_all(self, timeout: float | None) -> list[Any]:
+        """Waits for the results of all environments: lists of values, or outcomes, in order of the environments.
 
-        Can be had again until the next request.
+        Returns the same results again until the next request.
         """
 
-    def arrived(self, n: int, among: Sequence[int] | None, timeout: float | None) -> dict[int, Outcome]:
-        """What environments of `step_some` gave: the first n that have stepped, or all of some. Until forgotten."""
+    def wait_for_some(self, n: int, among: Sequence[int] | None, timeout: float | None) -> dict[int, Outcome]:
+        """Waits for the outcomes of the first n environments, or of all those `among`; keeps them until forgotten."""
 
-    def forget_arrived(self, envs: Iterable[int]) -> None:
-        """Drops what these gave."""
+    def forget_some(self, envs: Iterable[int]) -> None:
+        """Drops the outcomes of these environments."""
 
     def close(self, timeout: float | None) -> None:
         """Closes every environment."""
 
     def kill(self) -> None:
-        """Ends them without waiting for any."""
+        """Ends every environment without waiting."""
 
 
 class LocalHost:
-    """All environments in this process; what they are asked for is done at once.
+    """Runs all environments in this process; a request is carried out when it is sent.
 
     Args:
-        env_fns: make them.
-        groups: which are stepped together.
+        env_fns: make the environments.
+        groups: environments that are stepped together.
     """
 
     def __init__(self, env_fns: EnvFns, groups: Sequence[range]) -> None:
         self._group, self._n_envs, self._groups = EnvGroup(env_fns, 0), len(env_fns), groups
-        self._answers: list[Any] = []
+        self._results: list[Any] = []
         self._arrived: dict[int, Outcome] = {}
         self._error: Exception | None = None
 
     def describe(self) -> Description:
-        """As `Host.describe`."""
+        """See `Host.describe`."""
         return self._group.describe()
 
     def attach(self, described: Description, n_envs: int, mode: AutoresetMode) -> Columns:
-        """As `Host.attach`."""
+        """See `Host.attach`."""
         columns = self._group.attach(described, n_envs, mode)
         self._actions = columns.actions
         return columns
 
     def call(self, method: str, arguments: Arguments) -> Request:
-        """As `Host.call`."""
+        """See `Host.call`."""
         values = arguments(slice(None))
-        return lambda: self._keep(getattr(self._group, method), *values)
+        return lambda: self._run(getattr(self._group, method), *values)
 
     def step(self, actions: Any) -> Request:
-        """As `Host.step`."""
-        rows = self._apart(actions, slice(None), self._n_envs)
-        return lambda: self._keep(self._group.step, rows)
+        """See `Host.step`."""
+        rows = self._split(actions, slice(None), self._n_envs)
+        return lambda: self._run(self._group.step, rows)
 
     def step_some(self, envs: np.ndarray, actions: Any) -> Request:
-        """As `Host.step_some`."""
-        rows = list(zip(envs.tolist(), self._apart(actions, envs, len(envs)), strict=True))
-        return lambda: self._step_some(rows)
+        """See `Host.step_some`."""
+        rows = list(zip(envs.tolist(), self._split(actions, envs, len(envs)), strict=True))
+        return lambda: self._run_some(rows)
 
     def step_group(self, group: int, actions: Any) -> Request:
-        """As `Host.step_group`."""
+        """See `Host.step_group`."""
         return self.step_some(np.array(self._groups[group]), actions)
 
-    def answers(self, timeout: float | None) -> list[Any]:
-        """As `Host.answers`."""
+    def wait_for_all(self, timeout: float | None) -> list[Any]:
+        """See `Host.wait_for_all`."""
         self._raise_error()
-        return self._answers
+        return self._results
 
-    def arrived(self, n: int, among: Sequence[int] | None, timeout: float | None) -> dict[int, Outcome]:
-        """As `Host.arrived`."""
+    def wait_for_some(self, n: int, among: Sequence[int] | None, timeout: float | None) -> dict[int, Outcome]:
+        """See `Host.wait_for_some`."""
         self._raise_error()
-        found = first_of(self._arrived, n, among)
+        found = take_arrived(self._arrived, n, among)
         assert found is not None
         return found
 
-    def forget_arrived(self, envs: Iterable[int]) -> None:
-        """As `Host.forget_arrived`."""
+    def forget_some(self, envs: Iterable[int]) -> None:
+        """See `Host.forget_some`."""
         for env in envs:
             del self._arrived[env]
 
     def close(self, timeout: float | None) -> None:
-        """As `Host.close`."""
+        """See `Host.close`."""
         self._group.close()
 
     def kill(self) -> None:
-        """As `Host.kill`."""
+        """See `Host.kill`."""
         with contextlib.suppress(Exception):
             self._group.close()
 
-    def _apart(self, actions: Any, envs: Any, n: int) -> list[Any]:
-        """An action for each environment, in memory of its own: one may change or keep it, as in a worker."""
+    def _split(self, actions: Any, envs: Any, n: int) -> list[Any]:
+        """Copies an action for each environment, which may change or keep it, as in a worker."""
         types = self._actions.write(actions, envs, n)
-        return self._actions.read(types, envs) if types else self._actions.apart(actions, n)
+        return self._actions.read(types, envs) if types else self._actions.split(actions, n)
 
-    def _keep(self, function: Callable[..., Any], *arguments: Any) -> None:
-        self._answers = []
+    def _run(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._results = []
         try:
-            self._answers.append(function(*arguments))
-        except Exception as error:  # is raised where it is waited for, as a worker's
+            self._results.append(function(*arguments))
+        except Exception as error:  # raised by the wait, like a worker's
             self._error = error
 
-    def _step_some(self, rows: list[tuple[int, Any]]) -> None:
+    def _run_some(self, rows: list[tuple[int, Any]]) -> None:
         try:
             for env, action in rows:
                 self._arrived[env] = self._group.step_one(env, action)
@@ -161,15 +162,23 @@ class LocalHost:
             raise error
 
 
-def first_of(arrived: dict[int, Outcome], n: int, among: Sequence[int] | None) -> dict[int, Outcome] | None:
-    """The first n that have arrived, or all of some; None if they have not yet."""
+def take_arrived(arrived: dict[int, Outcome], n: int, among: Sequence[int] | None) -> dict[int, Outcome] | None:
+    """Returns the first n outcomes, or all those `among`; None if they have not arrived yet."""
     if among is None:
         return {env: arrived[env] for env in islice(arrived, n)} if len(arrived) >= n else None
     return {env: arrived[env] for env in among} if all(env in arrived for env in among) else None
 
 
-def shares_of(envs: range, n: int) -> list[range]:
-    """Environments in n parts as equal as can be, the larger ones first."""
+def batch_spaces(host: Host, described: Description, n_envs: int) -> gymnasium.Space[Any]:
+    """Batches the observation spaces of all environments, which it asks for their bounds where these may differ."""
+    if not described.bounds_differ:
+        return batch_space(described.observation_space, n_envs)
+    host.call("call", lambda rows: ("observation_space", (), {}))()
+    return batch_differing_spaces([space for some in host.wait_for_all(None) for space in some])
+
+
+def split_evenly(envs: range, n: int) -> list[range]:
+    """Splits environments into n parts of equal size; if that is impossible, the first parts get one more."""
     size, n_larger = divmod(len(envs), n)
     starts = [index * size + min(index, n_larger) for index in range(n + 1)]
     return [envs[start:stop] for start, stop in pairwise(starts)]

@@ -10,98 +10,91 @@
     step_wait()    <── infos, if there are any ──
     copies observations, rewards and flags
 
-One message each way and worker, however many environments it has.
+A step takes one message to each worker and one back, however many environments it has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import batch_differing_spaces, batch_space
+from gymnasium.vector.utils import batch_space
 
 from rlstructs.checks import check_count, check_timeout
 from rlstructs.envs.shared_vector.arguments import (
-    RESET_MASK,
     SAME,
-    autoreset_mode_of,
-    env_fns_of,
-    env_ids_of,
-    group_count,
-    observation_spaces_of,
-    options_of,
-    seeds_of,
-    start_method_of,
-    value_for_each,
-    worker_count,
+    Spaces,
+    check_autoreset_mode,
+    check_env_fns,
+    check_group_count,
+    check_observation_mode,
+    choose_start_method,
+    choose_worker_count,
+    expand_values,
 )
 from rlstructs.envs.shared_vector.call_order import CallOrder, Pending
-from rlstructs.envs.shared_vector.env_group import Description
-from rlstructs.envs.shared_vector.hosts import Arguments, Host, LocalHost, Request, shares_of
-from rlstructs.envs.shared_vector.step_results import Outcome, infos_of_all, infos_of_some
-from rlstructs.envs.shared_vector.worker_host import WorkerHost, WorkerOptions
-from rlstructs.errors import SpecError, StateError, WorkerCrashed, WorkerTimeout
+from rlstructs.envs.shared_vector.env_calls import EnvCalls
+from rlstructs.envs.shared_vector.hosts import batch_spaces, split_evenly
+from rlstructs.envs.shared_vector.step_results import merge_infos, merge_some_infos
+from rlstructs.envs.shared_vector.worker_host import WorkerOptions, start_host
 from rlstructs.worker_setup.setup import check_init_worker
 from rlstructs.worker_setup.streams import WorkerStreams
-from workers.interrupts import defer_interrupt
 
-# Names that `call` leaves to methods of the vectorised environment itself.
+# Methods of the vectorised environment itself, which `call` refuses.
 OWN = ("reset", "step", "close")
 
-Stepped = tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
+StepResult = tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
 
 
 class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
-    """Takes the place of gymnasium's `AsyncVectorEnv`, with several environments in each process.
+    """Replaces gymnasium's `AsyncVectorEnv`, with several environments in each process.
 
-    What it returns is what `SyncVectorEnv` returns for the same seeds, in every autoreset mode. It differs in
-    what it refuses: a step of an environment that has ended in mode DISABLED, or was never reset; an observation with
-    a number that the dtype of its space cannot hold; and in that it leaves the `options` of `reset` as they are, and
-    takes observations of any dtype where no number is changed by that of the space. `send` and `recv` step environments
+    It returns what `SyncVectorEnv` returns for the same seeds, in every autoreset mode. It differs in what it
+    refuses: a step of an environment that has ended in mode DISABLED, or was never reset; and an observation with
+    a number that the dtype of its space cannot hold. It does not change the `options` of `reset`, and takes
+    observations of any dtype whose numbers the dtype of the space holds unchanged. `send` and `recv` step environments
     without waiting for the slowest of them.
 
     Args:
         env_fns: make the environments, which have equal spaces. May be lambdas. Where one returns an environment that
-            another has returned already, a copy of it is used, as in a process of its own.
-        n_workers: processes among which they are shared, in order; 0 steps them in this process, one after
-            another; None for as many as there are cores, or environments if those are fewer. Those of one worker share
-            what modules and classes keep; with as many workers as environments none do, as in gymnasium's.
-        autoreset_mode: what becomes of an environment whose episode ends.
-        copy: whether observations are copies. Otherwise they are views of what the next step overwrites.
+            another has returned already, a copy is used, as in a process of its own.
+        n_workers: number of processes that share the environments, in order; 0 steps them in this process, one after
+            another; None for one per core, at most one per environment. Environments of one worker share the state of
+            modules and classes; with as many workers as environments none do, as in `AsyncVectorEnv`.
+        autoreset_mode: what happens to an environment whose episode ends.
+        copy: whether observations are copies. Otherwise they are views that the next step overwrites.
         start_method: "forkserver" (the default on Linux), "spawn" (elsewhere) or "fork".
         timeout: seconds within which workers must answer, None for no limit. A worker that dies or raises is
             noticed at once either way.
-        n_groups: how many groups the environments form, one after another and as equal as can be. Every worker has
-            some of each, and steps a group that is sent as one: the trainer can compute for one group while the
-            workers step another (`GymVectorEnv` does, in a rollout).
-        observation_mode: "same" if what they observe has one space; "different" if bounds differ, but not shapes and
-            dtypes; or such spaces of one's own, of all environments and of a single one.
-        max_concurrency: at most so many workers, of which each steps one environment at a time.
+        n_groups: number of groups that the environments form, in order and as equal as possible. Every worker has
+            some environments of each group, and steps a group that is sent whole at once: the trainer can compute for
+            one group while the workers step another (`GymVectorEnv` does, in a rollout).
+        observation_mode: "same" if observation spaces are equal; "different" if bounds differ, but not shapes and
+            dtypes; or a tuple of two such spaces, of all environments and of a single one.
+        max_concurrency: the most workers, each of which steps one environment at a time.
         context: gymnasium's name of `start_method`.
         shared_memory, daemon: gymnasium's, and without effect: arrays are always shared and all else is pickled;
             workers always end with this process, and may start processes of their own.
-        seed: what the global random streams of workers (of `random`, numpy and torch) follow from, each worker having
-            its own; None for those of this process as they are now, which they leave as they are. Two that are made
-            with the same have the same streams. With no workers environments draw from those of this process.
+        seed: seeds the global random streams of workers (of `random`, numpy and torch), which differ from worker to
+            worker; equal seeds give equal streams. None to derive them from the present state of this process's
+            streams, without changing that. With no workers, environments draw from this process's streams.
         init_worker: `init_worker(index)` is called in each worker before environments are made, with the index of the
             worker; with no workers once in this process, with 0. May be a lambda.
 
     Attributes:
-        env_fns: those that were given.
-        groups: int64, which environments each group has.
+        env_fns: the functions that were given.
+        groups: int64, the environments of each group.
 
     Raises:
-        SpecError, TypeError: an argument is not what is needed, or spaces differ (also a RuntimeError then).
+        SpecError, TypeError: an argument is wrong, or spaces differ (also a RuntimeError then).
         OutOfMemoryError: the observations do not fit into memory.
-        WorkerError: a worker did not come up.
+        WorkerError: a worker did not start.
         Exception: what an environment raised, with a note that names it, and the worker's traceback as its
-            cause. After that, and after a worker died or was late, it can only be closed; what `call`,
-            `get_attr`, `set_attr` and `render` raise changes nothing.
+            cause. After that, and after a worker died or was late, only `close` is possible; errors of `call`,
+            `get_attr`, `set_attr` and `render` change nothing.
 
     Example:
         >>> import gymnasium
@@ -132,50 +125,27 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
     ) -> None:
         self._order = CallOrder()
         self.closed, self._is_closing = True, False  # until there is something to close
-        makers = env_fns_of(env_fns)
+        makers = check_env_fns(env_fns)
         timeout = check_timeout(timeout)
-        spaces = observation_spaces_of(observation_mode)
-        start_method = start_method_of(start_method, context)
+        spaces = check_observation_mode(observation_mode)
+        start_method = choose_start_method(start_method, context)
         self.env_fns, self.num_envs, self.copy = makers, len(makers), bool(copy)
-        self.autoreset_mode = autoreset_mode_of(autoreset_mode)
-        groups = shares_of(range(self.num_envs), group_count(n_groups, self.num_envs))
+        self.autoreset_mode = check_autoreset_mode(autoreset_mode)
+        groups = split_evenly(range(self.num_envs), check_group_count(n_groups, self.num_envs))
         self.groups = tuple(np.array(group) for group in groups)
-        n_workers = worker_count(n_workers, len(groups[-1]), max_concurrency)
+        n_workers = choose_worker_count(n_workers, len(groups[-1]), max_concurrency)
         init_worker = check_init_worker(init_worker)
         streams = WorkerStreams.of_this_process() if seed is None else WorkerStreams.of_seed(check_count("seed", seed))
-        self._host: Host
-        if n_workers:
-            options = WorkerOptions(start_method, timeout, init_worker, streams)
-            self._host = WorkerHost(makers, n_workers, groups, options)
-        else:
-            if init_worker is not None:
-                init_worker(0)
-            self._host = LocalHost(makers, groups)
+        options = WorkerOptions(start_method, timeout, init_worker, streams)
+        self._host = start_host(makers, n_workers, groups, options)
         try:
-            described = self._host.describe()._replace(bounds_differ=observation_mode != SAME)
-            if spaces is not None:
-                described = described._replace(observation_space=spaces[1])
-            self._columns = self._host.attach(described, self.num_envs, self.autoreset_mode)
-            self.observation_space = self._batched(described) if spaces is None else spaces[0]
+            self._attach(spaces, bounds_differ=observation_mode != SAME)
         except BaseException:
             self._host.kill()
             raise
-        self.metadata = {**described.metadata, "autoreset_mode": self.autoreset_mode}
-        self.render_mode = described.render_mode
-        self.single_observation_space = described.observation_space
-        self.single_action_space = described.action_space
         self.action_space = batch_space(self.single_action_space, self.num_envs)
-        # Which environments have an observation, will have one when a reset is over, were sent and not received.
-        self._was_reset, self._will_be, self._is_out = (np.zeros(self.num_envs, bool) for _ in range(3))
-        self._are_all_reset = False
-        self._call_errors: list[Exception] = []
+        self._calls = EnvCalls(self._order, self._host, self._columns, self.groups, self.autoreset_mode)
         self.closed = False
-
-    def _batched(self, described: Description) -> gymnasium.Space[Any]:
-        if not described.bounds_differ:
-            return batch_space(described.observation_space, self.num_envs)
-        self._host.call("call", lambda rows: ("observation_space", (), {}))()
-        return batch_differing_spaces([space for some in self._host.answers(None) for space in some])
 
     @property
     def np_random(self) -> tuple[np.random.Generator, ...]:
@@ -188,60 +158,54 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         return self.get_attr("np_random_seed")
 
     def reset(
-        self,
-        *,
-        seed: int | Sequence[int | None] | None = None,
-        options: dict[str, Any] | None = None,
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         """Starts an episode in every environment, or in those of a mask.
 
-        Waits for what is under way, and drops it: a cell of a notebook that was interrupted can be run again.
-        (`reset_async` refuses then, as gymnasium's.)
+        Waits for a call that is under way, and drops its results: an interrupted cell of a notebook can be run again.
+        (`reset_async` refuses, like gymnasium's.)
 
         Args:
             seed: environment k gets `seed + k`; or a sequence with a seed or None for each.
-            options: each environment gets a copy of them. With `reset_mask`, bool (N,), which is not handed on,
-                only the environments that it names are reset, the others' observations stay as they are.
+            options: each environment gets a copy of them, without `reset_mask`, bool (N,). If there is a mask, only
+                the environments that it names are reset, and the others' observations stay as they are.
 
         Returns:
             Observations of all environments, (N, ...), and infos.
 
         Raises:
-            SpecError, TypeError: `seed` or `reset_mask` is not what is needed; nothing was reset.
+            SpecError, TypeError: `seed` or `reset_mask` is wrong; nothing was reset.
             StateError: the mask leaves out an environment that was never reset.
-            Exception: what an environment raised, in a step that was under way, too.
+            Exception: what an environment raised, also in a step that was under way.
         """
         self._order.check_free("reset", self._order.pending)
-        arguments = self._reset_arguments(seed, options)  # before anything is dropped
-        self._drop()
-        self._reset_async(*arguments)
+        arguments = self._calls.check_reset(seed, options)  # before anything is dropped
+        self._drop_pending()
+        self._calls.reset(*arguments)
         return self.reset_wait()
 
     def reset_async(
         self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> None:
-        """As `reset`, but does not wait; `reset_wait` does."""
+        """Starts what `reset` does; `reset_wait` waits for it."""
         self._order.check_free("reset")
-        self._reset_async(*self._reset_arguments(seed, options))
+        self._calls.reset(*self._calls.check_reset(seed, options))
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
-        """What `reset_async` asked for.
+        """Waits for the reset that `reset_async` started; returns what `reset` returns.
 
         Args:
-            timeout: seconds; None for what the constructor was given. After a timeout of this call's own the
-                reset is still under way, and can be waited for again.
+            timeout: seconds; None for the constructor's timeout. After a timeout given here the reset is still under
+                way, and one can wait for it again.
         """
-        outcomes = self._answers(Pending.RESET, timeout)
-        self._was_reset = self._will_be
-        self._are_all_reset = bool(self._was_reset.all())
-        self._columns.keep(outcomes)
-        return self._order.over(lambda: (self._columns.batch(self.copy), infos_of_all(self, outcomes)))
+        outcomes = self._calls.wait_for_reset(timeout)
+        return self._order.finish(lambda: (self._columns.batch(self.copy), merge_infos(self, outcomes)))
 
-    def step(self, actions: Any) -> Stepped:
+    def step(self, actions: Any) -> StepResult:
         """Steps every environment.
 
         Args:
-            actions: a batch of what `action_space` has; row k is for environment k.
+            actions: a batch of `action_space`; row k is for environment k.
 
         Returns:
             Observations (N, ...), rewards float64 (N,), terminations and truncations bool (N,), and infos, with
@@ -249,131 +213,101 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
 
         Raises:
             ResetNeeded: an environment was never reset.
-            StateError: in mode DISABLED, one has ended and was not reset; none has been stepped. Or something
+            StateError: in mode DISABLED, one has ended and was not reset; none has been stepped. Or another call
                 is under way.
-            SpecError: there is not an action for each.
+            SpecError: the number of actions is not that of environments.
             Exception: what an environment raised.
         """
         self.step_async(actions)
         return self.step_wait()
 
     def step_async(self, actions: Any) -> None:
-        """As `step`, but does not wait; `step_wait` does."""
-        self._order.check_free("step")
-        self._check_running("step")
-        self._send(Pending.STEP, self._host.step(actions))
+        """Starts what `step` does; `step_wait` waits for it."""
+        self._calls.step(actions)
 
-    def step_wait(self, timeout: float | None = None) -> Stepped:
-        """What `step_async` asked for; `timeout` as in `reset_wait`."""
-        outcomes, columns = self._answers(Pending.STEP, timeout), self._columns
-        columns.keep(outcomes)
-        return self._order.over(
+    def step_wait(self, timeout: float | None = None) -> StepResult:
+        """Waits for the step that `step_async` started; `timeout` as in `reset_wait`."""
+        outcomes, columns = self._calls.wait_for_step(timeout), self._columns
+        return self._order.finish(
             lambda: (
                 columns.batch(self.copy),
                 columns.rewards.copy(),
                 columns.terminations.copy(),
                 columns.truncations.copy(),
-                infos_of_all(self, outcomes),
+                merge_infos(self, outcomes),
             )
         )
 
     def send(self, actions: Any, env_ids: Sequence[int] | np.ndarray | None = None) -> None:
-        """Steps some environments, without waiting: `recv` gives those that are through first.
+        """Starts a step of some environments; `recv` returns the results of those that are ready first.
 
         Args:
-            actions: n rows of what `action_space` has; row k is for environment `env_ids[k]`.
-            env_ids: int (n,), which environments; None for all. Each once, and none that was sent and not received.
+            actions: n rows of `action_space`; row k is for environment `env_ids[k]`.
+            env_ids: int (n,), indexes of environments; None for all. No duplicates, and none that was sent and not
+                received.
 
         Raises:
-            SpecError: ids or actions are not what is needed; none has been stepped.
-            ResetNeeded, StateError: as `step`.
+            SpecError: `env_ids` or actions are wrong; none has been stepped.
+            ResetNeeded, StateError: as in `step`.
         """
-        self._order.check_free("send", Pending.SEND)
-        envs = env_ids_of("send", env_ids, self.num_envs)
-        if self._is_out[envs].any():
-            raise StateError(f"send: environments {envs[self._is_out[envs]].tolist()} were sent and not received")
-        self._check_running("send", envs)
-        group = self._group_of(envs)
-        request = self._host.step_some(envs, actions) if group is None else self._host.step_group(group, actions)
-
-        def send() -> None:
-            request()
-            self._is_out[envs] = True
-
-        self._send(Pending.SEND, send)
+        self._calls.step_some(actions, env_ids)
 
     def recv(
-        self,
-        n: int | None = None,
-        timeout: float | None = None,
-        *,
-        env_ids: Sequence[int] | np.ndarray | None = None,
-    ) -> Stepped:
-        """The first n environments that are ready, of those that were sent; they can be sent again then.
+        self, n: int | None = None, timeout: float | None = None, *, env_ids: Sequence[int] | np.ndarray | None = None
+    ) -> StepResult:
+        """Waits for the first n environments that are ready, of those that were sent; they can be sent again then.
 
-        A worker steps its environments in the order in which they were sent: a slow one delays those sent to the
-        same worker after it, and no others but those of its group, if that was sent whole.
+        A worker steps its environments in the order in which they were sent: a slow one delays those sent later to
+        the same worker, and otherwise only its group, if that was sent whole.
 
         Args:
-            n: how many; None for all that were sent.
+            n: number of environments; None for all that were sent.
             timeout: as in `reset_wait`.
-            env_ids: int (n,), which environments, in place of the first that are ready.
+            env_ids: int (n,), indexes of environments to wait for, rather than the first that are ready.
 
         Returns:
-            As `step`, with a row for each of the n environments, by ascending index; `infos["env_id"]`, int64
-            (n,), says which they are. Copies, whatever `copy` says.
+            What `step` returns, with a row for each of the n environments, by ascending index; `infos["env_id"]`,
+            int64 (n,), holds the indexes. Always copies, whatever `copy` is.
 
         Raises:
             StateError: nothing was sent, or not these.
-            SpecError: fewer than n were sent, or `env_ids` are not what is needed.
+            SpecError: fewer than n were sent, or `env_ids` are wrong.
             Exception: what an environment raised.
         """
-        self._order.check_pending(Pending.SEND)
-        n_out = int(self._is_out.sum())
-        among = None if env_ids is None else self._sent(n, env_ids)
-        n = n_out if n is None else check_count("n", n)
-        if n > n_out:
-            raise SpecError(f"recv: {n} environments are wanted, {n_out} were sent and not received")
-        arrived = self._order.answered(partial(self._host.arrived, n, among), timeout)
+        arrived, columns = self._calls.wait_for_some(n, env_ids, timeout), self._columns
         envs = np.array(sorted(arrived), np.int64)
-        outcomes = [arrived[env] for env in envs.tolist()]
-        columns = self._columns
-        columns.keep(outcomes)
         received = (
-            columns.batch_of(envs),
+            columns.batch_some(envs),
             columns.rewards[envs],
             columns.terminations[envs],
             columns.truncations[envs],
-            infos_of_some(envs, outcomes),
+            merge_some_infos(envs, [arrived[env] for env in envs.tolist()]),
         )
-        with defer_interrupt():  # all of it or nothing: what is out and does not arrive is waited for, for ever
-            self._host.forget_arrived(arrived)
-            self._is_out[envs] = False
-            self._order.pending = Pending.SEND if envs.size < n_out else None
+        self._calls.mark_received(envs)
         return received
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """What a method of each environment gives, or the attribute of this name where it is no method.
+        """Calls a method of each environment, or reads an attribute, and returns the values.
 
         Raises:
-            Exception: what an environment raised, once all have been called.
+            Exception: what an environment raised, after all have been called.
         """
         self.call_async(name, *args, **kwargs)
         return self.call_wait()
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
-        """As `call`, but does not wait; `call_wait` does."""
+        """Starts what `call` does; `call_wait` waits for it."""
         if name in OWN:
             raise ValueError(f"call: {name!r} is a method of the vectorised environment itself, call that")
         self._order.check_free("call")
-        self._ask("call", Pending.CALL, lambda rows: (name, args, kwargs))
+        self._calls.call("call", Pending.CALL, lambda rows: (name, args, kwargs))
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        """What `call_async` asked for; `timeout` as in `reset_wait`."""
-        return tuple(value for values in self._values(timeout) for value in values)
+        """Waits for the call that `call_async` started; `timeout` as in `reset_wait`."""
+        return tuple(value for values in self._calls.wait_for_values(timeout) for value in values)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
-        """The attribute of this name of each environment, or what it gives where it is a method."""
+        """Reads an attribute of each environment; calls it if it is a method."""
         return self.call(name)
 
     def set_attr(self, name: str, values: Any) -> None:
@@ -381,38 +315,38 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
 
         Args:
             name: of the attribute.
-            values: a list or tuple with one for each; anything else is for all.
+            values: a list or tuple with one value for each; anything else is one value for all.
 
         Raises:
-            SpecError: not as many values as environments; none was set.
+            SpecError: the number of values is not that of environments; none was set.
         """
         self._order.check_free("set_attr")
-        each = value_for_each(values, self.num_envs)
-        self._ask("set_attr", Pending.CALL, lambda rows: (name, each[rows]))
-        self._values(None)
+        each = expand_values(values, self.num_envs)
+        self._calls.call("set_attr", Pending.CALL, lambda rows: (name, each[rows]))
+        self._calls.wait_for_values(None)
 
     def render(self) -> tuple[Any, ...]:
-        """What `render` of each environment gives."""
+        """Calls `render` of each environment, and returns the values."""
         self._order.check_free("render")
-        self._ask("render", Pending.CALL, lambda rows: ())
+        self._calls.call("render", Pending.CALL, lambda rows: ())
         return self.call_wait()
 
     def close(self, *, timeout: float | None = None, terminate: bool = False) -> None:
         """Closes every environment and ends every worker, within seconds whatever they are doing. Idempotent.
 
         Args:
-            timeout: seconds that workers get; None for 3, or the constructor's if that is less.
-            terminate: ends them without waiting.
+            timeout: seconds that workers get; None for 3, or the constructor's timeout if that is less.
+            terminate: whether to end workers without waiting.
 
         Raises:
-            Exception: what an environment raised as it was closed; all is gone all the same.
+            Exception: what an environment raised when it was closed; everything is closed all the same.
         """
         if self.closed:
             if self._is_closing:
-                self._host.kill()  # what an interrupted `close` has left
+                self._host.kill()  # an interrupted `close` has left workers
             return
         self._is_closing = self.closed = self._order.is_closed = True
-        failure, self._order.failure = self._order.failure, None  # its traceback holds whatever was in use
+        failure, self._order.failure = self._order.failure, None  # its traceback keeps objects alive
         try:
             if terminate:
                 self._host.kill()
@@ -420,12 +354,12 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
                 self._host.close(timeout)
         except Exception:
             self._is_closing = False
-            if failure is None:  # otherwise that has been reported
+            if failure is None:  # otherwise the user has seen an error
                 raise
         self._is_closing = False
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
-        """As `close`."""
+        """Does what `close` does."""
         self.close(timeout=timeout, terminate=terminate)
 
     def __enter__(self) -> SharedVectorEnv:
@@ -433,29 +367,23 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if error is not None and self._order.failure is None:
-            self._order.failure = error  # what is on its way out matters more than what closing raises
+            self._order.failure = error  # matters more than an error of closing
         self.close()
 
-    def _reset_arguments(
-        self, seed: int | Sequence[int | None] | None, options: dict[str, Any] | None
-    ) -> tuple[list[int | None], dict[str, Any] | None, np.ndarray | None]:
-        """Seeds, options and mask as environments take them."""
-        seeds = seeds_of(seed, self.num_envs)
-        handed_on, mask = options_of(options, self.num_envs)
-        known = self._will_be if self._order.pending is Pending.RESET else self._was_reset
-        if mask is not None and not (mask | known).all():
-            never = np.flatnonzero(~(mask | known)).tolist()
-            raise StateError(f"reset: environments {never} were never reset, {RESET_MASK} must name them too")
-        return seeds, handed_on, mask
+    def _attach(self, spaces: Spaces | None, bounds_differ: bool) -> None:
+        """Lays out the columns, and takes over metadata and spaces, unless `spaces` are given, of environment 0."""
+        described = self._host.describe()._replace(bounds_differ=bounds_differ)
+        if spaces is not None:
+            described = described._replace(observation_space=spaces[1])
+        self._columns = self._host.attach(described, self.num_envs, self.autoreset_mode)
+        self.observation_space = batch_spaces(self._host, described, self.num_envs) if spaces is None else spaces[0]
+        self.metadata = {**described.metadata, "autoreset_mode": self.autoreset_mode}
+        self.render_mode = described.render_mode
+        self.single_observation_space = described.observation_space
+        self.single_action_space = described.action_space
 
-    def _reset_async(
-        self, seeds: list[int | None], options: dict[str, Any] | None, mask: np.ndarray | None
-    ) -> None:
-        self._will_be = self._was_reset | (True if mask is None else mask)
-        self._ask("reset", Pending.RESET, lambda rows: (seeds[rows], options, None if mask is None else mask[rows]))
-
-    def _drop(self) -> None:
-        """Waits for what is under way, and forgets what it gives."""
+    def _drop_pending(self) -> None:
+        """Waits for the call that is under way, and drops its results."""
         pending = self._order.pending
         if pending is None:
             return
@@ -465,69 +393,3 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         except Exception:
             if self.closed or self._order.failure is not None:
                 raise
-
-    def _group_of(self, envs: np.ndarray) -> int | None:
-        """Which group these are; None if they are none, or all there are."""
-        if len(self.groups) > 1:
-            for index, group in enumerate(self.groups):
-                if np.array_equal(envs, group):
-                    return index
-        return None
-
-    def _sent(self, n: int | None, env_ids: Sequence[int] | np.ndarray) -> list[int]:
-        """Environments that were sent and can be received."""
-        if n is not None:
-            raise SpecError(f"recv: either n or env_ids, got n={n} and env_ids")
-        envs = env_ids_of("recv", env_ids, self.num_envs)
-        if not self._is_out[envs].all():
-            raise StateError(f"recv: environments {envs[~self._is_out[envs]].tolist()} were not sent")
-        found: list[int] = envs.tolist()
-        return found
-
-    def _check_running(self, call: str, envs: Any = slice(None)) -> None:
-        """Raises unless these environments can be stepped."""
-        if not (self._are_all_reset or self._was_reset[envs].all()):
-            raise ResetNeeded(f"{call}: call reset first, an environment was never reset")
-        if self.autoreset_mode is AutoresetMode.DISABLED:
-            ended = self._columns.terminations | self._columns.truncations
-            if ended[envs].any():
-                which = np.arange(self.num_envs)[envs][ended[envs]].tolist()
-                raise StateError(f"{call}: environments {which} have ended, reset them by {RESET_MASK} first")
-
-    def _ask(self, method: str, pending: Pending, arguments: Arguments) -> None:
-        self._send(pending, self._host.call(method, arguments))
-
-    def _send(self, pending: Pending, request: Request) -> None:
-        try:
-            self._order.ask(pending, request)
-        except BaseException as error:
-            if self._order.failure is error and isinstance(self._host, LocalHost) and not isinstance(error, Exception):
-                # Interrupted halfway, in this process: a reset of all of them is all that is needed.
-                self._order.failure = self._order.pending = None
-                self._was_reset, self._are_all_reset = np.zeros(self.num_envs, bool), False
-                self._is_out[:] = False
-            raise
-
-    def _answers(self, pending: Pending, timeout: float | None) -> list[Outcome]:
-        self._order.check_pending(pending)
-        return self._order.answered(self._host.answers, timeout)
-
-    def _values(self, timeout: float | None) -> list[Any]:
-        """What a call gave; what one of them raised, once all are through."""
-        self._order.check_pending(Pending.CALL)
-        values = self._order.answered(self._all_values, timeout)
-        errors, self._call_errors, self._order.pending = self._call_errors, [], None
-        if errors:  # of the first environments, not of the quickest worker
-            raise min(errors, key=lambda error: getattr(error.__cause__, "worker_index", 0))
-        return values
-
-    def _all_values(self, timeout: float | None) -> list[Any]:
-        while True:
-            try:
-                return self._host.answers(timeout)
-            except (WorkerCrashed, WorkerTimeout):
-                raise
-            except Exception as error:
-                if self.closed:
-                    raise
-                self._call_errors.append(error)

@@ -1,4 +1,4 @@
-"""What environments give beside numbers in shared memory: on its way through a pipe, and as gymnasium's infos."""
+"""Results of steps that lie in no shared memory: pickled for a pipe, and merged into gymnasium's infos."""
 
 from __future__ import annotations
 
@@ -14,74 +14,74 @@ from workers import failures, pickling
 
 
 class Outcome(NamedTuple):
-    """What a step or reset gave beside what the columns hold.
+    """Results of a step or reset of some environments that are not in the columns.
 
     Attributes:
-        infos: index of an environment and an info of it that is not empty, in the order of gymnasium's.
-        objects: index of an environment and the parts of its observation that are no arrays.
+        infos: pairs of an environment's index and an info that is not empty, in gymnasium's order.
+        objects: pairs of an environment's index and the leaves of its observation that are no arrays.
     """
 
     infos: list[tuple[int, Mapping[str, Any]]]
     objects: list[tuple[int, list[Any]]]
 
-    def of_each(self, envs: Iterable[int]) -> dict[int, Outcome]:
-        """The part of each of these environments, which are all that it is of."""
-        parts = {env: Outcome([], []) for env in envs}
+    def split(self, envs: Iterable[int]) -> dict[int, Outcome]:
+        """Splits an outcome of these environments into one for each."""
+        outcomes = {env: Outcome([], []) for env in envs}
         for env, info in self.infos:
-            parts[env].infos.append((env, info))
+            outcomes[env].infos.append((env, info))
         for env, picked in self.objects:
-            parts[env].objects.append((env, picked))
-        return parts
+            outcomes[env].objects.append((env, picked))
+        return outcomes
 
 
-NOTHING = Outcome([], [])
+EMPTY = Outcome([], [])
 
 
-def infos_of_all(env: VectorEnv, outcomes: Iterable[Outcome]) -> dict[str, Any]:
-    """A row for each environment of a vectorised one."""
-    return _together(env, range(env.num_envs), outcomes)
+def merge_infos(env: VectorEnv, outcomes: Iterable[Outcome]) -> dict[str, Any]:
+    """Merges infos into arrays with a row for each environment of a vectorised one."""
+    return _merge(env, range(env.num_envs), outcomes)
 
 
-def infos_of_some(envs: np.ndarray, outcomes: Iterable[Outcome]) -> dict[str, Any]:
-    """A row for each of these environments, and `env_id`, which they are."""
+def merge_some_infos(envs: np.ndarray, outcomes: Iterable[Outcome]) -> dict[str, Any]:
+    """Merges infos into arrays with a row for each of these environments; `env_id` holds their indexes."""
     batch = VectorEnv()
     batch.num_envs = envs.size
-    infos = _together(batch, {env: row for row, env in enumerate(envs.tolist())}, outcomes)
+    infos = _merge(batch, {env: row for row, env in enumerate(envs.tolist())}, outcomes)
     infos["env_id"] = envs
     return infos
 
 
-def packed(value: Any) -> bytes:
-    """A value as bytes.
+def pack(value: Any) -> bytes:
+    """Pickles a value.
 
     Raises:
-        Exception: something in it cannot be pickled; a note names the environment, if it is an info of one.
+        Exception: something in it cannot be pickled; if it is in an info, a note names the environment.
     """
-    try:  # numbers, strings and arrays, which pickle alone handles ten times as fast as cloudpickle
+    try:  # pickle alone takes a tenth of cloudpickle's time for numbers, strings and arrays
         buffer = io.BytesIO()
         _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
         return buffer.getvalue()
     except Exception:
-        return _packed_slowly(value)
+        return _pack_slowly(value)
 
 
-def unpacked(data: bytes) -> Any:
-    """What `packed` packed; nothing stands for an empty outcome."""
-    return pickling.loads(data) if data else NOTHING
+def unpack(data: bytes) -> Any:
+    """Unpickles what `pack` returned; no bytes stand for an empty outcome."""
+    return pickling.loads(data) if data else EMPTY
 
 
-def _packed_slowly(value: Any) -> bytes:
+def _pack_slowly(value: Any) -> bytes:
     try:
         return pickling.dumps(value)
     except Exception as error:
         for env, info in value.infos if isinstance(value, Outcome) else ():
             for key in info:
-                if not _can_be_packed(info[key]):
+                if not _is_picklable(info[key]):
                     failures.add_note(error, f"info {key!r} of environment {env} cannot be sent to the trainer")
         raise
 
 
-def _can_be_packed(value: Any) -> bool:
+def _is_picklable(value: Any) -> bool:
     try:
         pickling.dumps(value)
     except Exception:
@@ -89,7 +89,7 @@ def _can_be_packed(value: Any) -> bool:
     return True
 
 
-def _together(batch: VectorEnv, rows: Sequence[int] | dict[int, int], outcomes: Iterable[Outcome]) -> dict[str, Any]:
+def _merge(batch: VectorEnv, rows: Sequence[int] | dict[int, int], outcomes: Iterable[Outcome]) -> dict[str, Any]:
     infos: dict[str, Any] = {}
     for outcome in outcomes:
         for env, info in outcome.infos:
@@ -97,10 +97,10 @@ def _together(batch: VectorEnv, rows: Sequence[int] | dict[int, int], outcomes: 
     return infos
 
 
-def _as_number(value: np.generic) -> tuple[Any, ...]:
+def _reduce_number(value: np.generic) -> tuple[Any, ...]:
     return type(value), (value.item(),)
 
 
 class _Pickler(pickle.Pickler):
-    # numpy itself packs a scalar as bytes with a dtype, which takes three times as long.
-    dispatch_table = dict.fromkeys((np.dtype(letter).type for letter in "?bBhHiIlLqQefd"), _as_number)
+    # numpy's own pickles of scalars, bytes with a dtype, take three times as long.
+    dispatch_table = dict.fromkeys((np.dtype(letter).type for letter in "?bBhHiIlLqQefd"), _reduce_number)

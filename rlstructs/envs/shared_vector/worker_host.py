@@ -1,4 +1,4 @@
-"""The environments of a `SharedVectorEnv` in worker processes."""
+"""Runs the environments of a `SharedVectorEnv` in worker processes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from rlstructs.envs.shared_vector.columns import Columns, nbytes
+from rlstructs.envs.shared_vector.columns import Columns, count_bytes
 from rlstructs.envs.shared_vector.env_group import Description
 from rlstructs.envs.shared_vector.env_worker import CALL, EVERY, HEAD, ONE, EnvWorker
-from rlstructs.envs.shared_vector.hosts import Arguments, EnvFns, Request, first_of, shares_of
-from rlstructs.envs.shared_vector.step_results import NOTHING, Outcome, unpacked
+from rlstructs.envs.shared_vector.hosts import Arguments, EnvFns, Host, LocalHost, Request, split_evenly, take_arrived
+from rlstructs.envs.shared_vector.step_results import EMPTY, Outcome, unpack
 from rlstructs.errors import WorkerCrashed, WorkerTimeout
 from rlstructs.worker_setup.setup import WorkerSetup
 from rlstructs.worker_setup.streams import WorkerStreams
@@ -27,18 +27,18 @@ from workers.messages import AT_ONCE, Post
 from workers.pickle_errors import explain_pickle_error
 
 PRELOAD = ("numpy", "gymnasium.vector", "rlstructs.envs.shared_vector.env_worker")
-# Steps under way in a worker from which on its replies are read before it is asked for more: a pipe holds some
-# two hundred small messages, and a worker that cannot write its own reads no others.
+# With more steps under way than this, a worker's replies are read before it gets another request: a pipe holds about
+# two hundred small messages, and a worker that cannot write its replies reads no requests.
 MANY = 64
 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """How the workers of a `SharedVectorEnv` are started, and what they begin with.
+    """How the workers of a `SharedVectorEnv` are started.
 
     Attributes:
-        start_method, timeout, init_worker: as `WorkerPool`'s.
-        streams: seed their global random streams.
+        start_method, timeout, init_worker: those of `WorkerPool`.
+        streams: seeds the global random streams of workers.
     """
 
     start_method: str | None
@@ -47,17 +47,26 @@ class WorkerOptions:
     streams: WorkerStreams
 
 
+def start_host(env_fns: EnvFns, n_workers: int, groups: Sequence[range], options: WorkerOptions) -> Host:
+    """Makes the environments, in worker processes or, with no workers, in this process."""
+    if n_workers:
+        return WorkerHost(env_fns, n_workers, groups, options)
+    if options.init_worker is not None:
+        options.init_worker(0)
+    return LocalHost(env_fns, groups)
+
+
 class WorkerHost:
-    """Environments in worker processes, some in each.
+    """Runs environments in worker processes, some in each.
 
     Args:
         env_fns: make the environments.
-        n_workers: how many workers share them; the first has the first of each group.
-        groups: which are stepped together.
-        options: how workers are started, and begin.
+        n_workers: number of workers; the first one gets the first environments of each group.
+        groups: environments that are stepped together.
+        options: how workers are started.
 
     Raises:
-        TypeError: what the user gave cannot be sent to a worker.
+        TypeError: `env_fns` or `init_worker` cannot be sent to a worker.
     """
 
     def __init__(
@@ -67,16 +76,17 @@ class WorkerHost:
         groups: Sequence[range],
         options: WorkerOptions,
     ) -> None:
-        shared = [shares_of(group, n_workers) for group in groups]
-        # Of each worker its share of each group; and in the order of the environments: whose, of which group, which.
+        shared = [split_evenly(group, n_workers) for group in groups]
+        # For each worker, its share of each group. For each share, in the order of the environments, its worker; for
+        # each environment, its worker, its group and its index in the worker's share of the group.
         self._shares = [[_slice(shares[index]) for shares in shared] for index in range(n_workers)]
         places = [(index, group, mine) for group, shares in enumerate(shared) for index, mine in enumerate(shares)]
         self._workers = [index for index, _, _ in places]
         self._place_of = [(index, group, env - mine[0]) for index, group, mine in places for env in mine]
-        # What each worker was asked to step by `step_some`, in the order in which it replies.
-        self._asked: list[deque[range]] = [deque() for _ in self._shares]
+        # The environments that each worker was sent to step by `step_some`, in the order of its replies.
+        self._sent: list[deque[range]] = [deque() for _ in self._shares]
         self._arrived: dict[int, Outcome] = {}
-        self._steps: dict[str, Post] = {}  # to step all of them, by the types of the actions
+        self._steps: dict[str, Post] = {}  # requests to step all environments, by the types of the actions
         self._arena = SharedArena()
         try:
             self._pool = WorkerPool(
@@ -102,54 +112,54 @@ class WorkerHost:
         return self._pool.pids
 
     def describe(self) -> Description:
-        """As `Host.describe`."""
+        """See `Host.describe`."""
         self._pool.send(0, "describe")
         [described] = self._pool.gather()
         assert isinstance(described, Description)
         return described
 
     def attach(self, described: Description, n_envs: int, mode: AutoresetMode) -> Columns:
-        """As `Host.attach`.
+        """See `Host.attach`.
 
         Raises:
             OutOfMemoryError: the columns do not fit into memory.
         """
         spaces = described.observation_space, described.action_space
-        self._arena.resize(nbytes(*spaces, n_envs))
+        self._arena.resize(count_bytes(*spaces, n_envs))
         columns = Columns(*spaces, n_envs, self._arena.map())
         self._actions, self._at = columns.actions, columns.at
         self._pool.call("attach", described, n_envs, mode)
         return columns
 
     def call(self, method: str, arguments: Arguments) -> Request:
-        """As `Host.call`."""
-        return self._posting(method, CALL, lambda rows: pickling.dumps((method, arguments(rows))))
+        """See `Host.call`."""
+        return self._make_request(method, CALL, lambda rows: pickling.dumps((method, arguments(rows))))
 
     def step(self, actions: Any) -> Request:
-        """As `Host.step`."""
-        self._pool.check_owner()  # before actions are written where those of another process lie
+        """See `Host.step`."""
+        self._pool.check_owner()  # first, so that a forked process overwrites no actions of its parent
         if types := self._actions.write(actions):
             if types not in self._steps:
                 parts = [HEAD.pack(EVERY, group, 0) + types.encode("ascii") for group in range(len(self._shares[0]))]
                 self._steps[types] = Post.of("step", *parts)
             return partial(self._post_all, self._steps[types])
-        each = self._actions.apart(actions, len(self._place_of))
-        return self._posting("step", EVERY, lambda rows: pickling.dumps(each[rows]))
+        each = self._actions.split(actions, len(self._place_of))
+        return self._make_request("step", EVERY, lambda rows: pickling.dumps(each[rows]))
 
     def step_some(self, envs: np.ndarray, actions: Any) -> Request:
-        """As `Host.step_some`."""
+        """See `Host.step_some`."""
         self._pool.check_owner()
         each = [self._actions.write(actions, envs, len(envs)).encode("ascii")] * len(envs)
         if not each[0]:
-            each = [pickling.dumps([action]) for action in self._actions.apart(actions, len(envs))]
-        orders: dict[int, list[tuple[range, bytes]]] = {}
+            each = [pickling.dumps([action]) for action in self._actions.split(actions, len(envs))]
+        requests: dict[int, list[tuple[range, bytes]]] = {}
         for env, action in zip(envs.tolist(), each, strict=True):
             index, group, k = self._place_of[env]
-            orders.setdefault(index, []).append((range(env, env + 1), HEAD.pack(ONE, group, k) + action))
-        return partial(self._post_some, orders)
+            requests.setdefault(index, []).append((range(env, env + 1), HEAD.pack(ONE, group, k) + action))
+        return partial(self._post_some, requests)
 
     def step_group(self, group: int, actions: Any) -> Request:
-        """As `Host.step_group`."""
+        """See `Host.step_group`."""
         self._pool.check_owner()
         shares = [mine[group] for mine in self._shares]
         start, stop = shares[0].start, shares[-1].stop
@@ -157,62 +167,62 @@ class WorkerHost:
         if types:
             data = [head + types.encode("ascii")] * len(shares)
         else:
-            each = self._actions.apart(actions, stop - start)
+            each = self._actions.split(actions, stop - start)
             data = [head + pickling.dumps(each[rows.start - start : rows.stop - start]) for rows in shares]
-        orders = {
+        requests = {
             index: [(range(rows.start, rows.stop), part)]
             for index, (rows, part) in enumerate(zip(shares, data, strict=True))
         }
-        return partial(self._post_some, orders)
+        return partial(self._post_some, requests)
 
-    def answers(self, timeout: float | None) -> list[Any]:
-        """As `Host.answers`."""
+    def wait_for_all(self, timeout: float | None) -> list[Any]:
+        """See `Host.wait_for_all`."""
         try:
             self._pool.gather(timeout)
         except (WorkerCrashed, WorkerTimeout) as error:
-            self._locate(error)
+            self._add_places(error)
             raise
         answers = self._pool.answers()
-        if not any(data for _, data in answers):  # mostly: numbers in shared memory say it all
+        if not any(data for _, data in answers):  # as in most steps, everything is in shared memory
             return []
-        given: list[deque[bytes]] = [deque() for _ in self._shares]
+        replies: list[deque[bytes]] = [deque() for _ in self._shares]
         for index, data in answers:
-            given[index].append(data)
-        # One that raised has given nothing: that is raised before anyone uses what the others gave.
-        return [unpacked(given[index].popleft()) for index in self._workers if given[index]]
+            replies[index].append(data)
+        # A worker that raised has no reply: its error is raised before anyone uses the replies of the others.
+        return [unpack(replies[index].popleft()) for index in self._workers if replies[index]]
 
-    def arrived(self, n: int, among: Sequence[int] | None, timeout: float | None) -> dict[int, Outcome]:
-        """As `Host.arrived`."""
+    def wait_for_some(self, n: int, among: Sequence[int] | None, timeout: float | None) -> dict[int, Outcome]:
+        """See `Host.wait_for_some`."""
         deadline = deadline_in(timeout)
         self._read_answers()
         try:
-            while (found := first_of(self._arrived, n, among)) is None:
+            while (found := take_arrived(self._arrived, n, among)) is None:
                 self._pool.await_answer(None if deadline is None else max(0.0, deadline - time.monotonic()))
                 self._read_answers()
         except (WorkerCrashed, WorkerTimeout) as error:
-            self._locate(error)
+            self._add_places(error)
             raise
         return found
 
-    def forget_arrived(self, envs: Iterable[int]) -> None:
-        """As `Host.forget_arrived`."""
+    def forget_some(self, envs: Iterable[int]) -> None:
+        """See `Host.forget_some`."""
         for env in envs:
             del self._arrived[env]
 
     def close(self, timeout: float | None) -> None:
-        """As `Host.close`."""
+        """See `Host.close`."""
         try:
             self._pool.close(timeout)
         finally:
             self._arena.close()
 
     def kill(self) -> None:
-        """As `Host.kill`."""
+        """See `Host.kill`."""
         self._pool.kill()
         self._arena.close()
 
-    def _locate(self, error: WorkerCrashed | WorkerTimeout) -> None:
-        """Says in what is raised of a worker that died, or of those that are late, at which environment it was."""
+    def _add_places(self, error: WorkerCrashed | WorkerTimeout) -> None:
+        """Adds notes to an error: which environment the worker that died, or each late one, was stepping."""
         for index, (mine, state) in enumerate(zip(self._shares, self._pool.states, strict=True)):
             is_late = isinstance(error, WorkerTimeout) and state == "busy"
             for at in self._at[[rows.start for rows in mine]].tolist():
@@ -220,11 +230,11 @@ class WorkerHost:
                     failures.add_note(error, f"worker {index} was at environment {at}")
 
     def _post_all(self, post: Post) -> None:
-        self._pool.forget_answers()  # to what was asked before
+        self._pool.forget_answers()  # those to the last request
         self._pool.post(post)
 
-    def _posting(self, label: str, kind: bytes, data: Callable[[slice], bytes]) -> Request:
-        """To ask each group in each worker; `data` gives what for its environments."""
+    def _make_request(self, label: str, kind: bytes, data: Callable[[slice], bytes]) -> Request:
+        """Makes a request to each group in each worker; `data` returns its content for a slice of environments."""
         posts = [
             Post.of(label, *(HEAD.pack(kind, group, 0) + data(rows) for group, rows in enumerate(mine)))
             for mine in self._shares
@@ -236,28 +246,28 @@ class WorkerHost:
         for index, post in enumerate(posts):
             self._pool.post(post, [index])
 
-    def _post_some(self, orders: dict[int, list[tuple[range, bytes]]]) -> None:
-        if not any(self._asked):
-            self._pool.forget_answers()  # those to a step of all
-        for index, order in orders.items():
-            self._make_room(index, sum(len(data) for _, data in order))
-            self._asked[index].extend(envs for envs, _ in order)
-            self._pool.post(Post.of("step", *(data for _, data in order)), [index])
+    def _post_some(self, requests: dict[int, list[tuple[range, bytes]]]) -> None:
+        if not any(self._sent):
+            self._pool.forget_answers()  # those to a request to all
+        for index, steps in requests.items():
+            self._make_room(index, sum(len(data) for _, data in steps))
+            self._sent[index].extend(envs for envs, _ in steps)
+            self._pool.post(Post.of("step", *(data for _, data in steps)), [index])
 
     def _make_room(self, index: int, n_bytes: int) -> None:
-        """Sees to it that a worker will read so many bytes more."""
-        if len(self._asked[index]) > MANY:
+        """Reads replies until a worker can take a request of so many bytes."""
+        if len(self._sent[index]) > MANY:
             self._pool.ready(0.0)
             self._read_answers()
-        while n_bytes > AT_ONCE and self._asked[index]:
+        while n_bytes > AT_ONCE and self._sent[index]:
             self._pool.await_answer()
             self._read_answers()
 
     def _read_answers(self) -> None:
-        with defer_interrupt():  # an answer that was taken and not kept would be waited for, for ever
+        with defer_interrupt():  # an answer that was read and not kept would be waited for forever
             for index, data in self._pool.answers():
-                envs = self._asked[index].popleft()
-                self._arrived.update(unpacked(data).of_each(envs) if data else dict.fromkeys(envs, NOTHING))
+                envs = self._sent[index].popleft()
+                self._arrived.update(unpack(data).split(envs) if data else dict.fromkeys(envs, EMPTY))
             self._pool.forget_answers()
 
 

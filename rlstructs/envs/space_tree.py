@@ -1,68 +1,72 @@
-"""A gymnasium space as the parts that are no Dict or Tuple, and values of them nested again."""
+"""Nested gymnasium spaces: their leaves, and values of them flattened, nested, copied and compared."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import gymnasium
 from gymnasium import spaces
 
-from rlstructs.envs.values import copy_value
+from rlstructs.envs.array_values import copy_value
 
 # Spaces whose values are arrays of one shape.
 ARRAYS = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
+Path = tuple[Any, ...]
 
-class Part(NamedTuple):
-    """One space in a nesting of Dict and Tuple spaces.
+
+@dataclass(frozen=True)
+class SpaceLeaf:
+    """One space that is no Dict or Tuple, and its place in the outermost space.
 
     Attributes:
-        path: how to get from a sample of the outermost space to the value of this one.
-        space: this one.
+        path: keys and indexes that lead from a sample of the outermost space to the value of this one.
+        space: the space of the leaf.
+        shape: of a value, where it is an array; () for other values.
     """
 
-    path: tuple[Any, ...]
+    path: Path
     space: gymnasium.Space[Any]
+    shape: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.space.shape or ()))
 
     @property
     def is_array(self) -> bool:
         """Whether its values are arrays of one shape."""
         return isinstance(self.space, ARRAYS)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of a value, where it is an array."""
-        return tuple(self.space.shape or ())
-
     def pick(self, sample: Any) -> Any:
-        """Its value in a sample, or in a batch of them."""
+        """The leaf's value in a sample, or in a batch of samples."""
         for step in self.path:
             sample = sample[step]
         return sample
 
 
-def parts_of(space: gymnasium.Space[Any], path: tuple[Any, ...] = ()) -> Iterator[Part]:
-    """The spaces in it that are no Dict or Tuple, in order.
+def flatten_space(space: gymnasium.Space[Any], path: Path = ()) -> Iterator[SpaceLeaf]:
+    """Yields the leaves of a space, in order.
 
     Example:
         >>> space = spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Tuple([spaces.Text(3), spaces.MultiBinary(2)])})
-        >>> [part.path for part in parts_of(space)], [part.is_array for part in parts_of(space)]
+        >>> [leaf.path for leaf in flatten_space(space)], [leaf.is_array for leaf in flatten_space(space)]
         ([('a',), ('b', 0), ('b', 1)], [True, False, True])
     """
     if isinstance(space, spaces.Dict):
         for key, inner in space.spaces.items():
-            yield from parts_of(inner, (*path, key))
+            yield from flatten_space(inner, (*path, key))
     elif isinstance(space, spaces.Tuple):
         for index, inner in enumerate(space.spaces):
-            yield from parts_of(inner, (*path, index))
+            yield from flatten_space(inner, (*path, index))
     else:
-        yield Part(path, space)
+        yield SpaceLeaf(path, space)
 
 
 def nest(space: gymnasium.Space[Any], values: Iterator[Any]) -> Any:
-    """Values of `parts_of(space)`, in order, in dicts and tuples.
+    """Puts a value for each leaf of a space, in order, into dicts and tuples.
 
     Example:
         >>> space = spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Tuple([spaces.Text(3), spaces.MultiBinary(2)])})
@@ -77,7 +81,7 @@ def nest(space: gymnasium.Space[Any], values: Iterator[Any]) -> Any:
 
 
 def nest_rows(space: gymnasium.Space[Any], columns: Iterator[Iterable[Any]], n: int) -> list[Any]:
-    """n values of a space, of the n values of each of `parts_of(space)`, in order.
+    """Builds n values of a space from a column of n values for each leaf, in order.
 
     Example:
         >>> space = spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Tuple([spaces.Text(3), spaces.MultiBinary(2)])})
@@ -94,38 +98,38 @@ def nest_rows(space: gymnasium.Space[Any], columns: Iterator[Iterable[Any]], n: 
     return list(next(columns))
 
 
-def copy_parts(space: gymnasium.Space[Any], sample: Any) -> Any:
-    """A copy of what a sample holds of a space, and of nothing else that is in it.
+def copy_sample(space: gymnasium.Space[Any], sample: Any) -> Any:
+    """Copies a sample, without entries that its space does not have.
 
     Args:
         space: the sample's.
-        sample: given back as it is where a part is missing, which the next reader reports.
+        sample: returned uncopied where an entry is missing: the next reader reports that.
 
     Example:
-        >>> copy_parts(spaces.Dict({"x": spaces.Discrete(5)}), {"lock": object(), "x": 3})
+        >>> copy_sample(spaces.Dict({"x": spaces.Discrete(5)}), {"lock": object(), "x": 3})
         {'x': 3}
     """
     try:
-        return _copy_of(space, sample)
+        return _copy_nested(space, sample)
     except (LookupError, TypeError):
         return sample
 
 
-def _copy_of(space: Any, sample: Any) -> Any:
+def _copy_nested(space: Any, sample: Any) -> Any:
     if isinstance(space, spaces.Dict):
-        # In the sample's order, as far as it has one, and as the space's if that lacks an entry.
+        # In the sample's order; in the space's order if the sample is no mapping or lacks an entry.
         keys = [key for key in sample if key in space.spaces] if isinstance(sample, Mapping) else []
         keys = keys if len(keys) == len(space.spaces) else list(space.spaces)
-        copied = {key: _copy_of(space.spaces[key], sample[key]) for key in keys}
-        return OrderedDict(copied) if type(sample) is OrderedDict else copied
+        entries = {key: _copy_nested(space.spaces[key], sample[key]) for key in keys}
+        return OrderedDict(entries) if type(sample) is OrderedDict else entries
     if isinstance(space, spaces.Tuple):
-        parts = (_copy_of(inner, sample[index]) for index, inner in enumerate(space.spaces))
-        return list(parts) if isinstance(sample, list) else tuple(parts)
+        values = (_copy_nested(inner, sample[index]) for index, inner in enumerate(space.spaces))
+        return list(values) if isinstance(sample, list) else tuple(values)
     return copy_value(sample)
 
 
 def are_equal(space: Any, other: Any) -> bool:
-    """Whether two spaces are equal, as `==` says it, which takes 30 microseconds for each Box."""
+    """Whether two spaces are equal; faster than `==`, which takes 30 microseconds for each Box."""
     if space is other:
         return True
     kind = type(space)

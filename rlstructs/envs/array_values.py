@@ -1,4 +1,4 @@
-"""Values that environments give, of whatever library: as numpy's, and copied."""
+"""Values that environments return, of whatever library: as numpy arrays, copied, or compared by memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 
-# What cannot change; the most frequent ones first.
+# Immutable types; the most frequent ones first.
 CONSTANTS = (float, int, np.generic, str, bytes, type(None), numbers.Number)
 
 
 def as_numpy(value: Any) -> np.ndarray:
-    """A value as an array, which shares its memory where that can be: tensors on any device and with gradients too.
+    """Converts a value to an array that shares its memory where possible.
+
+    Takes tensors on any device, and tensors with gradients.
 
     Raises:
         Exception: what numpy or the value's own library raises if it is no array.
@@ -32,19 +34,19 @@ def as_numpy(value: Any) -> np.ndarray:
 
 
 def copy_value(value: Any) -> Any:
-    """A copy of a value that an environment may change; where it cannot be copied, an array of its numbers."""
+    """Copies a value that an environment may change later; as an array where it cannot be copied otherwise."""
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, CONSTANTS):
         return value
     try:
         return copy.deepcopy(value)
-    except Exception:  # a memoryview, a tensor that has been computed with gradients
+    except Exception:  # a memoryview, or a tensor computed with gradients
         return np.array(as_numpy(value))
 
 
-def share_memory(values: Iterable[Any]) -> bool:
-    """Whether two of these may lie, in part, in the same memory: also if what they lie in cannot be seen."""
+def may_share_memory(values: Iterable[Any]) -> bool:
+    """Whether any two of these values may overlap in memory; True also where that cannot be found out."""
     arrays, places = [], []
     for value in values:
         if isinstance(value, CONSTANTS):
@@ -58,12 +60,12 @@ def share_memory(values: Iterable[Any]) -> bool:
     return len(set(places)) < len(places) or any(np.may_share_memory(*two) for two in pairwise(arrays))
 
 
-def native(dtype: Any) -> np.dtype[Any]:
-    """The dtype in this machine's byte order; of floats that are wider than 64 bits, float64."""
+def native_dtype(dtype: Any) -> np.dtype[Any]:
+    """The dtype in this machine's byte order; float64 for floats that are wider than 64 bits."""
     dtype = np.dtype(dtype)
     return np.dtype(np.float64) if dtype.kind == "f" and dtype.itemsize > 8 else dtype.newbyteorder("=")
 
 
 def _is_tensor(value: Any) -> bool:
-    # Workers of a `SharedVectorEnv` need no torch, and what is not imported has made nothing.
+    # Workers of a `SharedVectorEnv` need not load torch; without it no value is a tensor.
     return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))

@@ -1,0 +1,106 @@
+"""Checks what environments return from `reset` and `step`, and names the environment in errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rlstructs.errors import SpecError
+from workers.failures import add_note
+
+STEP = ("observation", "reward", "terminated", "truncated", "info")
+RESET = ("observation", "info")
+# Number of values that `step` returned in gym before version 0.26.
+OLD_STEP = 4
+OLD = "gym's old interface: wrap it, by shimmy's GymV21CompatibilityV0 for one"
+# Begins the note that names an environment.
+ORIGIN = "raised by "
+#: Stands for the result of a step that has not returned yet.
+NO_RESULT = object()
+
+
+def add_origin(error: Exception, call: str, env: Any, k: int | None = None) -> None:
+    """Adds a note to an error that names the environment which raised it, unless there is one.
+
+    Args:
+        error: what was raised.
+        call: name of the method that raised it.
+        env: the environment, or a vector environment.
+        k: its number; None for a vector environment.
+    """
+    if not any(str(note).startswith(ORIGIN) for note in getattr(error, "__notes__", ())):
+        which = "environments" if k is None else f"environment {k}"
+        add_note(error, f"{ORIGIN}{which} ({_env_name(env)}) in {call}")
+
+
+def explain_step_error(error: Exception, result: Any, env: Any, k: int) -> None:
+    """Names the environment in an error of its step; raises a clearer one if the step returned something wrong.
+
+    Raises:
+        SpecError: the result is not gymnasium's.
+    """
+    trace = error.__traceback__
+    if result is not NO_RESULT and trace is not None and trace.tb_next is None:  # not raised in the environment
+        check_step(result, env, k)
+    add_origin(error, "step", env, k)
+
+
+def read_reset(result: Any, env: Any, k: int | None = None) -> tuple[Any, Any]:
+    """Returns the observation and info that `reset` of environment k, or of a vector environment, returned.
+
+    Raises:
+        SpecError: it returned something else.
+    """
+    if isinstance(result, (tuple, list)) and len(result) == len(RESET):
+        return tuple(result)
+    wanted = f"reset must give {_list_names(RESET)}, got {_describe(result)}"
+    raise SpecError(f"{_describe_env(env, k)}: {wanted}; an observation alone is {OLD}")
+
+
+def check_step(result: Any, env: Any, k: int | None = None) -> None:
+    """Raises SpecError if `step` returned something wrong; of a vector environment only the count is checked."""
+    if not isinstance(result, (tuple, list)) or len(result) != len(STEP):
+        is_old = isinstance(result, (tuple, list)) and len(result) == OLD_STEP
+        hint = f"; (observation, reward, done, info) is {OLD}" if is_old else ""
+        raise SpecError(f"{_describe_env(env, k)}: step must give {_list_names(STEP)}, got {_describe(result)}{hint}")
+    for name, value in zip(STEP[1:4], result[1:4], strict=True):
+        if k is not None and not _is_number(value):
+            wanted = "a number" if name == "reward" else "a bool"
+            raise SpecError(f"{_describe_env(env, k)}: {name} must be {wanted}, got {value!r}")
+
+
+def _env_name(env: Any) -> str:
+    """The id under which an environment is registered, or the name of its class."""
+    spec = getattr(env, "spec", None)
+    found = getattr(spec, "id", None) or getattr(getattr(spec, "config", None), "task_id", None)
+    if isinstance(found, str):
+        return found
+    return type(getattr(env, "unwrapped", env)).__name__
+
+
+def _describe_env(env: Any, k: int | None) -> str:
+    return f"environment ({_env_name(env)})" if k is None else f"environment {k} ({_env_name(env)})"
+
+
+def _list_names(names: Sequence[str]) -> str:
+    return f"{len(names)} values, ({', '.join(names)})"
+
+
+def _describe(result: Any) -> str:
+    """Describes a result in a few words: its types, or its shape."""
+    if isinstance(result, (tuple, list)):
+        return f"{len(result)}, ({', '.join(type(value).__name__ for value in result)})"
+    shape = getattr(result, "shape", None)
+    return type(result).__name__ if shape is None else f"{type(result).__name__} of shape {tuple(shape)}"
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, (bool, int, float, np.number, np.bool_)):
+        return True
+    try:
+        array = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+    except (TypeError, ValueError):
+        return False
+    return array.size == 1 and array.dtype.kind in "biuf" and not isinstance(value, (list, tuple))

@@ -1,0 +1,152 @@
+"""Base class of `NormalizeObservation` and `NormalizeReward`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from rlstructs.envs.row_env import Step, load_statistics, row_env, step_pairs, take_statistics
+from rlstructs.envs.scale import Scale
+from rlstructs.envs.vec_env import NO_INFO, VecEnv
+from rlstructs.errors import MissingKeyError, SpecError
+from rlstructs.moments import Moments
+from rlstructs.shared.packing import Packing, Rows
+from rlstructs.structures.dict_tensor import DictTensor
+
+# Methods of an environment that would give rows without normalisation.
+HIDDEN = ("example", "row_groups", "step_into")
+
+
+class NormalizingEnv:
+    """Wraps a `VecEnv` and normalises some of its columns.
+
+    Subclasses choose the columns in `_make_scales`, and normalise rows in place or extend them.
+
+    Args:
+        env: any `VecEnv`. Every other attribute is that of `env`.
+    """
+
+    #: See `RowEnv.writes_rows`.
+    writes_rows: ClassVar[bool] = False
+
+    def __init__(self, env: VecEnv) -> None:
+        if not isinstance(env, VecEnv):
+            raise TypeError(f"{type(self).__name__} needs a VecEnv, such as GymEnvInf, got {type(env).__name__}")
+        self._wrapped, self._env = env, row_env(env)
+        self._running = np.arange(env.n_envs())
+        # By name of the statistics; None until an observation shows which keys there are.
+        self._scales: dict[str, Scale] | None = None
+        self._loaded: tuple[Mapping[str, Moments], bool] | None = None
+        if hasattr(self._env, "example"):
+            self.example = self._example
+            self._prepare(self._env.example().packing)
+
+    def n_envs(self) -> int:
+        """Number of environments, E."""
+        return self._env.n_envs()
+
+    @property
+    def may_idle(self) -> bool:
+        """See `RowEnv.may_idle`."""
+        return bool(self._env.may_idle)
+
+    @property
+    def defers_resets(self) -> bool:
+        """Whether resets are deferred; False if a wrapper of `env`, such as `DeviceEnv`, hides `revive_rows`."""
+        return bool(getattr(self._env, "defers_resets", False))
+
+    def reset(self, env_info: DictTensor = NO_INFO) -> tuple[DictTensor, torch.Tensor]:
+        """Resets the environment; see `VecEnv.reset`."""
+        return self.reset_rows(env_info).tensors(), torch.arange(self.n_envs(), device="cpu")
+
+    def step(self, action: DictTensor) -> tuple[tuple[DictTensor, torch.Tensor], tuple[DictTensor, torch.Tensor]]:
+        """Steps the environment; see `VecEnv.step`."""
+        running = torch.from_numpy(self._running.copy())
+        return step_pairs(self.step_rows(action), running)
+
+    def close(self) -> None:
+        """Closes the environment."""
+        self._env.close()
+
+    def reset_rows(self, env_info: DictTensor) -> Rows:
+        """Does what `reset` does, and returns the observation as rows that nobody else uses."""
+        rows = self._env.reset_rows(env_info)
+        if self._scales is None:
+            self._prepare(rows.packing)
+        self._running = np.arange(self.n_envs())
+        return self._normalize_first(rows)
+
+    def revive_rows(self) -> tuple[np.ndarray, Rows]:
+        """Does what `GymEnv.revive_rows` does, where `env` has that method."""
+        which, rows = self._env.revive_rows()  # type: ignore[attr-defined]
+        still_running, self._running = self._running, np.arange(self.n_envs())
+        return which, self._normalize_restarted(rows, still_running)
+
+    def step_rows(self, action: DictTensor) -> Step:
+        """Does what `step` does, and returns rows that stay valid until the next step."""
+        step = self._normalize_step(self._env.step_rows(action))
+        if step.kept is not None:
+            self._running = self._running[step.kept]
+        return step
+
+    def take_statistics(self) -> dict[str, Moments]:
+        """Takes what was gathered since the last call, by name; includes the statistics of wrapped environments."""
+        own = {name: scale.take() for name, scale in (self._scales or {}).items()}
+        inner = take_statistics(self._wrapped)
+        if twice := own.keys() & inner.keys():
+            raise SpecError(f"{type(self).__name__}: {min(twice)!r} is normalised twice")
+        return {**inner, **own}
+
+    def load_statistics(self, statistics: Mapping[str, Moments], frozen: bool = False) -> None:
+        """Normalises by these from now on.
+
+        Args:
+            statistics: by name, as `RL_Batcher.statistics` returns them.
+            frozen: whether to count nothing from now on.
+
+        Raises:
+            MissingKeyError, SpecError: one is missing, or has another shape.
+        """
+        if self._scales is None:
+            self._loaded = statistics, frozen
+        for name, scale in (self._scales or {}).items():
+            if name not in statistics:
+                raise MissingKeyError(f"statistics: there are none of {name!r}, only of {sorted(statistics)}")
+            scale.load(statistics[name], frozen)
+        load_statistics(self._wrapped, statistics, frozen)
+
+    def _prepare(self, packing: Packing) -> None:
+        self._scales = self._make_scales(packing)
+        if self._loaded is not None:
+            self.load_statistics(*self._loaded)
+
+    def _make_scales(self, packing: Packing) -> dict[str, Scale]:
+        """Makes the scale of every column that is normalised, by the name of its statistics."""
+        raise NotImplementedError
+
+    def _normalize_first(self, rows: Rows) -> Rows:
+        """Normalises the first observations of all environments."""
+        raise NotImplementedError
+
+    def _normalize_restarted(self, rows: Rows, still_running: np.ndarray) -> Rows:
+        """Normalises the first observations of environments that were reset while others were `still_running`."""
+        return self._normalize_first(rows)
+
+    def _normalize_step(self, step: Step) -> Step:
+        """Normalises a step."""
+        raise NotImplementedError
+
+    def _add_keys(self, rows: Rows) -> Rows:
+        """Adds the keys of the wrapper's own columns to rows."""
+        return rows
+
+    def _example(self) -> Rows:
+        return self._add_keys(self._env.example())  # type: ignore[attr-defined]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in HIDDEN:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._wrapped, name)

@@ -1,0 +1,185 @@
+"""Sends requests to the environments of a `SharedVectorEnv`, and waits for their results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from gymnasium.error import ResetNeeded
+from gymnasium.vector import AutoresetMode
+
+from rlstructs.checks import check_count
+from rlstructs.envs.shared_vector.arguments import RESET_MASK, check_env_ids, expand_seeds, split_options
+from rlstructs.envs.shared_vector.call_order import CallOrder, Pending
+from rlstructs.envs.shared_vector.columns import Columns
+from rlstructs.envs.shared_vector.hosts import Arguments, Host, LocalHost, Request
+from rlstructs.envs.shared_vector.step_results import Outcome
+from rlstructs.errors import SpecError, StateError, WorkerCrashed, WorkerTimeout
+from workers.interrupts import defer_interrupt
+
+# Seeds, options and mask of a reset.
+ResetArguments = tuple[list[int | None], dict[str, Any] | None, np.ndarray | None]
+
+
+class EnvCalls:
+    """The requests to the environments, and which environments were reset or sent.
+
+    Args:
+        order: says which call may come next.
+        host: where the environments are.
+        columns: their observations, rewards and flags.
+        groups: int64, the environments of each group.
+        mode: what happens to an environment whose episode ends.
+    """
+
+    def __init__(
+        self, order: CallOrder, host: Host, columns: Columns, groups: Sequence[np.ndarray], mode: AutoresetMode
+    ) -> None:
+        self._order, self._host, self._columns, self._groups, self._mode = order, host, columns, groups, mode
+        self._n_envs = n_envs = len(columns.rewards)
+        # Environments that have an observation; that will have one after the reset under way; that were sent and not
+        # received.
+        self._was_reset, self._will_be_reset, self._is_sent = (np.zeros(n_envs, bool) for _ in range(3))
+        self._are_all_reset = False
+        self._errors: list[Exception] = []
+
+    def check_reset(self, seed: int | Sequence[int | None] | None, options: dict[str, Any] | None) -> ResetArguments:
+        """Checks the arguments of a reset, and splits them into seeds, options and mask."""
+        seeds = expand_seeds(seed, self._n_envs)
+        env_options, mask = split_options(options, self._n_envs)
+        known = self._will_be_reset if self._order.pending is Pending.RESET else self._was_reset
+        if mask is not None and not (mask | known).all():
+            never = np.flatnonzero(~(mask | known)).tolist()
+            raise StateError(f"reset: environments {never} were never reset, {RESET_MASK} must name them too")
+        return seeds, env_options, mask
+
+    def reset(self, seeds: list[int | None], options: dict[str, Any] | None, mask: np.ndarray | None) -> None:
+        """Starts a reset of all environments, or of those of the mask."""
+        self._will_be_reset = self._was_reset | (True if mask is None else mask)
+        self.call("reset", Pending.RESET, lambda rows: (seeds[rows], options, None if mask is None else mask[rows]))
+
+    def wait_for_reset(self, timeout: float | None) -> list[Outcome]:
+        """Waits for a reset, and returns its outcomes."""
+        outcomes = self._wait(Pending.RESET, timeout)
+        self._was_reset = self._will_be_reset
+        self._are_all_reset = bool(self._was_reset.all())
+        self._columns.keep_objects(outcomes)
+        return outcomes
+
+    def step(self, actions: Any) -> None:
+        """Starts a step of all environments."""
+        self._order.check_free("step")
+        self._check_running("step")
+        self._send(Pending.STEP, self._host.step(actions))
+
+    def wait_for_step(self, timeout: float | None) -> list[Outcome]:
+        """Waits for a step of all environments, and returns its outcomes."""
+        outcomes = self._wait(Pending.STEP, timeout)
+        self._columns.keep_objects(outcomes)
+        return outcomes
+
+    def step_some(self, actions: Any, env_ids: Sequence[int] | np.ndarray | None) -> None:
+        """Starts steps of some environments, beside those that are under way."""
+        self._order.check_free("send", Pending.SEND)
+        envs = check_env_ids("send", env_ids, self._n_envs)
+        if self._is_sent[envs].any():
+            raise StateError(f"send: environments {envs[self._is_sent[envs]].tolist()} were sent and not received")
+        self._check_running("send", envs)
+        group = self._find_group(envs)
+        request = self._host.step_some(envs, actions) if group is None else self._host.step_group(group, actions)
+
+        def send() -> None:
+            request()
+            self._is_sent[envs] = True
+
+        self._send(Pending.SEND, send)
+
+    def wait_for_some(
+        self, n: int | None, env_ids: Sequence[int] | np.ndarray | None, timeout: float | None
+    ) -> dict[int, Outcome]:
+        """Waits for steps of n environments, or of `env_ids`; returns an outcome for each environment."""
+        self._order.check_pending(Pending.SEND)
+        n_sent = int(self._is_sent.sum())
+        among = None if env_ids is None else self._check_sent(n, env_ids)
+        n = n_sent if n is None else check_count("n", n)
+        if n > n_sent:
+            raise SpecError(f"recv: {n} environments are wanted, {n_sent} were sent and not received")
+        outcomes = self._order.wait(partial(self._host.wait_for_some, n, among), timeout)
+        self._columns.keep_objects(outcomes.values())
+        return outcomes
+
+    def mark_received(self, envs: np.ndarray) -> None:
+        """Notes that the results of these environments were returned to the caller."""
+        with defer_interrupt():  # all or nothing: an environment that is sent and has no outcome is waited for forever
+            self._host.forget_some(envs.tolist())
+            self._is_sent[envs] = False
+            self._order.pending = Pending.SEND if self._is_sent.any() else None
+
+    def call(self, method: str, pending: Pending, arguments: Arguments) -> None:
+        """Starts a call of a method of every group; `arguments` returns those for some environments."""
+        self._send(pending, self._host.call(method, arguments))
+
+    def wait_for_values(self, timeout: float | None) -> list[Any]:
+        """Waits for a call, and returns its values; raises what an environment raised once all are through."""
+        self._order.check_pending(Pending.CALL)
+        values = self._order.wait(self._wait_for_all_values, timeout)
+        errors, self._errors, self._order.pending = self._errors, [], None
+        if errors:  # the error of the first environments, not of the quickest worker
+            raise min(errors, key=lambda error: getattr(error.__cause__, "worker_index", 0))
+        return values
+
+    def _find_group(self, envs: np.ndarray) -> int | None:
+        """Index of the group that consists of these environments; None if there is none, or only one group."""
+        if len(self._groups) > 1:
+            for index, group in enumerate(self._groups):
+                if np.array_equal(envs, group):
+                    return index
+        return None
+
+    def _check_sent(self, n: int | None, env_ids: Sequence[int] | np.ndarray) -> list[int]:
+        """Returns `env_ids` as a list; raises unless all of them were sent."""
+        if n is not None:
+            raise SpecError(f"recv: either n or env_ids, got n={n} and env_ids")
+        envs = check_env_ids("recv", env_ids, self._n_envs)
+        if not self._is_sent[envs].all():
+            raise StateError(f"recv: environments {envs[~self._is_sent[envs]].tolist()} were not sent")
+        found: list[int] = envs.tolist()
+        return found
+
+    def _check_running(self, call: str, envs: Any = slice(None)) -> None:
+        """Raises unless these environments can be stepped."""
+        if not (self._are_all_reset or self._was_reset[envs].all()):
+            raise ResetNeeded(f"{call}: call reset first, an environment was never reset")
+        if self._mode is AutoresetMode.DISABLED:
+            ended = self._columns.terminations | self._columns.truncations
+            if ended[envs].any():
+                which = np.arange(self._n_envs)[envs][ended[envs]].tolist()
+                raise StateError(f"{call}: environments {which} have ended, reset them by {RESET_MASK} first")
+
+    def _send(self, pending: Pending, request: Request) -> None:
+        try:
+            self._order.send(pending, request)
+        except BaseException as error:
+            if self._order.failure is error and isinstance(self._host, LocalHost) and not isinstance(error, Exception):
+                # Interrupted halfway, in this process: after a reset of all environments, work can go on.
+                self._order.failure = self._order.pending = None
+                self._was_reset, self._are_all_reset = np.zeros(self._n_envs, bool), False
+                self._is_sent[:] = False
+            raise
+
+    def _wait(self, pending: Pending, timeout: float | None) -> list[Outcome]:
+        self._order.check_pending(pending)
+        return self._order.wait(self._host.wait_for_all, timeout)
+
+    def _wait_for_all_values(self, timeout: float | None) -> list[Any]:
+        while True:
+            try:
+                return self._host.wait_for_all(timeout)
+            except (WorkerCrashed, WorkerTimeout):
+                raise
+            except Exception as error:
+                if self._order.is_closed:
+                    raise
+                self._errors.append(error)
