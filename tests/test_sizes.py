@@ -12,20 +12,11 @@ MOST_FILE_LINES, MOST_FUNCTION_LINES = 400, 50
 LONG_FILES = {
     "rlstructs/batcher/batcher.py",
     "rlstructs/distributed/replay.py",
-    "rlstructs/envs/shared_vector/shared_vector_env.py",
-    "rlstructs/memories/tensors.py",
-    "rlstructs/replay/array_dict.py",
-    "rlstructs/replay/store.py",
-    "rlstructs/replay/tianshou/rows.py",
     "workers/pool.py",
 }
 LONG_FUNCTIONS = {
     "rlstructs/batcher/batcher.py RL_Batcher.__init__",
-    "rlstructs/envs/shared_vector/shared_vector_env.py SharedVectorEnv.__init__",
-    "rlstructs/memories/sampling.py RandomMemory.sample",
-    "rlstructs/replay/saving.py _checked",
     "rlstructs/replay/sum_tree.py _draw",
-    "rlstructs/replay/torchrl/buffer.py DictTensorReplayBuffer.__init__",
 }
 
 
