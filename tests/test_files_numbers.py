@@ -205,9 +205,9 @@ def test_numbers_of_a_buffer_make_sense_before_it_is_changed(what, suffix, tmp_p
     made(2).load(path)
     rewritten(path, **changes)
     target = made(2)
-    before = fuzz_subjects.buffer_files.contents(target)[2]
+    before = fuzz_subjects.saving.contents(target)[2]
     refused(target.load, path)
-    assert fuzz_subjects.buffer_files.contents(target)[2] == before
+    assert fuzz_subjects.saving.contents(target)[2] == before
     empty = made(0)
     refused(empty.load, path)
     assert len(empty) == 0
