@@ -53,7 +53,7 @@ class ArrayDict(ArrayValues):
             if not isinstance(name, str):
                 raise TypeError(f"{type(self).__name__}: a key must be a string, got {name!r}")
             if isinstance(value, Mapping) or array_ops.are_rows(value):
-                inside = _rows_of(name, value)
+                inside = _as_rows(name, value)
                 if not isinstance(inside, Mapping):
                     self._set(name, inside)
                     continue
@@ -127,7 +127,7 @@ class ArrayDict(ArrayValues):
             return
         for key in self._inside(index):
             self._delete(f"{index}/{key}")
-        value = _rows_of(index, value) if array_ops.are_rows(value) else value
+        value = _as_rows(index, value) if array_ops.are_rows(value) else value
         if not isinstance(value, Mapping):
             self._set(index, value)
             return
@@ -289,18 +289,18 @@ class ArrayDict(ArrayValues):
     @staticmethod
     def cat(batches: Iterable[Mapping[str, Any]]) -> ArrayDict:
         """Batches of the same names one behind another."""
-        return _joined(list(batches), array_ops.cat)
+        return _join(list(batches), array_ops.cat)
 
     @staticmethod
     def stack(batches: Iterable[Mapping[str, Any]], axis: int = 0) -> ArrayDict:
         """Batches of the same names and shapes along a new axis; infos may differ, and are objects where they do."""
         listed = [ArrayDict(batch) for batch in batches]
-        odd = _odd_infos(listed) if axis == 0 else []
+        odd = _find_odd_infos(listed) if axis == 0 else []
         columns = {name: array_ops.stacked([batch._arrays().get(name) for batch in listed]) for name in odd}
         for batch in listed if odd else ():
             for name in batch.keys() & odd:
                 batch._delete(name)
-        made = _joined(listed, lambda values: array_ops.stack(values, axis))
+        made = _join(listed, lambda values: array_ops.stack(values, axis))
         for name, column in columns.items():
             made._set(name, column)
         return made
@@ -362,7 +362,7 @@ class _Nested(ArrayDict):
         return repr(ArrayDict(self))
 
 
-def _rows_of(name: str, value: Any) -> Any:
+def _as_rows(name: str, value: Any) -> Any:
     """Mappings, a row each, as a batch; those of infos that differ as an array of objects."""
     try:
         return ArrayDict(value)
@@ -372,13 +372,13 @@ def _rows_of(name: str, value: Any) -> Any:
         return array_ops.stacked(value)
 
 
-def _odd_infos(batches: list[ArrayDict]) -> list[str]:
+def _find_odd_infos(batches: list[ArrayDict]) -> list[str]:
     """The names of infos that not all of these batches have, or not in the same shape."""
     infos = dict.fromkeys(name for batch in batches for name in batch._arrays() if is_info(name))
     return [name for name in infos if len({np.shape(b.get(name)) if name in b else None for b in batches}) > 1]
 
 
-def _joined(batches: Sequence[Mapping[str, Any]], join: Callable[[list[Any]], Any]) -> ArrayDict:
+def _join(batches: Sequence[Mapping[str, Any]], join: Callable[[list[Any]], Any]) -> ArrayDict:
     flat = [ArrayDict(batch) for batch in batches]
     arrays = [batch._arrays() for batch in flat]
     for one in arrays:

@@ -1,4 +1,4 @@
-"""What the replay buffers share: a store with the columns of its first rows, a generator, and how batches leave."""
+"""Base class of the replay buffers: a store whose columns come with the first rows, a generator, and an exporter."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ ERROR, GROW, FILL = "error", "grow", "fill"
 
 
 class Buffer(CopiedWhole):
-    """A store with named columns that come with the first rows.
+    """Base class: a store with named columns, which the first rows define.
 
     Args:
-        n_lanes: rings.
+        n_lanes: number of rings.
         capacity: rows per lane.
-        seed: a generator, an int, or None for one from torch's global generator.
-        framework: what samples are made of, "torch", "numpy", "jax" or "warp".
-        device: where samples are wanted; None for the library's default one.
+        seed: a generator, an int, or None to draw a seed from torch's global generator.
+        framework: library of the samples, "torch", "numpy", "jax" or "warp".
+        device: of samples; None for the library's default device.
         reading: how rows are read when they are sampled.
-        backing: where the bytes lie.
-        columns: that will hold the rows; None for host memory.
+        backing: where the bytes are stored.
+        columns: to store the rows in; None for host memory.
     """
 
-    # What becomes of unknown and missing keys of trajectories, as of `_write`.
+    # How trajectories with unknown or missing keys are treated; see `_write`.
     _unknown, _missing = ERROR, ERROR
 
     def __init__(
@@ -70,17 +70,17 @@ class Buffer(CopiedWhole):
         self._storage.track_episodes()
 
     def __len__(self) -> int:
-        """Rows that are there."""
+        """Number of valid rows."""
         return len(self._storage)
 
     @property
     def framework(self) -> str:
-        """What samples are made of."""
+        """Library of the samples."""
         return self._export.framework
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the rows take, and what is kept about them; a frame that is stored once counts once."""
+        """Bytes of rows and bookkeeping; a frame that is stored once counts once."""
         return self._storage.nbytes
 
     @property
@@ -104,15 +104,15 @@ class Buffer(CopiedWhole):
 
         Args:
             rows: name -> (n, T, *shape), of any library.
-            lanes: which n, no two the same.
-            lengths: int64 (n,), how many of the T are valid; None for all.
-            done: bool (n, T), where episodes end; None for what the columns say that mean it.
-            starts: bool (n, T), where they begin whatever came before.
-            unknown: a name without a column is an "error", or the columns "grow".
-            missing: a column that is not given is an "error", or zeros "fill" it.
+            lanes: the n lanes, no two the same.
+            lengths: int64 (n,), how many of the T rows are valid; None for all.
+            done: bool (n, T), where episodes end; None to read it from columns such as `terminated`.
+            starts: bool (n, T), where episodes start even if the one before has not ended.
+            unknown: "error" to refuse names without a column, "grow" to add columns.
+            missing: "error" to refuse rows that lack a column, "fill" to fill it with zeros.
 
         Raises:
-            SpecError: something does not fit; nothing has changed.
+            SpecError: an argument does not fit; nothing changes.
         """
         block = self._checked(rows, unknown, missing)
         if done is None:
@@ -120,11 +120,11 @@ class Buffer(CopiedWhole):
         self._storage.write(block, lanes, lengths=lengths, done=done, starts=starts)
 
     def _checked(self, rows: Mapping[str, Any], unknown: str, missing: str) -> dict[str, Any]:
-        """Rows as the columns take them; makes those that are not there yet."""
-        return self._fitted(rows, unknown, missing, None)
+        """Converts rows for the columns, and creates missing columns."""
+        return self._fit_rows(rows, unknown, missing, None)
 
-    def _fitted(self, rows: Mapping[str, Any], unknown: str, missing: str, plan: Plan | None) -> dict[str, Any]:
-        """As `_checked`; changes columns as planned, once it is clear that all else fits."""
+    def _fit_rows(self, rows: Mapping[str, Any], unknown: str, missing: str, plan: Plan | None) -> dict[str, Any]:
+        """Does what `_checked` does, and carries out a plan once everything is known to fit."""
         specs = self._specs if plan is None else plan.specs(self._specs)
         if specs and missing == ERROR and (lacking := sorted(specs.keys() - rows.keys())):
             raise MissingKeyError(f"key(s) {lacking} are missing, got {sorted(rows)}")
@@ -149,7 +149,7 @@ class Buffer(CopiedWhole):
         return block
 
     def _adopt(self, plan: Plan) -> None:
-        """Changes columns as planned."""
+        """Carries out a plan."""
         adopt(self._storage, plan)
 
     def _as_rows(self, name: str, value: Any, known: Spec | None) -> tuple[Any, Spec]:
@@ -181,39 +181,39 @@ class Buffer(CopiedWhole):
         self._storage.version += 1
 
     def _is_linked(self, name: str, made: Mapping[str, Spec]) -> bool:
-        """Whether a column will be stored through the next row of another."""
+        """Whether a new column will be linked: stored in the next rows of another."""
         source, storage = source_of(name), self._storage
         if source is None or made.get(source) != made[name] or made[name].nbytes < SMALLEST:
             return False
         return bool(storage.columns.on_host and storage.is_private and not len(storage))
 
     def _done(self, block: Mapping[str, Any]) -> np.ndarray | None:
-        ends = [host_array(name, block[name]) != 0 for name in self._ends_among(block)]
+        ends = [host_array(name, block[name]) != 0 for name in self._find_end_columns(block)]
         if not ends:
             return None
         return np.asarray(np.logical_or.reduce([end.any(axis=tuple(range(2, end.ndim))) for end in ends]))
 
-    def _ends_among(self, names: Iterable[str]) -> list[str]:
-        """The columns whose truth ends an episode."""
+    def _find_end_columns(self, names: Iterable[str]) -> list[str]:
+        """The columns that mark the end of an episode where they are true."""
         return ends_among(names)
 
     def add_trajectories(self, trajectories: Trajectories, names: Mapping[str, str] | None = None) -> None:
-        """Appends the valid steps of what `RL_Batcher.get` gives.
+        """Appends the valid steps of a batch of `RL_Batcher.get`.
 
-        The lane of a row is its `env_index`; a buffer of one lane takes one trajectory after another.
+        The lane of a trajectory is its `env_index`; a buffer of one lane appends one trajectory after another.
 
         Args:
-            trajectories: a batch.
-            names: name here -> key of the trajectories; None for what this buffer calls things.
+            trajectories: the batch.
+            names: column -> key of the trajectories; None for the usual columns of this buffer.
 
         Raises:
-            TypeError, MissingKeyError, SpecError: something does not fit; the buffer is as it was.
+            TypeError, MissingKeyError, SpecError: an argument does not fit; nothing is added.
         """
         steps = steps_of(trajectories)
         names = named_steps(self._trajectory_names(steps) if names is None else names, list(steps.keys()))
         require_keys(steps, names.values())
         lead = (steps.n_elems(), steps.n_timesteps())
-        rows = {name: self._prepared(name, steps[key]) for name, key in names.items()}
+        rows = {name: self._prepare_column(name, steps[key]) for name, key in names.items()}
         ends = [host_array(key, steps[key]).astype(bool) for key in STEP_ENDS if key in steps]
         if (own := self._done(rows)) is not None:
             ends.append(own)
@@ -226,7 +226,7 @@ class Buffer(CopiedWhole):
             return
         is_one = self._takes_any_environment
         if is_one:
-            starts[:, 0] = True  # what lies before it in the lane is of another environment
+            starts[:, 0] = True  # the rows before it may be of another environment
         lanes = np.zeros(lead[0], np.int64) if is_one else self._lanes_of(trajectories)
         self._check_episodes(lanes, lengths, done, starts)
         if is_one:
@@ -236,13 +236,13 @@ class Buffer(CopiedWhole):
 
     @property
     def _takes_any_environment(self) -> bool:
-        """Whether trajectories come one after the other into a single lane, of whatever environment they are."""
+        """Whether trajectories of all environments are appended to one lane."""
         return self._storage.columns.n_lanes == 1
 
     def _write_in_rounds(
         self, block: Mapping[str, Any], lanes: np.ndarray, lengths: np.ndarray, done: np.ndarray, starts: np.ndarray
     ) -> None:
-        """Appends what was checked; `lanes` may hold one several times."""
+        """Appends checked rows; a lane may occur several times."""
         for part in rounds(lanes):
             self._storage.write(
                 {name: values[part] for name, values in block.items()},
@@ -266,14 +266,14 @@ class Buffer(CopiedWhole):
         return lanes_of(trajectories, self._storage.columns.n_lanes, "add_trajectories", "the lanes of this buffer")
 
     def _check_episodes(self, lanes: np.ndarray, lengths: np.ndarray, done: np.ndarray, starts: np.ndarray) -> None:
-        """Raises SpecError if an episode would become what this buffer refuses; see `Storage.write`."""
+        """Raises SpecError if the buffer refuses one of these episodes; see `Storage.write` for the arguments."""
 
     def _trajectory_names(self, steps: Any) -> dict[str, str]:
-        """Name here -> key of trajectories."""
+        """Column -> key of the trajectories."""
         return {key: key for key in steps.keys()}  # noqa: SIM118 - it iterates over rows
 
-    def _prepared(self, name: str, values: torch.Tensor) -> Any:
-        """A tensor (B, T, ...) of trajectories as rows of this column."""
+    def _prepare_column(self, name: str, values: torch.Tensor) -> Any:
+        """Converts a tensor (B, T, ...) of trajectories to rows of a column."""
         return values.detach()
 
     # Reading
@@ -285,16 +285,16 @@ class Buffer(CopiedWhole):
         names: Sequence[str] | None = None,
         reading: Reading | None = None,
     ) -> tuple[Selection, dict[str, Any]]:
-        """Draws and reads; draws again what a writer in another thread or process overwrites meanwhile.
+        """Draws and reads samples; draws those again that another thread or process overwrites meanwhile.
 
         Args:
-            n: how many.
-            select: draws so many; `rows` (B, L) of what it gives are what is read, from the earliest on.
+            n: number of samples.
+            select: draws a given number of samples; their `rows` (B, L) are read, the earliest first.
             names: of columns; None for all.
-            reading: how; None for this buffer's own way.
+            reading: how to read rows; None for the buffer's own setting.
 
         Returns:
-            What was drawn, and name -> array (B, L, ...).
+            The selection, and name -> array (B, L, ...).
         """
         names = list(self._specs) if names is None else list(names)
         reading = self._reading if reading is None else reading
@@ -314,14 +314,14 @@ class Buffer(CopiedWhole):
         return picked, dict(zip(found, arrays, strict=True))
 
     def _hand_over(self, arrays: Mapping[str, Any]) -> Any:
-        """Private arrays as a batch of this buffer's framework."""
+        """Converts private arrays to a batch of this buffer's framework."""
         return self._export(arrays, self._specs)
 
     def _checked_rows(self, indexes: Any, what: str = "index") -> np.ndarray:
-        """Row ids of rows that are there, int64 of the shape they came in.
+        """Converts row ids to int64, with the same shape, and checks that these rows are valid.
 
         Raises:
-            SpecError, IndexError: they are no integers, or no such rows are there.
+            SpecError, IndexError: they are not integers, or a row is not valid.
         """
         rows = host_array(what, indexes)
         if rows.dtype.kind not in "iu" and rows.size:
@@ -347,7 +347,7 @@ class Buffer(CopiedWhole):
         return self._storage._content()
 
     def save(self, path: str | Path) -> None:
-        """Writes rows, counters, episodes, priorities and the random stream to a file, whole or not at all.
+        """Saves rows, counters, episodes, priorities and the random stream to a file, atomically.
 
         Args:
             path: ends in `.npz`, `.pt` or `.h5` (which needs the extra `hdf5`).
@@ -355,43 +355,46 @@ class Buffer(CopiedWhole):
         saving.save(self, Path(path))
 
     def load(self, path: str | Path) -> None:
-        """Restores what `save` wrote: the next samples are those that would have come then.
+        """Restores a file of `save`; the next samples are those that would have followed the save.
 
         Raises:
             FileNotFoundError: there is no such file.
-            FileError: it is damaged, of another version, or of a buffer of another size or class; this one
-                is as it was.
+            FileError: it is damaged, of another version, or of a buffer of another size or class; nothing changes.
         """
         saving.load(self, Path(path))
 
     def _takes_capacity(self, capacity: int) -> bool:
-        """Whether a file with so many rows per lane fits."""
+        """Whether a file with this capacity per lane fits."""
         return capacity == self._storage.columns.capacity
 
     def _keeps_objects(self, name: str) -> bool:
-        """Whether a column of this name may hold objects, and change what it holds."""
+        """Whether a column of this name may hold objects and change its dtype."""
         return False
 
     def _state(self) -> dict[str, Any]:
-        """What a file says of this buffer beside its arrays, as JSON has it."""
+        """Settings and counters for the header of a file, as JSON."""
         return {}
 
     def _inner(self) -> dict[str, Buffer]:
-        """Buffers that are in this one, and in its files."""
+        """Inner buffers, by name; they are saved in the same file."""
         return {}
 
     def _more_arrays(self) -> dict[str, np.ndarray]:
-        """What a file holds beside rows, counters and episodes."""
+        """More arrays for a file, beside rows, counters and episodes."""
         return {}
 
-    # Whether steps may begin anew at multiples of something else than the capacity.
+    # Whether `Storage.alignment` may differ from the capacity.
     _may_be_aligned = False
 
     def _check_columns(self, specs: Mapping[str, Spec]) -> None:
-        """Raises ValueError if there cannot be just these columns here, of which there is one at least."""
+        """Raises ValueError if the buffer cannot have these columns, one or more."""
 
     def _restorer(
         self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], claims: Claims
     ) -> Callable[[], None]:
-        """What restores both; raises ValueError, KeyError or TypeError if they do not fit."""
+        """Checks `_state` and `_more_arrays` of a file and returns a function that restores them.
+
+        Raises:
+            ValueError, KeyError, TypeError: they do not fit.
+        """
         return lambda: None

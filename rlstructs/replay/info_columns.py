@@ -1,7 +1,7 @@
-"""What becomes of the columns of infos when environments say something else than before.
+"""Changes the columns of infos when environments return infos of another form.
 
-Numbers widen, as long as no value is lost; what cannot be one column of numbers becomes one of objects, and what was
-nested, and is not any more, becomes one column of dicts. All of it is planned before anything changes.
+Columns of numbers widen while no value is lost. Otherwise they become columns of objects. If an info was nested and no
+longer is, its columns become one column of dicts. Everything is planned before anything changes.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from rlstructs.replay.values import from_bits, host_array
 from rlstructs.replay.widening import widened
 
 OBJECTS = Spec(OBJECT)
-# Of a column: the numbers in the rows that are there.
+# Returns the numbers in the valid rows of a column.
 Held = Callable[[str], np.ndarray]
 
 
 @dataclass
 class Plan:
-    """Rows as columns will take them, and which columns change before that.
+    """Rows in the form that columns will take, and the changes of columns before that.
 
     Attributes:
         rows: name -> values.
-        changed: name -> spec, of columns that are there.
-        folded: name -> spec of a new column of dicts, of what is nested under that name now.
+        changed: name -> new spec of an existing column.
+        folded: name of a new column of dicts -> columns nested under that name, which it replaces.
     """
 
     rows: dict[str, Any]
@@ -42,20 +42,20 @@ class Plan:
     folded: dict[str, list[str]] = field(default_factory=dict)
 
     def specs(self, specs: Mapping[str, Spec]) -> dict[str, Spec]:
-        """The specs of the columns once they are changed."""
+        """The specs of the columns after the change."""
         gone = {name for below in self.folded.values() for name in below}
         kept = {name: spec for name, spec in specs.items() if name not in gone}
         return {**kept, **self.changed, **dict.fromkeys(self.folded, OBJECTS)}
 
 
-def planned(rows: Mapping[str, Any], specs: Mapping[str, Spec], held: Held, n_lead: int) -> Plan:
-    """What is to be done before rows can be written.
+def plan_columns(rows: Mapping[str, Any], specs: Mapping[str, Spec], held: Held, n_lead: int) -> Plan:
+    """Plans the changes that are needed before rows can be written.
 
     Args:
         rows: name -> (rows, ...).
         specs: of the columns.
-        held: of a column of infos, gives what it holds.
-        n_lead: how many axes of rows there are.
+        held: returns the values of a column of infos.
+        n_lead: number of leading axes of the rows.
     """
     plan = Plan(dict(rows))
     infos = [name for name in rows if is_info(name)]
@@ -67,9 +67,9 @@ def planned(rows: Mapping[str, Any], specs: Mapping[str, Spec], held: Held, n_le
         below = [column for column in known if column.startswith(f"{name}/")]
         if above:
             _gather_above(plan, above[0], n_lead)
-        elif below and not _is_nothing(plan.rows[name]):
+        elif below and not _is_empty(plan.rows[name]):
             plan.folded[name] = below
-        elif below or (name not in specs and _is_nothing(plan.rows[name])):
+        elif below or (name not in specs and _is_empty(plan.rows[name])):
             del plan.rows[name]
     for name in [name for name in plan.rows if is_info(name)]:
         _plan_one(plan, name, OBJECTS if name in plan.folded else specs.get(name), held, n_lead)
@@ -77,9 +77,9 @@ def planned(rows: Mapping[str, Any], specs: Mapping[str, Spec], held: Held, n_le
 
 
 def _gather_above(plan: Plan, column: str, n_lead: int) -> None:
-    """Makes dicts of what is nested under a name that a column has."""
+    """Replaces infos nested under the name of a column by dicts for that column."""
     inside = {name: values for name, values in plan.rows.items() if name.startswith(f"{column}/")}
-    if not inside:  # they were gathered for another of them
+    if not inside:  # an earlier one has gathered them
         return
     columns = {name: objects_in(values, n_lead) for name, values in inside.items()}
     lead = next(iter(columns.values())).shape
@@ -105,7 +105,7 @@ def _plan_one(plan: Plan, name: str, spec: Spec | None, held: Held, n_lead: int)
         here = np.dtype(np.float32) if spec.is_bfloat16 else spec.dtype
         given = host_array(name, values)
         dtype = widened(np.zeros(0, here), given, here)
-        if dtype is not None and dtype != here:  # only then it matters what is there, which may be much
+        if dtype is not None and dtype != here:  # reading all stored values is slow: only if it matters
             dtype = widened(held(name), given, here)
         if dtype is not None:
             plan.rows[name] = given.astype(dtype)
@@ -115,24 +115,24 @@ def _plan_one(plan: Plan, name: str, spec: Spec | None, held: Held, n_lead: int)
     plan.rows[name], plan.changed[name] = objects_in(values, n_lead), OBJECTS
 
 
-def _is_nothing(values: Any) -> bool:
-    """Whether it is None, or an empty mapping, in every row."""
+def _is_empty(values: Any) -> bool:
+    """Whether every row is None or an empty mapping."""
     if not isinstance(values, np.ndarray) or values.dtype != OBJECT:
         return False
     return all(map(is_nothing, values.flat))
 
 
 def held_values(storage: Storage, name: str, spec: Spec) -> np.ndarray:
-    """What a column of numbers holds in the rows that are there."""
+    """The valid rows of a column of numbers."""
     [values] = storage.gather([name], storage.span().every_row())
     return from_bits(values) if spec.is_bfloat16 else np.asarray(values)
 
 
 def adopt(storage: Storage, plan: Plan) -> None:
-    """Changes the columns of a store as planned.
+    """Carries out a plan on the columns of a store.
 
     Raises:
-        OutOfMemoryError: there is no room; nothing has changed.
+        OutOfMemoryError: there is no room; nothing changes.
     """
     made = {name: spec for name, spec in plan.changed.items() if name in storage.columns.specs}
     folded = {name: below for name, below in plan.folded.items() if any(key in storage.columns.specs for key in below)}
@@ -145,27 +145,27 @@ def adopt(storage: Storage, plan: Plan) -> None:
         raise OutOfMemoryError(f"{sorted([*made, *folded])}: {needed:,} bytes are needed, {available:,} are available")
     with storage.lock:
         rows = storage.span().every_row()
-        values = {name: (spec, _converted(storage, rows, name, spec)) for name, spec in made.items()}
+        values = {name: (spec, _convert_column(storage, rows, name, spec)) for name, spec in made.items()}
         for name, below in folded.items():
-            values[name] = OBJECTS, _dicts(storage, rows, name, below)
+            values[name] = OBJECTS, _fold_columns(storage, rows, name, below)
         storage.version += 1
         columns.exchange(values, [key for below in folded.values() for key in below])
         storage.poison(values)
 
 
-def _converted(storage: Storage, rows: np.ndarray, name: str, spec: Spec) -> np.ndarray:
-    """All rows of a column as one of another spec has them."""
+def _convert_column(storage: Storage, rows: np.ndarray, name: str, spec: Spec) -> np.ndarray:
+    """Converts all rows of a column to another spec."""
     columns = storage.columns
     if spec.is_object:
         return _objects_at(columns.n_rows, rows, objects_in(held_values(storage, name, columns.specs[name]), 1))
     whole = columns.flat[name]
     whole = from_bits(whole) if columns.specs[name].is_bfloat16 else whole
-    with np.errstate(over="ignore", invalid="ignore"):  # of rows that are not there
+    with np.errstate(over="ignore", invalid="ignore"):  # in empty rows
         return whole.astype(spec.dtype)
 
 
-def _dicts(storage: Storage, rows: np.ndarray, name: str, below: list[str]) -> np.ndarray:
-    """All rows of columns that are nested under a name as dicts."""
+def _fold_columns(storage: Storage, rows: np.ndarray, name: str, below: list[str]) -> np.ndarray:
+    """Builds a column of dicts from the columns that are nested under a name."""
     specs = storage.columns.specs
     inside = {key: objects_in(held_values(storage, key, specs[key]), 1) for key in below if key in specs}
     each = [nested(name, {key: values[at] for key, values in inside.items()}) for at in range(rows.size)]

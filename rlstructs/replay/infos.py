@@ -55,7 +55,7 @@ def info_items(name: str, value: Any, n_axes: int, owner: str) -> dict[str, Any]
     if not _is_nested(value):
         return {name: _rows(name, value, owner)}
     parts = [info_items(f"{name}/{key}", value[key], n_axes, owner) for key in value.keys()]  # noqa: SIM118
-    return _joined(parts, owner)
+    return _join(parts, owner)
 
 
 def _is_nested(value: Any) -> bool:
@@ -65,7 +65,7 @@ def _is_nested(value: Any) -> bool:
     return bool(keys) and all(isinstance(key, str) for key in keys)
 
 
-def _joined(parts: Iterable[dict[str, Any]], owner: str) -> dict[str, Any]:
+def _join(parts: Iterable[dict[str, Any]], owner: str) -> dict[str, Any]:
     joined: dict[str, Any] = {}
     for inside in parts:
         if twice := joined.keys() & inside.keys():
@@ -77,7 +77,7 @@ def _joined(parts: Iterable[dict[str, Any]], owner: str) -> dict[str, Any]:
 def _cells(name: str, value: Any, owner: str) -> Cells:
     """What one environment says, by flat names."""
     if _is_nested(value):
-        return _joined([_cells(f"{name}/{key}", value[key], owner) for key in value.keys()], owner)  # noqa: SIM118
+        return _join([_cells(f"{name}/{key}", value[key], owner) for key in value.keys()], owner)  # noqa: SIM118
     if are_mappings(value):  # of several agents, as arrays if they are alike
         inside = _columns([_cells(name, each, owner) for each in value])
         if not any(array.dtype == object for array in inside.values()):

@@ -1,4 +1,4 @@
-"""Buffers in files: rows, counters, episodes, what a sampler keeps, and the random stream."""
+"""Saves and loads buffers: rows, counters, episodes, the sampler's state, and the random stream."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ if TYPE_CHECKING:
     from rlstructs.replay.buffer import Buffer
     from rlstructs.replay.store import Storage
 
-# Names that no column has: those of columns begin with ROWS.
+# Names of arrays in a file. Those of columns begin with ROWS, so they differ from all others.
 ROWS, RING, EPISODES, LINKS, MORE = "rows/", "ring", "episodes", "links/", "more/"
-# Texts of columns of objects.
+# Prefix of the encoded text of a column of objects.
 OBJECTS = "objects/"
-# Settings that say for how much a buffer is made, and of how many rows what is read is made: no more than there is
-# room for, or so many.
+# Settings of a buffer that may be in a file. Those in SIZES are at most the number of rows; those in READ_AT_ONCE may
+# also be up to MOST_READ.
 READ_AT_ONCE, MOST_READ = ("stack_num", "n_step"), 1024
 SETTINGS = (
     "ignore_obs_next", "save_only_last_obs", "sample_avail", "framework", "gamma", "new_keys", "missing_keys", "alpha",
     "beta", "weight_norm", "horizon", "future_k", "main",
 )  # fmt: skip
 SIZES = ("size", "total_size", "buffer_num", "cached_buffer_num", "max_episode_length", *READ_AT_ONCE)
-# Before the names of a buffer that is in another one.
+# Prefix of the arrays of an inner buffer.
 INNER = "inner/"
 
 
@@ -61,7 +61,7 @@ def save(buffer: Buffer, path: Path, suffix: str | None = None, compression: str
 
 
 def contents(buffer: Buffer) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
-    """What a file of a buffer holds: arrays, some of which are views; what numpy has no name for; the rest as JSON."""
+    """The contents of a file: arrays, some of them views; dtypes that numpy lacks; and the rest as JSON."""
     storage = buffer._storage
     columns, n_slots = storage.columns, _used_slots(buffer)
     arrays: dict[str, Any] = {RING: storage.ring.counters.copy()}
@@ -98,7 +98,7 @@ def contents(buffer: Buffer) -> tuple[dict[str, Any], dict[str, str], dict[str, 
 
 
 def _held_objects(storage: Storage, name: str, n_slots: int) -> np.ndarray:
-    """The first slots of every lane of a column of objects, (n_lanes, n_slots), None where no row is."""
+    """The first slots of every lane of a column of objects, (n_lanes, n_slots); None in empty rows."""
     columns, rows = storage.columns, storage.span().every_row()
     whole = np.full((columns.n_lanes, columns.capacity), None, object)
     whole[columns.places(rows)] = columns.flat[name][rows]
@@ -106,10 +106,10 @@ def _held_objects(storage: Storage, name: str, n_slots: int) -> np.ndarray:
 
 
 def own_state(path: Path, kind: str, suffix: str | None = None) -> dict[str, Any]:
-    """What a buffer of this class said of itself when it was saved.
+    """Reads the settings of a saved buffer.
 
     Raises:
-        FileNotFoundError, FileError: there is no such file, or it is none of that class.
+        FileNotFoundError, FileError: there is no such file, or it holds a buffer of another class.
     """
     with layout.reading(path, suffix, compressed=True) as (reader, header):
         layout.check_class(path, header, kind)
@@ -127,12 +127,12 @@ def load(buffer: Buffer, path: Path, suffix: str | None = None) -> None:
 
 
 def restorer(buffer: Buffer, source: Any, reader: Reader, header: Mapping[str, Any]) -> Callable[[], None]:
-    """What restores a buffer from what `contents` gave.
+    """Checks the result of `contents` and returns a function that restores a buffer from it.
 
     Args:
-        buffer: which changes only when that is called.
-        source: where it comes from, for messages.
-        reader: of its arrays.
+        buffer: the buffer, which changes only when the function is called.
+        source: name of the file, for messages.
+        reader: of the arrays.
         header: `class`, `state`, and the names of the arrays in `arrays`.
 
     Raises:
@@ -143,7 +143,7 @@ def restorer(buffer: Buffer, source: Any, reader: Reader, header: Mapping[str, A
 
 
 def _used_slots(buffer: Buffer) -> int:
-    """How many slots of any lane hold rows."""
+    """The number of slots that hold the rows of every lane."""
     ring = buffer._storage.ring
     if not len(buffer):
         return 0
@@ -220,7 +220,7 @@ def _links_in(
 
 
 def _inner_restorer(buffer: Buffer, path: Any, reader: Reader, header: Mapping[str, Any]) -> Callable[[], None]:
-    """What restores the buffers inside of a buffer."""
+    """Checks the inner buffers and returns a function that restores them."""
     restores, state = [], header["state"]
     for key, inner in buffer._inner().items():
         if _strict(buffer, state["inner"][key]["state"]["columns"]) != _strict(buffer, state["columns"]):
@@ -237,7 +237,7 @@ def _inner_restorer(buffer: Buffer, path: Any, reader: Reader, header: Mapping[s
 def _columns_of(
     buffer: Buffer, path: Any, reader: Reader, state: Mapping[str, Any]
 ) -> tuple[dict[str, Spec], dict[str, str]]:
-    """The columns of a file, which are those of the buffer if it has any, and which are stored through which."""
+    """Reads the columns of a file, and the source of each linked one; checks that they fit the buffer."""
     columns, lead = buffer._storage.columns, (state["n_lanes"], state["n_slots"])
     specs = {name: _spec(name, *spec) for name, spec in state["columns"].items()}
     linked = dict(state["linked"])
@@ -270,10 +270,10 @@ def _restore_columns(
     counters: np.ndarray,
     reader: Reader,
 ) -> None:
-    """Reads the columns of a file into those of a store, which may have others linked than the file has."""
+    """Reads the columns of a file into a store, in which other columns may be linked than in the file."""
     columns = storage.columns
     for name in storage.links.keys() - links.keys():
-        del storage.links[name]  # from now on its rows lie in it as those of any other column
+        del storage.links[name]  # from now on it stores its own rows
     for name, spec in specs.items():
         if name in storage.links:
             storage.links[name].restore(links[name], counters[HEAD])
@@ -285,14 +285,14 @@ def _restore_columns(
 
 
 def _of_inner(key: str, reader: Reader, header: Mapping[str, Any]) -> tuple[Reader, dict[str, Any]]:
-    """What reads a buffer that is in another one, and its header."""
+    """The reader and the header of an inner buffer."""
     start = f"{INNER}{key}/"
     names = [name[len(start) :] for name in header["arrays"] if name.startswith(start)]
     return _Inside(reader, start), {**header["state"]["inner"][key], "arrays": names}
 
 
 class _Inside:
-    """Those arrays of a reader whose names begin with `start`."""
+    """A reader of the arrays whose names begin with `start`."""
 
     def __init__(self, reader: Reader, start: str) -> None:
         self.text, self._reader, self._start = reader.text, reader, start
@@ -308,7 +308,7 @@ class _Inside:
 
 
 def _make_columns(buffer: Buffer, specs: Mapping[str, Spec], linked: Mapping[str, str]) -> None:
-    """Makes the columns of a file, linked those that are so in the file and can be here, unless they are there."""
+    """Creates the missing columns of a file; a column that is linked in the file is linked here if possible."""
     columns = buffer._storage.columns
     if columns.specs:
         columns.exchange({}, [name for name, spec in columns.specs.items() if specs.get(name) != spec])
@@ -333,16 +333,16 @@ def _spec(name: str, dtype: Any, shape: Any, is_bfloat16: Any) -> Spec:
 
 
 def _strict(buffer: Buffer, specs: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns that must be those of a file."""
+    """The columns that must be equal in a file and in a buffer."""
     return {name: spec for name, spec in specs.items() if not buffer._keeps_objects(name)}
 
 
 def _check_sizes(path: Any, reader: Reader, state: Any) -> None:
-    """Looks at what a buffer would be made of that has yet to be made.
+    """Checks the sizes and settings in a file before a buffer is created from it.
 
     Raises:
-        OutOfMemoryError: it would not fit.
-        ValueError, KeyError, TypeError: the sizes make no sense, or its settings name others.
+        OutOfMemoryError: the buffer would not fit in memory.
+        ValueError, KeyError, TypeError: the sizes make no sense, or differ from the settings.
     """
     n_lanes, capacity = whole("n_lanes", state["n_lanes"], 1), whole("capacity", state["capacity"], 1)
     if reader.found(RING) != (np.dtype(np.int64), (N_COUNTERS, n_lanes)):
@@ -357,7 +357,7 @@ def _check_sizes(path: Any, reader: Reader, state: Any) -> None:
         for name, value in each.items() if isinstance(each, dict) else ():
             if name in SIZES:
                 whole(f"the setting {name!r}", value, 0, max(n_rows, MOST_READ if name in READ_AT_ONCE else 0))
-            elif name not in SETTINGS:  # a program's own class might take it, and do something with it
+            elif name not in SETTINGS:  # a user's class might accept it
                 raise FileError(f"{path}: has a setting {name!r}, which is none of ours")
 
 

@@ -130,7 +130,7 @@ class Joined:
         self.total = sum(part.total for part in parts)
 
     def every_row(self) -> np.ndarray:
-        return self._joined([part.every_row() for part in self.parts])
+        return self._join([part.every_row() for part in self.parts])
 
     def numbered(self, index: np.ndarray) -> np.ndarray:
         """As of `Snapshot`; the rows of the first part come first."""
@@ -149,16 +149,16 @@ class Joined:
         return found
 
     def newest(self) -> np.ndarray:
-        return self._joined([part.newest() for part in self.parts])
+        return self._join([part.newest() for part in self.parts])
 
     def unfinished(self) -> np.ndarray:
-        return self._joined([part.unfinished() for part in self.parts])
+        return self._join([part.unfinished() for part in self.parts])
 
     def prev(self, rows: np.ndarray) -> np.ndarray:
-        return self._moved(rows, Snapshot.prev)
+        return self._map_rows(rows, Snapshot.prev)
 
     def next(self, rows: np.ndarray) -> np.ndarray:
-        return self._moved(rows, Snapshot.next)
+        return self._map_rows(rows, Snapshot.next)
 
     def depths(self, rows: np.ndarray) -> np.ndarray:
         depths = np.zeros_like(rows)
@@ -187,13 +187,13 @@ class Joined:
                 array[at] = values
         return arrays
 
-    def _moved(self, rows: np.ndarray, move: Callable[[Snapshot, np.ndarray], np.ndarray]) -> np.ndarray:
+    def _map_rows(self, rows: np.ndarray, move: Callable[[Snapshot, np.ndarray], np.ndarray]) -> np.ndarray:
         moved = np.zeros_like(rows)
         for part, at, own, offset in self._parts_of(rows):
             moved[at] = move(part, own) + offset
         return moved
 
-    def _joined(self, rows: Sequence[np.ndarray]) -> np.ndarray:
+    def _join(self, rows: Sequence[np.ndarray]) -> np.ndarray:
         return np.concatenate([own + offset for own, offset in zip(rows, self.offsets, strict=False)])
 
     def _parts_of(self, rows: np.ndarray) -> Iterator[tuple[Snapshot, np.ndarray, np.ndarray, int]]:

@@ -118,7 +118,7 @@ class TaggedBuffer(Buffer):
             MissingKeyError, SpecError, TypeError: something does not fit; nothing has changed.
             StateError: there is no tag yet.
         """
-        lanes, n_lanes = self._lanes_given(lane), self._storage.columns.n_lanes
+        lanes, n_lanes = self._choose_lanes(lane), self._storage.columns.n_lanes
         if self._quick is None or not (lane is None or n_lanes == 1) or not self._quick.write(data):
             self._append(data, lanes, () if n_lanes == 1 or lane is not None else (n_lanes,))
             if self._quick is None:
@@ -128,7 +128,7 @@ class TaggedBuffer(Buffer):
 
     def end_episode(self, lane: int | None = None) -> None:
         """Ends the episode that goes on in a lane, if one does; None for every lane."""
-        self._storage.end_episodes(self._lanes_given(lane))
+        self._storage.end_episodes(self._choose_lanes(lane))
 
     def add_trajectories(self, trajectories: Trajectories, names: Mapping[str, str] | None = None) -> None:
         """Appends the valid steps of what `RL_Batcher.get` gives.
@@ -155,7 +155,7 @@ class TaggedBuffer(Buffer):
 
     # Writing
 
-    def _lanes_given(self, lane: Any) -> slice:
+    def _choose_lanes(self, lane: Any) -> slice:
         if lane is None:
             return ALL
         if isinstance(lane, (bool, np.bool_)) or not isinstance(lane, (int, np.integer)):
@@ -227,7 +227,7 @@ class TaggedBuffer(Buffer):
     def _restorer(
         self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], claims: Claims
     ) -> Callable[[], None]:
-        tags = {tag: spec_of(tag, _checked_name(tag, name)) for tag, name in state["tags"].items()}
+        tags = {tag: spec_of(tag, _check_dtype_name(tag, name)) for tag, name in state["tags"].items()}
         if self._tags and tags != self._tags:
             raise ValueError(f"it has the tags {state['tags']}, this is {self}")
         columns = {tag: spec_of(tag, _dtype_name(spec)) for tag, spec in claims.specs.items()}
@@ -285,7 +285,7 @@ class _StoredRows(Mapping[str, np.ndarray]):
         return f"{type(self).__name__}({list(self._tags)}, {len(self._storage)} rows)"
 
 
-def _checked_name(tag: str, name: Any) -> str:
+def _check_dtype_name(tag: str, name: Any) -> str:
     return "bfloat16" if name == "bfloat16" else dtype_called(tag, name).name
 
 

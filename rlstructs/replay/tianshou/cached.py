@@ -172,10 +172,10 @@ class CachedReplayBuffer(VectorReplayBuffer):
                 f"{self._lane_size}"
             )
 
-    def _added_quickly(self, batch: Any, buffer_ids: Any) -> Added | None:
+    def _add_quickly(self, batch: Any, buffer_ids: Any) -> Added | None:
         return None
 
-    def _added(self, block: Mapping[str, Any], lanes: np.ndarray, rewards: np.ndarray, done: np.ndarray) -> Added:
+    def _write_rows(self, block: Mapping[str, Any], lanes: np.ndarray, rewards: np.ndarray, done: np.ndarray) -> Added:
         counts = np.empty((3, len(lanes)), np.int64)
         added = counts[0], np.empty(rewards.shape), counts[1], counts[2]
         # If one comes several times then row by row, so that episodes move in the order in which they end.
@@ -183,7 +183,7 @@ class CachedReplayBuffer(VectorReplayBuffer):
         parts: list[Any] = [[at] for at in range(lanes.size)] if several else [slice(None)]
         for part in parts:
             rows = {name: values[part] for name, values in block.items()}
-            index, ep_return, ep_len, start = super()._added(rows, lanes[part], rewards[part], done[part])
+            index, ep_return, ep_len, start = super()._write_rows(rows, lanes[part], rewards[part], done[part])
             index, start = index + self.main_buffer.maxsize, start + self.main_buffer.maxsize
             for at in np.flatnonzero(done[part]):
                 start[at], index[at] = self._move(int(lanes[part][at]))
@@ -228,7 +228,7 @@ class CachedReplayBuffer(VectorReplayBuffer):
                 for lane in lanes[at[starts[at, t]]]:
                     self._drop(int(lane))
                 rows = {name: values[at, t : t + 1] for name, values in block.items()}
-                self._added(rows, lanes[at], rewards[at, t], done[at, t])
+                self._write_rows(rows, lanes[at], rewards[at, t], done[at, t])
 
     def _drop(self, lane: int) -> None:
         """Forgets an episode that another one cut short."""

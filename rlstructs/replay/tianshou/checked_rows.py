@@ -10,7 +10,7 @@ import numpy as np
 from rlstructs.errors import SpecError
 from rlstructs.replay.buffer import LOG, Buffer
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.info_columns import OBJECTS, Plan, held_values, planned
+from rlstructs.replay.info_columns import OBJECTS, Plan, held_values, plan_columns
 from rlstructs.replay.objects import OBJECT
 from rlstructs.replay.reading import DISCOUNT
 from rlstructs.replay.roles import is_info
@@ -25,7 +25,7 @@ class CheckedRows(Buffer):
         plan = self._planned(rows, 2)
         self._check_names(plan)
         transitions.check_required(plan.rows)
-        return self._fitted(plan.rows, unknown, missing, plan)
+        return self._fit_rows(plan.rows, unknown, missing, plan)
 
     def _as_rows(self, name: str, value: Any, known: Spec | None) -> tuple[Any, Spec]:
         if is_info(name) and isinstance(value, np.ndarray) and value.dtype == OBJECT:
@@ -34,7 +34,7 @@ class CheckedRows(Buffer):
 
     def _planned(self, rows: Mapping[str, Any], n_lead: int) -> Plan:
         """What becomes of the columns of infos with these rows (n, ...), or (n, T, ...)."""
-        return planned(rows, self._specs, self._held, n_lead)
+        return plan_columns(rows, self._specs, self._held, n_lead)
 
     def _held(self, name: str) -> np.ndarray:
         """The numbers that a column holds in the rows that are there."""
@@ -42,13 +42,13 @@ class CheckedRows(Buffer):
 
     def _adopt(self, plan: Plan) -> None:
         super()._adopt(plan)
-        self._say_what_is_left_out([*plan.changed, *plan.folded])
+        self._warn_of_objects([*plan.changed, *plan.folded])
 
     def _make(self, made: dict[str, Spec]) -> None:
         super()._make(made)
-        self._say_what_is_left_out(made)
+        self._warn_of_objects(made)
 
-    def _say_what_is_left_out(self, names: Iterable[str]) -> None:
+    def _warn_of_objects(self, names: Iterable[str]) -> None:
         objects = sorted(name for name in names if self._specs[name].is_object)
         if objects and self.framework == "torch":
             LOG.warning(

@@ -96,9 +96,9 @@ class EpisodeRows(CheckedRows):
         self._every_lane = list(range(self._n_lanes))
         self._first_rows = np.arange(self._n_lanes) * self._storage.columns.capacity
         self._find_begins()
-        self._forget()
+        self._drop_caches()
 
-    def _forget(self) -> None:
+    def _drop_caches(self) -> None:
         """Drops what is made again when it is needed, and what is not stored."""
         # What `rew` gives in the place of what is stored, as the column has it, (maxsize, ...).
         self._stand_in: np.ndarray | None = None
@@ -188,13 +188,13 @@ class EpisodeRows(CheckedRows):
             StateError: the size is 0.
         """
         with self._storage.lock:  # a file holds returns and lengths as they are with all of these rows, or none
-            if self._is_every_lane(buffer_ids) and (added := self._added_quickly(batch, buffer_ids)) is not None:
+            if self._is_every_lane(buffer_ids) and (added := self._add_quickly(batch, buffer_ids)) is not None:
                 return added
-            return self._added_slowly(batch, buffer_ids)
+            return self._add_converted(batch, buffer_ids)
 
-    def _added_slowly(self, batch: Any, buffer_ids: Any) -> Added:
+    def _add_converted(self, batch: Any, buffer_ids: Any) -> Added:
         self._require_room()
-        lanes, n_axes = self._lanes_given(buffer_ids)
+        lanes, n_axes = self._choose_lanes(buffer_ids)
         rows = transitions.as_transitions(batch, "add", self._ignored, n_axes, self.save_only_last_obs)
         transitions.check_required(rows)
         for name, values in rows.items():
@@ -205,7 +205,7 @@ class EpisodeRows(CheckedRows):
         done = transitions.ends_of(rows)
         self._check_room(lanes, done)
         block = self._checked({name: values[:, None] for name, values in rows.items()}, self._unknown, self._missing)
-        return self._added(block, lanes, self._rewards(rows[REW]), done)
+        return self._write_rows(block, lanes, self._rewards(rows[REW]), done)
 
     def _check_room(self, lanes: np.ndarray, done: np.ndarray) -> None:
         """Raises MalformedBufferError if one more row of each of these lanes cannot be taken."""
@@ -220,7 +220,7 @@ class EpisodeRows(CheckedRows):
         is_plain = type(buffer_ids) is list and all(type(lane) is int for lane in buffer_ids)
         return is_plain and bool(buffer_ids == self._every_lane)
 
-    def _added_quickly(self, batch: Any, buffer_ids: Any) -> Added | None:
+    def _add_quickly(self, batch: Any, buffer_ids: Any) -> Added | None:
         """As `add`, for a row of each lane just as columns hold it; None, and nothing has changed, if it is none."""
         if type(batch) not in (dict, ArrayDict) or self.save_only_last_obs or not self._lane_size:
             return None
@@ -249,7 +249,7 @@ class EpisodeRows(CheckedRows):
         self._running.shape(rewards.shape[1:])
         return self._result(slice(None), heads, rewards, transitions.ends_of(rows))
 
-    def _added(self, block: Mapping[str, Any], lanes: np.ndarray, rewards: np.ndarray, done: np.ndarray) -> Added:
+    def _write_rows(self, block: Mapping[str, Any], lanes: np.ndarray, rewards: np.ndarray, done: np.ndarray) -> Added:
         """Writes what was checked, `(n, 1, ...)`; what is given several times gets its rows in order."""
         self._running.shape(rewards.shape[1:])
         counts = np.empty((3, len(lanes)), np.int64)
@@ -293,7 +293,7 @@ class EpisodeRows(CheckedRows):
         if not self._lane_size:
             raise StateError("a buffer of size 0 takes no rows")
 
-    def _lanes_given(self, buffer_ids: Any) -> tuple[np.ndarray, int]:
+    def _choose_lanes(self, buffer_ids: Any) -> tuple[np.ndarray, int]:
         """Lanes, and how many axes a batch has for them."""
         if buffer_ids is None:
             return np.zeros(1, np.int64), 0
@@ -302,7 +302,7 @@ class EpisodeRows(CheckedRows):
             raise SpecError(f"buffer_ids must be None or [0] for a buffer of one lane, got {buffer_ids!r}")
         return np.zeros(1, np.int64), 1
 
-    def _ends_among(self, names: Iterable[str]) -> list[str]:
+    def _find_end_columns(self, names: Iterable[str]) -> list[str]:
         return [name for name in FLAGS if name in names]
 
     def add_trajectories(self, trajectories: Trajectories, names: Mapping[str, str] | None = None) -> None:
@@ -334,7 +334,7 @@ class EpisodeRows(CheckedRows):
     def _trajectory_names(self, steps: Any) -> dict[str, str]:
         return transitions.trajectory_names(steps.keys(), self.ignore_obs_next)
 
-    def _prepared(self, name: str, values: torch.Tensor) -> Any:
+    def _prepare_column(self, name: str, values: torch.Tensor) -> Any:
         return transitions.as_column(name, values.detach(), 2, self.save_only_last_obs)
 
     def reset(self, keep_statistics: bool = False) -> None:
@@ -385,7 +385,7 @@ class EpisodeRows(CheckedRows):
         def restore() -> None:
             self._running = running
             self._find_begins()
-            self._forget()
+            self._drop_caches()
 
         return restore
 
@@ -395,4 +395,4 @@ class EpisodeRows(CheckedRows):
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         super().__setstate__(state)
-        self._forget()
+        self._drop_caches()

@@ -114,7 +114,7 @@ def as_transitions(batch: Any, owner: str, ignored: Iterable[str], n_axes: int, 
         TypeError, SpecError: it is no batch, or something does not fit.
     """
     rows: dict[str, Any] = {}
-    others, infos = _apart(batch, owner)
+    others, infos = _split_infos(batch, owner)
     for name, value in flat_items(others, owner).items():
         if _is_nothing(value) or top(name) in ignored:
             continue
@@ -129,7 +129,7 @@ def as_transitions(batch: Any, owner: str, ignored: Iterable[str], n_axes: int, 
     return rows
 
 
-def _apart(batch: Any, owner: str) -> tuple[Any, dict[str, Any]]:
+def _split_infos(batch: Any, owner: str) -> tuple[Any, dict[str, Any]]:
     """A batch without its infos, and these by name, as they were given."""
     if not is_mapping(batch) or not any(isinstance(key, str) and is_info(key) for key in batch.keys()):  # noqa: SIM118
         return batch, {}

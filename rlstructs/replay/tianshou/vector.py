@@ -57,7 +57,7 @@ class VectorReplayBuffer(ReplayBuffer):
         """Not for several environments: whose would the rows be?"""
         raise NotImplementedError(f"{cls.__name__}.from_data: there is no order of several environments' rows")
 
-    def _lanes_given(self, buffer_ids: Any) -> tuple[np.ndarray, int]:
+    def _choose_lanes(self, buffer_ids: Any) -> tuple[np.ndarray, int]:
         if buffer_ids is None:
             return np.arange(self._n_lanes), 1
         lanes = host_array("buffer_ids", buffer_ids)

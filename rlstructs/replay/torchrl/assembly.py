@@ -132,7 +132,7 @@ class DictTensorParts(DictTensorFiles):
             self._sampler, self._quick = sampler, None
             self._version += 1
             if sampler.end_key is not None or sampler.traj_key is not None:
-                self._rework_episodes(*marks)
+                self._recompute_episodes(*marks)
                 self._knows_episodes = True
 
     def set_writer(self, writer: Any) -> None:

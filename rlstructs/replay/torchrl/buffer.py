@@ -18,7 +18,7 @@ from rlstructs.replay.reading import Reading
 from rlstructs.replay.torchrl.assembly import DictTensorParts, seed_of
 from rlstructs.replay.torchrl.batches import rows_of
 from rlstructs.replay.torchrl.draws import Draws, Request
-from rlstructs.replay.torchrl.part import ANY, ask_for_nothing, joined, part
+from rlstructs.replay.torchrl.part import ANY, check_neutral, joined, part
 from rlstructs.replay.torchrl.prefetch import Prefetch
 from rlstructs.replay.torchrl.prioritized_sampler import PrioritizedSampler, reduced_inside
 from rlstructs.replay.torchrl.samplers import INDEX, MASK, RandomSampler, Sampler
@@ -108,7 +108,7 @@ class DictTensorReplayBuffer(DictTensorParts):
         compilable: bool | None = False,
         **others: Any,
     ) -> None:
-        ask_for_nothing(type(self).__name__, others, NEUTRAL)
+        check_neutral(type(self).__name__, others, NEUTRAL)
         if shared:
             raise SpecError("shared must be False: a buffer is of one process; processes can share a RayReplay")
         self._settings = part("storage", storage, ReplayStorage, ListStorage)

@@ -79,7 +79,7 @@ class Draws:
             info = Known(self._export(known, specs).items())
             batch = tensordicts.as_given(self._export(values, specs), axes)
             if buffer._collate_fn is not None:
-                batch = _with(_collated(buffer._collate_fn(batch)), info if with_info else {})
+                batch = _with(_collate(buffer._collate_fn(batch)), info if with_info else {})
         if len(self._transform):
             batch = self._transform(batch)
             if with_info:  # of a transform that picks columns, too
@@ -106,7 +106,7 @@ def _moved(array: Any, axis: int) -> Any:
     return array.movedim(1, axis) if isinstance(array, torch.Tensor) else np.moveaxis(array, 1, axis)
 
 
-def _collated(batch: Any) -> Any:
+def _collate(batch: Any) -> Any:
     if not is_mapping(batch):
         raise TypeError(f"collate_fn must give a batch with keys, got {type(batch).__name__}")
     return batch

@@ -45,7 +45,7 @@ class DictTensorIndex(DictTensorRows):
             arrays = dict(zip(self._specs, self._storage.gather(list(self._specs), ids), strict=True))
             if self._axes is not None and self.framework == "torch":  # torchrl's buffer keeps it with the columns
                 arrays[INDEX] = ids.copy()
-            batch = self._as_given(self._hand_over(arrays), max(rows.ndim, 1))
+            batch = self._to_form(self._hand_over(arrays), max(rows.ndim, 1))
         batch = self._transform(batch)
         return batch if rows.ndim else _first(batch)
 
@@ -58,7 +58,7 @@ class DictTensorIndex(DictTensorRows):
         with self._lock:
             rows = self._chronological(np.arange(len(self)))
             arrays = dict(zip(names, self._storage.gather(names, rows), strict=True))
-            batch = self._as_given(self._hand_over(arrays))
+            batch = self._to_form(self._hand_over(arrays))
         batch = self._transform(batch)
         if isinstance(batch, DictTensor) and key not in batch:
             inside = batch.truncate_key(f"{key}/")
@@ -100,7 +100,7 @@ class DictTensorIndex(DictTensorRows):
                 rows, flat = rows[None], {name: with_axis(name, value) for name, value in flat.items()}
             if rows.ndim > 1:
                 raise IndexError(f"an index to write to must have one axis, got shape {rows.shape}")
-            inverted = self._inverted(rows_of(flat, "[]"), "[]")
+            inverted = self._invert_rows(rows_of(flat, "[]"), "[]")
             if inverted is None or not rows.size:
                 return
             new = inverted.values.keys() - self._specs.keys() - beside if with_new else ()
@@ -169,7 +169,7 @@ class DictTensorIndex(DictTensorRows):
         for name, checked in block.items():
             storage.put(name, rows[last], checked[last])
         if marks is not None:
-            self._rework_episodes(*marks)
+            self._recompute_episodes(*marks)
         self._writer.changed()
 
     def _rows_at(self, index: Any) -> np.ndarray:

@@ -57,7 +57,7 @@ def part(name: str, given: Any, kind: type[P], default: type[P]) -> P:
     return made
 
 
-def ask_for_nothing(owner: str, given: Mapping[str, Any], neutral: Mapping[str, Any]) -> None:
+def check_neutral(owner: str, given: Mapping[str, Any], neutral: Mapping[str, Any]) -> None:
     """Takes arguments of torchrl's that have no meaning here.
 
     Args:

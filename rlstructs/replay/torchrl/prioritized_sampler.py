@@ -15,7 +15,7 @@ from rlstructs.replay.claims import Claims
 from rlstructs.replay.drawing import Selection
 from rlstructs.replay.priorities import LEAVES, Prioritised, exponent
 from rlstructs.replay.store import Storage
-from rlstructs.replay.torchrl.part import ask_for_nothing
+from rlstructs.replay.torchrl.part import check_neutral
 from rlstructs.replay.torchrl.samplers import WEIGHT, Sampler
 from rlstructs.replay.values import host_array, real_numbers
 
@@ -64,7 +64,7 @@ class PrioritizedSampler(Sampler):
         *,
         replacement: bool = True,
     ) -> None:
-        ask_for_nothing(type(self).__name__, {"replacement": replacement}, {"replacement": True})
+        check_neutral(type(self).__name__, {"replacement": replacement}, {"replacement": True})
         self.max_capacity = None if max_capacity is None else check_count("max_capacity", max_capacity)
         self._alpha, self._beta = exponent("alpha", alpha), exponent("beta", beta)
         self.eps, self.reduction = exponent("eps", eps), checked_reduction(reduction)

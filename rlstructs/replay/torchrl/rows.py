@@ -137,7 +137,7 @@ class DictTensorRows(Buffer):
             if empty_write_count:
                 self._n_written = 0
 
-    def _as_given(self, batch: Any, n_axes: int = 1) -> Any:
+    def _to_form(self, batch: Any, n_axes: int = 1) -> Any:
         """A `DictTensor` as what rows came as, with so many axes in the place of that of the rows."""
         return as_given(batch, self._axes, n_axes)
 
@@ -156,7 +156,7 @@ class DictTensorRows(Buffer):
                 self._axes = axes_of(came_as, n_more)
             writer = self._writer if writer is None else writer
             writer.refuse()
-            rows = self._inverted(given, owner)
+            rows = self._invert_rows(given, owner)
             if rows is None or not rows.n:
                 return np.zeros(0, np.int64)
             try:
@@ -164,7 +164,7 @@ class DictTensorRows(Buffer):
             except (SpecError, MissingKeyError):
                 if len(self) or not self._specs:
                     raise
-            with self._other_columns():  # the buffer was emptied, and these are the first rows
+            with self._exchanging_columns():  # the buffer was emptied, and these are the first rows
                 return self._write_rows(self._as_columns(rows), update, writer)
 
     def _write_rows(self, rows: Rows, update: bool | None, writer: Writer) -> np.ndarray:
@@ -181,7 +181,7 @@ class DictTensorRows(Buffer):
         self._make_room(rows.n)
         ids, replaced = writer.write(self._storage, block, rows.n, done, starts)
         self._n_written += rows.n if writer.is_plain else int((ids >= 0).sum())
-        self._quick = self._quick_way() if self._quick is None else self._quick
+        self._quick = self._find_quick_way() if self._quick is None else self._quick
         if replaced.size:
             self._sampler.replaced(self._storage, replaced)
         if isinstance(self._sampler, PrioritizedSampler):
@@ -192,7 +192,7 @@ class DictTensorRows(Buffer):
         return ids
 
     @contextlib.contextmanager
-    def _other_columns(self) -> Iterator[None]:
+    def _exchanging_columns(self) -> Iterator[None]:
         """Has a buffer without rows be without columns; if what is done then fails, it has those of before."""
         storage = self._storage
         before = storage.columns, storage.links, self._knows_episodes
@@ -207,13 +207,13 @@ class DictTensorRows(Buffer):
             storage.version += 1
         self._settings.leave(before[0])
 
-    def _inverted(self, given: Rows, owner: str) -> Rows | None:
+    def _invert_rows(self, given: Rows, owner: str) -> Rows | None:
         """Rows as the transforms make them; None if one does not take them."""
         if not self._transform.has_inverse:
             return given
         batch: Any = ArrayDict({name: np.array(host_array(name, value)) for name, value in given.values.items()})
         if self.framework == "torch":
-            batch = self._as_given(DictTensor({name: _private(name, value) for name, value in given.values.items()}))
+            batch = self._to_form(DictTensor({name: _private(name, value) for name, value in given.values.items()}))
         batch = self._transform.inv(batch)
         if batch is None:
             return None
@@ -274,7 +274,7 @@ class DictTensorRows(Buffer):
         self._storage.grow(capacity)
         self._sampler.grown(columns.n_rows)
 
-    def _quick_way(self) -> tuple[OneRow, StepWriter] | bool:
+    def _find_quick_way(self) -> tuple[OneRow, StepWriter] | bool:
         with_priority = isinstance(self._sampler, PrioritizedSampler) and self._priority_key in self._specs
         plain = self._writer.is_plain and not self._transform.has_inverse and not with_priority
         if not plain or self._id_keys(self._specs) or not self._storage.columns.on_host:
@@ -341,7 +341,7 @@ class DictTensorRows(Buffer):
             changes |= _changes(self._host(name, self._storage.gather([name], rows)[0]))
         return ends, changes
 
-    def _rework_episodes(self, ends: np.ndarray, changes: np.ndarray) -> None:
+    def _recompute_episodes(self, ends: np.ndarray, changes: np.ndarray) -> None:
         """Works episodes out anew, after what `_ends_and_changes` gave has changed."""
         rows = self._chronological(np.arange(len(self)))
         # What began without the columns saying so, as each row of trajectories does, still does.

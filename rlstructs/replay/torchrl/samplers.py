@@ -12,7 +12,7 @@ from rlstructs.replay.claims import Claims, flag, whole
 from rlstructs.replay.drawing import Selection, Uniform
 from rlstructs.replay.span import Span
 from rlstructs.replay.store import Storage
-from rlstructs.replay.torchrl.part import Part, ask_for_nothing
+from rlstructs.replay.torchrl.part import Part, check_neutral
 
 INDEX, WEIGHT, MASK = "index", "priority_weight", "mask"
 UNIFORM = Uniform()
@@ -159,7 +159,7 @@ class SamplerWithoutReplacement(Sampler):
     _at = 0
 
     def __init__(self, drop_last: bool = False, shuffle: bool = True, *, replacement: bool = False) -> None:
-        ask_for_nothing(type(self).__name__, {"replacement": replacement}, {"replacement": False})
+        check_neutral(type(self).__name__, {"replacement": replacement}, {"replacement": False})
         self.drop_last, self.shuffle = drop_last, shuffle
 
     def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:

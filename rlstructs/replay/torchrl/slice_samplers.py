@@ -17,7 +17,7 @@ from rlstructs.replay.roles import ENDS, ends_among
 from rlstructs.replay.slices import TRAJECTORY, WINDOW, Slices, window
 from rlstructs.replay.span import Span
 from rlstructs.replay.store import Storage
-from rlstructs.replay.torchrl.part import ANY, ask_for_nothing, joined
+from rlstructs.replay.torchrl.part import ANY, check_neutral, joined
 from rlstructs.replay.torchrl.prioritized_sampler import PrioritizedSampler
 from rlstructs.replay.torchrl.samplers import INDEX, MASK, WEIGHT, Sampler, SamplerWithoutReplacement
 
@@ -81,7 +81,7 @@ class SliceSampler(Sampler):
         init_key: Any = "is_init",
         **others: Any,
     ) -> None:
-        ask_for_nothing(type(self).__name__, others, NEUTRAL)
+        check_neutral(type(self).__name__, others, NEUTRAL)
         if (num_slices is None) == (slice_len is None):
             raise TypeError("a SliceSampler needs num_slices or slice_len, and not both")
         if pad_output and strict_length:

@@ -18,7 +18,7 @@ from rlstructs.replay.backing import Folder, FolderBlock
 from rlstructs.replay.columns import LANE, Columns
 from rlstructs.replay.device_columns import TensorColumns
 from rlstructs.replay.torchrl.batches import rows_of
-from rlstructs.replay.torchrl.part import ANY, Part, ask_for_nothing
+from rlstructs.replay.torchrl.part import ANY, Part, check_neutral
 
 # Rows that a store which grows begins with.
 FEW_ROWS = 1024
@@ -169,7 +169,7 @@ class TensorStorage(ReplayStorage):
         **others: Any,
     ) -> None:
         neutral = {"consolidated": False, "shared_init": False, "cleanup_memmap": ANY}
-        ask_for_nothing(type(self).__name__, others, neutral)
+        check_neutral(type(self).__name__, others, neutral)
         if isinstance(storage, (int, float, np.integer, np.floating)) and max_size is None:
             storage, max_size = None, storage
         self._is_auto = device == AUTO
@@ -231,7 +231,7 @@ class MemmapStorage(ReplayStorage):
         **others: Any,
     ) -> None:
         super().__init__(max_size, ndim)
-        ask_for_nothing(type(self).__name__, others, {"shared_init": False, "auto_cleanup": scratch_dir is None})
+        check_neutral(type(self).__name__, others, {"shared_init": False, "auto_cleanup": scratch_dir is None})
         check_host(device, "files are mapped")
         if isinstance(scratch_dir, tempfile.TemporaryDirectory):
             self._kept, scratch_dir = scratch_dir, scratch_dir.name

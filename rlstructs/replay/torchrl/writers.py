@@ -11,7 +11,7 @@ import numpy as np
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay.roles import is_reward
 from rlstructs.replay.store import Storage
-from rlstructs.replay.torchrl.part import Part, ask_for_nothing, joined
+from rlstructs.replay.torchrl.part import Part, check_neutral, joined
 from rlstructs.replay.torchrl.prioritized_sampler import checked_reduction, reduced
 from rlstructs.replay.values import from_bits, host_array
 
@@ -60,7 +60,7 @@ class Writer(Part):
         """The store has been cleared, filled from a file, or written to by someone else."""
 
 
-def _set_apart(storage: Storage, rows: np.ndarray) -> None:
+def _separate_episodes(storage: Storage, rows: np.ndarray) -> None:
     """Makes each of these rows of a store of one lane, whose slots are its row ids, an episode of its own."""
     episodes, newest = storage.episodes, len(storage) - 1
     if episodes is None or (episodes.begin(rows) & episodes.end(rows)).all():
@@ -101,7 +101,7 @@ class RoundRobinWriter(Writer):
     is_plain = True
 
     def __init__(self, compilable: bool = False, **others: Any) -> None:
-        ask_for_nothing(type(self).__name__, others, {"track_generations": False})
+        check_neutral(type(self).__name__, others, {"track_generations": False})
 
     def write(
         self, storage: Storage, block: Mapping[str, Any], n: int, done: np.ndarray | None, starts: np.ndarray | None
@@ -200,7 +200,7 @@ class MaxValueWriter(Writer):
             rows[sources] = targets
             for name, values in block.items():
                 storage.put(name, targets, values[0][sources])
-            _set_apart(storage, targets)
+            _separate_episodes(storage, targets)
         return rows, np.array(list(taken), np.int64)
 
     def _keep(self, ranks: np.ndarray, n_rows: int) -> None:
