@@ -230,7 +230,8 @@ class RayBatcher(RL_Batcher):
         """What the nodes' batchers are made of, pickled."""
         job = self._settings
         try:
-            sent = NodeSettings(job, run, self._debug, registry.registered(), read_settings(SETTINGS), read_libraries())
+            registered, libraries = registry.read_registry(), read_libraries()
+            sent = NodeSettings(job, run, self._debug, registered, read_settings(SETTINGS), libraries)
             return pickling.dumps(Carried(sent))
         except Exception as error:
             if why := why_not_sent({"init_worker": run.init_worker} | job.objects()):
