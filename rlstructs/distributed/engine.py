@@ -61,7 +61,7 @@ def start_ray_engine(
 def _pickle_settings(settings: JobSettings, run: RunSettings, debug: bool) -> bytes:
     """Pickles what the nodes' engines are made of."""
     try:
-        sent = NodeSettings(settings, run, debug, registry.registered(), read_settings(SETTINGS), read_libraries())
+        sent = NodeSettings(settings, run, debug, registry.read_registry(), read_settings(SETTINGS), read_libraries())
         return pickling.dumps(PickledWithScript(sent))
     except Exception as error:
         if why := explain_pickle_error({"init_worker": run.init_worker} | settings.objects()):

@@ -1,1 +1,1 @@
-"""What workers do before their first request: settings, streams and the user's own function."""
+"""Prepares workers before their first request: libraries' settings, registered environments, random streams."""

@@ -1,8 +1,8 @@
 """Settings of numpy, torch, gymnasium, jax and warp, which workers take over from the trainer.
 
-Of each library that the trainer has loaded; a worker sets them once it has loaded it too, which may be never. Not among
-them are torch's default device, as workers compute on the host unless they are told otherwise, its number of
-threads, which is one, and what holds within a `with` block only, such as `torch.no_grad`.
+The trainer reads the settings of each library that it has loaded; a worker writes them when it loads the library too,
+which may be never. Three kinds are left out: torch's default device, because workers compute on the host by default;
+torch's number of threads, which is one; and settings of a `with` block, such as `torch.no_grad`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 from workers.settings.on_import import after_import
 from workers.settings.process_settings import Setting, Table, read_settings, write_settings
 
-# What says how float32 is multiplied: older names before newer ones, which are there from torch 2.9 on. Each follows
-# from those before it unless it is set itself, and torch lets nobody set older ones where newer ones differ.
+# How float32 is multiplied: older names before newer ones, which exist from torch 2.9 on. Each follows from those
+# before it unless it is set itself, and torch refuses to set older ones where newer ones differ.
 OLDER_PRECISIONS = ("backends.cuda.matmul.allow_tf32", "backends.cudnn.allow_tf32")
 PRECISIONS = ("cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn", "mkldnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
 NEWER_PRECISIONS = ("backends.fp32_precision", *(f"backends.{name}.fp32_precision" for name in PRECISIONS))
-# Further ones.
+# Other attributes of torch.
 ATTRIBUTES = (
     "utils.deterministic.fill_uninitialized_memory",
     "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
@@ -38,7 +38,7 @@ ATTRIBUTES = (
     "backends.opt_einsum.strategy",
     "backends.quantized.engine",
 )
-# Kernels of attention, of which `torch.backends.cuda` has a function that tells and one that sets.
+# Kernels of attention; `torch.backends.cuda` has one function for each to read, and one to set, whether it is on.
 ATTENTION = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
 JAX = (
     "jax_enable_x64",
@@ -57,12 +57,12 @@ JAX = (
 
 
 def read_libraries() -> dict[str, dict[str, bytes]]:
-    """The settings of each library that this process has loaded."""
+    """Reads the settings of each library that this process has loaded."""
     return {name: read_settings(table()) for name, table in TABLES.items() if name in sys.modules}
 
 
 def write_libraries(values: dict[str, dict[str, bytes]]) -> None:
-    """Sets what `read_libraries` gave, of each library as soon as this process has loaded it."""
+    """Writes settings that `read_libraries` returned, for each library when this process has loaded it."""
     for name, settings in values.items():
         after_import(name, partial(_write, name, settings))
 
@@ -73,7 +73,7 @@ def _write(name: str, settings: dict[str, bytes]) -> None:
 
 
 def numpy_settings() -> Table:
-    """How numpy calculates, and what it says of errors and shows of arrays."""
+    """Settings of numpy: calculation, errors and printing."""
     import numpy as np
 
     return {
@@ -87,7 +87,7 @@ def numpy_settings() -> Table:
 def _set_numpy_errors(modes: dict[str, Any]) -> None:
     import numpy as np
 
-    if np.geterrcall() is None:  # it could not be sent, an open file perhaps
+    if np.geterrcall() is None:  # the function or file could not be sent
         modes = {kind: "warn" if mode in ("call", "log") else mode for kind, mode in modes.items()}
     np.seterr(**modes)
 
@@ -99,7 +99,7 @@ def _set_numpy_print(options: dict[str, Any]) -> None:
 
 
 def torch_settings() -> Table:
-    """How torch calculates, and what it checks and says."""
+    """Settings of torch: calculation, checks, warnings and printing."""
     import torch
 
     printing: Any = torch._tensor_str.PRINT_OPTS
@@ -125,11 +125,11 @@ def torch_settings() -> Table:
 
 
 def _attributes(torch: Any, names: Iterable[str]) -> dict[str, Setting]:
-    """Attributes of what this release of torch has."""
+    """Settings for those of these attributes that this release of torch has."""
     found = {}
     for name in names:
         path, _, attribute = name.rpartition(".")
-        with contextlib.suppress(AttributeError, RuntimeError):  # the latter where it cannot be read as things are
+        with contextlib.suppress(AttributeError, RuntimeError):  # RuntimeError: other settings forbid reading it
             owner = operator.attrgetter(path)(torch)
             getattr(owner, attribute)
             found[f"torch.{name}"] = Setting.attribute(owner, attribute)
@@ -137,7 +137,7 @@ def _attributes(torch: Any, names: Iterable[str]) -> dict[str, Setting]:
 
 
 def _newer_torch_settings(torch: Any) -> Iterator[tuple[str, Setting]]:
-    """Those that not every release of torch has functions for."""
+    """Yields settings whose functions only some releases of torch have."""
     cuda = torch.backends.cuda
     pairs = [(cuda, f"{kernel}_enabled", f"enable_{kernel}") for kernel in ATTENTION]
     pairs.append((torch.backends.mha, "get_fastpath_enabled", "set_fastpath_enabled"))
@@ -149,7 +149,7 @@ def _newer_torch_settings(torch: Any) -> Iterator[tuple[str, Setting]]:
 
 
 def _safe_globals() -> list[Any]:
-    """Those of the program, by which `torch.load` knows its classes; torch adds its own as it loads."""
+    """Classes that the program allows `torch.load` to read, without those that torch adds by itself."""
     import torch
 
     found = torch.serialization.get_safe_globals()
@@ -181,19 +181,19 @@ def _set_anomaly(mode: bool, check_nan: bool) -> None:
 
 
 def _flushes_denormals() -> bool:
-    """Whether this thread's processor takes the smallest numbers for 0; nothing tells, but the numbers."""
+    """Whether this thread's processor rounds denormal numbers to 0; torch has no function that tells."""
     return sys.float_info.min * float("0.5") == 0.0
 
 
 def gymnasium_settings() -> Table:
-    """What gymnasium says."""
+    """Settings of gymnasium: its log level."""
     from gymnasium import logger
 
     return {"gymnasium.logger.min_level": Setting.attribute(logger, "min_level")}
 
 
 def jax_settings() -> Table:
-    """How jax calculates, and what it checks and says."""
+    """Settings of jax: calculation, checks and messages."""
     import jax
 
     config: Any = jax.config
@@ -205,7 +205,7 @@ def jax_settings() -> Table:
 
 
 def warp_settings() -> Table:
-    """How warp compiles, and what it checks and says."""
+    """Settings of warp: compilation, checks and messages."""
     import warp
 
     plain = (bool, int, float, str, type(None))
@@ -213,7 +213,7 @@ def warp_settings() -> Table:
     return {f"warp.config.{name}": Setting.attribute(warp.config, name) for name in names if name != "version"}
 
 
-# By the module that has to be loaded.
+# By module name.
 TABLES: dict[str, Callable[[], Table]] = {
     "numpy": numpy_settings,
     "torch": torch_settings,

@@ -1,4 +1,4 @@
-"""Environment ids that a program registered with gymnasium, made known to its workers."""
+"""Copies the environments that a program registered with gymnasium to its workers."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ ENTRY_POINTS = ("entry_point", "vector_entry_point")
 
 @dataclasses.dataclass(frozen=True)
 class Registered:
-    """Registrations of a process.
+    """The environments that a process has registered.
 
     Attributes:
         specs: gymnasium's.
-        named: what they name of the script, by its name there: it travels with them.
+        named: objects of the main script that specs name, by name; they are sent with the specs.
     """
 
     specs: list[Any] = dataclasses.field(default_factory=list)
     named: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-class Deferred:
+class DeferredEntryPoint:
     """An entry point that is unpickled when its environment is made, so that a worker imports no others."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Deferred, (self._data,)
+        return DeferredEntryPoint, (self._data,)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Makes the environment."""
@@ -46,27 +46,27 @@ class Deferred:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(loads(self._data), name)  # gymnasium asks a class for its `metadata` before it calls it
+        return getattr(loads(self._data), name)  # gymnasium reads the `metadata` of a class before it calls it
 
 
-def registered() -> Registered:
-    """The registrations of this process that can be pickled."""
+def read_registry() -> Registered:
+    """Reads the registrations of this process that can be pickled."""
     registration = sys.modules.get("gymnasium.envs.registration")
     if registration is None:
         return Registered()
     named: dict[str, Any] = {}
-    specs = [_resolved(spec, named) for spec in list(registration.registry.values())]
-    if not _travels((specs, named)):  # one of them does not: the others do
-        specs = [spec for spec in specs if _travels(spec)]
-        named = {name: value for name, value in named.items() if _travels(value)}
+    specs = [_resolve(spec, named) for spec in list(registration.registry.values())]
+    if not _is_picklable((specs, named)):  # leave out those that cannot be sent
+        specs = [spec for spec in specs if _is_picklable(spec)]
+        named = {name: value for name, value in named.items() if _is_picklable(value)}
     return Registered(specs, named)
 
 
 def register(registered: Registered) -> None:
-    """Registers what `registered` gave, in place of gymnasium's own; other ids that are known here stay."""
+    """Registers environments in this process; replaces gymnasium's own ids, and keeps all other known ids."""
     if not registered.specs:
         return
-    # The modules that register these ids are imported later, and register them again.
+    # Modules that are imported later may register these ids again.
     warnings.filterwarnings("ignore", ".*Overriding environment")
     from gymnasium.envs.registration import registry
 
@@ -79,30 +79,30 @@ def _is_gymnasiums(spec: Any) -> bool:
     return isinstance(spec.entry_point, str) and spec.entry_point.startswith("gymnasium.")
 
 
-def _resolved(spec: Any, named: dict[str, Any]) -> Any:
-    """A spec whose entry points a worker finds.
+def _resolve(spec: Any, named: dict[str, Any]) -> Any:
+    """Returns the spec, or a copy of it, with entry points that a worker can find.
 
-    Those in the script stay text, and what they name is added to `named`, with what the wrappers name. Those in a
-    module that travels by value (`cloudpickle.register_pickle_by_value`) are replaced by what they name.
+    Entry points in the main script stay text, and the objects that they and the wrappers name are added to `named`.
+    Those in a module that is pickled by value (`cloudpickle.register_pickle_by_value`) are replaced by the objects.
     """
     for wrapper in getattr(spec, "additional_wrappers", ()):
-        _value(wrapper.entry_point, named)
+        _resolve_entry_point(wrapper.entry_point, named)
     resolved = spec
     for field in ENTRY_POINTS:
         entry_point = getattr(spec, field, None)
-        value = _value(entry_point, named)
+        value = _resolve_entry_point(entry_point, named)
         if value is not entry_point:
             resolved = copy.copy(spec) if resolved is spec else resolved
             setattr(resolved, field, value)
     return resolved
 
 
-def _value(entry_point: Any, named: dict[str, Any]) -> Any:
-    """What is to be sent for an entry point; what it names in the script is added to `named`."""
-    if callable(entry_point) and not isinstance(entry_point, Deferred) and not _is_in_script(entry_point):
+def _resolve_entry_point(entry_point: Any, named: dict[str, Any]) -> Any:
+    """Returns what to send for an entry point; adds the object that it names in the main script to `named`."""
+    if callable(entry_point) and not isinstance(entry_point, DeferredEntryPoint) and not _is_in_script(entry_point):
         try:
-            return Deferred(dumps(entry_point))
-        except Exception:  # `_travels` will leave its spec out
+            return DeferredEntryPoint(dumps(entry_point))
+        except Exception:  # `_is_picklable` will leave its spec out
             return entry_point
     if not isinstance(entry_point, str):
         return entry_point
@@ -112,7 +112,7 @@ def _value(entry_point: Any, named: dict[str, Any]) -> Any:
         return entry_point
     try:
         value = getattr(importlib.import_module(module_name), name)
-    except Exception:  # gymnasium's to say, should anybody make this environment
+    except Exception:  # gymnasium raises it when somebody makes this environment
         return entry_point
     if is_script:
         named[name] = value
@@ -125,13 +125,13 @@ def _is_in_script(entry_point: Any) -> bool:
 
 
 def _is_by_value(module_name: str) -> bool:
-    """Whether cloudpickle was told to send a module's code, of it or of a package that it is in."""
+    """Whether cloudpickle sends the code of a module, because it or its package was registered for that."""
     parts = module_name.split(".")
     packages = {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
     return bool(packages & cloudpickle.list_registry_pickle_by_value())
 
 
-def _travels(value: Any) -> bool:
+def _is_picklable(value: Any) -> bool:
     try:
         cloudpickle.dumps(value)
     except Exception:
