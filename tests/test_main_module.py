@@ -177,6 +177,22 @@ with WorkerPool(1, lambda index: Asked(index, add), start_method=METHOD) as one:
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_no_name_of_the_script_is_hidden_by_what_finds_them(method, subprocess_env, tmp_path):
+    text = """
+NAMES = ["find", "find_all", "find_now", "loads", "script", "namespace", "explain", "_script", "_find", "_lock"]
+for name in NAMES:
+    globals()[name] = f"mine: {name}"
+
+def look():
+    main = sys.modules["__main__"]
+    return [name for name in NAMES if getattr(main, name) != f"mine: {name}" or vars(main)[name] != getattr(main, name)]
+
+print(asked(look))
+"""
+    assert run(subprocess_env, text, method, tmp_path=tmp_path) == "[]"
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_a_replaced_worker_has_the_main_module_of_its_start(method, subprocess_env, tmp_path):
     text = """
 import os, signal

@@ -27,6 +27,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from workers import failures, main_module, messages, pickling
@@ -185,7 +186,9 @@ def _build(request: messages.Build, index: int, shared: tuple[Any, ...]) -> Any:
         faulthandler.enable()
     except (AttributeError, ValueError, RuntimeError, OSError):
         pass  # there is no usable stderr
-    loads = pickling.loads if request.script is None else main_module.install(request.script).loads
+    loads: Callable[[bytes], Any] = pickling.loads
+    if request.script is not None:
+        loads = main_module.install(request.script).__script_names__.loads
     with quiet_imports():
         setup = loads(request.setup)
     write_settings(SETTINGS, request.settings)

@@ -63,57 +63,61 @@ class Script(NamedTuple):
 
 
 class MainModule(types.ModuleType):
-    """The module `__main__` of a worker; unpickles the script's names as they are needed.
+    """The module `__main__` of a worker; its attributes are those of the script alone.
 
     Args:
         script: the pickled names.
     """
 
-    __slots__ = ("_building", "_find_errors", "_lock", "_queue", "_script")
+    # Its one attribute that is not the script's: a method of any other name would hide a global of that name.
+    __slots__ = ("__script_names__",)
 
     def __init__(self, script: Script) -> None:
         super().__init__("__main__")
-        self._script = script
+        spec = _Spec(script.attributes.get("__package__"))
+        get_namespace(self).update(script.attributes, __builtins__=builtins, __spec__=spec)
+        self.__script_names__ = ScriptNames(script, get_namespace(self))
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        self.__script_names__.find_all()
+        return get_namespace(self)
+
+    def __dir__(self) -> list[str]:
+        return sorted(get_namespace(self).keys() | self.__script_names__.script.entries.keys())
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__script_names__.find(name)
+        except Exception as error:
+            why = self.__script_names__.explain(name, error)
+            text = f"module '__main__' has no attribute {name!r} in this worker"
+            cause = error if name in self.__script_names__.script.entries else None
+            raise AttributeError(f"{text}: {why}" if why else text, name=name, obj=self) from cause
+
+
+class ScriptNames:
+    """The names of the script in a worker; unpickles each when it is first needed.
+
+    Args:
+        script: the part of the main module that did not travel with the factories.
+        namespace: the dictionary of the main module.
+    """
+
+    def __init__(self, script: Script, namespace: dict[str, Any]) -> None:
+        self.script, self.namespace = script, namespace
         self._lock = threading.RLock()
         self._building: dict[str, Any] = {}
         self._queue: list[str] = []
         self._find_errors: dict[str, str] = {}
-        spec = _Spec(script.attributes.get("__package__"))
-        get_namespace(self).update(script.attributes, __builtins__=builtins, __spec__=spec)
-
-    @property
-    def script(self) -> Script:
-        """The part of the main module that did not travel with the factories."""
-        return self._script
-
-    @property
-    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
-        for name in self._script.entries:
-            self._try_to_find(name)
-        return get_namespace(self)
-
-    def __dir__(self) -> list[str]:
-        return sorted(get_namespace(self).keys() | self._script.entries.keys())
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.find(name)
-        except Exception as error:
-            why = self._find_errors.get(name) or self._script.left_out.get(name)
-            if why is None and name in self._script.entries:
-                why = f"{type(error).__name__}: {error}"
-            text = f"module '__main__' has no attribute {name!r} in this worker"
-            raise AttributeError(f"{text}: {why}" if why else text, name=name, obj=self) from (
-                error if name in self._script.entries else None
-            )
 
     def loads(self, data: bytes) -> Any:
-        """Unpickles a value of `script_pickling`, and adds the script's names that came with it to this module."""
+        """Unpickles a value of `script_pickling`, and adds the script's names that came with it to the module."""
         loader = _Loader(self, data)
         value, names = loader.load(), loader.load()
         for name, named in names.items():
-            get_namespace(self).setdefault(name, named)
-        for name in self._script.annotated:
+            self.namespace.setdefault(name, named)
+        for name in self.script.annotated:
             self._try_to_find(name)
         return value
 
@@ -125,10 +129,22 @@ class MainModule(types.ModuleType):
             Exception: the value cannot be unpickled here.
         """
         with self._lock:
-            value = self._find(name)
+            value = self.find_now(name)
             while not self._building and self._queue:
                 self._try_to_find(self._queue.pop())
             return value
+
+    def find_all(self) -> None:
+        """Unpickles every name that can be unpickled here."""
+        for name in self.script.entries:
+            self._try_to_find(name)
+
+    def explain(self, name: str, error: Exception) -> str | None:
+        """Says why a name cannot be had; None for a name that the script does not have."""
+        why = self._find_errors.get(name) or self.script.left_out.get(name)
+        if why is None and name in self.script.entries:
+            why = f"{type(error).__name__}: {error}"
+        return why
 
     def _try_to_find(self, name: str) -> None:
         try:
@@ -136,21 +152,22 @@ class MainModule(types.ModuleType):
         except Exception as error:  # raised again by code that uses the name
             self._find_errors[name] = f"{type(error).__name__}: {error}"
 
-    def _find(self, name: str) -> Any:
-        if (value := get_namespace(self).get(name, _MISSING)) is not _MISSING:
+    def find_now(self, name: str) -> Any:
+        """Returns the value of a name, and leaves the names that it needs for later."""
+        if (value := self.namespace.get(name, _MISSING)) is not _MISSING:
             return value
         if name in self._building:
             if self._building[name] is _MISSING:
                 raise pickle.UnpicklingError(f"{name!r} of the script contains itself")
             return self._building[name]
-        entry = self._script.entries[name]
+        entry = self.script.entries[name]
         self._building[name] = _MISSING
         try:
             value = self._unpickle(name, entry)
         finally:
             del self._building[name]
-        self._queue += [needed for needed in entry.needs if needed in self._script.entries]
-        return get_namespace(self).setdefault(name, value)
+        self._queue += [needed for needed in entry.needs if needed in self.script.entries]
+        return self.namespace.setdefault(name, value)
 
     def _unpickle(self, name: str, entry: Entry) -> Any:
         keep = partial(self._building.__setitem__, name)
@@ -182,21 +199,21 @@ class _Loader(Unpickler):
     """Unpickles a value of the script; the script's other names come from the main module.
 
     Args:
-        main: the module.
+        names: those of the script.
         data: the pickle.
         class_id: cloudpickle's id of the value if it is a class, otherwise None.
         keep: called with the value, a class or function, before it is filled: it may refer to itself.
     """
 
     def __init__(
-        self, main: MainModule, data: bytes, class_id: str | None = None, keep: Callable[[Any], None] | None = None
+        self, names: ScriptNames, data: bytes, class_id: str | None = None, keep: Callable[[Any], None] | None = None
     ) -> None:
         super().__init__(io.BytesIO(data))
-        self._main, self._class_id, self._keep = main, class_id, keep
+        self._names, self._class_id, self._keep = names, class_id, keep
 
     def persistent_load(self, name: str) -> Any:
         """Returns the value of a name of the script."""
-        return self._main._find(name)
+        return self._names.find_now(name)
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
@@ -218,7 +235,7 @@ class _Loader(Unpickler):
         return skeleton
 
     def _fill_function(self, set_state: Any, function: Any, state: Any) -> None:
-        names = get_namespace(self._main)
+        names = self._names.namespace
         if function.__globals__ is names:  # keep the values that other functions use already
             new = state[1]["__globals__"]
             state[1]["__globals__"] = {name: value for name, value in new.items() if name not in names}
@@ -243,7 +260,7 @@ def get_namespace(module: types.ModuleType) -> dict[str, Any]:
 def explain_left_out(name: str) -> str | None:
     """Says why a name of the script was not sent to this worker; None for any other name."""
     module = sys.modules.get("__main__")
-    return module.script.left_out.get(name) if isinstance(module, MainModule) else None
+    return module.__script_names__.script.left_out.get(name) if isinstance(module, MainModule) else None
 
 
 def get_main_globals() -> dict[str, Any]:
@@ -259,7 +276,7 @@ def get_forked_main_globals() -> dict[str, Any]:
 
 def unpickle_with_script(script: Script, data: bytes) -> Any:
     """Unpickles a `script_pickling.PickledWithScript`, and makes its script this process's main module."""
-    return install(script).loads(data)
+    return install(script).__script_names__.loads(data)
 
 
 _previous: types.ModuleType | None = None

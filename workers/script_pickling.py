@@ -111,7 +111,7 @@ def _dump_with_script(*values: Any) -> tuple[list[bytes], Script]:
         sent |= sent_with_it
     with warnings.catch_warnings():  # the user did not ask to pickle the rest of the script
         warnings.simplefilter("ignore")
-        return data, _make_script(names, sent, main.script if isinstance(main, MainModule) else None)
+        return data, _make_script(names, sent, main.__script_names__.script if isinstance(main, MainModule) else None)
 
 
 def _get_script_namespace() -> dict[str, Any]:
