@@ -1,4 +1,4 @@
-"""What a sampler has drawn, and how much it may be asked for."""
+"""Draws of rows, uniform or restricted to rows that fit."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rlstructs.replay.span import Span
 
 @dataclass
 class Selection:
-    """What was drawn.
+    """The drawn samples.
 
     Attributes:
         rows: int64 (B, L) row ids, the earliest of each sample in column 0.
-        span: the counters as they were.
-        fields: what else belongs to each sample (mask, weights, ...), first axis B.
+        span: the counters at the time of the draw.
+        fields: more values of each sample (mask, weights, ...), first axis B.
         earliest: int64 (B,), the first row that is read for each; None for column 0.
     """
 
@@ -36,13 +36,13 @@ class Selection:
 
 
 class Listed(Protocol):
-    """Rows that can all be named."""
+    """Rows that can be listed."""
 
     def every_row(self) -> np.ndarray:
         """Every row, int64 (n,)."""
 
 
-# Draws that may have to be thrown away before all rows that fit are listed.
+# Number of draws before all rows that fit are listed instead.
 TRIES = 8
 
 
@@ -54,24 +54,24 @@ def draw_fitting(
     span: Listed,
     wanted: str = "window of this length",
 ) -> np.ndarray:
-    """`n` row ids as `draw` gives them, of those that fit only.
+    """Draws `n` row ids that fit.
 
     Args:
-        draw: so many row ids.
-        fits: which of some row ids do, bool.
-        choose: so many of some row ids, as `draw` would if there were only those.
-        span: where they lie.
-        wanted: what those that fit are, for the message.
+        draw: draws a given number of row ids.
+        fits: returns which row ids fit, bool.
+        choose: draws a given number from an array of row ids, with the distribution of `draw`.
+        span: lists all rows.
+        wanted: what a row that fits is, for the message.
 
     Raises:
-        SpecError: none fits.
+        SpecError: no row fits.
     """
     rows = draw(n)
     found: np.ndarray = rows[fits(rows)]
     for _ in range(TRIES):
         if found.size == n:
             return found
-        # As many as are missing, no more: a draw may come in the order of rows, and its end must not be cut off.
+        # Only as many as are missing: a draw may be sorted by row, so dropping its end would favour low rows.
         rows = draw(n - found.size)
         found = np.concatenate([found, rows[fits(rows)]])
     if found.size == n:
@@ -84,20 +84,20 @@ def draw_fitting(
 
 
 class Uniform:
-    """Every row as likely as any other.
+    """Draws every row with equal probability.
 
     Args:
-        replacement: whether one draw may hold a row twice; None for yes, but where as many are drawn as there are.
+        replacement: whether a draw may hold a row twice; None for yes, except in a draw as large as the store.
     """
 
     def __init__(self, replacement: bool | None = True) -> None:
         self.replacement = None if replacement is None else bool(replacement)
 
     def draw(self, span: Span, n: int, rng: np.random.Generator) -> np.ndarray:
-        """`n` row ids, without replacement at most as many as there are.
+        """Draws `n` row ids; without replacement there may be fewer.
 
         Raises:
-            SpecError: there are none.
+            SpecError: the span is empty.
         """
         total = span.total
         if total == 0:

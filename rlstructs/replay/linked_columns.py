@@ -1,9 +1,8 @@
-"""Next observations that are stored once: as the observation of the row after.
+"""Stores a next observation once, as the observation of the following row.
 
-What a step led to is, but for the last step of an episode, what the next step begins with. A linked column
-is not stored where the next row holds the same bits in its source; where it does not, its value lies beside,
-in memory of which only the touched pages are taken. The newest row of a lane has no next one yet: its value
-waits until that is written.
+Except at the end of an episode, the next observation of a step is the observation of the following step. A linked
+column stores nothing where the following row holds the same bits in its source. Other values are stored separately, in
+sparse memory. The newest row of a lane has no following row yet, so its value waits until that row is written.
 """
 
 from __future__ import annotations
@@ -16,36 +15,36 @@ import numpy as np
 from rlstructs.replay.columns import Columns, Spec
 from rlstructs.replay.ring import Ring
 
-# Bytes of a row from which on it is worth asking where it lies each time that it is read.
+# Columns with smaller rows (bytes) are not linked: looking up where a value is stored would cost more than it saves.
 SMALLEST = 256
-# No step.
+# Stands for no step.
 NONE = -2
 
 
 class Link:
-    """One column that is stored through another.
+    """A linked column, whose values are stored in the following rows of its source.
 
     Args:
-        columns: of which `name` will be one that is written where it must be.
-        name: the linked column.
-        source: that which holds it in the next row.
+        columns: get a sparse column `name` for values that are stored separately.
+        name: of the linked column.
+        source: the column that holds most of its values.
     """
 
     def __init__(self, columns: Columns, name: str, source: str) -> None:
         self.name, self.source = name, source
         self._columns = columns
         spec = columns.specs[source]
-        # Of what is never read nothing is written: not even what marks it as unwritten.
+        # Empty rows are not even marked as unwritten, so that sparse memory stays untouched.
         columns.add(name, Spec(spec.dtype, spec.shape, 0, spec.is_bfloat16), sparse=True)
         self.is_beside = np.zeros((columns.n_lanes, columns.capacity), bool)
-        # The values of two rows of each lane, and which steps these are: the newest one's stays where it is until
-        # the head has passed the next, so that a write which is broken off changes nothing.
+        # The values and steps of two rows per lane. The value of the newest row stays here until the head has passed
+        # the next row: an interrupted write changes nothing.
         self._waiting = np.zeros((2, columns.n_lanes, *spec.shape), spec.dtype)
         self._steps = np.full((2, columns.n_lanes), NONE)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are taken, beside those of the source."""
+        """Bytes of the linked column, without its source."""
         row = self._columns.specs[self.name].nbytes
         return self.is_beside.nbytes + self._waiting.nbytes + int(self.is_beside.sum()) * row
 

@@ -1,4 +1,4 @@
-"""A buffer that is filled row by row, each value under a tag that was set up with a dtype."""
+"""A buffer that is filled row by row, with a value for each tag. Tags are set up with a dtype."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ class TaggedBuffer(Buffer):
 
 
 class _Quick:
-    """Appends a row to every lane, where it is plain that it fits."""
+    """Appends a row to every lane if no conversion is needed."""
 
     def __init__(self, storage: Storage) -> None:
         specs = storage.columns.specs
@@ -252,7 +252,7 @@ class _Quick:
         self._one_row, self._writer = OneRow(specs), StepWriter(storage, tuple(ends_among(specs)))
 
     def write(self, data: Mapping[str, Any]) -> bool:
-        """Whether it did."""
+        """Appends a row; returns False if it needs conversion."""
         if type(data) is not dict:
             return False
         rows = self._one_row(data) if self._is_one else data
@@ -260,7 +260,7 @@ class _Quick:
 
 
 class _StoredRows(Mapping[str, np.ndarray]):
-    """The rows of a store, read when they are asked for."""
+    """Tag -> rows of a store, read on access."""
 
     def __init__(self, storage: Storage, tags: Mapping[str, Spec]) -> None:
         self._storage, self._tags = storage, tags

@@ -1,4 +1,4 @@
-"""What tianshou's buffers have, before rows are read: lanes of transitions, and what is known of each episode."""
+"""Writing for tianshou's buffers: lanes of transitions, with the return and length of each running episode."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Added = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 class _Known(NamedTuple):
-    """What is known of the columns while `layout` of them is this: what batches hold, and how rows are written."""
+    """Facts derived from the columns, valid while their `layout` is the same."""
 
     layout: int
     names: list[str]
@@ -42,17 +42,17 @@ class _Known(NamedTuple):
 
 
 class MalformedBufferError(StateError):
-    """An episode does not fit into the rows that are kept for it."""
+    """Raised when an episode is longer than the rows reserved for it."""
 
 
 class EpisodeRows(CheckedRows):
     """Lanes of transitions; see `ReplayBuffer` for the arguments."""
 
-    # As tianshou calls them, for programs that look; whatever else is in a batch is a column too.
+    # tianshou's attributes, for programs that read them; other keys of a batch become columns too.
     _reserved_keys, _required_keys_for_add = transitions.RESERVED, transitions.REQUIRED
-    # How many lanes there are; those who have several say so before this constructor.
+    # Number of lanes; subclasses with several set it before they call this constructor.
     _n_lanes = 1
-    # Whether a batch always has an axis for them.
+    # Whether a batch always has an axis for lanes.
     _is_stacked = False
 
     def __init__(
@@ -99,14 +99,14 @@ class EpisodeRows(CheckedRows):
         self._drop_caches()
 
     def _drop_caches(self) -> None:
-        """Drops what is made again when it is needed, and what is not stored."""
-        # What `rew` gives in the place of what is stored, as the column has it, (maxsize, ...).
+        """Drops caches and values that are not saved."""
+        # Values that `rew` returns instead of the stored rewards, (maxsize, ...).
         self._stand_in: np.ndarray | None = None
         self._known: _Known | None = None
 
     @property
     def stack_num(self) -> int:
-        """Of how many rows an observation is made when it is read; may be set at any time."""
+        """Number of rows that a read observation consists of; may be set at any time."""
         return self._stack_num
 
     @stack_num.setter
@@ -115,48 +115,48 @@ class EpisodeRows(CheckedRows):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The settings that tianshou's buffers have, as they are now; without `framework`, `n_step` and the like."""
+        """The current values of tianshou's settings, without `framework`, `n_step` and other own ones."""
         names = ("stack_num", "ignore_obs_next", "save_only_last_obs", "sample_avail")
         return {name: getattr(self, name) for name in names}
 
     @property
     def maxsize(self) -> int:
-        """Rows there is room for."""
+        """Capacity in rows."""
         return self._n_lanes * self._lane_size
 
     @property
     def _size(self) -> int:
-        """The rows that are there, as tianshou calls their number, for programs that look."""
+        """The number of rows, under tianshou's name."""
         return len(self)
 
     @property
     def last_index(self) -> np.ndarray:
-        """The newest row of each lane, int64 (n_lanes,); its first slot if it has none."""
+        """The newest row of each lane, int64 (n_lanes,); the first slot of an empty lane."""
         return self._rows().newest()
 
     @property
     def subbuffer_edges(self) -> np.ndarray:
-        """Where lanes begin among the row ids, and where the last one ends, int64 (n_lanes + 1,)."""
+        """The first row id of each lane, and the end of the last lane, int64 (n_lanes + 1,)."""
         return np.arange(self._n_lanes + 1) * self._lane_size
 
     def _rows(self) -> Rows:
-        """The rows as they are now."""
+        """A snapshot of the rows."""
         return self._own_rows()
 
     def _own_rows(self) -> Snapshot:
         return Snapshot(self._storage)
 
     def _names(self) -> list[str]:
-        """What a batch holds: the columns, and what is made of them."""
+        """The keys of a batch: the columns, and keys that are computed from them."""
         return self._look().names
 
     @property
     def _known_specs(self) -> dict[str, Spec]:
-        """The specs of what a batch holds."""
+        """The specs of the keys of a batch."""
         return self._look().specs
 
     def _look(self) -> _Known:
-        """What is known of the columns as they are."""
+        """The facts about the current columns."""
         known, columns = self._known, self._storage.columns
         if known is None or known.layout != columns.layout:
             layout, specs = columns.layout, columns.specs
@@ -174,17 +174,17 @@ class EpisodeRows(CheckedRows):
         Args:
             batch: a mapping with `obs`, `act`, `rew`, `terminated`, `truncated`, and whatever else; arrays of numbers
                 of any library, possibly nested, and `info` of anything. `done` is ignored: it follows from them.
-            buffer_ids: for a buffer of several lanes those of the rows of `batch`, which have a first axis for them;
-                None for each lane once. The same one several times gets its rows in order. For a buffer of one lane
-                None, and the arrays have no such axis; or `[0]`, and they have.
+            buffer_ids: the lane of each row of `batch`, whose arrays have a first axis for them; None for each lane
+                once. A repeated lane gets its rows in order. For a buffer of one lane, None if the arrays have no
+                such axis, or `[0]` if they have.
 
         Returns:
-            Four arrays, one entry for each row: where it lies, int64; the return of the episode that ends with it,
-            float64, and its length, int64, both 0 if none does; and where its episode begins, int64: the oldest row
-            of it that is still there. Return and length count all rows of the episode, overwritten ones too.
+            Four arrays with one entry per row: its row id, int64; the return of the episode that ends with it, float64,
+            and the length of that episode, int64, both 0 if none ends; and the row id of the oldest present row of its
+            episode, int64. Return and length count all rows of the episode, overwritten ones too.
 
         Raises:
-            SpecError, MissingKeyError, IndexError: something does not fit; the buffer is as it was.
+            SpecError, MissingKeyError, IndexError: an argument does not fit; nothing is added.
             StateError: the size is 0.
         """
         with self._storage.lock:  # a file holds returns and lengths as they are with all of these rows, or none
@@ -216,12 +216,12 @@ class EpisodeRows(CheckedRows):
             return True
         if isinstance(buffer_ids, np.ndarray) and buffer_ids.dtype.kind in "iu":
             buffer_ids = buffer_ids.tolist()
-        # Types first: what else may be in a list, or be one of ids, is compared in ways of its own, or refuses to be.
+        # Types first: other objects may define == in their own way, or raise.
         is_plain = type(buffer_ids) is list and all(type(lane) is int for lane in buffer_ids)
         return is_plain and bool(buffer_ids == self._every_lane)
 
     def _add_quickly(self, batch: Any, buffer_ids: Any) -> Added | None:
-        """As `add`, for a row of each lane just as columns hold it; None, and nothing has changed, if it is none."""
+        """Adds one row to each lane if no conversion is needed; otherwise changes nothing and returns None."""
         if type(batch) not in (dict, ArrayDict) or self.save_only_last_obs or not self._lane_size:
             return None
         known = self._look()
@@ -250,7 +250,7 @@ class EpisodeRows(CheckedRows):
         return self._result(slice(None), heads, rewards, transitions.ends_of(rows))
 
     def _write_rows(self, block: Mapping[str, Any], lanes: np.ndarray, rewards: np.ndarray, done: np.ndarray) -> Added:
-        """Writes what was checked, `(n, 1, ...)`; what is given several times gets its rows in order."""
+        """Writes checked rows `(n, 1, ...)`, those of a repeated lane in order."""
         self._running.shape(rewards.shape[1:])
         counts = np.empty((3, len(lanes)), np.int64)
         index, ep_return, ep_len, start = counts[0], np.empty(rewards.shape), counts[1], counts[2]
@@ -264,7 +264,7 @@ class EpisodeRows(CheckedRows):
         return index, ep_return, ep_len, start
 
     def _result(self, lanes: slice | np.ndarray, heads: np.ndarray, rewards: np.ndarray, done: np.ndarray) -> Added:
-        """What `add` returns of one row that was written to each of these lanes, where their heads were."""
+        """The result of `add` for one row written to each of these lanes, whose heads were `heads`."""
         ring, first_rows = self._storage.ring, self._first_rows[lanes]
         ep_return, ep_len = self._running.add(lanes, rewards, done)
         begins = self._begins[lanes]
@@ -273,7 +273,7 @@ class EpisodeRows(CheckedRows):
         return first_rows + heads % ring.capacity, ep_return, ep_len, first_rows + starts % ring.capacity
 
     def _result_of_one(self, head: int, reward: float, done: bool) -> Added:
-        """As `_result`, of a single lane: a third of its time."""
+        """`_result` for a single lane, in a third of the time."""
         capacity = self._storage.ring.capacity
         ep_return, ep_len = self._running.add_one(reward, done)
         start = max(self._begins.item(), head + 1 - capacity)
@@ -282,7 +282,7 @@ class EpisodeRows(CheckedRows):
         return np.array([head % capacity]), np.array([ep_return]), np.array([ep_len]), np.array([start % capacity])
 
     def _find_begins(self) -> None:
-        """Looks at which steps the episodes begin that go on, or would."""
+        """Finds the first step of the unfinished episode of each lane, or of its next one."""
         assert self._storage.episodes is not None
         self._begins = self._storage.ring.head - self._storage.episodes.open_lengths(slice(None))
 
@@ -294,7 +294,7 @@ class EpisodeRows(CheckedRows):
             raise StateError("a buffer of size 0 takes no rows")
 
     def _choose_lanes(self, buffer_ids: Any) -> tuple[np.ndarray, int]:
-        """Lanes, and how many axes a batch has for them."""
+        """The lanes, and the number of axes that a batch has for them."""
         if buffer_ids is None:
             return np.zeros(1, np.int64), 0
         ids = host_array("buffer_ids", buffer_ids)
@@ -341,7 +341,7 @@ class EpisodeRows(CheckedRows):
         """Drops every row.
 
         Args:
-            keep_statistics: whether returns and lengths of the episodes that go on are counted further.
+            keep_statistics: whether to continue the returns and lengths of unfinished episodes.
         """
         self._storage.clear()
         self._find_begins()
@@ -349,7 +349,7 @@ class EpisodeRows(CheckedRows):
             self._running.clear()
 
     def _recount(self) -> None:
-        """Works returns and lengths out again, after rows have been changed."""
+        """Recomputes returns and lengths after rows have changed."""
         rows = self._own_rows()
         self._find_begins()
         self._running.clear()
