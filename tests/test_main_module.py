@@ -179,7 +179,7 @@ with WorkerPool(1, lambda index: Asked(index, add), start_method=METHOD) as one:
 @pytest.mark.parametrize("method", METHODS)
 def test_no_name_of_the_script_is_hidden_by_what_finds_them(method, subprocess_env, tmp_path):
     text = """
-NAMES = ["find", "find_all", "find_now", "loads", "script", "namespace", "explain", "_script", "_find", "_lock"]
+NAMES = ["find", "find_all", "find_now", "loads", "script", "namespace", "explain"]
 for name in NAMES:
     globals()[name] = f"mine: {name}"
 
