@@ -860,6 +860,17 @@ def test_workers_draw_different_numbers_and_have_no_torch():
         assert len(set(infos["drawn"].tolist())) == 4 and not infos["torch"].any()
 
 
+def test_an_entry_point_keeps_its_state_between_the_environments_that_a_worker_makes(monkeypatch):
+    made = []
+    spec = gymnasium.envs.registration.EnvSpec("Made-v0", lambda: (made.append(0), Count(len(made)))[1])
+    monkeypatch.setitem(gymnasium.registry, spec.id, spec)
+    make = functools.partial(gymnasium.make, "Made-v0", disable_env_checker=True)
+    with SharedVectorEnv([make, lambda: gymnasium.make(make().spec, disable_env_checker=True)], 1) as env:
+        env.reset()
+        ends = np.array([env.step([0, 0])[2] for _ in range(3)])
+    assert ends.argmax(axis=0).tolist() == [0, 2]  # the first ends after one step, the third that was made after three
+
+
 @pytest.mark.parametrize("entry_point", [Count, lambda: Count(3)], ids=["class", "lambda"])
 def test_registered_classes_are_imported_by_the_workers_that_make_them(entry_point, monkeypatch):
     spec = gymnasium.envs.registration.EnvSpec("Torch-v0", entry_point, disable_env_checker=True)

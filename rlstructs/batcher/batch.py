@@ -1,4 +1,4 @@
-"""A batch: the slots of some environments, of one generation or of several, read as one."""
+"""A batch: the slots of some environments, of one slot buffer or of several, read as one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Batch:
     """Rollouts that are over.
 
     Args:
-        parts: slots of all environments of a generation, and which of them, int64 (B,), ascending.
+        parts: slots of all environments in one slot buffer, and which of them, int64 (B,), ascending.
         versions: int64 (N,), of which update the agent of each environment was.
     """
 

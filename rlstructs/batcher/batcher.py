@@ -10,7 +10,7 @@
     get()         <── which slots, how many ─
     copies the slots into private memory
 
-With `run_ahead=k` there are k + 1 generations of slots, and `execute` orders what is missing to k + 1 rollouts: workers
+With `run_ahead=k` there are k + 1 slot buffers, and `execute` orders what is missing to k + 1 rollouts: workers
 go on while the trainer learns. Orders, updates and resets reach a worker one behind another, through its pipe.
 
 Rows of trajectories never cross a pipe. The arena is anonymous and belongs to those who map it: it is
@@ -47,7 +47,7 @@ from rlstructs.batcher.lease import Lease
 from rlstructs.batcher.lifecycle import Lifecycle, Phase
 from rlstructs.checks import check_count, check_start_method, check_timeout
 from rlstructs.debug import is_on
-from rlstructs.envs.vec_env import VecEnv
+from rlstructs.envs.vec_env import NO_INFO, VecEnv
 from rlstructs.frameworks.torch import as_device
 from rlstructs.moments import Moments
 from rlstructs.rollout.job_settings import JobSettings
@@ -59,8 +59,6 @@ from rlstructs.worker_setup.setup import check_init_worker
 from workers.interrupts import defer_first_interrupt
 
 logger = logging.getLogger("rlstructs")
-
-NO_INFO = DictTensor()
 
 
 class RL_Batcher:

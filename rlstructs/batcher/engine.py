@@ -259,10 +259,10 @@ def start_engine(
     try:
         supervisor = Supervisor(pool, run.on_worker_failure, run.max_restarts, run.run_ahead)
         layout, blocks, n_envs = find_contents(supervisor, settings, run.n_timesteps)
-        generations = SlotBuffers(layout, run.run_ahead + 1, len(blocks))
-        slots_arena.resize(generations.reserved_nbytes, expected=generations.nbytes)
-        transport = SlotTransport(generations, slots_arena.map(), blocks, debug)
-        supervisor.attach(generations)
+        slot_buffers = SlotBuffers(layout, run.run_ahead + 1, len(blocks))
+        slots_arena.resize(slot_buffers.reserved_nbytes, expected=slot_buffers.nbytes)
+        transport = SlotTransport(slot_buffers, slots_arena.map(), blocks, debug)
+        supervisor.attach(slot_buffers)
         outbox = weights.Outbox(weights_arena, run.run_ahead + 1, pool.settle)
         return Engine(settings, supervisor, transport, outbox, n_envs, arenas, on_new_episodes)
     except BaseException:

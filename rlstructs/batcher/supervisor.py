@@ -86,10 +86,10 @@ class Supervisor:
         self._n_envs = found[0].n_envs
         return found
 
-    def attach(self, generations: SlotBuffers) -> None:
+    def attach(self, slot_buffers: SlotBuffers) -> None:
         """Gives every worker its slots."""
-        self._orders["attach"] = (generations,)
-        self.pool.call("attach", generations)
+        self._orders["attach"] = (slot_buffers,)
+        self.pool.call("attach", slot_buffers)
 
     def update(self, packed: Any, sent: Callable[[list[Asked]], None]) -> list[Asked]:
         """Updates every agent: at once, or, with a run-ahead, behind the rollouts that were ordered before.

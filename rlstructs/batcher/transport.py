@@ -113,26 +113,26 @@ class SlotTransport(Transport):
     """Of workers that write to slots.
 
     Args:
-        generations: of the slots.
+        slot_buffers: of the workers.
         buffer: where they lie.
         blocks: as of `Transport`.
         poisons: whether what was not written holds poison.
     """
 
-    def __init__(self, generations: SlotBuffers, buffer: mmap, blocks: Sequence[range], poisons: bool) -> None:
-        super().__init__(generations.layout, blocks)
-        self._generations = generations
-        self.slots = generations.slots(buffer, poisons=poisons)
-        self._cuts = generations.cuts(buffer)
-        # Worker and generation of slots in which an older `agent_info` stands.
+    def __init__(self, slot_buffers: SlotBuffers, buffer: mmap, blocks: Sequence[range], poisons: bool) -> None:
+        super().__init__(slot_buffers.layout, blocks)
+        self._slot_buffers = slot_buffers
+        self.slots = slot_buffers.slots(buffer, poisons=poisons)
+        self._cuts = slot_buffers.cuts(buffer)
+        # Worker and slot buffer in which an older `agent_info` stands.
         self._stale: set[tuple[int, int]] = set()
 
     @property
     def nbytes(self) -> int:
-        return self._generations.nbytes
+        return self._slot_buffers.nbytes
 
     def batch(self, orders: Mapping[int, RolloutOrder], version_before: int, version: int) -> Batch:
-        generations: dict[int, list[np.ndarray]] = {}
+        rows_of_buffer: dict[int, list[np.ndarray]] = {}
         versions = np.full(self.layout.n_slots, version)
         for worker, order in sorted(orders.items()):
             index = order.number % len(self.slots)
@@ -141,8 +141,8 @@ class SlotTransport(Transport):
                 self.slots[index].lose(rows)
             else:
                 versions[rows] = version_before + order.asked.value.version
-            generations.setdefault(index, []).append(rows)
-        return Batch([(self.slots[index], np.concatenate(rows)) for index, rows in generations.items()], versions)
+            rows_of_buffer.setdefault(index, []).append(rows)
+        return Batch([(self.slots[index], np.concatenate(rows)) for index, rows in rows_of_buffer.items()], versions)
 
     def put_infos(self, infos: Mapping[str, DictTensor]) -> None:
         super().put_infos(infos)

@@ -18,6 +18,7 @@ from rlstructs.batcher.evaluation import run_evaluation
 from rlstructs.batcher.transport import SlotTransport
 from rlstructs.distributed.actor import Columns
 from rlstructs.distributed.parts import columns_of
+from rlstructs.envs.vec_env import NO_INFO
 from rlstructs.moments import Moments
 from rlstructs.rollout.job import FailureGuard
 from rlstructs.rollout.job_settings import JobSettings
@@ -30,8 +31,6 @@ from rlstructs.worker_setup.library_settings import write_libraries
 from rlstructs.worker_setup.registry import Registered
 from workers import pickling
 from workers.settings.process_settings import SETTINGS, write_settings
-
-NO_INFO = DictTensor()
 
 
 @dataclass(frozen=True)

@@ -129,10 +129,10 @@ def _environments_text(n: int) -> str:
     return "1 environment" if n == 1 else f"{n} environments"
 
 
-def repeat_row(example: DictTensor, n: int) -> DictTensor:
-    """Row 0 of an example, n times."""
-    if example.empty():
-        return example
+def repeat_row(example: DictTensor | None, n: int) -> DictTensor:
+    """Repeats row 0 of an example n times; empty if there is none."""
+    if example is None or example.empty():
+        return DictTensor()
     return example.index(torch.zeros(n, dtype=torch.int64, device="cpu"))
 
 

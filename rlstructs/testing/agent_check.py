@@ -12,12 +12,11 @@ import torch
 from rlstructs.agent import RL_Agent, replay_agent
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
-from rlstructs.rollout.probe import check_batch_first
+from rlstructs.rollout.probe import check_batch_first, repeat_row
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import equal
 from rlstructs.testing.checked_agent import CheckedAgent
-from rlstructs.testing.checked_env import repeat_row
 from rlstructs.testing.env_source import check_pickles
 from rlstructs.testing.recording import Moment, Recording, record_rollout, record_script
 

@@ -11,6 +11,7 @@ import torch
 from rlstructs.envs.info_columns import PREFIX
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
+from rlstructs.rollout.probe import repeat_row
 from rlstructs.structures.arrays import TensorSpec, numpy_specs, specs_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import equal, show
@@ -145,13 +146,6 @@ class CheckedEnv:
             check_unchanged(message, tensors, copy)
         # In a DictTensor of our own: the caller may set keys in the one it gets.
         self._handed_out += [(where, DictTensor(one), one.clone()) for one in observations]
-
-
-def repeat_row(example: DictTensor | None, n: int) -> DictTensor:
-    """Row 0 of an example, n times; empty if there is none."""
-    if example is None or example.empty():
-        return DictTensor()
-    return example.index(torch.zeros(n, dtype=torch.int64, device="cpu"))
 
 
 def check_unchanged(message: str, tensors: DictTensor, copy: DictTensor) -> None:

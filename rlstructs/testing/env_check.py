@@ -17,10 +17,11 @@ from rlstructs.envs.row_env import gives_rows
 from rlstructs.envs.spaces import list_leaves
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
+from rlstructs.rollout.probe import repeat_row
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import equal, show
-from rlstructs.testing.checked_env import CheckedEnv, done_of, repeat_row
+from rlstructs.testing.checked_env import CheckedEnv, done_of
 from rlstructs.testing.checked_gymnasium import (
     innermost,
     install_gymnasium_checks,

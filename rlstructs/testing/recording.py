@@ -8,12 +8,12 @@ import torch
 
 from rlstructs.agent import EmptyHistory
 from rlstructs.envs.vec_env import VecEnv
+from rlstructs.rollout.probe import repeat_row
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.structures.tree import put_rows
 from rlstructs.testing.checked_agent import CheckedAgent
-from rlstructs.testing.checked_env import repeat_row
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import importlib
 import sys
 import warnings
@@ -39,14 +40,22 @@ class DeferredEntryPoint:
     def __reduce__(self) -> tuple[Any, ...]:
         return DeferredEntryPoint, (self._data,)
 
+    def __deepcopy__(self, memo: Any) -> DeferredEntryPoint:
+        return self  # as functions and classes are not copied: gymnasium copies specs
+
+    @functools.cached_property
+    def _value(self) -> Any:
+        """The entry point, unpickled once: what it remembers, it remembers from one environment to the next."""
+        return loads(self._data)
+
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Makes the environment."""
-        return loads(self._data)(*arguments, **keywords)
+        return self._value(*arguments, **keywords)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(loads(self._data), name)  # gymnasium reads the `metadata` of a class before it calls it
+        return getattr(self._value, name)  # gymnasium reads the `metadata` of a class before it calls it
 
 
 def read_registry() -> Registered:

@@ -15,7 +15,7 @@ from rlstructs.replay.buffer import GROW, Buffer
 from rlstructs.replay.claims import Claims, dtype_called
 from rlstructs.replay.columns import Spec, cast
 from rlstructs.replay.export import Exporter
-from rlstructs.replay.from_trajectories import key_of
+from rlstructs.replay.from_trajectories import NAMES, key_of
 from rlstructs.replay.given import as_rows, is_mapping, spec_of
 from rlstructs.replay.reading import DISCOUNT
 from rlstructs.replay.roles import ends_among
@@ -24,15 +24,7 @@ from rlstructs.replay.store import ALL, Storage
 from rlstructs.replay.values import as_whole, host_array
 from rlstructs.structures.trajectories import Trajectories
 
-# Tag -> key of trajectories: what is set up if no tag is, and what else a tag may be called.
-NAMES = {
-    "observations": "observation/frame",
-    "next_observations": "_observation/frame",
-    "actions": "action/action",
-    "rewards": "_observation/reward",
-    "terminated": "_observation/terminated",
-    "truncated": "_observation/truncated",
-}
+# Further tags of trajectories, beside `NAMES`, which is set up if no tag is.
 MORE_NAMES = {"done": "_observation/done", "dones": "_observation/done"}
 
 

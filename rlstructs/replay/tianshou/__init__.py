@@ -1,1 +1,1 @@
-"""The replay buffers: rlberry's, tianshou's and torchrl's interfaces over the one store."""
+"""tianshou's replay buffers over the one store."""
