@@ -52,7 +52,7 @@ from rlstructs.batcher.worker_record import RolloutOrder
 from rlstructs.cli.command import main
 from rlstructs.distributed.supervisor import NodeRecord
 from rlstructs.rollout.progress import RolloutReply
-from workers.messages import Asked
+from workers.futures import Future
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'rlstructs[ray]'")
 
@@ -478,7 +478,7 @@ def test_an_actor_that_is_killed_is_replaced(cluster, tmp_path, run_ahead):
 
 def test_when_just_a_reply_is_lost_what_came_behind_it_is_run_again():
     member, reply = NodeRecord(n_ordered=4), RolloutReply([0], (0, 0.0, 0.0, 0.0), 0, {})
-    member.orders += [RolloutOrder(number, Asked(0, "rollout")) for number in range(4)]
+    member.orders += [RolloutOrder(number, Future(0, "rollout")) for number in range(4)]
     for order in member.orders:
         order.asked.end(reply)
     member.orders[1].asked.end(error=WorkerError("the reply is lost"))

@@ -269,7 +269,7 @@ def test_close_from_another_thread_ends_a_get_that_waits():
 
         waiting = threading.Thread(target=wait)
         waiting.start()
-        while not batcher._engine.pool._watch._n_waiting:  # or it would hear of it before it waits
+        while not batcher._engine.pool._exchange.watch._n_waiting:  # or it would hear of it before it waits
             assert waiting.is_alive()
         with Deadline(10.0):
             batcher.close()

@@ -124,12 +124,13 @@ def test_what_was_logged_before_a_crash_is_seen(signum, start_method, caplog):
 
 def test_what_was_logged_before_a_hang_is_seen_while_it_is_waited_for(start_method, caplog):
     with WorkerPool(1, Job, start_method=start_method) as pool:
-        pool.broadcast("hang")
+        futures = pool.ask("hang")
         for _ in range(600):  # a minute, on a busy machine
-            if messages_of(caplog) or pool.ready(0.1):
+            pool.settle(futures, timeout=0.1)
+            if messages_of(caplog):
                 break
         with pytest.raises(WorkerTimeout):
-            pool.gather(0.0)
+            pool.gather(futures, 0.0)
         assert messages_of(caplog) == ["last words"]
 
 

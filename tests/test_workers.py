@@ -164,8 +164,7 @@ def test_jobs_answer_in_the_order_of_their_index(method):
         assert [index for index, _ in answers] == [0, 1, 2]
         assert [pid for _, pid in answers] == pool.pids
         assert os.getpid() not in pool.pids
-        pool.send(1, "identify")
-        assert pool.gather() == [answers[1]]
+        assert pool.gather(pool.ask("identify", only=[1])) == [answers[1]]
 
 
 def test_an_exception_arrives_as_its_own_class_with_index_and_traceback(method):
@@ -226,21 +225,21 @@ def test_a_worker_killed_while_idle_is_noticed_by_the_next_call(method):
 
 def test_the_death_of_one_is_noticed_while_another_works():
     with WorkerPool(2, Job) as pool:
-        pool.broadcast("hang", 0)
-        assert not pool.ready()
+        futures = pool.ask("hang", 0)
+        assert not pool.is_settled(futures)
         os.kill(pool.pids[1], signal.SIGKILL)
         with pytest.raises(WorkerCrashed, match="worker 1"):
-            pool.gather(LIMIT)
+            pool.gather(futures, LIMIT)
         pool.kill()
 
 
 def test_a_deadline_names_who_is_late(method):
     with WorkerPool(2, Job, start_method=method) as pool:
         pids = pool.pids
-        pool.broadcast("hang", 1)
+        futures = pool.ask("hang", 1)
         late = rf"no reply within 0.05 s to 'hang' from worker\(s\) .*1 \(pid {pids[1]}\)$"
         with pytest.raises(WorkerTimeout, match=late):
-            pool.gather(0.05)
+            pool.gather(futures, 0.05)
         pool.close(0.05)
     assert_gone(pids)
 
@@ -248,17 +247,17 @@ def test_a_deadline_names_who_is_late(method):
 def test_half_a_reply_keeps_nobody_waiting():
     """Neither one who waits longer than the deadline, nor one who closes meanwhile."""
     pool = WorkerPool(2, Job)
-    pool.broadcast("give_half")
+    futures = pool.ask("give_half")
     deadline = time.monotonic() + LIMIT
     while [psutil.Process(pid).status() for pid in pool.pids] != [psutil.STATUS_STOPPED] * 2:
         assert time.monotonic() < deadline
-        pool.ready(0.01)
+        pool.settle(futures, timeout=0.01)
     with pytest.raises(WorkerTimeout, match=r"no reply within 0.2 s to 'give_half' from worker\(s\) 0 "):
-        pool.gather(0.2)
+        pool.gather(futures, 0.2)
 
     def wait():
         with pytest.raises(WorkerError, match="closed while a reply was waited for"):
-            pool.gather()
+            pool.gather(futures)
 
     waiting = threading.Thread(target=wait)
     waiting.start()
@@ -284,11 +283,12 @@ def test_the_deadline_of_several_is_one():
 def test_a_deadline_counts_from_the_order_also_for_those_who_only_ask():
     with WorkerPool(2, Job) as pool:
         pool.timeout = 0.1
-        pool.broadcast("hang", 1)
+        futures = pool.ask("hang", 1)
         assert select.select([pool._workers[0].channel], [], [], LIMIT)[0]  # it has replied, and is not late
+        while not pool.is_settled(futures):
+            pass
         with pytest.raises(WorkerTimeout, match=r"no reply within 0.1 s to 'hang' from worker\(s\) 1 "):
-            while not pool.ready():
-                pass
+            pool.gather(futures)
         pool.kill()
 
 
@@ -299,7 +299,7 @@ def test_a_deadline_may_pass_between_any_two_looks_at_the_clock(monkeypatch, n):
         asked = pool.ask("hang", 1)
         clock = JumpingTime(n)
         with monkeypatch.context() as patch:
-            for name in ("pool", "watch", "channel", "process"):
+            for name in ("exchange", "watch", "channel", "process"):
                 patch.setattr(f"workers.{name}.time", clock)
             pool.settle(asked)
         assert isinstance(asked[1].error, WorkerTimeout)
@@ -323,29 +323,23 @@ def test_who_lingers_finds_what_has_come_and_that_nothing_will():
 
 def test_a_reply_that_came_in_time_is_not_late_however_late_it_is_read():
     with WorkerPool(2, Job) as pool:
-        for settles in (False, True):
+        for timeout in (None, 0.0):
             pool.timeout = None
-            asked = pool.ask("identify") if settles else pool.broadcast("identify")
+            futures = pool.ask("identify")
             for worker in pool._workers:
                 assert select.select([worker.channel], [], [], LIMIT)[0]
             pool.timeout = 1e-9
-            if settles:
-                pool.settle(asked)
-            assert [index for index, _ in ([each.value for each in asked] if settles else pool.gather())] == [0, 1]
+            assert [index for index, _ in pool.gather(futures, timeout)] == [0, 1]
 
 
-@pytest.mark.parametrize("settles", [False, True])
-def test_a_long_reply_that_has_begun_in_time_is_not_late(settles):
+def test_a_long_reply_that_has_begun_in_time_is_not_late():
     """It comes in pieces: the worker is woken for the next one as the one before is read."""
     with WorkerPool(1, Job) as pool:
-        asked = pool.ask("echo", bytes(30_000_000)) if settles else pool.broadcast("echo", bytes(30_000_000))
+        futures = pool.ask("echo", bytes(30_000_000))
         [worker] = pool._workers
         assert select.select([worker.channel], [], [], LIMIT)[0]
         pool.timeout, worker.since = LIMIT, worker.since - 2 * LIMIT
-        if settles:
-            pool.settle(asked)
-        [value] = [each.value for each in asked] if settles else pool.gather()
-        assert len(value) == 30_000_000
+        assert pool.gather(futures) == [bytes(30_000_000)]
 
 
 def test_what_is_asked_of_a_busy_worker_is_answered_in_its_turn(method):
@@ -451,7 +445,7 @@ def test_a_temporary_directory_of_too_long_a_name_is_said_to_be_it(monkeypatch, 
 def test_a_worker_that_resists_is_killed():
     pool = WorkerPool(1, Job)
     pids = pool.pids
-    pool.broadcast("resist")
+    pool.ask("resist")
     pool.close(0.1)
     assert_gone(pids)
 
@@ -494,81 +488,86 @@ def test_values_that_cannot_be_pickled_are_errors_and_the_worker_lives():
 
 def test_a_message_that_cannot_be_unpickled_is_an_error_and_the_worker_lives(method):
     with WorkerPool(2, Job, start_method=method) as pool:
-        for call in (lambda: pool.broadcast("give_poison"), lambda: pool.broadcast("fail", Poison())):
-            call()
-            for _ in range(2):  # each worker's
+        for call in (lambda: pool.ask("give_poison"), lambda: pool.ask("fail", Poison())):
+            for future in call():  # each worker's
                 with pytest.raises(pickle.UnpicklingError, match="a message cannot be unpickled: EOFError"):
-                    pool.gather(LIMIT)
+                    pool.gather([future], LIMIT)
         assert [index for index, _ in pool.call("identify")] == [0, 1]
 
 
 def test_a_reply_from_before_a_restart_is_nobodys(method):
     with WorkerPool(2, Job, start_method=method) as pool:
         old = pool.pids
-        pool.broadcast("identify")
+        futures = pool.ask("identify")
         poll = select.poll()
         poll.register(pool._workers[1].channel.fileno(), select.POLLIN)
         assert poll.poll(LIMIT * 1000)  # it has replied, and nobody has read it
         [built] = pool.restart({1: ()})
         pool.settle([built])
         assert built.error is None and built.value is None
-        assert pool.gather() == [(0, old[0])]
+        assert pool.gather(futures[:1]) == [(0, old[0])]
+        assert isinstance(futures[1].error, WorkerCrashed)
         answers = pool.call("identify")
         assert answers == [(0, old[0]), (1, pool.pids[1])] and pool.pids[1] != old[1]
 
 
 def test_a_busy_worker_takes_no_second_request():
     with WorkerPool(1, Job) as pool:
-        pool.broadcast("hang", 0)
+        pool.ask("hang", 0)
         with pytest.raises(RuntimeError, match="worker 0 is still busy with 'hang'"):
-            pool.broadcast("identify")
+            pool.call("identify")
         pool.kill()
 
 
 def test_posts_are_answered_one_behind_another(method):
     with WorkerPool(2, Job, start_method=method) as pool:
-        pool.post(Post.of("answer", b"a"), [1])
-        pool.post(Post.of("answer", b"", b"c" * 5000), [1])
-        pool.post(Post.of("answer", b"b"), [0])
-        pool.post(Post.of("answer", b"\x80"), [1])
-        assert pool.ready(LIMIT)
-        answers = pool.answers()
-        assert [data for index, data in answers if index == 1] == [b"1:a", b"1:", b"1:" + b"c" * 5000, b"1:\x80"]
-        assert [data for index, data in answers if index == 0] == [b"0:b"] and len(answers) == 5
-        assert pool.answers() == answers
-        pool.forget_answers()
-        pool.await_answer()  # nothing is asked
-        assert pool.answers() == [] and [index for index, _ in pool.call("identify")] == [0, 1]
+        first = pool.post(Post.of("answer", b"a"), [1])
+        second = pool.post(Post.of("answer", b"", b"c" * 5000), [1])
+        other = pool.post(Post.of("answer", b"b"), [0])
+        last = pool.post(Post.of("answer", b"\x80"), [1])
+        assert pool.gather(last + second + first, LIMIT) == [b"1:\x80", b"1:", b"1:" + b"c" * 5000, b"1:a"]
+        assert pool.gather(other, LIMIT) == pool.gather(other) == [b"0:b"]
+        both = pool.post(Post.of("answer", b"d", b"e"))
+        assert pool.gather(both, LIMIT) == [b"0:d", b"0:e", b"1:d", b"1:e"]
+        pool.settle([])  # nothing is asked
+        assert [index for index, _ in pool.call("identify")] == [0, 1]
 
 
 def test_the_first_answer_can_be_had_while_another_worker_is_busy():
     with WorkerPool(2, Job) as pool:
-        pool.send(0, "hang", 0)
-        pool.post(Post.of("answer", b"a"), [1])
-        pool.await_answer(LIMIT)
-        assert pool.answers() == [(1, b"1:a")] and pool.states == ["busy", "idle"]
-        pool.forget_answers()
+        futures = pool.ask("hang", 0, only=[0]) + pool.post(Post.of("answer", b"a"), [1])
+        pool.settle(futures, 1, timeout=LIMIT)
+        assert futures[1].value == b"1:a" and not futures[0].is_over and pool.states == ["busy", "idle"]
         with pytest.raises(WorkerTimeout, match=r"no reply within 0.01 s to 'hang' from worker\(s\) 0 \(pid \d+\)$"):
-            pool.await_answer(0.01)
+            pool.gather(futures, 0.01)
         with pytest.raises(RuntimeError, match="worker 0 is still busy with 'hang'"):
-            pool.send(0, "identify")
+            pool.call("identify")
         os.kill(pool.pids[0], signal.SIGKILL)
         with pytest.raises(WorkerCrashed, match="worker 0"):
-            pool.await_answer(LIMIT)
+            pool.gather(futures, LIMIT)
 
 
 def test_what_answering_raises_arrives_and_the_worker_lives():
     with WorkerPool(1, Job) as pool:
-        pool.post(Post.of("the label", b"a", b"fail", b"b"), [0])
+        first, failed, last = pool.post(Post.of("the label", b"a", b"fail", b"b"), [0])
         with pytest.raises(OwnError, match=r"code 7: odd") as caught:
-            pool.gather()
+            pool.gather([first, failed, last])
         assert caught.value.__notes__ == ["raised in worker 0 during 'the label'"]
-        assert pool.ready(LIMIT) and pool.answers() == [(0, b"0:a"), (0, b"0:b")]
-        pool.forget_answers()
-        pool.post(Post.of("answer", b"text"), [0])
+        assert pool.gather([first, last], LIMIT) == [b"0:a", b"0:b"]
         with pytest.raises(TypeError, match="bytes"):
-            pool.await_answer()
+            pool.gather(pool.post(Post.of("answer", b"text"), [0]))
         assert pool.call("identify") == [(0, pool.pids[0])]
+
+
+def test_a_wait_that_was_too_short_can_be_repeated():
+    """A timeout of the caller's own leaves the request under way, and its later reply counts."""
+    with WorkerPool(1, Job) as pool:
+        futures = pool.ask("echo", bytes(30_000_000))
+        with pytest.raises(WorkerTimeout, match="no reply within 0.0 s"):
+            while True:
+                pool.gather(futures, 0.0)
+                futures = pool.ask("echo", bytes(30_000_000))
+        assert pool.gather(futures, LIMIT) == [bytes(30_000_000)] and futures[0].error is None
 
 
 def test_closing_does_not_wait_for_posts_that_hang():
@@ -744,9 +743,9 @@ def test_a_sandbox_without_descriptors_of_processes_is_enough(subprocess_env):
 def test_the_inline_pool_answers_as_workers_do():
     pool = InlinePool(Job)
     assert pool.call("identify") == [(0, os.getpid())]
-    pool.broadcast("fail", 0)
+    futures = pool.ask("fail", 0)
     with pytest.raises(KeyError, match="nothing there"):
-        pool.gather()
+        pool.gather(futures)
     assert pool.call("identify") == [(0, os.getpid())]
     pool.close()
     pool.close()

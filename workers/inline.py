@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from workers.futures import Future, gather_values
 from workers.interrupts import forget_last_interrupt
 from workers.loop import close_job
-from workers.messages import Asked
 
 
 class InlinePool:
@@ -34,7 +34,6 @@ class InlinePool:
     ) -> None:
         forget_last_interrupt()
         self._around = around
-        self._asked: list[Asked] = []
         with around():
             if init_worker is not None:
                 init_worker(0)
@@ -43,27 +42,28 @@ class InlinePool:
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Calls `job.method(*args)`; returns its value in a list of one."""
-        self.broadcast(method, *args)
-        return self.gather()
+        return self.gather(self.ask(method, *args))
 
-    def broadcast(self, method: str, *args: Any) -> None:
-        """Calls `job.method(*args)`; `gather` raises what that raised."""
-        self._asked = self.ask(method, *args)
-
-    def ask(self, method: str, *args: Any, only: Iterable[int] | None = None) -> list[Asked]:
-        """Calls `job.method(*args)`; the returned object holds the value or the exception."""
-        asked = Asked(0, method)
+    def ask(self, method: str, *args: Any, only: Iterable[int] | None = None) -> list[Future]:
+        """Calls `job.method(*args)`; the future holds the value or the exception."""
+        future = Future(0, method)
         try:
             with self._around():
-                asked.end(getattr(self._job, method)(*args))
+                future.end(getattr(self._job, method)(*args))
         except Exception as error:
-            asked.end(error=error)
-        return [asked]
+            future.end(error=error)
+        return [future]
 
-    def settle(self, asked: Sequence[Asked], n: int | None = None, *, fails_fast: bool = False) -> None:
+    def gather(self, futures: Sequence[Future], timeout: float | None = None) -> list[Any]:
+        """Returns the values of calls, or raises what the first that failed raised."""
+        return gather_values(futures)
+
+    def settle(
+        self, futures: Sequence[Future], n: int | None = None, *, timeout: float | None = None, fails_fast: bool = False
+    ) -> None:
         """Does nothing: a call is over when it returns."""
 
-    def is_settled(self, asked: Sequence[Asked], n: int | None = None, *, fails_fast: bool = False) -> bool:
+    def is_settled(self, futures: Sequence[Future], n: int | None = None, *, fails_fast: bool = False) -> bool:
         """Returns True: a call is over when it returns."""
         return True
 
@@ -71,24 +71,7 @@ class InlinePool:
         """Returns no failures: the job's process is this one."""
         return {}
 
-    def send(self, index: int, method: str, *args: Any) -> None:
-        """Calls `broadcast`: there is only one job."""
-        self.broadcast(method, *args)
-
-    def ready(self, timeout: float | None = 0.0) -> bool:
-        """Returns True, or raises what the last call raised."""
-        for each in self._asked:
-            if each.error is not None:
-                self._asked = []
-                raise each.error
-        return True
-
-    def gather(self, timeout: float | None = None) -> list[Any]:
-        """Returns the value of the last call in a list of one, or raises what it raised."""
-        self.ready()
-        return [each.value for each in self._asked]  # keeps them, so that an interrupted caller can gather again
-
-    def restart(self, successors: Mapping[int, tuple[Any, ...]]) -> list[Asked]:
+    def restart(self, successors: Mapping[int, tuple[Any, ...]]) -> list[Future]:
         """Raises: a job in this process cannot be replaced."""
         raise NotImplementedError("a job in this process cannot be replaced")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]
 import _thread
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -16,6 +17,15 @@ from typing import Any, ClassVar
 from workers import import_path
 
 SIGINT = int(signal.SIGINT)
+_main_thread_id = threading.main_thread().ident
+
+
+def _note_fork() -> None:
+    global _main_thread_id
+    _main_thread_id = threading.main_thread().ident  # of the thread that has forked
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 class defer_interrupt:
@@ -31,7 +41,7 @@ class defer_interrupt:
 
     def __enter__(self) -> None:
         self._is_pending, self._before = False, None
-        if threading.get_ident() == threading.main_thread().ident and callable(_signal.getsignal(SIGINT)):
+        if _thread.get_ident() == _main_thread_id and callable(_signal.getsignal(SIGINT)):
             self._before = _signal.signal(SIGINT, self._handle_sigint)
 
     def __exit__(self, *_: object) -> None:

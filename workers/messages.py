@@ -106,31 +106,6 @@ class Close:
     n_replies: ClassVar[int] = 1
 
 
-@dataclass(eq=False)
-class Asked:
-    """A request to a worker, and its outcome.
-
-    Attributes:
-        index: the worker's index.
-        label: the request's label.
-        is_kept: whether this object keeps the reply.
-        is_over: whether the reply has come, or never will.
-        value: what the job replied.
-        error: why there is no value.
-    """
-
-    index: int
-    label: str
-    is_kept: bool = True
-    is_over: bool = False
-    value: Any = None
-    error: BaseException | None = None
-
-    def end(self, value: Any = None, error: BaseException | None = None) -> None:
-        """Keeps the outcome."""
-        self.value, self.error, self.is_over = value, error, True
-
-
 class Result(NamedTuple):
     """The reply of a call that returned."""
 

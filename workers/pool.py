@@ -1,4 +1,4 @@
-"""A pool of workers: broadcasts requests, gathers replies under one deadline, restarts workers, closes all."""
+"""`WorkerPool`: starts worker processes, sends them requests, restarts and closes them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing import util
 from typing import Any
 
-from workers import messages, pickling
-from workers.channel import deadline_in
 from workers.descriptors import check_enough
-from workers.errors import WorkerError, WorkerTimeout, check_owner, strip_traceback
-from workers.failures import Failure
+from workers.errors import WorkerError, check_owner, strip_traceback
+from workers.exchange import Exchange
+from workers.futures import Future, gather_values
 from workers.interrupts import defer_first_interrupt, defer_interrupt, forget_last_interrupt
-from workers.messages import Asked, Build, Call, Close, Post, Result, State
+from workers.messages import Build, Call, Close, Post, State
 from workers.process import WorkerProcess, end_all
 from workers.script_pickling import make_build_request
 from workers.settings.log_records import LogPipe
 from workers.start import default_start_method
-from workers.watch import Watch
 
 # Seconds that workers get to close their jobs.
 CLOSE_DELAY = 3.0
@@ -80,7 +78,6 @@ class WorkerPool:
         if n_workers < 1:
             raise ValueError(f"n_workers must be at least 1, got {n_workers}")
         forget_last_interrupt()
-        self.timeout = timeout
         self._made_by = os.getpid()
         # Restarted workers get the same request, even if the factory or this process has changed since.
         start_method = start_method or default_start_method()
@@ -88,11 +85,7 @@ class WorkerPool:
         self._log = LogPipe()
         self._arguments = (shared, start_method, tuple(preload), name, self._log.writer)
         self._workers: list[WorkerProcess] = []
-        self._replies: dict[int, Any] = {}
-        self._answers: list[tuple[int, bytes]] = []
-        self._failures: dict[int, BaseException] = {}
-        self._late: set[int] = set()  # workers that missed a deadline and may still reply
-        self._watch = Watch(self._log)
+        self._exchange = Exchange(self._workers, self._log, timeout)
         # Not weakref.finalize: this one runs before multiprocessing joins the remaining children at exit, and never in
         # a forked copy of this process.
         self._finalizer = util.Finalize(self, _end_left, args=(self._workers, self._log), exitpriority=100)
@@ -100,8 +93,7 @@ class WorkerPool:
             check_enough(n_workers)
             for index in range(n_workers):
                 self._begin(index)
-            self._send(self._workers, self._first)
-            self.gather()
+            self.gather(self._send(None, self._first))
         except BaseException as error:
             if isinstance(error, Exception) and not isinstance(error, WorkerError):
                 with contextlib.suppress(Exception):  # a factory raised: the other jobs may have to close
@@ -112,6 +104,15 @@ class WorkerPool:
     @property
     def n_workers(self) -> int:
         return len(self._workers)
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds within which replies must come, None for no limit."""
+        return self._exchange.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float | None) -> None:
+        self._exchange.timeout = seconds
 
     @property
     def can_restart(self) -> bool:
@@ -129,17 +130,18 @@ class WorkerPool:
         return [worker.state.value for worker in self._workers]
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Calls `job.method(*args)` in every worker; returns the values, by worker index."""
-        self.broadcast(method, *args)
-        return self.gather()
+        """Calls `job.method(*args)` in every worker; returns the values, by worker index.
 
-    def broadcast(self, method: str, *args: Any) -> None:
-        """Asks every worker to call `job.method(*args)`, and returns at once."""
-        self._check_idle()
-        self._send(self._workers, Call(method, args))
+        Raises:
+            RuntimeError: a worker is still busy with an earlier request.
+            Exception: see `gather`.
+        """
+        if busy := self._exchange.find_busy():
+            raise RuntimeError(f"worker {busy[0].index} is still busy with {busy[0].last_request!r}: wait for it first")
+        return self.gather(self.ask(method, *args))
 
-    def ask(self, method: str, *args: Any, only: Iterable[int] | None = None) -> list[Asked]:
-        """Asks workers to call `job.method(*args)`, and returns at once; the returned objects get the results.
+    def ask(self, method: str, *args: Any, only: Iterable[int] | None = None) -> list[Future]:
+        """Asks workers to call `job.method(*args)`, and returns at once; the futures get the values.
 
         A worker may get several requests: they wait in its pipe, so that all of them together must be small
         (`messages.AT_ONCE` bytes) unless the worker is idle. A request to a worker that is gone fails.
@@ -149,101 +151,24 @@ class WorkerPool:
             args: its arguments.
             only: the indexes of the workers to ask; None for all.
         """
-        return self._send(self._chosen(only), Call(method, args), is_kept=True)
+        return self._send(only, Call(method, args))
 
-    def settle(self, asked: Sequence[Asked], n: int | None = None, *, fails_fast: bool = False) -> None:
-        """Waits until `n` requests are over; one that takes longer than the pool's timeout counts as failed.
+    def post(self, post: Post, only: Iterable[int] | None = None) -> list[Future]:
+        """Has workers call `job.answer` with bytes, and returns at once; the futures get the bytes that it returns.
 
-        Args:
-            asked: the requests, as returned by `ask`.
-            n: how many to wait for; None for all.
-            fails_fast: whether to stop at the first failure.
-        """
-        while workers := self._awaited(asked, n, fails_fast):
-            self._wait(None, workers)
-        for each in asked:
-            if not each.is_over and not each.error and self._workers[each.index] in self._overdue():
-                each.error = _late([self._workers[each.index]], self.timeout)
-                self._late.add(each.index)
-
-    def is_settled(self, asked: Sequence[Asked], n: int | None = None, *, fails_fast: bool = False) -> bool:
-        """Whether `settle` would return at once."""
-        return not self._awaited(asked, n, fails_fast)
-
-    def _awaited(self, asked: Sequence[Asked], n: int | None, fails_fast: bool) -> list[WorkerProcess]:
-        """Returns the workers that `settle` has to wait for; looks at the clock once, as a deadline may pass."""
-        self._drain()
-        if fails_fast and any(each.error for each in asked):
-            return []
-        if sum(each.is_over for each in asked) >= (len(asked) if n is None else n):
-            return []
-        overdue, indexes = self._overdue(), {each.index for each in asked if not each.is_over}
-        return [worker for worker in self._busy() if worker.index in indexes and worker not in overdue]
-
-    def send(self, index: int, method: str, *args: Any) -> None:
-        """Asks one worker to call `job.method(*args)`, and returns at once."""
-        self._check_idle()
-        self._send([self._workers[index]], Call(method, args))
-
-    def post(self, post: Post, only: Iterable[int] | None = None) -> None:
-        """Has workers call `job.answer` with bytes, and returns at once; `answers` gives the bytes that it returns.
-
-        Far quicker than a call, because nothing is pickled. A worker may get several posts: they wait in its pipe, so
-        that all of them together must be small (`messages.AT_ONCE` bytes) unless the worker is idle.
+        Far quicker than `ask`, because nothing is pickled; with the same limit to what may wait in a pipe.
 
         Args:
-            post: the request; each of its bytes objects gets one answer.
+            post: the request; each of its bytes objects gets a future.
             only: the indexes of the workers to ask; None for all.
         """
-        self._send(self._chosen(only), post, post.message)
+        return self._send(only, post, post.message)
 
-    def answers(self) -> list[tuple[int, bytes]]:
-        """Returns the answers to posts: worker index and bytes, the oldest first.
-
-        It returns the same answers again until `forget_answers`.
-        """
-        return self._answers
-
-    def forget_answers(self) -> None:
-        """Drops the answers that `answers` returns."""
-        self._answers = []
-
-    def await_answer(self, timeout: float | None = None) -> None:
-        """Waits until `answers` is not empty, or no worker is busy.
-
-        Args, Raises: see `gather`.
-        """
-        self._take_read()
-        deadline = deadline_in(timeout)
-        while not self._failures and not self._answers and (busy := self._busy()):
-            if not self._wait(deadline, busy):
-                self._raise_late(timeout)
-        self._raise_failure()
-
-    def ready(self, timeout: float | None = 0.0) -> bool:
-        """Waits up to `timeout` seconds; returns whether every asked worker has replied.
-
-        `gather` still returns every reply, in the workers' order.
-
-        Raises:
-            WorkerTimeout: a worker took longer than the pool's timeout.
-            WorkerCrashed: a worker is gone.
-            Exception: what a job raised, with the worker's traceback as the cause.
-        """
-        self._take_read()
-        deadline = deadline_in(timeout)
-        while not self._failures and (busy := self._busy()):
-            if not self._wait(deadline, busy):
-                if self._overdue():
-                    self._raise_late(None)
-                return False
-        self._raise_failure()
-        return True
-
-    def gather(self, timeout: float | None = None) -> list[Any]:
-        """Waits for the replies of all asked workers, and returns them by worker index.
+    def gather(self, futures: Sequence[Future], timeout: float | None = None) -> list[Any]:
+        """Waits for replies and returns their values; can be called again after an interrupt or a timeout.
 
         Args:
+            futures: what `ask`, `post` or `restart` returned.
             timeout: in seconds; None for the pool's own.
 
         Raises:
@@ -251,12 +176,25 @@ class WorkerPool:
             WorkerCrashed: a worker is gone.
             Exception: what a job raised, with the worker's traceback as the cause.
         """
-        if not self.ready(timeout):
-            self._raise_late(timeout)
-        if not self._replies:  # there were only answers to posts
-            return []
-        replies, self._replies = self._replies, {}
-        return [replies[index] for index in sorted(replies)]
+        self._exchange.settle(futures, None, timeout, fails_fast=True)
+        return gather_values(futures)
+
+    def settle(
+        self, futures: Sequence[Future], n: int | None = None, *, timeout: float | None = None, fails_fast: bool = False
+    ) -> None:
+        """Waits for replies and raises nothing: futures get a `WorkerTimeout` if their workers are late.
+
+        Args:
+            futures: what `ask`, `post` or `restart` returned.
+            n: how many of them to wait for; None for all.
+            timeout: in seconds, for all of them; the pool's own timeout counts, too, for each worker.
+            fails_fast: whether to stop at the first failure.
+        """
+        self._exchange.settle(futures, n, timeout, fails_fast)
+
+    def is_settled(self, futures: Sequence[Future], n: int | None = None, *, fails_fast: bool = False) -> bool:
+        """Whether `settle` would return at once."""
+        return self._exchange.is_settled(futures, n, fails_fast)
 
     def check_owner(self) -> None:
         """Raises WorkerError in a forked copy of the process that started the workers."""
@@ -264,43 +202,40 @@ class WorkerPool:
 
     def check(self) -> dict[int, BaseException]:
         """Returns the error of each worker that is gone, by index."""
-        self._drain()
+        self._exchange.drain()
         gone = [worker for worker in self._workers if worker.state is State.GONE]
         return {worker.index: strip_traceback(worker.make_crash_error()) for worker in gone}
 
-    def restart(self, successors: Mapping[int, tuple[Any, ...]]) -> list[Asked]:
+    def restart(self, successors: Mapping[int, tuple[Any, ...]]) -> list[Future]:
         """Replaces workers, whatever they are doing; their unfinished requests fail.
 
         Args:
             successors: by worker index, the arguments that the factory gets after `shared`.
 
         Returns:
-            The requests to build the new jobs, for `settle`.
+            A future for each new job, which is over when the job is built.
         """
         old = [self._workers[index] for index in successors]
         self._close_idle(old)
         for worker in old:
-            self._watch.forget(worker)
+            self._exchange.watch.forget(worker)
         end_all(old)
         self._log.read_all()
         self._log.deliver()
         for worker in old:
-            for each in worker.asked:
-                each.end(error=strip_traceback(worker.make_crash_error()))
-        asked = []
+            worker.fail_futures(worker.make_crash_error())
+        futures = []
         for index, args in successors.items():
-            self._late.discard(index)
-            self._replies.pop(index, None)
-            self._failures.pop(index, None)
+            self._exchange.late.discard(index)
             try:
-                self._watch.check()
+                self._exchange.watch.check()
                 check_enough(1)  # without descriptors the fork server would fail, and other pools' workers with it
                 self._begin(index)
             except WorkerError as error:
-                asked.append(Asked(index, Build.label, is_over=True, error=strip_traceback(error)))
+                futures.append(Future(index, Build.label, True, None, strip_traceback(error)))
             else:
-                asked += self._send([self._workers[index]], dataclasses.replace(self._first, args=args), is_kept=True)
-        return asked
+                futures += self._send([index], dataclasses.replace(self._first, args=args))
+        return futures
 
     def _close_idle(self, workers: list[WorkerProcess]) -> None:
         """Has idle workers close their jobs."""
@@ -326,13 +261,13 @@ class WorkerPool:
         """
         if not self._is_ours():
             return
-        self._watch.end()
+        self._exchange.watch.end()
         if timeout is None:
             timeout = CLOSE_DELAY if self.timeout is None else min(CLOSE_DELAY, self.timeout)
         deadline = time.monotonic() + float(timeout)  # it may be a number of numpy
         # A busy worker reads the request when it is done. One that no longer reads, or is late, is left to `kill`.
-        lost = self._failures.keys() | self._late
-        open_workers = [worker for worker in self._workers if worker.can_close() and worker.index not in lost]
+        late = self._exchange.late
+        open_workers = [worker for worker in self._workers if worker.can_close() and worker.index not in late]
         errors: list[BaseException] = []
         try:
             for worker in open_workers:
@@ -341,16 +276,16 @@ class WorkerPool:
             for worker in open_workers:
                 errors += worker.await_close(deadline, with_earlier, self._log)
         finally:
-            self.kill(0.0 if lost else max(0.0, deadline - time.monotonic()))
+            self.kill(0.0 if late else max(0.0, deadline - time.monotonic()))
         if errors:
             raise errors[0]
 
     def kill(self, patience: float = 0.0) -> None:
         """Ends every worker that has not ended within `patience` seconds: SIGTERM, then SIGKILL."""
         if self._is_ours():
-            self._watch.end()
+            self._exchange.watch.end()
             for worker in self._workers:
-                self._watch.forget(worker)
+                self._exchange.watch.forget(worker)
             end_all(self._workers, patience)
             self._log.read_all()
             self._log.deliver()
@@ -381,139 +316,14 @@ class WorkerPool:
             worker = WorkerProcess(index, *self._arguments, self.timeout)
             self._workers[index : index + 1] = [worker]
             try:
-                self._watch.add(worker)
+                self._exchange.watch.add(worker)
             except WorkerError:  # the pool was closed meanwhile, perhaps without this worker
                 end_all([worker])
                 raise
 
-    def _wait(self, deadline: float | None, workers: list[WorkerProcess]) -> bool:
-        """Waits for the first replies and reads them; False if none came before a deadline, the pool's included."""
-        if self.timeout is not None:
-            due = min(worker.since for worker in workers) + self.timeout
-            deadline = due if deadline is None else min(due, deadline)
-        has_come = self._watch.wait(deadline, self._read)
-        self._log.deliver()
-        return has_come
-
-    def _drain(self) -> None:
-        """Reads everything that has arrived."""
-        self._take_read()
-        while self._watch.wait(time.monotonic(), self._read) and self._busy():
-            pass
-        self._log.deliver()
-
-    def _take_read(self) -> None:
-        """Takes the replies that were read while a request was sent."""
-        for worker in self._workers:
-            while worker.state is State.BUSY and worker.channel.has_message():
-                with defer_interrupt():
-                    self._take(*worker.receive())
-                    self._log.read()
-
-    def _overdue(self) -> list[WorkerProcess]:
-        """Returns the busy workers that took longer than the pool's timeout."""
-        if self.timeout is None:
-            return []
-        now = time.monotonic()
-        return [worker for worker in self._busy() if now >= worker.since + self.timeout]
-
-    def _raise_late(self, timeout: float | None) -> None:
-        late, timeout = (self._overdue(), self.timeout) if timeout is None else (self._busy(), timeout)
-        self._late |= {worker.index for worker in late}
-        raise _late(late, timeout)
-
-    def _raise_failure(self) -> None:
-        if self._failures:
-            raise self._failures.pop(min(self._failures))
-
-    def _chosen(self, only: Iterable[int] | None) -> list[WorkerProcess]:
-        return self._workers if only is None else [self._workers[index] for index in only]
-
     def _send(
-        self, workers: list[WorkerProcess], request: Build | Call | Post, message: list[bytes] | None = None,
-        is_kept: bool = False,
-    ) -> list[Asked]:  # fmt: skip
-        """Sends a request to workers under one deadline; raises a failure unless the returned objects keep it."""
+        self, only: Iterable[int] | None, request: Build | Call | Post, message: list[bytes] | None = None
+    ) -> list[Future]:
         self.check_owner()
-        message = messages.frame(pickling.dumps(request)) if message is None else message  # once for all
-        deadline = deadline_in(self.timeout)
-        asked = []
-        for worker in workers:
-            try:
-                asked.append(worker.send(request, message, deadline, is_kept))
-            except (WorkerError, TimeoutError) as error:
-                failure = self._unread(worker, request, error)
-                if not is_kept:
-                    raise failure from error
-                asked.append(Asked(worker.index, request.label, is_over=True, error=strip_traceback(failure)))
-        return asked
-
-    def _unread(self, worker: WorkerProcess, request: Build | Call | Post, error: Exception) -> WorkerError:
-        if isinstance(error, WorkerError):
-            return error
-        return WorkerTimeout(
-            f"worker {worker.index} (pid {worker.pid}) has not read {request.label!r} within {self.timeout} s",
-            worker.index,
-        )
-
-    def _busy(self) -> list[WorkerProcess]:
-        return [worker for worker in self._workers if worker.state is State.BUSY]
-
-    def _check_idle(self, workers: list[WorkerProcess] | None = None) -> None:
-        if busy := [worker for worker in (self._workers if workers is None else workers) if worker.state is State.BUSY]:
-            raise RuntimeError(
-                f"worker {busy[0].index} is still busy with {busy[0].last_request!r}: gather its reply first"
-            )
-
-    def _read(self, index: int, is_pipe: bool) -> None:
-        """Reads what a worker has written, without waiting for the rest."""
-        worker = self._workers[index]
-        try:
-            while worker.channel.read_available():
-                worker.since = time.monotonic()  # a long reply comes in pieces
-                while worker.state is State.BUSY and worker.channel.has_message():
-                    self._take(*worker.receive())
-                if is_pipe:
-                    return
-            if is_pipe:  # another thread has read the reply
-                return
-        except EOFError:
-            pass
-        error = strip_traceback(worker.make_crash_error())  # it has ended, and all its replies are read
-        self._log.read_all()
-        if all(asked.is_kept for asked in worker.asked) and worker.asked:
-            for asked in worker.asked:
-                asked.end(error=error)
-        else:
-            self._failures[index] = error
-        self._watch.forget(worker)
-
-    def _take(self, asked: Asked, reply: Any) -> None:
-        index = asked.index
-        self._late.discard(index)
-        if isinstance(reply, bytes):
-            self._answers.append((index, reply))
-            return
-        value: Any = None
-        error: BaseException | None = None
-        if isinstance(reply, Failure):
-            error = reply.to_exception(index, asked.label)
-        elif isinstance(reply, Exception):  # the reply cannot be unpickled
-            error = reply
-        else:
-            assert isinstance(reply, Result)
-            value = reply.value
-        if asked.is_kept:
-            asked.end(value, error)
-        elif error is not None:
-            self._failures[index] = error
-        else:
-            self._replies[index] = value
-
-
-def _late(workers: list[WorkerProcess], timeout: float | None) -> WorkerTimeout:
-    return WorkerTimeout(
-        f"no reply within {timeout} s to {workers[0].last_request!r} from worker(s) "
-        + ", ".join(f"{worker.index} (pid {worker.pid})" for worker in workers),
-        workers[0].index,
-    )
+        workers = self._workers if only is None else [self._workers[index] for index in only]
+        return self._exchange.send(workers, request, message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from workers.messages import Asked
+from workers.futures import Future
 
 
 class Pool(Protocol):
@@ -28,21 +28,24 @@ class Pool(Protocol):
         """Whether a worker that failed can be replaced."""
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of every job and returns the values by worker; raises what the first failure was."""
+        """Calls a method of every job and returns the values by worker; raises the first failure."""
 
-    def ask(self, method: str, *args: Any, only: Iterable[int] | None = None) -> list[Asked]:
+    def ask(self, method: str, *args: Any, only: Iterable[int] | None = None) -> list[Future]:
         """Asks workers (None: all) to call a method of their jobs, and returns at once."""
 
-    def settle(self, asked: Sequence[Asked], n: int | None = None, *, fails_fast: bool = False) -> None:
-        """Waits until `n` (None: all) of what was asked is over, or, with `fails_fast`, one has failed."""
+    def gather(self, futures: Sequence[Future]) -> list[Any]:
+        """Waits for replies and returns their values; raises the first failure."""
 
-    def is_settled(self, asked: Sequence[Asked], n: int | None = None, *, fails_fast: bool = False) -> bool:
+    def settle(self, futures: Sequence[Future], n: int | None = None, *, fails_fast: bool = False) -> None:
+        """Waits until `n` (None: all) of the futures are over, or, with `fails_fast`, one has failed."""
+
+    def is_settled(self, futures: Sequence[Future], n: int | None = None, *, fails_fast: bool = False) -> bool:
         """Whether `settle` would return at once."""
 
     def check(self) -> dict[int, BaseException]:
         """The failures of workers that are known to be gone, by index."""
 
-    def restart(self, successors: Mapping[int, tuple[Any, ...]]) -> list[Asked]:
+    def restart(self, successors: Mapping[int, tuple[Any, ...]]) -> list[Future]:
         """Replaces workers; for each index, the arguments that its new job is built with."""
 
     def close(self, *, with_earlier: bool = True) -> None:

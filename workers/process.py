@@ -13,9 +13,10 @@ from typing import Any
 from workers import interrupts, loop, messages, pickling, start
 from workers.channel import Channel, milliseconds_until
 from workers.descriptors import Descriptor
-from workers.errors import WorkerCrashed, WorkerTimeout, describe_exit
+from workers.errors import WorkerCrashed, WorkerError, WorkerTimeout, describe_exit, strip_traceback
 from workers.failures import Failure
-from workers.messages import Asked, State
+from workers.futures import Future
+from workers.messages import State
 from workers.settings.log_records import LogPipe
 from workers.start_errors import StartError, suggest_next_step
 
@@ -43,7 +44,7 @@ class WorkerProcess:
         self.index = index
         self.state = State.GONE
         self.last_request = "start"
-        self.asked: deque[Asked] = deque()  # requests without a reply, the oldest first
+        self.futures: deque[Future] = deque()  # requests without a reply, the oldest first
         # When the wait for its next reply began, in the time of `time.monotonic`.
         self.since = time.monotonic()
         self._is_last_request_whole = True
@@ -78,15 +79,17 @@ class WorkerProcess:
         return self._process.sentinel if self._pidfd is None else self._pidfd.fileno()
 
     def send(
-        self, request: Any, message: list[bytes] | None = None, deadline: float | None = None, is_kept: bool = False
-    ) -> Asked:
+        self, request: Any, message: list[bytes] | None = None, deadline: float | None = None
+    ) -> list[Future]:
         """Sends a request; a busy worker answers in the order of its requests.
 
         Args:
             request: the request.
             message: the same request, pickled and framed by `messages.frame`; None to do that here.
             deadline: when to give up on a worker that does not read, in the time of `time.monotonic`.
-            is_kept: whether the returned object keeps the reply.
+
+        Returns:
+            `request.n_replies` futures.
 
         Raises:
             WorkerCrashed: the worker is gone.
@@ -96,43 +99,43 @@ class WorkerProcess:
             raise self.make_crash_error()
         message = messages.frame(pickling.dumps(request)) if message is None else message
         previous, self.last_request = self.last_request, request.label
-        asked = Asked(self.index, request.label, is_kept)
-        if not self.asked:
+        futures = [Future(self.index, request.label) for _ in range(request.n_replies)]
+        if not self.futures:
             self.since = time.monotonic()
         # Before it is sent: otherwise its reply would be assigned to another request.
-        self.asked.extend([asked] * request.n_replies)
+        self.futures.extend(futures)
         self._is_last_request_whole = False
         try:
             self.channel.send_framed(message, deadline, self.sentinel)
         except (EOFError, TimeoutError) as failure:
-            for _ in range(request.n_replies):
-                self.asked.pop()
+            for _ in futures:
+                self.futures.pop()
             if isinstance(failure, TimeoutError):
                 raise
             self.last_request = f"{previous}, before {request.label}"
             error = self.make_crash_error()
-            if self.asked:  # replies that it wrote before its end can still be read
+            if self.futures:  # replies that it wrote before its end can still be read
                 self.state = State.BUSY
             raise error from None
         self.state, self._is_last_request_whole = State.BUSY, True
-        return asked
+        return futures
 
     def can_close(self) -> bool:
         """Whether a request to close would be read: the pipe is not full and holds no incomplete request."""
         return self.state is not State.GONE and self._is_last_request_whole and self.channel.can_send()
 
-    def receive(self) -> tuple[Asked, Any]:
+    def receive(self) -> tuple[Future, Any]:
         """Returns the oldest request without a reply, and its reply, or the error of unpickling that."""
         reply: Any
         try:
             reply = self.channel.receive()
         except Exception as error:  # the reply has arrived all the same
             reply = error
-        asked = self.asked.popleft()
+        future = self.futures.popleft()
         self.since = time.monotonic()
-        if not self.asked:
+        if not self.futures:
             self.state = State.IDLE
-        return asked, reply
+        return future, reply
 
     def await_close(
         self, deadline: float, with_earlier: bool = True, log: LogPipe | None = None
@@ -154,7 +157,7 @@ class WorkerProcess:
         if log is not None:
             poll.register(log.fileno(), select.POLLIN)
         try:
-            while self.asked and (events := poll.poll(milliseconds_until(deadline))):
+            while self.futures and (events := poll.poll(milliseconds_until(deadline))):
                 if log is not None and log.fileno() in dict(events):
                     log.read()
                     if len(events) == 1:
@@ -162,11 +165,11 @@ class WorkerProcess:
                 if not self.channel.read_available():
                     break
                 while self.channel.has_message():
-                    asked, reply = self.receive()
-                    if asked.label != messages.Close.label and not with_earlier:
+                    future, reply = self.receive()
+                    if future.label != messages.Close.label and not with_earlier:
                         continue
                     if isinstance(reply, Failure):
-                        errors.append(reply.to_exception(self.index, asked.label))
+                        errors.append(reply.to_exception(self.index, future.label))
                     elif isinstance(reply, Exception):
                         errors.append(reply)
         except EOFError:
@@ -186,6 +189,11 @@ class WorkerProcess:
             self.index,
             code,
         )
+
+    def fail_futures(self, error: WorkerError) -> None:
+        """Ends every request without a reply by the error."""
+        while self.futures:
+            self.futures.popleft().end(error=strip_traceback(error))
 
     def join(self, timeout: float) -> bool:
         """Waits up to `timeout` seconds for the process to end; True, too, after `release`."""

@@ -73,23 +73,29 @@ class Watch:
             self._check_not_over()
             log = self._log.fileno()
             self._n_waiting += 1
+        is_waiting = True
         try:
             events = self._poll.poll(milliseconds_until(deadline))
-        finally:
-            with defer_interrupt(), self._lock:
-                self._n_waiting -= 1
-                if self._is_over and not self._n_waiting:
-                    self._close_pipe()
-        with self._lock:
-            self._check_not_over()
-            with defer_interrupt():  # a reply that was read but not kept would be awaited for ever
+            with defer_interrupt(), self._lock:  # a reply that was read but not kept would be awaited for ever
+                is_waiting = False
+                self._stop_waiting()
+                self._check_not_over()
                 for fd, _ in events:
                     if fd in self._index_of:  # `read` forgets a worker that has ended, with both its descriptors
                         read(*self._index_of[fd])
                     elif fd == log:
                         self._log.read()
+        finally:
+            if is_waiting:
+                with defer_interrupt(), self._lock:
+                    self._stop_waiting()
         has_come = len(events) > 1 or (len(events) == 1 and events[0][0] != log)
         return has_come or deadline is None or time.monotonic() < deadline
+
+    def _stop_waiting(self) -> None:
+        self._n_waiting -= 1
+        if self._is_over and not self._n_waiting:
+            self._close_pipe()
 
     def end(self) -> None:
         """Ends the waits of other threads and all later ones. Idempotent."""

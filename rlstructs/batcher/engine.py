@@ -27,7 +27,7 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from workers import SharedArena
 from workers.interrupts import defer_interrupt
-from workers.messages import Asked
+from workers.futures import Future
 from workers.pool_protocol import Pool
 
 
@@ -43,7 +43,7 @@ class Outbox(Protocol):
     def pack(self, info: Any) -> Any:
         """Puts an update where workers can read it, and returns what to send of it."""
 
-    def sent(self, packed: Any, asked: list[Asked]) -> None:
+    def sent(self, packed: Any, asked: list[Future]) -> None:
         """Notes that workers were told of it."""
 
     def forget(self, workers: Collection[int]) -> None:

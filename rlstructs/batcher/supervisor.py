@@ -23,7 +23,7 @@ from rlstructs.rollout.progress import Clock
 from rlstructs.shared.slot_buffers import SlotBuffers
 from workers import WorkerError
 from workers.interrupts import defer_first_interrupt, defer_interrupt
-from workers.messages import Asked
+from workers.futures import Future
 from workers.pool_protocol import Pool
 
 logger = logging.getLogger("rlstructs")
@@ -62,7 +62,7 @@ class Supervisor:
         self._orders: dict[str, tuple[Any, ...]] = {"describe": ()}
         self._n_envs: int | None = None
         # What all were asked last, beside rollouts: who is interrupted while it is waited for leaves it under way.
-        self.called: list[Asked] = []
+        self.called: list[Future] = []
         #: Whether some workers may have been told of what others were not.
         self.is_halfway = False
 
@@ -91,7 +91,7 @@ class Supervisor:
         self._orders["attach"] = (slot_buffers,)
         self.pool.call("attach", slot_buffers)
 
-    def update(self, packed: Any, sent: Callable[[list[Asked]], None]) -> list[Asked]:
+    def update(self, packed: Any, sent: Callable[[list[Future]], None]) -> list[Future]:
         """Updates every agent: at once, or, with a run-ahead, behind the rollouts that were ordered before.
 
         Args:
@@ -211,7 +211,7 @@ class Supervisor:
                 cut(index, order.number + 1)
                 order.is_cut = True
 
-    def _heads(self, n: int | None) -> tuple[list[Asked], int | None]:
+    def _heads(self, n: int | None) -> tuple[list[Future], int | None]:
         """What was asked first of those who run something, or of all (n is None), and of how many it is awaited."""
         records = [record for record in self.records if n is None or record.runs]
         asked = [record.orders[0].asked for record in records if not record.orders[0].is_lost]
@@ -255,7 +255,7 @@ class Supervisor:
         self, method: str, arguments: tuple[Any, ...], only: list[int]
     ) -> tuple[dict[int, Any], dict[int, BaseException]]:
         """What some workers reply, and what became of those that did not."""
-        asked: list[Asked] = []
+        asked: list[Future] = []
         if only:
             with self.asking():
                 asked = self.pool.ask(method, *arguments, only=only)
@@ -265,7 +265,7 @@ class Supervisor:
             {each.index: each.error for each in asked if each.error is not None},
         )
 
-    def _raise_gone(self, asked: list[Asked]) -> None:
+    def _raise_gone(self, asked: list[Future]) -> None:
         """Raises at once if a worker that is not to be replaced is gone; what a job raises comes with its rollout."""
         if not self.mends:
             _raise_first([each for each in asked if isinstance(each.error, WorkerError)])
@@ -287,8 +287,8 @@ class Supervisor:
             self.is_halfway = False
 
     def _call(
-        self, method: str, *arguments: Any, is_lasting: bool = True, sent: Callable[[list[Asked]], None] | None = None
-    ) -> list[Asked]:
+        self, method: str, *arguments: Any, is_lasting: bool = True, sent: Callable[[list[Future]], None] | None = None
+    ) -> list[Future]:
         """Asks all workers, and, if that is lasting, successors from now on.
 
         Args:
@@ -388,7 +388,7 @@ class Supervisor:
         return failures
 
 
-def _raise_first(asked: list[Asked]) -> None:
+def _raise_first(asked: list[Future]) -> None:
     for each in asked:
         if each.error is not None:
             raise each.error

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlstructs.rollout.progress import Clock
-from workers.messages import Asked
+from workers.futures import Future
 
 
 @dataclass(eq=False)
@@ -23,7 +23,7 @@ class RolloutOrder:
     """
 
     number: int
-    asked: Asked
+    asked: Future
     is_lost: bool = False
     is_cut: bool = False
 

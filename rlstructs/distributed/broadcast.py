@@ -7,7 +7,7 @@ from typing import Any
 
 from rlstructs.distributed import cluster
 from rlstructs.shared.weights import Parcel
-from workers.messages import Asked
+from workers.futures import Future
 
 
 class Broadcast:
@@ -35,7 +35,7 @@ class Broadcast:
         self._check(n_bytes)
         return cluster.shared((self.version + 1, parcel.as_bytes()), n_bytes)
 
-    def sent(self, packed: Any, asked: list[Asked]) -> None:
+    def sent(self, packed: Any, asked: list[Future]) -> None:
         """It is an update: nodes were told of it."""
         self.version += 1
 

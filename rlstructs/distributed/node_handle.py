@@ -13,7 +13,7 @@ from typing import Any
 
 from rlstructs.distributed.actor import BUILD, Columns
 from rlstructs.errors import WorkerError
-from workers.messages import Asked
+from workers.futures import Future
 
 
 class Bell:
@@ -54,7 +54,7 @@ class Request:
 
     reference: Any
     reply: Future[tuple[bytes, Columns]]
-    asked: Asked
+    asked: Future
     limit: float | None
 
 

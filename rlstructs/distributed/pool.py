@@ -20,7 +20,8 @@ from workers.errors import strip_traceback
 from workers.failures import Failure
 from workers.import_path import get_import_path
 from workers.interrupts import defer_interrupt, forget_last_interrupt
-from workers.messages import Asked, Call, Result
+from workers.futures import Future
+from workers.messages import Call, Result
 
 logger = logging.getLogger("rlstructs")
 
@@ -104,7 +105,7 @@ class NodePool:
         """Calls a method of every job; the values, by node."""
         return self.values(self.ask(method, *args), fails_fast=True)
 
-    def ask(self, method: str, *args: Any, only: Iterable[int] | None = None) -> list[Asked]:
+    def ask(self, method: str, *args: Any, only: Iterable[int] | None = None) -> list[Future]:
         """Asks nodes to call a method of their jobs, and returns at once; what comes of it is in what is returned.
 
         A node takes several requests, one behind another.
@@ -121,7 +122,7 @@ class NodePool:
         nodes = self.nodes if only is None else [self.nodes[index] for index in only]
         return [self._ask(node, method, request, shared, self._limit()) for node in nodes]
 
-    def settle(self, asked: Sequence[Asked], n: int | None = None, *, fails_fast: bool = False) -> None:
+    def settle(self, asked: Sequence[Future], n: int | None = None, *, fails_fast: bool = False) -> None:
         """Waits until `n` of what was asked (None: all) is over, or outruns its deadline, which is a failure.
 
         Args:
@@ -138,7 +139,7 @@ class NodePool:
                     each.error = self._late(self.nodes[each.index])
                     self.nodes[each.index].is_late = True
 
-    def is_settled(self, asked: Sequence[Asked], n: int | None = None, *, fails_fast: bool = False) -> bool:
+    def is_settled(self, asked: Sequence[Future], n: int | None = None, *, fails_fast: bool = False) -> bool:
         """Whether `settle` would return at once."""
         return not self._awaited(asked, n, fails_fast)
 
@@ -152,7 +153,7 @@ class NodePool:
         """The failures of nodes that are known to be gone."""
         return {node.index: node.error for node in self.nodes if node.error is not None}
 
-    def restart(self, successors: Mapping[int, tuple[Any, ...]]) -> list[Asked]:
+    def restart(self, successors: Mapping[int, tuple[Any, ...]]) -> list[Future]:
         """Replaces nodes, whatever they are doing; nothing comes any more of what those were asked.
 
         Args:
@@ -181,7 +182,7 @@ class NodePool:
         """
         self._is_over = True
         deadline, left = time.monotonic() + CLOSING, CLOSING
-        asked: list[Asked] = []
+        asked: list[Future] = []
         try:
             if cluster.ray().is_initialized():
                 asked = self.ask("close", only=[node.index for node in self.nodes if not (node.error or node.is_late)])
@@ -233,7 +234,7 @@ class NodePool:
         found = (machine.node_id, machine.address) if machine else ("", "")
         return Node(index, workers, actor, self.noun, *found)
 
-    def _build(self, node: Node, *args: Any) -> Asked:
+    def _build(self, node: Node, *args: Any) -> Future:
         request = pickling.dumps(Call(BUILD, (get_import_path(), *self._parts[node.index], *args)))
         limit = self._limit()
         return self._ask(node, BUILD, request, [self._settings], None if limit is None else PLACING + limit)
@@ -242,8 +243,8 @@ class NodePool:
         """Seconds that a node has to answer."""
         return None if self.timeout is None else 2 * self.timeout + MENDING
 
-    def _ask(self, node: Node, method: str, request: bytes, shared: list[Any], limit: float | None) -> Asked:
-        asked = Asked(node.index, method)
+    def _ask(self, node: Node, method: str, request: bytes, shared: list[Any], limit: float | None) -> Future:
+        asked = Future(node.index, method)
         with self._lock:
             if node.error is not None:
                 asked.end(error=strip_traceback(node.error))
@@ -255,7 +256,7 @@ class NodePool:
             node.asked[-1].reply.add_done_callback(self._bell.ring)
         return asked
 
-    def values(self, asked: Sequence[Asked], *, fails_fast: bool = False) -> list[Any]:
+    def values(self, asked: Sequence[Future], *, fails_fast: bool = False) -> list[Any]:
         """Waits for what was asked; raises what the first of them has failed with, once all, or one, is over."""
         self.settle(asked, fails_fast=fails_fast)
         for each in asked:
@@ -263,7 +264,7 @@ class NodePool:
                 raise each.error
         return [each.value for each in asked]
 
-    def _awaited(self, asked: Sequence[Asked], n: int | None, fails_fast: bool) -> list[Node]:
+    def _awaited(self, asked: Sequence[Future], n: int | None, fails_fast: bool) -> list[Node]:
         """Whom `settle` has to wait for; by one look at the clock, as the last deadline may pass at any moment."""
         self._check_open()
         self._take()
@@ -299,7 +300,7 @@ class NodePool:
                 for reference in there:
                     late[reference].since, late[reference].has_answered = time.monotonic(), True
 
-    def _all_over(self, asked: Sequence[Asked]) -> bool:
+    def _all_over(self, asked: Sequence[Future]) -> bool:
         """Whether all that was asked is over, with what has come."""
         self._take()
         return all(each.is_over for each in asked)
@@ -350,7 +351,7 @@ class NodePool:
         machine = cluster.machines().get(node_id)
         node.node_id, node.pid, node.address = node_id, pid, machine.address if machine else "unknown"
 
-    def _failure(self, node: Node, asked: Asked, worker_index: int, failure: Failure) -> BaseException:
+    def _failure(self, node: Node, asked: Future, worker_index: int, failure: Failure) -> BaseException:
         """What to raise for what a node, or a worker of it, has raised."""
         error = failure.to_exception(worker_index, asked.label)
         where = self._where(node)

@@ -47,7 +47,7 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from workers import pickling
 from workers.interrupts import defer_interrupt
-from workers.messages import Asked
+from workers.futures import Future
 
 FORMAT, VERSION = "rlstructs.RayReplay", 1
 WEIGHT = "weight"
@@ -259,7 +259,7 @@ class RayReplay:
         shards, rows = rows % self._n_shards, rows // self._n_shards
         if rows.min() < 0:
             raise IndexError("update_priorities: an index is none that a sample has had")
-        asked: list[Asked] = []
+        asked: list[Future] = []
         for shard in np.unique(shards):
             part = {INDEX: rows[shards == shard], "priority": values[shards == shard]}
             asked += self._pool.ask("update_priorities", cluster.ray().put(part), only=[shard])

@@ -13,7 +13,7 @@ from rlstructs.batcher.worker_record import RolloutOrder, WorkerRecord, times
 from rlstructs.distributed.pool import NodePool
 from rlstructs.moments import Moments
 from rlstructs.rollout.progress import Clock
-from workers.messages import Asked
+from workers.futures import Future
 
 # The counters of failures in what `Supervisor.state` gives for a worker, and what a new clock shows.
 RESTARTS, LOST = "restarts", "lost_rollouts"
@@ -52,7 +52,7 @@ class NodeRecord(WorkerRecord):
         """Rollouts from this number on have not been run."""
         for order in self.orders:
             if order.number >= number and order.is_there:
-                order.asked = Asked(order.asked.index, order.asked.label)
+                order.asked = Future(order.asked.index, order.asked.label)
 
     def timed(self, now: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """What is known now, with the clocks of what was handed out: a node that runs ahead is further."""
@@ -78,7 +78,7 @@ class NodeSupervisor(Supervisor):
         # How many of the rollouts that were lost with a node its workers' counters know.
         self._n_told = [0] * pool.n_workers
         # What nodes were told without waiting for a reply, and which rollouts of theirs are behind it.
-        self._unheard: list[tuple[Asked, int]] = []
+        self._unheard: list[tuple[Future, int]] = []
 
     @property
     def n_workers(self) -> list[int]:
@@ -97,7 +97,7 @@ class NodeSupervisor(Supervisor):
             asked = self.pool.ask("inform", infos)
         self._hear_of(asked)
 
-    def update(self, packed: Any, sent: Callable[[list[Asked]], None]) -> list[Asked]:
+    def update(self, packed: Any, sent: Callable[[list[Future]], None]) -> list[Future]:
         asked = super().update(packed, sent)
         self._hear_of(asked)
         return asked
@@ -146,7 +146,7 @@ class NodeSupervisor(Supervisor):
             for index, pid, worker in zip(node.workers, node.report["pids"], node.report["state"], strict=True)
         ]
 
-    def _hear_of(self, asked: list[Asked]) -> None:
+    def _hear_of(self, asked: list[Future]) -> None:
         """Notes what nodes were told; raises at once if one is gone that is not to be replaced."""
         self._unheard += [(each, self.records[each.index].n_ordered) for each in asked if not each.is_over]
         self._raise_gone(asked)

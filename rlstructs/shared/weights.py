@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from workers.arena import SharedArena
-from workers.messages import Asked
+from workers.futures import Future
 from workers.pickling import Unpickler
 
 # In bytes; every tensor starts at a multiple of it.
@@ -154,9 +154,9 @@ class Outbox:
         version: the number of updates so far.
     """
 
-    def __init__(self, arena: SharedArena, n_pending: int, settle: Callable[[list[Asked]], None]) -> None:
+    def __init__(self, arena: SharedArena, n_pending: int, settle: Callable[[list[Future]], None]) -> None:
         self._arena, self._n_pending, self._settle, self.version = arena, n_pending, settle, 0
-        self._written: list[tuple[Packed, list[Asked]]] = []
+        self._written: list[tuple[Packed, list[Future]]] = []
 
     def pack(self, info: Any) -> Packed:
         """Writes an object, or a `Parcel` of one, into the arena.
@@ -170,7 +170,7 @@ class Outbox:
         parcel.write(np.frombuffer(self._arena.map(), np.uint8, packed.end - packed.offset, packed.offset))
         return packed
 
-    def sent(self, packed: Packed, asked: list[Asked]) -> None:
+    def sent(self, packed: Packed, asked: list[Future]) -> None:
         """Records that workers were sent this update; they reply with what `Inbox.held` returns."""
         self._written.append((packed, asked))
         self.version = packed.version

@@ -16,7 +16,7 @@ from rlstructs.envs.shared_vector.call_order import CallOrder, Pending
 from rlstructs.envs.shared_vector.columns import Columns
 from rlstructs.envs.shared_vector.hosts import Arguments, Host, LocalHost, Request
 from rlstructs.envs.shared_vector.step_results import Outcome
-from rlstructs.errors import SpecError, StateError, WorkerCrashed, WorkerTimeout
+from rlstructs.errors import SpecError, StateError
 from workers.interrupts import defer_interrupt
 
 # Seeds, options and mask of a reset.
@@ -43,7 +43,6 @@ class EnvCalls:
         # received.
         self._was_reset, self._will_be_reset, self._is_sent = (np.zeros(n_envs, bool) for _ in range(3))
         self._are_all_reset = False
-        self._errors: list[Exception] = []
 
     def check_reset(self, seed: int | Sequence[int | None] | None, options: dict[str, Any] | None) -> ResetArguments:
         """Checks the arguments of a reset, and splits them into seeds, options and mask."""
@@ -124,10 +123,10 @@ class EnvCalls:
     def wait_for_values(self, timeout: float | None) -> list[Any]:
         """Waits for a call, and returns its values; raises what an environment raised once all are through."""
         self._order.check_pending(Pending.CALL)
-        values = self._order.wait(self._wait_for_all_values, timeout)
-        errors, self._errors, self._order.pending = self._errors, [], None
-        if errors:  # the error of the first environments, not of the quickest worker
-            raise min(errors, key=lambda error: getattr(error.__cause__, "worker_index", 0))
+        values = self._order.wait(self._host.wait_for_values, timeout)
+        self._order.pending = None
+        if isinstance(values, Exception):
+            raise values
         return values
 
     def _find_group(self, envs: np.ndarray) -> int | None:
@@ -172,14 +171,3 @@ class EnvCalls:
     def _wait(self, pending: Pending, timeout: float | None) -> list[Outcome]:
         self._order.check_pending(pending)
         return self._order.wait(self._host.wait_for_all, timeout)
-
-    def _wait_for_all_values(self, timeout: float | None) -> list[Any]:
-        while True:
-            try:
-                return self._host.wait_for_all(timeout)
-            except (WorkerCrashed, WorkerTimeout):
-                raise
-            except Exception as error:
-                if self._order.is_closed:
-                    raise
-                self._errors.append(error)

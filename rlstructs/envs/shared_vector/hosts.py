@@ -55,6 +55,13 @@ class Host(Protocol):
         Returns the same results again until the next request.
         """
 
+    def wait_for_values(self, timeout: float | None) -> list[Any] | Exception:
+        """Waits for the values of a call until all environments are through.
+
+        Returns:
+            The values; or what an environment raised, the first by index.
+        """
+
     def wait_for_some(self, n: int, among: Sequence[int] | None, timeout: float | None) -> dict[int, Outcome]:
         """Waits for the outcomes of the first n environments, or of all those `among`; keeps them until forgotten."""
 
@@ -115,6 +122,11 @@ class LocalHost:
         """See `Host.wait_for_all`."""
         self._raise_error()
         return self._results
+
+    def wait_for_values(self, timeout: float | None) -> list[Any] | Exception:
+        """See `Host.wait_for_values`."""
+        error, self._error = self._error, None
+        return self._results if error is None else error
 
     def wait_for_some(self, n: int, among: Sequence[int] | None, timeout: float | None) -> dict[int, Outcome]:
         """See `Host.wait_for_some`."""

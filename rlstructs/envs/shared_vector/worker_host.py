@@ -22,6 +22,7 @@ from rlstructs.worker_setup.setup import WorkerSetup
 from rlstructs.worker_setup.streams import WorkerStreams
 from workers import SharedArena, WorkerPool, failures, pickling
 from workers.channel import deadline_in
+from workers.futures import Future, gather_values
 from workers.interrupts import defer_interrupt
 from workers.messages import AT_ONCE, Post
 from workers.pickle_errors import explain_pickle_error
@@ -77,14 +78,16 @@ class WorkerHost:
         options: WorkerOptions,
     ) -> None:
         shared = [split_evenly(group, n_workers) for group in groups]
-        # For each worker, its share of each group. For each share, in the order of the environments, its worker; for
-        # each environment, its worker, its group and its index in the worker's share of the group.
+        # For each worker, its share of each group; for each environment, its worker, its group and its index in the
+        # worker's share of the group.
         self._shares = [[_slice(shares[index]) for shares in shared] for index in range(n_workers)]
         places = [(index, group, mine) for group, shares in enumerate(shared) for index, mine in enumerate(shares)]
-        self._workers = [index for index, _, _ in places]
+        # For each share, in the order of the environments, where its future is among those of a request to all.
+        self._order = [index * len(groups) + group for index, group, _ in places]
         self._place_of = [(index, group, env - mine[0]) for index, group, mine in places for env in mine]
-        # The environments that each worker was sent to step by `step_some`, in the order of its replies.
-        self._sent: list[deque[range]] = [deque() for _ in self._shares]
+        self._futures: list[Future] = []  # of the last request to all environments, by worker and group
+        # For each worker, the environments of each request of `step_some`, in the order of its replies.
+        self._sent: list[deque[tuple[range, Future]]] = [deque() for _ in self._shares]
         self._arrived: dict[int, Outcome] = {}
         self._steps: dict[str, Post] = {}  # requests to step all environments, by the types of the actions
         self._arena = SharedArena()
@@ -113,8 +116,7 @@ class WorkerHost:
 
     def describe(self) -> Description:
         """See `Host.describe`."""
-        self._pool.send(0, "describe")
-        [described] = self._pool.gather()
+        [described] = self._pool.gather(self._pool.ask("describe", only=[0]))
         assert isinstance(described, Description)
         return described
 
@@ -178,27 +180,39 @@ class WorkerHost:
     def wait_for_all(self, timeout: float | None) -> list[Any]:
         """See `Host.wait_for_all`."""
         try:
-            self._pool.gather(timeout)
+            replies = self._pool.gather(self._futures, timeout)
         except (WorkerCrashed, WorkerTimeout) as error:
             self._add_places(error)
             raise
-        answers = self._pool.answers()
-        if not any(data for _, data in answers):  # as in most steps, everything is in shared memory
+        if not any(replies):  # as in most steps, everything is in shared memory
             return []
-        replies: list[deque[bytes]] = [deque() for _ in self._shares]
-        for index, data in answers:
-            replies[index].append(data)
-        # A worker that raised has no reply: its error is raised before anyone uses the replies of the others.
-        return [unpack(replies[index].popleft()) for index in self._workers if replies[index]]
+        return [unpack(replies[index]) for index in self._order]
+
+    def wait_for_values(self, timeout: float | None) -> list[Any] | Exception:
+        """See `Host.wait_for_values`."""
+        missing = self._futures
+        while missing:
+            self._pool.settle(missing, timeout=timeout, fails_fast=True)
+            try:
+                gather_values(missing)
+            except (WorkerCrashed, WorkerTimeout) as error:
+                self._add_places(error)
+                raise
+            except Exception:  # of an environment: the others' results are waited for
+                pass
+            missing = [future for future in missing if not future.is_over]
+        try:
+            return self.wait_for_all(None)
+        except Exception as error:
+            return error
 
     def wait_for_some(self, n: int, among: Sequence[int] | None, timeout: float | None) -> dict[int, Outcome]:
         """See `Host.wait_for_some`."""
         deadline = deadline_in(timeout)
-        self._read_answers()
         try:
+            self._take_outcomes()
             while (found := take_arrived(self._arrived, n, among)) is None:
-                self._pool.await_answer(None if deadline is None else max(0.0, deadline - time.monotonic()))
-                self._read_answers()
+                self._wait_for_one(None if deadline is None else max(0.0, deadline - time.monotonic()))
         except (WorkerCrashed, WorkerTimeout) as error:
             self._add_places(error)
             raise
@@ -230,8 +244,7 @@ class WorkerHost:
                     failures.add_note(error, f"worker {index} was at environment {at}")
 
     def _post_all(self, post: Post) -> None:
-        self._pool.forget_answers()  # those to the last request
-        self._pool.post(post)
+        self._futures = self._post(post)
 
     def _make_request(self, label: str, kind: bytes, data: Callable[[slice], bytes]) -> Request:
         """Makes a request to each group in each worker; `data` returns its content for a slice of environments."""
@@ -242,33 +255,47 @@ class WorkerHost:
         return partial(self._post_each, posts)
 
     def _post_each(self, posts: list[Post]) -> None:
-        self._pool.forget_answers()
-        for index, post in enumerate(posts):
-            self._pool.post(post, [index])
+        self._futures = [future for index, post in enumerate(posts) for future in self._post(post, [index])]
 
     def _post_some(self, requests: dict[int, list[tuple[range, bytes]]]) -> None:
-        if not any(self._sent):
-            self._pool.forget_answers()  # those to a request to all
         for index, steps in requests.items():
             self._make_room(index, sum(len(data) for _, data in steps))
-            self._sent[index].extend(envs for envs, _ in steps)
-            self._pool.post(Post.of("step", *(data for _, data in steps)), [index])
+            futures = self._post(Post.of("step", *(data for _, data in steps)), [index])
+            self._sent[index].extend(zip((envs for envs, _ in steps), futures, strict=True))
+
+    def _post(self, post: Post, only: list[int] | None = None) -> list[Future]:
+        """Sends a request; raises if a worker is gone or does not read."""
+        futures = self._pool.post(post, only)
+        for future in futures:
+            if future.error is not None:
+                raise future.error
+        return futures
 
     def _make_room(self, index: int, n_bytes: int) -> None:
         """Reads replies until a worker can take a request of so many bytes."""
         if len(self._sent[index]) > MANY:
-            self._pool.ready(0.0)
-            self._read_answers()
+            self._pool.is_settled([])  # reads what has arrived
+            self._take_outcomes()
         while n_bytes > AT_ONCE and self._sent[index]:
-            self._pool.await_answer()
-            self._read_answers()
+            self._wait_for_one()
 
-    def _read_answers(self) -> None:
-        with defer_interrupt():  # an answer that was read and not kept would be waited for forever
-            for index, data in self._pool.answers():
-                envs = self._sent[index].popleft()
-                self._arrived.update(unpack(data).split(envs) if data else dict.fromkeys(envs, EMPTY))
-            self._pool.forget_answers()
+    def _wait_for_one(self, timeout: float | None = None) -> None:
+        """Waits for the next reply to a request of `step_some`."""
+        oldest = [sent[0][1] for sent in self._sent if sent]  # each worker replies in order
+        self._pool.settle(oldest, 1, timeout=timeout, fails_fast=True)
+        gather_values([future for future in oldest if future.error is not None])
+        self._take_outcomes()
+
+    def _take_outcomes(self) -> None:
+        """Takes the outcomes of the requests of `step_some` that are over."""
+        for sent in self._sent:
+            while sent and sent[0][1].is_over:
+                envs, future = sent[0]
+                [data] = gather_values([future])
+                outcomes = unpack(data).split(envs) if data else dict.fromkeys(envs, EMPTY)
+                with defer_interrupt():  # an outcome that was taken and not kept would be waited for forever
+                    sent.popleft()
+                    self._arrived.update(outcomes)
 
 
 def _slice(envs: range) -> slice:

@@ -1,0 +1,192 @@
+"""`Exchange`: sends requests to workers, and takes their replies under one deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from workers import messages, pickling
+from workers.channel import deadline_in
+from workers.errors import WorkerError, WorkerTimeout, strip_traceback
+from workers.failures import Failure
+from workers.futures import Future
+from workers.interrupts import defer_interrupt
+from workers.messages import Build, Call, Post, Result, State
+from workers.process import WorkerProcess
+from workers.settings.log_records import LogPipe
+from workers.watch import Watch
+
+
+class Exchange:
+    """The requests to the workers of a pool, and their replies.
+
+    Args:
+        workers: the workers by index; the pool replaces those that it restarts.
+        log: the pipe of the workers' log records.
+        timeout: seconds within which replies must come, None for no limit.
+
+    Attributes:
+        watch: polls the workers.
+        late: the indexes of workers that missed a deadline and may still reply.
+    """
+
+    def __init__(self, workers: list[WorkerProcess], log: LogPipe, timeout: float | None) -> None:
+        self.timeout, self.late = timeout, set[int]()
+        self._workers, self._log, self.watch = workers, log, Watch(log)
+
+    def send(
+        self, workers: list[WorkerProcess], request: Build | Call | Post, message: list[bytes] | None = None
+    ) -> list[Future]:
+        """Sends a request to workers under one deadline; a worker that is gone, or does not read, fails.
+
+        Args:
+            workers: the receivers.
+            request: the request.
+            message: the same request, pickled and framed by `messages.frame`; None to do that here.
+
+        Returns:
+            `request.n_replies` futures for each worker, in the order of the workers.
+        """
+        message = messages.frame(pickling.dumps(request)) if message is None else message  # once for all
+        deadline = deadline_in(self.timeout)
+        futures: list[Future] = []
+        for worker in workers:
+            try:
+                futures += worker.send(request, message, deadline)
+            except (WorkerError, TimeoutError) as error:
+                failure = strip_traceback(self._explain_unread(worker, request, error))
+                futures += [Future(worker.index, request.label, True, None, failure) for _ in range(request.n_replies)]
+        return futures
+
+    def settle(
+        self, futures: Sequence[Future], n: int | None = None, timeout: float | None = None, fails_fast: bool = False
+    ) -> None:
+        """Waits for replies; see `WorkerPool.settle`."""
+        self._take_read()
+        for each in futures:
+            if not each.is_over:
+                each.error = None  # of an earlier wait that was too short
+        deadline = deadline_in(timeout)
+        late: list[WorkerProcess] = []
+        while busy := self._find_awaited(futures, n, fails_fast):
+            if deadline is None and self.timeout is None:
+                self._wait(None, busy)
+                continue
+            now = time.monotonic()
+            is_past = deadline is not None and now >= deadline
+            late = busy if is_past else self._find_overdue(busy, now)
+            in_time = [worker for worker in busy if worker not in late]
+            # Even if all are late, one look is taken after `now`: a reply that came in time counts, however late it
+            # is read.
+            if not self._wait(deadline if in_time else now, in_time) and late and (fails_fast or not in_time):
+                self._fail_late(futures, late, timeout if is_past else self.timeout)
+                return
+        if late:
+            self._fail_late(futures, late, self.timeout)
+
+    def is_settled(self, futures: Sequence[Future], n: int | None = None, fails_fast: bool = False) -> bool:
+        """Whether `settle` would return at once."""
+        now = time.monotonic()
+        self.drain()
+        busy = self._find_awaited(futures, n, fails_fast)
+        return len(busy) == len(self._find_overdue(busy, now))
+
+    def drain(self) -> None:
+        """Reads everything that has arrived."""
+        self._take_read()
+        while self.watch.wait(time.monotonic(), self._read) and self.find_busy():
+            pass
+        self._log.deliver()
+
+    def find_busy(self) -> list[WorkerProcess]:
+        """Returns the workers whose reply is awaited."""
+        return [worker for worker in self._workers if worker.state is State.BUSY]
+
+    def _find_awaited(self, futures: Sequence[Future], n: int | None, fails_fast: bool) -> list[WorkerProcess]:
+        """Returns the workers whose replies are still missing; none if enough have come."""
+        indexes: list[int] = []
+        for each in futures:
+            if fails_fast and each.error is not None:
+                return []
+            if not each.is_over and each.index not in indexes:
+                indexes.append(each.index)
+        if n is not None and sum([each.is_over for each in futures]) >= n:
+            return []
+        return [self._workers[index] for index in indexes]
+
+    def _find_overdue(self, workers: list[WorkerProcess], now: float) -> list[WorkerProcess]:
+        """Returns the workers that took longer than the timeout."""
+        if self.timeout is None:
+            return []
+        return [worker for worker in workers if now >= worker.since + self.timeout]
+
+    def _fail_late(self, futures: Sequence[Future], late: list[WorkerProcess], timeout: float | None) -> None:
+        """Ends the wait for late workers by an error that names them."""
+        late = [worker for worker in late if worker.state is State.BUSY]
+        missing = [each for each in futures if not each.is_over and self._workers[each.index] in late]
+        if missing:
+            names = ", ".join(f"{worker.index} (pid {worker.pid})" for worker in late)
+            text = f"no reply within {timeout} s to {late[0].last_request!r} from worker(s) {names}"
+            error = WorkerTimeout(text, late[0].index)
+            for each in missing:
+                each.error = error
+                self.late.add(each.index)
+
+    def _wait(self, deadline: float | None, workers: list[WorkerProcess]) -> bool:
+        """Waits for the first replies and reads them; False if none came before a deadline, the workers' included."""
+        if self.timeout is not None and workers:
+            due = min(worker.since for worker in workers) + self.timeout
+            deadline = due if deadline is None else min(due, deadline)
+        has_come = self.watch.wait(deadline, self._read)
+        self._log.deliver()
+        return has_come
+
+    def _take_read(self) -> None:
+        """Takes the replies that were read while a request was sent."""
+        for worker in self._workers:
+            while worker.state is State.BUSY and worker.channel.has_message():
+                with defer_interrupt():
+                    self._take(*worker.receive())
+                    self._log.read()
+
+    def _read(self, index: int, is_pipe: bool) -> None:
+        """Reads what a worker has written, without waiting for the rest."""
+        worker = self._workers[index]
+        try:
+            while worker.channel.read_available():
+                worker.since = time.monotonic()  # a long reply comes in pieces
+                while worker.state is State.BUSY and worker.channel.has_message():
+                    self._take(*worker.receive())
+                if is_pipe:
+                    return
+            if is_pipe:  # another thread has read the reply
+                return
+        except EOFError:
+            pass
+        error = worker.make_crash_error()  # it has ended, and all its replies are read
+        self._log.read_all()
+        worker.fail_futures(error)
+        self.watch.forget(worker)
+
+    def _take(self, future: Future, reply: Any) -> None:
+        """Ends a future by a reply."""
+        self.late.discard(future.index)
+        if isinstance(reply, bytes):
+            future.end(reply)
+        elif isinstance(reply, Failure):
+            future.end(error=reply.to_exception(future.index, future.label))
+        elif isinstance(reply, Exception):  # the reply cannot be unpickled
+            future.end(error=reply)
+        else:
+            assert isinstance(reply, Result)
+            future.end(reply.value)
+
+    def _explain_unread(
+        self, worker: WorkerProcess, request: Build | Call | Post, error: Exception
+    ) -> WorkerError:
+        """Makes the error for a request that was not read."""
+        if isinstance(error, WorkerError):
+            return error
+        text = f"worker {worker.index} (pid {worker.pid}) has not read {request.label!r} within {self.timeout} s"
+        return WorkerTimeout(text, worker.index)
