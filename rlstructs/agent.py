@@ -14,8 +14,10 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.structures.tree import check_same_keys
+from workers.public_names import set_module
 
 
+@set_module("rlstructs")
 class RL_Agent:
     """Acts on a batch of environments at once; subclass it.
 
@@ -147,6 +149,7 @@ def takes_views(agent: Any) -> bool:
     return False
 
 
+@set_module("rlstructs")
 class RL_Agent_CheckDevice:
     """Checks the devices of an agent's arguments and results; passes other attributes on.
 

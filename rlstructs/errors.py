@@ -26,6 +26,7 @@ if not getattr(workers, "__rlstructs_workers__", False):
     )
 
 from workers.errors import OutOfMemoryError, RemoteTraceback, WorkerCrashed, WorkerError, WorkerTimeout
+from workers.public_names import set_module
 
 __all__ = [
     "ClosedError",
@@ -42,14 +43,17 @@ __all__ = [
 ]
 
 
+@set_module("rlstructs")
 class RLError(Exception):
     """Base class of the errors that rlstructs itself raises."""
 
 
+@set_module("rlstructs")
 class SpecError(RLError, ValueError):
     """A tensor, an argument or a space is wrong; the message names it."""
 
 
+@set_module("rlstructs")
 class MissingKeyError(SpecError, KeyError):
     """A key is missing; the message names it and the keys that are there."""
 
@@ -57,13 +61,16 @@ class MissingKeyError(SpecError, KeyError):
         return str(self.args[0]) if self.args else ""
 
 
+@set_module("rlstructs")
 class StateError(RLError, RuntimeError):
     """The present state does not allow a call; the message names the call that is needed."""
 
 
+@set_module("rlstructs")
 class ClosedError(StateError):
     """A call came after `close`."""
 
 
+@set_module("rlstructs")
 class FileError(RLError, ValueError):
     """A file is not ours, damaged, or of another version."""

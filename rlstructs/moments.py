@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from workers.public_names import set_module
 
+
+@set_module("rlstructs")
 @dataclass(frozen=True, eq=False)
 class Moments:
     """The number of rows, their mean, and what their variance follows from.

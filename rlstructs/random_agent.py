@@ -17,8 +17,10 @@ from rlstructs.envs.action_reader import ActionReader
 from rlstructs.envs.spaces import Leaf, list_leaves
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
+from workers.public_names import set_module
 
 
+@set_module("rlstructs")
 class RandomAgent(RL_Agent):
     """Draws each action from its space, uniformly.
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import graphlib
 import importlib
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -190,3 +192,20 @@ def test_every_public_name_resolves(name):
         assert getattr(module, exported).__name__.rpartition(".")[2] == ALIASES.get(exported, exported)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = module.nothing
+
+
+FRAMEWORKS = ["rlstructs.memories.torch", "rlstructs.memories.jax", "rlstructs.memories.warp"]
+
+
+@pytest.mark.parametrize("package", [*PACKAGES, *FRAMEWORKS])
+def test_exported_classes_name_the_package_that_exports_them(package):
+    """And so do pickles of them, which outlive the place of a file; doctest finds them where they are defined."""
+    module = importlib.import_module(package)
+    classes = {name: found for name in module.__all__ if isinstance(found := getattr(module, name), type)}
+    for name, cls in classes.items():
+        assert cls.__module__ in {*PACKAGES, *FRAMEWORKS}, name
+        assert pickle.loads(pickle.dumps(cls)) is cls
+        if ">>>" in (cls.__doc__ or "") and package not in FRAMEWORKS:
+            home = importlib.import_module(f"{package}.{module._EXPORTS[name]}")
+            found = [each.name for each in doctest.DocTestFinder().find(home)]
+            assert any(each.endswith(f".{cls.__name__}") for each in found), name

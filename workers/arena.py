@@ -18,8 +18,10 @@ from workers.descriptors import Descriptor
 from workers.errors import OutOfMemoryError
 from workers.interrupts import defer_interrupt
 from workers.limits import available_bytes
+from workers.public_names import set_module
 
 
+@set_module("workers")
 class SharedArena:
     """Memory that this process shares with the workers it was passed to.
 

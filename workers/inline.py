@@ -10,8 +10,10 @@ from typing import Any
 from workers.futures import Future, gather_values
 from workers.interrupts import forget_last_interrupt
 from workers.loop import close_job
+from workers.public_names import set_module
 
 
+@set_module("workers")
 class InlinePool:
     """Runs one job in this process, for debugging; its exceptions keep their own traceback.
 

@@ -17,6 +17,7 @@ from workers.futures import Future, gather_values
 from workers.interrupts import defer_first_interrupt, defer_interrupt, forget_last_interrupt
 from workers.messages import Build, Call, Close, Post, State
 from workers.process import WorkerProcess, end_all
+from workers.public_names import set_module
 from workers.script_pickling import make_build_request
 from workers.settings.log_records import LogPipe
 from workers.start import default_start_method
@@ -40,6 +41,7 @@ def _end_left(workers: list[WorkerProcess], log: LogPipe) -> None:
         log.close()
 
 
+@set_module("workers")
 class WorkerPool:
     """Worker processes, each with one job.
 

@@ -57,10 +57,12 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.worker_setup.setup import check_init_worker
 from workers.interrupts import defer_first_interrupt
+from workers.public_names import set_module
 
 logger = logging.getLogger("rlstructs")
 
 
+@set_module("rlstructs")
 class RL_Batcher:
     """Runs agents in environments, in worker processes, and hands out what happened.
 

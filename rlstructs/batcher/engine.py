@@ -26,8 +26,8 @@ from rlstructs.structures.arrays import specs_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from workers import SharedArena
-from workers.interrupts import defer_interrupt
 from workers.futures import Future
+from workers.interrupts import defer_interrupt
 from workers.pool_protocol import Pool
 
 

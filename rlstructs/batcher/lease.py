@@ -17,6 +17,7 @@ from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.structures.tree import missing_key
 from workers.interrupts import defer_interrupt
+from workers.public_names import set_module
 
 B = TypeVar("B", bound="Borrowed")
 
@@ -138,6 +139,7 @@ class Borrowed:
         return iter((self.given, self.n_running))
 
 
+@set_module("rlstructs")
 class Lease(Borrowed):
     """A rollout without a copy; `RL_Batcher.lease` makes it.
 

@@ -22,8 +22,8 @@ from rlstructs.rollout.probe import JobDescription
 from rlstructs.rollout.progress import Clock
 from rlstructs.shared.slot_buffers import SlotBuffers
 from workers import WorkerError
-from workers.interrupts import defer_first_interrupt, defer_interrupt
 from workers.futures import Future
+from workers.interrupts import defer_first_interrupt, defer_interrupt
 from workers.pool_protocol import Pool
 
 logger = logging.getLogger("rlstructs")

@@ -33,8 +33,10 @@ from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
+from workers.public_names import set_module
 
 
+@set_module("rlstructs")
 class RayBatcher(RL_Batcher):
     """`RL_Batcher` with its workers on the nodes of a Ray cluster.
 

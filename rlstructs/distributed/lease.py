@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from rlstructs.batcher.lease import Borrowed
 from rlstructs.distributed.parts import Part
+from workers.public_names import set_module
 
 
+@set_module("rlstructs")
 class PartsLease(Borrowed):
     """A rollout without a copy; `RayBatcher.lease` makes it.
 

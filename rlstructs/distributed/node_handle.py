@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent import futures
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -53,7 +53,7 @@ class Request:
     """
 
     reference: Any
-    reply: Future[tuple[bytes, Columns]]
+    reply: futures.Future[tuple[bytes, Columns]]
     asked: Future
     limit: float | None
 

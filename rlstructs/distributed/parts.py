@@ -23,6 +23,7 @@ from rlstructs.structures.arrays import TensorSpec, raw_dtype, raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
+from workers.public_names import set_module
 
 SEEN, ACTION, FINAL = "observation/", "action/", "_observation/"
 
@@ -47,6 +48,7 @@ def columns_of(slots: Slots, rows: np.ndarray, n_timesteps: int) -> Columns:
     return columns
 
 
+@set_module("rlstructs.distributed")
 class Part(Mapping[str, np.ndarray]):
     """One node's part of a rollout, read-only arrays by name: (B, T, ...), which lie in the object store.
 

@@ -18,9 +18,9 @@ from rlstructs.errors import OutOfMemoryError, WorkerCrashed, WorkerError, Worke
 from workers import failures, pickling
 from workers.errors import strip_traceback
 from workers.failures import Failure
+from workers.futures import Future
 from workers.import_path import get_import_path
 from workers.interrupts import defer_interrupt, forget_last_interrupt
-from workers.futures import Future
 from workers.messages import Call, Result
 
 logger = logging.getLogger("rlstructs")

@@ -46,8 +46,9 @@ from rlstructs.structures.arrays import raw_dtype, raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from workers import pickling
-from workers.interrupts import defer_interrupt
 from workers.futures import Future
+from workers.interrupts import defer_interrupt
+from workers.public_names import set_module
 
 FORMAT, VERSION = "rlstructs.RayReplay", 1
 WEIGHT = "weight"
@@ -74,6 +75,7 @@ class ShardPool(NodePool):
         return "its rows"
 
 
+@set_module("rlstructs")
 class RayReplay:
     """A replay memory in shards, each an actor of Ray that keeps the rows of some of the environments.
 

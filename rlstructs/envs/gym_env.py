@@ -22,8 +22,10 @@ from rlstructs.errors import SpecError, StateError
 from rlstructs.seeding import environment_seeds
 from rlstructs.shared.packing import Rows
 from rlstructs.structures.dict_tensor import DictTensor
+from workers.public_names import set_module
 
 
+@set_module("rlstructs")
 class GymEnv:
     """gymnasium environments, stepped one after another; one that ends leaves the running set.
 
@@ -264,6 +266,7 @@ class GymEnv:
         return after
 
 
+@set_module("rlstructs")
 class GymEnvInf(GymEnv):
     """A `GymEnv` whose environments reset themselves in the step that ends an episode, so that all always run.
 

@@ -24,12 +24,14 @@ from rlstructs.errors import SpecError, StateError
 from rlstructs.seeding import environment_seeds, int32_seed
 from rlstructs.shared.packing import Rows, Target
 from rlstructs.structures.dict_tensor import DictTensor
+from workers.public_names import set_module
 
 OUTCOME = ("reward", "terminated", "truncated")
 # Errors by which an environment may refuse a seed.
 REFUSALS = (TypeError, ValueError, AssertionError, gymnasium.error.Error)
 
 
+@set_module("rlstructs")
 class GymVectorEnv:
     """A vector environment whose environments reset themselves, so that all always run.
 

@@ -25,11 +25,13 @@ from rlstructs.envs.scale import Scale
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
 from rlstructs.shared.packing import RECORD, Packing, Rows
+from workers.public_names import set_module
 
 # From so many keys on, it is faster to build the arrays of all columns at once.
 MANY = 8
 
 
+@set_module("rlstructs")
 class NormalizeObservation(NormalizingEnv):
     """Normalises observations to mean 0 and variance 1, by the statistics of all workers.
 
@@ -107,6 +109,7 @@ class NormalizeObservation(NormalizingEnv):
         return rows if len(self._columns) < MANY else rows.arrays()
 
 
+@set_module("rlstructs")
 class NormalizeReward(NormalizingEnv):
     """Divides rewards by the standard deviation of the discounted return, by the statistics of all workers.
 

@@ -7,11 +7,13 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from rlstructs.structures.dict_tensor import DictTensor
+from workers.public_names import set_module
 
 # The `env_info` of a reset without options.
 NO_INFO = DictTensor()
 
 
+@set_module("rlstructs")
 @runtime_checkable
 class VecEnv(Protocol):
     """Several environments that are stepped together. Any class with these methods is one.

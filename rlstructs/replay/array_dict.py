@@ -12,12 +12,14 @@ from rlstructs.errors import SpecError
 from rlstructs.replay import array_ops
 from rlstructs.replay.array_values import ArrayValues
 from rlstructs.replay.roles import is_info
+from workers.public_names import set_module
 
 A = TypeVar("A", bound="ArrayDict")
 
 NOTHING: Any = object()
 
 
+@set_module("rlstructs.replay")
 class ArrayDict(ArrayValues):
     """Arrays by name, with a row each: its length is theirs, and an index that is no name picks rows.
 

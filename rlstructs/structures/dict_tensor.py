@@ -11,12 +11,14 @@ import torch
 from rlstructs.checks import batch_first
 from rlstructs.errors import SpecError
 from rlstructs.structures.tree import TensorMap, check_alike, check_same_keys, flatten, parts_of, put_rows, show
+from workers.public_names import set_module
 
 # More rows than there are: torch refuses the largest steps.
 LARGEST_STEP = 1 << 40
 Index = Any  # int, list of ints, long tensor, bool mask, numpy array or slice
 
 
+@set_module("rlstructs")
 class DictTensor(TensorMap):
     """An ordered map name -> tensor whose axis 0 is the batch.
 

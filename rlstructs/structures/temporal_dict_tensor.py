@@ -11,10 +11,12 @@ import torch
 from rlstructs.errors import SpecError
 from rlstructs.structures.dict_tensor import DictTensor, Index, as_index, check_copy
 from rlstructs.structures.tree import TensorMap, check_alike, check_same_keys, flatten, parts_of, put_rows, show
+from workers.public_names import set_module
 
 LENGTHS = "lengths"
 
 
+@set_module("rlstructs")
 class TemporalDictTensor(TensorMap):
     """A map name -> tensor (B, T, ...) and `lengths`, int64 (B,).
 

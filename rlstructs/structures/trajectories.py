@@ -11,8 +11,10 @@ from rlstructs.errors import SpecError
 from rlstructs.structures.dict_tensor import DictTensor, Index, as_index
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.tree import Structure, parts_of
+from workers.public_names import set_module
 
 
+@set_module("rlstructs")
 class Trajectories(Structure):
     """A pair: `info`, one row for each trajectory, and `trajectories`, B x T with lengths.
 

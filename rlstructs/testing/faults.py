@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass
 
 from rlstructs.errors import SpecError
+from workers.public_names import set_module
 
 INIT, RESET, STEP, CLOSE = "init", "reset", "step", "close"
 PLACES = (INIT, RESET, STEP, CLOSE)
@@ -28,6 +29,7 @@ def make_fault_error() -> RuntimeError:
     return RuntimeError("a fault that was asked for")
 
 
+@set_module("rlstructs.testing")
 @dataclass(frozen=True)
 class Fault:
     """One thing that goes wrong.

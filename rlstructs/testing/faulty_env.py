@@ -11,6 +11,7 @@ from gymnasium import spaces
 
 from rlstructs.envs.gym_env import GymEnv, GymEnvInf
 from rlstructs.testing.faults import CLOSE, INIT, RESET, STEP, Damage, Fault
+from workers.public_names import set_module
 
 # The places in an observation.
 ENV_INDEX, GENERATION, EPISODE, AT, CHECKSUM = range(5)
@@ -33,6 +34,7 @@ def checksum_of(env_index: Numbers, generation: Numbers, episode: Numbers, step:
     return total % (1 << 24)
 
 
+@set_module("rlstructs.testing")
 class FaultyEnv(gymnasium.Env):  # type: ignore[misc]
     """Counts its steps, and fails where its faults say so.
 

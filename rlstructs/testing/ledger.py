@@ -12,6 +12,7 @@ from rlstructs.structures.arrays import as_array
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.testing.faulty_env import AT, CHECKSUM, ENV_INDEX, EPISODE, GENERATION, N_FIELDS, checksum_of
+from workers.public_names import set_module
 
 FIELDS = ("environment", "generation", "episode", "step")
 
@@ -111,6 +112,7 @@ def _wrong(batch: Trajectories, seen: _Observed, after: _Observed) -> Iterator[t
     yield "it is not what followed the transition before", ~follows
 
 
+@set_module("rlstructs.testing")
 class Ledger:
     """Verifies batch after batch that no transition is handed out twice and none is left out.
 

@@ -42,6 +42,7 @@ from rlstructs.envs.shared_vector.step_results import merge_infos, merge_some_in
 from rlstructs.envs.shared_vector.worker_host import WorkerOptions, start_host
 from rlstructs.worker_setup.setup import check_init_worker
 from rlstructs.worker_setup.streams import WorkerStreams
+from workers.public_names import set_module
 
 # Methods of the vectorised environment itself, which `call` refuses.
 OWN = ("reset", "step", "close")
@@ -49,6 +50,7 @@ OWN = ("reset", "step", "close")
 StepResult = tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
 
 
+@set_module("rlstructs")
 class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
     """Replaces gymnasium's `AsyncVectorEnv`, with several environments in each process.
 

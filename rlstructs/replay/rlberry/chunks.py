@@ -20,11 +20,13 @@ from rlstructs.replay.rlberry.tagged import TaggedBuffer
 from rlstructs.replay.span import Span
 from rlstructs.replay.store import Storage
 from rlstructs.replay.values import host_array
+from workers.public_names import set_module
 
 UNIFORM, PRIORITIZED = MODES = ("uniform", "prioritized")
 EVENLY = Uniform()
 
 
+@set_module("rlstructs.replay")
 class ChunkBatch(NamedTuple):
     """What `ChunkReplayBuffer.sample` gives.
 
@@ -38,6 +40,7 @@ class ChunkBatch(NamedTuple):
     info: Any
 
 
+@set_module("rlstructs.replay")
 class ChunkReplayBuffer(TaggedBuffer):
     """A replay buffer that gives chunks of T consecutive steps, uniformly or in proportion to priorities.
 

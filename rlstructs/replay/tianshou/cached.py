@@ -24,6 +24,7 @@ from rlstructs.replay.tianshou.transitions import REW, raw_numbers
 from rlstructs.replay.tianshou.vector import VectorReplayBuffer
 from rlstructs.replay.widening import widened
 from rlstructs.structures.trajectories import Trajectories
+from workers.public_names import set_module
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 LARGEST_JOINED = 64
 
 
+@set_module("rlstructs.replay")
 class CachedReplayBuffer(VectorReplayBuffer):
     """A `ReplayBuffer` of complete episodes only, each in one piece, and a cache for each of several environments.
 

@@ -18,6 +18,7 @@ from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
 from rlstructs.replay.tianshou.transitions import OBS, OBS_NEXT, REW, top
 from rlstructs.replay.tianshou.vector import VectorReplayBuffer
 from rlstructs.replay.values import from_bits, host_array
+from workers.public_names import set_module
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -26,6 +27,7 @@ ACHIEVED, DESIRED = "achieved_goal", "desired_goal"
 Reward = Callable[[np.ndarray, np.ndarray], Any]
 
 
+@set_module("rlstructs.replay")
 class HERReplayBuffer(ReplayBuffer):
     """A `ReplayBuffer` whose samples are relabelled: Andrychowicz et al., Hindsight Experience Replay (2017).
 
@@ -181,6 +183,7 @@ class HERReplayBuffer(ReplayBuffer):
         return {**super()._settings(), "horizon": self.horizon, "future_k": self.future_k}
 
 
+@set_module("rlstructs.replay")
 class HERVectorReplayBuffer(VectorReplayBuffer, HERReplayBuffer):
     """A `HERReplayBuffer` of several environments, each in a ring of its own.
 

@@ -16,12 +16,14 @@ from rlstructs.replay.tianshou.reads import WANTED, Fields, Pick
 from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
 from rlstructs.replay.tianshou.vector import VectorReplayBuffer
 from rlstructs.replay.values import host_array, real_numbers
+from workers.public_names import set_module
 
 # What is added to the absolute value of a priority, so that every row may be drawn.
 EPSILON = float(np.finfo(np.float32).eps)
 LEAVES, WEIGHT = "leaves", "weight"
 
 
+@set_module("rlstructs.replay")
 class PrioritizedReplayBuffer(ReplayBuffer):
     """A `ReplayBuffer` that draws in proportion to priorities: Schaul et al., Prioritized Experience Replay (2016).
 
@@ -209,6 +211,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         return restore
 
 
+@set_module("rlstructs.replay")
 class PrioritizedVectorReplayBuffer(VectorReplayBuffer, PrioritizedReplayBuffer):
     """A `PrioritizedReplayBuffer` of several environments, each in a ring of its own.
 

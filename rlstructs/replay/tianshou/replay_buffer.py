@@ -18,6 +18,7 @@ from rlstructs.replay.tianshou import transitions
 from rlstructs.replay.tianshou.edits import EpisodeEdits
 from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT
 from rlstructs.replay.values import host_array
+from workers.public_names import set_module
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 HDF5 = ".h5"
 
 
+@set_module("rlstructs.replay")
 class ReplayBuffer(EpisodeEdits):
     """The newest `size` transitions of one environment, and which episodes they are of.
 

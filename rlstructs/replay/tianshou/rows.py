@@ -27,6 +27,7 @@ from rlstructs.replay.tianshou.running import Running
 from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT, REW
 from rlstructs.replay.values import generator_of, host_array
 from rlstructs.structures.trajectories import Trajectories
+from workers.public_names import set_module
 
 Added = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
@@ -41,6 +42,7 @@ class _Known(NamedTuple):
     writer: StepWriter
 
 
+@set_module("rlstructs.replay")
 class MalformedBufferError(StateError):
     """Raised when an episode is longer than the rows reserved for it."""
 

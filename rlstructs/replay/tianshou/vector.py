@@ -12,8 +12,10 @@ from rlstructs.replay.snapshot import Rows
 from rlstructs.replay.tianshou.reads import EpisodeReads
 from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
 from rlstructs.replay.values import host_array
+from workers.public_names import set_module
 
 
+@set_module("rlstructs.replay")
 class VectorReplayBuffer(ReplayBuffer):
     """The newest transitions of several environments, each in a ring of its own.
 

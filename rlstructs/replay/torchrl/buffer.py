@@ -26,6 +26,7 @@ from rlstructs.replay.torchrl.storages import ListStorage, ReplayStorage
 from rlstructs.replay.torchrl.transforms import composed
 from rlstructs.replay.torchrl.writers import ImmutableWriter, RoundRobinWriter, Writer
 from rlstructs.replay.values import host_array
+from workers.public_names import set_module
 
 # Arguments of torchrl's buffers that are not of these.
 NEUTRAL = {
@@ -35,6 +36,7 @@ NEUTRAL = {
 }  # fmt: skip
 
 
+@set_module("rlstructs.replay")
 class DictTensorReplayBuffer(DictTensorParts):
     """Rows of one schema, that of the first ones; also called `TensorDictReplayBuffer`.
 
@@ -328,6 +330,7 @@ class DictTensorReplayBuffer(DictTensorParts):
         return f"{type(self).__name__}({', '.join(parts + sizes + columns)})"
 
 
+@set_module("rlstructs.replay")
 class DictTensorPrioritizedReplayBuffer(DictTensorReplayBuffer):
     """A `DictTensorReplayBuffer` with a `PrioritizedSampler`; also called `TensorDictPrioritizedReplayBuffer`.
 

@@ -18,6 +18,7 @@ from rlstructs.replay.store import Storage
 from rlstructs.replay.torchrl.part import check_neutral
 from rlstructs.replay.torchrl.samplers import WEIGHT, Sampler
 from rlstructs.replay.values import host_array, real_numbers
+from workers.public_names import set_module
 
 # Of an even number of values torch's median is the lower of the two in the middle.
 LOWER_MEDIAN = functools.partial(np.quantile, q=0.5, method="lower")
@@ -26,6 +27,7 @@ REDUCTIONS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
+@set_module("rlstructs.replay")
 class PrioritizedSampler(Sampler):
     """In proportion to (priority + eps) ** alpha; a new row has the largest priority ever given, at first 1.
 

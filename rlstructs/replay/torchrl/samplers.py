@@ -13,6 +13,7 @@ from rlstructs.replay.drawing import Selection, Uniform
 from rlstructs.replay.span import Span
 from rlstructs.replay.store import Storage
 from rlstructs.replay.torchrl.part import Part, check_neutral
+from workers.public_names import set_module
 
 INDEX, WEIGHT, MASK = "index", "priority_weight", "mask"
 UNIFORM = Uniform()
@@ -115,6 +116,7 @@ class Sampler(Part):
         return 0
 
 
+@set_module("rlstructs.replay")
 class RandomSampler(Sampler):
     """Every row as likely as any other; one batch may hold a row twice.
 
@@ -143,6 +145,7 @@ class _Order:
         self.replaced: np.ndarray | None = None  # bool, by slot
 
 
+@set_module("rlstructs.replay")
 class SamplerWithoutReplacement(Sampler):
     """Every row once, in random order, and then again.
 

@@ -20,6 +20,7 @@ from rlstructs.replay.store import Storage
 from rlstructs.replay.torchrl.part import ANY, check_neutral, joined
 from rlstructs.replay.torchrl.prioritized_sampler import PrioritizedSampler
 from rlstructs.replay.torchrl.samplers import INDEX, MASK, WEIGHT, Sampler, SamplerWithoutReplacement
+from workers.public_names import set_module
 
 AUTO = "auto"
 # Arguments of torchrl's slice samplers that are not of these.
@@ -31,6 +32,7 @@ INSIDE = "inside"  # of a selection: which of the steps of each slice are its ow
 DONE = ("done", "dones")
 
 
+@set_module("rlstructs.replay")
 class SliceSampler(Sampler):
     """Slices of episodes, uniformly; they never mix episodes, nor cross from the newest row to the oldest.
 
@@ -185,6 +187,7 @@ class SliceSampler(Sampler):
         return size | kept | super()._shown()
 
 
+@set_module("rlstructs.replay")
 class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
     """Slices of episodes that begin with rows drawn in proportion to their priorities.
 
@@ -247,6 +250,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         return np.asarray(np.where(span.has(rows), left, 0))
 
 
+@set_module("rlstructs.replay")
 class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
     """Slices of episodes, one of each in random order, and then again.
 

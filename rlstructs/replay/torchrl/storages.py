@@ -19,6 +19,7 @@ from rlstructs.replay.columns import LANE, Columns
 from rlstructs.replay.device_columns import TensorColumns
 from rlstructs.replay.torchrl.batches import rows_of
 from rlstructs.replay.torchrl.part import ANY, Part, check_neutral
+from workers.public_names import set_module
 
 # Rows that a store which grows begins with.
 FEW_ROWS = 1024
@@ -103,6 +104,7 @@ class ReplayStorage(Part):
         return {"max_size": self.max_size}
 
 
+@set_module("rlstructs.replay")
 class ListStorage(ReplayStorage):
     """Memory that doubles as it fills. Rows are columns of one schema, copies of what was given.
 
@@ -137,6 +139,7 @@ class ListStorage(ReplayStorage):
         return capacity
 
 
+@set_module("rlstructs.replay")
 class TensorStorage(ReplayStorage):
     """Memory for every row from the first on; also called `LazyTensorStorage`.
 
@@ -196,6 +199,7 @@ class TensorStorage(ReplayStorage):
         return self.device is not None
 
 
+@set_module("rlstructs.replay")
 class MemmapStorage(ReplayStorage):
     """A file for each column; also called `LazyMemmapStorage`.
 

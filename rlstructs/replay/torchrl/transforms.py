@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from rlstructs.errors import SpecError
+from workers.public_names import set_module
 
 
+@set_module("rlstructs.replay")
 class Transform:
     """Changes batches that are read, and the other way round rows that are written.
 
@@ -42,6 +44,7 @@ class Transform:
         return self.forward(batch)
 
 
+@set_module("rlstructs.replay")
 class Compose(Transform):
     """Transforms one after another; on the way in the other way round.
 

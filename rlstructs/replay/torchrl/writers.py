@@ -14,6 +14,7 @@ from rlstructs.replay.store import Storage
 from rlstructs.replay.torchrl.part import Part, check_neutral, joined
 from rlstructs.replay.torchrl.prioritized_sampler import checked_reduction, reduced
 from rlstructs.replay.values import from_bits, host_array
+from workers.public_names import set_module
 
 # How many of the lowest rows are kept in order; those of many are looked for again when these are used up.
 N_LOWEST = 1024
@@ -88,6 +89,7 @@ def _append(
 NONE = np.zeros(0, np.int64)
 
 
+@set_module("rlstructs.replay")
 class RoundRobinWriter(Writer):
     """Appends rows; when there is no room left, each takes the place of the oldest one.
 
@@ -110,6 +112,7 @@ class RoundRobinWriter(Writer):
         return _append(storage, block, n, done, starts), NONE
 
 
+@set_module("rlstructs.replay")
 class ImmutableWriter(Writer):
     """Refuses every change; also called `ImmutableDatasetWriter`.
 
@@ -129,6 +132,7 @@ class ImmutableWriter(Writer):
         raise StateError("this buffer cannot be changed: its writer is an ImmutableWriter")
 
 
+@set_module("rlstructs.replay")
 class MaxValueWriter(Writer):
     """Keeps the rows of the highest rank: where there is no room, one takes the place of the lowest if it is higher.
 
