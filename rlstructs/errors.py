@@ -17,6 +17,9 @@ cause.
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 import workers
 
 if not getattr(workers, "__rlstructs_workers__", False):
@@ -25,7 +28,11 @@ if not getattr(workers, "__rlstructs_workers__", False):
         "in its place; rename that file or folder"
     )
 
-from workers.errors import OutOfMemoryError, RemoteTraceback, WorkerCrashed, WorkerError, WorkerTimeout
+if TYPE_CHECKING:
+    from workers.errors import OutOfMemoryError, RemoteTraceback, WorkerCrashed, WorkerError, WorkerTimeout
+
+# The names that `workers.errors` defines. It is imported when one of them is asked for, as it loads multiprocessing.
+_OF_WORKERS = ("OutOfMemoryError", "RemoteTraceback", "WorkerCrashed", "WorkerError", "WorkerTimeout")
 
 __all__ = [
     "ClosedError",
@@ -67,3 +74,9 @@ class ClosedError(StateError):
 
 class FileError(RLError, ValueError):
     """A file is not ours, damaged, or of another version."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_WORKERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("workers.errors"), name)
