@@ -511,7 +511,8 @@ def test_a_node_that_was_not_told_what_it_should_be_hands_out_nothing(cluster, r
         return batcher.get()[0].lengths.tolist()
 
     arguments = {"agent_info": agent_info(1, 0.5), "n_processes": 2, "run_ahead": run_ahead}
-    with counting(**arguments) as batcher, pytest.raises(WorkerError, match="^the reply of node 1 to 'set_infos' is lost"):
+    message = "^the reply of node 1 to 'set_infos' is lost"
+    with counting(**arguments) as batcher, pytest.raises(WorkerError, match=message):
         lengths(batcher)
     with counting(**arguments, on_worker_failure="restart") as batcher:
         assert lengths(batcher) == [5, 5, 0, 0]

@@ -45,13 +45,14 @@ class Batch:
         """Copies the batch into new memory, or into `out`, which was checked before."""
         info = self._info()
         if out is None:
-            return Trajectories(DictTensor.trusted(info), TemporalDictTensor.trusted(self._steps(), self.lengths))
+            steps = TemporalDictTensor.trusted(self._steps(), self.lengths)
+            return Trajectories.trusted(DictTensor.trusted(info), steps)
         kept = out_argument.cut(out, len(self.lengths), self.n_timesteps)
         for key, tensor in info.items():
             kept.info[key].copy_(tensor)
         kept.lengths.copy_(self.lengths)
-        steps = self._steps(dict(kept.trajectories.items()))
-        return Trajectories(kept.info, TemporalDictTensor.trusted(steps, kept.lengths))
+        steps = TemporalDictTensor.trusted(self._steps(dict(kept.trajectories.items())), kept.lengths)
+        return Trajectories.trusted(kept.info, steps)
 
     def lend(self) -> Trajectories:
         """Takes views of the slots where that is possible, and copies elsewhere."""
@@ -61,7 +62,7 @@ class Batch:
         else:
             loan = Loan({}, self._steps())
         steps = TemporalDictTensor.trusted(loan, self.lengths)
-        return Trajectories(DictTensor.trusted(self._info()), steps)
+        return Trajectories.trusted(DictTensor.trusted(self._info()), steps)
 
     def release(self) -> None:
         """Marks the slots as read."""

@@ -159,7 +159,7 @@ class Lease(BaseLease):
         if is_guarded:
             guarded = {key: LeasedTensor.of(view, loan) for key, view in loan.views.items()}
             steps = TemporalDictTensor.trusted(loan.with_views(guarded), steps.lengths)
-        super().__init__(Trajectories(trajectories.info, steps), n_running, give_back)
+        super().__init__(Trajectories.trusted(trajectories.info, steps), n_running, give_back)
 
     @property
     def trajectories(self) -> Trajectories:

@@ -58,7 +58,7 @@ def _check(key: str, tensor: torch.Tensor, spec: TensorSpec, lead: tuple[int, ..
 def cut(out: Trajectories, n_rows: int, n_timesteps: int) -> Trajectories:
     """Views of the first rows and timesteps."""
     steps = {key: tensor[:n_rows, :n_timesteps] for key, tensor in out.trajectories.items()}
-    return Trajectories(
+    return Trajectories.trusted(
         DictTensor.trusted({key: tensor[:n_rows] for key, tensor in out.info.items()}),
         TemporalDictTensor.trusted(steps, out.lengths[:n_rows]),
     )

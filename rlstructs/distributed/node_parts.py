@@ -19,7 +19,7 @@ from rlstructs.shared.layout import Layout
 from rlstructs.shared.packing import Packing, Rows
 from rlstructs.shared.reading import RecordedSteps, blocks_of, sources_of, specs_of_steps
 from rlstructs.shared.slots import Slots
-from rlstructs.structures.arrays import TensorSpec, raw_dtype, raw_of, tensor_of, where_true
+from rlstructs.structures.arrays import TensorSpec, raw_dtype, raw_of, tensors_of, where_true
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
@@ -191,7 +191,7 @@ class NodePartsBatch(Batch):
             for name, tensor in steps.items():
                 raw_of(tensor)[rows, : node_part.n_timesteps] = node_part[name]
         info = DictTensor.trusted({"env_index": torch.from_numpy(self._rows)})
-        return Trajectories(info, TemporalDictTensor.trusted(steps, self.lengths))
+        return Trajectories.trusted(info, TemporalDictTensor.trusted(steps, self.lengths))
 
     def _place(self) -> Iterator[tuple[Part, slice]]:
         """Yields each node part with its rows of the batch."""
@@ -201,10 +201,10 @@ class NodePartsBatch(Batch):
             yield node_part, slice(first, end)
 
     def _info(self) -> dict[str, torch.Tensor]:
-        info = {
-            name: tensor_of(np.concatenate([each.info[name] for each in self.node_parts]), dtype)
-            for name, (_, dtype) in self._layout.info.items()
-        }
+        info = tensors_of(
+            {name: np.concatenate([each.info[name] for each in self.node_parts]) for name in self._layout.info},
+            self._layout.info,
+        )
         rows, versions = torch.from_numpy(self._rows), torch.from_numpy(self._versions)
         return {**info, "env_index": rows, "policy_version": versions}
 
@@ -212,6 +212,5 @@ class NodePartsBatch(Batch):
 def _make_steps(lead: tuple[int, int], specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
     """Makes tensors (B, T, ...) of these specs; `lead` is B and T."""
     # numpy asks for huge pages and torch does not, which takes most of the time of large batches.
-    return {
-        name: tensor_of(np.empty((*lead, *shape), raw_dtype(dtype)), dtype) for name, (shape, dtype) in specs.items()
-    }
+    arrays = {name: np.empty((*lead, *shape), raw_dtype(dtype)) for name, (shape, dtype) in specs.items()}
+    return tensors_of(arrays, specs)

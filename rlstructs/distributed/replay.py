@@ -187,15 +187,7 @@ class RayReplay:
         except SpecError:
             self._pool.refresh()  # other trainers may have left nothing to draw in a shard
             dtypes, columns = self._draw(n, names, settings)
-        leaves = np.concatenate([own.pop("/" + LEAF) for own in columns])
-        least = min(report["least"] for report in self._pool.reports if report["rows"])
-        joined = {name: np.concatenate([own[name] for own in columns]) for name in columns[0]}
-        lead = (n,) if length == 1 else (n, length)
-        found = {name: tensor_of(joined[name].reshape(*lead, *joined[name].shape[1:]), dtypes[name]) for name in names}
-        more = {name.removeprefix("/"): torch.from_numpy(joined[name].reshape(lead))
-                 for name in joined if name.startswith("/")}  # fmt: skip
-        weights = (np.minimum(least, leaves.min()) / leaves).astype(np.float32) ** np.float32(self.beta)
-        return DictTensor({**found, **more, WEIGHT: torch.from_numpy(weights)})
+        return self._join(dtypes, columns, (n,) if length == 1 else (n, length))
 
     def update_priorities(self, index: Any, priorities: Any) -> None:
         """Sets the priorities of rows; of equal indexes the last one counts.
@@ -329,6 +321,18 @@ class RayReplay:
     def _check_open(self, method: str) -> None:
         if self._is_closed:
             raise ClosedError(f"{method}: the memory is closed")
+
+    def _join(self, dtypes: Dtypes, columns: list[Columns], lead: tuple[int, ...]) -> DictTensor:
+        """Joins the columns of all shards, and weighs the rows; `lead` are the first axes of the result."""
+        leaves = np.concatenate([own.pop("/" + LEAF) for own in columns])
+        least = min(report["least"] for report in self._pool.reports if report["rows"])
+        joined = {name: np.concatenate([own[name] for own in columns]) for name in columns[0]}
+        found = {name: tensor_of(joined[name].reshape(*lead, *joined[name].shape[1:]), dtype)
+                 for name, dtype in dtypes.items()}  # fmt: skip
+        more = {name.removeprefix("/"): torch.from_numpy(joined[name].reshape(lead))
+                 for name in joined if name.startswith("/")}  # fmt: skip
+        weights = (np.minimum(least, leaves.min()) / leaves).astype(np.float32) ** np.float32(self.beta)
+        return DictTensor({**found, **more, WEIGHT: torch.from_numpy(weights)})
 
     @staticmethod
     def _find_ends(trajectories: Trajectories) -> set[str]:
