@@ -151,9 +151,7 @@ class Engine:
             orders: the orders that `collect` returned.
             trajectories: the rollouts, whose episodes are recorded; None to record none.
         """
-        if trajectories is not None:
-            self.transport.add_episodes(orders, trajectories)
-        self.transport.end_rollouts(orders)
+        self.transport.end_rollouts(orders, trajectories)
         self.supervisor.end_rollouts(orders)
         self.begin_successors()
         return self.transport.n_running()
@@ -207,8 +205,9 @@ class Engine:
 
     def begin_successors(self) -> None:
         """Begins new episodes in successors of workers whose rollouts are all handed out."""
-        with defer_interrupt():  # the supervisor names each of them once
-            self._begin_episodes(self.supervisor.take_successors())
+        if self.supervisor.has_successors:
+            with defer_interrupt():  # the supervisor names each of them once
+                self._begin_episodes(self.supervisor.take_successors())
 
     def _begin_episodes(self, workers: Collection[int]) -> None:
         """Expects that the next rollouts of these workers begin new episodes."""

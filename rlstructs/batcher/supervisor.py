@@ -217,6 +217,11 @@ class Supervisor:
         """Lists the moments that each worker gathered in these rollouts, in the order of the workers."""
         return [order.request.value.statistics for _, order in sorted(orders.items()) if not order.is_lost]
 
+    @property
+    def has_successors(self) -> bool:
+        """Whether a successor waits until the rollouts before its first one are handed out."""
+        return any(record.first_number is not None for record in self.records)
+
     def take_successors(self) -> set[int]:
         """Returns, once each, the workers whose next rollout is a successor's first."""
         return {index for index, record in enumerate(self.records) if record.pass_to_successor()}

@@ -94,8 +94,10 @@ class Transport:
         """Records the episodes that ended in these trajectories."""
         self.episodes.add(trajectories)
 
-    def end_rollouts(self, orders: Mapping[int, RolloutOrder]) -> None:
-        """Records which environments run after these rollouts."""
+    def end_rollouts(self, orders: Mapping[int, RolloutOrder], trajectories: Trajectories | None) -> None:
+        """Records which environments run after these rollouts, and, given trajectories, the episodes in these."""
+        if trajectories is not None:
+            self.add_episodes(orders, trajectories)
         for worker, order in orders.items():
             self._running[worker] = None if order.is_lost else order.request.value.running
 

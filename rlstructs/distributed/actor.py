@@ -4,7 +4,7 @@
     -------                                          -----
     call(Call("build", settings))  ───────────────>  makes the job
     call(Call("rollout", ...))  ──────────────────>  calls this method of it
-           <── Result and its columns, or Failure ─
+       <── NodeResult and columns, or NodeFailure ─
 
 Requests and replies are bytes because Ray has its own pickling: classes of the script would come back as other ones,
 and exceptions as Ray's. Arrays stay outside of the bytes: they go through the object store without another copy.
@@ -14,20 +14,51 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from workers import pickling
 from workers.errors import RemoteTraceback, WorkerError
 from workers.failures import RAISED, Failure
-from workers.messages import Call, Result
+from workers.messages import Call
 
 BUILD = "build"
 # The concurrency group of calls that do not wait for others.
 ASIDE = "aside"
 
 Columns = dict[str, np.ndarray]
+
+
+class NodeResult(NamedTuple):
+    """The reply to a call that returned.
+
+    Attributes:
+        value: what the method returned, without its columns.
+        report: the report of the job.
+    """
+
+    value: Any
+    report: dict[str, Any]
+
+
+class NodeFailure(NamedTuple):
+    """The reply to a call that raised.
+
+    Attributes:
+        worker_index: the worker in which the exception was raised, counted over all nodes.
+        failure: the exception.
+    """
+
+    worker_index: int
+    failure: Failure
+
+
+class Place(NamedTuple):
+    """Where an actor runs: Ray's id of the machine, and the process id."""
+
+    node_id: str
+    pid: int
 
 
 class NodeActor:
@@ -51,11 +82,10 @@ class NodeActor:
             shared: more arguments, from the object store.
 
         Returns:
-            Pickled, a `Result` of the value and of the job's `report`, or a worker index and its `Failure`; and the
-            columns of the value.
+            A pickled `NodeResult` or `NodeFailure`, and the columns of the value.
         """
         columns: Columns = {}
-        reply: Any
+        reply: NodeResult | NodeFailure
         try:
             call: Call = pickling.loads(request)
             if call.method == BUILD:
@@ -64,7 +94,7 @@ class NodeActor:
                 value = getattr(self._job, call.method)(*call.args, *shared)
             if _has_columns(value):
                 columns, value = value.columns, value._replace(columns={})
-            reply = Result((value, self._job.report()))
+            reply = NodeResult(value, self._job.report())
         except Exception as error:
             reply = self._make_failure(error)
         return pickling.dumps(reply), columns
@@ -74,25 +104,25 @@ class NodeActor:
         if self._job is not None:
             self._job.cut(number)
 
-    def _build(self, settings: bytes, path: list[str], *args: Any) -> tuple[str, int]:
-        """Builds the job; returns where that is: Ray's id of the machine, and the process id."""
+    def _build(self, settings: bytes, path: list[str], *args: Any) -> Place:
+        """Builds the job; returns where that is."""
         import ray
 
         _set_import_path(path)
         self._job = pickling.loads(settings).build(*args)
-        return ray.get_runtime_context().get_node_id(), os.getpid()
+        return Place(ray.get_runtime_context().get_node_id(), os.getpid())
 
-    def _make_failure(self, error: Exception) -> tuple[int, Failure]:
-        """Returns the index of the worker that failed, counted over all nodes, and its failure."""
+    def _make_failure(self, error: Exception) -> NodeFailure:
+        """Makes the reply for an exception; one of a worker of this node has the worker's index and traceback."""
         cause = error.__cause__
         if not isinstance(cause, RemoteTraceback):
             index = error.worker_index if isinstance(error, WorkerError) else None
-            return self._first_worker + (index or 0), Failure.of(error)
+            return NodeFailure(self._first_worker + (index or 0), Failure.of(error))
         # A worker of this node raised it: the trainer should see the worker's traceback, not the node's.
         notes = getattr(error, "__notes__", [])
         if notes and notes[-1].startswith(RAISED):
             notes.pop()
-        return self._first_worker + cause.worker_index, Failure.of(error)._replace(text=cause.text)
+        return NodeFailure(self._first_worker + cause.worker_index, Failure.of(error)._replace(text=cause.text))
 
 
 def _has_columns(value: Any) -> bool:

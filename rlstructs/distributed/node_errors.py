@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from rlstructs.distributed import cluster
+from rlstructs.distributed.actor import NodeFailure
 from rlstructs.distributed.node_handle import Node
 from rlstructs.errors import OutOfMemoryError, WorkerCrashed, WorkerError
 from workers import failures
-from workers.failures import Failure
 
 
-def make_job_error(node: Node, place: str, worker_index: int, failure: Failure) -> BaseException:
-    """Makes the error for an exception of a node's job or of its worker, in the oldest request.
-
-    Args:
-        place: where it happened, such as "on node 0".
-        worker_index: the index of the worker, counted over all nodes.
-        failure: the exception.
-    """
-    error = failure.to_exception(worker_index, node.requests[0].asked.label)
+def make_job_error(node: Node, place: str, reply: NodeFailure) -> BaseException:
+    """Makes the error for a node's reply that its oldest request has failed; `place` is such as "on node 0"."""
+    error = reply.failure.to_exception(reply.worker_index, node.requests[0].asked.label)
     if isinstance(error, WorkerError):
-        error.args, error.worker_index = (f"{place}: {error}",), worker_index
+        error.args, error.worker_index = (f"{place}: {error}",), reply.worker_index
     else:
         failures.add_note(error, place)
     return error

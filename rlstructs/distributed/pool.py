@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from rlstructs.distributed import cluster
-from rlstructs.distributed.actor import ASIDE, BUILD, Columns, NodeActor
+from rlstructs.distributed.actor import ASIDE, BUILD, Columns, NodeActor, NodeFailure, Place
 from rlstructs.distributed.cluster import Placement
 from rlstructs.distributed.node_errors import make_crash_error, make_job_error, make_loss_error
 from rlstructs.distributed.node_handle import Bell, Node, Request, wait_for_ring
@@ -20,7 +20,7 @@ from workers import pickling
 from workers.errors import strip_traceback
 from workers.import_path import get_import_path
 from workers.interrupts import defer_interrupt, forget_last_interrupt
-from workers.messages import Asked, Call, Result
+from workers.messages import Asked, Call
 
 logger = logging.getLogger("rlstructs")
 
@@ -328,16 +328,16 @@ class NodePool:
         error: BaseException | None = None
         if isinstance(reply, Exception):
             error = reply
-        elif not isinstance(reply, Result):
-            error = make_job_error(node, self._describe_place(node), *reply)
+        elif isinstance(reply, NodeFailure):
+            error = make_job_error(node, self._describe_place(node), reply)
         asked = node.requests.popleft().asked
         node.since, node.is_late, node.has_answered = time.monotonic(), False, False
         if error is not None:
             asked.end(error=error)
         else:
-            value, node.report = reply.value
+            value, node.report = reply
             if asked.label == BUILD:
-                self._set_place(node, *value)
+                self._set_place(node, value)
             asked.end(value._replace(columns=columns) if columns else value)
 
     def _unpickle_reply(self, node: Node) -> tuple[Any, Columns]:
@@ -351,10 +351,10 @@ class NodePool:
                 return None, {}
             return make_loss_error(node, error), {}
 
-    def _set_place(self, node: Node, node_id: str, pid: int) -> None:
+    def _set_place(self, node: Node, place: Place) -> None:
         """Records where a node runs."""
-        machine = cluster.list_machines().get(node_id)
-        node.node_id, node.pid, node.address = node_id, pid, machine.address if machine else "unknown"
+        machine = cluster.list_machines().get(place.node_id)
+        node.node_id, node.pid, node.address = *place, machine.address if machine else "unknown"
 
     def _describe_place(self, node: Node) -> str:
         """Says on which node something happened."""
