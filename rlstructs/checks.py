@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import SpecError
-from workers import start
 
 # The dtypes of arrays in files, by name, in the byte order of this machine.
 DTYPES = {
@@ -58,14 +57,6 @@ def batch_first(shape: tuple[int, ...], n: int) -> str:
     if len(shape) < 2 or shape[0] == n or shape[1] != n:
         return ""
     return BATCH_FIRST
-
-
-def check_start_method(start_method: Any) -> None:
-    """Raises SpecError unless this is the name of a start method, or None for the default."""
-    try:
-        start.check_start_method(start_method)
-    except ValueError as error:
-        raise SpecError(str(error)) from None
 
 
 def check_gamma(gamma: Any) -> None:

@@ -17,7 +17,11 @@ cause.
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 import workers
+from workers.public_names import set_module
 
 if not getattr(workers, "__rlstructs_workers__", False):
     raise ImportError(
@@ -25,8 +29,11 @@ if not getattr(workers, "__rlstructs_workers__", False):
         "in its place; rename that file or folder"
     )
 
-from workers.errors import OutOfMemoryError, RemoteTraceback, WorkerCrashed, WorkerError, WorkerTimeout
-from workers.public_names import set_module
+if TYPE_CHECKING:
+    from workers.errors import OutOfMemoryError, RemoteTraceback, WorkerCrashed, WorkerError, WorkerTimeout
+
+# The names that `workers.errors` defines. It is imported when one of them is asked for, as it loads multiprocessing.
+_OF_WORKERS = ("OutOfMemoryError", "RemoteTraceback", "WorkerCrashed", "WorkerError", "WorkerTimeout")
 
 __all__ = [
     "ClosedError",
@@ -74,3 +81,9 @@ class ClosedError(StateError):
 @set_module("rlstructs")
 class FileError(RLError, ValueError):
     """A file is not ours, damaged, or of another version."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_WORKERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("workers.errors"), name)

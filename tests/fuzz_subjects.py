@@ -175,7 +175,7 @@ def _shards() -> Subject:
     def load(target: Any, path: Path) -> Any:
         generator, files = replay_files.read(path.parent, header, 2)
         for each, file in zip(target, files, strict=True):
-            with replay_files.shard_bytes(file) as data:
+            with replay_files.open_shard(file) as data:
                 each.load({"data": data})
         for each in target:
             each.take_loaded()

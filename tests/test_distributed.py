@@ -477,22 +477,22 @@ def test_an_actor_that_is_killed_is_replaced(cluster, tmp_path, run_ahead):
 
 
 def test_when_just_a_reply_is_lost_what_came_behind_it_is_run_again():
-    member, reply = NodeRecord(n_ordered=4), RolloutReply([0], (0, 0.0, 0.0, 0.0), 0, {})
-    member.orders += [RolloutOrder(number, Future(0, "rollout")) for number in range(4)]
-    for order in member.orders:
-        order.asked.end(reply)
-    member.orders[1].asked.end(error=WorkerError("the reply is lost"))
-    member.lose()
-    member.begin_anew()
-    assert [(order.is_lost, order.is_there) for order in member.orders] == [
+    record, reply = NodeRecord(n_ordered=4), RolloutReply([0], (0, 0.0, 0.0, 0.0), 0, {})
+    record.orders += [RolloutOrder(number, Future(0, "rollout")) for number in range(4)]
+    for order in record.orders:
+        order.request.end(reply)
+    record.orders[1].request.end(error=WorkerError("the reply is lost"))
+    record.lose()
+    record.begin_successor()
+    assert [(order.is_lost, order.is_done) for order in record.orders] == [
         (False, True), (True, False), (False, False), (False, False)
     ]  # fmt: skip
-    assert (member.n_lost, member.anew) == (1, 2)
-    member.orders[2].asked.end(reply)  # of the successor, which then fails
-    member.orders[3].asked.end(error=WorkerError("gone"))
-    member.lose()
-    assert [order.is_lost for order in member.orders] == [False, True, False, True]
-    assert member.orders[2].is_there
+    assert (record.n_lost, record.first_number) == (1, 2)
+    record.orders[2].request.end(reply)  # of the successor, which then fails
+    record.orders[3].request.end(error=WorkerError("gone"))
+    record.lose()
+    assert [order.is_lost for order in record.orders] == [False, True, False, True]
+    assert record.orders[2].is_done
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
@@ -502,16 +502,17 @@ def test_a_node_that_was_not_told_what_it_should_be_hands_out_nothing(cluster, r
         batcher.reset(agent_info(4, 0.5))
         rollout(batcher)
         batcher.execute(agent_info(4, 1.0))
-        [asked] = [asked for asked, _ in batcher._engine.supervisor._unheard if asked.index == 1]
+        [asked] = [asked for asked, _ in batcher._engine.supervisor._unconfirmed if asked.index == 1]
         batcher._engine.pool.settle([asked])
-        asked.error = WorkerError("the reply of node 1 to 'inform' is lost")
+        asked.error = WorkerError("the reply of node 1 to 'set_infos' is lost")
         for _ in range(run_ahead):
             assert batcher.get()[0].lengths.tolist() == [5] * 4
             batcher.execute()
         return batcher.get()[0].lengths.tolist()
 
     arguments = {"agent_info": agent_info(1, 0.5), "n_processes": 2, "run_ahead": run_ahead}
-    with counting(**arguments) as batcher, pytest.raises(WorkerError, match="^the reply of node 1 to 'inform' is lost"):
+    message = "^the reply of node 1 to 'set_infos' is lost"
+    with counting(**arguments) as batcher, pytest.raises(WorkerError, match=message):
         lengths(batcher)
     with counting(**arguments, on_worker_failure="restart") as batcher:
         assert lengths(batcher) == [5, 5, 0, 0]
@@ -688,7 +689,7 @@ def test_a_node_that_has_answered_in_time_is_not_late_while_its_reply_is_on_its_
         batcher.reset()
         batcher.execute()
         [node] = batcher._engine.pool.nodes
-        assert ray.wait([node.asked[0].reference], timeout=LIMIT, fetch_local=False)[0]  # it has answered, there
+        assert ray.wait([node.requests[0].reference], timeout=LIMIT, fetch_local=False)[0]  # it has answered, there
         node.since -= 1000  # long ago
         assert batcher.get()[0].lengths.tolist() == [9, 9]
     cluster.remove_node(machine)
@@ -700,7 +701,7 @@ def test_a_rollout_comes_to_the_trainer_while_it_does_something_else(cluster):
         batcher.reset()
         batcher.execute()
         [node] = batcher._engine.pool.nodes
-        _, columns = node.asked[0].reply.result(LIMIT)
+        _, columns = node.requests[0].reply.result(LIMIT)
         assert columns["action/large"].nbytes == 18 * 2**20
         assert batcher.get(blocking=False)[0].lengths.tolist() == [9, 9]
     cluster.remove_node(machine)

@@ -88,7 +88,7 @@ def test_a_pipe_beside_a_csv_file_or_in_a_folder_is_not_opened(tmp_path):
     refused(memory_load, tmp_path / "x.csv", "x.json: is a named pipe")
     header = ["npz", "shard-0-01234567.npz"]
     os.mkfifo(tmp_path / header[1])
-    with pytest.raises(FileError, match="is a named pipe"), replay_files.shard_bytes(tmp_path / header[1]):
+    with pytest.raises(FileError, match="is a named pipe"), replay_files.open_shard(tmp_path / header[1]):
         pass
     os.mkfifo(tmp_path / "replay.json")
     with pytest.raises(OSError, match="replay.json|rename|Is"), contextlib.suppress(FileError):  # whichever: no hang

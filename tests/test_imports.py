@@ -138,9 +138,9 @@ def test_workers_imports_the_standard_library_and_cloudpickle():
             assert roots <= sys.stdlib_module_names | ALLOWED_BELOW["workers"], name
 
 
-def loaded_by(statement):
-    """Which heavy packages a statement loads in a new interpreter."""
-    code = f"import sys\n{statement}\nprint(*[name for name in {HEAVY} if name in sys.modules])"
+def loaded_by(statement, modules=HEAVY):
+    """Which of these modules a statement loads in a new interpreter."""
+    code = f"import sys\n{statement}\nprint(*[name for name in {modules} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     return set(done.stdout.split())
 
@@ -165,6 +165,22 @@ def loaded_by(statement):
 )
 def test_only_what_is_needed_is_loaded(statement, loaded):
     assert loaded_by(statement) == loaded
+
+
+PROCESS_MACHINERY = ("multiprocessing", "cloudpickle", "workers.errors", "workers.start", "workers.pool")
+
+
+@pytest.mark.parametrize("module", ["rlstructs.errors", "rlstructs.checks"])
+def test_errors_and_checks_load_nothing_that_starts_processes(module):
+    assert loaded_by(f"import {module}", PROCESS_MACHINERY) == set()
+    assert loaded_by("from rlstructs.errors import WorkerError", PROCESS_MACHINERY) >= {"workers.errors"}  # it can fail
+
+
+def test_errors_refuses_another_package_called_workers(tmp_path):
+    (tmp_path / "workers.py").touch()
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import rlstructs.errors"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert "ImportError: rlstructs needs its own package 'workers', but found" in done.stderr
 
 
 # What torchrl and tianshou call it, and what it is called here.

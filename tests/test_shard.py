@@ -67,7 +67,7 @@ def test_it_sums_up_what_can_be_drawn_and_drops_priorities_of_what_is_gone(data)
     model = Model(data.draw(st.integers(4, 9)))
     shard = Shard(ShardSettings(model.size, ALPHA, NAMES), N_ENVS, 0)
     for kind in KINDS:
-        shard.tell(kind)
+        shard.add_kind(kind)
     drawn = []
     for _ in range(data.draw(st.integers(1, 12))):
         model.extend(shard, data)
@@ -79,8 +79,8 @@ def test_it_sums_up_what_can_be_drawn_and_drops_priorities_of_what_is_gone(data)
         priorities = data.draw(st.lists(st.floats(0.1, 3.0), min_size=4, max_size=4))
         shard.update_priorities({"index": index, "priority": np.array(priorities)})
         model.update(frames, priorities)
-        masses = shard.report()["masses"]
-        assert masses == pytest.approx({kind: model.mass(*kind) for kind in [ROW, *KINDS]})
+        sums = shard.report()["sums"]
+        assert sums == pytest.approx({kind: model.mass(*kind) for kind in [ROW, *KINDS]})
     if drawn:
         with pytest.raises(IndexError, match="an index is none that a sample has had"):
             shard.update_priorities({"index": drawn[-1][0] + 100 * model.size * N_ENVS, "priority": np.ones(4)})

@@ -10,12 +10,9 @@ MOST_FILE_LINES, MOST_FUNCTION_LINES = 400, 50
 
 # What was too long when the limits came. These lists only shrink: what is short enough again has to leave them.
 LONG_FILES = {
-    "rlstructs/batcher/batcher.py",
-    "rlstructs/distributed/replay.py",
     "workers/pool.py",
 }
 LONG_FUNCTIONS = {
-    "rlstructs/batcher/batcher.py RL_Batcher.__init__",
     "rlstructs/replay/sum_tree.py _draw",
 }
 

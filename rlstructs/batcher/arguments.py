@@ -1,4 +1,4 @@
-"""What a batcher is asked for, and the checks of it."""
+"""Checks the arguments of a batcher, and brings them into one form."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from typing import Any
 import numpy as np
 
 from rlstructs.agent import RL_Agent
-from rlstructs.checks import check_count
+from rlstructs.checks import check_count, check_timeout
 from rlstructs.errors import SpecError
 from rlstructs.seeding import EnvSeed
 from rlstructs.structures.arrays import check_dtype, specs_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import check_same_keys
+from rlstructs.worker_setup.setup import check_init_worker, check_start_method
 
-#: What becomes of a worker that fails.
+#: The values of `on_worker_failure`.
 RAISE, RESTART = POLICIES = ("raise", "restart")
 
 
 @dataclasses.dataclass(frozen=True)
 class RunSettings:
-    """How rollouts are run, as `RL_Batcher` is told."""
+    """The arguments of `RL_Batcher` that say how rollouts are run."""
 
     n_timesteps: int
     n_processes: int
@@ -36,9 +37,32 @@ class RunSettings:
     run_ahead: int
     init_worker: Callable[[int], object] | None = None
 
+    @property
+    def n_workers(self) -> int:
+        """W, which is 1 if the rollouts run in this process."""
+        return max(1, self.n_processes)
+
+    def check(self) -> RunSettings:
+        """Returns the settings, with the timeout as a Python number.
+
+        Raises:
+            SpecError, TypeError: one of them is wrong; the message names it.
+        """
+        check_count("n_timesteps", self.n_timesteps, 1)
+        check_count("n_processes", self.n_processes, 0)
+        check_start_method(self.start_method)
+        timeout = check_timeout(self.timeout)
+        if self.on_worker_failure not in POLICIES:
+            raise SpecError(f"on_worker_failure must be one of {POLICIES}, got {self.on_worker_failure!r}")
+        if self.max_restarts is not None:
+            check_count("max_restarts", self.max_restarts, 0)
+        check_count("run_ahead", self.run_ahead, 0)
+        check_init_worker(self.init_worker)
+        return dataclasses.replace(self, timeout=timeout)
+
 
 def info_example(name: str, info: DictTensor | None) -> DictTensor:
-    """One row of an example that the user gave, a copy on the CPU."""
+    """One row of the user's example, a copy on the CPU; empty if there is none."""
     if info is None:
         return DictTensor()
     if not isinstance(info, DictTensor):
@@ -51,11 +75,11 @@ def info_example(name: str, info: DictTensor | None) -> DictTensor:
 
 
 def seeds_of(seeds: int | Sequence[int], n_workers: int, name: str = "seeds") -> list[int]:
-    """A seed for each worker: those given, or streams derived from one int.
+    """One seed per worker: the given ones, or streams derived from one int.
 
     Raises:
-        TypeError: it is neither an int nor a sequence of them.
-        SpecError: not as many as there are workers, or one below 0.
+        TypeError: `seeds` is neither an int nor a sequence of ints.
+        SpecError: there are not as many seeds as workers, or one is below 0.
     """
     if isinstance(seeds, (int, np.integer)) and not isinstance(seeds, bool):
         if seeds < 0:
@@ -70,17 +94,18 @@ def seeds_of(seeds: int | Sequence[int], n_workers: int, name: str = "seeds") ->
     return found
 
 
-def check_factory(name: str, factory: Any) -> None:
-    """Raises TypeError unless this makes something when it is called; what it makes, an agent, can be called too."""
+def check_factory(name: str, factory: Any) -> Any:
+    """Returns a factory; raises TypeError if it cannot be called, or is itself an agent."""
     if not callable(factory) or isinstance(factory, RL_Agent):
         raise TypeError(f"{name} must be a function or a class, which each worker calls, got {type(factory).__name__}")
+    return factory
 
 
 def arguments_of(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a factory, a dict of their own.
+    """The arguments of a factory, copied into a dict.
 
     Raises:
-        TypeError: these are no names and values.
+        TypeError: they are no mapping.
     """
     if not isinstance(given, Mapping):
         raise TypeError(f"{name} must be a mapping of names to values, got {type(given).__name__}")
@@ -88,7 +113,12 @@ def arguments_of(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def agent_seeds_of(seeds: Sequence[int] | None, n_workers: int) -> list[int] | None:
-    """The agent's seed for each worker, None for none."""
+    """One agent seed per worker, or None if there are none.
+
+    Raises:
+        TypeError: `seeds` is no sequence of ints.
+        SpecError: there are not as many seeds as workers.
+    """
     if seeds is None:
         return None
     try:
@@ -101,7 +131,7 @@ def agent_seeds_of(seeds: Sequence[int] | None, n_workers: int) -> list[int] | N
 
 
 def warn_of_overlap(seeds: Sequence[int], n_envs: int, stacklevel: int) -> None:
-    """Warns, once, when listed seeds give two environments the same stream."""
+    """Warns once if listed seeds give two environments the same stream; `n_envs` is E."""
     if isinstance(seeds[0], EnvSeed):
         return
     for one, seed in enumerate(seeds):
@@ -136,21 +166,25 @@ def check_info(name: str, info: DictTensor, example: DictTensor, n_elems: int) -
             raise SpecError(f"{name}: {key!r} is on {tensor.device}, expected the CPU")
 
 
-def n_awaited(at_least: int | None, preempt: float | None, noun: str, n_members: int, n_running: int) -> int | None:
-    """For how many workers (or nodes) `get` waits, None for all.
+def count_awaited(at_least: int | None, preempt: float | None, noun: str, n_workers: int, n_running: int) -> int | None:
+    """The number of workers (or nodes) that `get` waits for; None for all.
 
     Args:
-        at_least, preempt: as `get` was given them, the first as `min_workers` or `min_nodes`.
+        at_least: `min_workers` or `min_nodes` of `get`.
+        preempt: of `get`.
         noun: "worker" or "node".
-        n_members: how many there are.
-        n_running: how many of them have environments that run.
+        n_workers: how many workers or nodes there are.
+        n_running: how many of them have environments that still run.
+
+    Raises:
+        SpecError, TypeError: an argument of `get` is wrong.
     """
     if at_least is not None:
         if preempt is not None:
             raise SpecError(f"get: min_{noun}s lets the others go on and preempt ends them: give one of the two")
         check_count(f"get: min_{noun}s", at_least, 1)
-        if at_least > n_members:
-            raise SpecError(f"get: min_{noun}s is {at_least}, there are {n_members}")
+        if at_least > n_workers:
+            raise SpecError(f"get: min_{noun}s is {at_least}, there are {n_workers}")
         return min(at_least, n_running)
     if preempt is None:
         return None
@@ -159,11 +193,3 @@ def n_awaited(at_least: int | None, preempt: float | None, noun: str, n_members:
     if not 0 < preempt <= 1:
         raise SpecError(f"get: preempt must be above 0 and up to 1, got {preempt}")
     return math.ceil(preempt * n_running)
-
-
-def check_policy(policy: str, max_restarts: int | None) -> None:
-    """Raises SpecError or TypeError unless these say what is to become of workers that fail."""
-    if policy not in POLICIES:
-        raise SpecError(f"on_worker_failure must be one of {POLICIES}, got {policy!r}")
-    if max_restarts is not None:
-        check_count("max_restarts", max_restarts, 0)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from rlstructs.batcher.arguments import RunSettings, n_awaited
+from rlstructs.batcher.arguments import RunSettings, count_awaited
 from rlstructs.batcher.batch import Batch
-from rlstructs.batcher.evaluation import evaluate
 from rlstructs.batcher.start_pool import start_pool
 from rlstructs.batcher.supervisor import Supervisor
 from rlstructs.batcher.transport import SlotTransport, Transport
 from rlstructs.batcher.worker_record import RolloutOrder
 from rlstructs.errors import SpecError
 from rlstructs.moments import Moments
-from rlstructs.rollout.evaluation import quotas
 from rlstructs.rollout.job_settings import JobSettings
+from rlstructs.seeding import seeds_argument
 from rlstructs.shared import weights
 from rlstructs.shared.layout import Layout
 from rlstructs.shared.slot_buffers import SlotBuffers
@@ -35,26 +34,26 @@ class Outbox(Protocol):
     """The trainer's end of the way that updates take.
 
     Attributes:
-        version: how many updates there were.
+        version: the number of updates so far.
     """
 
     version: int
 
     def pack(self, info: Any) -> Any:
-        """Puts an update where workers can read it, and returns what to send of it."""
+        """Puts an update where workers can read it; returns what to send to them."""
 
-    def sent(self, packed: Any, asked: list[Future]) -> None:
-        """Notes that workers were told of it."""
+    def record_sent(self, packed: Any, requests: list[Future]) -> None:
+        """Records that workers were sent this update."""
 
     def forget(self, workers: Collection[int]) -> None:
-        """Notes that these workers were replaced; their successors know of the last update only."""
+        """Forgets requests to workers that were replaced; their successors have only got the last update."""
 
 
 class Contents(NamedTuple):
     """What rollouts hold.
 
     Attributes:
-        layout: of all environments.
+        layout: the columns of all environments.
         blocks: for each worker, or node, the global indexes of its environments.
         n_envs: E, the number of environments of one worker.
     """
@@ -65,15 +64,15 @@ class Contents(NamedTuple):
 
 
 class Engine:
-    """Workers, and what goes between them and the trainer.
+    """Runs rollouts in workers.
 
     Args:
-        settings: what jobs were built from.
-        supervisor: of the workers.
-        transport: of what rollouts write.
-        outbox: of updates.
+        settings: the settings that jobs were built from.
+        supervisor: asks the workers.
+        transport: brings their rollouts.
+        outbox: brings updates to them.
         n_envs: E, the number of environments of one worker.
-        arenas: shared memory to let go of at the end.
+        arenas: shared memory, which `free` closes.
         on_new_episodes: called with the workers whose environments begin new episodes, by `reset` or as successors.
     """
 
@@ -89,7 +88,7 @@ class Engine:
     ) -> None:
         self.settings, self.supervisor, self.transport, self.outbox = settings, supervisor, transport, outbox
         self.n_envs, self.arenas, self._on_new_episodes = n_envs, arenas, on_new_episodes
-        # How many updates there were before those that the outbox counts.
+        # The number of updates before the first one that the outbox counts.
         self._version_before = 0
 
     @property
@@ -104,142 +103,119 @@ class Engine:
 
     @property
     def policy_version(self) -> int:
-        """How many updates there were."""
+        """The number of updates so far."""
         return self._version_before + self.outbox.version
-
-    @property
-    def is_halfway(self) -> bool:
-        """Whether some workers may have been told of what others were not."""
-        return self.supervisor.is_halfway
-
-    def settle(self) -> None:
-        """Waits until no rollout is under way, nor anything that was interrupted."""
-        self.supervisor.settle()
 
     def reset(self, infos: Mapping[str, DictTensor]) -> None:
         """Starts an episode in every environment; `infos` are `agent_info` and `env_info`."""
-        self.transport.put_infos(infos)
+        self.transport.set_infos(infos)
         self.supervisor.reset()
-        self._begin_anew(range(self.pool.n_workers))
+        self._begin_episodes(range(self.pool.n_workers))
 
-    def mend(self) -> None:
-        """Replaces workers that are gone, if they are to be replaced."""
-        self.supervisor.mend_gone()
-
-    def begin(self, agent_info: DictTensor | None) -> None:
-        """Starts as many rollouts as may be under way; None keeps the `agent_info` in force."""
+    def begin_rollouts(self, agent_info: DictTensor | None) -> None:
+        """Starts rollouts until as many as are allowed are under way; None keeps the `agent_info` in force."""
         if agent_info is not None:
-            self.transport.put_agent_info(agent_info)
-        self.supervisor.begin(self.transport.prepare)
-        self._take_successors()
+            self.transport.set_agent_info(agent_info)
+        self.supervisor.begin_rollouts(self.transport.write_agent_info)
+        self.begin_successors()
 
-    def n_awaited(self, at_least: int | None, preempt: float | None) -> int | None:
-        """For how many workers a `get` of these arguments waits, None for all; raises where they are wrong."""
-        running = self.transport.n_workers_running()
-        return n_awaited(at_least, preempt, self.supervisor.noun, self.pool.n_workers, running)
+    def count_awaited(self, at_least: int | None, preempt: float | None) -> int | None:
+        """The number of workers that `get` waits for; None for all. Raises if one of these arguments of it is wrong."""
+        if at_least is None and preempt is None:
+            return None
+        n_running = self.transport.n_running_workers()
+        return count_awaited(at_least, preempt, self.supervisor.noun, self.pool.n_workers, n_running)
 
     def is_ready(self, n: int | None, cuts: bool) -> bool:
-        """Whether `collect` would not have to wait; with `cuts` late workers are told to end once `n` are through."""
+        """Whether `collect` would not have to wait; with `cuts`, late workers are told to end once `n` are done."""
         if not self.supervisor.is_ready(n):
             return False
         if cuts:
             self.supervisor.cut_late(self.transport.cut)
         return not cuts or self.supervisor.is_ready()
 
-    def collect(self, n: int | None = None, cuts: bool = False) -> dict[int, RolloutOrder]:
-        """Waits for the oldest rollouts of `n` workers (None: all); with `cuts` the others then end theirs early."""
-        return self.supervisor.collect(n, self.transport.cut if cuts else None)
+    def collect(self, n: int | None = None, cuts: bool = False) -> tuple[dict[int, RolloutOrder], Batch]:
+        """Waits for the oldest rollouts; returns their orders, by worker, and what they have written.
 
-    def batch(self, orders: Mapping[int, RolloutOrder]) -> Batch:
-        """Finds what these rollouts have written."""
-        return self.transport.batch(orders, self._version_before, self.policy_version)
-
-    def end(self, orders: Mapping[int, RolloutOrder], trajectories: Trajectories) -> int:
-        """Records the episodes of what is handed out, and goes on behind it.
-
-        Returns:
-            The number of environments that still run.
+        Args:
+            n: the number of workers to wait for; None for all.
+            cuts: whether the other workers then end their rollouts early, and are waited for too.
         """
-        self.transport.add(orders, trajectories)
-        return self.advance(orders)
+        orders = self.supervisor.collect(n, self.transport.cut if cuts else None)
+        return orders, self.transport.make_batch(orders, self._version_before, self.policy_version)
 
-    def advance(self, orders: Mapping[int, RolloutOrder]) -> int:
-        """Goes on to the rollouts behind these; returns the number of environments that still run."""
-        self.transport.end(orders)
-        self.supervisor.learn(orders)
-        self._begin_anew(self.supervisor.forget(orders))
+    def end_rollouts(self, orders: Mapping[int, RolloutOrder], trajectories: Trajectories | None = None) -> int:
+        """Goes on to the rollouts after these; returns the number of environments that still run.
+
+        Args:
+            orders: the orders that `collect` returned.
+            trajectories: the rollouts, whose episodes are recorded; None to record none.
+        """
+        self.transport.end_rollouts(orders, trajectories)
+        self.supervisor.end_rollouts(orders)
+        self.begin_successors()
         return self.transport.n_running()
 
     def update(self, packed: Any) -> None:
         """Sends every agent an update that the outbox has packed."""
-        self.supervisor.update(packed, partial(self.outbox.sent, packed))
-        self._take_successors()
+        self.supervisor.update(packed, partial(self.outbox.record_sent, packed))
+        self.begin_successors()
 
-    def check_evaluation(self) -> None:
-        """Raises SpecError unless environments say how long and how good their episodes are."""
-        for key in ("reward", "done"):
-            spec = self.transport.layout.observation.get(key)
-            if spec is None or spec[0] != ():
-                raise SpecError(f"evaluate: the environment gives no {key!r} of shape (B, T)")
-
-    def evaluate(
-        self, n_episodes: int, seeds: Sequence[int], agent_info: DictTensor | None
-    ) -> DictTensor | Exception:
-        """Plays episodes in environments of their own.
-
-        Returns:
-            A row for each, as `RL_Batcher.evaluate` gives them; or what an agent or environment raised.
-        """
-        infos = self.transport.infos | ({} if agent_info is None else {"agent_info": agent_info.clone()})
-        parts = evaluate(self.supervisor, quotas(n_episodes, self.n_elems), seeds, infos)
-        self._take_successors()
-        if isinstance(parts, Exception):
-            return parts
-        for block, part in zip(self.transport.blocks, parts, strict=True):
-            part["env_index"] += block.start
-        return DictTensor.cat([DictTensor.from_numpy(part) for part in parts])
-
-    def renew(self, workers: Sequence[dict[str, Any]]) -> None:
-        """Has workers make environments with the next seeds of their streams.
+    def renew(self, states: Sequence[dict[str, Any]]) -> None:
+        """Has workers make new environments with the next seeds of their streams.
 
         Args:
-            workers: for each what `Supervisor.state` gave.
+            states: by worker, what `Supervisor.get_states` returned.
         """
         settings = self.settings
-        for worker, kept in enumerate(workers):
-            settings = settings.with_new_streams(worker, kept["stream"] + 1)
-        self.supervisor.renew(list(workers), settings.seeds, settings.agent_seeds)
+        for worker, state in enumerate(states):
+            settings = settings.with_new_streams(worker, state["stream"] + 1)
+        self.supervisor.renew(list(states), settings.seeds, settings.agent_seeds)
 
     def load(self, state: Mapping[str, Any], statistics: dict[str, Moments]) -> None:
-        """Goes on from what `RL_Batcher.state_dict` gave, with environments that are made anew."""
+        """Continues from what `RL_Batcher.state_dict` returned, with new environments."""
         self.renew(state["workers"])
-        self._begin_anew(range(self.pool.n_workers))
-        self.supervisor.know(statistics)
+        self._begin_episodes(range(self.pool.n_workers))
+        self.supervisor.set_statistics(statistics)
         self.transport.episodes.put(state["episodes"], state["dropped_episodes"])
         self._version_before = state["weights_version"] - self.outbox.version
 
+    def stats(self) -> dict[str, Any]:
+        """What `RL_Batcher.stats` returns."""
+        workers = self.supervisor.stats()
+        return {
+            "workers": workers,
+            "restarts": self.supervisor.n_restarts,
+            "lost_rollouts": sum(worker["lost_rollouts"] for worker in workers),
+            "dropped_episodes": self.transport.episodes.n_dropped,
+            "arena_bytes": self.transport.nbytes,
+            "seeds": seeds_argument(self.settings.seeds),
+        }
+
     def close(self) -> None:
         """Ends every worker; raises what one of them raised as it was closed."""
-        self.transport.cut_all()  # nobody will ask for what is under way
+        self.transport.cut_all()  # nobody will ask for the rollouts that are under way
         self.supervisor.close()
 
     def free(self) -> None:
-        """Lets go of the memory."""
+        """Releases the memory."""
         self.transport.close()
         for arena in self.arenas:
             arena.close()
 
-    def _take_successors(self) -> None:
-        """Continues with the successors of workers of which everything is handed out."""
-        with defer_interrupt():  # the supervisor names them once
-            self._begin_anew(self.supervisor.forget())
+    def begin_successors(self) -> None:
+        """Begins new episodes in successors of workers whose rollouts are all handed out."""
+        if self.supervisor.has_successors:
+            with defer_interrupt():  # the supervisor names each of them once
+                self._begin_episodes(self.supervisor.take_successors())
 
-    def _begin_anew(self, replaced: Iterable[int]) -> None:
-        """Expects a reset before the next rollouts of these workers."""
-        replaced = list(replaced)
-        self.outbox.forget(self.supervisor.take_replaced())
-        self.transport.begin_anew(replaced)
-        self._on_new_episodes(replaced)
+    def _begin_episodes(self, workers: Collection[int]) -> None:
+        """Expects that the next rollouts of these workers begin new episodes."""
+        if replaced := self.supervisor.take_replaced():
+            self.outbox.forget(replaced)
+        if workers:
+            self.transport.begin_episodes(workers)
+            self._on_new_episodes(workers)
 
 
 def start_engine(
@@ -248,10 +224,10 @@ def start_engine(
     debug: bool,
     on_new_episodes: Callable[[Collection[int]], None] = lambda workers: None,
 ) -> Engine:
-    """Starts an engine whose workers are processes of this machine, or, with no processes, one in this one.
+    """Starts an engine whose workers are processes of this machine, or, with no processes, one job in this one.
 
     Raises:
-        As the constructor of `RL_Batcher`.
+        Exception: what the constructor of `RL_Batcher` raises.
     """
     arenas = SharedArena(), SharedArena()
     slots_arena, weights_arena = arenas
@@ -272,26 +248,26 @@ def start_engine(
 
 
 def find_contents(supervisor: Supervisor, settings: JobSettings, n_timesteps: int) -> Contents:
-    """Asks workers what rollouts hold, and has the supervisor know what statistics there are.
+    """Asks workers what rollouts hold, and sets the supervisor's statistics.
 
     Raises:
         SpecError: workers differ.
     """
-    found = supervisor.describe()
+    found = supervisor.describe_jobs()
     n_envs, specs = found[0]
     assert specs is not None
-    noun, n_workers = supervisor.noun, supervisor.n_workers
+    noun, sizes = supervisor.noun, supervisor.record_sizes
     for index, own in enumerate(found):
         if own.n_envs != n_envs:
             raise SpecError(f"create_env: {noun} {index} has {own.n_envs} environments, {noun} 0 has {n_envs}")
     for index, own in enumerate(found):
         if own.specs is not None:  # each node finds its own
             own.specs.check_like(specs, f"{noun} {index}")
-    supervisor.know(specs.statistics)
+    supervisor.set_statistics(specs.statistics)
     info = {f"agent_state/{key}": spec for key, spec in specs.state.items()}
     for name, example in (("agent_info", settings.agent_info), ("env_info", settings.env_info)):
         info.update({f"{name}/{key}": spec for key, spec in specs_of(example).items()})
-    ends = itertools.accumulate(n * n_envs for n in n_workers)
-    blocks = [range(end - n * n_envs, end) for n, end in zip(n_workers, ends, strict=True)]
-    n_elems = n_envs * sum(n_workers)
+    ends = itertools.accumulate(size * n_envs for size in sizes)
+    blocks = [range(end - size * n_envs, end) for size, end in zip(sizes, ends, strict=True)]
+    n_elems = n_envs * sum(sizes)
     return Contents(Layout(n_elems, n_timesteps, specs.observation, specs.action, info), blocks, n_envs)

@@ -1,17 +1,52 @@
-"""Evaluations: episodes that workers play beside the training, restarted where a worker is replaced."""
+"""Plays the episodes of an evaluation in the workers, beside the training; a successor plays its worker's anew."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
+from rlstructs.batcher.engine import Engine
 from rlstructs.batcher.supervisor import MAX_ATTEMPTS, Supervisor
+from rlstructs.errors import SpecError
+from rlstructs.rollout.evaluation import quotas
+from rlstructs.structures.dict_tensor import DictTensor
 from workers.errors import is_gone
 
 
-def evaluate(supervisor: Supervisor, *arguments: Any) -> list[dict[str, Any]] | Exception:
-    """Plays the episodes of an evaluation, without a pause; the arguments are those of `run_evaluation`."""
-    rounds = run_evaluation(supervisor, *arguments)
+def check_evaluation(engine: Engine) -> None:
+    """Raises SpecError unless environments say how long and how good their episodes are."""
+    for key in ("reward", "done"):
+        spec = engine.transport.layout.observation.get(key)
+        if spec is None or spec[0] != ():
+            raise SpecError(f"evaluate: the environment gives no {key!r} of shape (B, T)")
+
+
+def evaluate(
+    engine: Engine, n_episodes: int, seeds: Sequence[int], agent_info: DictTensor | None
+) -> DictTensor | Exception:
+    """Plays episodes in environments of their own, without a pause.
+
+    Args:
+        engine: its workers play them.
+        n_episodes: how many in all.
+        seeds: one for each worker.
+        agent_info: N rows for the agents; None for those in force.
+
+    Returns:
+        The episodes, one row each, as `RL_Batcher.evaluate` returns them; or what an agent or environment raised.
+    """
+    infos = engine.transport.infos | ({} if agent_info is None else {"agent_info": agent_info.clone()})
+    episodes = _finish(run_evaluation(engine.supervisor, quotas(n_episodes, engine.n_elems), seeds, infos))
+    engine.begin_successors()
+    if isinstance(episodes, Exception):
+        return episodes
+    for block, columns in zip(engine.transport.blocks, episodes, strict=True):
+        columns["env_index"] += block.start
+    return DictTensor.cat([DictTensor.from_numpy(columns) for columns in episodes])
+
+
+def _finish(rounds: Generator[None, None, list[dict[str, Any]] | Exception]) -> list[dict[str, Any]] | Exception:
+    """Runs a generator to its end, and returns what it returns."""
     while True:
         try:
             next(rounds)
@@ -23,20 +58,20 @@ def evaluate(supervisor: Supervisor, *arguments: Any) -> list[dict[str, Any]] | 
 def run_evaluation(
     supervisor: Supervisor, *arguments: Any
 ) -> Generator[None, None, list[dict[str, Any]] | Exception]:
-    """Plays the episodes of an evaluation.
+    """Plays the episodes of an evaluation, with a pause after each rollout.
 
-    A successor begins its worker's part anew, unless its worker has failed so often that it always would.
+    A successor begins its worker's episodes anew, unless the worker has failed so often that it always would.
 
     Args:
-        supervisor: of the workers that play them.
-        arguments: those of `RolloutJob.begin_evaluation`, without the statistics.
+        supervisor: its workers play the episodes.
+        arguments: of `RolloutJob.begin_evaluation`, without the statistics.
 
     Yields:
-        Between rollouts, as long as there are episodes that have not ended.
+        None after each rollout, as long as some episodes have not ended.
 
     Returns:
-        What `RolloutJob.end_evaluation` gives, by worker; or what the first one raised, and the workers are as they
-        were.
+        What `RolloutJob.end_evaluation` returned, by worker; or the first exception of a job, and then the training can
+        go on.
 
     Raises:
         WorkerError: a worker is gone or late.
@@ -52,20 +87,19 @@ def run_evaluation(
             raised = [error for _, error in sorted(failures.items()) if not is_gone(error)]
             if raised and len(raised) == len(failures):
                 assert isinstance(raised[0], Exception)
-                supervisor.ask_some("end_evaluation", (), left)
+                supervisor.call_some("end_evaluation", (), left)
                 return raised[0]
             for index, error in failures.items():
                 first.setdefault(index, error)
                 n_deaths[index] += 1
-                if not supervisor.mends or n_deaths[index] == MAX_ATTEMPTS:
+                if not supervisor.can_replace or n_deaths[index] == MAX_ATTEMPTS:
                     raise first[index]
-            supervisor.mend(failures)
+            supervisor.replace_failed(failures)
             new = sorted(failures)
             yield
     except BaseException as error:
-        if not isinstance(error, Exception):  # nobody wants the rest: it ends behind what is under way
-            with supervisor.asking():
-                supervisor.called = supervisor.pool.ask("end_evaluation")
+        if not isinstance(error, Exception):  # an interrupt: the evaluation ends after what is under way
+            supervisor.ask_without_waiting("end_evaluation")
         raise
     return [found[index] for index in everyone]
 
@@ -76,16 +110,16 @@ def _run_round(
     """Plays one rollout of an evaluation.
 
     Args:
-        new: the workers that are yet to begin.
-        left: those whose episodes have not ended.
+        new: the workers that have not begun the evaluation.
+        left: the workers whose episodes have not ended.
 
     Returns:
-        The episodes by worker, once all have ended; and why workers failed.
+        The episodes by worker, empty until all have ended; and the failures by worker.
     """
-    failures = supervisor.ask_some("begin_evaluation", (*arguments, supervisor.statistics), new)[1]
+    _, failures = supervisor.call_some("begin_evaluation", (*arguments, supervisor.statistics), new)
     if failures:
         return {}, failures
-    ended, failures = supervisor.ask_some("evaluate", (), left)
-    if failures or not all(ended.values()):
+    has_ended, failures = supervisor.call_some("evaluate", (), left)
+    if failures or not all(has_ended.values()):
         return {}, failures
-    return supervisor.ask_some("end_evaluation", (), left)
+    return supervisor.call_some("end_evaluation", (), left)

@@ -1,4 +1,4 @@
-"""`Lease`: a rollout that lies where the workers wrote it, for as long as nobody writes there again.
+"""`Lease`: a rollout that stays where the workers wrote it until it is released.
 
     with batcher.lease() as (trajectories, n_running):
         loss(trajectories)
@@ -12,36 +12,29 @@ from typing import Any, TypeVar
 import torch
 
 from rlstructs.errors import StateError
-from rlstructs.shared.lent import Lent
+from rlstructs.shared.loan import Loan
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.structures.tree import missing_key
 from workers.interrupts import defer_interrupt
 from workers.public_names import set_module
 
-B = TypeVar("B", bound="Borrowed")
+L = TypeVar("L", bound="BaseLease")
 
-RELEASED = "the lease has been released: what it gave is written again; `get` gives what may be kept"
-
-
-class Loan:
-    """What tensors of a lease have in common: whether it still holds."""
-
-    def __init__(self) -> None:
-        self.is_open = True
+RELEASED = "the lease has been released: workers may write to its memory again; `get` gives what may be kept"
 
 
 class LeasedTensor(torch.Tensor):
-    """In debug mode, a view of leased memory, and each view of it; raises StateError once the lease is released.
+    """In debug mode, a view of leased memory that raises StateError once the lease is released.
 
-    `torch.compile` and `torch.func` do not take it: clone it for them.
+    Views of it are LeasedTensors too. `torch.compile` and `torch.func` do not take them: clone them first.
     """
 
     _loan: Loan
 
     @classmethod
     def of(cls, tensor: torch.Tensor, loan: Loan) -> LeasedTensor:
-        """The same memory, guarded."""
+        """Guards a tensor; the memory is the same."""
         made = tensor.as_subclass(cls)
         made._loan = loan
         return made
@@ -56,10 +49,11 @@ class LeasedTensor(torch.Tensor):
             loans = {_storage(tensor): tensor._loan for tensor in leased}
             loans.pop(0, None)  # of tensors without elements
             result = func(*args, **kwargs)
-            return torch.utils._pytree.tree_map_only(torch.Tensor, lambda made: cls._again(made, loans), result)
+            return torch.utils._pytree.tree_map_only(torch.Tensor, lambda made: cls._guard_view(made, loans), result)
 
     @classmethod
-    def _again(cls, made: torch.Tensor, loans: Mapping[int, Loan]) -> torch.Tensor:
+    def _guard_view(cls, made: torch.Tensor, loans: Mapping[int, Loan]) -> torch.Tensor:
+        """Guards a result that lies in leased memory; returns any other result as it is."""
         loan = loans.get(_storage(made))
         return made if loan is None or isinstance(made, cls) else cls.of(made, loan)
 
@@ -71,61 +65,61 @@ class LeasedTensor(torch.Tensor):
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Where a tensor's memory begins; 0 if it has none that can be told."""
+    """The address of a tensor's memory; 0 if it has no single one."""
     try:
         return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # sparse ones, and those of torch.func
+    except (RuntimeError, NotImplementedError):  # sparse tensors, and those of torch.func
         return 0
 
 
-class Borrowed:
-    """Something for a `with` block, given back at its end; unpacks into that and `n_running`.
+class BaseLease:
+    """Base class of leases: lends a rollout for a `with` block, and unpacks into it and `n_running`.
 
     Args:
-        given: what it is.
-        n_running: of environments.
-        give_back: is called once, by the release.
+        content: the rollout.
+        n_running: the number of environments that still run.
+        give_back: called once, by the release.
 
     Attributes:
         n_running: the number of environments that still run.
     """
 
-    #: What is said to who asks for it later.
+    #: The message of the error when the content is asked for after the release.
     released = RELEASED
 
-    # Whether its block has begun, or somebody has seen what it is.
+    # Whether the `with` block has begun, and whether anybody has seen the content.
     _is_entered = _is_seen = False
-    _given: Any = None
+    _content: Any = None
 
-    def __init__(self, given: Any, n_running: int, give_back: Callable[[], None]) -> None:
-        self._given, self.n_running, self._give_back = given, n_running, give_back
+    def __init__(self, content: Any, n_running: int, give_back: Callable[[], None]) -> None:
+        self._content, self.n_running, self._give_back = content, n_running, give_back
 
     @property
-    def given(self) -> Any:
-        """What it is.
+    def content(self) -> Any:
+        """The rollout.
 
         Raises:
             StateError: the lease has been released.
         """
-        if self._given is None:
+        if self._content is None:
             raise StateError(self.released)
         self._is_seen = True
-        return self._given
+        return self._content
 
     def release(self) -> None:
-        """Gives it back. Idempotent."""
+        """Gives the rollout back. Idempotent."""
         with defer_interrupt():
-            self._given = None
-            give_back, self._give_back = self._give_back, _nothing
+            self._content = None
+            give_back, self._give_back = self._give_back, _do_nothing
             give_back()
 
     def __del__(self) -> None:
-        # An interrupt may come before its block begins, or as that ends: nobody could release it any more. Nor can who
-        # dropped it having seen what it is, but there may be views of that.
-        if self._given is not None and (self._is_entered or not self._is_seen):
+        # An interrupt before the block begins, or as it ends, leaves nobody who could release the lease. A lease whose
+        # content was seen outside of a block is not released here: there may still be views of it.
+        if self._content is not None and (self._is_entered or not self._is_seen):
             self.release()
 
-    def __enter__(self: B) -> B:
+    def __enter__(self: L) -> L:
         self._is_entered = True
         return self
 
@@ -136,24 +130,23 @@ class Borrowed:
         if not self._is_entered:  # what it unpacks into would outlive it, and nobody would release it
             self.release()
             raise StateError("a lease is for a block: with batcher.lease() as (trajectories, n_running): ...")
-        return iter((self.given, self.n_running))
+        return iter((self.content, self.n_running))
 
 
 @set_module("rlstructs")
-class Lease(Borrowed):
+class Lease(BaseLease):
     """A rollout without a copy; `RL_Batcher.lease` makes it.
 
-    Use it in a `with` block, or `release` it. Its tensors are on the CPU; what lies behind a row's
-    length is of no meaning. After its end they hold whatever is written next: nothing of it may be
-    kept but what was cloned. A `backward` through them then raises, as torch says of what was modified in
-    place. In debug mode any use of such a tensor raises `StateError`; an array of numpy, or what another
-    library made of it, holds poison.
+    Use it in a `with` block, or `release` it. Its tensors are on the CPU, and values behind a row's length are
+    undefined. After the release they hold whatever the workers write next, so keep only clones. A `backward` through
+    them then raises torch's error about tensors that were modified in place. In debug mode any use of such a tensor
+    raises `StateError`; a numpy array, or what another library made of it, holds poison.
 
     Args:
-        trajectories: whose steps are what `Slots.lend` gives.
-        n_running: of environments.
-        give_back: is called once, by the release.
-        is_guarded: whether views raise when they are used after it.
+        trajectories: the rollout; its steps lie in a `Loan`.
+        n_running: the number of environments that still run.
+        give_back: called once, by the release.
+        is_guarded: whether views raise when they are used after the release.
 
     Attributes:
         n_running: the number of environments that still run.
@@ -162,29 +155,29 @@ class Lease(Borrowed):
     def __init__(
         self, trajectories: Trajectories, n_running: int, give_back: Callable[[], None], *, is_guarded: bool = False
     ) -> None:
-        steps, self._loan = trajectories.trajectories, Loan()
-        assert isinstance(steps._tensors, Lent)
-        self._lent = steps._tensors
+        steps = trajectories.trajectories
+        assert isinstance(steps._tensors, Loan)
+        loan = self._loan = steps._tensors
         if is_guarded:
-            guarded = {key: LeasedTensor.of(view, self._loan) for key, view in self._lent.views.items()}
-            steps = TemporalDictTensor.trusted(self._lent.with_views(guarded), steps.lengths)
-        super().__init__(Trajectories(trajectories.info, steps), n_running, give_back)
+            guarded = {key: LeasedTensor.of(view, loan) for key, view in loan.views.items()}
+            steps = TemporalDictTensor.trusted(loan.with_views(guarded), steps.lengths)
+        super().__init__(Trajectories.trusted(trajectories.info, steps), n_running, give_back)
 
     @property
     def trajectories(self) -> Trajectories:
-        """What `get` would give.
+        """The rollout, equal to what `get` would return.
 
         Raises:
             StateError: the lease has been released.
         """
-        given: Trajectories = self.given
-        return given
+        trajectories: Trajectories = self.content
+        return trajectories
 
     def is_view(self, key: str) -> bool:
-        """Whether what `trajectories` has under this key is a view of what the workers wrote, and no copy.
+        """Whether a key of `trajectories` is a view of what the workers wrote, and no copy.
 
-        A copy is `_observation/...` of a rollout in which an environment was reset, made when it is first
-        asked for; and everything of a rollout in which some environments had ended before.
+        Copies are `_observation/...` of a rollout in which an environment was reset, made at the first use, and
+        every key of a rollout before which some environments had ended.
 
         Raises:
             MissingKeyError: there is no such key.
@@ -193,16 +186,14 @@ class Lease(Borrowed):
         steps = self.trajectories.trajectories
         if key not in steps:
             raise missing_key("lease", key, steps)
-        return key in self._lent.views
+        return key in self._loan.views
 
     def release(self) -> None:
         """Gives the memory back to the workers. Idempotent."""
         with defer_interrupt():
-            if self._loan.is_open:
-                self._loan.is_open = False
-                self._lent.close(RELEASED)
-                super().release()
+            self._loan.close(RELEASED)
+            super().release()
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass

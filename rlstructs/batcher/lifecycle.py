@@ -1,4 +1,4 @@
-"""What a batcher may be asked for next, and why not."""
+"""The phases of a batcher, and which calls each of them allows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("rlstructs")
 
 
 class Phase(enum.Enum):
-    """Where a batcher is."""
+    """The phase of a batcher; the value says in a message why a call is not allowed."""
 
     NEW = "there was no reset"
     READY = "no rollout is under way"
@@ -27,7 +27,8 @@ class Phase(enum.Enum):
     CLOSED = "closed"
 
 
-NEEDED = {
+# What a message advises in each phase.
+ADVICE = {
     Phase.NEW: "call reset first",
     Phase.READY: "call execute first",
     Phase.RUNNING: "call get first",
@@ -38,20 +39,20 @@ NEEDED = {
 
 
 class Lifecycle:
-    """The phase of a batcher, and what made it fail."""
+    """The phase of a batcher, and the error after which it can only be closed."""
 
     def __init__(self) -> None:
         self._phase, self._is_over = Phase.CLOSED, False
         self._failure: BaseException | None = None
         self._why = ""
-        self._made_by = os.getpid()
+        self._owner_pid = os.getpid()
 
     @property
     def phase(self) -> Phase:
-        """CLOSED until there is something to close.
+        """The phase; CLOSED until there is something to close.
 
         Raises:
-            ClosedError: it is set when another thread, or a signal handler, has closed the batcher meanwhile.
+            ClosedError: it is set after another thread, or a signal handler, has closed the batcher.
         """
         return self._phase
 
@@ -63,12 +64,12 @@ class Lifecycle:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this is the process that has made it, and no forked copy."""
-        return os.getpid() == self._made_by
+        """Whether this process has made the batcher, and is no forked copy of that one."""
+        return os.getpid() == self._owner_pid
 
     @property
     def is_closed(self) -> bool:
-        """Whether there is nothing to close, or nothing any more."""
+        """Whether the batcher is closed, or has not started."""
         return self.phase is Phase.CLOSED
 
     def check_open(self, call: str) -> None:
@@ -77,23 +78,22 @@ class Lifecycle:
             raise ClosedError(f"{call}: the batcher is closed")
 
     def check(self, call: str, *allowed: Phase) -> None:
-        """Raises, with what is to be done first, unless the batcher is in one of these phases, and of this process."""
+        """Raises, with advice, unless the batcher belongs to this process and is in one of these phases."""
         self.check_open(call)
-        check_owner(self._made_by)
+        check_owner(self._owner_pid)
         if self.phase in allowed:
             return
         if self.phase is Phase.FAILED:
             raise StateError(f"{call}: {self._why}, close the batcher") from self._failure
-        raise StateError(f"{call}: {self.phase.value}, {NEEDED[self.phase]}")
+        raise StateError(f"{call}: {self.phase.value}, {ADVICE[self.phase]}")
 
     @contextlib.contextmanager
-    def failing(self, call: str = "", is_halfway: Callable[[], bool] = lambda: True) -> Iterator[None]:
-        """Marks the batcher as failed when a worker fails, and when `call` is interrupted.
+    def note_failures(self, call: str = "", is_halfway: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        """Marks the batcher as failed if the block raises, or if `call` is interrupted halfway.
 
         Args:
-            call: its name; without one an interrupt changes nothing: the workers do not know of it, and they can be
-                waited for again.
-            is_halfway: whether an interrupted call cannot be made again, as just some workers were told of it.
+            call: the name of the call; "" if it can be made again after an interrupt, as workers do not notice that.
+            is_halfway: returns whether only some workers may have been asked when the interrupt came.
         """
         try:
             yield
@@ -108,13 +108,14 @@ class Lifecycle:
             raise
 
     def close(self) -> bool:
-        """Ends it; whether it had failed. What failed is forgotten: its traceback holds whatever was in use."""
-        failed = self.phase is Phase.FAILED
+        """Ends the last phase; returns whether the batcher had failed."""
+        has_failed = self.phase is Phase.FAILED
+        # The error is dropped, because its traceback holds whatever was in use.
         self._phase, self._is_over, self._failure = Phase.CLOSED, True, None
-        return failed
+        return has_failed
 
     def fail(self, error: BaseException, why: str) -> None:
-        """From now on the batcher can only be closed."""
+        """Marks the batcher as failed: from now on it can only be closed."""
         if self._is_over:
             return
         self._phase, self._failure, self._why = Phase.FAILED, error, why

@@ -1,4 +1,4 @@
-"""Memory that the caller keeps for rollouts, in place of new memory for each."""
+"""The argument `out` of `get`: memory of the caller that a rollout is copied to."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ def check(out: Trajectories, info: Specs, steps: Specs, lead: tuple[int, int]) -
     """Raises unless a rollout can be written to `out`.
 
     Args:
-        out: what the caller gave.
-        info, steps: what will be written to its parts: shapes without rows and timesteps, and dtypes.
-        lead: how many rows and timesteps that has at most.
+        out: the argument.
+        info, steps: shapes, without rows and timesteps, and dtypes of what will be written, by key.
+        lead: the most rows and the most timesteps that will be written.
 
     Raises:
-        TypeError: it is no `Trajectories`.
-        SpecError: its keys, dtypes or shapes are others, it is smaller, not on the CPU, or cannot be written to.
+        TypeError: `out` is no `Trajectories`.
+        SpecError: its keys, dtypes or shapes differ, it is too small, not on the CPU, or cannot be written to.
     """
     if not isinstance(out, Trajectories):
         raise TypeError(f"get: out must be a Trajectories, got {type(out).__name__}")
     _check("lengths", out.lengths, ((), torch.int64), lead[:1])
     places: dict[int, str] = {}
-    for part, specs, axes in ((out.info, info, lead[:1]), (out.trajectories, steps, lead)):
-        check_same_keys("get: out", specs, part.keys())
+    for tensors, specs, axes in ((out.info, info, lead[:1]), (out.trajectories, steps, lead)):
+        check_same_keys("get: out", specs, tensors.keys())
         for key, spec in specs.items():
-            _check(key, part[key], spec, axes)
-            other = places.setdefault(part[key].data_ptr(), key) if part[key].numel() else key
+            _check(key, tensors[key], spec, axes)
+            other = places.setdefault(tensors[key].data_ptr(), key) if tensors[key].numel() else key
             if other != key:
                 raise SpecError(f"get: out {key!r} and {other!r} share memory")
 
 
 def _check(key: str, tensor: torch.Tensor, spec: TensorSpec, lead: tuple[int, ...]) -> None:
+    """Raises SpecError unless values of this spec, after at most `lead` rows and timesteps, fit into a tensor."""
     (shape, dtype), n = spec, len(lead)
     is_large = tensor.ndim == n + len(shape) and all(tensor.shape[axis] >= lead[axis] for axis in range(n))
     if not is_large or tuple(tensor.shape[n:]) != tuple(shape) or tensor.dtype != dtype or tensor.device.type != "cpu":
@@ -55,9 +56,9 @@ def _check(key: str, tensor: torch.Tensor, spec: TensorSpec, lead: tuple[int, ..
 
 
 def cut(out: Trajectories, n_rows: int, n_timesteps: int) -> Trajectories:
-    """The first rows and timesteps, views."""
+    """Views of the first rows and timesteps."""
     steps = {key: tensor[:n_rows, :n_timesteps] for key, tensor in out.trajectories.items()}
-    return Trajectories(
+    return Trajectories.trusted(
         DictTensor.trusted({key: tensor[:n_rows] for key, tensor in out.info.items()}),
         TemporalDictTensor.trusted(steps, out.lengths[:n_rows]),
     )

@@ -13,15 +13,17 @@ from workers import InlinePool, SharedArena, WorkerPool
 from workers.pickle_errors import explain_pickle_error
 from workers.pool_protocol import Pool
 
-# What the fork server imports before it forks workers.
+# The modules that the fork server imports before it forks workers.
 PRELOAD = ("torch", "gymnasium", "rlstructs.rollout.job", "rlstructs.envs.gym_env")
 
 
 def start_pool(settings: JobSettings, run: RunSettings, shared: tuple[SharedArena, SharedArena]) -> Pool:
-    """Starts workers and builds their jobs; with no processes the job runs in this one.
+    """Starts workers and builds their jobs; with no processes, builds one job in this one.
 
     Raises:
-        TypeError: what the user gave cannot be sent to a worker.
+        TypeError: an object of the user cannot be sent to a worker; the message names it.
+        WorkerError: a worker could not start.
+        Exception: what building a job raised.
     """
     try:
         if run.n_processes == 0:

@@ -1,11 +1,13 @@
-"""What `RL_Batcher.state_dict` gives: dicts, lists, tensors, numbers and texts, and the checks of one that is given.
+"""The state dict of a batcher: makes one, and checks one that is loaded.
 
-    format, version         which layout this is
-    seeds                   what the batcher was made with, or had drawn, in a state that is not too old
-    batcher                 what must be the same in the one that takes it: n_processes (0 as 1), n_envs, seeds,
-                            agent_seeds, keys
+It holds dicts, lists, tensors, numbers and texts:
+
+    format, version         of the layout of the state
+    seeds                   the `seeds` argument of the batcher; missing in older states
+    batcher                 what must be the same in the batcher that loads it: n_processes (0 counts as 1), n_envs,
+                            seeds, agent_seeds, keys
     weights_version         how often `update` was called
-    workers                 by worker: which part of its streams it has, and its counters
+    workers                 by worker: how often its streams have started anew, and its counters
     episodes                those that ended and were not taken; dropped_episodes
     statistics              by name: count, mean, m2
 """
@@ -16,7 +18,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from rlstructs.batcher.engine import Engine
@@ -29,15 +30,15 @@ from rlstructs.structures.arrays import TensorSpec
 State = dict[str, Any]
 
 FORMAT, VERSION = "rlstructs.RL_Batcher", 1
-# What messages begin with.
+# How every message begins.
 FAILED = "load_state_dict: "
 
 
-def batcher_of(layout: Layout, seeds: Sequence[int], agent_seeds: Sequence[int] | None) -> State:
-    """What must be the same in the batcher that takes a state; one seed for each worker."""
-    keys = {f"observation/{key}": _shown(spec) for key, spec in layout.observation.items()}
-    keys |= {f"action/{key}": _shown(spec) for key, spec in layout.action.items()}
-    keys |= {key: _shown(spec) for key, spec in layout.info.items()}
+def _describe_batcher(layout: Layout, seeds: Sequence[int], agent_seeds: Sequence[int] | None) -> State:
+    """What must be the same in the batcher that loads a state; one seed for each worker."""
+    keys = {f"observation/{key}": _format_spec(spec) for key, spec in layout.observation.items()}
+    keys |= {f"action/{key}": _format_spec(spec) for key, spec in layout.action.items()}
+    keys |= {key: _format_spec(spec) for key, spec in layout.info.items()}
     return {
         "n_processes": len(seeds),
         "n_envs": layout.n_slots // len(seeds),
@@ -47,44 +48,44 @@ def batcher_of(layout: Layout, seeds: Sequence[int], agent_seeds: Sequence[int] 
     }
 
 
-def of_engine(engine: Engine) -> State:
-    """What `RL_Batcher.state_dict` gives."""
+def make_state(engine: Engine) -> State:
+    """Makes what `RL_Batcher.state_dict` returns."""
     settings, supervisor, episodes = engine.settings, engine.supervisor, engine.transport.episodes
     return {
         "format": FORMAT,
         "version": VERSION,
         "seeds": seeds_argument(settings.seeds),
-        "batcher": batcher_of(engine.transport.layout, settings.seeds, settings.agent_seeds),
+        "batcher": _describe_batcher(engine.transport.layout, settings.seeds, settings.agent_seeds),
         "weights_version": engine.policy_version,
-        "workers": supervisor.state(),
+        "workers": supervisor.get_states(),
         "episodes": episodes.peek(),
         "dropped_episodes": episodes.n_dropped,
-        "statistics": of_statistics(supervisor.statistics),
+        "statistics": _pack_statistics(supervisor.statistics),
     }
 
 
-def of_statistics(statistics: Mapping[str, Moments]) -> State:
-    """Moments as numbers and tensors."""
+def _pack_statistics(statistics: Mapping[str, Moments]) -> State:
+    """Moments as numbers and tensors, copied."""
     return {
-        name: {"count": kept.count, "mean": _copied(kept.mean), "m2": _copied(kept.m2)}
+        name: {
+            "count": kept.count,
+            "mean": torch.tensor(kept.mean, device="cpu"),
+            "m2": torch.tensor(kept.m2, device="cpu"),
+        }
         for name, kept in statistics.items()
     }
 
 
-def _copied(array: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.array(array))
-
-
-def to_statistics(state: State) -> dict[str, Moments]:
-    """What `of_statistics` was given."""
+def unpack_statistics(state: State) -> dict[str, Moments]:
+    """The moments of a state's statistics, copied."""
     return {
-        name: Moments(kept["count"], *(kept[part].detach().cpu().numpy().copy() for part in ("mean", "m2")))
+        name: Moments(kept["count"], *(kept[each].detach().cpu().numpy().copy() for each in ("mean", "m2")))
         for name, kept in state.items()
     }
 
 
 def check(state: Any, own: State) -> None:
-    """Raises SpecError, which names what differs, unless a batcher whose own state is `own` can take `state`."""
+    """Raises SpecError, which names what differs, unless a batcher whose own state is `own` can load `state`."""
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         what = state.get("format") if isinstance(state, dict) else type(state).__name__
         raise SpecError(f"load_state_dict: needs what RL_Batcher.state_dict gave, got {what!r}")
@@ -105,7 +106,7 @@ def check(state: Any, own: State) -> None:
 
 
 def _check_same(where: str, given: Any, own: Any) -> None:
-    """Raises unless both are equal; looks into dicts, to name what differs."""
+    """Raises SpecError unless both are equal; compares dicts key by key, to name what differs."""
     if isinstance(own, dict) and isinstance(given, dict):
         for key in {**own, **given}:
             name = key if where in ("batcher", "keys") else f"{where}/{key}"
@@ -115,7 +116,7 @@ def _check_same(where: str, given: Any, own: Any) -> None:
 
 
 def _check_form(where: str, given: Any, own: Any) -> None:
-    """Raises unless a value has the form of another: keys, lengths, types, dtypes, and shapes of statistics."""
+    """Raises SpecError unless two values agree in keys, lengths, types, dtypes, and shapes of statistics."""
     if type(given) is not type(own):
         raise SpecError(f"load_state_dict: {where} must be a {type(own).__name__}, got {type(given).__name__}")
     if isinstance(own, dict):
@@ -139,6 +140,7 @@ def _check_form(where: str, given: Any, own: Any) -> None:
 
 
 def _check_episodes(episodes: dict[str, torch.Tensor], n_envs: int) -> None:
+    """Raises SpecError unless these are columns of episodes of `n_envs` environments."""
     counts = {key: len(column) for key, column in episodes.items()}
     if len(set(counts.values())) != 1:
         raise SpecError(f"load_state_dict: episodes has columns of different lengths: {counts}")
@@ -147,5 +149,6 @@ def _check_episodes(episodes: dict[str, torch.Tensor], n_envs: int) -> None:
         raise SpecError(f"load_state_dict: episodes has an env_index not in [0, {n_envs}), or a length below 1")
 
 
-def _shown(spec: TensorSpec) -> str:
+def _format_spec(spec: TensorSpec) -> str:
+    """Dtype and shape of a key as text."""
     return f"{str(spec[1]).removeprefix('torch.')} {tuple(spec[0])}"

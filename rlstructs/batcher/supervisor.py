@@ -1,25 +1,23 @@
-"""The workers of a batcher, and what becomes of those that fail.
+"""`Supervisor`: sends requests to the workers of a batcher, and replaces workers that fail.
 
-With "raise" the first failure is raised at once. With "restart" a worker that died, raised or was late is
-replaced: its successor is built from the same factories with the next seed of its stream, gets the slots and
-the last update, and resets its environments. The others' work is kept.
+With "raise" the first failure is raised at once. With "restart" a worker that died, raised or was late is replaced: its
+successor is built from the same factories with the next seeds of its streams, gets the slots and the last update, and
+resets its environments. The rollouts of the other workers are kept.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlstructs.batcher.arguments import RESTART
-from rlstructs.batcher.worker_record import RolloutOrder, WorkerRecord, times
+from rlstructs.batcher.worker_record import RolloutOrder, WorkerRecord, describe_times
 from rlstructs.errors import SpecError
 from rlstructs.moments import Moments, merge_parts
 from rlstructs.rollout.probe import JobDescription
-from rlstructs.rollout.progress import Clock
 from rlstructs.shared.slot_buffers import SlotBuffers
 from workers import WorkerError
 from workers.futures import Future
@@ -28,47 +26,44 @@ from workers.pool_protocol import Pool
 
 logger = logging.getLogger("rlstructs")
 
-# A successor that does not come up so often in a row never will.
+# A worker whose successors fail so often in a row, before they have begun, is given up.
 MAX_ATTEMPTS = 3
-NOTHING: Mapping[int, Any] = {}
 
 
 class Supervisor:
-    """Workers that run rollouts.
-
-    A subclass may supervise something else than single workers.
+    """Supervises workers that run rollouts; a subclass supervises nodes instead.
 
     Args:
         pool: the workers, with their jobs built.
         policy: "raise" or "restart".
-        max_restarts: how many failures may be mended in all; None for any number.
-        run_ahead: how many rollouts may be ordered before the oldest is handed out, and that one not counted.
+        max_restarts: how many workers may be replaced in all; None for any number.
+        run_ahead: how many rollouts may be ordered in addition to the oldest one that is not handed out.
     """
 
-    #: What one of them is called in messages, and what holds what is known of one.
+    #: How messages call a worker, and the class that records what is known of one.
     noun, record_class = "worker", WorkerRecord
 
     def __init__(self, pool: Pool, policy: str, max_restarts: int | None, run_ahead: int = 0) -> None:
         self.pool = pool
         self.records = [self.record_class() for _ in range(pool.n_workers)]
         self._max_restarts, self._run_ahead = max_restarts, run_ahead
-        # What a job in this process raises is raised: it cannot be replaced.
-        self.mends = policy == RESTART and pool.can_restart
+        #: Whether workers that fail are replaced; a job in this process cannot be.
+        self.can_replace = policy == RESTART and pool.can_restart
         self._replaced: set[int] = set()
-        self._failed: dict[int, BaseException] = {}  # those who are yet to be replaced
-        #: What all environments have gathered together, by name; replaced, never changed.
+        self._failures: dict[int, BaseException] = {}  # of workers that are yet to be replaced
+        #: The moments that environments normalise by, by name. It is replaced, never changed.
         self.statistics: dict[str, Moments] = {}
-        # What a successor is told, in this order, before it takes part.
-        self._orders: dict[str, tuple[Any, ...]] = {"describe": ()}
+        # The requests, by method, that a successor gets in this order before it takes part.
+        self._lasting: dict[str, tuple[Any, ...]] = {"describe": ()}
         self._n_envs: int | None = None
-        # What all were asked last, beside rollouts: who is interrupted while it is waited for leaves it under way.
-        self.called: list[Future] = []
-        #: Whether some workers may have been told of what others were not.
+        # The last requests to all workers, beside rollouts. An interrupt of the wait leaves them under way.
+        self._last_requests: list[Future] = []
+        #: Whether an interrupt may have come after some workers were asked and before all were.
         self.is_halfway = False
 
     @property
-    def n_workers(self) -> list[int]:
-        """How many workers each record stands for."""
+    def record_sizes(self) -> list[int]:
+        """The number of workers that each record stands for."""
         return [1] * len(self.records)
 
     @property
@@ -77,166 +72,167 @@ class Supervisor:
         return sum(record.n_restarts for record in self.records)
 
     def close(self) -> None:
-        """Ends every worker. Where workers are mended, what they have raised before is lost with their rollouts."""
-        self.pool.close(with_earlier=not self.mends)
+        """Ends every worker; raises what jobs raised before only if workers are not replaced."""
+        self.pool.close(with_earlier=not self.can_replace)
 
-    def describe(self) -> list[JobDescription]:
-        """Asks every job for the number of its environments, and the first for its specs."""
+    def describe_jobs(self) -> list[JobDescription]:
+        """Asks every job for the number of its environments, and the first one for its specs."""
         found: list[JobDescription] = self.pool.call("describe")
         self._n_envs = found[0].n_envs
         return found
 
     def attach(self, slot_buffers: SlotBuffers) -> None:
         """Gives every worker its slots."""
-        self._orders["attach"] = (slot_buffers,)
+        self._lasting["attach"] = (slot_buffers,)
         self.pool.call("attach", slot_buffers)
 
-    def update(self, packed: Any, sent: Callable[[list[Future]], None]) -> list[Future]:
-        """Updates every agent: at once, or, with a run-ahead, behind the rollouts that were ordered before.
+    def update(self, packed: Any, record_sent: Callable[[list[Future]], None]) -> list[Future]:
+        """Updates every agent: at once, or, with a run-ahead, after the rollouts that were ordered before.
 
         Args:
             packed: the update.
-            sent: called with what was asked, as soon as all were.
+            record_sent: called with the requests as soon as all workers are asked.
         """
         if not self._run_ahead:
-            return self._call("update", packed, sent=sent)
-        self.mend_gone()
-        with self.asking():
-            self._remember("update", (packed,))
-            asked = self.pool.ask("update", packed)
-            sent(asked)
-        self._raise_gone(asked)
-        return asked
+            return self._call("update", packed, record_sent=record_sent)
+        self.replace_gone()
+        with self.defer_interrupts():
+            self._add_lasting("update", (packed,))
+            requests = self.pool.ask("update", packed)
+            record_sent(requests)
+        self._raise_gone(requests)
+        return requests
 
-    def know(self, statistics: dict[str, Moments]) -> None:
-        """Has environments go by these from the next request on, and those of successors."""
+    def set_statistics(self, statistics: dict[str, Moments]) -> None:
+        """Sets the moments that environments, also those of successors, normalise by from the next request on."""
         self.statistics = statistics
-        if "reset" in self._orders:
-            self._orders["reset"] = (statistics,)
+        if "reset" in self._lasting:
+            self._lasting["reset"] = (statistics,)
 
-    def state(self) -> list[dict[str, Any]]:
-        """Of each worker what `renew` needs."""
-        return [record.state() for record in self.records]
+    def get_states(self) -> list[dict[str, Any]]:
+        """Returns what `renew` needs, by worker."""
+        return [record.get_state() for record in self.records]
 
     def renew(
-        self, state: list[dict[str, Any]], seeds: Sequence[int], agent_seeds: Sequence[int] | None
+        self, states: list[dict[str, Any]], seeds: Sequence[int], agent_seeds: Sequence[int] | None
     ) -> None:
-        """Has every worker make new environments, with these seeds; rollouts that were not handed out are dropped.
+        """Has every worker make new environments, and drops rollouts that were not handed out.
 
         Args:
-            state: what `state` gave: where counters go on.
+            states: by worker, what `get_states` returned; the counters continue from it.
             seeds, agent_seeds: as in `JobSettings`.
         """
         self.settle()
-        names = [each.name for each in dataclasses.fields(Clock)]
-        for index, kept in enumerate(state):
-            self.records[index] = WorkerRecord(
-                stream=kept["stream"] + 1,
-                n_restarts=kept["restarts"],
-                n_lost=kept["lost_rollouts"],
-                n_ordered=self.records[index].n_ordered,
-                since=time.monotonic() - kept["seconds"],
-                clock=Clock(*(kept[name] for name in names)),
-            )
-        self._orders.pop("reset", None)
+        self.records = [
+            WorkerRecord.restore(state, record.n_ordered) for state, record in zip(states, self.records, strict=True)
+        ]
+        self._lasting.pop("reset", None)
         clocks = [record.clock.fields() for record in self.records]
         self._call("renew", seeds, agent_seeds, clocks, is_lasting=False)
 
     def reset(self) -> None:
-        """Resets every environment; rollouts that were not handed out are dropped."""
+        """Resets every environment, and drops rollouts that were not handed out."""
         self.settle()
         for record in self.records:
-            record.orders.clear()
-            record.runs, record.anew = True, None
+            record.clear()
         self._call("reset", self.statistics)
 
     def settle(self) -> None:
-        """Waits until no rollout is under way, nor anything that was interrupted."""
-        self.pool.settle(self.called + [order.asked for record in self.records for order in record.orders])
-        self.called = []
+        """Waits until no request is under way: no rollout, and nothing that was interrupted."""
+        self.pool.settle(self._last_requests + [order.request for record in self.records for order in record.orders])
+        self._last_requests = []
 
-    def begin(self, prepare: Callable[[int, int], None]) -> None:
-        """Orders as many rollouts as may be ordered.
+    def begin_rollouts(self, write_agent_info: Callable[[int, int], None]) -> None:
+        """Orders rollouts until as many as are allowed are under way.
 
         Args:
-            prepare: called with the index of a worker and the number of a rollout before that is ordered.
+            write_agent_info: called with a worker's index and the number of a rollout before that is ordered.
         """
         for _ in range(self._run_ahead + 1):
             numbers: dict[int, list[int]] = {}
             for index, record in enumerate(self.records):
                 if len(record.orders) <= self._run_ahead:
-                    prepare(index, record.n_ordered)
+                    write_agent_info(index, record.n_ordered)
                     numbers.setdefault(record.n_ordered, []).append(index)
                     record.n_ordered += 1
             for number, indexes in numbers.items():
-                with self.asking():
-                    asked = self.pool.ask("rollout", number, self.statistics, only=indexes)
-                    for each in asked:
-                        self.records[each.index].orders.append(RolloutOrder(number, each))
-                self._raise_gone(asked)
+                with self.defer_interrupts():
+                    requests = self.pool.ask("rollout", number, self.statistics, only=indexes)
+                    for request in requests:
+                        self.records[request.index].orders.append(RolloutOrder(number, request))
+                self._raise_gone(requests)
 
     def is_ready(self, n: int | None = None) -> bool:
         """Whether `collect` would not have to wait for rollouts."""
-        heads, n = self._heads(n)
-        return self.pool.is_settled(heads, n, fails_fast=not self.mends)
+        requests, n = self._find_oldest(n)
+        return self.pool.is_settled(requests, n, fails_fast=not self.can_replace)
 
     def collect(self, n: int | None = None, cut: Callable[[int, int], None] | None = None) -> dict[int, RolloutOrder]:
-        """The oldest rollouts that are there, or were lost, by worker index.
+        """Waits for the oldest rollout of workers; returns those that are done or lost, by worker index.
 
-        May be interrupted and called again; `forget` says that they are handed out.
+        May be interrupted and called again; `end_rollouts` removes them.
 
         Args:
-            n: how many are waited for; None for all.
-            cut: called with the index of each worker that is late, once `n` are there, and with the number of the
-                rollout after the one that is to end, and is then waited for.
+            n: the number of workers to wait for; None for all.
+            cut: if given, ends the rollouts of the other workers early, and these are waited for; see `cut_late`.
         """
-        heads, n = self._heads(n)
-        self.pool.settle(heads, n, fails_fast=not self.mends)
-        if not self.mends:
-            _raise_first(heads)
+        requests, n = self._find_oldest(n)
+        self.pool.settle(requests, n, fails_fast=not self.can_replace)
+        if not self.can_replace:
+            _raise_first(requests)
         if cut is not None:
             self.cut_late(cut)
             return self.collect()
-        failures = {asked.index: asked.error for asked in heads if asked.error is not None}
-        if self.mends:
-            self.mend(self.pool.check() | failures)
-        heads_now = {index: record.orders[0] for index, record in enumerate(self.records)}
-        return {index: order for index, order in heads_now.items() if order.is_lost or order.is_there}
+        if self.can_replace:
+            self.replace_failed(self.pool.check() | _find_failures(requests))
+        oldest = {index: record.orders[0] for index, record in enumerate(self.records)}
+        return {index: order for index, order in oldest.items() if order.is_lost or order.is_done}
 
     def cut_late(self, cut: Callable[[int, int], None]) -> None:
-        """Has those who are late end their oldest rollout after the step that they are in; `cut` as of `collect`."""
+        """Has late workers end their oldest rollout after the step that they are in.
+
+        Args:
+            cut: called with the index of each late worker and the number of the rollout after the one to end.
+        """
         for index, record in enumerate(self.records):
             order = record.orders[0]
-            if not (order.asked.is_over or order.is_cut):
+            if not (order.request.is_over or order.is_cut):
                 cut(index, order.number + 1)
                 order.is_cut = True
 
-    def _heads(self, n: int | None) -> tuple[list[Future], int | None]:
-        """What was asked first of those who run something, or of all (n is None), and of how many it is awaited."""
-        records = [record for record in self.records if n is None or record.runs]
-        asked = [record.orders[0].asked for record in records if not record.orders[0].is_lost]
-        return asked, None if n is None else n - (len(records) - len(asked))
+    def _find_oldest(self, n: int | None) -> tuple[list[Future], int | None]:
+        """Finds the requests that `collect` waits for, and how many of them; both of all workers if `n` is None."""
+        records = [record for record in self.records if n is None or record.is_running]
+        requests = [record.orders[0].request for record in records if not record.orders[0].is_lost]
+        return requests, None if n is None else n - (len(records) - len(requests))
 
-    def forget(self, orders: Mapping[int, RolloutOrder] = NOTHING) -> set[int]:
-        """Takes away what was handed out; the workers whose next rollout is the first of a successor."""
-        anew = {index for index in orders if self.records[index].hand_out()}
-        return anew | {index for index, record in enumerate(self.records) if record.is_anew()}
+    def end_rollouts(self, orders: Mapping[int, RolloutOrder]) -> None:
+        """Removes rollouts that are handed out, and adds what they gathered to the statistics."""
+        if self.statistics:
+            self.set_statistics(merge_parts(self.statistics, self.list_statistics(orders)))
+        for index in orders:
+            self.records[index].hand_out()
+
+    def list_statistics(self, orders: Mapping[int, RolloutOrder]) -> list[dict[str, Moments]]:
+        """Lists the moments that each worker gathered in these rollouts, in the order of the workers."""
+        return [order.request.value.statistics for _, order in sorted(orders.items()) if not order.is_lost]
+
+    @property
+    def has_successors(self) -> bool:
+        """Whether a successor waits until the rollouts before its first one are handed out."""
+        return any(record.first_number is not None for record in self.records)
+
+    def take_successors(self) -> set[int]:
+        """Returns, once each, the workers whose next rollout is a successor's first."""
+        return {index for index, record in enumerate(self.records) if record.pass_to_successor()}
 
     def take_replaced(self) -> set[int]:
-        """The workers that were replaced since the last call."""
+        """Returns the workers that were replaced since the last call."""
         replaced, self._replaced = self._replaced, set()
         return replaced
 
-    def gathered(self, orders: Mapping[int, RolloutOrder]) -> list[dict[str, Moments]]:
-        """What each worker gathered in these rollouts, in the order of the workers."""
-        return [order.asked.value.statistics for _, order in sorted(orders.items()) if not order.is_lost]
-
-    def learn(self, orders: Mapping[int, RolloutOrder]) -> None:
-        """Adds what rollouts gathered to the statistics, once, in the order of the workers."""
-        self.know(merge_parts(self.statistics, self.gathered(orders)))
-
     def stats(self) -> list[dict[str, Any]]:
-        """For each worker what `RL_Batcher.stats` says of it."""
+        """What `RL_Batcher.stats` says of each worker."""
         return [
             {
                 "worker": index,
@@ -244,40 +240,32 @@ class Supervisor:
                 "state": state,
                 "restarts": record.n_restarts,
                 "lost_rollouts": record.n_lost,
-                **times(time.monotonic() - record.since, record.clock),
+                **describe_times(time.monotonic() - record.since, record.clock),
             }
             for index, (pid, state, record) in enumerate(
                 zip(self.pool.pids, self.pool.states, self.records, strict=True)
             )
         ]
 
-    def ask_some(
+    def call_some(
         self, method: str, arguments: tuple[Any, ...], only: list[int]
     ) -> tuple[dict[int, Any], dict[int, BaseException]]:
-        """What some workers reply, and what became of those that did not."""
-        asked: list[Future] = []
+        """Calls a method of some jobs; returns the values and the failures, by worker index."""
+        requests: list[Future] = []
         if only:
-            with self.asking():
-                asked = self.pool.ask(method, *arguments, only=only)
-        self.pool.settle(asked)
-        return (
-            {each.index: each.value for each in asked if each.error is None},
-            {each.index: each.error for each in asked if each.error is not None},
-        )
+            with self.defer_interrupts():
+                requests = self.pool.ask(method, *arguments, only=only)
+        self.pool.settle(requests)
+        return {each.index: each.value for each in requests if each.error is None}, _find_failures(requests)
 
-    def _raise_gone(self, asked: list[Future]) -> None:
-        """Raises at once if a worker that is not to be replaced is gone; what a job raises comes with its rollout."""
-        if not self.mends:
-            _raise_first([each for each in asked if isinstance(each.error, WorkerError)])
-
-    def _remember(self, method: str, arguments: tuple[Any, ...]) -> None:
-        """Has successors asked the same from now on."""
-        self._orders.pop(method, None)
-        self._orders[method] = arguments
+    def ask_without_waiting(self, method: str) -> None:
+        """Asks every job to call a method after what is under way; `settle` waits for it."""
+        with self.defer_interrupts():
+            self._last_requests = self.pool.ask(method)
 
     @contextlib.contextmanager
-    def asking(self) -> Iterator[None]:
-        """Puts off Ctrl-C until all workers are told; not for a job in this process, which may take long."""
+    def defer_interrupts(self) -> Iterator[None]:
+        """Puts off Ctrl-C until all workers are asked; not for a job in this process, which may take long."""
         if not self.pool.can_restart:
             yield
             return
@@ -286,51 +274,67 @@ class Supervisor:
             yield
             self.is_halfway = False
 
+    def _raise_gone(self, requests: list[Future]) -> None:
+        """Raises if a worker is gone and will not be replaced; what a job raises comes with its next rollout."""
+        if not self.can_replace:
+            _raise_first([each for each in requests if isinstance(each.error, WorkerError)])
+
+    def _add_lasting(self, method: str, arguments: tuple[Any, ...]) -> None:
+        """Has successors called by this method too, after the other lasting requests."""
+        self._lasting.pop(method, None)
+        self._lasting[method] = arguments
+
     def _call(
-        self, method: str, *arguments: Any, is_lasting: bool = True, sent: Callable[[list[Future]], None] | None = None
-    ) -> list[Future]:
-        """Asks all workers, and, if that is lasting, successors from now on.
+        self, method: str, *arguments: Any, is_lasting: bool = True,
+        record_sent: Callable[[list[Future]], None] | None = None,
+    ) -> list[Future]:  # fmt: skip
+        """Calls a method of every job, and waits.
 
         Args:
-            sent: if given, is called with what was asked, as soon as all were; and replies are waited for until all
-                are there, whatever is interrupted.
+            is_lasting: whether successors get the request too.
+            record_sent: if given, is called with the requests as soon as all workers are asked; and then an interrupt
+                is put off until all have replied.
         """
-        self.mend_gone()  # first: who takes the place of one of these is asked below
-        with contextlib.nullcontext() if sent is None else defer_first_interrupt():
-            with self.asking():
-                if self.mends and is_lasting:
-                    self._remember(method, arguments)
-                self.called = asked = self.pool.ask(method, *arguments)
-                if sent is not None:
-                    sent(asked)
-            self.pool.settle(asked, fails_fast=not self.mends)
-        if not self.mends:
-            _raise_first(asked)
-        self.mend({each.index: each.error for each in asked if each.error is not None})
-        return asked
+        self.replace_gone()  # first: a successor is asked below, and not twice
+        with contextlib.nullcontext() if record_sent is None else defer_first_interrupt():
+            with self.defer_interrupts():
+                if self.can_replace and is_lasting:
+                    self._add_lasting(method, arguments)
+                self._last_requests = requests = self.pool.ask(method, *arguments)
+                if record_sent is not None:
+                    record_sent(requests)
+            self.pool.settle(requests, fails_fast=not self.can_replace)
+        if not self.can_replace:
+            _raise_first(requests)
+        self.replace_failed(_find_failures(requests))
+        return requests
 
-    def mend_gone(self) -> None:
-        """Puts successors in the place of workers that are gone, if they are to have any."""
-        if self.mends:
-            self.mend(self.pool.check())
+    def replace_gone(self) -> None:
+        """Replaces workers that are gone, if workers are replaced at all."""
+        if self.can_replace:
+            self.replace_failed(self.pool.check())
 
-    def mend(self, failures: dict[int, BaseException]) -> None:
-        """Puts successors in the place of workers that failed, and of those of an earlier call that was interrupted.
+    def replace_failed(self, failures: dict[int, BaseException]) -> None:
+        """Replaces workers that failed, and those that an earlier, interrupted call has left.
+
+        Args:
+            failures: the failures by worker index.
 
         Raises:
-            Exception: the first failure, when there were too many, or that of a successor which never comes up.
+            Exception: the first failure, if there were too many; or that of a successor that never comes up.
         """
         for index, error in failures.items():
-            if index not in self._failed:
+            if index not in self._failures:
                 with defer_interrupt():
-                    self._failed[index] = error
+                    self._failures[index] = error
                     self.records[index].lose()
-        failures = dict(self._failed)
-        first: dict[int, BaseException] = {}  # what became of the first successor
+        failures = dict(self._failures)
+        first: dict[int, BaseException] = {}  # the failure of each first successor
         n_attempts = dict.fromkeys(failures, 0)
         while failures:
             _, error = min(failures.items())
-            if self._max_restarts is not None and self.n_restarts + self._count(failures) > self._max_restarts:
+            n_replaced = self.n_restarts + sum(self.record_sizes[index] for index in failures)
+            if self._max_restarts is not None and n_replaced > self._max_restarts:
                 raise error
             for index, why in sorted(failures.items()):
                 if n_attempts[index]:
@@ -341,39 +345,34 @@ class Supervisor:
             for index, why in failures.items():
                 logger.warning("%s %d is replaced: %r", self.noun, index, why)
             failures = self._replace(sorted(failures))
-        self._failed = {}
+        self._failures = {}
 
-    def _count(self, indexes: Collection[int]) -> int:
-        """How many workers these records stand for."""
-        return sum(self.n_workers[index] for index in indexes)
-
-    def _succession(self, index: int) -> tuple[Any, ...]:
-        """What the job of a successor is made with."""
+    def _make_successor_arguments(self, index: int) -> tuple[Any, ...]:
+        """Makes the arguments that a successor's job is built with."""
         return (self.records[index].stream,)
 
     def _replace(self, indexes: list[int]) -> dict[int, BaseException]:
-        """Starts a successor for each of these; those that did not come up, and why."""
+        """Starts a successor for each of these workers; returns the failures of those that did not come up."""
         records = [self.records[index] for index in indexes]
         counts = [(record.stream, record.n_restarts) for record in records]
         try:
-            return self._begin_successors(indexes)
+            return self._start_successors(indexes)
         except BaseException as error:
-            if not isinstance(error, Exception):  # interrupted: others take their place, with the same seeds
+            if not isinstance(error, Exception):  # interrupted: the next call starts successors with the same seeds
                 for record, count in zip(records, counts, strict=True):
                     record.stream, record.n_restarts = count
             raise
 
-    def _begin_successors(self, indexes: list[int]) -> dict[int, BaseException]:
-        pool = self.pool
+    def _start_successors(self, indexes: list[int]) -> dict[int, BaseException]:
         with defer_interrupt():
             for index in indexes:
-                self.records[index].begin_anew()
+                self.records[index].begin_successor()
             self._replaced |= set(indexes)
-        asked = pool.restart({index: self._succession(index) for index in indexes})
-        pool.settle(asked)
-        failures = {each.index: each.error for each in asked if each.error is not None}
-        for method, arguments in self._orders.items():
-            replies, more = self.ask_some(method, arguments, [index for index in indexes if index not in failures])
+        requests = self.pool.restart({index: self._make_successor_arguments(index) for index in indexes})
+        self.pool.settle(requests)
+        failures = _find_failures(requests)
+        for method, arguments in self._lasting.items():
+            replies, more = self.call_some(method, arguments, [index for index in indexes if index not in failures])
             failures |= more
             if method == "describe":
                 failures |= {
@@ -383,12 +382,18 @@ class Supervisor:
                 }  # fmt: skip
         for index in indexes:
             for order in self.records[index].orders if index not in failures else ():
-                if not (order.is_lost or order.is_there):
-                    [order.asked] = pool.ask("rollout", order.number, self.statistics, only=[index])
+                if not (order.is_lost or order.is_done):
+                    [order.request] = self.pool.ask("rollout", order.number, self.statistics, only=[index])
         return failures
 
 
-def _raise_first(asked: list[Future]) -> None:
-    for each in asked:
-        if each.error is not None:
-            raise each.error
+def _find_failures(requests: list[Future]) -> dict[int, BaseException]:
+    """The errors of requests that failed, by worker index."""
+    return {request.index: request.error for request in requests if request.error is not None}
+
+
+def _raise_first(requests: list[Future]) -> None:
+    """Raises the error of the first request that failed."""
+    for request in requests:
+        if request.error is not None:
+            raise request.error

@@ -1,9 +1,9 @@
-"""The trainer's side of rollouts: what is in force, which environments run, what came of each rollout."""
+"""Where rollouts are written, and which environments run: the trainer's side."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from mmap import mmap
 
 import numpy as np
@@ -18,105 +18,107 @@ from rlstructs.structures.trajectories import Trajectories
 
 
 class Transport:
-    """The rollouts of all workers, or nodes: what is in force, and which environments run.
+    """Brings the rollouts of all workers, or nodes, to the trainer; knows which environments run.
 
     Args:
-        layout: of all environments.
-        blocks: for each worker its environments, by their global indexes.
+        layout: the columns of all environments.
+        blocks: for each worker, the global indexes of its environments.
 
     Attributes:
         infos: `agent_info` and `env_info` as the last `reset` or `execute` gave them; empty before.
-        episodes: those that ended in the rollouts that were handed out.
+        episodes: tracks the episodes that ended in rollouts that were handed out.
     """
 
     def __init__(self, layout: Layout, blocks: Sequence[range]) -> None:
         self.layout, self.blocks = layout, blocks
         self.infos: dict[str, DictTensor] = {}
-        # Which environments run, by worker; None for all of its.
+        # The environments that run, by worker, counted from the worker's first; None for all of them.
         self._running: list[list[int] | None] = [None] * len(blocks)
         self.episodes = EpisodeTracker()
 
     @property
     def nbytes(self) -> int:
-        """Bytes that rollouts take where they are written."""
+        """Bytes of the memory that rollouts are written to."""
         raise NotImplementedError
 
-    def batch(self, orders: Mapping[int, RolloutOrder], version_before: int, version: int) -> Batch:
-        """What these rollouts have written.
+    def make_batch(self, orders: Mapping[int, RolloutOrder], version_before: int, version: int) -> Batch:
+        """Makes a batch of finished rollouts.
 
         Args:
             orders: by worker.
-            version_before: what the updates that workers know of are counted from.
-            version: the present one, for rollouts that were lost.
+            version_before: number of updates before the first one that the workers count.
+            version: number of updates so far, which counts as the version of lost rollouts.
         """
         raise NotImplementedError
 
-    def n_rows_at_most(self) -> int:
-        """How many rows the next batch may have."""
+    def max_rows(self) -> int:
+        """The most rows that the next batch may have."""
         return self.n_running()
 
     def n_running(self) -> int:
         """How many environments run."""
         both = zip(self.blocks, self._running, strict=True)
-        return sum(len(block if which is None else which) for block, which in both)
+        return sum(len(block if running is None else running) for block, running in both)
 
-    def n_workers_running(self) -> int:
-        """How many workers have one that does."""
-        return sum(which != [] for which in self._running)
+    def n_running_workers(self) -> int:
+        """How many workers have environments that run."""
+        return sum(running != [] for running in self._running)
 
-    def running(self) -> np.ndarray:
-        """The global indexes of those that run."""
+    def running_rows(self) -> np.ndarray:
+        """The global indexes of environments that run, int64."""
         return np.concatenate([self.rows_of(worker) for worker in range(len(self.blocks))])
 
     def rows_of(self, worker: int) -> np.ndarray:
-        """The global indexes of those of a worker that run."""
-        which, block = self._running[worker], self.blocks[worker]
-        return np.arange(block.start, block.stop) if which is None else block.start + np.array(which, np.int64)
+        """The global indexes of a worker's environments that run, int64."""
+        running, block = self._running[worker], self.blocks[worker]
+        return np.arange(block.start, block.stop) if running is None else block.start + np.array(running, np.int64)
 
-    def put_infos(self, infos: Mapping[str, DictTensor]) -> None:
-        """Has `agent_info` and `env_info` be in force."""
+    def set_infos(self, infos: Mapping[str, DictTensor]) -> None:
+        """Puts `agent_info` and `env_info` into force."""
         self.infos = {name: info.clone() for name, info in infos.items()}
 
-    def put_agent_info(self, info: DictTensor) -> None:
-        """Has it be in force in every rollout that `prepare` hears of from now on."""
+    def set_agent_info(self, info: DictTensor) -> None:
+        """Puts `agent_info` into force for every rollout that `write_agent_info` is called for from now on."""
         self.infos["agent_info"] = info.clone()
 
-    def prepare(self, worker: int, number: int) -> None:
-        """Sees to it that a worker finds what rollout `number` needs."""
+    def write_agent_info(self, worker: int, number: int) -> None:
+        """Writes a new `agent_info` where a worker will look for it in rollout `number`."""
 
     def cut(self, worker: int, number: int) -> None:
         """Has a worker end its rollouts below this number after the step that it is in."""
 
     def cut_all(self) -> None:
-        """Has every worker end every rollout, if it can be told."""
+        """Has every worker end every rollout, if that is possible."""
 
-    def add(self, orders: Mapping[int, RolloutOrder], trajectories: Trajectories) -> None:
-        """Takes down the episodes of what is handed out."""
+    def add_episodes(self, orders: Mapping[int, RolloutOrder], trajectories: Trajectories) -> None:
+        """Records the episodes that ended in these trajectories."""
         self.episodes.add(trajectories)
 
-    def end(self, orders: Mapping[int, RolloutOrder]) -> None:
-        """Takes down who runs in the rollouts behind these."""
+    def end_rollouts(self, orders: Mapping[int, RolloutOrder], trajectories: Trajectories | None) -> None:
+        """Records which environments run after these rollouts, and, given trajectories, the episodes in these."""
+        if trajectories is not None:
+            self.add_episodes(orders, trajectories)
         for worker, order in orders.items():
-            self._running[worker] = None if order.is_lost else order.asked.value.running
+            self._running[worker] = None if order.is_lost else order.request.value.running
 
-    def begin_anew(self, workers: Iterable[int]) -> None:
-        """The environments of these are reset: all run, and what had begun has no end."""
+    def begin_episodes(self, workers: Collection[int]) -> None:
+        """Records that all environments of these workers are reset; their unfinished episodes are forgotten."""
         for worker in workers:
             self._running[worker] = None
             self.episodes.forget(self.rows_of(worker))
 
     def close(self) -> None:
-        """Lets go of what was written. Idempotent."""
+        """Releases the memory. Idempotent."""
 
 
 class SlotTransport(Transport):
-    """Of workers that write to slots.
+    """The transport of workers that write to slots.
 
     Args:
-        slot_buffers: of the workers.
-        buffer: where they lie.
-        blocks: as of `Transport`.
-        poisons: whether what was not written holds poison.
+        slot_buffers: the slot buffers of the workers.
+        buffer: the memory that they lie in.
+        blocks: for each worker, the global indexes of its environments.
+        poisons: whether memory that was not written holds poison.
     """
 
     def __init__(self, slot_buffers: SlotBuffers, buffer: mmap, blocks: Sequence[range], poisons: bool) -> None:
@@ -124,14 +126,14 @@ class SlotTransport(Transport):
         self._slot_buffers = slot_buffers
         self.slots = slot_buffers.slots(buffer, poisons=poisons)
         self._cuts = slot_buffers.cuts(buffer)
-        # Worker and slot buffer in which an older `agent_info` stands.
+        # Worker and slot buffer, where an older `agent_info` lies.
         self._stale: set[tuple[int, int]] = set()
 
     @property
     def nbytes(self) -> int:
         return self._slot_buffers.nbytes
 
-    def batch(self, orders: Mapping[int, RolloutOrder], version_before: int, version: int) -> Batch:
+    def make_batch(self, orders: Mapping[int, RolloutOrder], version_before: int, version: int) -> Batch:
         rows_of_buffer: dict[int, list[np.ndarray]] = {}
         versions = np.full(self.layout.n_slots, version)
         for worker, order in sorted(orders.items()):
@@ -140,22 +142,22 @@ class SlotTransport(Transport):
             if order.is_lost:
                 self.slots[index].lose(rows)
             else:
-                versions[rows] = version_before + order.asked.value.version
+                versions[rows] = version_before + order.request.value.version
             rows_of_buffer.setdefault(index, []).append(rows)
         return Batch([(self.slots[index], np.concatenate(rows)) for index, rows in rows_of_buffer.items()], versions)
 
-    def put_infos(self, infos: Mapping[str, DictTensor]) -> None:
-        super().put_infos(infos)
+    def set_infos(self, infos: Mapping[str, DictTensor]) -> None:
+        super().set_infos(infos)
         self._stale.clear()
         for slots in self.slots:
             for name, info in infos.items():
                 write_info(slots, name, info, slice(None))
 
-    def put_agent_info(self, info: DictTensor) -> None:
-        super().put_agent_info(info)
+    def set_agent_info(self, info: DictTensor) -> None:
+        super().set_agent_info(info)
         self._stale |= set(itertools.product(range(len(self.blocks)), range(len(self.slots))))
 
-    def prepare(self, worker: int, number: int) -> None:
+    def write_agent_info(self, worker: int, number: int) -> None:
         place = worker, number % len(self.slots)
         if place in self._stale:
             self._stale.discard(place)

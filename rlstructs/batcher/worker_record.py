@@ -1,52 +1,57 @@
-"""What the supervisor knows of one worker, and the rollouts of it that are not handed out yet."""
+"""What the supervisor knows of one worker, and of its rollouts that are not handed out yet."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlstructs.rollout.progress import Clock
 from workers.futures import Future
 
+# The fields of a clock, which a record's state holds too.
+CLOCK_FIELDS = tuple(each.name for each in dataclasses.fields(Clock))
+
 
 @dataclass(eq=False)
 class RolloutOrder:
-    """A rollout that one worker was asked for.
+    """An order of one rollout from one worker.
 
     Attributes:
-        number: how many were ordered of it before.
-        asked: what became of it.
-        is_lost: whether it was, with the worker.
+        number: how many rollouts were ordered from the worker before.
+        request: the request, and its outcome.
+        is_lost: whether the rollout was lost with the worker.
         is_cut: whether the worker was told to end it early.
     """
 
     number: int
-    asked: Future
+    request: Future
     is_lost: bool = False
     is_cut: bool = False
 
     @property
-    def is_there(self) -> bool:
-        """Whether it has been run."""
-        return self.asked.is_over and self.asked.error is None
+    def is_done(self) -> bool:
+        """Whether the worker has replied that the rollout is over."""
+        return self.request.is_over and self.request.error is None
 
 
 @dataclass
 class WorkerRecord:
-    """What is known of one worker and of those before it in its place.
+    """What is known of one worker, and of those that it replaced.
 
     Attributes:
-        stream: which part of its streams of seeds it has; that of the first one ever is 0.
-        n_restarts: how many were before it.
-        n_lost: rollouts that were lost with them.
+        stream: how often its streams of seeds have started anew.
+        n_restarts: how many workers were replaced in this place.
+        n_lost: how many rollouts were lost with them.
         orders: rollouts that were ordered and not handed out, the oldest first.
         n_ordered: how many rollouts were ordered in all.
-        runs: whether an environment ran after the last rollout that was handed out.
-        anew: number of the first rollout of the one that is there now, until all before it are handed out.
-        since: when it began, in the time of `time.monotonic`.
-        clock: what it said last of its time.
+        is_running: whether environments ran after the last rollout that was handed out.
+        first_number: the number of a successor's first rollout, until all earlier ones are handed out; otherwise None.
+        since: when the worker began, in the time of `time.monotonic`.
+        clock: its clock, as of its last rollout that was handed out.
     """
 
     stream: int = 0
@@ -54,54 +59,25 @@ class WorkerRecord:
     n_lost: int = 0
     orders: deque[RolloutOrder] = field(default_factory=deque)
     n_ordered: int = 0
-    runs: bool = True
-    anew: int | None = None
+    is_running: bool = True
+    first_number: int | None = None
     since: float = field(default_factory=time.monotonic)
     clock: Clock = field(default_factory=Clock)
 
-    def begin_anew(self) -> None:
-        """Another worker is in its place."""
-        self.stream, self.n_restarts = self.stream + 1, self.n_restarts + 1
-        self.since, self.clock = time.monotonic(), Clock()
-        left = (order.number for order in self.orders if not (order.is_lost or order.is_there))
-        self.anew = next(left, self.n_ordered)
+    @classmethod
+    def restore(cls, state: Mapping[str, Any], n_ordered: int) -> WorkerRecord:
+        """Makes the record of a worker that continues from a state with the next seeds of its streams."""
+        return cls(
+            stream=state["stream"] + 1,
+            n_restarts=state["restarts"],
+            n_lost=state["lost_rollouts"],
+            n_ordered=n_ordered,
+            since=time.monotonic() - state["seconds"],
+            clock=Clock(*(state[name] for name in CLOCK_FIELDS)),
+        )
 
-    def hand_out(self) -> bool:
-        """The oldest rollout is handed out; whether the next one is the first of another worker."""
-        order = self.orders.popleft()
-        self.runs = order.is_lost or order.asked.value.running != []
-        if not order.is_lost and (self.anew is None or order.number >= self.anew):
-            self.tell_time(order.asked.value.clock)
-        return self.is_anew()
-
-    def tell_time(self, told: Any) -> None:
-        """What came with a rollout that is handed out: the fields of a `Clock`."""
-        self.clock = Clock(*told)
-
-    def is_anew(self) -> bool:
-        """Whether everything of those before is handed out; says so once."""
-        following = self.orders[0].number if self.orders else self.n_ordered
-        if self.anew is None or following < self.anew:
-            return False
-        self.anew, self.runs = None, True
-        return True
-
-    def lose(self) -> None:
-        """The worker is gone, and with it the rollout that it was running."""
-        runs = self.runs
-        for order in self.orders:
-            if order.is_lost or order.number == self.anew:
-                runs = True
-            if order.is_lost:
-                continue
-            if not order.is_there:
-                order.is_lost = True
-                self.n_lost += runs  # or nothing was lost
-                return
-            runs = order.asked.value.running != []
-
-    def state(self) -> dict[str, Any]:
-        """What `Supervisor.renew` needs of it."""
+    def get_state(self) -> dict[str, Any]:
+        """Returns what `restore` needs."""
         return {
             "stream": self.stream,
             "restarts": self.n_restarts,
@@ -110,9 +86,54 @@ class WorkerRecord:
             **vars(self.clock),
         }
 
+    def clear(self) -> None:
+        """Drops the orders: a reset follows, after which every environment runs."""
+        self.orders.clear()
+        self.is_running, self.first_number = True, None
 
-def times(elapsed: float, clock: Clock) -> dict[str, Any]:
-    """What `RL_Batcher.stats` says of a worker's time, so many seconds after it began."""
+    def begin_successor(self) -> None:
+        """Notes that a successor takes the worker's place."""
+        self.stream, self.n_restarts = self.stream + 1, self.n_restarts + 1
+        self.since, self.clock = time.monotonic(), Clock()
+        left = (order.number for order in self.orders if not (order.is_lost or order.is_done))
+        self.first_number = next(left, self.n_ordered)
+
+    def hand_out(self) -> None:
+        """Removes the oldest rollout, which is handed out."""
+        order = self.orders.popleft()
+        self.is_running = order.is_lost or order.request.value.running != []
+        if not order.is_lost and (self.first_number is None or order.number >= self.first_number):
+            self.set_clock(order.request.value.clock)
+
+    def set_clock(self, clock: Any) -> None:
+        """Takes the clock, given by its fields, that came with a rollout."""
+        self.clock = Clock(*clock)
+
+    def pass_to_successor(self) -> bool:
+        """Returns True once, when the next rollout to hand out is a successor's first."""
+        following = self.orders[0].number if self.orders else self.n_ordered
+        if self.first_number is None or following < self.first_number:
+            return False
+        self.first_number, self.is_running = None, True
+        return True
+
+    def lose(self) -> None:
+        """Marks the rollout that was running as lost, because the worker is gone."""
+        is_running = self.is_running
+        for order in self.orders:
+            if order.is_lost or order.number == self.first_number:
+                is_running = True
+            if order.is_lost:
+                continue
+            if not order.is_done:
+                order.is_lost = True
+                self.n_lost += is_running  # without running environments nothing was lost
+                return
+            is_running = order.request.value.running != []
+
+
+def describe_times(elapsed: float, clock: Clock) -> dict[str, Any]:
+    """How a worker has spent its time, under the names of `RL_Batcher.stats`; `elapsed` seconds after it began."""
     return {
         "steps": clock.steps,
         "steps_per_second": clock.steps / elapsed,

@@ -1,4 +1,4 @@
-"""Beyond one machine: the batcher's interface over Ray. Needs the extra `ray`, which is imported when it is used.
+"""Batchers and memories over several machines, which Ray connects; needs the extra `ray`.
 
     from rlstructs import RayBatcher
 
@@ -7,8 +7,8 @@
         batcher.execute()
         trajectories, n_running = batcher.get()
 
-A *node* is here what one Ray actor runs: one `RL_Batcher`, with its worker processes and their shared memory. A *shard*
-of a `RayReplay` is an actor that keeps the rows of some of the environments.
+A *node* is one Ray actor with its own worker processes and their shared memory. A *shard* of a `RayReplay` is an actor
+that keeps the rows of some of the environments. Ray is imported when a batcher or a memory is made.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlstructs.distributed.batcher import RayBatcher
-    from rlstructs.distributed.parts import Part
+    from rlstructs.distributed.node_parts import Part
     from rlstructs.distributed.replay import RayReplay
 
-_EXPORTS = {"Part": "parts", "RayBatcher": "batcher", "RayReplay": "replay"}
+_EXPORTS = {"Part": "node_parts", "RayBatcher": "batcher", "RayReplay": "replay"}
 
 __all__ = ["Part", "RayBatcher", "RayReplay"]
 

@@ -4,104 +4,136 @@
     -------                                          -----
     call(Call("build", settings))  ───────────────>  makes the job
     call(Call("rollout", ...))  ──────────────────>  calls this method of it
-           <── Result and its columns, or Failure ─
+       <── NodeResult and columns, or NodeFailure ─
 
-Bytes, because what Ray pickles it unpickles in its own way: classes of the script would come back as others, and
-exceptions as its own. Arrays stay outside of them: they go through the object store without a copy more.
+Requests and replies are bytes because Ray has its own pickling: classes of the script would come back as other ones,
+and exceptions as Ray's. Arrays stay outside of the bytes: they go through the object store without another copy.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from workers import pickling
 from workers.errors import RemoteTraceback, WorkerError
 from workers.failures import RAISED, Failure
-from workers.messages import Call, Result
+from workers.messages import Call
 
 BUILD = "build"
-# Ray's name for what does not wait behind other requests.
+# The concurrency group of calls that do not wait for others.
 ASIDE = "aside"
 
 Columns = dict[str, np.ndarray]
 
 
-class NodeActor:
-    """One job; what it is built from has a method `build`, and it has a method `report`.
+class NodeResult(NamedTuple):
+    """The reply to a call that returned.
 
-    Args:
-        first: index of its first worker, of all.
+    Attributes:
+        value: what the method returned, without its columns.
+        report: the report of the job.
     """
 
-    def __init__(self, first: int) -> None:
-        self._first = first
+    value: Any
+    report: dict[str, Any]
+
+
+class NodeFailure(NamedTuple):
+    """The reply to a call that raised.
+
+    Attributes:
+        worker_index: the worker in which the exception was raised, counted over all nodes.
+        failure: the exception.
+    """
+
+    worker_index: int
+    failure: Failure
+
+
+class Place(NamedTuple):
+    """Where an actor runs: Ray's id of the machine, and the process id."""
+
+    node_id: str
+    pid: int
+
+
+class NodeActor:
+    """An actor with one job.
+
+    The job is what the `build` method of its settings returns; its `report` comes with every reply.
+
+    Args:
+        first_worker: index of its first worker, counted over all nodes.
+    """
+
+    def __init__(self, first_worker: int) -> None:
+        self._first_worker = first_worker
         self._job: Any = None
 
     def call(self, request: bytes, *shared: Any) -> tuple[bytes, Columns]:
-        """Does what is asked.
+        """Calls a method of the job, or builds the job.
 
         Args:
-            request: a `Call`, pickled.
+            request: a pickled `Call`.
             shared: more arguments, from the object store.
 
         Returns:
-            A `Result` of the value and of the job's `report`, or a `Failure` with the worker's index before it,
-            pickled; and columns.
+            A pickled `NodeResult` or `NodeFailure`, and the columns of the value.
         """
         columns: Columns = {}
-        reply: Any
+        reply: NodeResult | NodeFailure
         try:
             call: Call = pickling.loads(request)
-            value: Any = self._build(*shared, *call.args) if call.method == BUILD else self._ask(call, shared)
-            if has_columns(value):
+            if call.method == BUILD:
+                value: Any = self._build(*shared, *call.args)
+            else:
+                value = getattr(self._job, call.method)(*call.args, *shared)
+            if _has_columns(value):
                 columns, value = value.columns, value._replace(columns={})
-            reply = Result((value, self._job.report()))
+            reply = NodeResult(value, self._job.report())
         except Exception as error:
-            reply = self._failed(error)
+            reply = self._make_failure(error)
         return pickling.dumps(reply), columns
 
     def cut(self, number: int) -> None:
-        """Has the job end what it runs, in another thread than `call`."""
+        """Has the job end its rollouts below this number; runs in another thread than `call`."""
         if self._job is not None:
             self._job.cut(number)
 
-    def _build(self, settings: bytes, path: list[str], *args: Any) -> tuple[str, int]:
-        """Makes the job; where this is: Ray's name of the machine, and the process."""
+    def _build(self, settings: bytes, path: list[str], *args: Any) -> Place:
+        """Builds the job; returns where that is."""
         import ray
 
-        _take_path(path)
+        _set_import_path(path)
         self._job = pickling.loads(settings).build(*args)
-        return ray.get_runtime_context().get_node_id(), os.getpid()
+        return Place(ray.get_runtime_context().get_node_id(), os.getpid())
 
-    def _ask(self, call: Call, shared: tuple[Any, ...]) -> Any:
-        return getattr(self._job, call.method)(*call.args, *shared)
-
-    def _failed(self, error: Exception) -> tuple[int, Failure]:
-        """Which worker of all it was, and what happened."""
+    def _make_failure(self, error: Exception) -> NodeFailure:
+        """Makes the reply for an exception; one of a worker of this node has the worker's index and traceback."""
         cause = error.__cause__
         if not isinstance(cause, RemoteTraceback):
             index = error.worker_index if isinstance(error, WorkerError) else None
-            return self._first + (index or 0), Failure.of(error)
-        # Of a worker of this node: its traceback is what the trainer should see, and not by which way it came.
+            return NodeFailure(self._first_worker + (index or 0), Failure.of(error))
+        # A worker of this node raised it: the trainer should see the worker's traceback, not the node's.
         notes = getattr(error, "__notes__", [])
         if notes and notes[-1].startswith(RAISED):
             notes.pop()
-        return self._first + cause.worker_index, Failure.of(error)._replace(text=cause.text)
+        return NodeFailure(self._first_worker + cause.worker_index, Failure.of(error)._replace(text=cause.text))
 
 
-def has_columns(value: Any) -> bool:
+def _has_columns(value: Any) -> bool:
     """Whether a reply is a NamedTuple with a field `columns`, arrays that go through the object store."""
     return isinstance(value, tuple) and "columns" in getattr(value, "_fields", ())
 
 
-def _take_path(path: list[str]) -> None:
-    """Looks for modules where the trainer does, as far as these folders are on this machine.
+def _set_import_path(path: list[str]) -> None:
+    """Looks for modules in the trainer's folders too, as far as they exist on this machine.
 
-    In the trainer's order, where it has the same Python: what Ray has added comes behind. Else behind what is here.
+    They come before the actor's own folders if both run the same Python, and after them otherwise.
     """
     is_same = os.path.dirname(os.__file__) in path
     first, then = (path, sys.path) if is_same else (sys.path, path)

@@ -1,4 +1,4 @@
-"""What `RayBatcher.update` sends: into the object store once, from where every node takes it, if it is not small."""
+"""`Broadcast`: sends updates to nodes; a large one goes into the object store, once for all nodes."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from workers.futures import Future
 
 
 class Broadcast:
-    """Behind the interface of `Outbox`.
+    """An `Outbox` whose updates go to nodes.
 
     Args:
-        check: called with the bytes of an update before it is sent; raises if there is no place for it.
+        check_size: called with the bytes of an update before it is sent; raises if they do not fit.
 
     Attributes:
-        version: how many updates there were.
+        version: the number of updates so far.
     """
 
-    def __init__(self, check: Callable[[int], None]) -> None:
-        self._check, self.version = check, 0
+    def __init__(self, check_size: Callable[[int], None]) -> None:
+        self._check_size, self.version = check_size, 0
 
     def pack(self, info: Any) -> Any:
-        """What to send for any object: Ray's reference of it, if it is not small.
+        """Returns what to send for any object: a reference of Ray if it is large.
 
         Raises:
-            OutOfMemoryError: that is too small.
+            OutOfMemoryError: an object store is too small.
             Exception: `info` cannot be pickled.
         """
         parcel = Parcel.of(info)
         n_bytes = parcel.nbytes + len(parcel.pickled)
-        self._check(n_bytes)
-        return cluster.shared((self.version + 1, parcel.as_bytes()), n_bytes)
+        self._check_size(n_bytes)
+        return cluster.share((self.version + 1, parcel.as_bytes()), n_bytes)
 
-    def sent(self, packed: Any, asked: list[Future]) -> None:
-        """It is an update: nodes were told of it."""
+    def record_sent(self, packed: Any, requests: list[Future]) -> None:
+        """Counts the update."""
         self.version += 1
 
     def forget(self, workers: Collection[int]) -> None:
-        """Nothing: Ray knows who still needs which update."""
+        """Does nothing: Ray knows which node still needs which update."""

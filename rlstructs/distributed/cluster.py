@@ -1,4 +1,4 @@
-"""What is asked of Ray itself: to be there, machines to run on, and how large their object stores are."""
+"""What Ray itself is asked for: a connection, machines to run on, and the size of their object stores."""
 
 from __future__ import annotations
 
@@ -10,55 +10,55 @@ from typing import Any
 
 from rlstructs.errors import OutOfMemoryError, SpecError
 
-# Bytes: a reply that is smaller is sent as it is, and does not go through the object store, which takes 4 ms on two
-# busy cores. Ray's own limit, a tenth of this, is that of the process which sends, so actors are told.
+# In bytes. A smaller reply is sent directly: the object store takes 4 ms on two busy cores. Ray's own limit is a tenth
+# of this, and counts in the process that sends, so actors are started with this one.
 INLINE = 2**20
-# Bytes: what is smaller is sent with each request, which Ray takes up to twice as much of.
+# In bytes. A smaller value is sent with each request; Ray takes up to twice as much there.
 SMALL = 50 * 1024
-# Share of an object store above which Ray begins to write what is in it to a disk.
+# The share of an object store above which Ray begins to write objects to a disk.
 USABLE = 0.8
-# Seconds that a machine has to answer.
+# Seconds within which a machine must accept a connection.
 CONNECTING = 1.0
-# The resources that Ray has options of their own for.
+# Ray's options for resources that are not named in `resources`.
 OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 
 
-def ray(what: str = "RayBatcher") -> Any:
-    """The module, connected to a cluster or not.
+def import_ray(what: str = "RayBatcher") -> Any:
+    """Imports Ray and returns the module, which may not be connected to a cluster yet.
 
     Args:
-        what: needs it.
+        what: the name of the class that needs Ray, for the message.
 
     Raises:
-        ImportError: it is not installed; says what to install.
+        ImportError: Ray is not installed; the message says what to install.
     """
     try:
         import ray
-        from ray import init  # noqa: F401  a folder called ray, such as Ray's own in /tmp, is a module too
+        from ray import init  # noqa: F401  fails for a folder called ray, such as Ray's own in /tmp
     except ImportError as error:
         raise ImportError(f"{what} needs ray: pip install 'rlstructs[ray]'") from error
     return ray
 
 
 def connect(address: str | None) -> None:
-    """Connects to a cluster, or starts one, if there is no connection yet."""
-    if not ray().is_initialized():
-        ray().init(address=address, log_to_driver=True)
+    """Connects to a cluster, or starts one, unless there is a connection already."""
+    if not import_ray().is_initialized():
+        import_ray().init(address=address, log_to_driver=True)
 
 
-def shared(value: Any, n_bytes: int) -> Any:
-    """What to send for a value of so many bytes, as it is now: a reference, if it is better in the object store."""
-    return copy.deepcopy(value) if n_bytes < SMALL else ray().put(value)
+def share(value: Any, n_bytes: int) -> Any:
+    """Returns what to send for a value of `n_bytes`: a copy if it is small, else a reference to the object store."""
+    return copy.deepcopy(value) if n_bytes < SMALL else import_ray().put(value)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One of the cluster.
+    """A machine of the cluster.
 
     Attributes:
-        node_id: as Ray names it.
+        node_id: Ray's id of it.
         address, port: where Ray listens on it.
-        resources: how much of each it has in all.
+        resources: how much it has of each resource, reserved or not.
     """
 
     node_id: str
@@ -68,11 +68,11 @@ class Machine:
 
     @property
     def store_nbytes(self) -> int:
-        """Size of its object store."""
+        """The size of its object store, in bytes."""
         return int(self.resources.get("object_store_memory", 0))
 
-    def answers(self) -> bool:
-        """Whether it does; one that is dead is among those of the cluster until Ray notices, for a minute or more."""
+    def is_reachable(self) -> bool:
+        """Whether it accepts a connection; Ray may list a dead machine for a minute or more."""
         try:
             socket.create_connection((self.address, self.port), CONNECTING).close()
         except OSError:
@@ -81,28 +81,28 @@ class Machine:
 
 
 def this_machine() -> str:
-    """`node_id` of the one that this process is on."""
-    node_id: str = ray().get_runtime_context().get_node_id()
+    """The `node_id` of the machine that this process runs on."""
+    node_id: str = import_ray().get_runtime_context().get_node_id()
     return node_id
 
 
-def machines() -> dict[str, Machine]:
-    """Those that are alive, by `node_id`."""
+def list_machines() -> dict[str, Machine]:
+    """Lists the machines that Ray thinks are alive, by `node_id`."""
     found = (Machine(node["NodeID"], node["NodeManagerAddress"], node["NodeManagerPort"], node["Resources"])
-             for node in ray().nodes() if node["Alive"])  # fmt: skip
+             for node in import_ray().nodes() if node["Alive"])  # fmt: skip
     return {machine.node_id: machine for machine in found}
 
 
-def free() -> dict[str, dict[str, float]]:
-    """What of each resource nobody has reserved, by `node_id`; it is known some moments after it has changed."""
-    from ray._private.state import available_resources_per_node  # Ray's public functions give the sum of all
+def list_free_resources() -> dict[str, dict[str, float]]:
+    """Lists how much of each resource nobody has reserved, by `node_id`; Ray's numbers may be some moments old."""
+    from ray._private.state import available_resources_per_node  # Ray's public functions only give sums
 
     found: dict[str, dict[str, float]] = available_resources_per_node()
     return found
 
 
 def is_death(error: Exception) -> bool:
-    """Whether what Ray says in place of a reply is that the actor is gone, and not that the reply is."""
+    """Whether Ray's error says that the actor is gone; otherwise only a reply may be lost."""
     from ray import exceptions
 
     gone = (exceptions.RayActorError, exceptions.NodeDiedError, exceptions.ActorUnschedulableError,
@@ -111,7 +111,7 @@ def is_death(error: Exception) -> bool:
 
 
 def is_full(error: Exception) -> bool:
-    """Whether Ray says that there is no place to keep a reply."""
+    """Whether Ray's error says that there is no room for a reply."""
     from ray import exceptions
 
     return isinstance(error, (exceptions.ObjectStoreFullError, exceptions.OutOfDiskError))
@@ -119,62 +119,63 @@ def is_full(error: Exception) -> bool:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where actors run.
+    """The rules by which actors are placed on machines.
 
     Attributes:
-        resources: what each reserves, by Ray's names; None for Ray's default, which reserves nothing.
-        strategy: Ray's scheduling strategy; None to spread them over the machines that have what they reserve.
+        resources: what each actor reserves, by Ray's names; None for Ray's default, which reserves nothing.
+        strategy: Ray's scheduling strategy; None to spread actors over the machines that have what they reserve.
     """
 
     resources: Mapping[str, float] | None = None
     strategy: Any = None
 
     def check(self) -> None:
-        """Raises SpecError if no machine has what an actor reserves, all of it being free."""
-        if self.strategy is None and not self._fitting():
+        """Raises SpecError if no machine has what an actor reserves, even with nothing else on it."""
+        if self.strategy is None and not self._list_fitting():
             raise SpecError(f"resources: no machine of the cluster has {self}; all together have "
-                            f"{ray().cluster_resources()}")  # fmt: skip
+                            f"{import_ray().cluster_resources()}")  # fmt: skip
 
     def choose(self, taken: list[str]) -> Machine | None:
-        """The machine with the fewest actors, of those where one can run at once; None to leave it to Ray.
+        """Chooses the machine with the fewest actors that has room for one; None to leave it to Ray.
 
         Args:
-            taken: on which machines those run that there are.
+            taken: the `node_id` of each present actor's machine.
         """
         if self.strategy is not None:
             return None
-        unreserved = free()
-        with_room = (machine for machine in self._fitting()
+        unreserved = list_free_resources()
+        with_room = (machine for machine in self._list_fitting()
                      if self._has_room(machine, unreserved.get(machine.node_id, {}), taken))  # fmt: skip
         fitting = sorted(with_room, key=lambda machine: taken.count(machine.node_id))
-        return next((machine for machine in fitting if machine.answers()), None)
+        return next((machine for machine in fitting if machine.is_reachable()), None)
 
     def n_machines(self) -> int:
-        """How many have what an actor reserves; 1 if none has."""
-        return len(self._fitting()) or 1
+        """How many machines have what an actor reserves; 1 if there are none."""
+        return len(self._list_fitting()) or 1
 
     @property
     def _needed(self) -> Mapping[str, float]:
         return self.resources or {"CPU": 1}  # Ray asks for that much to place an actor
 
     def _has_room(self, machine: Machine, unreserved: Mapping[str, float], taken: list[str]) -> bool:
-        """Whether an actor can run there; what those that were just made reserve is not known to Ray yet."""
+        """Whether a machine has room for an actor; Ray may not know yet what the newest actors reserve."""
         n, reserved = taken.count(machine.node_id), self.resources or {}
         return all(
             min(unreserved.get(name, 0), machine.resources[name] - n * reserved.get(name, 0)) >= amount
             for name, amount in self._needed.items()
         )
 
-    def _fitting(self) -> list[Machine]:
-        fitting = (machine for machine in machines().values()
+    def _list_fitting(self) -> list[Machine]:
+        """Lists the machines that have what an actor reserves."""
+        fitting = (machine for machine in list_machines().values()
                    if all(machine.resources.get(name, 0) >= n for name, n in self._needed.items()))  # fmt: skip
         return sorted(fitting, key=lambda machine: machine.node_id)
 
-    def options(self, machine: Machine | None) -> dict[str, Any]:
-        """Ray's options for an actor that is to run on a machine, if it can, or wherever it can first."""
+    def make_options(self, machine: Machine | None) -> dict[str, Any]:
+        """Makes Ray's options for an actor that should run on a machine; None for any machine."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        resources = {"CPU": 0.0, **self.resources} if self.resources else {}  # with others Ray would reserve a CPU too
+        resources = {"CPU": 0.0, **self.resources} if self.resources else {}  # otherwise Ray reserves a CPU too
         options: dict[str, Any] = {name: resources.pop(key) for key, name in OPTIONS.items() if key in resources}
         strategy = self.strategy or "SPREAD"
         if machine is not None:
@@ -188,13 +189,13 @@ class Placement:
 
 
 def check_store(what: str, needs: Mapping[str, int]) -> None:
-    """Raises OutOfMemoryError unless object stores can hold what they have to.
+    """Raises OutOfMemoryError unless object stores are large enough.
 
     Args:
-        what: it is.
-        needs: bytes by `node_id`.
+        what: the name of what they hold, a plural, for the message.
+        needs: how many bytes each must hold, by `node_id`.
     """
-    found = machines()
+    found = list_machines()
     for node_id, nbytes in needs.items():
         machine = found.get(node_id)
         if machine is not None and nbytes > USABLE * machine.store_nbytes:

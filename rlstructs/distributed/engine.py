@@ -15,7 +15,7 @@ from rlstructs.distributed.broadcast import Broadcast
 from rlstructs.distributed.node_job import NodeSettings
 from rlstructs.distributed.pool import NodePool
 from rlstructs.distributed.supervisor import NodeSupervisor
-from rlstructs.distributed.transport import PartTransport
+from rlstructs.distributed.transport import NodeTransport
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.worker_setup import registry
@@ -32,25 +32,28 @@ def start_ray_engine(
     """Starts nodes, and the engine that runs rollouts on them.
 
     Args:
-        settings, run, debug: as for `start_engine`.
-        sizes: for each node how many workers it has.
+        settings, run, debug: see `start_engine`.
+        sizes: the number of workers of each node.
         placement: where nodes run.
+
+    Raises:
+        Exception: what the constructor of `RayBatcher` raises.
     """
     ends = itertools.accumulate(sizes)
-    workers = [(slice(end - size, end),) for size, end in zip(sizes, ends, strict=True)]
-    pool = NodePool(_pickle_settings(settings, run, debug), workers, sizes, placement, run.timeout)
+    job_arguments = [(slice(end - size, end),) for size, end in zip(sizes, ends, strict=True)]
+    pool = NodePool(_pickle_settings(settings, run, debug), job_arguments, sizes, placement, run.timeout)
     try:
         policy, n_rollouts = run.on_worker_failure, run.run_ahead + 1
         supervisor = NodeSupervisor(pool, policy, run.max_restarts, run.run_ahead)
         layout, blocks, n_envs = find_contents(supervisor, settings, run.n_timesteps)
 
-        def inform(infos: Mapping[str, DictTensor]) -> None:
+        def send_infos(infos: Mapping[str, DictTensor]) -> None:
             data = pickling.dumps(infos)
-            supervisor.inform(cluster.shared(data, len(data)))
+            supervisor.send_infos(cluster.share(data, len(data)))
 
-        transport = PartTransport(layout, blocks, n_rollouts, inform, pool.cut, debug, policy == RESTART)
+        transport = NodeTransport(layout, blocks, n_rollouts, send_infos, pool.cut, debug, policy == RESTART)
         check = StoreCheck(pool, transport, n_rollouts)
-        check()
+        check.check()
         return pool, Engine(settings, supervisor, transport, Broadcast(check.check_update), n_envs)
     except BaseException:
         with contextlib.suppress(Exception):
@@ -59,7 +62,7 @@ def start_ray_engine(
 
 
 def _pickle_settings(settings: JobSettings, run: RunSettings, debug: bool) -> bytes:
-    """Pickles what the nodes' engines are made of."""
+    """Pickles the settings that the nodes' engines are made from."""
     try:
         sent = NodeSettings(settings, run, debug, registry.read_registry(), read_settings(SETTINGS), read_libraries())
         return pickling.dumps(PickledWithScript(sent))
@@ -70,35 +73,35 @@ def _pickle_settings(settings: JobSettings, run: RunSettings, debug: bool) -> by
 
 
 class StoreCheck:
-    """Whether object stores can hold the rollouts, the updates that are on their way to nodes, and the next one.
+    """Checks that object stores can hold the rollouts, the updates that nodes have not taken yet, and the next one.
 
     Args:
         pool: the nodes.
-        transport: of what they write.
-        n_rollouts: how many of each there may be at once.
+        transport: the transport of their rollouts.
+        n_rollouts: the most rollouts of one node that are under way.
     """
 
-    def __init__(self, pool: NodePool, transport: PartTransport, n_rollouts: int) -> None:
+    def __init__(self, pool: NodePool, transport: NodeTransport, n_rollouts: int) -> None:
         self._pool, self._transport, self._n_rollouts = pool, transport, n_rollouts
-        self._n_bytes_of_update = 0  # of the largest so far
+        self._update_nbytes = 0  # of the largest update so far
 
-    def __call__(self) -> None:
-        """Raises OutOfMemoryError unless they can."""
+    def check(self) -> None:
+        """Raises OutOfMemoryError if an object store is too small."""
         here, layout = cluster.this_machine(), self._transport.layout
         needs: Counter[str] = Counter()
         for node, block in zip(self._pool.nodes, self._transport.blocks, strict=True):
             n_bytes = dataclasses.replace(layout, n_slots=len(block)).nbytes * self._n_rollouts
             needs.update(dict.fromkeys({here, node.node_id}, n_bytes if n_bytes > cluster.INLINE else 0))
         for node_id in needs:
-            needs[node_id] += (self._n_rollouts + 1) * self._n_bytes_of_update
+            needs[node_id] += (self._n_rollouts + 1) * self._update_nbytes
         cluster.check_store("rollouts and updates", needs)
 
     def check_update(self, n_bytes: int) -> None:
-        """Raises OutOfMemoryError unless there is room for an update of this size too."""
-        if n_bytes > max(cluster.INLINE, self._n_bytes_of_update):
-            before, self._n_bytes_of_update = self._n_bytes_of_update, n_bytes
+        """Raises OutOfMemoryError if there is no room for updates of this size."""
+        if n_bytes > max(cluster.INLINE, self._update_nbytes):
+            before, self._update_nbytes = self._update_nbytes, n_bytes
             try:
-                self()
+                self.check()
             except BaseException:
-                self._n_bytes_of_update = before
+                self._update_nbytes = before
                 raise

@@ -1,4 +1,4 @@
-"""`PartsLease`: a rollout where it lies in the object store.
+"""`PartsLease`: a rollout that stays in the object store until it is released.
 
     with batcher.lease() as (parts, n_running):
         for part in parts:
@@ -7,17 +7,17 @@
 
 from __future__ import annotations
 
-from rlstructs.batcher.lease import Borrowed
-from rlstructs.distributed.parts import Part
+from rlstructs.batcher.lease import BaseLease
+from rlstructs.distributed.node_parts import Part
 from workers.public_names import set_module
 
 
 @set_module("rlstructs")
-class PartsLease(Borrowed):
+class PartsLease(BaseLease):
     """A rollout without a copy; `RayBatcher.lease` makes it.
 
-    Use it in a `with` block, or `release` it. Arrays that are kept beyond stay as they are, and the object store that
-    they lie in stays taken.
+    Use it in a `with` block, or `release` it. Arrays that are kept longer do not change, but their object store is not
+    freed.
 
     Attributes:
         n_running: the number of environments that still run.
@@ -27,10 +27,10 @@ class PartsLease(Borrowed):
 
     @property
     def parts(self) -> list[Part]:
-        """Of each node its part, in the order of the nodes.
+        """One `Part` per node, in the order of the nodes.
 
         Raises:
             StateError: the lease has been released.
         """
-        parts: list[Part] = self.given
+        parts: list[Part] = self.content
         return parts

@@ -17,22 +17,22 @@ from workers.futures import Future
 
 
 class Bell:
-    """Wakes those who wait when something has come, or never will.
+    """Wakes waiting threads when a reply has come, or never will.
 
-    Ray's own threads ring it: they must not wait for what is held while Ray is asked, so there is no lock in it.
+    Ray's own threads ring it. They must not wait for a lock that is held while Ray is called, so it has none.
     """
 
     def __init__(self) -> None:
         self._listeners: list[SimpleQueue[None]] = []
 
     def ring(self, _: Any = None) -> None:
-        """Something has happened."""
+        """Wakes everyone who listens."""
         for listener in tuple(self._listeners):
             listener.put(None)
 
     @contextlib.contextmanager
-    def heard(self) -> Iterator[SimpleQueue[None]]:
-        """A queue that has something to get for each ring from now on."""
+    def listen(self) -> Iterator[SimpleQueue[None]]:
+        """Yields a queue that gets an entry for each ring from now on."""
         listener: SimpleQueue[None] = SimpleQueue()
         self._listeners.append(listener)
         try:
@@ -43,13 +43,13 @@ class Bell:
 
 @dataclass(eq=False)
 class Request:
-    """What a node was asked.
+    """A request to a node.
 
     Attributes:
-        reference: Ray's, of the reply.
-        reply: has it once it is on this machine; Ray begins to bring it as soon as it is there.
-        asked: what became of it.
-        limit: seconds that the node has, None for no limit.
+        reference: Ray's reference to the reply.
+        reply: holds the reply once it is on this machine, where Ray brings it as soon as there is one.
+        asked: the request and its outcome, for who waits for it.
+        limit: seconds that the node has; None for no limit.
     """
 
     reference: Any
@@ -60,21 +60,21 @@ class Request:
 
 @dataclass
 class Node:
-    """One actor and what it was asked.
+    """One actor and its open requests.
 
     Attributes:
-        index: of the node.
-        workers: its workers, of all.
-        actor: Ray's handle of it.
+        index: the index of the node.
+        workers: the indexes of its workers, counted over all nodes.
+        actor: Ray's handle of the actor.
+        noun: how messages call it.
         node_id, address, pid: where it runs, once that is known.
-        asked: what it has not replied to, the oldest first.
-        since: since when the oldest is waited for, in the time of `time.monotonic`.
-        report: what it said last of its workers.
-        noun: what it is called.
-        error: why it is gone.
-        waited: since when, or since which warning, it is to be placed and built, in the time of `time.monotonic`.
-        is_late: whether it has outrun a deadline, and has not replied since.
-        has_answered: whether the reply that is waited for was there, on its machine, when the time for it was over.
+        requests: the requests without a reply, the oldest first.
+        since: since when the oldest one is waited for, in the time of `time.monotonic`.
+        report: the last report of its job.
+        placing_since: when it was started, or when the last warning came that it is not placed and built yet.
+        error: why it is gone; None while it is not.
+        is_late: whether it has missed a deadline, and has not replied since.
+        has_answered: whether the reply that is waited for was on the node's machine when its time was over.
     """
 
     index: int
@@ -84,35 +84,35 @@ class Node:
     node_id: str = ""
     address: str = ""
     pid: int = 0
-    asked: deque[Request] = field(default_factory=deque)
+    requests: deque[Request] = field(default_factory=deque)
     since: float = field(default_factory=time.monotonic)
     report: dict[str, Any] = field(default_factory=dict)
+    placing_since: float = field(default_factory=time.monotonic)
     error: WorkerError | None = None
-    waited: float = field(default_factory=time.monotonic)
     is_late: bool = False
     has_answered: bool = False
 
     def is_overdue(self) -> bool:
-        """Whether its next reply is later than it may be."""
-        limit = self.asked[0].limit if self.asked else None
+        """Whether the time for its next reply is over."""
+        limit = self.requests[0].limit if self.requests else None
         return limit is not None and time.monotonic() >= self.since + limit
 
     def is_built(self) -> bool:
-        """Whether it has its job, or is gone."""
-        return not self.asked or self.asked[0].asked.label != BUILD
+        """Whether its job is built, or it is gone."""
+        return not self.requests or self.requests[0].asked.label != BUILD
 
     @property
     def state(self) -> str:
         """"idle", "busy" or "gone"."""
         if self.error is not None:
             return "gone"
-        return "busy" if self.asked else "idle"
+        return "busy" if self.requests else "idle"
 
     def __str__(self) -> str:
         return f"{self.noun} {self.index}" + (f" ({self.address})" if self.address else "")
 
 
-def _await(rings: SimpleQueue[None], seconds: float) -> None:
-    """Until the next ring, for so long at most."""
+def wait_for_ring(rings: SimpleQueue[None], seconds: float) -> None:
+    """Waits for the next ring, for `seconds` at most."""
     with contextlib.suppress(Empty):
         rings.get(timeout=seconds)

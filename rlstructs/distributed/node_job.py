@@ -1,4 +1,4 @@
-"""What one actor runs: an engine for a block of the workers, asked as a worker is asked."""
+"""What one actor runs: an engine for a block of the workers, which answers requests as a worker's job does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlstructs.batcher.engine import start_engine
 from rlstructs.batcher.evaluation import run_evaluation
 from rlstructs.batcher.transport import SlotTransport
 from rlstructs.distributed.actor import Columns
-from rlstructs.distributed.parts import columns_of
+from rlstructs.distributed.node_parts import columns_of
 from rlstructs.envs.vec_env import NO_INFO
 from rlstructs.moments import Moments
 from rlstructs.rollout.job import FailureGuard
@@ -35,13 +35,13 @@ from workers.settings.process_settings import SETTINGS, write_settings
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """What nodes need to make their batchers; this is what is pickled.
+    """The settings that nodes make their engines from; picklable.
 
     Attributes:
-        job, run: of all workers.
-        debug: as of `RL_Batcher`.
-        registered: environment ids that the trainer's process has registered with gymnasium.
-        process, libraries: what the trainer's process has set; the workers of nodes take it over from them.
+        job, run: the settings of all workers.
+        debug: of `RL_Batcher`.
+        registered: the environments that the trainer's process has registered with gymnasium.
+        process, libraries: settings of the trainer's process, which nodes and their workers take over.
     """
 
     job: JobSettings
@@ -51,8 +51,8 @@ class NodeSettings:
     process: dict[str, bytes]
     libraries: dict[str, dict[str, bytes]]
 
-    def of(self, workers: slice) -> NodeSettings:
-        """For some workers alone."""
+    def for_workers(self, workers: slice) -> NodeSettings:
+        """The settings of the node that has these workers."""
         agent_seeds = self.job.agent_seeds
         job = dataclasses.replace(
             self.job, seeds=self.job.seeds[workers], agent_seeds=None if agent_seeds is None else agent_seeds[workers]
@@ -64,51 +64,51 @@ class NodeSettings:
         return dataclasses.replace(self, job=job, run=run)
 
     def build(self, workers: slice, states: Sequence[dict[str, Any]] | None = None) -> NodeJob:
-        """As of `NodeJob`."""
-        return NodeJob(self.of(workers), workers, states)
+        """Makes the job of the node that has these workers; see `NodeJob`."""
+        return NodeJob(self.for_workers(workers), workers, states)
 
 
 @dataclass(frozen=True)
-class Ran:
-    """Which environments of a node a rollout is of, and which began new episodes; counted from the node's first.
+class NodeRollout:
+    """The environments of a node's rollout, counted from the node's first.
 
     Attributes:
-        before, after: those that began anew before it and at its end: their episodes had no end.
-        rows: those that it is of, ascending; None for all of them.
+        reset_before, reset_after: those that began new episodes before or after it without having ended theirs.
+        rows: those that ran, ascending; None for all of them.
     """
 
-    before: list[int]
-    after: list[int]
+    reset_before: list[int]
+    reset_after: list[int]
     rows: list[int] | None
 
 
 class NodeReply(NamedTuple):
-    """What a node replies when its rollout is over: as `RolloutReply`, and more.
+    """What a node replies when its rollout is over; the first four fields are those of `RolloutReply`.
 
     Attributes:
-        running: as there, of the node.
-        clock: what `Supervisor.state` gives on its workers.
-        version: as there.
+        running: the environments that still run, counted from the node's first; None for all of them.
+        clock: the states of its workers, as `Supervisor.get_states` returns them.
+        version: number of updates that the agents had had.
         statistics: the moments that each worker gathered, by name.
-        ran: what became of the rollout.
-        columns: what its slots hold; arrays that go through the object store.
+        rollout: the environments of the rollout.
+        columns: the content of the slots; arrays that go through the object store.
     """
 
     running: list[int] | None
     clock: list[dict[str, Any]]
     version: int
     statistics: list[dict[str, Moments]]
-    ran: Ran
+    rollout: NodeRollout
     columns: Columns
 
 
 class NodeJob:
-    """Runs an engine for a block of the workers: answers a `NodeSupervisor` as `RolloutJob` answers a `Supervisor`.
+    """Runs an engine for a block of the workers, and answers the requests of a `NodeSupervisor`.
 
     Args:
-        settings: how to start the engine.
-        workers: which these are, of all.
-        states: for each worker what `Supervisor.state` gave on the one before it; None if there was none.
+        settings: the settings of its engine.
+        workers: the indexes of its workers, counted over all nodes.
+        states: by worker, the states from which a successor continues; None for the first node in this place.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class NodeJob:
         write_settings(SETTINGS, settings.process)
         write_libraries(settings.libraries)
         registry.register(settings.registered)
-        # Environments that began new episodes which the trainer does not know of.
-        self._new: set[int] = set()
+        # Environments that began new episodes, which the trainer does not know yet.
+        self._new_episodes: set[int] = set()
         self._engine = start_engine(settings.job, settings.run, settings.debug, self._note_new_episodes)
         if states is not None:
             self._engine.renew(states)
@@ -127,13 +127,13 @@ class NodeJob:
         self._infos: dict[str, DictTensor] = {"agent_info": NO_INFO, "env_info": NO_INFO}
         self._agent_info: DictTensor | None = None  # for the next rollout
         self._version = 0
-        # The last rollout, which is read until the next one begins.
+        # The last rollout; its slots are read until the next one begins.
         self._last: Batch | None = None
         self._all_ended = False
         self._evaluation: Generator[None, None, Any] | None = None
         self._episodes: list[dict[str, Any]] = []
-        # The state of the workers as the rollout that is being replied to gives it; it is pickled once.
-        self._state: list[dict[str, Any]] | None = None
+        # The states that are in the reply of a rollout; its report refers to the same object, which is pickled once.
+        self._states: list[dict[str, Any]] | None = None
 
     def describe(self) -> JobDescription:
         """Counts the environments of a worker, and says what rollouts hold."""
@@ -144,22 +144,22 @@ class NodeJob:
         )
 
     def report(self) -> dict[str, Any]:
-        """What is known of its workers: `pids`, and `state` as `Supervisor.state` gives it."""
-        state, self._state = self._state or self._engine.supervisor.state(), None
-        return {"pids": self._engine.pool.pids, "state": state}
+        """Reports on its workers: their `pids`, and their `states` as `Supervisor.get_states` returns them."""
+        states, self._states = self._states or self._engine.supervisor.get_states(), None
+        return {"pids": self._engine.pool.pids, "states": states}
 
-    def inform(self, data: bytes) -> None:
-        """Takes `agent_info` and `env_info` of all environments, pickled; each N rows, or empty."""
+    def set_infos(self, data: bytes) -> None:
+        """Puts `agent_info` and `env_info` of all environments into force; pickled, N rows each, or empty."""
         with FailureGuard(self):
-            mine = self._rows()
-            self._infos = {name: _part(info, mine) for name, info in pickling.loads(data).items()}
+            rows = self._rows()
+            self._infos = {name: _take_rows(info, rows) for name, info in pickling.loads(data).items()}
             self._agent_info = self._infos["agent_info"]
 
     def reset(self, statistics: dict[str, Moments]) -> None:
-        """Starts an episode in every environment."""
+        """Starts an episode in every environment; `statistics` are what environments normalise by."""
         with FailureGuard(self):
-            self._engine.supervisor.know(statistics)
-            self._engine.settle()
+            self._engine.supervisor.set_statistics(statistics)
+            self._engine.supervisor.settle()
             self._engine.reset(self._infos)
             self._agent_info, self._all_ended = None, False
 
@@ -167,52 +167,52 @@ class NodeJob:
         """Runs one rollout.
 
         Args:
-            number: how many the trainer ordered before.
-            statistics: that environments go by.
+            number: the number of rollouts that the trainer ordered before.
+            statistics: what environments normalise by.
 
         Returns:
-            What became of it, and what the slots hold: views that are good until the next rollout.
+            The reply; its columns are views of the slots, valid until the next rollout.
         """
         with FailureGuard(self):
             if self._last is not None:
                 self._last.release()
             engine, slots = self._engine, self._slots()
             if self._all_ended:
-                ran = Ran(self._take_new(), [], [])
-                return self._reply([], [], ran, columns_of(slots, np.zeros(0, np.int64), 0))
-            # Not all that the trainer ordered were run: some came when all had ended.
+                rollout = NodeRollout(self._take_new_episodes(), [], [])
+                return self._reply([], [], rollout, columns_of(slots, np.zeros(0, np.int64), 0))
+            # The trainer's number may be higher: it also counts rollouts that came when all environments had ended.
             for record in engine.supervisor.records:
                 record.n_ordered = number
-            engine.supervisor.know(statistics)
-            engine.mend()
-            engine.begin(self._agent_info)
-            self._agent_info, before = None, self._take_new()
-            orders = engine.collect()
-            batch = self._last = engine.batch(orders)
-            rows, n_elems = engine.transport.running(), engine.n_elems
-            columns, gathered = columns_of(slots, rows, batch.n_timesteps), engine.supervisor.gathered(orders)
-            n_running = engine.advance(orders)
+            engine.supervisor.set_statistics(statistics)
+            engine.supervisor.replace_gone()
+            engine.begin_rollouts(self._agent_info)
+            self._agent_info, before = None, self._take_new_episodes()
+            orders, batch = engine.collect()
+            self._last = batch
+            rows, n_elems = engine.transport.running_rows(), engine.n_elems
+            columns, gathered = columns_of(slots, rows, batch.n_timesteps), engine.supervisor.list_statistics(orders)
+            n_running = engine.end_rollouts(orders)
             self._all_ended = not n_running
-            running = None if n_running == n_elems else engine.transport.running().tolist()
-            ran = Ran(before, self._take_new(), None if rows.size == n_elems else rows.tolist())
-            return self._reply(running, gathered, ran, columns)
+            running = None if n_running == n_elems else engine.transport.running_rows().tolist()
+            ran = None if rows.size == n_elems else rows.tolist()
+            return self._reply(running, gathered, NodeRollout(before, self._take_new_episodes(), ran), columns)
 
     def cut(self, number: int) -> None:
-        """Ends rollouts below this number after the step that they are in; called while another thread runs one."""
-        with contextlib.suppress(IndexError, TypeError):  # closed meanwhile
+        """Ends rollouts below this number after their present step; called while another thread runs one."""
+        with contextlib.suppress(IndexError, TypeError):  # the engine was closed meanwhile
             for worker in range(len(self._engine.transport.blocks)):
                 self._engine.transport.cut(worker, number)
 
     def update(self, packed: tuple[int, Parcel]) -> None:
-        """Updates every agent; of how many updates this one is the last, and what it is."""
+        """Updates every agent; `packed` is the number of updates so far, and this one."""
         with FailureGuard(self):
             self._version, parcel = packed
             self._engine.update(self._engine.outbox.pack(parcel))
 
-    def renew(self, workers: Sequence[dict[str, Any]]) -> None:
-        """Makes environments anew; of all workers what `Supervisor.state` gave."""
+    def renew(self, states: Sequence[dict[str, Any]]) -> None:
+        """Makes new environments; `states` are those of all workers, as `Supervisor.get_states` returns them."""
         with FailureGuard(self):
-            self._engine.renew(list(workers)[self._workers])
+            self._engine.renew(list(states)[self._workers])
             self._all_ended = False
 
     def begin_evaluation(
@@ -226,14 +226,14 @@ class NodeJob:
         if self.error is not None:
             raise self.error
         self.end_evaluation()
-        mine, supervisor = self._rows(), self._engine.supervisor
-        own = {name: _part(info, mine) for name, info in infos.items()}
-        supervisor.know(statistics)
-        self._evaluation = run_evaluation(supervisor, wanted[mine], list(seeds)[self._workers], own)
+        rows, supervisor = self._rows(), self._engine.supervisor
+        own = {name: _take_rows(info, rows) for name, info in infos.items()}
+        supervisor.set_statistics(statistics)
+        self._evaluation = run_evaluation(supervisor, wanted[rows], list(seeds)[self._workers], own)
 
     def evaluate(self) -> bool:
-        """Goes on with it; whether all episodes have ended."""
-        if self._evaluation is None:  # through before other nodes
+        """Plays one more rollout of the evaluation; returns whether all episodes have ended."""
+        if self._evaluation is None:  # ended earlier than on other nodes
             return True
         try:
             next(self._evaluation)
@@ -246,14 +246,15 @@ class NodeJob:
             return True
 
     def end_evaluation(self) -> dict[str, Any] | None:
-        """Its episodes, `env_index` counted from this node's first; None if there are none."""
+        """Ends the evaluation; returns its episodes, `env_index` counted from this node's first, or None."""
         if self._evaluation is not None:
             self._evaluation.close()
-        self._evaluation, parts = None, self._episodes
+        self._evaluation, episodes = None, self._episodes
         self._episodes = []
-        for worker, part in enumerate(parts):
-            part["env_index"] += worker * self._engine.n_envs
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else None
+        for worker, columns in enumerate(episodes):
+            columns["env_index"] += worker * self._engine.n_envs
+        names = episodes[0] if episodes else ()
+        return {name: np.concatenate([columns[name] for columns in episodes]) for name in names} or None
 
     def close(self) -> None:
         """Closes agents and environments, and ends the workers."""
@@ -270,27 +271,30 @@ class NodeJob:
         return cast(SlotTransport, self._engine.transport).slots[0]
 
     def _reply(
-        self, running: list[int] | None, statistics: list[dict[str, Moments]], ran: Ran, columns: Columns
+        self, running: list[int] | None, statistics: list[dict[str, Moments]], rollout: NodeRollout, columns: Columns
     ) -> NodeReply:
-        self._state = self._engine.supervisor.state()
-        return NodeReply(running, self._state, self._version, statistics, ran, columns)
+        self._states = self._engine.supervisor.get_states()
+        return NodeReply(running, self._states, self._version, statistics, rollout, columns)
 
     def _note_new_episodes(self, workers: Collection[int]) -> None:
-        self._new |= {row for worker in workers for row in self._engine.transport.blocks[worker]}
+        self._new_episodes |= {row for worker in workers for row in self._engine.transport.blocks[worker]}
 
-    def _take_new(self) -> list[int]:
-        new, self._new = sorted(self._new), set()
-        return new
+    def _take_new_episodes(self) -> list[int]:
+        """Returns the environments that began new episodes since the last call."""
+        found, self._new_episodes = sorted(self._new_episodes), set()
+        return found
 
     def _rows(self) -> slice:
+        """The global indexes of the node's environments."""
         n_envs, workers = self._engine.n_envs, self._workers
         return slice(workers.start * n_envs, workers.stop * n_envs)
 
 
 def _init_worker(init_worker: Callable[[int], object], first: int, index: int) -> None:
-    """Calls it with the index of a node's worker, of all."""
+    """Calls `init_worker` with the index of a node's worker, counted over all nodes."""
     init_worker(first + index)
 
 
-def _part(info: DictTensor, rows: slice) -> DictTensor:
+def _take_rows(info: DictTensor, rows: slice) -> DictTensor:
+    """Copies these rows of an info; an empty one stays empty."""
     return info if info.empty() else info.slice(rows.start, rows.stop).clone()

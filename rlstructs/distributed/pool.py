@@ -11,27 +11,27 @@ from queue import SimpleQueue
 from typing import Any
 
 from rlstructs.distributed import cluster
-from rlstructs.distributed.actor import ASIDE, BUILD, Columns, NodeActor
+from rlstructs.distributed.actor import ASIDE, BUILD, Columns, NodeActor, NodeFailure, Place
 from rlstructs.distributed.cluster import Placement
-from rlstructs.distributed.node_handle import Bell, Node, Request, _await
-from rlstructs.errors import OutOfMemoryError, WorkerCrashed, WorkerError, WorkerTimeout
-from workers import failures, pickling
+from rlstructs.distributed.node_errors import make_crash_error, make_job_error, make_loss_error
+from rlstructs.distributed.node_handle import Bell, Node, Request, wait_for_ring
+from rlstructs.errors import WorkerCrashed, WorkerError, WorkerTimeout
+from workers import pickling
 from workers.errors import strip_traceback
-from workers.failures import Failure
 from workers.futures import Future
 from workers.import_path import get_import_path
 from workers.interrupts import defer_interrupt, forget_last_interrupt
-from workers.messages import Call, Result
+from workers.messages import Call
 
 logger = logging.getLogger("rlstructs")
 
-# Seconds that Ray has to place an actor and to start its process; without a limit, from one warning to the next.
+# Seconds that Ray has to place an actor and to start its process; also the seconds between two warnings.
 PLACING = 60.0
-# Seconds that a node has, beside what its workers have and once more for a successor, to mend what it can itself.
+# Seconds that a node has to replace workers itself, in addition to twice the time of a worker.
 MENDING = 5.0
-# Seconds that nodes get to close their batchers.
+# Seconds that nodes have to close their jobs.
 CLOSING = 6.0
-# Seconds after which it is looked whether there still is a connection to Ray: without one nothing ever comes.
+# Seconds between two looks at the connection to Ray: without one no reply would ever come.
 LOOKING = 1.0
 
 
@@ -39,41 +39,41 @@ class NodePool:
     """Jobs in actors of Ray, one each.
 
     Args:
-        settings: what jobs are built from, pickled; goes into the object store, once.
-        parts: for each node what makes its job of that.
-        sizes: how many workers each has.
-        placement: where they run.
-        timeout: seconds that their workers have to answer, None for no limit.
+        settings: the settings that jobs are built from, pickled; they go into the object store, once.
+        job_arguments: for each node, the arguments of the settings' `build`.
+        sizes: the number of workers of each node.
+        placement: where nodes run.
+        timeout: seconds that their workers have to answer; None for no limit.
 
     Raises:
-        SpecError: no machine can ever have one.
-        WorkerError: one did not come up.
+        SpecError: no machine can ever run a node.
+        WorkerError: a node could not start.
         Exception: what a job raised as it was built.
     """
 
-    #: What one is called.
+    #: How messages call a node.
     noun = "node"
 
     def __init__(
-        self, settings: bytes, parts: Sequence[tuple[Any, ...]], sizes: Sequence[int], placement: Placement,
+        self, settings: bytes, job_arguments: Sequence[tuple[Any, ...]], sizes: Sequence[int], placement: Placement,
         timeout: float | None,
     ) -> None:  # fmt: skip
         placement.check()
         forget_last_interrupt()
-        self._settings, self._parts = cluster.ray().put(settings), parts
+        self._settings, self._job_arguments = cluster.import_ray().put(settings), job_arguments
         self._placement, self.timeout = placement, timeout
-        # What was asked is looked at under it: `close` may be called while another thread waits for replies.
+        # The lock guards the requests: `close` may be called while another thread waits for replies.
         self._lock, self._bell, self._is_over = threading.RLock(), Bell(), False
         ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
         self._workers = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         self.nodes: list[Node] = []
         try:
-            for index in range(len(parts)):
-                self.nodes.append(self._started(index))
-            self.values([self._build(node) for node in self.nodes], fails_fast=True)
+            for index in range(len(job_arguments)):
+                self.nodes.append(self._start(index))
+            self.gather([self._build(node) for node in self.nodes], fails_fast=True)
         except BaseException as error:
             if isinstance(error, Exception) and not isinstance(error, WorkerError):
-                with contextlib.suppress(Exception):  # of a factory: the others may have something to close
+                with contextlib.suppress(Exception):  # a factory raised: the other jobs may have to close
                     self.close()
             self.kill()
             raise
@@ -84,7 +84,7 @@ class NodePool:
     @property
     def n_workers(self) -> int:
         """How many nodes there are."""
-        return len(self._parts)
+        return len(self._job_arguments)
 
     @property
     def pids(self) -> list[int]:
@@ -102,20 +102,20 @@ class NodePool:
         return True
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of every job; the values, by node."""
-        return self.values(self.ask(method, *args), fails_fast=True)
+        """Calls a method of every job; returns the values, by node."""
+        return self.gather(self.ask(method, *args), fails_fast=True)
 
     def ask(self, method: str, *args: Any, only: Iterable[int] | None = None) -> list[Future]:
-        """Asks nodes to call a method of their jobs, and returns at once; what comes of it is in what is returned.
+        """Asks nodes to call a method of their jobs, and returns at once; the returned objects get the results.
 
-        A node takes several requests, one behind another.
+        A node may get several requests, which it answers one after another.
 
         Args:
-            method: of the job.
-            args: its arguments; those that are references of Ray come last, and arrive as what they refer to.
-            only: the indexes of those who are asked; None for all.
+            method: the name of the job's method.
+            args: its arguments; references of Ray come last, and arrive as the objects that they refer to.
+            only: the indexes of the nodes to ask; None for all.
         """
-        kind = cluster.ray().ObjectRef
+        kind = cluster.import_ray().ObjectRef
         shared = [arg for arg in args if isinstance(arg, kind)]
         call = Call(method, tuple(arg for arg in args if not isinstance(arg, kind)))
         request = pickling.dumps(call)  # once for all
@@ -123,51 +123,51 @@ class NodePool:
         return [self._ask(node, method, request, shared, self._limit()) for node in nodes]
 
     def settle(self, asked: Sequence[Future], n: int | None = None, *, fails_fast: bool = False) -> None:
-        """Waits until `n` of what was asked (None: all) is over, or outruns its deadline, which is a failure.
+        """Waits until `n` requests are over; one that misses its deadline counts as failed.
 
         Args:
-            asked: what `ask` gave.
-            n: how many.
-            fails_fast: whether one failure is enough.
+            asked: the requests, as returned by `ask`.
+            n: how many to wait for; None for all.
+            fails_fast: whether to stop at the first failure.
         """
-        with self._bell.heard() as rings:
-            while nodes := self._awaited(asked, n, fails_fast):
+        with self._bell.listen() as rings:
+            while nodes := self._find_awaited(asked, n, fails_fast):
                 self._wait(nodes, rings)
         with self._lock:
             for each in asked:
                 if not each.is_over and not each.error and self.nodes[each.index].is_overdue():
-                    each.error = self._late(self.nodes[each.index])
+                    each.error = self._make_timeout_error(self.nodes[each.index])
                     self.nodes[each.index].is_late = True
 
     def is_settled(self, asked: Sequence[Future], n: int | None = None, *, fails_fast: bool = False) -> bool:
         """Whether `settle` would return at once."""
-        return not self._awaited(asked, n, fails_fast)
+        return not self._find_awaited(asked, n, fails_fast)
 
     def cut(self, index: int, number: int) -> None:
-        """Has a node end its rollouts below this number after the step that it is in; nobody waits for it."""
+        """Has a node end its rollouts below this number after the step that it is in; returns at once."""
         node = self.nodes[index]
-        if node.error is None and cluster.ray().is_initialized():
+        if node.error is None and cluster.import_ray().is_initialized():
             node.actor.cut.options(concurrency_group=ASIDE).remote(number)
 
     def check(self) -> dict[int, BaseException]:
-        """The failures of nodes that are known to be gone."""
+        """The errors of nodes that are known to be gone, by index."""
         return {node.index: node.error for node in self.nodes if node.error is not None}
 
     def restart(self, successors: Mapping[int, tuple[Any, ...]]) -> list[Future]:
-        """Replaces nodes, whatever they are doing; nothing comes any more of what those were asked.
+        """Replaces nodes, whatever they are doing; their unfinished requests fail.
 
         Args:
-            successors: index -> what the job is built with behind its settings.
+            successors: by node index, more arguments of the settings' `build`.
 
         Returns:
-            For `settle`: whether their jobs are built.
+            The requests to build the new jobs, for `settle`.
         """
         for index in successors:
             self._end(self.nodes[index], WorkerCrashed(f"{self.nodes[index]} was replaced"))
-        with self._lock, defer_interrupt():  # or `kill` could miss one
+        with self._lock, defer_interrupt():  # otherwise `kill` could miss a node
             self._check_open()
             for index in successors:
-                report, self.nodes[index] = self.nodes[index].report, self._started(index)
+                report, self.nodes[index] = self.nodes[index].report, self._start(index)
                 self.nodes[index].report = report
         return [self._build(self.nodes[index], *args) for index, args in successors.items()]
 
@@ -175,20 +175,20 @@ class NodePool:
         """Closes every job and ends every actor, by force after some seconds. Idempotent.
 
         Args:
-            with_earlier: without effect: nodes only say what they raise as they close.
+            with_earlier: without effect: only what jobs raise as they close is raised.
 
         Raises:
-            Exception: what the first job raised while it closed; everything is gone all the same.
+            Exception: the first exception of a job that was closed; every actor has ended all the same.
         """
         self._is_over = True
         deadline, left = time.monotonic() + CLOSING, CLOSING
         asked: list[Future] = []
         try:
-            if cluster.ray().is_initialized():
+            if cluster.import_ray().is_initialized():
                 asked = self.ask("close", only=[node.index for node in self.nodes if not (node.error or node.is_late)])
-            with self._bell.heard() as rings:
-                while left > 0 and not self._all_over(asked):
-                    _await(rings, left)
+            with self._bell.listen() as rings:
+                while left > 0 and not self._are_over(asked):
+                    wait_for_ring(rings, left)
                     left = deadline - time.monotonic()
         finally:
             self.kill()
@@ -196,7 +196,7 @@ class NodePool:
             raise errors[0]
 
     def kill(self) -> None:
-        """Ends every actor; its worker processes end with it."""
+        """Ends every actor at once; its worker processes end with it."""
         with self._lock:
             self._is_over = True
             for node in self.nodes:
@@ -206,41 +206,42 @@ class NodePool:
     def _check_open(self) -> None:
         if self._is_over:  # by another thread
             raise WorkerError("the nodes were ended meanwhile")
-        if not cluster.ray().is_initialized():
+        if not cluster.import_ray().is_initialized():
             raise WorkerError("the connection to Ray was shut down meanwhile")
 
     def _end(self, node: Node, error: WorkerError) -> None:
         """Ends an actor, by force."""
-        if cluster.ray().is_initialized():  # or it would be begun anew
+        if cluster.import_ray().is_initialized():  # `kill` would start a new connection
             with contextlib.suppress(Exception):
-                cluster.ray().kill(node.actor)
+                cluster.import_ray().kill(node.actor)
         self._give_up(node, error)
 
     def _give_up(self, node: Node, error: WorkerError) -> None:
-        """Nothing comes any more of what a node was asked."""
+        """Marks a node as gone, and its requests as failed."""
         with self._lock:
             if node.error is None:
                 node.error = error
-            while node.asked:
-                node.asked.popleft().asked.end(error=strip_traceback(node.error))
+            while node.requests:
+                node.requests.popleft().asked.end(error=strip_traceback(node.error))
         self._bell.ring()
 
-    def _started(self, index: int) -> Node:
-        """An actor that Ray is to place; it takes requests already."""
+    def _start(self, index: int) -> Node:
+        """Starts an actor; it takes requests even before Ray has placed it."""
         others = [node.node_id for node in self.nodes if node.index != index and node.state != "gone"]
         machine, workers = self._placement.choose(others), self._workers[index]
-        options = self._placement.options(machine)
-        actor = cluster.ray().remote(concurrency_groups={ASIDE: 1})(NodeActor).options(**options).remote(workers.start)
+        options = self._placement.make_options(machine)
+        make_actor = cluster.import_ray().remote(concurrency_groups={ASIDE: 1})(NodeActor).options(**options).remote
         found = (machine.node_id, machine.address) if machine else ("", "")
-        return Node(index, workers, actor, self.noun, *found)
+        return Node(index, workers, make_actor(workers.start), self.noun, *found)
 
     def _build(self, node: Node, *args: Any) -> Future:
-        request = pickling.dumps(Call(BUILD, (get_import_path(), *self._parts[node.index], *args)))
+        """Asks a node to build its job."""
+        request = pickling.dumps(Call(BUILD, (get_import_path(), *self._job_arguments[node.index], *args)))
         limit = self._limit()
         return self._ask(node, BUILD, request, [self._settings], None if limit is None else PLACING + limit)
 
     def _limit(self) -> float | None:
-        """Seconds that a node has to answer."""
+        """Seconds that a node has to answer; None for no limit."""
         return None if self.timeout is None else 2 * self.timeout + MENDING
 
     def _ask(self, node: Node, method: str, request: bytes, shared: list[Any], limit: float | None) -> Future:
@@ -249,148 +250,132 @@ class NodePool:
             if node.error is not None:
                 asked.end(error=strip_traceback(node.error))
                 return asked
-            if not node.asked:
+            if not node.requests:
                 node.since = time.monotonic()
             reference = node.actor.call.remote(request, *shared)
-            node.asked.append(Request(reference, reference.future(), asked, limit))
-            node.asked[-1].reply.add_done_callback(self._bell.ring)
+            node.requests.append(Request(reference, reference.future(), asked, limit))
+            node.requests[-1].reply.add_done_callback(self._bell.ring)
         return asked
 
-    def values(self, asked: Sequence[Future], *, fails_fast: bool = False) -> list[Any]:
-        """Waits for what was asked; raises what the first of them has failed with, once all, or one, is over."""
+    def gather(self, asked: Sequence[Future], *, fails_fast: bool = False) -> list[Any]:
+        """Waits for requests and returns their values; raises the first error once all are over, or one has failed."""
         self.settle(asked, fails_fast=fails_fast)
         for each in asked:
             if each.error is not None:
                 raise each.error
         return [each.value for each in asked]
 
-    def _awaited(self, asked: Sequence[Future], n: int | None, fails_fast: bool) -> list[Node]:
-        """Whom `settle` has to wait for; by one look at the clock, as the last deadline may pass at any moment."""
+    def _find_awaited(self, asked: Sequence[Future], n: int | None, fails_fast: bool) -> list[Node]:
+        """Finds the nodes that `settle` has to wait for; looks at the clock once, as a deadline may pass."""
         self._check_open()
-        self._take()
-        self._prolong()
+        self._receive_all()
+        self._extend_deadlines()
         if fails_fast and any(each.error for each in asked):
             return []
         if sum(each.is_over for each in asked) >= (len(asked) if n is None else n):
             return []
         indexes = {each.index for each in asked if not each.is_over}
         with self._lock:
-            return [node for node in self.nodes if node.index in indexes and node.asked and not node.is_overdue()]
+            return [node for node in self.nodes if node.index in indexes and node.requests and not node.is_overdue()]
 
     def _wait(self, nodes: Sequence[Node], rings: SimpleQueue[None]) -> None:
-        """Until something comes, or the first of these is overdue; warns of those that are long to be placed."""
+        """Waits for a reply or for the first deadline of these nodes; warns of nodes that are placed too slowly."""
         with self._lock:
-            ends = [node.since + limit for node in nodes if node.asked and (limit := node.asked[0].limit) is not None]
-            ends += [node.waited + PLACING for node in nodes if not node.is_built()]
-        _await(rings, max(0.0, min([LOOKING, *(end - time.monotonic() for end in ends)])))
+            limits = [(node, node.requests[0].limit) for node in nodes if node.requests]
+            ends = [node.since + limit for node, limit in limits if limit is not None]
+            ends += [node.placing_since + PLACING for node in nodes if not node.is_built()]
+        wait_for_ring(rings, max(0.0, min([LOOKING, *(end - time.monotonic() for end in ends)])))
         now = time.monotonic()
         with self._lock:
-            unplaced = [node for node in nodes if not node.is_built() and now >= node.waited + PLACING]
+            unplaced = [node for node in nodes if not node.is_built() and now >= node.placing_since + PLACING]
         for node in unplaced:
-            node.waited = now
-            logger.warning("%s", self._unplaced(node, now - node.since))
+            node.placing_since = now
+            logger.warning("%s", self._describe_unplaced(node, now - node.since))
 
-    def _prolong(self) -> None:
-        """Gives a node that has answered its time once more: to bring a long reply to this machine takes its own."""
+    def _extend_deadlines(self) -> None:
+        """Gives a late node that has answered its time once more, because a long reply takes time to arrive here."""
         with self._lock:
-            late = {node.asked[0].reference: node for node in self.nodes
+            late = {node.requests[0].reference: node for node in self.nodes
                     if node.is_overdue() and not node.has_answered}  # fmt: skip
             if late:
-                there, _ = cluster.ray().wait(list(late), num_returns=len(late), timeout=0.0, fetch_local=False)
+                there, _ = cluster.import_ray().wait(list(late), num_returns=len(late), timeout=0.0, fetch_local=False)
                 for reference in there:
                     late[reference].since, late[reference].has_answered = time.monotonic(), True
 
-    def _all_over(self, asked: Sequence[Future]) -> bool:
-        """Whether all that was asked is over, with what has come."""
-        self._take()
+    def _are_over(self, asked: Sequence[Future]) -> bool:
+        """Whether all these requests are over, after the replies that have come are received."""
+        self._receive_all()
         return all(each.is_over for each in asked)
 
-    def _take(self) -> None:
-        """Takes the replies that are there."""
+    def _receive_all(self) -> None:
+        """Receives all replies that have come."""
         for node in self.nodes:
             while self._receive(node):
                 pass
 
     def _receive(self, node: Node) -> bool:
-        """Takes the reply to what a node was asked first, if it is there; whether it was."""
+        """Receives the reply to a node's oldest request; returns False if it has not come."""
         with self._lock:
-            if not (node.asked and node.asked[0].reply.done()):
+            if not (node.requests and node.requests[0].reply.done()):
                 return False
             with defer_interrupt():
-                reply, columns = self._reply(node)
+                reply, columns = self._unpickle_reply(node)
                 if node.error is None:
-                    self._end_first(node, reply, columns)
+                    self._end_oldest(node, reply, columns)
         return True
 
-    def _end_first(self, node: Node, reply: Any, columns: Columns) -> None:
-        """What a node was asked first is over."""
-        asked = node.asked.popleft().asked
-        node.since, node.is_late, node.has_answered = time.monotonic(), False, False
+    def _end_oldest(self, node: Node, reply: Any, columns: Columns) -> None:
+        """Ends a node's oldest request with a reply."""
+        error: BaseException | None = None
         if isinstance(reply, Exception):
-            asked.end(error=reply)
-        elif not isinstance(reply, Result):
-            asked.end(error=self._failure(node, asked, *reply))
+            error = reply
+        elif isinstance(reply, NodeFailure):
+            error = make_job_error(node, self._describe_place(node), reply)
+        asked = node.requests.popleft().asked
+        node.since, node.is_late, node.has_answered = time.monotonic(), False, False
+        if error is not None:
+            asked.end(error=error)
         else:
-            value, node.report = reply.value
+            value, node.report = reply
             if asked.label == BUILD:
-                self._placed(node, *value)
+                self._set_place(node, value)
             asked.end(value._replace(columns=columns) if columns else value)
 
-    def _reply(self, node: Node) -> tuple[Any, Columns]:
-        """What a node has replied, or the exception to raise when just that is lost."""
+    def _unpickle_reply(self, node: Node) -> tuple[Any, Columns]:
+        """Unpickles a node's reply; returns an exception instead if only the reply is lost."""
         try:
-            data, columns = node.asked[0].reply.result()
+            data, columns = node.requests[0].reply.result()
             return pickling.loads(data), columns
-        except Exception as error:  # of Ray: it says why there is none
+        except Exception as error:  # of Ray: it says why there is no reply
             if cluster.is_death(error):
-                self._give_up(node, self._gone(node, error))
+                self._give_up(node, make_crash_error(node, self._describe_losses(node), error))
                 return None, {}
-            return self._lost(node, error), {}
+            return make_loss_error(node, error), {}
 
-    def _placed(self, node: Node, node_id: str, pid: int) -> None:
-        machine = cluster.machines().get(node_id)
-        node.node_id, node.pid, node.address = node_id, pid, machine.address if machine else "unknown"
+    def _set_place(self, node: Node, place: Place) -> None:
+        """Records where a node runs."""
+        machine = cluster.list_machines().get(place.node_id)
+        node.node_id, node.pid, node.address = *place, machine.address if machine else "unknown"
 
-    def _failure(self, node: Node, asked: Future, worker_index: int, failure: Failure) -> BaseException:
-        """What to raise for what a node, or a worker of it, has raised."""
-        error = failure.to_exception(worker_index, asked.label)
-        where = self._where(node)
-        if isinstance(error, WorkerError):
-            error.args, error.worker_index = (f"{where}: {error}",), worker_index
-        else:
-            failures.add_note(error, where)
-        return error
-
-    def _where(self, node: Node) -> str:
-        """How what happened on a node is described."""
+    def _describe_place(self, node: Node) -> str:
+        """Says on which node something happened."""
         return f"on {node}, whose worker 0 is worker {node.workers.start} of all"
 
-    def _held(self, node: Node) -> str:
-        """What is gone with a node."""
+    def _describe_losses(self, node: Node) -> str:
+        """Says what was lost with a node."""
         return f"workers {node.workers.start} to {node.workers.stop - 1}"
 
-    def _gone(self, node: Node, error: Exception) -> WorkerError:
-        """The error that says how a node ended."""
-        label = node.asked[0].asked.label
-        gone = WorkerCrashed(f"{node} is gone, with {self._held(node)}; last request: {label}", node.workers.start)
-        gone.__cause__ = error.with_traceback(None)
-        return gone
-
-    def _lost(self, node: Node, error: Exception) -> Exception:
-        """What to raise for a reply that does not come from a node that is there."""
-        text = f"the reply of {node} to {node.asked[0].asked.label!r} is lost"
-        lost: Exception = WorkerError(f"{text}: {error}", node.workers.start)
-        if cluster.is_full(error):
-            lost = OutOfMemoryError(f"{text}: its machine's object store is full: {error}")
-        lost.__cause__ = error.with_traceback(None)
-        return lost
-
-    def _late(self, node: Node) -> WorkerTimeout:
-        request = node.asked[0]
+    def _make_timeout_error(self, node: Node) -> WorkerTimeout:
+        """Makes the error for a node that has missed a deadline."""
+        request = node.requests[0]
         assert request.limit is not None
-        late = f"no reply within {request.limit} s to {request.asked.label!r} from {node}"
-        return WorkerTimeout(late if node.is_built() else self._unplaced(node, request.limit), node.workers.start)
+        if node.is_built():
+            text = f"no reply within {request.limit} s to {request.asked.label!r} from {node}"
+        else:
+            text = self._describe_unplaced(node, request.limit)
+        return WorkerTimeout(text, node.workers.start)
 
-    def _unplaced(self, node: Node, seconds: float) -> str:
+    def _describe_unplaced(self, node: Node, seconds: float) -> str:
+        """Says that a node was not placed in time, and what it needs."""
         return (f"{node} was not placed and built within {seconds:.1f} s; it needs {self._placement}, "
-                f"and free are {cluster.ray().available_resources()}")  # fmt: skip
+                f"and free are {cluster.import_ray().available_resources()}")  # fmt: skip

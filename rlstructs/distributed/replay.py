@@ -4,15 +4,12 @@
     --------                                     ------------------------
     extend()             ── object store ─────>  appends the steps of its environments
     sample()             ── how many rows ────>  draws them
-                         <── object store ─────  rows, priorities, and what all of its rows sum up to
-    update_priorities()  ── object store ─────>  of its rows
+                         <── object store ─────  rows, their priorities, and sums over all of its rows
+    update_priorities()  ── object store ─────>  sets those of its rows
 """
 
 from __future__ import annotations
 
-import dataclasses
-import threading
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,19 +20,8 @@ import torch
 from rlstructs.checks import check_count, check_timeout
 from rlstructs.distributed import cluster, replay_files
 from rlstructs.distributed.actor import Columns
-from rlstructs.distributed.node_handle import Bell, Node
-from rlstructs.distributed.pool import NodePool
-from rlstructs.distributed.shard import (
-    DATA,
-    ENV_INDEX,
-    INDEX,
-    LEAF,
-    LENGTHS,
-    ROW,
-    Beginning,
-    Dtypes,
-    ShardSettings,
-)
+from rlstructs.distributed.shard import DATA, ENV_INDEX, INDEX, LEAF, LENGTHS, Dtypes, ShardSettings
+from rlstructs.distributed.shard_pool import ShardPool
 from rlstructs.errors import ClosedError, MissingKeyError, SpecError, StateError
 from rlstructs.replay.columns import cast
 from rlstructs.replay.expand import NEVER
@@ -54,47 +40,27 @@ FORMAT, VERSION = "rlstructs.RayReplay", 1
 WEIGHT = "weight"
 
 
-class ShardPool(NodePool):
-    """The actors of a `RayReplay`."""
-
-    noun = "shard"
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Another trainer may ask the same actors; what this one waits for, and how they were made, is not for it."""
-        nodes = [dataclasses.replace(node, asked=deque()) for node in self.nodes]
-        return {**vars(self), "nodes": nodes, "_settings": None, "_lock": None, "_bell": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._lock, self._bell = threading.RLock(), Bell()
-
-    def _where(self, node: Node) -> str:
-        return f"on {node}"
-
-    def _held(self, node: Node) -> str:
-        return "its rows"
-
-
 @set_module("rlstructs")
 class RayReplay:
     """A replay memory in shards, each an actor of Ray that keeps the rows of some of the environments.
 
-    Of environment e the rows are in shard e modulo `n_shards`; each environment has a ring of its own, so that n-step
-    returns and sequences go on from one rollout to the next. A copy of this object, pickled, is another trainer's way
-    to the same rows: `ray.remote` functions and actors may be given it. The shards end with the program that made it.
+    The rows of environment e are in shard e modulo `n_shards`. Each environment has a ring of its own, so that n-step
+    returns and sequences continue from one rollout to the next. A pickled copy of this object gives another trainer
+    access to the same rows: pass it to `ray.remote` functions and actors. The shards end with the program that made
+    it.
 
     Args:
         memory_size: rows of each environment; the newest are kept.
-        num_envs: environments, of all batchers.
-        n_shards: how many actors; None for one for each machine of the cluster that has `resources`, at most
+        num_envs: number of environments of all batchers.
+        n_shards: number of actors; None for one on each machine of the cluster that has `resources`, at most
             `num_envs`.
-        alpha: exponent of priorities, at least 0; None draws all rows alike.
+        alpha: exponent of priorities, at least 0; None draws all rows with the same probability.
         beta: exponent of importance weights, at least 0.
-        names: name here -> key of the trajectories; None for what `Memory.add_trajectories` takes: observations,
+        names: name here -> key of the trajectories; None for the names of `Memory.add_trajectories`: observations,
             next_observations, actions, rewards, terminated and truncated.
-        seed: of all draws; None for any.
-        timeout: seconds within which a shard must answer; None for no limit. Twice that and 5 s are given.
-        resources, placement, address: as of `RayBatcher`.
+        seed: seeds all draws; None draws a seed.
+        timeout: a shard must answer within twice that many seconds and 5 s more; None for no limit.
+        resources, placement, address: see `RayBatcher`.
 
     Attributes:
         beta: may be set at any time.
@@ -102,7 +68,7 @@ class RayReplay:
     Raises:
         ImportError: Ray is not installed.
         SpecError, TypeError: an argument is not what is needed.
-        WorkerError: a shard did not come up.
+        WorkerError: a shard could not start.
 
     Example:
         memory = RayReplay(memory_size=100_000, num_envs=batcher.n_elems(), n_shards=4, alpha=0.6)
@@ -126,7 +92,7 @@ class RayReplay:
         placement: Any = None,
         address: str | None = None,
     ) -> None:
-        cluster.ray("RayReplay")
+        cluster.import_ray("RayReplay")
         timeout = check_timeout(timeout)
         self.beta = exponent("beta", beta)
         self._memory_size, self._num_envs = check_count("memory_size", memory_size), check_count("num_envs", num_envs)
@@ -134,27 +100,25 @@ class RayReplay:
             raise SpecError(f"n_shards is {n_shards}, which is more than num_envs, {num_envs}")
         self._alpha, self._names = None if alpha is None else exponent("alpha", alpha), dict(names or NAMES)
         cluster.connect(address)
-        where = cluster.Placement(resources, placement)
-        self._n_shards = n_shards or min(where.n_machines(), num_envs)
+        rules = cluster.Placement(resources, placement)
+        self._n_shards = n_shards or min(rules.n_machines(), num_envs)
         own, *of_shards = np.random.SeedSequence(seed).spawn(self._n_shards + 1)
         self._rng, self._is_closed, self._is_owner = np.random.default_rng(own), False, True
         settings = pickling.dumps(ShardSettings(self._memory_size, self._alpha or 0.0, self._names))
-        seeds = [int(seed.generate_state(1)[0]) for seed in of_shards]
-        parts = list(zip(self._sizes(), seeds, strict=True))
-        self._pool = ShardPool(settings, parts, [1] * self._n_shards, where, timeout)
-
-    def _sizes(self) -> list[int]:
-        """How many environments each shard has."""
-        return [len(range(shard, self._num_envs, self._n_shards)) for shard in range(self._n_shards)]
+        job_arguments = [
+            (len(range(shard, num_envs, self._n_shards)), int(seed.generate_state(1)[0]))
+            for shard, seed in enumerate(of_shards)
+        ]
+        self._pool = ShardPool(settings, job_arguments, [1] * self._n_shards, rules, timeout)
 
     def extend(self, trajectories: Trajectories) -> None:
-        """Appends the valid steps of what a batcher's `get` gives.
+        """Appends the valid steps of trajectories, as a batcher's `get` returns them.
 
         Args:
             trajectories: with `env_index` in their info.
 
         Raises:
-            MissingKeyError, SpecError, TypeError: something does not fit; the memory is as it was.
+            MissingKeyError, SpecError, TypeError: the trajectories do not fit; the memory is as it was.
             WorkerError: a shard is gone.
         """
         self._check_open("extend")
@@ -162,25 +126,25 @@ class RayReplay:
             raise TypeError(f"extend: needs Trajectories, got {type(trajectories).__name__}")
         steps = trajectories.trajectories
         names = named_steps(self._names, list(steps.keys()))
-        keys = sorted(set(names.values()) | self._ends(trajectories))
+        keys = sorted(set(names.values()) | self._find_ends(trajectories))
         if absent := [key for key in keys if key not in steps]:
             raise MissingKeyError(f"extend: no {absent} in the trajectories, there are {sorted(steps.keys())}")
         environments = lanes_of(trajectories, self._num_envs, "extend")
         columns = {key: raw_of(steps[key].detach().cpu()) for key in keys}
         columns[LENGTHS] = host_array(LENGTHS, steps.lengths)
-        dtypes = self._dtypes(names, columns, {key: steps[key].dtype for key in keys})
-        largest = max(report["largest"] for report in self._reports())  # which new rows have, in every shard
-        parts = []
+        dtypes = self._cast(names, columns, {key: steps[key].dtype for key in keys})
+        largest = max(report["largest"] for report in self._pool.reports)  # the priority of new rows in every shard
+        sent = []
         for shard in range(self._n_shards):
-            # Those too of which nothing comes: they make the same tensors.
+            # Shards that get no rows are asked too, so that all of them make the same tensors.
             rows = np.flatnonzero(environments % self._n_shards == shard)
-            part = {name: column[rows] for name, column in columns.items()}
-            part[ENV_INDEX] = environments[rows] // self._n_shards
-            parts.append(cluster.ray().put(part))
-        with defer_interrupt():  # all take it, or none does
-            asked = [self._pool.ask("extend", dtypes, largest, part, only=[shard])[0]
-                     for shard, part in enumerate(parts)]  # fmt: skip
-        self._pool.values(asked)
+            own = {name: column[rows] for name, column in columns.items()}
+            own[ENV_INDEX] = environments[rows] // self._n_shards
+            sent.append(cluster.import_ray().put(own))
+        with defer_interrupt():  # either all shards get their rows, or none does
+            asked = [self._pool.ask("extend", dtypes, largest, own, only=[shard])[0]
+                     for shard, own in enumerate(sent)]  # fmt: skip
+        self._pool.gather(asked)
 
     def sample(
         self,
@@ -192,60 +156,54 @@ class RayReplay:
         gamma: float = 0.99,
         episode_ends: str = "cross",
     ) -> DictTensor:
-        """Rows drawn at random, over all shards in proportion to what their rows sum up to.
+        """Draws rows at random, from all shards in proportion to their priorities.
 
-        That is as of each shard's last answer to this trainer: what others have added since is known with the next one.
+        The priorities of a shard are those of its last answer to this trainer: what other trainers have added since
+        counts after the next answer.
 
         Args:
-            batch_size: rows, or sequences.
-            names: of tensors; None for all.
-            sequence_length, n_step, gamma, episode_ends: as of `RandomMemory.sample`.
+            batch_size: number of rows, or of sequences.
+            names: names of the tensors; None for all.
+            sequence_length, n_step, gamma, episode_ends: see `RandomMemory.sample`.
 
         Returns:
-            `batch_size` rows, private memory: of each name `(B, *data)`, of sequences `(B, sequence_length, *data)`;
-            and with as many axes `index` (int64, for `update_priorities`), `mask` (bool), `discount` (float32, gamma
-            to the number of steps) and, if something says where episodes end, `is_first` (bool); and `weight`,
-            float32 (B,): (smallest priority of all / priority) ** (alpha * beta).
+            `batch_size` rows, private memory: each tensor is (B, ...), with sequences (B, sequence_length, ...).
+            Besides, (B,) or (B, sequence_length): `index` (int64, for `update_priorities`), `mask` (bool), `discount`
+            (float32, gamma to the power of the number of steps) and, if the tensors say where episodes end, `is_first`
+            (bool); and `weight`, float32 (B,): (smallest priority of all / priority) ** (alpha * beta).
 
         Raises:
             SpecError: an argument is not what is needed, or there is nothing to draw.
             WorkerError: a shard is gone.
         """
         self._check_open("sample")
-        n, known = check_count("batch_size", batch_size), self._tensor_names()
+        n = check_count("batch_size", batch_size)
+        known = list(self._pool.find_dtypes() or self._names)
         names = known if names is None else list(names)
         if unknown := sorted(set(names) - set(known)):
             raise MissingKeyError(f"sample: no tensor(s) {unknown}, there are {sorted(known)}")
         length = check_count("sequence_length", sequence_length or 1)
         settings = {"sequence_length": length, "n_step": n_step, "gamma": gamma, "episode_ends": episode_ends}
         try:
-            dtypes, columns = self._drawn(n, names, settings)
+            dtypes, columns = self._draw(n, names, settings)
         except SpecError:
-            self._refresh()  # others may have left nothing to draw in a shard
-            dtypes, columns = self._drawn(n, names, settings)
-        leaves = np.concatenate([part.pop("/" + LEAF) for part in columns])
-        least = min(report["least"] for report in self._reports() if report["rows"])
-        joined = {name: np.concatenate([part[name] for part in columns]) for name in columns[0]}
-        lead = (n,) if length == 1 else (n, length)
-        found = {name: tensor_of(joined[name].reshape(*lead, *joined[name].shape[1:]), dtypes[name]) for name in names}
-        more = {name.removeprefix("/"): torch.from_numpy(joined[name].reshape(lead))
-                 for name in joined if name.startswith("/")}  # fmt: skip
-        weights = (np.minimum(least, leaves.min()) / leaves).astype(np.float32) ** np.float32(self.beta)
-        return DictTensor({**found, **more, WEIGHT: torch.from_numpy(weights)})
+            self._pool.refresh()  # other trainers may have left nothing to draw in a shard
+            dtypes, columns = self._draw(n, names, settings)
+        return self._join(dtypes, columns, (n,) if length == 1 else (n, length))
 
     def update_priorities(self, index: Any, priorities: Any) -> None:
-        """Sets the priorities of rows; of equal indexes the last counts.
+        """Sets the priorities of rows; of equal indexes the last one counts.
 
-        Those of rows that were overwritten since they were drawn are dropped.
+        Rows that were overwritten since they were drawn are left out.
 
         Args:
-            index: int (n,), as samples have it; of sequences the first column.
+            index: int (n,), the `index` of samples; of sequences its first column.
             priorities: (n,), finite, at least 0.
 
         Raises:
-            StateError: the memory draws all rows alike.
-            IndexError, SpecError: something does not fit; nothing has changed, unless it is that an index holds no row
-                yet: then the other shards have theirs.
+            StateError: the memory has no priorities.
+            IndexError, SpecError: an argument does not fit; nothing has changed. But if an index is of a row that is
+                yet to come, the other shards have set theirs.
             WorkerError: a shard is gone.
         """
         self._check_open("update_priorities")
@@ -257,28 +215,28 @@ class RayReplay:
             raise SpecError(f"update_priorities: {values.size} priorities came for {rows.size} indexes")
         if not rows.size:
             return
-        largest_of(values, limit_of(self._memory_size * self._num_envs, self._alpha))  # here: for all shards or none
+        largest_of(values, limit_of(self._memory_size * self._num_envs, self._alpha))  # before any shard is asked
         shards, rows = rows % self._n_shards, rows // self._n_shards
         if rows.min() < 0:
             raise IndexError("update_priorities: an index is none that a sample has had")
         asked: list[Future] = []
         for shard in np.unique(shards):
-            part = {INDEX: rows[shards == shard], "priority": values[shards == shard]}
-            asked += self._pool.ask("update_priorities", cluster.ray().put(part), only=[shard])
-        self._pool.values(asked)
+            own = {INDEX: rows[shards == shard], "priority": values[shards == shard]}
+            asked += self._pool.ask("update_priorities", cluster.import_ray().put(own), only=[shard])
+        self._pool.gather(asked)
 
     def __len__(self) -> int:
-        """Rows of all shards, asked for now."""
+        """The number of rows in all shards, which are asked for it."""
         self._check_open("len")
-        self._refresh()
-        return sum(report["rows"] for report in self._reports())
+        self._pool.refresh()
+        return sum(report["rows"] for report in self._pool.reports)
 
     def stats(self) -> dict[str, Any]:
-        """What each shard has said last.
+        """The state of the shards, as of their last answers.
 
         Returns:
-            `shards`: for each a dict of `shard`, `node_id` and `address` (of the machine, by Ray), `pid`, `state`
-            ("idle", "busy" or "gone"), `rows` and `nbytes`; `rows` and `nbytes` of all.
+            `shards`: for each a dict of `shard` (its index), `node_id` and `address` (Ray's, of the machine), `pid`,
+            `state` ("idle", "busy" or "gone"), `rows` and `nbytes`. `rows` and `nbytes`: the sums over all shards.
         """
         self._check_open("stats")
         nodes = self._pool.nodes
@@ -289,48 +247,48 @@ class RayReplay:
         return {"shards": shards, **{key: sum(shard[key] for shard in shards) for key in ("rows", "nbytes")}}
 
     def save(self, path: str | Path) -> None:
-        """Writes a folder: a file for each shard, and one that names them, which is written last.
+        """Writes a folder: a file for each shard, then a header that names them.
 
-        What an earlier `save` has left there stays whole until then, and goes afterwards.
+        The files of an earlier `save` are deleted after the header is written, so that a failed `save` leaves them.
 
         Args:
-            path: of the folder, which is made if there is none; on the trainer's machine.
+            path: the folder, on the trainer's machine; it is made if there is none.
 
         Raises:
-            OSError: it cannot be written to.
+            OSError: the folder cannot be written to.
             WorkerError: a shard is gone.
         """
         self._check_open("save")
         shards = range(self._n_shards)
-        # One after another: each may be large.
-        data = (self._pool.values(self._pool.ask("save", only=[shard]))[0].columns[DATA] for shard in shards)
+        # One after another, because each may be large.
+        data = (self._pool.gather(self._pool.ask("save", only=[shard]))[0].columns[DATA] for shard in shards)
         replay_files.write(Path(path), self._header(), self._rng.bit_generator.state, data)
 
     def load(self, path: str | Path) -> None:
         """Restores what `save` wrote: rows, priorities and random streams.
 
         Args:
-            path: of the folder of a memory with the same sizes, `n_shards`, `alpha` and `names`.
+            path: the folder of a memory with the same sizes, `n_shards`, `alpha` and `names`.
 
         Raises:
-            FileError: it is not, or damaged; the memory is as it was.
-            FileNotFoundError: there is none.
+            FileError: the folder is of another memory, or damaged; this memory is as it was.
+            FileNotFoundError: there is no such folder.
             WorkerError: a shard is gone.
         """
         self._check_open("load")
         generator, files = replay_files.read(Path(path), self._header(), self._n_shards)
         try:
             for shard, file in enumerate(files):
-                with replay_files.shard_bytes(file) as data:
-                    self._pool.values(self._pool.ask("load", cluster.ray().put({DATA: data}), only=[shard]))
+                with replay_files.open_shard(file) as data:
+                    self._pool.gather(self._pool.ask("load", cluster.import_ray().put({DATA: data}), only=[shard]))
         except BaseException:
             self._pool.ask("drop_loaded")
             raise
-        self._pool.values(self._pool.ask("take_loaded"))
+        self._pool.gather(self._pool.ask("use_loaded"))
         self._rng = generator
 
     def close(self) -> None:
-        """Ends the shards, if this is the object that made them. Idempotent."""
+        """Ends the shards, if this object has made them, and is no copy. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             if self._is_owner:
@@ -348,9 +306,10 @@ class RayReplay:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._rng = np.random.default_rng()  # or trainers would draw alike
+        self._rng = np.random.default_rng()  # otherwise all trainers would draw the same rows
 
     def _header(self) -> dict[str, Any]:
+        """The settings that must be the same in the memory that loads a folder."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -365,62 +324,44 @@ class RayReplay:
         if self._is_closed:
             raise ClosedError(f"{method}: the memory is closed")
 
+    def _join(self, dtypes: Dtypes, columns: list[Columns], lead: tuple[int, ...]) -> DictTensor:
+        """Joins the columns of all shards, and weighs the rows; `lead` are the first axes of the result."""
+        leaves = np.concatenate([own.pop("/" + LEAF) for own in columns])
+        least = min(report["least"] for report in self._pool.reports if report["rows"])
+        joined = {name: np.concatenate([own[name] for own in columns]) for name in columns[0]}
+        found = {name: tensor_of(joined[name].reshape(*lead, *joined[name].shape[1:]), dtype)
+                 for name, dtype in dtypes.items()}  # fmt: skip
+        more = {name.removeprefix("/"): torch.from_numpy(joined[name].reshape(lead))
+                 for name in joined if name.startswith("/")}  # fmt: skip
+        weights = (np.minimum(least, leaves.min()) / leaves).astype(np.float32) ** np.float32(self.beta)
+        return DictTensor({**found, **more, WEIGHT: torch.from_numpy(weights)})
+
     @staticmethod
-    def _ends(trajectories: Trajectories) -> set[str]:
-        """Keys that say where episodes end and begin, whatever the tensors are."""
+    def _find_ends(trajectories: Trajectories) -> set[str]:
+        """The keys that say where episodes end and begin, whether or not they are among the tensors."""
         return {key for key in (*STEP_ENDS, STEP_START) if key in trajectories.trajectories}
 
-    def _tensor_names(self) -> list[str]:
-        """The names of the tensors that the shards have; what they will have as long as none has rows."""
-        if not any(report["dtypes"] for report in self._reports()):
-            self._refresh()  # others may have added the first ones
-        return list(next((report["dtypes"] for report in self._reports() if report["dtypes"]), self._names))
-
-    def _dtypes(self, names: Mapping[str, str], columns: Columns, dtypes: Dtypes) -> Dtypes:
-        """Of all columns; those that the shards hold otherwise are cast, here: for all shards or none.
+    def _cast(self, names: Mapping[str, str], columns: Columns, dtypes: Dtypes) -> Dtypes:
+        """Casts columns to the dtypes that the shards hold, and returns all dtypes.
 
         Raises:
-            SpecError: a value does not fit; the columns may be cast in part.
+            SpecError: a value does not fit, and no shard was asked; some columns may have been cast.
         """
-        if not any(report["dtypes"] for report in self._reports()):
-            self._refresh()  # others may have added the first ones
-        held: Dtypes = next((report["dtypes"] for report in self._reports() if report["dtypes"]), {})
+        held = self._pool.find_dtypes()
         for name, key in names.items():
             dtype = held.get(name, dtypes[key])
             if torch.bfloat16 not in (dtype, dtypes[key]) and dtype is not dtypes[key]:  # which numpy has not
                 columns[key], dtypes[key] = cast(name, columns[key], raw_dtype(dtype)), dtype
         return dtypes
 
-    def _drawn(self, n: int, names: list[str], settings: dict[str, Any]) -> tuple[Dtypes, list[Columns]]:
-        """The tensors' dtypes, and what each shard that draws some of `n` rows gives."""
+    def _draw(self, n: int, names: list[str], settings: dict[str, Any]) -> tuple[Dtypes, list[Columns]]:
+        """Draws `n` rows or sequences; returns the dtypes of the tensors, and the columns of each shard."""
         length = settings["sequence_length"]
-        counts = self._counts(n, (length, length > 1 and settings["episode_ends"] == NEVER))
+        counts = self._pool.split_draws(n, (length, length > 1 and settings["episode_ends"] == NEVER), self._rng)
         shards = [shard for shard, count in enumerate(counts) if count]
-        # The others say, some time, what has become of them meanwhile: nothing else would tell.
-        self._pool.ask("report", only=[node.index for node in self._pool.nodes
-                                       if not (counts[node.index] or node.asked)])  # fmt: skip
+        self._pool.ask_idle(shards)  # otherwise nothing would tell what other trainers do to them
         asked = [self._pool.ask("sample", names, counts[shard], settings, only=[shard])[0] for shard in shards]
-        parts = self._pool.values(asked)
-        for shard, part in zip(shards, parts, strict=True):
-            part.columns["/" + INDEX] = part.columns["/" + INDEX] * self._n_shards + shard
-        return parts[0].dtypes, [part.columns for part in parts]
-
-    def _counts(self, n: int, kind: Beginning) -> list[int]:
-        """How many of `n` draws of this kind each shard makes: one for each n-th of the total."""
-        while any(kind not in report["masses"] for report in self._reports()):
-            self._pool.values(self._pool.ask("tell", kind))
-        masses = np.array([report["masses"][kind] for report in self._reports()])
-        if not masses.sum() > 0:
-            what = "rows" if kind == ROW else f"windows of {kind[0]} rows"
-            raise SpecError(f"nothing to sample: there are no {what}, or none has a priority above zero")
-        ends = np.cumsum(masses)
-        at = (np.arange(n) + self._rng.random(n)) / n * ends[-1]
-        shards = np.minimum(np.searchsorted(ends, at, side="right"), np.flatnonzero(masses)[-1])
-        counts: list[int] = np.bincount(shards, minlength=len(masses)).tolist()
-        return counts
-
-    def _reports(self) -> list[dict[str, Any]]:
-        return [node.report for node in self._pool.nodes]
-
-    def _refresh(self) -> None:
-        self._pool.values(self._pool.ask("report"))
+        samples = self._pool.gather(asked)
+        for shard, sample in zip(shards, samples, strict=True):
+            sample.columns["/" + INDEX] = sample.columns["/" + INDEX] * self._n_shards + shard
+        return samples[0].dtypes, [sample.columns for sample in samples]

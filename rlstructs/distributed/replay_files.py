@@ -1,4 +1,4 @@
-"""How a `RayReplay` is kept: a folder with a file for each shard, and one that names them."""
+"""The folder of a saved `RayReplay`: a file for each shard, and a header that names them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,16 @@ NAME = re.compile(rf"shard-\d+-[0-9a-f]{{8}}\.{FORMAT}")
 
 
 def write(folder: Path, memory: Mapping[str, Any], generator: Mapping[str, Any], shards: Iterable[np.ndarray]) -> None:
-    """Writes a folder, the file that names the others last; those that the one before it has named go after that.
+    """Writes the shards' files, then the header, then deletes the files that the old header named.
 
     Args:
-        folder: is made if there is none.
-        memory: what another one must be like to take it.
-        generator: the state of the trainer's.
-        shards: the bytes of each.
+        folder: the folder, which is made if there is none.
+        memory: the settings that a memory must have to read the folder.
+        generator: the state of the trainer's random generator.
+        shards: the bytes of each shard's file.
+
+    Raises:
+        OSError: the folder cannot be written to.
     """
     run, names, before = secrets.token_hex(4), list[str](), list[str]()
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,23 +51,28 @@ def write(folder: Path, memory: Mapping[str, Any], generator: Mapping[str, Any],
             json.dump({"checksum": zlib.crc32(header.encode()), "header": header}, text)
             text.flush()
             os.fsync(text.fileno())
-            before = _named(folder)
-    except BaseException:  # before the header was there, or after
-        _remove(folder, {*names, *before} - {*_named(folder)})
+            before = _list_named(folder)
+    except BaseException:  # the present header may be the old one or the new one
+        _remove(folder, {*names, *before} - {*_list_named(folder)})
         raise
     _remove(folder, before)
 
 
 def read(folder: Path, memory: Mapping[str, Any], n_shards: int) -> tuple[np.random.Generator, list[Path]]:
-    """The trainer's generator, and the files of the shards.
+    """Reads a header; returns the trainer's random generator, and the paths of the shards' files.
+
+    Args:
+        folder: the folder.
+        memory: the settings of the memory that reads it.
+        n_shards: its number of shards.
 
     Raises:
-        FileError: the folder is damaged, or of a memory that is not like this.
-        FileNotFoundError: there is none.
+        FileError: the header is damaged, or of a memory with other settings.
+        FileNotFoundError: there is no header.
     """
     path = folder / HEADER
     try:
-        header = _header(read_bytes(path))
+        header = _parse_header(read_bytes(path))
         found, names, generator = header["memory"], header["shards"], generator_in(header["generator"])
         if not isinstance(found, dict):
             raise ValueError("it does not say of what memory it is")
@@ -72,7 +80,7 @@ def read(folder: Path, memory: Mapping[str, Any], n_shards: int) -> tuple[np.ran
             raise ValueError(f"it names the files {names}")
     except (FileNotFoundError, FileError):
         raise
-    except Exception as error:  # whatever it holds
+    except Exception as error:  # a damaged header may hold anything
         raise FileError(f"{path}: damaged: {reason(error)}") from error
     if found != memory:
         differ = {key: value for key, value in memory.items() if found.get(key) != value}
@@ -82,26 +90,26 @@ def read(folder: Path, memory: Mapping[str, Any], n_shards: int) -> tuple[np.ran
 
 
 @contextlib.contextmanager
-def shard_bytes(file: Path) -> Iterator[np.ndarray]:
-    """The bytes of a shard's file; who reads them elsewhere is told here that they are damaged.
+def open_shard(file: Path) -> Iterator[np.ndarray]:
+    """Yields the bytes of a shard's file; a FileError of the block, which reads a copy, then names this file.
 
     Raises:
         FileNotFoundError: there is no such file.
-        FileError: it is none, or what the block raises of what is in it.
+        FileError: this is no regular file, or the block has raised a FileError.
     """
     data = np.frombuffer(read_bytes(file), np.uint8)
     try:
         yield data
-    except FileError as error:  # of a file with another name
+    except FileError as error:  # it names the copy
         name, _, text = str(error).partition(": ")
         raise FileError(f"{file}, there {Path(name).name}: {text}") from error
 
 
-def _header(text: bytes) -> dict[str, Any]:
-    """What a header says.
+def _parse_header(text: bytes) -> dict[str, Any]:
+    """Parses a header.
 
     Raises:
-        ValueError, KeyError, TypeError: it is damaged.
+        ValueError, KeyError, TypeError: the header is damaged.
     """
     outer = json_text.parse(text)
     if zlib.crc32(outer["header"].encode()) != outer["checksum"]:
@@ -115,10 +123,10 @@ def _header(text: bytes) -> dict[str, Any]:
     return header
 
 
-def _named(folder: Path) -> list[str]:
-    """The files that the header names; none if there is no header, or it is not one of ours."""
+def _list_named(folder: Path) -> list[str]:
+    """The names of files in the present header; none if there is no header, or it is damaged."""
     try:
-        names: list[str] = _header(read_bytes(folder / HEADER))["shards"]
+        names: list[str] = _parse_header(read_bytes(folder / HEADER))["shards"]
         return names
     except (FileNotFoundError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return []

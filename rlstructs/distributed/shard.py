@@ -1,4 +1,4 @@
-"""What one actor of a `RayReplay` keeps: a memory of some of the environments."""
+"""`Shard`: the memory of some of the environments, in one actor of a `RayReplay`."""
 
 from __future__ import annotations
 
@@ -22,44 +22,49 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
 
-# What is known of rows that were drawn.
+# The columns that describe drawn rows.
 INDEX, LEAF, MASK, IS_FIRST, DISCOUNT = "index", "leaf", "mask", "is_first", "discount"
-# Of trajectories, beside their keys; and a file.
+# The columns of trajectories, beside their keys, and of a file.
 ENV_INDEX, LENGTHS, DATA = "env_index", "lengths", "data"
 FORMAT = "npz"
 
-# What draws begin with: rows after which so many are stored, itself among them; and whether of the same episode.
-Beginning = tuple[int, bool]
-ROW: Beginning = (1, False)
-# Of how many kinds, beside single rows, reports say what they sum up to.
+# A kind of draws: the number of consecutive rows, and whether they must be of one episode.
+Kind = tuple[int, bool]
+ROW: Kind = (1, False)
+# The number of kinds, beside single rows, whose priorities reports sum up.
 N_KINDS = 8
-# Share of a sum below which a difference of two is not it.
+# The share of a sum below which a difference of two sums is rounding.
 EXACT = 1e-6
 
 Dtypes = dict[str, torch.dtype]
 
 
 class ShardSample(NamedTuple):
-    """What a shard has drawn: dtypes by name; tensors, and what is known of them, their names behind a "/"."""
+    """Rows that a shard has drawn.
+
+    Attributes:
+        dtypes: of the tensors, by name.
+        columns: the tensors by name, and the columns that describe the rows, with a "/" before their names.
+    """
 
     dtypes: Dtypes
     columns: Columns
 
 
 class ShardFile(NamedTuple):
-    """A shard's file, as bytes."""
+    """The bytes of a shard's file."""
 
     columns: Columns
 
 
 @dataclass(frozen=True)
 class ShardSettings:
-    """What shards are made of; this is what is pickled.
+    """The settings that shards are made from; picklable.
 
     Attributes:
         memory_size: rows of each environment.
         alpha: exponent of priorities.
-        names: as of `Memory.add_trajectories`.
+        names: see `Memory.add_trajectories`.
     """
 
     memory_size: int
@@ -67,33 +72,41 @@ class ShardSettings:
     names: Mapping[str, str]
 
     def build(self, num_envs: int, seed: int) -> Shard:
-        """As of `Shard`."""
+        """Makes a shard; see `Shard`."""
         return Shard(self, num_envs, seed)
 
 
 class ShardMemory(PrioritizedMemory):
-    """A memory that tells what a trainer needs to draw from several."""
+    """A memory with the sums of priorities that a trainer needs to draw from several memories."""
 
-    # Which rows were the last that `_whole` was asked for, and of which kind, when.
+    # The last result of `_find_whole`, with the length and the snapshot that it was for.
     _found: tuple[int, bytes, np.ndarray] | None = None
 
-    def masses(self, kinds: Sequence[Beginning]) -> tuple[dict[Beginning, float], float]:
-        """The sum of all priorities, to the power of alpha, of each of these kinds; and the smallest of all."""
+    def sum_priorities(self, kinds: Sequence[Kind]) -> tuple[dict[Kind, float], float]:
+        """Sums up priorities to the power of alpha.
+
+        Args:
+            kinds: the kinds of draws, beside single rows.
+
+        Returns:
+            For each kind the sum over the rows that draws may begin with; and the smallest power of all rows.
+        """
         self._prioritised.follow(self._store().span())
         tree = self._prioritised.tree
-        return {ROW: float(tree.total), **{kind: self._mass(*kind) for kind in kinds}}, float(tree.minimum)
+        return {ROW: float(tree.total), **{kind: self._sum(*kind) for kind in kinds}}, float(tree.minimum)
 
-    def _mass(self, length: int, is_whole: bool) -> float:
+    def _sum(self, length: int, is_whole: bool) -> float:
+        """Sums up the priorities of rows that a draw of this kind may begin with."""
         store, tree = self._store(), self._prioritised.tree
         span = store.span(length)
         if is_whole and store.episodes is not None:
-            return float(tree.values[self._whole(span)].sum())
-        # Those that do not fit are few: the last ones of each environment.
-        mass = float(tree.total) - float(tree.values[store.span().newer(span.high)].sum())
-        return mass if mass > EXACT * tree.total else float(tree.values[span.every_row()].sum())
+            return float(tree.values[self._find_whole(span)].sum())
+        # Only the last rows of each environment do not fit, which are few.
+        total = float(tree.total) - float(tree.values[store.span().newer(span.high)].sum())
+        return total if total > EXACT * tree.total else float(tree.values[span.every_row()].sum())
 
-    def _whole(self, span: Span) -> np.ndarray:
-        """Rows with as many of their episode as the span says, row ids; looked for when something was written."""
+    def _find_whole(self, span: Span) -> np.ndarray:
+        """The ids of rows that begin a window of one episode, of the span's length; kept until the next write."""
         if self._found is None or self._found[:2] != (span.length, span.snapshot):
             every, episodes = span.every_row(), self._store().episodes
             assert episodes is not None
@@ -102,15 +115,15 @@ class ShardMemory(PrioritizedMemory):
 
     @property
     def largest(self) -> float:
-        """The largest priority ever, of all shards that this one has heard of: what a new row gets."""
+        """The priority of new rows: the largest one so far, of all shards as far as this one knows."""
         return self._prioritised.max_priority
 
     @largest.setter
     def largest(self, largest: float) -> None:
         self._prioritised.max_priority = max(largest, self._prioritised.max_priority)
 
-    def drawn(self) -> Columns:
-        """What is known of the last `sample`."""
+    def describe_sample(self) -> Columns:
+        """The columns that describe the rows of the last `sample`."""
         picked = self._last_selection()
         known = {
             MASK: self.get_sampling_mask(),
@@ -122,11 +135,11 @@ class ShardMemory(PrioritizedMemory):
         index = rows + self._turns(self._store().span().steps(rows)) * self._n_rows
         return {INDEX: index, LEAF: picked.fields["leaves"], **{name: each.numpy() for name, each in known.items()}}
 
-    def update_drawn(self, index: np.ndarray, priorities: np.ndarray) -> None:
-        """Sets the priorities of what `drawn` gave as `index`, of it what was not overwritten since.
+    def update_sampled(self, index: np.ndarray, priorities: np.ndarray) -> None:
+        """Sets the priorities of rows that were not overwritten since `describe_sample` returned this `index`.
 
         Raises:
-            IndexError: one is of a row that is yet to come.
+            IndexError: an index is of a row that is yet to come.
         """
         turns, rows = np.divmod(index, self._n_rows)
         span = self._store().span()
@@ -141,37 +154,42 @@ class ShardMemory(PrioritizedMemory):
         return self.memory_size * self.num_envs
 
     def _turns(self, steps: np.ndarray) -> np.ndarray:
-        """How often the rows that hold these steps were written to before."""
+        """How often the rows that hold these steps were written before."""
         return np.asarray(steps // self.memory_size)
 
 
 class Shard:
-    """Answers what a `RayReplay` asks of a shard.
+    """The job of a shard's actor: answers the requests of a `RayReplay`.
 
     Args:
-        settings: how to make its memory.
-        num_envs: its environments.
-        seed: of its draws.
+        settings: the settings of its memory.
+        num_envs: the number of its environments.
+        seed: seeds its draws.
     """
 
     def __init__(self, settings: ShardSettings, num_envs: int, seed: int) -> None:
         self._settings, self._num_envs, self._seed = settings, num_envs, seed
-        self._memory = self._made()
+        self._memory = self._make_memory()
         self._loaded: ShardMemory | None = None
-        self._kinds: deque[Beginning] = deque(maxlen=N_KINDS)
+        self._kinds: deque[Kind] = deque(maxlen=N_KINDS)
 
     def report(self) -> dict[str, Any]:
-        """How many rows there are, what `ShardMemory` tells of them, bytes, and dtypes by name, if it has any rows."""
+        """Reports on the memory.
+
+        Returns:
+            `rows`: their number. `sums` and `least`: see `ShardMemory.sum_priorities`. `largest`: the priority of new
+            rows. `nbytes`. `dtypes` by name, empty without rows.
+        """
         memory = self._memory
-        masses, least = memory.masses(self._kinds)
+        sums, least = memory.sum_priorities(self._kinds)
         held = memory.get_tensor_names() if len(memory) else []
         names = [name for key in self._settings.names for name in held if name == key or name.startswith(f"{key}/")]
         dtypes = {name: memory.get_tensor_by_name(name).dtype for name in names}
-        return {"rows": len(memory), "masses": masses, "least": least, "largest": memory.largest,
+        return {"rows": len(memory), "sums": sums, "least": least, "largest": memory.largest,
                 "nbytes": memory.nbytes, "dtypes": dtypes}  # fmt: skip
 
-    def tell(self, kind: Beginning) -> None:
-        """Has reports say what this kind sums up to."""
+    def add_kind(self, kind: Kind) -> None:
+        """Adds a kind of draws to the sums of reports."""
         if kind != ROW and kind not in self._kinds:
             self._kinds.append(kind)
 
@@ -179,9 +197,9 @@ class Shard:
         """Appends the steps of trajectories.
 
         Args:
-            dtypes: by key.
-            largest: priority that other shards have been given.
-            columns: by key, (B, T, ...); `lengths`; and which environments they are of here, `env_index`.
+            dtypes: of the steps, by key.
+            largest: the largest priority of other shards.
+            columns: the steps by key, (B, T, ...); `lengths`; and `env_index`, counted within this shard.
         """
         tensors = {key: tensor_of(np.array(columns[key]), dtype) for key, dtype in dtypes.items()}
         info = DictTensor({ENV_INDEX: torch.from_numpy(np.array(columns[ENV_INDEX]))})
@@ -193,53 +211,54 @@ class Shard:
         """Draws rows or sequences.
 
         Args:
-            names: of tensors.
-            n: how many.
-            settings: of `RandomMemory.sample`.
-
-        Returns:
-            The tensors' dtypes; the tensors, and what is known of them, their names behind a "/".
+            names: the names of the tensors.
+            n: the number of rows or sequences.
+            settings: more arguments of `RandomMemory.sample`.
         """
         [tensors] = self._memory.sample(names, batch_size=n, **settings)
         found = dict(zip(names, tensors, strict=True))
         columns = {name: raw_of(tensor) for name, tensor in found.items()}
-        columns |= {f"/{name}": column for name, column in self._memory.drawn().items()}
+        columns |= {f"/{name}": column for name, column in self._memory.describe_sample().items()}
         return ShardSample({name: tensor.dtype for name, tensor in found.items()}, columns)
 
     def update_priorities(self, columns: Columns) -> None:
-        """Of `index` the `priority`."""
-        self._memory.update_drawn(columns[INDEX], columns["priority"])
+        """Sets the `priority` of each `index`."""
+        self._memory.update_sampled(columns[INDEX], columns["priority"])
 
     def save(self) -> ShardFile:
-        """Saves the memory."""
+        """Returns the memory's file."""
         with tempfile.TemporaryDirectory() as folder:
             data = self._memory.save(folder, format=FORMAT).read_bytes()
         return ShardFile({DATA: np.frombuffer(data, np.uint8)})
 
     def load(self, columns: Columns) -> None:
-        """Reads what `save` gave, and keeps it beside what is there."""
+        """Reads a file into another memory, which `use_loaded` puts in the place of the present one.
+
+        Raises:
+            FileError: the file is damaged, or lacks a tensor.
+        """
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / f"memory.{FORMAT}"
             columns[DATA].tofile(path)
-            memory = self._made()
+            memory = self._make_memory()
             memory.load(path)
         if len(memory) and (missing := sorted(set(self._settings.names) - set(memory.get_tensor_names()))):
             raise FileError(f"{path}: has no tensor(s) {missing}")
         self._loaded = memory
 
-    def take_loaded(self) -> None:
-        """Goes on with what `load` has read."""
+    def use_loaded(self) -> None:
+        """Continues with the memory that `load` read."""
         assert self._loaded is not None
         self._memory, self._loaded = self._loaded, None
 
     def drop_loaded(self) -> None:
-        """Does not."""
+        """Discards the memory that `load` read."""
         self._loaded = None
 
     def close(self) -> None:
-        """Nothing: it ends with its actor."""
+        """Does nothing: the memory ends with its actor."""
 
-    def _made(self) -> ShardMemory:
+    def _make_memory(self) -> ShardMemory:
         settings = self._settings
         return ShardMemory(
             memory_size=settings.memory_size, num_envs=self._num_envs, alpha=settings.alpha, seed=self._seed,

@@ -1,4 +1,4 @@
-"""The nodes of a batcher, and what becomes of those that fail: a `Supervisor` of nodes in place of workers."""
+"""`NodeSupervisor`: sends requests to the nodes of a batcher, and replaces nodes that fail."""
 
 from __future__ import annotations
 
@@ -9,65 +9,65 @@ from itertools import chain
 from typing import Any, cast
 
 from rlstructs.batcher.supervisor import Supervisor
-from rlstructs.batcher.worker_record import RolloutOrder, WorkerRecord, times
+from rlstructs.batcher.worker_record import CLOCK_FIELDS, RolloutOrder, WorkerRecord, describe_times
 from rlstructs.distributed.pool import NodePool
 from rlstructs.moments import Moments
 from rlstructs.rollout.progress import Clock
 from workers.futures import Future
 
-# The counters of failures in what `Supervisor.state` gives for a worker, and what a new clock shows.
+# The counters of failures in the state of a worker, and the fields of a new clock.
 RESTARTS, LOST = "restarts", "lost_rollouts"
-BEGUN = dataclasses.asdict(Clock())
+NEW_CLOCK = dataclasses.asdict(Clock())
 
 
 @dataclass(eq=False)
 class NodeRecord(WorkerRecord):
-    """A node.
+    """What is known of one node, and of those that it replaced.
 
     Attributes:
-        told: what `Supervisor.state` gave on it after the last rollout that was handed out; None if there was none.
+        states: the states of its workers after its last rollout that was handed out; None if there was none.
     """
 
-    told: list[dict[str, Any]] | None = None
+    states: list[dict[str, Any]] | None = None
 
-    def tell_time(self, told: Any) -> None:
-        self.told = told
+    def set_clock(self, clock: Any) -> None:
+        self.states = clock
 
-    def begin_anew(self) -> None:
-        super().begin_anew()
-        self.told = None
+    def begin_successor(self) -> None:
+        super().begin_successor()
+        self.states = None
 
     def lose(self) -> None:
-        """Marks what was running as lost.
+        """Marks the rollout that was running as lost.
 
-        Where only a reply is lost, later ones may have come; they continue from steps that nobody has, and are run
-        again.
+        If only a reply was lost, replies of later rollouts may have come. These continue from steps that nobody has, so
+        they are run again.
         """
         known = {order.number for order in self.orders if order.is_lost}
         super().lose()
         for lost in [order.number for order in self.orders if order.is_lost and order.number not in known]:
-            self.drop(lost + 1)
+            self.discard_replies(lost + 1)
 
-    def drop(self, number: int) -> None:
-        """Rollouts from this number on have not been run."""
+    def discard_replies(self, number: int) -> None:
+        """Discards the replies of rollouts from this number on: a successor runs them."""
         for order in self.orders:
-            if order.number >= number and order.is_there:
-                order.asked = Future(order.asked.index, order.asked.label)
+            if order.number >= number and order.is_done:
+                order.request = Future(order.request.index, order.request.label)
 
-    def timed(self, now: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What is known now, with the clocks of what was handed out: a node that runs ahead is further."""
-        then = self.told or [{RESTARTS: None}] * len(now)
+    def with_handed_out_clocks(self, states: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The present states, but with the clocks of what was handed out: a node that runs ahead is further."""
+        then = self.states or [{RESTARTS: None}] * len(states)
         return [
-            {**worker, **({name: before[name] for name in BEGUN} if before[RESTARTS] == worker[RESTARTS] else BEGUN)}
-            for worker, before in zip(now, then, strict=True)
+            {**now, **({name: before[name] for name in NEW_CLOCK} if before[RESTARTS] == now[RESTARTS] else NEW_CLOCK)}
+            for now, before in zip(states, then, strict=True)
         ]
 
 
 class NodeSupervisor(Supervisor):
-    """Nodes that run rollouts, each with workers of its own.
+    """Supervises nodes that run rollouts, each with workers of its own.
 
-    A node mends by itself what happens to its workers. One that is gone takes all of them with it: each has a
-    successor, on another node, which goes on with the next seed of its stream.
+    A node replaces its own workers. All workers of a node that is gone have successors on another node, which continue
+    with the next seeds of their streams.
     """
 
     noun, record_class = "node", NodeRecord
@@ -75,122 +75,122 @@ class NodeSupervisor(Supervisor):
     def __init__(self, pool: NodePool, policy: str, max_restarts: int | None, run_ahead: int) -> None:
         super().__init__(pool, policy, max_restarts, run_ahead)
         self._nodes = pool
-        # How many of the rollouts that were lost with a node its workers' counters know.
-        self._n_told = [0] * pool.n_workers
-        # What nodes were told without waiting for a reply, and which rollouts of theirs are behind it.
-        self._unheard: list[tuple[Future, int]] = []
+        # By node, how many of its lost rollouts are in the states of its workers.
+        self._n_lost_in_states = [0] * pool.n_workers
+        # Requests whose reply nobody has waited for, each with the number of the node's first rollout after it.
+        self._unconfirmed: list[tuple[Future, int]] = []
 
     @property
-    def n_workers(self) -> list[int]:
-        """How many workers each node has."""
+    def record_sizes(self) -> list[int]:
+        """The number of workers of each node."""
         return [len(node.workers) for node in self._nodes.nodes]
 
     @property
     def n_restarts(self) -> int:
         """How many workers were replaced, by their nodes or with them."""
-        return sum(worker[RESTARTS] for worker in self.state())
+        return sum(state[RESTARTS] for state in self.get_states())
 
-    def inform(self, infos: Any) -> None:
-        """Has nodes take `agent_info` and `env_info`, pickled, or a reference of that, for what comes behind."""
-        with self.asking():
-            self._orders["inform"] = (infos,)  # where it stands first: before the reset
-            asked = self.pool.ask("inform", infos)
-        self._hear_of(asked)
+    def send_infos(self, infos: Any) -> None:
+        """Puts `agent_info` and `env_info` into force for later requests; pickled, or a reference of Ray to that."""
+        with self.defer_interrupts():
+            self._lasting["set_infos"] = (infos,)  # keeps its first place: before the reset
+            requests = self.pool.ask("set_infos", infos)
+        self._add_unconfirmed(requests)
 
-    def update(self, packed: Any, sent: Callable[[list[Future]], None]) -> list[Future]:
-        asked = super().update(packed, sent)
-        self._hear_of(asked)
-        return asked
+    def update(self, packed: Any, record_sent: Callable[[list[Future]], None]) -> list[Future]:
+        requests = super().update(packed, record_sent)
+        self._add_unconfirmed(requests)
+        return requests
 
     def collect(self, n: int | None = None, cut: Callable[[int, int], None] | None = None) -> dict[int, RolloutOrder]:
         while True:
             orders = super().collect(n, cut)
-            failures = self._unheard_of()
+            failures = self._check_unconfirmed()
             if not failures:
                 return orders
-            self.mend(failures)
+            self.replace_failed(failures)
 
-    def gathered(self, orders: Mapping[int, RolloutOrder]) -> list[dict[str, Moments]]:
-        """What each worker gathered, in the order of the workers."""
-        return list(chain.from_iterable(cast(list[list[dict[str, Moments]]], super().gathered(orders))))
+    def list_statistics(self, orders: Mapping[int, RolloutOrder]) -> list[dict[str, Moments]]:
+        """Lists the moments that each worker gathered, in the order of the workers."""
+        return list(chain.from_iterable(cast(list[list[dict[str, Moments]]], super().list_statistics(orders))))
 
-    def state(self) -> list[dict[str, Any]]:
-        """Of each worker what `renew` needs, as its node said last."""
+    def get_states(self) -> list[dict[str, Any]]:
+        """Returns what `renew` needs, by worker, as of its node's last reply."""
         both = zip(self._nodes.nodes, cast(list[NodeRecord], self.records), strict=True)
-        return [worker for node, record in both for worker in record.timed(node.report["state"])]
+        return [state for node, record in both for state in record.with_handed_out_clocks(node.report["states"])]
 
-    def renew(self, state: list[dict[str, Any]], seeds: Sequence[int], agent_seeds: Sequence[int] | None) -> None:
-        """Has every worker make new environments, with the next seeds of its stream; nodes find them by themselves."""
+    def renew(self, states: list[dict[str, Any]], seeds: Sequence[int], agent_seeds: Sequence[int] | None) -> None:
+        """Has every worker make new environments; nodes derive the seeds themselves."""
         self.settle()
         self.records = [NodeRecord(n_ordered=record.n_ordered) for record in self.records]
-        self._n_told = [0] * len(self.records)
-        self._orders.pop("reset", None)
-        for node in self._nodes.nodes:  # one that is found dead has a successor of the same streams
-            node.report["state"] = state[node.workers.start : node.workers.stop]
-        self._call("renew", state, is_lasting=False)
+        self._n_lost_in_states = [0] * len(self.records)
+        self._lasting.pop("reset", None)
+        for node in self._nodes.nodes:  # if it turns out to be dead, its successor continues the same streams
+            node.report["states"] = states[node.workers.start : node.workers.stop]
+        self._call("renew", states, is_lasting=False)
         for node, record in zip(self._nodes.nodes, cast(list[NodeRecord], self.records), strict=True):
-            record.told = node.report["state"]
+            record.states = node.report["states"]
 
     def stats(self) -> list[dict[str, Any]]:
-        """For each worker what `RL_Batcher.stats` says of it, and its node; as of the node's last reply."""
+        """What `RL_Batcher.stats` says of each worker, and its node; as of the node's last reply."""
         return [
             {
                 "worker": index,
                 "node": node.index,
                 "pid": pid,
                 "state": node.state,
-                **{name: worker[name] for name in (RESTARTS, LOST)},
-                **times(worker["seconds"], Clock(*(worker[name] for name in BEGUN))),
+                **{name: state[name] for name in (RESTARTS, LOST)},
+                **describe_times(state["seconds"], Clock(*(state[name] for name in CLOCK_FIELDS))),
             }
             for node in self._nodes.nodes
-            for index, pid, worker in zip(node.workers, node.report["pids"], node.report["state"], strict=True)
+            for index, pid, state in zip(node.workers, node.report["pids"], node.report["states"], strict=True)
         ]
 
-    def _hear_of(self, asked: list[Future]) -> None:
-        """Notes what nodes were told; raises at once if one is gone that is not to be replaced."""
-        self._unheard += [(each, self.records[each.index].n_ordered) for each in asked if not each.is_over]
-        self._raise_gone(asked)
+    def _add_unconfirmed(self, requests: list[Future]) -> None:
+        """Keeps requests whose reply nobody waits for; raises if a node is gone and will not be replaced."""
+        self._unconfirmed += [(each, self.records[each.index].n_ordered) for each in requests if not each.is_over]
+        self._raise_gone(requests)
 
-    def _unheard_of(self) -> dict[int, BaseException]:
-        """Which nodes have run the rollouts that come next without what they were told before, and why.
+    def _check_unconfirmed(self) -> dict[int, BaseException]:
+        """Finds nodes that have run the next rollouts without a request before them, and why Ray has lost that.
 
-        What a job raises comes with the rollout itself: this is what Ray has not brought.
+        An exception of the job is not found here: it comes with the rollout itself.
 
         Raises:
-            Exception: that, of the first one, if nodes are not to be replaced.
+            Exception: the error of the first request, if nodes are not replaced.
         """
-        self._unheard = [told for told in self._unheard if not told[0].is_over or told[0].error]
+        self._unconfirmed = [each for each in self._unconfirmed if not each[0].is_over or each[0].error]
         failures: dict[int, BaseException] = {}
-        for asked, number in self._unheard:
-            record = cast(NodeRecord, self.records[asked.index])
-            if asked.error is not None and record.orders[0].number >= number:
-                if not self.mends:
-                    raise asked.error
-                failures.setdefault(asked.index, asked.error)
-                record.drop(number)
+        for request, number in self._unconfirmed:
+            record = cast(NodeRecord, self.records[request.index])
+            if request.error is not None and record.orders[0].number >= number:
+                if not self.can_replace:
+                    raise request.error
+                failures.setdefault(request.index, request.error)
+                record.discard_replies(number)
         return failures
 
     def _replace(self, indexes: list[int]) -> dict[int, BaseException]:
-        nodes, n_told = self._nodes.nodes, list(self._n_told)
-        states = [nodes[index].report["state"] for index in indexes]
+        nodes, n_lost = self._nodes.nodes, list(self._n_lost_in_states)
+        states = [nodes[index].report["states"] for index in indexes]
         try:
             return super()._replace(indexes)
         except BaseException as error:
-            if not isinstance(error, Exception):  # interrupted: others will take their place
-                self._n_told = n_told
+            if not isinstance(error, Exception):  # interrupted: the next call replaces them
+                self._n_lost_in_states = n_lost
                 for index, state in zip(indexes, states, strict=True):
-                    nodes[index].report["state"] = state
+                    nodes[index].report["states"] = state
             raise
 
-    def _succession(self, index: int) -> tuple[Any, ...]:
-        """What the workers of a node that is gone have been through; each has one more restart."""
-        self._unheard = [(each, number) for each, number in self._unheard if each.index != index]
-        n_lost = self.records[index].n_lost - self._n_told[index]
-        self._n_told[index] = self.records[index].n_lost
+    def _make_successor_arguments(self, index: int) -> tuple[Any, ...]:
+        """Returns the states from which the workers of a successor continue; each has one more restart."""
+        self._unconfirmed = [(each, number) for each, number in self._unconfirmed if each.index != index]
+        n_lost = self.records[index].n_lost - self._n_lost_in_states[index]
+        self._n_lost_in_states[index] = self.records[index].n_lost
         report = self._nodes.nodes[index].report
-        workers = [
-            {**worker, **BEGUN, RESTARTS: worker[RESTARTS] + 1, LOST: worker[LOST] + n_lost}
-            for worker in report["state"]
+        states = [
+            {**state, **NEW_CLOCK, RESTARTS: state[RESTARTS] + 1, LOST: state[LOST] + n_lost}
+            for state in report["states"]
         ]
-        report["state"] = workers  # for the successor's successor, if that never says anything
-        return (workers,)
+        report["states"] = states  # for the successor's successor, if the successor never replies
+        return (states,)

@@ -1,4 +1,4 @@
-"""The trainer's side of rollouts that come from nodes: what is in force, which environments run, what came of each."""
+"""Brings rollouts from nodes to the trainer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from rlstructs.batcher.transport import Transport
 from rlstructs.batcher.worker_record import RolloutOrder
 from rlstructs.distributed.actor import Columns
-from rlstructs.distributed.parts import Part, Parts, PartsBatch
+from rlstructs.distributed.node_parts import NodePartsBatch, Part, PartBuilder
 from rlstructs.shared.layout import Layout
 from rlstructs.shared.slot_buffers import ALL_ROLLOUTS
 from rlstructs.structures.arrays import raw_of
@@ -17,16 +17,16 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 
 
-class PartTransport(Transport):
-    """Of nodes that send parts.
+class NodeTransport(Transport):
+    """The transport of nodes that send node parts.
 
     Args:
-        layout, blocks: as of `Transport`.
-        n_rollouts: how many of each node there may be at once.
-        inform: called with `agent_info` and `env_info` for nodes to take.
-        cut: called with the index of a node that is to end its rollouts, and the number that they are below.
-        poisons: whether what was not written holds poison.
-        all_may_run: whether environments that had ended may run again, with a worker that their node has replaced.
+        layout, blocks: see `Transport`.
+        n_rollouts: the most rollouts of one node that are under way.
+        send_infos: sends `agent_info` and `env_info` to the nodes.
+        cut: called with a node's index and a number, has the node end its rollouts below this number.
+        poisons: whether padding holds poison.
+        all_may_run: whether environments that had ended may run again because their node has replaced a worker.
     """
 
     def __init__(
@@ -34,68 +34,69 @@ class PartTransport(Transport):
         layout: Layout,
         blocks: Sequence[range],
         n_rollouts: int,
-        inform: Callable[[Mapping[str, DictTensor]], None],
+        send_infos: Callable[[Mapping[str, DictTensor]], None],
         cut: Callable[[int, int], None],
         poisons: bool,
         all_may_run: bool,
     ) -> None:
         super().__init__(layout, blocks)
         self._cut, self._all_may_run = cut, all_may_run
-        self._n_rollouts, self._inform, self._parts = n_rollouts, inform, Parts(layout, poisons)
+        self._n_rollouts, self._send_infos, self._builder = n_rollouts, send_infos, PartBuilder(layout, poisons)
 
     @property
     def nbytes(self) -> int:
         return self.layout.nbytes * self._n_rollouts
 
-    def n_rows_at_most(self) -> int:
-        return self.layout.n_slots if self._all_may_run else super().n_rows_at_most()
+    def max_rows(self) -> int:
+        return self.layout.n_slots if self._all_may_run else super().max_rows()
 
-    def batch(self, orders: Mapping[int, RolloutOrder], version_before: int, version: int) -> PartsBatch:
-        parts, rows, versions = [], [], []
+    def make_batch(self, orders: Mapping[int, RolloutOrder], version_before: int, version: int) -> NodePartsBatch:
+        node_parts, rows, versions = [], [], []
         for node, order in sorted(orders.items()):
-            rows.append(self.rows_of(node) if order.is_lost else self._rows_that_ran(node, order.asked.value.ran.rows))
-            parts.append(self._part(node, order, rows[-1]))
-            known = version if order.is_lost else version_before + order.asked.value.version
+            rows.append(self.rows_of(node) if order.is_lost else self._rows_that_ran(node, order))
+            node_parts.append(self._build_part(node, order, rows[-1]))
+            known = version if order.is_lost else version_before + order.request.value.version
             versions.append(np.full(rows[-1].size, known))
-            parts[-1].add_info(env_index=rows[-1], policy_version=versions[-1])
-        return PartsBatch(parts, np.concatenate(rows), np.concatenate(versions), self.layout)
+            node_parts[-1].add_info(env_index=rows[-1], policy_version=versions[-1])
+        return NodePartsBatch(node_parts, np.concatenate(rows), np.concatenate(versions), self.layout)
 
-    def put_infos(self, infos: Mapping[str, DictTensor]) -> None:
-        super().put_infos(infos)
+    def set_infos(self, infos: Mapping[str, DictTensor]) -> None:
+        super().set_infos(infos)
         if any(not info.empty() for info in infos.values()):
-            self._inform(self.infos)
+            self._send_infos(self.infos)
 
-    def put_agent_info(self, info: DictTensor) -> None:
-        super().put_agent_info(info)
-        self._inform(self.infos)
+    def set_agent_info(self, info: DictTensor) -> None:
+        super().set_agent_info(info)
+        self._send_infos(self.infos)
 
-    def cut(self, member: int, number: int) -> None:
-        self._cut(member, number)
+    def cut(self, node: int, number: int) -> None:
+        self._cut(node, number)
 
     def cut_all(self) -> None:
         for node in range(len(self.blocks)):
             self.cut(node, ALL_ROLLOUTS)
 
-    def add(self, orders: Mapping[int, RolloutOrder], trajectories: Trajectories) -> None:
-        """Takes down the episodes; what nodes began anew by themselves has no end."""
-        ran = {node: order.asked.value.ran for node, order in orders.items() if not order.is_lost}
-        for node, each in ran.items():
-            self.episodes.forget(self._of(node, each.before))
-        super().add(orders, trajectories)
-        for node, each in ran.items():
-            self.episodes.forget(self._of(node, each.after))
+    def add_episodes(self, orders: Mapping[int, RolloutOrder], trajectories: Trajectories) -> None:
+        """Records the episodes; forgets those of environments that nodes reset before their episodes had ended."""
+        rollouts = {node: order.request.value.rollout for node, order in orders.items() if not order.is_lost}
+        for node, rollout in rollouts.items():
+            self.episodes.forget(self._global_rows(node, rollout.reset_before))
+        super().add_episodes(orders, trajectories)
+        for node, rollout in rollouts.items():
+            self.episodes.forget(self._global_rows(node, rollout.reset_after))
 
-    def _rows_that_ran(self, node: int, environments: list[int] | None) -> np.ndarray:
-        """As the node says: if it replaced a worker before a rollout, that one's environments all run again."""
-        return np.array(self.blocks[node]) if environments is None else self._of(node, environments)
+    def _rows_that_ran(self, node: int, order: RolloutOrder) -> np.ndarray:
+        """The global indexes of a rollout's environments; more than expected if the node has replaced a worker."""
+        rows = order.request.value.rollout.rows
+        return np.array(self.blocks[node]) if rows is None else self._global_rows(node, rows)
 
-    def _of(self, node: int, environments: list[int]) -> np.ndarray:
+    def _global_rows(self, node: int, rows: list[int]) -> np.ndarray:
         """The global indexes of environments that are counted from a node's first."""
-        return np.asarray(self.blocks[node].start + np.array(environments, np.int64))
+        return np.asarray(self.blocks[node].start + np.array(rows, np.int64))
 
-    def _part(self, node: int, order: RolloutOrder, rows: np.ndarray) -> Part:
+    def _build_part(self, node: int, order: RolloutOrder, rows: np.ndarray) -> Part:
         if not order.is_lost:
-            return self._parts.of(node, order.asked.value.columns)
+            return self._builder.build(node, order.request.value.columns)
         infos: Columns = {f"{name}/{key}": raw_of(tensor)[rows]
                           for name, info in self.infos.items() for key, tensor in info.items()}  # fmt: skip
-        return self._parts.lost(node, infos, rows.size)
+        return self._builder.build_lost(node, infos, rows.size)

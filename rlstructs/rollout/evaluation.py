@@ -88,7 +88,7 @@ class Evaluation:
         lengths = torch.from_numpy(self._slots.lengths[rows])
         steps = self._slots.lend(None if rows.size == self._slots.n else rows, int(lengths.max()))
         info = DictTensor.trusted({"env_index": torch.from_numpy(rows)})
-        self._tracker.add(Trajectories(info, TemporalDictTensor.trusted(steps, lengths)))
+        self._tracker.add(Trajectories.trusted(info, TemporalDictTensor.trusted(steps, lengths)))
         self._keep(self._tracker.take())
         return not self._left.any()
 

@@ -11,7 +11,7 @@ import torch
 
 from rlstructs.debug import poison
 from rlstructs.shared.packing import RECORD, Packing, Rows
-from rlstructs.structures.arrays import TensorSpec, put_where, raw_of, tensor_of, where_true
+from rlstructs.structures.arrays import TensorSpec, put_where, raw_of, tensors_of, where_true
 
 # The bits of bfloat16's NaN.
 BFLOAT16_NAN = 0x7FC0
@@ -73,7 +73,7 @@ class RecordedSteps:
 
         taken = {name: take(name, *source) for name, source in self.sources.items()}
         self._put_finals(taken, rows, n_timesteps)
-        return {name: tensor_of(array, self.specs[name][1]) for name, array in taken.items()}
+        return tensors_of(taken, self.specs)
 
     def nothing(self, name: str) -> Any:
         """The value of a column in the padding."""

@@ -25,7 +25,7 @@ from rlstructs.checks import batch_first
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.shared.compaction import Mover, entries
 from rlstructs.shared.layout import Field, Layout
-from rlstructs.shared.lent import Lent
+from rlstructs.shared.loan import Loan
 from rlstructs.shared.packing import Packing, Rows
 from rlstructs.shared.reading import Finals, RecordedSteps, blocks_of, patch_finals, sources_of, specs_of_steps
 from rlstructs.shared.writing import Steps, make_staged_steps
@@ -227,18 +227,18 @@ class Slots:
         """
         return self._recorded.read(rows, n_timesteps, out)
 
-    def lend(self, rows: np.ndarray | None, n_timesteps: int) -> Lent:
+    def lend(self, rows: np.ndarray | None, n_timesteps: int) -> Loan:
         """Reads steps as views where possible; the padding is undefined."""
         if rows is not None:
-            return Lent({}, self.read(rows, n_timesteps))
+            return Loan({}, self.read(rows, n_timesteps))
         views = {f"observation/{key}": column[:, :n_timesteps] for key, column in self._steps.seen.items()}
         views |= {name: self._columns[name][:, :n_timesteps] for name in self.specs if name.startswith("action/")}
         seen = self._steps.seen
         if not self._reset[:, :n_timesteps].any():
             following = {f"_observation/{key}": column[:, 1 : n_timesteps + 1] for key, column in seen.items()}
-            return Lent(views | following, {})
+            return Loan(views | following, {})
         ends = Finals(self._packing, self._final, self._reset[:, :n_timesteps])
-        return Lent(views, {f"_observation/{key}": functools.partial(patch_finals, array, key, ends)
+        return Loan(views, {f"_observation/{key}": functools.partial(patch_finals, array, key, ends)
                             for key, array in self._steps.arrays.items()})  # fmt: skip
 
     def _blocks(self, prefix: str) -> dict[str, np.ndarray]:

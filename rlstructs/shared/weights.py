@@ -170,7 +170,7 @@ class Outbox:
         parcel.write(np.frombuffer(self._arena.map(), np.uint8, packed.end - packed.offset, packed.offset))
         return packed
 
-    def sent(self, packed: Packed, asked: list[Future]) -> None:
+    def record_sent(self, packed: Packed, asked: list[Future]) -> None:
         """Records that workers were sent this update; they reply with what `Inbox.held` returns."""
         self._written.append((packed, asked))
         self.version = packed.version

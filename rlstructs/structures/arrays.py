@@ -30,6 +30,11 @@ def tensor_of(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     return found if found.dtype is dtype else found.view(dtype)
 
 
+def tensors_of(arrays: Mapping[str, np.ndarray], specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
+    """The same memory as tensors of the dtypes of their specs, by name; see `tensor_of`."""
+    return {name: tensor_of(array, specs[name][1]) for name, array in arrays.items()}
+
+
 def put(column: torch.Tensor, index: Any, values: torch.Tensor) -> None:
     """`column[index] = values`."""
     raw_of(column)[index] = raw_of(values)

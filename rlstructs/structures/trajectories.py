@@ -67,6 +67,13 @@ class Trajectories(Structure):
         )
 
     @classmethod
+    def trusted(cls, info: DictTensor, trajectories: TemporalDictTensor) -> Trajectories:
+        """Wraps a pair that is known to fit, as it is."""
+        made = cls.__new__(cls)
+        made.info, made.trajectories = info, trajectories
+        return made
+
+    @classmethod
     def _trusted(cls, tree: Mapping[str, Any]) -> Trajectories:
         return cls(DictTensor.trusted(tree["info"]), TemporalDictTensor._trusted(tree["trajectories"]))
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+from rlstructs.errors import SpecError
 from rlstructs.worker_setup import registry
 from rlstructs.worker_setup.library_settings import read_libraries, write_libraries
 from rlstructs.worker_setup.registry import Registered
+from workers import start
 from workers.settings.on_import import after_import
 
 
@@ -48,3 +51,11 @@ def check_init_worker(init_worker: Callable[[int], object] | None) -> Callable[[
     if init_worker is None or callable(init_worker):
         return init_worker
     raise TypeError(f"init_worker must be a function, which is called with a worker's index, got {init_worker!r}")
+
+
+def check_start_method(start_method: Any) -> None:
+    """Raises SpecError unless this is the name of a start method, or None for the default."""
+    try:
+        start.check_start_method(start_method)
+    except ValueError as error:
+        raise SpecError(str(error)) from None

@@ -10,8 +10,9 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from rlstructs.checks import check_count, check_start_method
+from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
+from rlstructs.worker_setup.setup import check_start_method
 from workers.limits import n_cores
 
 RESET_MASK = "reset_mask"

@@ -11,12 +11,15 @@ import torch
 from rlstructs.errors import StateError
 
 
-class Lent(Mapping[str, torch.Tensor]):
-    """Tensors by name.
+class Loan(Mapping[str, torch.Tensor]):
+    """Tensors by name, to be used until the loan is closed.
 
     Args:
         views: views of shared memory.
         copies: copies, or functions that make one at the first use.
+
+    Attributes:
+        is_open: whether the views may still be used.
     """
 
     def __init__(
@@ -24,7 +27,7 @@ class Lent(Mapping[str, torch.Tensor]):
         views: Mapping[str, torch.Tensor],
         copies: Mapping[str, torch.Tensor | Callable[[], torch.Tensor]],
     ) -> None:
-        self.views, self.copies = views, dict(copies)
+        self.views, self.copies, self.is_open = views, dict(copies), True
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key in self.views:
@@ -43,14 +46,17 @@ class Lent(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self.views) + len(self.copies)
 
-    def with_views(self, views: Mapping[str, torch.Tensor]) -> Lent:
+    def with_views(self, views: Mapping[str, torch.Tensor]) -> Loan:
         """The same copies with other views."""
-        other = Lent(views, {})
+        other = Loan(views, {})
         other.copies = self.copies
         return other
 
     def close(self, why: str) -> None:
-        """Ends the loan: tells autograd that the views change, and refuses copies that were not made yet."""
+        """Tells autograd that the views change, and refuses copies that were not made yet. Idempotent."""
+        if not self.is_open:
+            return
+        self.is_open = False
         for view in self.views.values():
             torch.autograd.graph.increment_version(view)
         for key, copy in self.copies.items():

@@ -1,7 +1,7 @@
-"""What a node sends of a rollout, and batches that are made of it.
+"""Node parts: what nodes send of a rollout, and the batches that are made of them.
 
-The columns of its slots travel as they are, an observation once, and of what they hold only the rows and timesteps
-that were written. They arrive as read-only arrays in the object store; `get` copies them once.
+A node sends the columns of its slots, so each observation once, but only the rows and timesteps that were written. They
+arrive as read-only arrays in the object store; `get` copies them once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlstructs.shared.layout import Layout
 from rlstructs.shared.packing import Packing, Rows
 from rlstructs.shared.reading import RecordedSteps, blocks_of, sources_of, specs_of_steps
 from rlstructs.shared.slots import Slots
-from rlstructs.structures.arrays import TensorSpec, raw_dtype, raw_of, tensor_of, where_true
+from rlstructs.structures.arrays import TensorSpec, raw_dtype, raw_of, tensors_of, where_true
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
@@ -29,9 +29,9 @@ SEEN, ACTION, FINAL = "observation/", "action/", "_observation/"
 
 
 def columns_of(slots: Slots, rows: np.ndarray, n_timesteps: int) -> Columns:
-    """What slots hold of these rows and timesteps: views, if that is all that there is.
+    """The content of slots, by column: these rows and the first timesteps; views where that is all of a column.
 
-    Of what only counts where an environment was reset, in their order, just that.
+    Of columns that are only valid where an environment was reset: these entries, in the order of `where_true`.
     """
     index = slice(None) if rows.size == slots.n else rows
     reset = raw_of(slots.column("reset"))[index, :n_timesteps]
@@ -50,15 +50,15 @@ def columns_of(slots: Slots, rows: np.ndarray, n_timesteps: int) -> Columns:
 
 @set_module("rlstructs.distributed")
 class Part(Mapping[str, np.ndarray]):
-    """One node's part of a rollout, read-only arrays by name: (B, T, ...), which lie in the object store.
+    """One node's part of a rollout: read-only arrays (B, T, ...) by name, in the object store.
 
-    What lies behind a row's length is of no meaning. `_observation/...` of a rollout in which an environment was reset
-    is a copy, made when it is first asked for. bfloat16, which numpy has not, is given as int16.
+    Values behind a row's length are undefined. `_observation/...` of a rollout in which an environment was reset is a
+    copy, made at the first use. bfloat16, which numpy has not, is given as int16.
 
     Attributes:
-        node: its index.
-        info: what there is once for each row, (B, ...).
-        lengths: int64 (B,), how many steps there are.
+        node: the index of the node.
+        info: arrays with one entry for each row, (B, ...), by name.
+        lengths: int64 (B,), the number of steps in each row.
     """
 
     def __init__(self, node: int, recorded: RecordedSteps, info: Columns) -> None:
@@ -67,7 +67,7 @@ class Part(Mapping[str, np.ndarray]):
 
     @property
     def n_timesteps(self) -> int:
-        """The most steps that a row has."""
+        """The longest length."""
         return int(self._recorded.reset.shape[1])
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -77,10 +77,11 @@ class Part(Mapping[str, np.ndarray]):
         steps = array[:, start : start + self.n_timesteps]
         if not name.startswith(FINAL) or not self._recorded.reset.any():
             return steps
-        copy = self._copies[name] = self._patched(name.removeprefix(FINAL), steps)
+        copy = self._copies[name] = self._put_finals(name.removeprefix(FINAL), steps)
         return copy
 
-    def _patched(self, key: str, steps: np.ndarray) -> np.ndarray:
+    def _put_finals(self, key: str, steps: np.ndarray) -> np.ndarray:
+        """Copies next observations, with the final ones in their places."""
         at, times = where_true(self._recorded.reset)
         steps = np.array(steps, order="C")
         steps[at, times] = self._recorded.finals(at, times)[key]
@@ -88,7 +89,7 @@ class Part(Mapping[str, np.ndarray]):
         return steps
 
     def add_info(self, **columns: np.ndarray) -> None:
-        """Adds to `info`; these become read-only."""
+        """Adds arrays to `info`, and makes them read-only."""
         for column in columns.values():
             column.flags.writeable = False
         self.info |= columns
@@ -104,12 +105,12 @@ class Part(Mapping[str, np.ndarray]):
         return len(self._recorded.sources)
 
 
-class Parts:
-    """Makes parts of what nodes send.
+class PartBuilder:
+    """Builds node parts from what nodes send.
 
     Args:
-        layout: of all environments.
-        poisons: whether padding of batches holds poison rather than zeros.
+        layout: the columns of all environments.
+        poisons: whether the padding of batches holds poison instead of zeros.
     """
 
     def __init__(self, layout: Layout, poisons: bool) -> None:
@@ -117,25 +118,25 @@ class Parts:
         self._packing = layout.packing()
         self.specs = specs_of_steps(layout.observation, layout.action)
 
-    def of(self, node: int, columns: Columns) -> Part:
-        """What a node has sent."""
+    def build(self, node: int, columns: Columns) -> Part:
+        """Builds the part of a node that has sent these columns."""
         blocks = blocks_of(self._packing, columns, SEEN)
         seen = self._packing.views(blocks)
         sources = sources_of(seen, {key: columns[ACTION + key] for key in self.layout.action})
-        finals = partial(_finals, self._packing, blocks_of(self._packing, columns, FINAL))
+        finals = partial(_get_finals, self._packing, blocks_of(self._packing, columns, FINAL))
         recorded = RecordedSteps(self.specs, sources, columns["lengths"], columns["reset"], finals, self._poisons)
         return Part(node, recorded, {name: columns[name] for name in self.layout.info})
 
-    def lost(self, node: int, infos: Columns, n_rows: int) -> Part:
-        """Rows of no steps.
+    def build_lost(self, node: int, infos: Columns, n_rows: int) -> Part:
+        """Builds the part of a node that has sent nothing: rows without steps.
 
         Args:
-            node: of which nothing has come.
-            infos: what is known of its rows all the same, of these names; the rest is zeros.
-            n_rows: how many rows.
+            node: the index of the node.
+            infos: what is known of its rows all the same, by name; other columns of `info` are zeros.
+            n_rows: the number of rows.
         """
         columns = {
-            field.name: np.zeros((n_rows, *_shape(field.name, field.shape[1:])), raw_dtype(field.dtype))
+            field.name: np.zeros((n_rows, *_shape_without_steps(field.name, field.shape[1:])), raw_dtype(field.dtype))
             for field in self.layout.fields
             if not field.sparse
         }
@@ -144,74 +145,74 @@ class Parts:
         columns |= infos
         for column in columns.values():
             column.flags.writeable = False
-        return self.of(node, columns)
+        return self.build(node, columns)
 
 
-def _shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a column of no steps, without its first axis."""
+def _shape_without_steps(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a column that has no steps, without its first axis."""
     if name.startswith((SEEN, ACTION)) or name == "reset":
         return (int(name.startswith(SEEN)), *shape[1:])
     return shape
 
 
-def _finals(packing: Packing, blocks: dict[str, np.ndarray], rows: np.ndarray, times: np.ndarray) -> Rows:
-    # They come in the order of `where_true`, and are asked for so.
+def _get_finals(packing: Packing, blocks: dict[str, np.ndarray], rows: np.ndarray, times: np.ndarray) -> Rows:
+    # `rows` and `times` are not needed: nodes send final observations in the order in which they are asked for.
     return Rows(packing, blocks)
 
 
-class PartsBatch(Batch):
-    """Parts as one batch.
+class NodePartsBatch(Batch):
+    """A batch of node parts.
 
     Args:
-        parts: by node.
+        node_parts: the parts, in the order of the nodes.
         rows: int64 (B,), the global index of each environment.
-        versions: int64 (B,), of which update its agent was.
-        layout: of all environments.
+        versions: int64 (B,), the number of updates that its agent had had.
+        layout: the columns of all environments.
     """
 
-    def __init__(self, parts: Sequence[Part], rows: np.ndarray, versions: np.ndarray, layout: Layout) -> None:
-        self.parts, self._rows, self._versions, self._layout = parts, rows, versions, layout
+    def __init__(self, node_parts: Sequence[Part], rows: np.ndarray, versions: np.ndarray, layout: Layout) -> None:
+        self.node_parts, self._rows, self._versions, self._layout = node_parts, rows, versions, layout
         self._specs = specs_of_steps(layout.observation, layout.action)
-        self.lengths = torch.from_numpy(np.concatenate([part.lengths for part in parts]))
+        self.lengths = torch.from_numpy(np.concatenate([each.lengths for each in node_parts]))
         self.n_timesteps = int(self.lengths.max()) if rows.size else 0
 
     def release(self) -> None:
-        """Nothing: what is in the object store goes when nobody looks at it."""
+        """Does nothing: Ray frees the object store when nothing refers to it."""
 
     def _steps(self, out: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-        steps = _new((len(self.lengths), self.n_timesteps), self._specs) if out is None else out
-        for part, rows in self._placed():
-            part.read(self.n_timesteps, {name: tensor[rows] for name, tensor in steps.items()})
+        steps = _make_steps((len(self.lengths), self.n_timesteps), self._specs) if out is None else out
+        for node_part, rows in self._place():
+            node_part.read(self.n_timesteps, {name: tensor[rows] for name, tensor in steps.items()})
         return steps
 
     def lend(self) -> Trajectories:
-        """The steps that episodes are found by, private memory; what lies in the padding is of no meaning."""
+        """Copies only the steps that episodes are found by; values in the padding are undefined."""
         specs = {name: spec for name, spec in self._specs.items() if name in NAMES_OF_STEPS}
-        steps = _new((len(self.lengths), self.n_timesteps), specs)
-        for part, rows in self._placed():
+        steps = _make_steps((len(self.lengths), self.n_timesteps), specs)
+        for node_part, rows in self._place():
             for name, tensor in steps.items():
-                raw_of(tensor)[rows, : part.n_timesteps] = part[name]
+                raw_of(tensor)[rows, : node_part.n_timesteps] = node_part[name]
         info = DictTensor.trusted({"env_index": torch.from_numpy(self._rows)})
-        return Trajectories(info, TemporalDictTensor.trusted(steps, self.lengths))
+        return Trajectories.trusted(info, TemporalDictTensor.trusted(steps, self.lengths))
 
-    def _placed(self) -> Iterator[tuple[Part, slice]]:
-        """Each part and the rows of the batch that it is."""
+    def _place(self) -> Iterator[tuple[Part, slice]]:
+        """Yields each node part with its rows of the batch."""
         end = 0
-        for part in self.parts:
-            first, end = end, end + len(part.lengths)
-            yield part, slice(first, end)
+        for node_part in self.node_parts:
+            first, end = end, end + len(node_part.lengths)
+            yield node_part, slice(first, end)
 
     def _info(self) -> dict[str, torch.Tensor]:
-        info = {
-            name: tensor_of(np.concatenate([part.info[name] for part in self.parts]), dtype)
-            for name, (_, dtype) in self._layout.info.items()
-        }
+        info = tensors_of(
+            {name: np.concatenate([each.info[name] for each in self.node_parts]) for name in self._layout.info},
+            self._layout.info,
+        )
         rows, versions = torch.from_numpy(self._rows), torch.from_numpy(self._versions)
         return {**info, "env_index": rows, "policy_version": versions}
 
 
-def _new(lead: tuple[int, int], specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
-    # numpy asks for huge pages, torch does not: of large batches that is most of the time.
-    return {
-        name: tensor_of(np.empty((*lead, *shape), raw_dtype(dtype)), dtype) for name, (shape, dtype) in specs.items()
-    }
+def _make_steps(lead: tuple[int, int], specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
+    """Makes tensors (B, T, ...) of these specs; `lead` is B and T."""
+    # numpy asks for huge pages and torch does not, which takes most of the time of large batches.
+    arrays = {name: np.empty((*lead, *shape), raw_dtype(dtype)) for name, (shape, dtype) in specs.items()}
+    return tensors_of(arrays, specs)

@@ -1,0 +1,205 @@
+"""`BatcherBase`: what a batcher tells about its rollouts, how its state is saved, and how it ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from rlstructs.batcher import state_dict
+from rlstructs.batcher.arguments import check_info, seeds_of, warn_of_overlap
+from rlstructs.batcher.delivery import Delivery
+from rlstructs.batcher.engine import Engine
+from rlstructs.batcher.evaluation import check_evaluation, evaluate
+from rlstructs.batcher.lifecycle import Lifecycle, Phase
+from rlstructs.checks import check_count
+from rlstructs.moments import Moments
+from rlstructs.structures.dict_tensor import DictTensor
+from workers.interrupts import defer_first_interrupt
+
+logger = logging.getLogger("rlstructs")
+
+B = TypeVar("B", bound="BatcherBase")
+
+
+class BatcherBase:
+    """Base class of the batchers: all but the constructor and the calls that run rollouts."""
+
+    _life: Lifecycle
+    _engine: Engine
+    _delivery: Delivery
+    # One row of `agent_info` and `env_info`; empty if there is none.
+    _examples: dict[str, DictTensor]
+
+    def n_elems(self) -> int:
+        """Number of environments over all workers, N = W * E."""
+        return self._engine.n_elems
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of shared memory that rollouts take; known before the first one takes it."""
+        return self._engine.transport.nbytes
+
+    @property
+    def policy_version(self) -> int:
+        """How many times `update` was called."""
+        return self._engine.policy_version
+
+    def evaluate(
+        self, n_episodes: int, seed: int | Sequence[int], agent_info: DictTensor | None = None
+    ) -> DictTensor:
+        """Plays episodes with copies of the agents as they are now, in environments made for the evaluation.
+
+        Environments, agents and random streams of the training stay as they are, even if the evaluation fails or is
+        interrupted. Every environment gives the same number of episodes, one more or less, so that short ones do not
+        count more often than long ones. The call returns when the last of them has ended.
+
+        Agents are copied by their `copy_for_evaluation`, and the copies are seeded. Environments come from
+        `create_env`, which has to make new ones at each call.
+
+        Args:
+            n_episodes: number of episodes in all, at least 1.
+            seed: seeds environments and agents; see `seeds` of the constructor.
+            agent_info: N rows for the agents; None for those in force.
+
+        Returns:
+            `n_episodes` rows with the columns of `episodes`, sorted by `env_index`.
+
+        Raises:
+            SpecError: an argument is not what is needed, or the environment gives no `reward` or `done`.
+            TypeError: an agent cannot be copied; the message names what in it cannot be.
+            StateError: there was no `reset`, or a rollout is under way: `get` it first.
+            WorkerError: see `get`; a worker that is replaced plays its episodes anew.
+            Exception: what an agent or environment raised; the training can go on.
+        """
+        self._life.check("evaluate", Phase.READY, Phase.LEASED, Phase.ENDED)
+        check_count("n_episodes", n_episodes, 1)
+        if agent_info is not None:
+            check_info("agent_info", agent_info, self._examples["agent_info"], self.n_elems())
+        check_evaluation(self._engine)
+        seeds = seeds_of(seed, len(self._engine.settings.seeds), "seed")
+        warn_of_overlap(seeds, self._engine.n_envs, 3)
+        with self._life.note_failures("evaluate", self._is_halfway):
+            found = evaluate(self._engine, n_episodes, seeds, agent_info)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def episodes(self) -> DictTensor:
+        """The episodes that ended in the rollouts handed out since the last call, in one row each.
+
+        If this is not called for long, at least the latest 100,000 are kept, and all of the last rollout;
+        `stats()["dropped_episodes"]` counts the others.
+
+        Returns:
+            `return` float64, `length` int64, `env_index` int64, `terminated` bool, `truncated` bool, (K,). Returns are
+            sums of `reward`, or of `raw_reward` where there is one: `NormalizeReward` does not change them.
+
+        Raises:
+            SpecError: the environment gives no `reward` or `done`.
+        """
+        self._life.check_open("episodes")
+        return self._engine.transport.episodes.take()
+
+    def statistics(self) -> dict[str, Moments]:
+        """The moments of all rollouts handed out, by which `NormalizeObservation` and `NormalizeReward` normalise.
+
+        `load_statistics` of such an environment takes them, for a use without a batcher:
+        `env.load_statistics(batcher.statistics(), frozen=True)`.
+
+        Returns:
+            `Moments` (`count`, `mean`, `variance`: float64 arrays), private memory, by name: `observation/<key>` and
+            `return`. Empty if environments keep no statistics.
+        """
+        self._life.check_open("statistics")
+        return {name: moments.copy() for name, moments in self._engine.supervisor.statistics.items()}
+
+    def stats(self) -> dict[str, Any]:
+        """What the workers do and have done; cheap enough to call after every rollout.
+
+        Returns:
+            `workers`: for each a dict of `worker` (its index), `pid`, `state` ("idle", "busy" or "gone"),
+            `restarts` (how many workers were in its place before), `lost_rollouts` (how many were lost with them), and,
+            as of its own last rollout, `steps`, `steps_per_second` (over all the time since it began),
+            `environment_seconds`, `agent_seconds` and `waiting_seconds`. `restarts` and `lost_rollouts`: the sums over
+            all workers. `dropped_episodes`: how many `episodes` will never return. `arena_bytes`: the shared memory
+            that rollouts take. `seeds`: the given ones, or the int that was drawn.
+        """
+        self._life.check_open("stats")
+        return self._engine.stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the batcher after the last rollout that was handed out, for `load_state_dict`.
+
+        It holds the seeds and how far their streams are, the statistics, how often `update` was called, the counters of
+        `stats` and the episodes that `episodes` would return. It holds neither environments nor agents: save the
+        weights yourself. Save it with `torch.save`; `torch.load(weights_only=True)` reads it.
+
+        Returns:
+            dicts, lists, tensors, numbers and texts, private memory.
+        """
+        self._life.check_open("state_dict")
+        return state_dict.make_state(self._engine)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from a `state_dict`.
+
+        Environments are made anew and start new episodes: call `reset` next. Their seeds, and those that agents get
+        (`RL_Agent.seed`), are the next ones of their streams, which were not used before the state was made; the same
+        state always continues in the same way. Episodes that had not ended are lost. Agents stay as they are: `update`
+        them.
+
+        Args:
+            state: of a batcher with the same number of workers and environments, the same seeds (`state["seeds"]` is
+                what its constructor was given, or had drawn), and the same keys, dtypes and shapes; `n_timesteps` may
+                differ, and `n_processes` 0 counts as 1.
+
+        Raises:
+            SpecError: the state is of another batcher; the message says what differs, and this one is as it was.
+            StateError: a rollout is under way, or leased.
+            Exception: what an environment or agent raised.
+        """
+        self._life.check("load_state_dict", Phase.NEW, Phase.READY, Phase.ENDED, Phase.INTERRUPTED)
+        state_dict.check(state, self.state_dict())
+        statistics = state_dict.unpack_statistics(state["statistics"])
+        with defer_first_interrupt(), self._life.note_failures("load_state_dict"):
+            self._engine.load(state, statistics)
+            self._life.phase = Phase.NEW
+
+    def close(self) -> None:
+        """Ends every worker, within seconds whatever they are doing. Idempotent.
+
+        Raises:
+            Exception: what an environment or agent raised as it was closed, or, unless workers are restarted, in a
+                rollout that was under way; every worker has ended all the same.
+        """
+        if self._life.is_closed:
+            if hasattr(self, "_engine") and self._life.is_ours:
+                self._engine.pool.kill()  # those that an interrupted `close` has left
+            return
+        has_failed = self._life.close()
+        try:
+            if self._life.is_ours:
+                self._engine.close()
+        except Exception:
+            if not has_failed:  # otherwise the first failure has been reported
+                raise
+            logger.debug("a worker raised while it was closed", exc_info=True)
+        finally:
+            self._delivery.close()
+            self._engine.free()
+
+    def __enter__(self: B) -> B:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not self._life.is_closed:
+            self._life.fail(error, "the program failed before")
+        self.close()
+
+    def _is_halfway(self) -> bool:
+        """Whether an interrupt may have come after only some workers were asked."""
+        return self._engine.supervisor.is_halfway
