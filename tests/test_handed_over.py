@@ -127,6 +127,13 @@ class Sticky(Plain):
         return (after.set("before", before), stepped), (following.set("before", before), running)
 
 
+class Bare:
+    """An environment of which only the methods of a `VecEnv` are seen."""
+
+    def __init__(self, env):
+        self.n_envs, self.reset, self.step, self.close = env.n_envs, env.reset, env.step, env.close
+
+
 class Walk:
     """One that writes where a rollout keeps it."""
 
@@ -187,6 +194,7 @@ ENVIRONMENTS = {
     "device": lambda seed: DeviceEnv(counts(seed), "cpu", "cpu"),
     "normalized": normalized,
     "own": Plain,
+    "own, next step": lambda seed: Bare(vector(seed, "NextStep")),
     "sticky": Sticky,
     "step_into": Walk,
 }

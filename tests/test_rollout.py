@@ -28,7 +28,7 @@ from rlstructs import (
     masked_dicttensor,
     replay_agent,
 )
-from rlstructs.envs.row_env import row_env
+from rlstructs.envs.row_adapter import row_env
 from rlstructs.rollout.job import RolloutJob
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.rollout.probe import Specs, first_step

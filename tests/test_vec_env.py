@@ -8,9 +8,22 @@ import torch
 from gymnasium import spaces
 from helpers import Count, Counting, rollout
 
-from rlstructs import DeviceEnv, DictTensor, GymEnv, GymEnvInf, RandomAgent, RL_Batcher, SpecError
-from rlstructs.envs import VecEnv
-from rlstructs.envs.row_env import RowEnv, WritingRowEnv, gives_rows, row_env
+from rlstructs import (
+    DeviceEnv,
+    DictTensor,
+    GymEnv,
+    GymEnvInf,
+    GymVectorEnv,
+    RandomAgent,
+    RL_Agent,
+    RL_Batcher,
+    SharedVectorEnv,
+    SpecError,
+    StateError,
+)
+from rlstructs.envs import NormalizeObservation, VecEnv
+from rlstructs.envs.row_adapter import RowAdapter, WritingRowAdapter, row_env
+from rlstructs.envs.row_env import take_statistics
 from rlstructs.shared.packing import Rows, Target
 from rlstructs.testing import check_env
 
@@ -53,19 +66,19 @@ def unchanged(*values, rows=(0, 1, 2)):
 
 
 def started(*steps):
-    env = RowEnv(Scripted(*steps))
+    env = RowAdapter(Scripted(*steps))
     env.reset_rows(NO_INFO)
     return env
 
 
-# --- RowEnv ------------------------------------------------------------------------------------
+# --- RowAdapter --------------------------------------------------------------------------------
 
 
 def test_an_environment_that_gives_rows_is_used_as_it_is():
     native, scripted = GymEnv([Count(3)], 0), Scripted()
     assert row_env(native) is native
     adapted = row_env(scripted)
-    assert isinstance(adapted, RowEnv) and isinstance(scripted, VecEnv) and isinstance(native, VecEnv)
+    assert type(adapted) is RowAdapter and isinstance(scripted, VecEnv) and isinstance(native, VecEnv)
     info = DictTensor({"x": torch.zeros(3)})
     assert adapted.n_envs() == 3 and adapted.reset_rows(info)["frame"].tolist() == [0, 0, 0]
     adapted.close()
@@ -90,7 +103,7 @@ def test_a_step_says_what_differs_and_who_is_left():
 
 @pytest.mark.parametrize("rows", [(0, 1), (1, 2, 3), (2, 1, 0), ()], ids=str)
 def test_everyone_must_run_after_a_reset(rows):
-    env = RowEnv(Scripted(start=(frames(*[0] * len(rows)), running(*rows))))
+    env = RowAdapter(Scripted(start=(frames(*[0] * len(rows)), running(*rows))))
     with pytest.raises(SpecError, match=r"^environment: running after reset is \[.*\], expected 0..2"):
         env.reset_rows(NO_INFO)
 
@@ -134,7 +147,7 @@ def test_observations_that_change_their_form_are_refused(wrong, second):
 
 def test_an_observation_that_is_no_dicttensor_is_refused():
     with pytest.raises(TypeError, match=r"^environment: an observation must be a DictTensor, got dict"):
-        RowEnv(Scripted(start=({"frame": torch.zeros(3)}, running(0, 1, 2)))).reset_rows(NO_INFO)
+        RowAdapter(Scripted(start=({"frame": torch.zeros(3)}, running(0, 1, 2)))).reset_rows(NO_INFO)
 
 
 # --- DeviceEnv -----------------------------------------------------------------------------------
@@ -169,11 +182,11 @@ def test_a_device_env_has_the_attributes_of_its_environment_but_not_its_rows():
     native = GymEnv([Count(3)], 0)
     env = DeviceEnv(native, "cpu", "cpu")
     assert env.action_space == spaces.Discrete(5) and env.observation_space is native.observation_space
-    for name in ("reset_rows", "step_rows", "example", "nothing", "_running"):
+    for name in ("nothing", "_running"):
         with pytest.raises(AttributeError, match=name):
             getattr(env, name)
     adapted = row_env(env)
-    assert isinstance(adapted, RowEnv)
+    assert type(adapted) is RowAdapter
     assert np.array_equal(adapted.reset_rows(NO_INFO)["frame"], [[0, 0]])
 
 
@@ -203,6 +216,34 @@ class Forwarding:
 
     def __getattr__(self, name):
         return getattr(self._env, name)
+
+
+WRAPPERS = {
+    "device": lambda env: DeviceEnv(env, "cpu", "cpu"), "forwards": Forwarding, "both": lambda env: Forwarding(
+        DeviceEnv(env, "cpu", "cpu")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("name", ["deferred", "groups", "step_into", "normalized"])
+def test_what_a_wrapper_has_not_itself_a_rollout_does_not_use_below_it(name, wrapper):
+    inner = {
+        "deferred": lambda: GymEnvInf([Count(3)], 0, defer_resets=True),
+        "groups": lambda: GymVectorEnv(SharedVectorEnv([lambda: Count(3)] * 4, n_workers=0, n_groups=2), 0),
+        "step_into": lambda: Walks(3, 4, True),
+        "normalized": lambda: NormalizeObservation(GymEnvInf([Count(3)], 0)),
+    }[name]()
+    own, rows = row_env(inner), row_env(WRAPPERS[wrapper](inner))
+    assert own.defers_resets == (name == "deferred") and len(own.row_groups()) == 2 * (name == "groups")
+    assert (own.example() is None) == (name == "step_into") == (type(own) is WritingRowAdapter)
+    assert type(rows) is RowAdapter and not (rows.writes_rows or rows.defers_resets or rows.may_idle)
+    assert rows.example() is None and not rows.row_groups()
+    with pytest.raises(StateError, match="^RowAdapter defers no resets$"):
+        rows.revive_rows()
+    # Statistics are the same seen through a wrapper.
+    assert (rows.shared_statistics() is None) == (own.shared_statistics() is None) == (name != "normalized")
+    assert take_statistics(rows).keys() == ({"observation/frame"} if name == "normalized" else set())
+    inner.close()
 
 
 class WithKey(GymEnvInf):
@@ -313,7 +354,8 @@ def walked(cls, n_processes, n=3, **arguments):
 @pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize("n", [3, 300])
 def test_step_into_gives_what_step_gives(restarts, n):
-    assert gives_rows(Walks(n, 4, restarts), "step_into") and not gives_rows(SlowWalks(n, 4, restarts), "step_into")
+    assert type(row_env(Walks(n, 4, restarts))) is WritingRowAdapter
+    assert type(row_env(SlowWalks(n, 4, restarts))) is RowAdapter
     wanted = walked(SlowWalks, 0, n, restarts=restarts)
     assert walked(Walks, 0, n, restarts=restarts) == wanted
     assert wanted[1].n_elems() > 0 and (wanted[1]["return"] > 0).all()
@@ -342,8 +384,96 @@ def test_an_environment_with_step_into_passes_the_check(restarts):
 def test_a_wrong_reset_of_step_into_says_what_is_wrong(reset, words):
     env = Scripted()
     env.step_into = lambda action, rows: reset
-    rows = WritingRowEnv(env)
+    rows = WritingRowAdapter(env)
     packing = rows.reset_rows(NO_INFO).packing
     target = Rows.zeros(packing, 3)
     with pytest.raises(SpecError, match=words):
         rows.step_rows(NO_INFO, Target(target, target.arrays()))
+
+
+# --- steps that only start an episode ------------------------------------------------------------
+
+
+class Copied(DictTensor):
+    """Counts its copies."""
+
+    n = 0
+
+    def clone(self):
+        Copied.n += 1
+        return super().clone()
+
+
+class Adds(RL_Agent):
+    """Counts its steps in its state, which it writes into."""
+
+    def initial_state(self, agent_info, B):
+        return Copied({"n": torch.zeros(B)})
+
+    def __call__(self, state, observation, agent_info, history=None):
+        n = state["n"].add_(1)
+        return DictTensor({"action": torch.ones(len(n), dtype=torch.int64), "n": n.clone()}), Copied({"n": n})
+
+
+def added(env, n_timesteps, n_rollouts=1):
+    """What rollouts of this agent hold, and how often its state was copied in them."""
+    with RL_Batcher(n_timesteps, Adds, {}, lambda seed: env, {}, 0, [0]) as batcher:
+        batcher.reset()
+        Copied.n = 0
+        return [rollout(batcher)[0] for _ in range(n_rollouts)], Copied.n
+
+
+OWN = {
+    "step": lambda restarts: SlowWalks(3, 4, restarts),
+    "step_into": lambda restarts: Walks(3, 4, restarts),
+    "forwards": lambda restarts: Forwarding(SlowWalks(3, 4, restarts)),
+    "device": lambda restarts: DeviceEnv(Walks(3, 4, restarts), "cpu", "cpu"),
+}
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_the_state_is_copied_only_where_a_step_may_start_an_episode(kind):
+    # The first state and the last one, not one in every step.
+    assert added(OWN[kind](restarts=True), 16)[1] == 2
+    # Three times in 16 steps, an episode of 4 steps has ended: the state before that step, and the one that results.
+    assert added(OWN[kind](restarts=False), 16)[1] == 2 + 2 * 3
+
+
+@pytest.mark.parametrize("n_timesteps", [1, 4, 5, 7])  # an end may be the last step, and the start the first one
+@pytest.mark.parametrize("kind", OWN)
+def test_a_step_that_only_starts_an_episode_leaves_the_state_as_it_was(kind, n_timesteps):
+    found, _ = added(OWN[kind](restarts=False), n_timesteps, n_rollouts=20)
+    for row in range(3):
+        counted = [batch.trajectories["action/n"][row, : int(batch.lengths[row])] for batch in found]
+        assert torch.equal(torch.cat(counted), torch.arange(1.0, 1 + sum(map(len, counted))))
+    assert sum(int(batch.lengths[0]) for batch in found) == 20 * n_timesteps - 20 * n_timesteps // 5
+
+
+class Flagless(SlowWalks):
+    """Doesn't say when an episode ends."""
+
+    def _first(self, n):
+        return DictTensor({key: tensor for key, tensor in super()._first(n).items() if key != "done"})
+
+    def step_into(self, action, rows):
+        return super().step_into(action, {**rows, "done": np.zeros(self.n, bool)})
+
+
+def test_without_flags_of_ends_any_step_may_start_an_episode():
+    found, n_copies = added(Flagless(3, 4, restarts=False), 16)
+    assert found[0].trajectories["action/n"][0, :13].tolist() == list(range(1, 14)) and n_copies == 2 + 16 + 3
+
+
+class Late(SlowWalks):
+    """Starts an episode where none has ended."""
+
+    def step(self, action):
+        self.begins[1] |= self.at[1] == 2
+        return super().step(action)
+
+
+def test_a_start_where_no_episode_has_ended_is_refused_for_agents_with_a_state():
+    with pytest.raises(SpecError, match=r"^environment: \[1\] only started an episode in a step, but the step before"):
+        added(Late(3, 4, restarts=False), 16)
+    found, _ = walked(Late, 0, restarts=False)  # one without a state goes on
+    assert len(found) == 5

@@ -54,7 +54,6 @@ class DeviceEnv:
         return pair[0].to(self._to), pair[1].to(self._to)
 
     def __getattr__(self, name: str) -> Any:
-        # The rollout would use these methods of an environment with rows, and nothing would be moved.
-        if name.startswith("_") or name in ("reset_rows", "step_rows", "step_into", "example"):
+        if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._env, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -13,20 +13,20 @@ import torch
 from rlstructs.envs.array_values import copy_value, may_share_memory
 from rlstructs.envs.env_results import NO_RESULT, add_origin, explain_step_error, read_reset
 from rlstructs.envs.info_columns import InfoColumns, InfoKeys
-from rlstructs.envs.row_env import NO_ROWS, Step, step_pairs
+from rlstructs.envs.row_env import NO_ROWS, RowDefaults, Step, step_pairs
 from rlstructs.envs.row_layout import FLAGS, RowLayout
 from rlstructs.envs.shared_vector.env_group import innermost
 from rlstructs.envs.space_tree import are_equal, copy_sample
 from rlstructs.envs.vec_env import NO_INFO
 from rlstructs.errors import SpecError, StateError
 from rlstructs.seeding import environment_seeds
-from rlstructs.shared.packing import Rows
+from rlstructs.shared.packing import Rows, Target
 from rlstructs.structures.dict_tensor import DictTensor
 from workers.public_names import set_module
 
 
 @set_module("rlstructs")
-class GymEnv:
+class GymEnv(RowDefaults):
     """gymnasium environments, stepped one after another; one that ends leaves the running set.
 
     An observation holds, with B rows:
@@ -67,10 +67,7 @@ class GymEnv:
     """
 
     _autoreset = False
-    #: Whether a rollout begins with the resets of environments that ended in the one before.
     defers_resets = False
-    writes_rows: ClassVar[bool] = False
-    may_idle: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -142,20 +139,15 @@ class GymEnv:
         return self._fresh.fill(frames).take(np.arange(len(self._envs)))
 
     def revive_rows(self) -> tuple[np.ndarray, Rows]:
-        """Starts an episode in every environment that has ended, so that all run.
-
-        Returns:
-            Indexes of the environments that were reset, int64 (R,), ascending, and their first observations as rows
-            that nobody else uses.
-        """
+        """Starts an episode in every environment that has ended, so that all run; see `RowEnv.revive_rows`."""
         assert self._running is not None
         which = np.setdiff1d(np.arange(len(self._envs)), self._running)
         fresh = [self._copy(self._reset_one(k, None, row)) for row, k in enumerate(which.tolist())]
         self._set_running(np.arange(len(self._envs)))
         return which, self._fresh.fill(fresh, which).take(np.arange(which.size))
 
-    def step_rows(self, action: DictTensor) -> Step:
-        """Does what `step` does, and returns rows that stay valid until the next step."""
+    def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
+        """Does what `step` does, and returns rows of its own that stay valid until the next step."""
         running = self._check_running()
         actions, action_columns = self._actions.read(action, running.size)
         frames, rewards, ended, uncopied = [], [], [], []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -16,7 +16,7 @@ from rlstructs.envs.array_values import as_numpy
 from rlstructs.envs.env_results import add_origin, check_step, read_reset
 from rlstructs.envs.final_observations import find_finals, has_finals, write_finals
 from rlstructs.envs.info_columns import InfoColumns, InfoKeys, final_infos
-from rlstructs.envs.row_env import NO_ROWS, Step, step_pairs
+from rlstructs.envs.row_env import NO_ROWS, RowDefaults, Step, step_pairs
 from rlstructs.envs.row_layout import RowLayout
 from rlstructs.envs.shared_vector.arguments import check_autoreset_mode
 from rlstructs.envs.vec_env import NO_INFO
@@ -32,7 +32,7 @@ REFUSALS = (TypeError, ValueError, AssertionError, gymnasium.error.Error)
 
 
 @set_module("rlstructs")
-class GymVectorEnv:
+class GymVectorEnv(RowDefaults):
     """A vector environment whose environments reset themselves, so that all always run.
 
     Observations are those of `GymEnvInf`, in every autoreset mode: each transition leads to its
@@ -78,7 +78,7 @@ class GymVectorEnv:
         tensor([1., 1., 1.])
     """
 
-    writes_rows: ClassVar[bool] = True
+    writes_rows = True
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
@@ -29,6 +29,14 @@ from workers.public_names import set_module
 
 # From so many keys on, it is faster to build the arrays of all columns at once.
 MANY = 8
+
+
+class Columns(Protocol):
+    """The columns of rows: `Rows`, or a dict of arrays."""
+
+    def __getitem__(self, key: str, /) -> np.ndarray:
+        """The values of a key, a view."""
+        ...
 
 
 @set_module("rlstructs")
@@ -105,7 +113,7 @@ class NormalizeObservation(NormalizingEnv):
             scale.apply(values)
         return step
 
-    def _arrays(self, rows: Rows) -> Any:
+    def _arrays(self, rows: Rows) -> Columns:
         return rows if len(self._columns) < MANY else rows.arrays()
 
 

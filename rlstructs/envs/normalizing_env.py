@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 
-from rlstructs.envs.row_env import Step, load_statistics, row_env, step_pairs, take_statistics
+from rlstructs.envs.row_adapter import row_env
+from rlstructs.envs.row_env import RowDefaults, SharedStatistics, Step, load_statistics, step_pairs, take_statistics
 from rlstructs.envs.scale import Scale
 from rlstructs.envs.vec_env import NO_INFO, VecEnv
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.moments import Moments
-from rlstructs.shared.packing import Packing, Rows
+from rlstructs.shared.packing import Packing, Rows, Target
 from rlstructs.structures.dict_tensor import DictTensor
 
-# Methods of an environment that would give rows without normalisation.
-HIDDEN = ("example", "row_groups", "step_into")
 
-
-class NormalizingEnv:
+class NormalizingEnv(RowDefaults):
     """Wraps a `VecEnv` and normalises some of its columns.
 
     Subclasses choose the columns in `_make_scales`, and normalise rows in place or extend them.
@@ -28,9 +26,6 @@ class NormalizingEnv:
     Args:
         env: any `VecEnv`. Every other attribute is that of `env`.
     """
-
-    #: See `RowEnv.writes_rows`.
-    writes_rows: ClassVar[bool] = False
 
     def __init__(self, env: VecEnv) -> None:
         if not isinstance(env, VecEnv):
@@ -40,9 +35,8 @@ class NormalizingEnv:
         # By name of the statistics; None until an observation shows which keys there are.
         self._scales: dict[str, Scale] | None = None
         self._loaded: tuple[Mapping[str, Moments], bool] | None = None
-        if hasattr(self._env, "example"):
-            self.example = self._example
-            self._prepare(self._env.example().packing)
+        if (example := self._env.example()) is not None:
+            self._prepare(example.packing)
 
     def n_envs(self) -> int:
         """Number of environments, E."""
@@ -51,12 +45,21 @@ class NormalizingEnv:
     @property
     def may_idle(self) -> bool:
         """See `RowEnv.may_idle`."""
-        return bool(self._env.may_idle)
+        return self._env.may_idle
 
     @property
     def defers_resets(self) -> bool:
-        """Whether resets are deferred; False if a wrapper of `env`, such as `DeviceEnv`, hides `revive_rows`."""
-        return bool(getattr(self._env, "defers_resets", False))
+        """See `RowEnv.defers_resets`; False if there is a wrapper without rows, such as `DeviceEnv`, between."""
+        return self._env.defers_resets
+
+    def example(self) -> Rows | None:
+        """See `RowEnv.example`."""
+        example = self._env.example()
+        return None if example is None else self._add_keys(example)
+
+    def shared_statistics(self) -> SharedStatistics:
+        """The wrapper itself."""
+        return self
 
     def reset(self, env_info: DictTensor = NO_INFO) -> tuple[DictTensor, torch.Tensor]:
         """Resets the environment; see `VecEnv.reset`."""
@@ -80,13 +83,13 @@ class NormalizingEnv:
         return self._normalize_first(rows)
 
     def revive_rows(self) -> tuple[np.ndarray, Rows]:
-        """Does what `GymEnv.revive_rows` does, where `env` has that method."""
-        which, rows = self._env.revive_rows()  # type: ignore[attr-defined]
+        """See `RowEnv.revive_rows`."""
+        which, rows = self._env.revive_rows()
         still_running, self._running = self._running, np.arange(self.n_envs())
         return which, self._normalize_restarted(rows, still_running)
 
-    def step_rows(self, action: DictTensor) -> Step:
-        """Does what `step` does, and returns rows that stay valid until the next step."""
+    def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
+        """Does what `step` does, and returns rows of its own that stay valid until the next step."""
         step = self._normalize_step(self._env.step_rows(action))
         if step.kept is not None:
             self._running = self._running[step.kept]
@@ -95,7 +98,7 @@ class NormalizingEnv:
     def take_statistics(self) -> dict[str, Moments]:
         """Takes what was gathered since the last call, by name; includes the statistics of wrapped environments."""
         own = {name: scale.take() for name, scale in (self._scales or {}).items()}
-        inner = take_statistics(self._wrapped)
+        inner = take_statistics(self._env)
         if twice := own.keys() & inner.keys():
             raise SpecError(f"{type(self).__name__}: {min(twice)!r} is normalised twice")
         return {**inner, **own}
@@ -116,7 +119,7 @@ class NormalizingEnv:
             if name not in statistics:
                 raise MissingKeyError(f"statistics: there are none of {name!r}, only of {sorted(statistics)}")
             scale.load(statistics[name], frozen)
-        load_statistics(self._wrapped, statistics, frozen)
+        load_statistics(self._env, statistics, frozen)
 
     def _prepare(self, packing: Packing) -> None:
         self._scales = self._make_scales(packing)
@@ -143,10 +146,7 @@ class NormalizingEnv:
         """Adds the keys of the wrapper's own columns to rows."""
         return rows
 
-    def _example(self) -> Rows:
-        return self._add_keys(self._env.example())  # type: ignore[attr-defined]
-
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name in HIDDEN:
+        if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._wrapped, name)

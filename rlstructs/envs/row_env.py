@@ -1,18 +1,16 @@
-"""The interface by which a rollout steps environments: rows in numpy arrays, for every class of them."""
+"""The interface by which a rollout steps environments of every class: rows in numpy arrays."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from rlstructs.envs.vec_env import VecEnv
-from rlstructs.errors import SpecError
+from rlstructs.errors import StateError
 from rlstructs.moments import Moments
-from rlstructs.shared.packing import Packing, Rows, Target
-from rlstructs.structures.arrays import as_array, numpy_specs, specs_of
+from rlstructs.shared.packing import Rows, Target
 from rlstructs.structures.dict_tensor import DictTensor
 
 NO_ROWS = np.zeros(0, np.int64)
@@ -36,17 +34,84 @@ class Step(NamedTuple):
     idle: np.ndarray = NO_ROWS
 
 
-class SplitEnv(Protocol):
-    """A group of environments that can be stepped while other groups are waited for; all always run."""
+class SharedStatistics(Protocol):
+    """Statistics of environments that all workers share; see `VecEnv`."""
+
+    def take_statistics(self) -> dict[str, Moments]:
+        """Takes what was gathered since the last call, by name."""
+        ...
+
+    def load_statistics(self, statistics: Mapping[str, Moments], frozen: bool) -> None:
+        """Uses the statistics of all workers from now on; if frozen, gathers nothing."""
+        ...
+
+
+class RowEnv(Protocol):
+    """E environments that a rollout steps, and all that it may ask of them; `row_env` gives that of a `VecEnv`.
+
+    `RowDefaults` has everything from `writes_rows` on, for environments that can do no more than a `VecEnv`.
+    """
+
+    def n_envs(self) -> int:
+        """Number of environments, E."""
+        ...
+
+    def close(self) -> None:
+        """Closes the environments."""
+        ...
+
+    def reset_rows(self, env_info: DictTensor) -> Rows:
+        """Does what `VecEnv.reset` does, and returns the observation of all environments as rows of nobody else."""
+        ...
+
+    def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
+        """Does what `VecEnv.step` does.
+
+        Args:
+            action: a row for each running environment.
+            target: E rows to write to; used by environments with `writes_rows` alone. None for rows of their own.
+        """
+        ...
+
+    @property
+    def writes_rows(self) -> bool:
+        """Whether `step_rows` writes to the target that it is given."""
+        ...
 
     @property
     def may_idle(self) -> bool:
-        """See `RowEnv.may_idle`."""
+        """Whether an environment may only start an episode in the next step, as the last step left it."""
         ...
 
-    def n_envs(self) -> int:
-        """Number of environments in the group."""
+    @property
+    def defers_resets(self) -> bool:
+        """Whether a rollout begins with the resets of environments that ended in the one before."""
         ...
+
+    def revive_rows(self) -> tuple[np.ndarray, Rows]:
+        """Starts an episode in every environment that has ended, so that all run; needs `defers_resets`.
+
+        Returns:
+            Indexes of the environments that were reset, int64 (R,), ascending, and their first observations as rows
+            that nobody else uses.
+        """
+        ...
+
+    def example(self) -> Rows | None:
+        """First observations as `reset_rows` would return them, made without a reset; None if only a reset can."""
+        ...
+
+    def row_groups(self) -> Sequence[SplitEnv]:
+        """The groups of environments that can be stepped separately, in order; empty if all are stepped together."""
+        ...
+
+    def shared_statistics(self) -> SharedStatistics | None:
+        """The statistics that all workers share; None if the environments keep none."""
+        ...
+
+
+class SplitEnv(RowEnv, Protocol):
+    """A group of environments that can be stepped while other groups are waited for; all always run."""
 
     def send_rows(self, action: DictTensor) -> None:
         """Starts a step of the group, without waiting for it."""
@@ -55,6 +120,41 @@ class SplitEnv(Protocol):
     def recv_rows(self, target: Target) -> Step:
         """Waits for the step and writes its rows to the target."""
         ...
+
+
+class RowDefaults:
+    """What a `RowEnv` answers that can do no more than a `VecEnv`.
+
+    No part of the Protocol itself: users derive from our environments, and would inherit its metaclass.
+    """
+
+    writes_rows = False
+
+    @property
+    def may_idle(self) -> bool:
+        """See `RowEnv.may_idle`."""
+        return False
+
+    @property
+    def defers_resets(self) -> bool:
+        """See `RowEnv.defers_resets`."""
+        return False
+
+    def revive_rows(self) -> tuple[np.ndarray, Rows]:
+        """See `RowEnv.revive_rows`."""
+        raise StateError(f"{type(self).__name__} defers no resets")
+
+    def example(self) -> Rows | None:
+        """See `RowEnv.example`."""
+        return None
+
+    def row_groups(self) -> Sequence[SplitEnv]:
+        """See `RowEnv.row_groups`."""
+        return ()
+
+    def shared_statistics(self) -> SharedStatistics | None:
+        """See `RowEnv.shared_statistics`."""
+        return None
 
 
 Pair = tuple[DictTensor, torch.Tensor]
@@ -76,144 +176,14 @@ def step_pairs(step: Step, running: torch.Tensor) -> tuple[Pair, Pair]:
     return (after, running), (following, kept)
 
 
-class RowEnv:
-    """Adapts a `VecEnv` to rows: it returns observations as `Rows`, and steps as `Step`."""
-
-    #: Whether `step_rows` writes to the target that it is given, rather than to rows of its own.
-    writes_rows = False
-    #: Whether an environment may only start an episode in the next step.
-    may_idle = True
-
-    def __init__(self, env: VecEnv) -> None:
-        self._env = env
-        self._running = NO_ROWS
-        self._specs: dict[str, Any] | None = None
-        self._packing = Packing({})
-
-    def n_envs(self) -> int:
-        """Number of environments, E."""
-        return self._env.n_envs()
-
-    def close(self) -> None:
-        """Closes the environment."""
-        self._env.close()
-
-    def reset_rows(self, env_info: DictTensor) -> Rows:
-        """Does what `VecEnv.reset` does, and returns the observation of all E environments."""
-        observation, running = self._env.reset(env_info)
-        self._running = _array(running)
-        if not np.array_equal(self._running, np.arange(self.n_envs())):
-            raise SpecError(f"environment: running after reset is {self._running}, expected 0..{self.n_envs() - 1}")
-        return self._rows(observation, self._running)
-
-    def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
-        """Does what `VecEnv.step` does; only classes with `writes_rows` use the target."""
-        # A copy: the environment or the agent may write into its tensors later.
-        (after, before), (following, running) = self._env.step(action.clone())
-        if not np.array_equal(_array(before), self._running):
-            raise SpecError(f"environment: it stepped {_array(before)}, running were {self._running}")
-        left = _array(running)
-        kept = np.searchsorted(self._running, left)
-        subset = not kept.size or (kept.max() < self._running.size and (self._running[kept] == left).all())
-        if not subset or (np.diff(kept) < 1).any():
-            raise SpecError(f"environment: {left} run after the step, before it {self._running}")
-        everyone = left.size == self._running.size
-        stepped, self._running = self._rows(after, self._running), left
-        idle = _idle({key: as_array(after[key]) for key in ("initial_state", "done") if key in after})
-        if everyone and _same_tensors(following, after):
-            return Step(stepped, NO_ROWS, None, None, idle)
-        # Nothing says which rows differ: every row that still runs may.
-        return Step(stepped, kept, self._rows(following, left), None if everyone else kept, idle)
-
-    def _rows(self, observation: DictTensor, running: np.ndarray) -> Rows:
-        if not isinstance(observation, DictTensor):
-            raise TypeError(f"environment: an observation must be a DictTensor, got {type(observation).__name__}")
-        specs = observation.specs()
-        if self._specs is None:
-            self._specs, self._packing = specs, Packing(numpy_specs(specs_of(observation)))
-        rows = {tensor.shape[:1] for tensor in observation.values()}
-        if specs != self._specs or rows != {(running.size,)}:
-            raise SpecError(
-                f"environment: observation is {observation!r}, expected {running.size} rows of {self._specs}"
-            )
-        return Rows.of(self._packing, {key: as_array(tensor) for key, tensor in observation.items()})
+def take_statistics(env: RowEnv) -> dict[str, Moments]:
+    """Takes what environments have gathered since the last call; nothing if they keep no statistics."""
+    kept = env.shared_statistics()
+    return {} if kept is None else kept.take_statistics()
 
 
-class WritingRowEnv(RowEnv):
-    """Adapts a `VecEnv` that has `step_into`, which writes to the rollout's memory."""
-
-    writes_rows = True
-
-    def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
-        """Writes a step to the target, or to rows that stay valid until the next step."""
-        if target is None:
-            rows = Rows.zeros(self._packing, self.n_envs())
-            target = Target(rows, rows.arrays())
-        found = self._env.step_into(action.clone(), target.arrays)  # type: ignore[attr-defined]
-        idle = _idle(target.arrays)
-        if found is None:
-            return Step(target.rows, NO_ROWS, None, None, idle)
-        reset, fresh = found
-        reset = np.asarray(reset)
-        if reset.ndim != 1 or reset.dtype.kind not in "iu":
-            raise SpecError(f"environment: step_into must give which were reset as int64 (R,), got {reset!r}")
-        if not reset.size:
-            return Step(target.rows, NO_ROWS, None, None, idle)
-        if (np.diff(reset) < 1).any() or reset[0] < 0 or reset[-1] >= self.n_envs():
-            raise SpecError(f"environment: step_into reset {reset}, of {self.n_envs()} environments in ascending order")
-        return Step(target.rows, reset.astype(np.int64), self._rows(fresh, reset), None, idle)
-
-
-def row_env(env: VecEnv) -> RowEnv:
-    """Returns the environment itself if it has rows, else an adapter around it."""
-    if gives_rows(env):
-        return env  # type: ignore[return-value]
-    return WritingRowEnv(env) if gives_rows(env, "step_into") else RowEnv(env)
-
-
-def take_statistics(env: Any) -> dict[str, Moments]:
-    """Takes what an environment has gathered since the last call; nothing if it keeps no statistics."""
-    return env.take_statistics() if hasattr(env, "take_statistics") else {}
-
-
-def load_statistics(env: Any, statistics: Mapping[str, Moments], frozen: bool = False) -> None:
-    """Gives these statistics to the environment, if it keeps any."""
-    if statistics and hasattr(env, "load_statistics"):
-        env.load_statistics(statistics, frozen)
-
-
-def gives_rows(env: VecEnv, method: str = "step_rows") -> bool:
-    """Whether this method may stand in for `step`: not if a subclass or a patch has replaced `reset` or `step`.
-
-    Looks at the class, not at the object: a wrapper that forwards unknown attributes has no rows of its own.
-    """
-    classes = type(env).__mro__
-
-    def owner(name: str) -> int:
-        return next((at for at, cls in enumerate(classes) if name in vars(cls)), len(classes))
-
-    rows = owner(method)
-    patched = {"reset", "step"} & getattr(env, "__dict__", {}).keys()
-    return rows < len(classes) and not patched and min(owner("reset"), owner("step")) >= rows
-
-
-def groups_of(env: RowEnv) -> Sequence[SplitEnv]:
-    """The groups of environments that can be stepped separately, in order; empty if all are stepped together."""
-    groups: Sequence[SplitEnv] = getattr(env, "row_groups", tuple)()
-    return groups
-
-
-def _idle(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Rows of environments that only started an episode."""
-    starts = arrays.get("initial_state")
-    if starts is None or starts.dtype != bool or starts.ndim != 1 or not starts.any():
-        return NO_ROWS
-    return np.flatnonzero(starts & ~arrays["done"].astype(bool)) if "done" in arrays else np.flatnonzero(starts)
-
-
-def _same_tensors(a: DictTensor, b: DictTensor) -> bool:
-    return a is b or (a.keys() == b.keys() and all(tensor is b[key] for key, tensor in a.items()))
-
-
-def _array(running: torch.Tensor) -> np.ndarray:
-    return running.detach().cpu().numpy().astype(np.int64, copy=False)
+def load_statistics(env: RowEnv, statistics: Mapping[str, Moments], frozen: bool = False) -> None:
+    """Gives these statistics to environments that keep any."""
+    kept = env.shared_statistics()
+    if statistics and kept is not None:
+        kept.load_statistics(statistics, frozen)

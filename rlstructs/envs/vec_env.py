@@ -97,7 +97,8 @@ class VecEnv(Protocol):
             in the environments that still run: the same tensors, or the same object, where the two do not differ.
 
             Where `initial_state` is True and `done` is False in the first pair, the environment only started
-            an episode: that is no transition, and a rollout leaves it out.
+            an episode: that is no transition, and a rollout leaves it out. Only the step after an end may be such a
+            step: one whose second pair held the final observation, with `done` True.
         """
         ...
 

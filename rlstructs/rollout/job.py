@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,7 +15,8 @@ import torch
 from rlstructs.agent import RL_Agent
 from rlstructs.checks import call_factory, check_methods
 from rlstructs.copying import copy_arguments
-from rlstructs.envs.row_env import RowEnv, SplitEnv, gives_rows, groups_of, load_statistics, row_env, take_statistics
+from rlstructs.envs.row_adapter import row_env
+from rlstructs.envs.row_env import RowEnv, SplitEnv, load_statistics, take_statistics
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
 from rlstructs.moments import Moments
@@ -26,6 +27,7 @@ from rlstructs.rollout.progress import Clock, Progress, RolloutReply
 from rlstructs.rollout.rollout import ActingAgent, acquire, acquire_in_turns, initial_state
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.shared.module_state import update_agent
+from rlstructs.shared.packing import Rows
 from rlstructs.shared.slot_buffers import SlotBuffers
 from rlstructs.shared.slots import Slots
 from rlstructs.shared.weights import Inbox, Packed
@@ -64,13 +66,14 @@ class RolloutJob:
         env = self._make_env(settings.seeds[self.index])
         try:
             if spare is not None:
-                used = not (gives_rows(env) and hasattr(env, "example"))
+                example = env.example()
+                used = example is None
                 self.settings, spent = (spare, settings) if used else (settings, spare)
-                self.specs = self._probe(env, spent.agent_args, used)
+                self.specs = self._probe(env, example, spent.agent_args)
                 if used:  # made again, from the same state of the streams as in other workers
                     seed_global_streams(settings.seeds[self.index], self._agent_seed)
                     env = self._make_env(settings.seeds[self.index])
-            self._given, self._env = env, row_env(env)
+            self._env = env
             self._agent = self._make_agent()
             self._seed(self._agent, settings.seeds[self.index])
         except BaseException:
@@ -102,7 +105,7 @@ class RolloutJob:
 
     def _attach_groups(self) -> None:
         """Maps the slots of each group of environments, if there are groups."""
-        self._groups, self._group_slots = groups_of(self._env), []
+        self._groups, self._group_slots = self._env.row_groups(), []
         first, buffer = self._slots[0].first, self.arena.map()
         for group in self._groups:
             self._group_slots.append(self._slot_buffers.slots(buffer, first=first, n=group.n_envs()))
@@ -115,7 +118,7 @@ class RolloutJob:
             statistics: statistics of all workers together; empty if environments keep none.
         """
         with FailureGuard(self):
-            load_statistics(self._given, statistics)
+            load_statistics(self._env, statistics)
             observation = self._env.reset_rows(self._slots[0].info("env_info/").clone())
             self._progress = Progress(observation, np.arange(self._slots[0].n))
             first, self._group_progress = 0, []
@@ -134,25 +137,25 @@ class RolloutJob:
         slots, progress = self._slots[number % len(self._slots)], self._progress
         assert progress is not None
         with FailureGuard(self):
-            load_statistics(self._given, statistics)
-            if progress.running.size < slots.n and getattr(self._env, "defers_resets", False):
+            load_statistics(self._env, statistics)
+            if progress.running.size < slots.n and self._env.defers_resets:
                 progress = self._revive_ended(progress, slots)
             if not progress.running.size:
                 return self._reply([])
             began = perf_counter()
             progress = self._acquire(number, slots, progress)
             self._clock.busy += perf_counter() - began
-            goes_on = progress.running.size == slots.n or getattr(self._env, "defers_resets", False)
+            goes_on = progress.running.size == slots.n or self._env.defers_resets
             running = None if goes_on else progress.running.tolist()
             return self._reply(running)
 
     def _reply(self, running: list[int] | None) -> RolloutReply:
-        return RolloutReply(running, self._clock.fields(), self._inbox.version, take_statistics(self._given))
+        return RolloutReply(running, self._clock.fields(), self._inbox.version, take_statistics(self._env))
 
     @torch.no_grad()
     def _revive_ended(self, progress: Progress, slots: Slots) -> Progress:
         """Starts episodes in environments whose reset was deferred; returns the progress of all environments."""
-        which, first = self._env.revive_rows()  # type: ignore[attr-defined]
+        which, first = self._env.revive_rows()
         place = np.argsort(np.concatenate([progress.running, which]))
         assert progress.state is not None
         agent_info = slots.info("agent_info/")
@@ -197,10 +200,9 @@ class RolloutJob:
             self._agent_seed = None if agent_seeds is None else int(agent_seeds[self.index])
             self._env.close()
             seed_global_streams(seed, self._agent_seed)
-            env = self._make_env(seed, copy_arguments(self.settings.env_args))
-            self._given, self._env = env, row_env(env)
-            if env.n_envs() != n:
-                raise SpecError(f"create_env: made {env.n_envs()} environments, and {n} before")
+            self._env = self._make_env(seed, copy_arguments(self.settings.env_args))
+            if (n_own := self._env.n_envs()) != n:
+                raise SpecError(f"create_env: made {n_own} environments, and {n} before")
             self._attach_groups()
             self._seed(self._agent, seed)  # it may have drawn ahead
             self._progress, self._clock = None, Clock(*clocks[self.index])
@@ -233,7 +235,7 @@ class RolloutJob:
                 env.close()
                 raise SpecError(f"create_env: made {n_own} environments for an evaluation, and {n} before")
             load_statistics(env, statistics, frozen=True)
-            return row_env(env)
+            return env
 
         self._evaluation = Evaluation(
             create_env, self._agent, self._slots[0].layout, seed, wanted[mine], own, self.settings.device
@@ -264,7 +266,7 @@ class RolloutJob:
             finally:
                 self._env.close()
 
-    def _make_env(self, seed: int, env_args: dict[str, Any] | None = None) -> VecEnv:
+    def _make_env(self, seed: int, env_args: dict[str, Any] | None = None) -> RowEnv:
         settings = self.settings
         # The worker's seed replaces a seed among the arguments, as in rlstructures.
         arguments = {**(settings.env_args if env_args is None else env_args), "seed": seed}
@@ -273,7 +275,7 @@ class RolloutJob:
         n = env.n_envs()
         if not isinstance(n, (int, np.integer)) or n < 1:
             raise SpecError(f"create_env: n_envs() must be an int of at least 1, got {n!r}")
-        return env
+        return row_env(env)
 
     def _seed(self, agent: RL_Agent, seed: int) -> None:
         """Seeds an agent with this worker's agent seed, or with the seed of the environments if there is none."""
@@ -286,15 +288,20 @@ class RolloutJob:
         check_methods("create_agent must return an RL_Agent", agent, *methods)
         return agent
 
-    def _probe(self, env: VecEnv, agent_args: dict[str, Any], uses_env: bool) -> Specs:
-        """Finds the specs with a separate agent, made from these arguments; `uses_env` resets and closes `env`."""
+    def _probe(self, env: RowEnv, example: Rows | None, agent_args: dict[str, Any]) -> Specs:
+        """Finds the specs with a separate agent, made from these arguments.
+
+        Args:
+            env: the environments; they are reset and closed if there is no example.
+            example: first observations.
+            agent_args: arguments of the agent, which it may change.
+        """
         settings, n = self.settings, env.n_envs()
         with PrivateStreams()(), torch.no_grad():
-            if uses_env:
+            if example is None:
                 with contextlib.closing(env):
-                    observation = row_env(env).reset_rows(repeat_row(settings.env_info, n)).tensors()
-            else:
-                observation = env.example().tensors()  # type: ignore[attr-defined]
+                    example = env.reset_rows(repeat_row(settings.env_info, n))
+            observation = example.tensors()
             seen = observation.to(settings.device or "cpu")
             agent = self._make_agent(agent_args)
             try:
@@ -306,16 +313,19 @@ class RolloutJob:
         return Specs(specs_of(observation), specs_of(output), specs_of(state), kept)
 
 
+class Stoppable(Protocol):
+    """A job that keeps the error which stopped it halfway; None at first."""
+
+    error: BaseException | None
+
+
 class FailureGuard:
     """Raises the error of a failed request again at every later one, because the job stopped halfway.
 
     An interrupt without processes is no failure: the batcher then asks for a reset.
-
-    Args:
-        job: has an attribute `error`, None at first.
     """
 
-    def __init__(self, job: Any) -> None:
+    def __init__(self, job: Stoppable) -> None:
         self._job = job
 
     def __enter__(self) -> None:

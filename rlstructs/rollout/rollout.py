@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -56,7 +56,7 @@ def acquire(
     Returns:
         Where the rollout stopped. `slots.lengths` holds the number of steps in each slot.
     """
-    progress_after = _resume(Rollout(acting_agent, env, slots, progress, agent_info).run(is_split=False))
+    progress_after = _resume(Rollout(acting_agent, env, slots, progress, agent_info).run())
     assert progress_after is not None
     return progress_after
 
@@ -86,7 +86,9 @@ def acquire_in_turns(
     infos = [agent_info if agent_info.empty() else agent_info.slice(end - own.n, end)
              for own, end in zip(slots, ends, strict=True)]  # fmt: skip
     groups = enumerate(zip(envs, slots, progress, infos, strict=True))
-    rollouts = {index: Rollout(acting_agent, *group).run(is_split=True) for index, group in groups}
+    rollouts = {
+        index: Rollout(acting_agent, env, own, reached, info).run(env) for index, (env, own, reached, info) in groups
+    }
     progress_after: dict[int, Progress] = {}
     while rollouts:
         for index in list(rollouts):
@@ -118,7 +120,7 @@ class Rollout:
     """
 
     def __init__(
-        self, acting_agent: ActingAgent, env: Any, slots: Slots, progress: Progress, agent_info: DictTensor
+        self, acting_agent: ActingAgent, env: RowEnv, slots: Slots, progress: Progress, agent_info: DictTensor
     ) -> None:
         self._acting_agent, self._env, self._slots = acting_agent, env, slots
         self._progress, self._agent_info = progress, agent_info
@@ -126,12 +128,12 @@ class Rollout:
         # Ascending timesteps, and the rows in which an environment only started an episode.
         self._idle: list[tuple[int, np.ndarray]] = []
 
-    def run(self, is_split: bool) -> Generator[None, None, Progress]:
-        """Runs the rollout; yields while a `SplitEnv` is stepped, never for a `RowEnv`."""
+    def run(self, group: SplitEnv | None = None) -> Generator[None, None, Progress]:
+        """Runs the rollout; yields while `group` is stepped: the environments, if they are one group of several."""
         rows, info, state, steps, observe = self._begin()
         (agent, device, clock, is_cut), env, slots = self._acting_agent, self._env, self._slots  # local names are fast
         is_shown, has_info, has_state = self._is_shown, bool(info._tensors), not state.empty()
-        writes, skip_idle, read_history = is_split or env.writes_rows, self._skip_idle, self._history_reader()
+        writes, skip_idle, read_history = group is not None or env.writes_rows, self._skip_idle, self._history_reader()
         for t in range(slots.layout.n_timesteps):
             if clock is not None:
                 began = perf_counter()
@@ -139,7 +141,7 @@ class Rollout:
             known = info if is_shown else info.clone() if has_info else DictTensor.trusted({})
             if device is not None:
                 seen, state = seen.to(device), state.to(device)
-            before = state.clone() if env.may_idle and not state.empty() else state  # agents may write into theirs
+            before = state.clone() if has_state and env.may_idle else None  # agents may write into theirs
             if read_history is not None:
                 output, state = agent(state, seen, known, history=read_history(t, rows))
             else:
@@ -152,12 +154,12 @@ class Rollout:
             if has_state:  # before the agent is given it
                 slots.check_state(state, slots.n if rows is None else rows.size)
             steps.write_action(t, rows, output)
-            if is_split:
-                env.send_rows(output)
+            if group is not None:
+                group.send_rows(output)
                 state = state.clone() if has_state else state  # agents may write into it when they act for others
                 yield
                 acted = perf_counter()
-                step = env.recv_rows(steps.target(t + 1))
+                step = group.recv_rows(steps.target(t + 1))
             else:
                 step = env.step_rows(output, steps.target(t + 1)) if writes else env.step_rows(output)
             if clock is not None:
@@ -209,7 +211,7 @@ class Rollout:
         return history if device is None else history.to(device)
 
     def _skip_idle(
-        self, t: int, rows: np.ndarray | None, idle: np.ndarray, before: DictTensor, state: DictTensor
+        self, t: int, rows: np.ndarray | None, idle: np.ndarray, before: DictTensor | None, state: DictTensor
     ) -> DictTensor:
         """Notes the rows that only started an episode; returns the agent's state, in these rows as before the step."""
         if self._needs_history:
@@ -220,6 +222,11 @@ class Rollout:
         self._idle.append((t, idle if rows is None else rows[idle]))
         if state.empty():
             return state
+        if before is None:
+            raise SpecError(
+                f"environment: {self._idle[-1][1].tolist()} only started an episode in a step, but the step before had "
+                "ended none ('done' was False): the state that the agent had is not known any more"
+            )
         index, restored = torch.from_numpy(idle), state.clone()
         for key, tensor in restored.items():
             put_rows(tensor, index.to(tensor.device), before[key].to(tensor.device)[index.to(tensor.device)])

@@ -13,6 +13,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from rlstructs.envs.array_values import as_numpy
 from rlstructs.envs.gym_env import GymEnv
 from rlstructs.envs.gym_vector import GymVectorEnv
+from rlstructs.envs.row_adapter import row_env
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
 from rlstructs.seeding import environment_seeds
@@ -57,7 +58,7 @@ def remove_gymnasium_checks(env: VecEnv) -> None:
 def restarts_with_seed(env: VecEnv) -> bool:
     """Whether a reset with a seed has to bring back the environment's first state."""
     inner = innermost(env)
-    if hasattr(env, "take_statistics"):
+    if row_env(env).shared_statistics() is not None:
         return False  # statistics survive resets
     if isinstance(inner, GymVectorEnv):
         return inner._seeds is not None and not keeps_state(inner._envs.envs)

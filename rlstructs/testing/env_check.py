@@ -13,7 +13,7 @@ import torch
 
 from rlstructs.envs.action_reader import ActionReader
 from rlstructs.envs.gym_env import GymEnv
-from rlstructs.envs.row_env import gives_rows
+from rlstructs.envs.row_adapter import row_env
 from rlstructs.envs.spaces import list_leaves
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
@@ -243,11 +243,10 @@ def close_twice(env: Any, name: str) -> None:
 
 
 def _check_example(env: VecEnv, observation: DictTensor, name: str) -> None:
-    """Raises unless `example` of an environment that gives rows agrees with `reset`: memory is laid out by it."""
-    if gives_rows(env) and hasattr(env, "example"):
-        example = env.example().tensors()
-        if example.specs() != observation.specs():
-            raise SpecError(f"{name}.example gives {example!r}, reset gives {observation!r}")
+    """Raises unless an example of the environment, if it has one, agrees with `reset`: memory is laid out by it."""
+    example = row_env(env).example()
+    if example is not None and example.tensors().specs() != observation.specs():
+        raise SpecError(f"{name}.example gives {example.tensors()!r}, reset gives {observation!r}")
 
 
 def _rows_are_equal(observation: DictTensor) -> bool:

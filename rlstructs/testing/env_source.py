@@ -158,4 +158,5 @@ def _check_vec_env(env: Any, name: str) -> VecEnv:
         inspect.signature(env.reset).bind(None)
     except TypeError:
         raise SpecError(f"{name}.reset must take env_info, a DictTensor, as its one argument") from None
-    return env  # type: ignore[no-any-return]
+    checked: VecEnv = env
+    return checked

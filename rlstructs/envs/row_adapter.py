@@ -1,0 +1,200 @@
+"""`row_env`: every `VecEnv` as a `RowEnv`, by itself or through an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol, TypeGuard
+
+import numpy as np
+import torch
+
+from rlstructs.envs.row_env import NO_ROWS, RowDefaults, RowEnv, SharedStatistics, Step
+from rlstructs.envs.vec_env import VecEnv
+from rlstructs.errors import SpecError
+from rlstructs.shared.packing import Packing, Rows, Target
+from rlstructs.structures.arrays import TensorSpec, as_array, numpy_specs, specs_of
+from rlstructs.structures.dict_tensor import DictTensor
+
+START, ENDS = "initial_state", ("done", "terminated", "truncated")
+
+
+class WritingVecEnv(VecEnv, Protocol):
+    """A `VecEnv` with the method `step_into` that its documentation describes."""
+
+    def step_into(
+        self, action: DictTensor, rows: Mapping[str, np.ndarray]
+    ) -> tuple[np.ndarray, DictTensor] | None:
+        """Steps every environment, and writes the observation to rows."""
+        ...
+
+
+def row_env(env: VecEnv) -> RowEnv:
+    """Returns the environment itself if it has rows, else an adapter around it."""
+    if _has_rows(env):
+        return env
+    return WritingRowAdapter(env) if _has_step_into(env) else RowAdapter(env)
+
+
+def _has_rows(env: VecEnv) -> TypeGuard[RowEnv]:
+    return issubclass(type(env), RowDefaults) and _replaces_step(env, "step_rows")
+
+
+def _has_step_into(env: VecEnv) -> TypeGuard[WritingVecEnv]:
+    return _replaces_step(env, "step_into")
+
+
+def _keeps_statistics(env: VecEnv) -> TypeGuard[SharedStatistics]:
+    return hasattr(env, "take_statistics")  # wrappers may forward it: statistics are the same seen through them
+
+
+def _replaces_step(env: VecEnv, method: str) -> bool:
+    """Whether this method may be called in place of `step`.
+
+    The one place that looks at the classes of an environment. To ask for the method is not enough: a wrapper that
+    forwards unknown attributes has it, and so has a subclass or a patched object with a `reset` or `step` of its own.
+    The method would bypass what they do.
+    """
+    classes = type(env).__mro__
+
+    def owner(name: str) -> int:
+        return next((at for at, cls in enumerate(classes) if name in vars(cls)), len(classes))
+
+    at = owner(method)
+    patched = {"reset", "step"} & getattr(env, "__dict__", {}).keys()
+    return at < len(classes) and not patched and min(owner("reset"), owner("step")) >= at
+
+
+class RowAdapter(RowDefaults):
+    """Adapts a `VecEnv` to rows."""
+
+    may_idle = False
+
+    def __init__(self, env: VecEnv) -> None:
+        self._env = env
+        self._running = NO_ROWS
+        self._specs: dict[str, TensorSpec] | None = None
+        self._packing = Packing({})
+
+    def n_envs(self) -> int:
+        """Number of environments, E."""
+        return self._env.n_envs()
+
+    def close(self) -> None:
+        """Closes the environment."""
+        self._env.close()
+
+    def shared_statistics(self) -> SharedStatistics | None:
+        """The environment itself, if it has the methods."""
+        return self._env if _keeps_statistics(self._env) else None
+
+    def reset_rows(self, env_info: DictTensor) -> Rows:
+        """Does what `VecEnv.reset` does, and returns the observation of all E environments."""
+        observation, running = self._env.reset(env_info)
+        self._running = _array(running)
+        if not np.array_equal(self._running, np.arange(self.n_envs())):
+            raise SpecError(f"environment: running after reset is {self._running}, expected 0..{self.n_envs() - 1}")
+        rows = self._rows(observation, self._running)
+        self.may_idle = _may_idle(_flags(observation))
+        return rows
+
+    def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
+        """Does what `VecEnv.step` does, and checks which environments run."""
+        # A copy: the environment or the agent may write into its tensors later.
+        (after, before), (following, running) = self._env.step(action.clone())
+        if not np.array_equal(_array(before), self._running):
+            raise SpecError(f"environment: it stepped {_array(before)}, running were {self._running}")
+        left = _array(running)
+        kept = np.searchsorted(self._running, left)
+        subset = not kept.size or (kept.max() < self._running.size and (self._running[kept] == left).all())
+        if not subset or (np.diff(kept) < 1).any():
+            raise SpecError(f"environment: {left} run after the step, before it {self._running}")
+        everyone = left.size == self._running.size
+        stepped, self._running = self._rows(after, self._running), left
+        flags = _flags(after)
+        idle = _idle(flags)
+        if everyone and _same_tensors(following, after):
+            self.may_idle = _may_idle(flags)
+            return Step(stepped, NO_ROWS, None, None, idle)
+        # Nothing says which rows differ: every row that still runs may.
+        fresh = self._rows(following, left)
+        self.may_idle = _may_idle(_flags(following))
+        return Step(stepped, kept, fresh, None if everyone else kept, idle)
+
+    def _rows(self, observation: DictTensor, running: np.ndarray) -> Rows:
+        if not isinstance(observation, DictTensor):
+            raise TypeError(f"environment: an observation must be a DictTensor, got {type(observation).__name__}")
+        specs = specs_of(observation)
+        if self._specs is None:
+            self._specs, self._packing = specs, Packing(numpy_specs(specs))
+        rows = {tensor.shape[:1] for tensor in observation.values()}
+        if specs != self._specs or rows != {(running.size,)}:
+            raise SpecError(
+                f"environment: observation is {observation!r}, expected {running.size} rows of {self._specs}"
+            )
+        return Rows.of(self._packing, {key: as_array(tensor) for key, tensor in observation.items()})
+
+
+class WritingRowAdapter(RowAdapter):
+    """Adapts a `VecEnv` that has `step_into`, which writes to the rollout's memory."""
+
+    writes_rows = True
+
+    def __init__(self, env: WritingVecEnv) -> None:
+        super().__init__(env)
+        self._writer = env
+
+    def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
+        """Writes a step to the target, or to rows that stay valid until the next step."""
+        if target is None:
+            rows = Rows.zeros(self._packing, self.n_envs())
+            target = Target(rows, rows.arrays())
+        found = self._writer.step_into(action.clone(), target.arrays)
+        idle = _idle(target.arrays)
+        reset, fresh = (NO_ROWS, None) if found is None else self._read_reset(*found)
+        self.may_idle = _may_idle(target.arrays, reset)
+        return Step(target.rows, reset, fresh, None, idle)
+
+    def _read_reset(self, reset: np.ndarray, fresh: DictTensor) -> tuple[np.ndarray, Rows | None]:
+        """Checks which environments were reset; returns them and their first observations, None if there are none."""
+        reset = np.asarray(reset)
+        if reset.ndim != 1 or reset.dtype.kind not in "iu":
+            raise SpecError(f"environment: step_into must give which were reset as int64 (R,), got {reset!r}")
+        if not reset.size:
+            return NO_ROWS, None
+        if (np.diff(reset) < 1).any() or reset[0] < 0 or reset[-1] >= self.n_envs():
+            raise SpecError(f"environment: step_into reset {reset}, of {self.n_envs()} environments in ascending order")
+        return reset.astype(np.int64), self._rows(fresh, reset)
+
+
+def _flags(observation: DictTensor) -> dict[str, np.ndarray]:
+    return {key: as_array(observation[key]) for key in (START, *ENDS) if key in observation}
+
+
+def _idle(flags: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Rows of environments that only started an episode."""
+    starts = flags.get(START)
+    if starts is None or starts.dtype != bool or starts.ndim != 1 or not np.count_nonzero(starts):
+        return NO_ROWS
+    return np.flatnonzero(starts & ~flags["done"].astype(bool)) if "done" in flags else np.flatnonzero(starts)
+
+
+def _may_idle(flags: Mapping[str, np.ndarray], reset: np.ndarray = NO_ROWS) -> bool:
+    """Whether an environment may only start an episode next: one that has ended and was not reset.
+
+    Args:
+        flags: of the running environments; other keys are ignored.
+        reset: rows of those that were reset in the same step.
+    """
+    if START not in flags:
+        return False  # then no step counts as idle
+    ends = [flags[key] for key in ENDS if key in flags]
+    # Without such flags any of them may have ended.
+    return not ends or any(np.count_nonzero(end) > np.count_nonzero(end[reset]) for end in ends)
+
+
+def _same_tensors(a: DictTensor, b: DictTensor) -> bool:
+    return a is b or (a.keys() == b.keys() and all(tensor is b[key] for key, tensor in a.items()))
+
+
+def _array(running: torch.Tensor) -> np.ndarray:
+    return running.detach().cpu().numpy().astype(np.int64, copy=False)
