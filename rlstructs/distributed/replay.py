@@ -10,10 +10,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +27,18 @@ from rlstructs.distributed.node_handle import Bell, Node
 from rlstructs.distributed.pool import NodePool
 from rlstructs.distributed.shard import (
     DATA,
-    ENV_INDEX,
     INDEX,
     LEAF,
-    LENGTHS,
     ROW,
     Beginning,
     Dtypes,
     ShardSettings,
+    columns_of,
 )
 from rlstructs.errors import ClosedError, MissingKeyError, SpecError, StateError
-from rlstructs.replay.columns import cast
+from rlstructs.replay.columns import Spec, cast
 from rlstructs.replay.expand import NEVER
-from rlstructs.replay.from_trajectories import NAMES, STEP_ENDS, STEP_START, lanes_of, named_steps
+from rlstructs.replay.from_trajectories import NAMES, Steps, take_trajectories
 from rlstructs.replay.priorities import exponent, largest_of, limit_of
 from rlstructs.replay.values import host_array, real_numbers
 from rlstructs.structures.arrays import raw_dtype, raw_of, tensor_of
@@ -60,7 +59,7 @@ class ShardPool(NodePool):
 
     def __getstate__(self) -> dict[str, Any]:
         """Another trainer may ask the same actors; what this one waits for, and how they were made, is not for it."""
-        nodes = [dataclasses.replace(node, asked=deque()) for node in self.nodes]
+        nodes = [replace(node, asked=deque()) for node in self.nodes]
         return {**vars(self), "nodes": nodes, "_settings": None, "_lock": None, "_bell": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -156,25 +155,15 @@ class RayReplay:
             WorkerError: a shard is gone.
         """
         self._check_open("extend")
-        if not isinstance(trajectories, Trajectories):
-            raise TypeError(f"extend: needs Trajectories, got {type(trajectories).__name__}")
-        steps = trajectories.trajectories
-        names = named_steps(self._names, list(steps.keys()))
-        keys = sorted(set(names.values()) | self._ends(trajectories))
-        if absent := [key for key in keys if key not in steps]:
-            raise MissingKeyError(f"extend: no {absent} in the trajectories, there are {sorted(steps.keys())}")
-        environments = lanes_of(trajectories, self._num_envs, "extend")
-        columns = {key: raw_of(steps[key].detach().cpu()) for key in keys}
-        columns[LENGTHS] = host_array(LENGTHS, steps.lengths)
-        dtypes = self._dtypes(names, columns, {key: steps[key].dtype for key in keys})
+        steps = take_trajectories(trajectories, self._names, self._num_envs, "extend", "the memory's num_envs")
+        dtypes, columns = self._columns(steps)
+        steps = replace(steps, values=columns)
         largest = max(report["largest"] for report in self._reports())  # which new rows have, in every shard
         parts = []
         for shard in range(self._n_shards):
             # Those too of which nothing comes: they make the same tensors.
-            rows = np.flatnonzero(environments % self._n_shards == shard)
-            part = {name: column[rows] for name, column in columns.items()}
-            part[ENV_INDEX] = environments[rows] // self._n_shards
-            parts.append(cluster.ray().put(part))
+            part = steps.at(np.flatnonzero(steps.lanes % self._n_shards == shard))
+            parts.append(cluster.ray().put(columns_of(replace(part, lanes=part.lanes // self._n_shards))))
         with defer_interrupt():  # all take it, or none does
             asked = [self._pool.ask("extend", dtypes, largest, part, only=[shard])[0]
                      for shard, part in enumerate(parts)]  # fmt: skip
@@ -363,31 +352,32 @@ class RayReplay:
         if self._is_closed:
             raise ClosedError(f"{method}: the memory is closed")
 
-    @staticmethod
-    def _ends(trajectories: Trajectories) -> set[str]:
-        """Keys that say where episodes end and begin, whatever the tensors are."""
-        return {key for key in (*STEP_ENDS, STEP_START) if key in trajectories.trajectories}
-
     def _tensor_names(self) -> list[str]:
         """The names of the tensors that the shards have; what they will have as long as none has rows."""
         if not any(report["dtypes"] for report in self._reports()):
             self._refresh()  # others may have added the first ones
         return list(next((report["dtypes"] for report in self._reports() if report["dtypes"]), self._names))
 
-    def _dtypes(self, names: Mapping[str, str], columns: Columns, dtypes: Dtypes) -> Dtypes:
-        """Of all columns; those that the shards hold otherwise are cast, here: for all shards or none.
+    def _columns(self, steps: Steps) -> tuple[Dtypes, Columns]:
+        """Dtypes and values; those that the shards hold otherwise are cast, here: for all shards or none.
 
         Raises:
-            SpecError: a value does not fit; the columns may be cast in part.
+            SpecError: a value does not fit.
         """
         if not any(report["dtypes"] for report in self._reports()):
             self._refresh()  # others may have added the first ones
         held: Dtypes = next((report["dtypes"] for report in self._reports() if report["dtypes"]), {})
-        for name, key in names.items():
-            dtype = held.get(name, dtypes[key])
-            if torch.bfloat16 not in (dtype, dtypes[key]) and dtype is not dtypes[key]:  # which numpy has not
-                columns[key], dtypes[key] = cast(name, columns[key], raw_dtype(dtype)), dtype
-        return dtypes
+        dtypes, columns = {}, {}
+        for name, values in steps.values.items():
+            dtypes[name] = held.get(name, values.dtype)
+            if torch.bfloat16 in (dtypes[name], values.dtype):  # which numpy has not
+                dtypes[name] = values.dtype
+            if dtypes[name] is values.dtype:
+                columns[name] = raw_of(values.cpu())
+            else:
+                spec = Spec(raw_dtype(dtypes[name]))
+                columns[name] = cast(name, host_array(name, steps.for_column(name, spec)), spec.dtype)
+        return dtypes, columns
 
     def _drawn(self, n: int, names: list[str], settings: dict[str, Any]) -> tuple[Dtypes, list[Columns]]:
         """The tensors' dtypes, and what each shard that draws some of `n` rows gives."""

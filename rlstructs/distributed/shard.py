@@ -14,18 +14,18 @@ import torch
 
 from rlstructs.distributed.actor import Columns
 from rlstructs.errors import FileError
+from rlstructs.memories.from_trajectories import add_steps
 from rlstructs.memories.torch import PrioritizedMemory
 from rlstructs.replay import expand
+from rlstructs.replay.from_trajectories import Steps
 from rlstructs.replay.span import Span
 from rlstructs.structures.arrays import raw_of, tensor_of
-from rlstructs.structures.dict_tensor import DictTensor
-from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
-from rlstructs.structures.trajectories import Trajectories
 
 # What is known of rows that were drawn.
 INDEX, LEAF, MASK, IS_FIRST, DISCOUNT = "index", "leaf", "mask", "is_first", "discount"
-# Of trajectories, beside their keys; and a file.
-ENV_INDEX, LENGTHS, DATA = "env_index", "lengths", "data"
+# What steps are, beside their values: the slash keeps these apart from names of tensors.
+LENGTHS, LANES, DONE, STARTS = "/lengths", "/lanes", "/done", "/starts"
+DATA = "data"  # of a file
 FORMAT = "npz"
 
 # What draws begin with: rows after which so many are stored, itself among them; and whether of the same episode.
@@ -50,6 +50,12 @@ class ShardFile(NamedTuple):
     """A shard's file, as bytes."""
 
     columns: Columns
+
+
+def columns_of(steps: Steps) -> Columns:
+    """Steps as what is sent to a shard: values by name, and what else they are."""
+    marks = {LENGTHS: steps.lengths, LANES: steps.lanes, DONE: steps.done, STARTS: steps.starts}
+    return {**steps.values, **{name: each for name, each in marks.items() if each is not None}}
 
 
 @dataclass(frozen=True)
@@ -179,15 +185,15 @@ class Shard:
         """Appends the steps of trajectories.
 
         Args:
-            dtypes: by key.
+            dtypes: of tensors, by name.
             largest: priority that other shards have been given.
-            columns: by key, (B, T, ...); `lengths`; and which environments they are of here, `env_index`.
+            columns: of `columns_of`.
         """
-        tensors = {key: tensor_of(np.array(columns[key]), dtype) for key, dtype in dtypes.items()}
-        info = DictTensor({ENV_INDEX: torch.from_numpy(np.array(columns[ENV_INDEX]))})
-        steps = TemporalDictTensor(tensors, torch.from_numpy(np.array(columns[LENGTHS])))
+        values = {name: tensor_of(np.array(columns[name]), dtype) for name, dtype in dtypes.items()}
+        n_timesteps = int(next(iter(values.values())).shape[1])
         self._memory.largest = largest
-        self._memory.add_trajectories(Trajectories(info, steps), self._settings.names)
+        marks = columns[LENGTHS], columns[LANES], columns.get(DONE), columns.get(STARTS)
+        add_steps(self._memory, Steps(values, n_timesteps, *marks))
 
     def sample(self, names: Sequence[str], n: int, settings: Mapping[str, Any]) -> ShardSample:
         """Draws rows or sequences.

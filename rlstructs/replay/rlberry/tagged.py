@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from rlstructs.replay.buffer import GROW, Buffer
 from rlstructs.replay.claims import Claims, dtype_called
 from rlstructs.replay.columns import Spec, cast
 from rlstructs.replay.export import Exporter
-from rlstructs.replay.from_trajectories import NAMES, key_of
+from rlstructs.replay.from_trajectories import NAMES, Steps, key_of
 from rlstructs.replay.given import as_rows, is_mapping, spec_of
 from rlstructs.replay.reading import DISCOUNT
 from rlstructs.replay.roles import ends_among
@@ -196,18 +196,17 @@ class TaggedBuffer(Buffer):
         if int(n_steps.max()) >= limit:
             self._storage.end_episodes(np.arange(self._storage.columns.n_lanes)[lanes][n_steps >= limit])
 
-    def _check_episodes(self, lanes: np.ndarray, lengths: np.ndarray, done: np.ndarray, starts: np.ndarray) -> None:
+    def _check_steps(self, steps: Steps) -> None:
         if self._max_episode_steps is None:
             return
-        assert self._storage.episodes is not None
-        longest = self._storage.episodes.longest(lanes, done, starts, lengths)
-        if int(longest.max()) > self._max_episode_steps:
+        longest = self._find_longest(steps)
+        if longest.max(initial=0) > self._max_episode_steps:
             raise SpecError(
-                f"add_trajectories: an episode of lane {lanes[longest.argmax()]} would have {longest.max()} steps, "
-                f"max_episode_steps is {self._max_episode_steps}"
+                f"add_trajectories: an episode of lane {steps.lanes[longest.argmax()]} would have {longest.max()} "
+                f"steps, max_episode_steps is {self._max_episode_steps}"
             )
 
-    def _trajectory_names(self, steps: Any) -> dict[str, str]:
+    def _trajectory_names(self, keys: Collection[str]) -> dict[str, str]:
         known = NAMES | MORE_NAMES
         return {tag: key_of(tag, known) for tag in self._tags} if self._tags else dict(NAMES)
 

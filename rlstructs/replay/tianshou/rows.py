@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from rlstructs.checks import check_count, check_size
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.blocks import as_slice, rounds
-from rlstructs.replay.buffer import ERROR, FILL, GROW, Buffer
+from rlstructs.replay.buffer import ERROR, FILL, GROW
 from rlstructs.replay.claims import MOST, Claims, check_aligned
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.from_trajectories import STEP_START
+from rlstructs.replay.from_trajectories import Steps
 from rlstructs.replay.given import plain_items
 from rlstructs.replay.reading import Reading
 from rlstructs.replay.roles import is_info
@@ -26,7 +25,6 @@ from rlstructs.replay.tianshou.checked_rows import CheckedRows
 from rlstructs.replay.tianshou.running import Running
 from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT, REW
 from rlstructs.replay.values import generator_of, host_array
-from rlstructs.structures.trajectories import Trajectories
 
 Added = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
@@ -305,37 +303,28 @@ class EpisodeRows(CheckedRows):
     def _find_end_columns(self, names: Iterable[str]) -> list[str]:
         return [name for name in FLAGS if name in names]
 
-    def add_trajectories(self, trajectories: Trajectories, names: Mapping[str, str] | None = None) -> None:
+    def _check_steps(self, steps: Steps) -> None:
         self._require_room()
-        before = self._storage.ring.head - self._begins
-        super().add_trajectories(trajectories, names)
-        steps = trajectories.trajectories
-        lengths = host_array("lengths", steps.lengths)
-        at = np.flatnonzero(lengths)
-        if not at.size:
-            return
-        is_one = self._takes_any_environment
-        lanes = np.zeros(at.size, np.int64) if is_one else self._lanes_of(trajectories)[at]
-        names = self._trajectory_names(steps) if names is None else names
-        rewards = self._rewards(steps[names[REW]])[at]
+
+    def _write_steps(self, block: Mapping[str, Any], steps: Steps) -> None:
+        ring, lanes, lengths = self._storage.ring, steps.lanes, steps.lengths
+        before = ring.head - self._begins
+        super()._write_steps(block, steps)
+        rewards = self._rewards(steps.values[REW])
         self._running.shape(rewards.shape[2:])
         self._find_begins()
-        after, n_new = self._storage.ring.head - self._begins, np.bincount(lanes, lengths[at], self._n_lanes)
+        after, n_new = ring.head - self._begins, np.bincount(lanes, lengths, self._n_lanes)
         goes_on = (n_new == 0) | (after == before + n_new)
-        if is_one or STEP_START in steps:
+        if steps.starts is not None:
             _, first = np.unique(lanes, return_index=True)  # the first trajectory of each lane
-            starts = is_one or host_array(STEP_START, steps[STEP_START])[at[first], 0]
-            goes_on[lanes[first]] &= ~np.asarray(starts, bool)
-        valid = np.arange(rewards.shape[1]) < lengths[at][:, None]
-        self._running.add_many(np.repeat(lanes, lengths[at]), rewards[valid], after, goes_on)
+            goes_on[lanes[first]] &= ~steps.starts[first, 0]
+        self._running.add_many(np.repeat(lanes, lengths), rewards[steps.valid()], after, goes_on)
 
-    add_trajectories.__doc__ = Buffer.add_trajectories.__doc__
+    def _trajectory_names(self, keys: Collection[str]) -> dict[str, str]:
+        return transitions.trajectory_names(keys, self.ignore_obs_next)
 
-    def _trajectory_names(self, steps: Any) -> dict[str, str]:
-        return transitions.trajectory_names(steps.keys(), self.ignore_obs_next)
-
-    def _prepare_column(self, name: str, values: torch.Tensor) -> Any:
-        return transitions.as_column(name, values.detach(), 2, self.save_only_last_obs)
+    def _prepare_column(self, name: str, values: Any) -> Any:
+        return transitions.as_column(name, values, 2, self.save_only_last_obs)
 
     def reset(self, keep_statistics: bool = False) -> None:
         """Drops every row.

@@ -14,12 +14,12 @@ from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError
 from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.buffer import ERROR, Buffer
 from rlstructs.replay.export import Exporter
-from rlstructs.replay.from_trajectories import Rows, named_steps, require_keys, steps_of
+from rlstructs.replay.from_trajectories import take_trajectories
 from rlstructs.replay.given import flat_items
 from rlstructs.replay.reading import DISCOUNT
 from rlstructs.replay.roles import ends_among
 from rlstructs.replay.step_writer import OneRow, StepWriter
-from rlstructs.replay.torchrl.batches import rows_of, with_axis
+from rlstructs.replay.torchrl.batches import Rows, rows_of, rows_of_steps, with_axis
 from rlstructs.replay.torchrl.prioritized_sampler import PrioritizedSampler
 from rlstructs.replay.torchrl.samplers import INDEX, WEIGHT, Sampler
 from rlstructs.replay.torchrl.storages import ReplayStorage
@@ -112,10 +112,8 @@ class DictTensorRows(Buffer):
         Raises:
             MissingKeyError, SpecError: something does not fit; the buffer is as it was.
         """
-        steps = steps_of(trajectories)
-        names = names and named_steps(names, list(steps.keys()))
-        require_keys(steps, (names or {}).values())
-        self._store(rows_of(steps, "add_trajectories", names), "add_trajectories")
+        steps = take_trajectories(trajectories, self._trajectory_names if names is None else names)
+        self._store(rows_of_steps(steps), "add_trajectories")
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Drops every row, and what samplers and writers know of them; row ids begin with 0 again.
