@@ -834,12 +834,12 @@ def test_rows_by_index(kind, make_indexes):
 @pytest.mark.parametrize(
     ("indexes", "error", "message"),
     [
-        ([8], IndexError, r"^indexes must be in \[0, 8\), got 8$"),
-        ([0, -1], IndexError, r"^indexes must be in \[0, 8\), got -1$"),
-        ([10**15], IndexError, r"^indexes must be in \[0, 8\), got 1000000000000000$"),
-        (np.array([2**64 - 1], np.uint64), IndexError, r"^indexes must be in \[0, 8\)"),
-        ([0.5], SpecError, "^indexes must be integers, got float64$"),
-        ([True], SpecError, "^indexes must be integers, got bool$"),
+        ([8], IndexError, r"^index 8 is not in \[0, 8\)$"),
+        ([0, -1], IndexError, r"^index -1 is not in \[0, 8\)$"),
+        ([10**15], IndexError, r"^index 1000000000000000 is not in \[0, 8\)$"),
+        (np.array([2**64 - 1], np.uint64), IndexError, r"^index 18446744073709551615 is not in \[0, 8\)$"),
+        ([0.5], SpecError, "^index must hold integers, got float64$"),
+        ([True], SpecError, "^index must hold integers, got bool$"),
     ],
 )
 def test_indexes_out_of_range_are_refused(kind, indexes, error, message):  # S13

@@ -39,7 +39,7 @@ from rlstructs.errors import ClosedError, MissingKeyError, SpecError, StateError
 from rlstructs.replay.columns import Spec, cast
 from rlstructs.replay.expand import NEVER
 from rlstructs.replay.from_trajectories import NAMES, Steps, take_trajectories
-from rlstructs.replay.priorities import exponent, largest_of, limit_of
+from rlstructs.replay.priorities import exponent, importance_weights, largest_of, limit_of
 from rlstructs.replay.values import host_array, real_numbers
 from rlstructs.structures.arrays import raw_dtype, raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
@@ -217,7 +217,7 @@ class RayReplay:
         found = {name: tensor_of(joined[name].reshape(*lead, *joined[name].shape[1:]), dtypes[name]) for name in names}
         more = {name.removeprefix("/"): torch.from_numpy(joined[name].reshape(lead))
                  for name in joined if name.startswith("/")}  # fmt: skip
-        weights = (np.minimum(least, leaves.min()) / leaves).astype(np.float32) ** np.float32(self.beta)
+        weights = importance_weights(leaves, min(least, leaves.min()), self.beta)
         return DictTensor({**found, **more, WEIGHT: torch.from_numpy(weights)})
 
     def update_priorities(self, index: Any, priorities: Any) -> None:

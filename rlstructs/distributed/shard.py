@@ -85,12 +85,12 @@ class ShardMemory(PrioritizedMemory):
 
     def masses(self, kinds: Sequence[Beginning]) -> tuple[dict[Beginning, float], float]:
         """The sum of all priorities, to the power of alpha, of each of these kinds; and the smallest of all."""
-        self._prioritised.follow(self._store().span())
-        tree = self._prioritised.tree
+        self._priorities.follow(self._store().span())
+        tree = self._priorities.tree
         return {ROW: float(tree.total), **{kind: self._mass(*kind) for kind in kinds}}, float(tree.minimum)
 
     def _mass(self, length: int, is_whole: bool) -> float:
-        store, tree = self._store(), self._prioritised.tree
+        store, tree = self._store(), self._priorities.tree
         span = store.span(length)
         if is_whole and store.episodes is not None:
             return float(tree.values[self._whole(span)].sum())
@@ -109,11 +109,11 @@ class ShardMemory(PrioritizedMemory):
     @property
     def largest(self) -> float:
         """The largest priority ever, of all shards that this one has heard of: what a new row gets."""
-        return self._prioritised.max_priority
+        return self._priorities.max_priority
 
     @largest.setter
     def largest(self, largest: float) -> None:
-        self._prioritised.max_priority = max(largest, self._prioritised.max_priority)
+        self._priorities.max_priority = max(largest, self._priorities.max_priority)
 
     def drawn(self) -> Columns:
         """What is known of the last `sample`."""
@@ -140,7 +140,7 @@ class ShardMemory(PrioritizedMemory):
         if (turns > self._turns(steps)).any() or (steps < 0).any():
             raise IndexError("update_priorities: an index is none that a sample has had")
         held = (turns == self._turns(steps)) & span.holds(rows, steps)
-        self._prioritised.update(span, rows[held], priorities[held], is_last=True)
+        self._priorities.update(span, rows[held], priorities[held], is_last=True)
 
     @property
     def _n_rows(self) -> int:

@@ -19,7 +19,7 @@ from rlstructs.replay.claims import Claims, plain_state
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.from_trajectories import NAMES, take_trajectories
 from rlstructs.replay.roles import ENDS
-from rlstructs.replay.values import encoded, host_array
+from rlstructs.replay.values import encoded, row_ids
 
 
 class Memory(NamedTensors, ABC):
@@ -200,8 +200,7 @@ class Memory(NamedTensors, ABC):
         Raises:
             IndexError, SpecError: an index is out of range or not an integer.
         """
-        rows = self._check_indexes(indexes)
-        rows = rows.reshape(np.shape(indexes) or -1)
+        rows = np.atleast_1d(row_ids(indexes, self.memory_size * self.num_envs))
         names = self._check_names(names)
         known = self._existing(names)
         return self._batches(names, known, self._store().columns.gather(known, rows), len(rows), mini_batches)
@@ -242,17 +241,6 @@ class Memory(NamedTensors, ABC):
     def _existing(self, names: list[str]) -> list[str]:
         dtypes = self._dtypes
         return [name for name in names if name in dtypes]
-
-    def _check_indexes(self, indexes: Any) -> np.ndarray:
-        rows = host_array("indexes", indexes)
-        if rows.dtype.kind not in "iu" and rows.size:
-            raise SpecError(f"indexes must be integers, got {rows.dtype}")
-        rows = rows.reshape(-1).astype(np.int64)
-        n_rows = self.memory_size * self.num_envs
-        if rows.size and (rows.min() < 0 or rows.max() >= n_rows):
-            wrong = rows[(rows < 0) | (rows >= n_rows)][0]
-            raise IndexError(f"indexes must be in [0, {n_rows}), got {wrong}")
-        return rows
 
     def _batches(
         self,

@@ -27,7 +27,7 @@ from rlstructs.replay.reading import Reading
 from rlstructs.replay.roles import ends_among, source_of
 from rlstructs.replay.span import Span
 from rlstructs.replay.store import ALL, Storage
-from rlstructs.replay.values import generator_of, host_array
+from rlstructs.replay.values import generator_of, host_array, row_ids
 from rlstructs.structures.trajectories import Trajectories
 
 LOG = logging.getLogger("rlstructs")
@@ -284,22 +284,16 @@ class Buffer(CopiedWhole):
         """Converts private arrays to a batch of this buffer's framework."""
         return self._export(arrays, self._specs)
 
-    def _checked_rows(self, indexes: Any, what: str = "index") -> np.ndarray:
+    def _checked_rows(self, indexes: Any) -> np.ndarray:
         """Converts row ids to int64, with the same shape, and checks that these rows are valid.
 
         Raises:
             SpecError, IndexError: they are not integers, or a row is not valid.
         """
-        rows = host_array(what, indexes)
-        if rows.dtype.kind not in "iu" and rows.size:
-            raise SpecError(f"{what} must hold integers, got {rows.dtype}")
-        rows = rows.astype(np.int64)
-        n_rows = self._storage.columns.n_rows
-        if rows.size and (rows.min() < 0 or rows.max() >= n_rows):
-            raise IndexError(f"{what} {rows[(rows < 0) | (rows >= n_rows)][0]} is not in [0, {n_rows})")
+        rows = row_ids(indexes, self._storage.columns.n_rows)
         held = self._storage.span().has(rows)
         if not held.all():
-            raise IndexError(f"{what} {rows[~held][0]} holds no row")
+            raise IndexError(f"index {rows[~held][0]} holds no row")
         return rows
 
     def _span(self, length: int = 1) -> Span:

@@ -35,6 +35,21 @@ def host_array(name: str, value: Any) -> np.ndarray:
     return np.asarray(array, np.float32) if array.dtype.name == "bfloat16" else array
 
 
+def row_ids(indexes: Any, n_rows: int) -> np.ndarray:
+    """Converts what a program gives as row ids to int64, with the same shape.
+
+    Raises:
+        SpecError: they are no integers.
+        IndexError: one is not in [0, n_rows).
+    """
+    rows = host_array("index", indexes)
+    if rows.size and rows.dtype.kind not in "iu":
+        raise SpecError(f"index must hold integers, got {rows.dtype}")
+    if rows.size and (rows.min() < 0 or rows.max() >= n_rows):
+        raise IndexError(f"index {rows[(rows < 0) | (rows >= n_rows)][0]} is not in [0, {n_rows})")
+    return rows.astype(np.int64)
+
+
 def real_numbers(name: str, value: Any) -> np.ndarray:
     """Converts an array of real numbers of any library to float64.
 

@@ -11,7 +11,7 @@ import torch
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
 from rlstructs.replay.claims import Claims
-from rlstructs.replay.drawing import Selection, draw_fitting
+from rlstructs.replay.drawing import Selection
 from rlstructs.replay.episodes import Episodes
 from rlstructs.replay.roles import ENDS, ends_among
 from rlstructs.replay.slices import TRAJECTORY, WINDOW, Slices, window
@@ -219,8 +219,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
 
     def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
         """See `Sampler`."""
-        priorities, span = self._of(), storage.span()
-        priorities.follow(span)
+        span = storage.span()
 
         def fits(rows: np.ndarray) -> np.ndarray:
             n_steps = self._n_steps(storage, span, rows)
@@ -229,14 +228,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
             begins = storage.track_episodes().begin(rows) | (span.steps(rows) == span.low[0])
             return np.asarray((n_steps >= length) | ((n_steps > 0) & begins))
 
-        rows = draw_fitting(
-            lambda k: priorities.draw(k, rng),
-            fits,
-            n,
-            lambda every, k: priorities.choose(every, k, rng),
-            span,
-            f"episode of {length} steps",
-        )
+        rows = self._of().draw_rows(span, n, rng, fits, f"episode of {length} steps")
         counts = np.minimum(self._n_steps(storage, span, rows), length)
         around, inside = window(span, span.steps(rows), counts, length)
         return Selection(around, span, {INSIDE: inside, WEIGHT: self._weights(rows)})
