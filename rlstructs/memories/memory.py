@@ -84,7 +84,9 @@ class Memory(NamedTensors, ABC):
 
         skrl's agents pass values that have no tensor, and omit those that they compute later.
         """
-        if self._write_step(tensors):
+        if self._planned:  # they have no bytes yet
+            return False
+        if self._step_writer.write(tensors) is not None:
             return True
         if self.strict:
             return False
@@ -99,7 +101,7 @@ class Memory(NamedTensors, ABC):
                 known[name] = columns.cells[name][:, slot]
             else:
                 known[name] = np.full((self.num_envs, *spec.shape), spec.unwritten, spec.dtype)
-        return (bool(missing) or len(known) < len(tensors)) and self._write_step(known)
+        return (bool(missing) or len(known) < len(tensors)) and self._step_writer.write(known) is not None
 
     def _read_next_rows(self, names: Iterable[str], lanes: Any, n_timesteps: int) -> dict[str, Any]:
         """Reads the next rows of these environments, name -> (n, n_timesteps, *data)."""

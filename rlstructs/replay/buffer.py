@@ -169,16 +169,8 @@ class Buffer(CopiedWhole):
             raise OutOfMemoryError(f"{sorted(made)}: {needed:,} bytes are needed, {available:,} are available")
         if len(self):
             LOG.info("%s: new columns %s, zero in the rows before", type(self).__name__, sorted(made))
-        linked = [name for name in made if self._is_linked(name, made)]
-        for name, spec in made.items():
-            if name not in linked:
-                columns.add(name, spec)
-        for name in linked:
-            source = source_of(name)
-            assert source is not None
-            self._storage.link(name, source)
-        self._storage.poison(made)
-        self._storage.version += 1
+        linked = {name: source_of(name) or "" for name in made if self._is_linked(name, made)}
+        self._storage.add_columns(made, linked)
 
     def _is_linked(self, name: str, made: Mapping[str, Spec]) -> bool:
         """Whether a new column will be linked: stored in the next rows of another."""

@@ -312,15 +312,10 @@ def _make_columns(buffer: Buffer, specs: Mapping[str, Spec], linked: Mapping[str
     columns = buffer._storage.columns
     if columns.specs:
         columns.exchange({}, [name for name, spec in columns.specs.items() if specs.get(name) != spec])
-        for name in specs.keys() - columns.specs.keys():
-            columns.add(name, specs[name])
+        buffer._storage.add_columns({name: spec for name, spec in specs.items() if name not in columns.specs})
         return
     links = {name: source for name, source in linked.items() if buffer._is_linked(name, specs)}
-    for name, spec in specs.items():
-        if name not in links:
-            buffer._storage.columns.add(name, spec)
-    for name, source in links.items():
-        buffer._storage.link(name, source)
+    buffer._storage.add_columns(specs, links)
 
 
 def _spec(name: str, dtype: Any, shape: Any, is_bfloat16: Any) -> Spec:

@@ -19,7 +19,7 @@ from rlstructs.debug import is_on
 from rlstructs.errors import StateError
 from rlstructs.replay.backing import Backing, Block, Heap, Shared
 from rlstructs.replay.blocks import lead_of
-from rlstructs.replay.columns import LANE, Columns
+from rlstructs.replay.columns import LANE, Columns, Spec
 from rlstructs.replay.copies import CopiedWhole, renew_lock_after_fork
 from rlstructs.replay.drawing import Selection
 from rlstructs.replay.episodes import Episodes
@@ -94,6 +94,23 @@ class Storage(CopiedWhole):
         episodes = 0 if self.episodes is None else self.episodes.nbytes
         saved = sum(self.columns.nbytes_of(name) - link.nbytes for name, link in self.links.items())
         return self.columns.nbytes - saved + episodes + self.ring.counters.nbytes
+
+    def add_columns(self, specs: Mapping[str, Spec], linked: Mapping[str, str] | None = None) -> None:
+        """Adds columns, every row of them unwritten.
+
+        Args:
+            specs: name -> spec.
+            linked: name -> source, of those that are stored in the next rows of another; see `linked_columns`.
+        """
+        linked = {} if linked is None else linked
+        with self.lock:
+            self.version += 1
+            for name in sorted(specs, key=linked.__contains__):  # sources first
+                if name in linked:
+                    self.link(name, linked[name])
+                else:
+                    self.columns.add(name, specs[name])
+            self.poison(specs)
 
     def link(self, name: str, source: str) -> None:
         """Adds a column whose values are stored in the next rows of another; see `linked_columns`.

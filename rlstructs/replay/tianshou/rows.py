@@ -17,9 +17,8 @@ from rlstructs.replay.columns import Spec
 from rlstructs.replay.from_trajectories import Steps
 from rlstructs.replay.given import plain_items
 from rlstructs.replay.reading import Reading
-from rlstructs.replay.roles import is_info
 from rlstructs.replay.snapshot import Rows, Snapshot
-from rlstructs.replay.step_writer import OneRow, StepWriter
+from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.tianshou import transitions
 from rlstructs.replay.tianshou.checked_rows import CheckedRows
 from rlstructs.replay.tianshou.running import Running
@@ -35,8 +34,6 @@ class _Known(NamedTuple):
     layout: int
     names: list[str]
     specs: dict[str, Spec]
-    one_row: OneRow
-    writer: StepWriter
 
 
 class MalformedBufferError(StateError):
@@ -91,6 +88,7 @@ class EpisodeRows(CheckedRows):
         self._unknown, self._missing = new_keys, missing_keys
         self._ignored = frozenset([DONE, OBS_NEXT] if ignore_obs_next else [DONE])
         self._running = Running(self._n_lanes)
+        self._step_writer = StepWriter(self._storage, FLAGS)
         self._every_lane = list(range(self._n_lanes))
         self._first_rows = np.arange(self._n_lanes) * self._storage.columns.capacity
         self._find_begins()
@@ -159,9 +157,7 @@ class EpisodeRows(CheckedRows):
         if known is None or known.layout != columns.layout:
             layout, specs = columns.layout, columns.specs
             names = transitions.names_of(specs)
-            writer = StepWriter(self._storage, FLAGS)
-            known = _Known(layout, names, transitions.specs_of(specs, names), OneRow(specs, is_info), writer)
-            self._known = known
+            known = self._known = _Known(layout, names, transitions.specs_of(specs, names))
         return known
 
     # Writing
@@ -222,24 +218,18 @@ class EpisodeRows(CheckedRows):
         """Adds one row to each lane if no conversion is needed; otherwise changes nothing and returns None."""
         if type(batch) not in (dict, ArrayDict) or self.save_only_last_obs or not self._lane_size:
             return None
-        known = self._look()
         flat: Mapping[str, Any] | None = batch
         if type(batch) is ArrayDict:  # whose length is that of its rows
             flat = batch._arrays()
         elif dict in map(type, batch.values()):
             flat = plain_items(batch)
-        if not known.names or flat is None:
+        if flat is None:
             return None
         if not self._ignored.isdisjoint(flat):
             flat = {name: values for name, values in flat.items() if name not in self._ignored}
-        rows: Mapping[str, Any] | None = flat
-        if buffer_ids is None and not self._is_stacked:
-            try:
-                rows = known.one_row(flat)
-            except TypeError:  # there are lists in it
-                return None
         heads = self._storage.ring.head.copy()
-        if rows is None or not known.writer.write(rows):
+        rows = self._step_writer.write(flat, is_row=buffer_ids is None and not self._is_stacked)
+        if rows is None:
             return None
         rewards = self._rewards(rows[REW])
         if rewards.shape == (1,):

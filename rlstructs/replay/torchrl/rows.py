@@ -18,7 +18,7 @@ from rlstructs.replay.from_trajectories import take_trajectories
 from rlstructs.replay.given import flat_items
 from rlstructs.replay.reading import DISCOUNT
 from rlstructs.replay.roles import ends_among
-from rlstructs.replay.step_writer import OneRow, StepWriter
+from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.torchrl.batches import Rows, rows_of, rows_of_steps, with_axis
 from rlstructs.replay.torchrl.prioritized_sampler import PrioritizedSampler
 from rlstructs.replay.torchrl.samplers import INDEX, WEIGHT, Sampler
@@ -50,7 +50,7 @@ class DictTensorRows(Buffer):
     # The row ids of the last write, and which steps they are: a row id alone may mean what was drawn before.
     _written: tuple[np.ndarray, np.ndarray] | None = None
     # What writes one plain row; None before it is known, False if there are no plain rows.
-    _quick: tuple[OneRow, StepWriter] | bool | None = None
+    _quick: StepWriter | bool | None = None
 
     @property
     def write_count(self) -> int:
@@ -272,30 +272,24 @@ class DictTensorRows(Buffer):
         self._storage.grow(capacity)
         self._sampler.grown(columns.n_rows)
 
-    def _find_quick_way(self) -> tuple[OneRow, StepWriter] | bool:
+    def _find_quick_way(self) -> StepWriter | bool:
         with_priority = isinstance(self._sampler, PrioritizedSampler) and self._priority_key in self._specs
         plain = self._writer.is_plain and not self._transform.has_inverse and not with_priority
         if not plain or self._id_keys(self._specs) or not self._storage.columns.on_host:
             return False
-        return OneRow(self._specs), StepWriter(self._storage, tuple(self._end_keys(self._specs)))
+        return StepWriter(self._storage, self._end_keys(self._specs))
 
     def _add_quickly(self, row: Mapping[str, Any]) -> int | None:
         """Adds a row, if that takes no more than to copy it; its row id."""
         with self._lock:
             quick = self._quick
-            if not isinstance(quick, tuple) or (len(self._transform) and self._transform.has_inverse):
+            if not isinstance(quick, StepWriter) or (len(self._transform) and self._transform.has_inverse):
                 return None  # somebody may have put a transform into those that there are
-            try:
-                rows = quick[0](row)
-            except (TypeError, IndexError):  # no numbers
-                return None
-            if rows is None:
-                return None
             ring = self._storage.ring
             head, capacity = int(ring.head.item(0)), ring.capacity
             if capacity < self._settings.max_size and head - int(ring.base.item(0)) >= capacity:
                 return None  # it has to grow
-            if not quick[1].write(rows):
+            if quick.write(row, is_row=True) is None:
                 return None
             self._n_written += 1
             if isinstance(self._sampler, PrioritizedSampler):
