@@ -118,8 +118,8 @@ class PrioritizedMemory(RandomMemory):
         self._smallest = tree.minimum
         return rows, {"leaves": tree.values.take(rows)}
 
-    def _select(self, n: int, length: int, n_step: int, ends: str) -> Selection:
+    def _select(self, n: int, length: int, ends: str) -> Selection:
         with self._priorities.lock:
-            picked = super()._select(n, length, n_step, ends)
-            self._priorities.drawn.remember(picked.span, picked.rows if n_step == 1 else picked.rows[:, 0])
+            picked = super()._select(n, length, ends)
+            self._priorities.drawn.remember(picked.span, picked.rows)
         return picked

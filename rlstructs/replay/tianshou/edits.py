@@ -13,10 +13,10 @@ from rlstructs.replay.buffer import FILL, GROW
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.given import as_rows, is_mapping
 from rlstructs.replay.infos import info_items
-from rlstructs.replay.reading import How, read
 from rlstructs.replay.roles import is_info
 from rlstructs.replay.snapshot import Rows
 from rlstructs.replay.tianshou import transitions
+from rlstructs.replay.tianshou.reading import How, read
 from rlstructs.replay.tianshou.reads import EpisodeReads
 from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT, RESERVED, REW, top
 from rlstructs.replay.values import from_bits, host_array
