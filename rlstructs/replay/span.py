@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -135,22 +134,3 @@ def _numbered(columns: Columns, low: np.ndarray, counts: np.ndarray, index: np.n
     lanes = np.searchsorted(ends, index, side="right")
     steps = low[lanes] + index - (ends - counts)[lanes]
     return columns.rows(lanes, steps % columns.capacity)
-
-
-class Epoch:
-    """Epochs of all rows in random order.
-
-    Args:
-        drop_last: whether to leave out a last batch that would be smaller.
-    """
-
-    def __init__(self, drop_last: bool = False) -> None:
-        self.drop_last = drop_last
-
-    def batches(self, span: Span, n: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-        """The row ids of one epoch, `n` at a time; the last batch may be smaller."""
-        order = rng.permutation(span.total)
-        for start in range(0, len(order), n):
-            if start + n > len(order) and self.drop_last:
-                return
-            yield span.row_ids(order[start : start + n])
