@@ -110,8 +110,8 @@ class Memory(NamedTensors, ABC):
         end = first + n_timesteps
         if isinstance(lanes, slice) and end <= self.memory_size and (heads == heads[0]).all():
             return {name: columns.cells[name][:, first:end] for name in names}  # no index goes to a GPU
-        slots = (heads[:, None] + np.arange(n_timesteps)) % self.memory_size
-        rows, names = columns.rows(np.arange(self.num_envs)[lanes][:, None], slots), list(names)
+        steps, names = heads[:, None] + np.arange(n_timesteps), list(names)
+        rows = columns.at_steps(np.arange(self.num_envs)[lanes][:, None], steps)
         return dict(zip(names, columns.gather(names, rows), strict=True))
 
     def _write(self, block: Mapping[str, Any], lanes: Any, done: np.ndarray | None, **more: Any) -> None:

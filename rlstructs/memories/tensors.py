@@ -119,13 +119,13 @@ class NamedTensors(CopiedWhole):
         then = self.memory_size * filled + memory_index + (lanes < env_index)
         starts_anew = high - low > 1 or bool((then < now).any())
         first, counts = (0, then) if starts_anew else (storage.ring.head[:, None], then - now)
-        slots = (first + np.zeros((lanes.size, 1), np.int64) + np.arange(counts.max())) % self.memory_size
-        found = storage.columns.gather(self._dtypes, storage.columns.rows(lanes[:, None], slots))
+        steps = first + np.zeros((lanes.size, 1), np.int64) + np.arange(counts.max())
+        found = storage.columns.gather(self._dtypes, storage.columns.at_steps(lanes[:, None], steps))
         if starts_anew:
             storage.clear()
         if counts.any():
             block = dict(zip(self._dtypes, found, strict=True))
-            storage.write(block, lengths=counts, done=find_ends(block, slots.shape))
+            storage.write(block, lengths=counts, done=find_ends(block, steps.shape))
 
     def _least_and_most_head(self) -> tuple[int, int]:
         head = self._storage.ring.head

@@ -42,8 +42,7 @@ class Draw:
         """Whether these rows held these steps at the time of the draw, bool."""
         if self.span is None:
             return np.zeros(rows.shape, bool)
-        lanes, _ = self.span.columns.places(rows)
-        return np.asarray(steps < self.span.head[lanes])
+        return np.asarray(steps < self.span.head[self.span.columns.lanes(rows)])
 
 
 class DrawnRows:
@@ -76,7 +75,7 @@ class DrawnRows:
         last = self._draws[0].span if self._draws else None
         if last is None or not rows.size:
             return False
-        now, (lanes, _) = span.steps(rows), span.columns.places(rows)
+        now, lanes = span.steps(rows), span.columns.lanes(rows)
         is_every = rows.size >= span.total and np.unique(rows).size == span.total
         if not is_every and not (now >= last.head[lanes]).all():
             return False

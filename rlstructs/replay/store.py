@@ -212,7 +212,7 @@ class Storage(CopiedWhole):
             self._put_blocks(block, lanes, first % columns.capacity, n_timesteps)
         else:
             steps = head[:, None] + np.arange(n_timesteps)
-            rows = columns.rows(np.arange(columns.n_lanes)[lanes][:, None], steps % columns.capacity)
+            rows = columns.at_steps(np.arange(columns.n_lanes)[lanes][:, None], steps)
             self._put_rows(block, rows, None if lengths is None else np.arange(n_timesteps) < lengths[:, None])
         if self.links:
             put_linked(self.links, ring, block, np.arange(columns.n_lanes)[lanes], n_timesteps, lengths)
@@ -364,7 +364,7 @@ class Storage(CopiedWhole):
         if self.ring.counters.tobytes() == picked.span.snapshot:
             return None
         first = picked.rows[:, 0] if picked.earliest is None else picked.earliest
-        stale = np.asarray(picked.span.steps(first) < self.ring.oldest()[self.columns.places(first)[0]])
+        stale = np.asarray(picked.span.steps(first) < self.ring.oldest()[self.columns.lanes(first)])
         return stale if stale.any() else None
 
     def share(self) -> None:

@@ -193,7 +193,7 @@ class CachedReplayBuffer(VectorReplayBuffer):
         """Moves the episode in a cache to the main buffer; where its first and last rows are then, -1 if nowhere."""
         main, rows = self.main_buffer._storage, self._own_rows()
         at = rows.every_row()
-        at = at[at // self._lane_size == lane]
+        at = at[self._storage.columns.lanes(at) == lane]
         placed = np.array([-1])
         if self.main_buffer.maxsize:
             names = list(self._specs)
@@ -201,7 +201,7 @@ class CachedReplayBuffer(VectorReplayBuffer):
             done = np.zeros((1, at.size), bool)
             done[0, -1] = True
             capacity = main.columns.capacity
-            placed = (int(main.ring.head[0]) + np.arange(at.size)[-capacity:]) % capacity
+            placed = main.columns.at_steps(0, main.ring.head[0] + np.arange(at.size)[-capacity:])
             main.write(block, done=done, starts=(rows.prev(at) == at)[None])
             self.main_buffer._running.clear()
             self.main_buffer._find_begins()

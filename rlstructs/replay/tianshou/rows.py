@@ -90,7 +90,6 @@ class EpisodeRows(CheckedRows):
         self._running = Running(self._n_lanes)
         self._step_writer = StepWriter(self._storage, FLAGS)
         self._every_lane = list(range(self._n_lanes))
-        self._first_rows = np.arange(self._n_lanes) * self._storage.columns.capacity
         self._find_begins()
         self._drop_caches()
 
@@ -253,12 +252,12 @@ class EpisodeRows(CheckedRows):
 
     def _result(self, lanes: slice | np.ndarray, heads: np.ndarray, rewards: np.ndarray, done: np.ndarray) -> Added:
         """The result of `add` for one row written to each of these lanes, whose heads were `heads`."""
-        ring, first_rows = self._storage.ring, self._first_rows[lanes]
+        columns, ring, every = self._storage.columns, self._storage.ring, np.arange(self._n_lanes)[lanes]
         ep_return, ep_len = self._running.add(lanes, rewards, done)
         begins = self._begins[lanes]
         starts = np.maximum(begins, ring.oldest()[lanes])
         self._begins[lanes] = np.where(done, heads + 1, begins)
-        return first_rows + heads % ring.capacity, ep_return, ep_len, first_rows + starts % ring.capacity
+        return columns.at_steps(every, heads), ep_return, ep_len, columns.at_steps(every, starts)
 
     def _result_of_one(self, head: int, reward: float, done: bool) -> Added:
         """`_result` for a single lane, in a third of the time."""
@@ -338,8 +337,8 @@ class EpisodeRows(CheckedRows):
         rewards = transitions.raw_numbers(rows.gather([REW], every)[0], self._specs[REW])
         self._running.shape(self._specs[REW].shape)
         begun = np.zeros(self._n_lanes, bool)
-        open_lengths = self._storage.ring.head - self._begins
-        self._running.add_many(every // self._storage.columns.capacity, self._rewards(rewards), open_lengths, begun)
+        open_lengths, lanes = self._storage.ring.head - self._begins, self._storage.columns.lanes(every)
+        self._running.add_many(lanes, self._rewards(rewards), open_lengths, begun)
 
     # Files and pickles
 

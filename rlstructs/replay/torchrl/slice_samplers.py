@@ -235,7 +235,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
 
     def _n_steps(self, storage: Storage, span: Span, rows: np.ndarray) -> np.ndarray:
         """How many rows of the same episode each of these begins, itself included; 0 if it is not there."""
-        left = np.minimum(storage.track_episodes().remaining(rows), span.head[0] - span.steps(rows))
+        left = np.minimum(storage.track_episodes().remaining(rows), span.left(rows))
         return np.asarray(np.where(span.has(rows), left, 0))
 
 
@@ -280,7 +280,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
                 f"a batch is of {n} slices, there are {latest.size} episodes of {length} steps, "
                 "and drop_last drops what is smaller"
             )
-        rows = latest % span.columns.capacity
+        rows = span.columns.at_steps(0, latest)
         first = np.maximum(latest - episodes.times(rows), span.low[0])
         counts = np.minimum(np.minimum(episodes.remaining(rows), span.head[0] - latest), length)
         around, inside = window(span, rng.integers(first, latest + 1), counts, length)
