@@ -25,7 +25,8 @@ def steps(lengths, lanes, first=0, done=(), starts=(), n_timesteps=4, **changes)
         "_observation/reward": numbers.float(), "_observation/terminated": marks["done"],
         "_observation/truncated": marks["never"], "observation/initial_state": marks["starts"], **changes,
     }  # fmt: skip
-    return Trajectories(DictTensor({"env_index": torch.tensor(lanes)}), TemporalDictTensor(tensors, torch.tensor(lengths)))
+    info = DictTensor({"env_index": torch.tensor(lanes)})
+    return Trajectories(info, TemporalDictTensor(tensors, torch.tensor(lengths)))
 
 
 def told(batch):
@@ -115,7 +116,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing(surface):
     with pytest.raises(TypeError, match="^add_trajectories: needs Trajectories, got TemporalDictTensor$"):
         made.add_trajectories(good.trajectories, surface.names)
     absent = {**surface.names, "a": "no/key", "b": "another"}
-    with pytest.raises(MissingKeyError, match=r"^add_trajectories: no \['another', 'no/key'\] in the trajectories, there"):
+    with pytest.raises(MissingKeyError, match=r"^add_trajectories: no \['another', 'no/key'\] in the trajectories,"):
         made.add_trajectories(good, absent)
     if not surface.is_one:
         with pytest.raises(SpecError, match=rf"^add_trajectories: env_index {N_LANES} is not in \[0, {N_LANES}\), the"):

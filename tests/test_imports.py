@@ -142,7 +142,8 @@ def test_surfaces_share_the_core_and_nothing_else():
 def test_an_import_of_a_surface_is_seen(name, tmp_path):
     file = tmp_path / "bad.py"
     file.write_text("from rlstructs.replay.tianshou.transitions import OBS")
-    assert f"{name} imports rlstructs.replay.tianshou.transitions" in wrong_imports_of_surfaces(modules() | {name: file})
+    found = wrong_imports_of_surfaces(modules() | {name: file})
+    assert f"{name} imports rlstructs.replay.tianshou.transitions" in found
 
 
 def test_every_package_has_its_line():

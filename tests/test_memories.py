@@ -1458,7 +1458,8 @@ BAD = {
         r"^add_trajectories: no \['z'\] in the trajectories, there are \['n', 'terminated', 'x'\]$",
     ),
     "default names without their keys": (
-        lambda: trajectories([3, 3], [0, 1], **good()), None, KeyError, r"^add_trajectories: no \[.*'observation/frame'",
+        lambda: trajectories([3, 3], [0, 1], **good()), None, KeyError,
+        r"^add_trajectories: no \[.*'observation/frame'",
     ),
     "another shape": (
         lambda: trajectories([3, 3], [0, 1], **good(x=np.ones((2, 3, 2), np.float32))), ALL, SpecError,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections import deque
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import rlstructs.replay
 from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay import expand
@@ -212,6 +215,15 @@ def test_an_ordinary_store_is_pickled_by_value(order):
     assert contents(storage) == [[1, 2, 5], [3, 4, 6]]
     assert copy.episodes.open_lengths(ALL).tolist() == [3, 3]
     assert storage.episodes.open_lengths(ALL).tolist() == [0, 0]
+
+
+def test_only_the_store_swaps_its_columns_and_counts_its_changes():
+    package = Path(rlstructs.replay.__file__).parent
+    wrong = re.compile(r"storage\.(version \+=|columns = |links = |(columns\.)?(episodes\.)?ring\.counters\[)")
+    files = [*package.rglob("*.py"), *(package.parent / "memories").glob("*.py")]
+    assert len(files) > 50
+    assert not [file.name for file in files if wrong.search(file.read_text())]
+    assert wrong.search("self._storage.version += 1") and wrong.search("storage.columns = columns")
 
 
 def test_nbytes_counts_columns_episodes_and_counters(order, backing):

@@ -39,7 +39,8 @@ class Model:
             new = [(int(frame), bool(end)) for frame, end in zip(frames[lane, :length], ends[lane], strict=False)]
             self.lanes[lane] = (self.lanes[lane] + new)[-self.size :]
             self.priorities |= {frame: self.largest for frame, _ in new}
-        steps = Steps({"obs": frames.numpy(), "terminated": ends}, n_timesteps, np.array(lengths), np.arange(N_ENVS), ends)
+        values, lanes = {"obs": frames.numpy(), "terminated": ends}, np.arange(N_ENVS)
+        steps = Steps(values, n_timesteps, np.array(lengths), lanes, ends)
         shard.extend({"obs": torch.int64, "terminated": torch.bool}, 1.0, columns_of(steps))
 
     def update(self, frames, priorities):

@@ -103,7 +103,7 @@ class RowIds:
         return np.asarray(rows // self.capacity if self.order == LANE else rows % self.n_lanes)
 
     def numbered(self, index: np.ndarray, low: int, n: int) -> np.ndarray:
-        """Row ids by number, where each lane has `n` rows from the step `low` on: by lane, or, in order "slot", by step."""
+        """Row ids by number, if each lane has `n` rows from the step `low` on: by lane, or in order "slot" by step."""
         if self.order == LANE:
             lanes, ages = np.divmod(index, n) if self.n_lanes > 1 else (0, index)
             return self.at_steps(lanes, low + ages)

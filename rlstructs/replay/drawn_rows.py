@@ -1,4 +1,4 @@
-"""What row ids meant when they were drawn: the priorities of a batch come later, when rows may have been overwritten."""
+"""What row ids meant when they were drawn: when their priorities come, others may have taken their place."""
 
 from __future__ import annotations
 

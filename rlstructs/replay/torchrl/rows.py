@@ -171,7 +171,7 @@ class DictTensorRows(Buffer):
         writer.check(rows.values, rows.n, self._specs)
         priorities = self._priorities_in(rows, update)
         if not self._specs and self._settings.settle(rows.values):
-            self._storage.columns = self._settings.anew(self._storage.columns)
+            self._storage.take_columns(self._settings.anew(self._storage.columns))
             if self.framework == "torch" and self._export.device is None:
                 self._export = Exporter("torch", self._settings.device)
         block = self._checked({name: value[None] for name, value in rows.values.items()}, ERROR, ERROR)
@@ -193,17 +193,16 @@ class DictTensorRows(Buffer):
     def _exchanging_columns(self) -> Iterator[None]:
         """Has a buffer without rows be without columns; if what is done then fails, it has those of before."""
         storage = self._storage
-        before = storage.columns, storage.links, self._knows_episodes
-        storage.columns, storage.links, self._knows_episodes = self._settings.anew(storage.columns), {}, False
+        before, links = storage.take_columns(self._settings.anew(storage.columns))
+        knew_episodes, self._knows_episodes = self._knows_episodes, False
         try:
             yield
         except BaseException:
-            self._settings.leave(storage.columns)
-            storage.columns, storage.links, self._knows_episodes = before
+            failed, _ = storage.take_columns(before, links)
+            self._settings.leave(failed)
+            self._knows_episodes = knew_episodes
             raise
-        finally:
-            storage.version += 1
-        self._settings.leave(before[0])
+        self._settings.leave(before)
 
     def _invert_rows(self, given: Rows, owner: str) -> Rows | None:
         """Rows as the transforms make them; None if one does not take them."""
