@@ -42,7 +42,7 @@ def add_steps(memory: Memory, steps: Steps) -> None:
     memory._check_room("add_trajectories", [spec for _, spec in missing.values()])
     for name, (dtype, spec) in missing.items():
         memory._plan_tensor(name, dtype, spec.shape)
-    steps.with_ends(find_ends(block, lead)).write(block, memory._write)
+    steps.with_ends(find_ends(block)).write(block, memory._write)
 
 
 def _row_shape(memory: Memory, name: str, given: tuple[int, ...]) -> tuple[int, ...]:

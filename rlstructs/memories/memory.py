@@ -77,7 +77,7 @@ class Memory(NamedTensors, ABC):
             known = self.get_tensor_names()
             raise MissingKeyError(f"none of {sorted(tensors)} is a tensor of this memory, there are {known}")
         block |= self._read_next_rows(self._exposed - block.keys(), lanes, lead[1])
-        self._write(block, lanes, find_ends(block, lead))
+        self._write(block, lanes, find_ends(block))
 
     def _write_quickly(self, tensors: Mapping[str, Any]) -> bool:
         """Writes a row of each environment without conversion; returns False if that is not possible.

@@ -125,7 +125,7 @@ class NamedTensors(CopiedWhole):
             storage.clear()
         if counts.any():
             block = dict(zip(self._dtypes, found, strict=True))
-            storage.write(block, lengths=counts, done=find_ends(block, steps.shape))
+            storage.write(block, lengths=counts, done=find_ends(block))
 
     def _least_and_most_head(self) -> tuple[int, int]:
         head = self._storage.ring.head
@@ -212,7 +212,7 @@ class NamedTensors(CopiedWhole):
         return self._store().columns.cells[name].swapaxes(0, 1)
 
     def _ends_by_slot(self) -> np.ndarray:
-        done = find_ends(self._storage.columns.cells, (self.num_envs, self.memory_size))
+        done = find_ends(self._storage.columns.cells)
         assert done is not None
         return done
 

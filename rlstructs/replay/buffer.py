@@ -27,7 +27,7 @@ from rlstructs.replay.reading import Reading
 from rlstructs.replay.roles import ends_among, source_of
 from rlstructs.replay.span import Span
 from rlstructs.replay.store import ALL, Storage
-from rlstructs.replay.values import generator_of, host_array, row_ids
+from rlstructs.replay.values import find_marks, generator_of, row_ids
 from rlstructs.structures.trajectories import Trajectories
 
 LOG = logging.getLogger("rlstructs")
@@ -180,10 +180,7 @@ class Buffer(CopiedWhole):
         return bool(storage.columns.on_host and storage.is_private and not len(storage))
 
     def _done(self, block: Mapping[str, Any]) -> np.ndarray | None:
-        ends = [host_array(name, block[name]) != 0 for name in self._find_end_columns(block)]
-        if not ends:
-            return None
-        return np.asarray(np.logical_or.reduce([end.any(axis=tuple(range(2, end.ndim))) for end in ends]))
+        return find_marks({name: block[name] for name in self._find_end_columns(block)})
 
     def _find_end_columns(self, names: Iterable[str]) -> list[str]:
         """The columns that mark the end of an episode where they are true."""

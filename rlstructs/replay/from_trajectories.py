@@ -13,7 +13,7 @@ from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.replay.blocks import as_slice, rounds
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.roles import is_beside
-from rlstructs.replay.values import host_array
+from rlstructs.replay.values import find_marks, host_array
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
 
@@ -178,24 +178,17 @@ def take_trajectories(
 def take_steps(steps: TemporalDictTensor, names: Mapping[str, str], lanes: np.ndarray | None = None) -> Steps:
     """Does what `take_trajectories` does, of keys and lanes (B,) that are there."""
     lengths = host_array("lengths", steps.lengths)
-    ends = [_truth(steps, key) for key in STEP_ENDS if key in steps]
     found = Steps(
         {name: steps[key].detach() for name, key in names.items()},
         steps.n_timesteps(),
         lengths,
         np.zeros(len(lengths), np.int64) if lanes is None else lanes,
-        np.logical_or.reduce(ends) if ends else None,
-        _truth(steps, STEP_START) if STEP_START in steps else None,
+        find_marks({key: steps[key] for key in STEP_ENDS if key in steps}),
+        find_marks({STEP_START: steps[STEP_START]} if STEP_START in steps else {}),
     )
     if lanes is None:
         return found.one_after_another()
     return found if lengths.all() else found.at(np.flatnonzero(lengths))
-
-
-def _truth(steps: TemporalDictTensor, key: str) -> np.ndarray:
-    """Where any number of a step is not zero, bool (B, T)."""
-    marks = host_array(key, steps[key]) != 0
-    return np.asarray(marks.any(axis=tuple(range(2, marks.ndim))))
 
 
 def _find_lanes(batch: Trajectories, n_lanes: int, owner: str, limit: str) -> np.ndarray:

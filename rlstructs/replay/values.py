@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,17 @@ def host_array(name: str, value: Any) -> np.ndarray:
     except (TypeError, ValueError) as error:
         raise SpecError(f"{name!r} must be an array, got {type(value).__name__}: {error}") from error
     return np.asarray(array, np.float32) if array.dtype.name == "bfloat16" else array
+
+
+def find_marks(columns: Mapping[str, Any], n_lead: int = 2) -> np.ndarray | None:
+    """Where a number of one of these columns is not zero, bool, with their first `n_lead` axes; None of no column."""
+    marks = []
+    for name, values in columns.items():
+        if isinstance(values, torch.Tensor) and not values.is_cpu:
+            values = values != 0  # there: a bool is less to copy
+        mark = host_array(name, values) != 0
+        marks.append(mark.any(axis=tuple(range(n_lead, mark.ndim))))
+    return np.asarray(np.logical_or.reduce(marks)) if marks else None
 
 
 def row_ids(indexes: Any, n_rows: int) -> np.ndarray:

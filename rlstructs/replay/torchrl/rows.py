@@ -26,7 +26,7 @@ from rlstructs.replay.torchrl.storages import ReplayStorage
 from rlstructs.replay.torchrl.tensordicts import Axes, as_given, axes_of, refuse_tensorclass
 from rlstructs.replay.torchrl.transforms import Compose
 from rlstructs.replay.torchrl.writers import Writer
-from rlstructs.replay.values import host_array
+from rlstructs.replay.values import find_marks, host_array
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 
@@ -309,8 +309,8 @@ class DictTensorRows(Buffer):
 
     def _marks(self, block: Mapping[str, Any], rows: Rows) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Where episodes end and begin in rows that are about to be written, bool (1, n) each."""
-        done = [] if rows.done is None else [rows.done]
-        done += [_truth(name, block[name][0]) for name in self._end_keys(block)]
+        own = find_marks({name: block[name] for name in self._end_keys(block)})
+        done = [marks for marks in (rows.done, None if own is None else own[0]) if marks is not None]
         starts = [] if rows.starts is None else [rows.starts]
         for name in self._id_keys(block):
             ids = self._host(name, block[name][0])
@@ -325,9 +325,8 @@ class DictTensorRows(Buffer):
     def _ends_and_changes(self) -> tuple[np.ndarray, np.ndarray]:
         """What the columns say of every row, the oldest first: whether an episode ends, whether its id is another."""
         rows = self._chronological(np.arange(len(self)))
-        ends, changes = np.zeros(rows.size, bool), np.zeros(rows.size, bool)
-        for name in self._end_keys(self._specs):
-            ends |= _truth(name, self._storage.gather([name], rows)[0])
+        ends = find_marks({name: self._storage.gather([name], rows)[0] for name in self._end_keys(self._specs)}, 1)
+        ends, changes = np.zeros(rows.size, bool) if ends is None else ends, np.zeros(rows.size, bool)
         for name in self._id_keys(self._specs):
             changes |= _changes(self._host(name, self._storage.gather([name], rows)[0]))
         return ends, changes
@@ -362,11 +361,6 @@ def _private(name: str, value: Any) -> torch.Tensor:
     return torch.from_numpy(np.array(host_array(name, value)))
 
 
-def _truth(name: str, values: Any) -> np.ndarray:
-    """Where any number of a row is not zero, bool (n,)."""
-    return _any_of_row(host_array(name, values) != 0)
-
-
 def _any_of(marks: list[np.ndarray]) -> np.ndarray | None:
     """Where one of them is, bool (1, n); None of none."""
     return np.asarray(np.logical_or.reduce(marks))[None] if marks else None
@@ -375,10 +369,5 @@ def _any_of(marks: list[np.ndarray]) -> np.ndarray | None:
 def _changes(ids: np.ndarray) -> np.ndarray:
     """Where a row differs from the one before it, bool (n,); the first does not."""
     changes = np.zeros(len(ids), bool)
-    changes[1:] = _any_of_row(ids[1:] != ids[:-1])
+    changes[1:] = (ids[1:] != ids[:-1]).any(axis=tuple(range(1, ids.ndim)))
     return changes
-
-
-def _any_of_row(marks: np.ndarray) -> np.ndarray:
-    """Which rows have any mark, bool (n,)."""
-    return np.asarray(marks.any(axis=tuple(range(1, marks.ndim))))
