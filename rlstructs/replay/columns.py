@@ -77,6 +77,7 @@ class RowIds:
     def __init__(self, n_lanes: int, capacity: int, order: str = LANE) -> None:
         self.n_lanes, self.capacity, self.order = n_lanes, capacity, order
         self.lane_stride, self.slot_stride = (capacity, 1) if order == LANE else (1, n_lanes)
+        self._first_rows = np.arange(n_lanes) * self.lane_stride
 
     @property
     def n_rows(self) -> int:
@@ -88,10 +89,11 @@ class RowIds:
         return np.asarray(lanes * self.lane_stride + slots * self.slot_stride)
 
     def at_steps(self, lanes: Any, steps: Any) -> np.ndarray:
-        """Row ids of the rows that hold these steps, or will."""
+        """Row ids of the rows that hold these steps, or will; lanes are an index of all."""
         if self.n_lanes == 1:
             return np.asarray(steps % self.capacity)
-        return self.rows(lanes, steps % self.capacity)
+        slots = steps % self.capacity
+        return np.asarray(self._first_rows[lanes] + (slots if self.order == LANE else slots * self.slot_stride))
 
     def places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The lanes and slots of row ids."""

@@ -252,12 +252,12 @@ class EpisodeRows(CheckedRows):
 
     def _result(self, lanes: slice | np.ndarray, heads: np.ndarray, rewards: np.ndarray, done: np.ndarray) -> Added:
         """The result of `add` for one row written to each of these lanes, whose heads were `heads`."""
-        columns, ring, every = self._storage.columns, self._storage.ring, np.arange(self._n_lanes)[lanes]
+        columns, ring = self._storage.columns, self._storage.ring
         ep_return, ep_len = self._running.add(lanes, rewards, done)
         begins = self._begins[lanes]
         starts = np.maximum(begins, ring.oldest()[lanes])
         self._begins[lanes] = np.where(done, heads + 1, begins)
-        return columns.at_steps(every, heads), ep_return, ep_len, columns.at_steps(every, starts)
+        return columns.at_steps(lanes, heads), ep_return, ep_len, columns.at_steps(lanes, starts)
 
     def _result_of_one(self, head: int, reward: float, done: bool) -> Added:
         """`_result` for a single lane, in a third of the time."""
