@@ -69,8 +69,9 @@ class Surface:
             rows = store.span().by_lane(1)[0]
             if not rows.size:
                 continue
+            lanes = store.columns.lanes(rows)
             values = store.columns.host(column, store.gather([column], rows)[0]).reshape(len(rows), -1)[:, 0]
-            begins = np.ones(rows.size, bool) if store.episodes is None else store.episodes.begin(rows)
+            begins = np.append(True, lanes[1:] != lanes[:-1]) | store.episodes.begin(rows)  # or goes on in what is left
             for value, begin in zip(values.tolist(), begins, strict=True):
                 found += [[]] if begin else []
                 found[-1].append(value)

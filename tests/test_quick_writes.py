@@ -50,7 +50,7 @@ def _memory(kind):
         return make(kind, CAPACITY, N_LANES, dtypes)
 
     def add(made, row):
-        made.add_samples(**{name: np.reshape(value, (N_LANES, 2, 2) if name == "obs" else (N_LANES, 1))
+        made.add_samples(**{name: value.reshape((N_LANES, 2, 2) if name == "obs" else (N_LANES, 1))
                             for name, value in row.items()})  # fmt: skip
 
     return Surface(make_memory, add)
@@ -104,6 +104,11 @@ def row_of(surface, rng):
     return {name: np.asarray(value, DTYPES[name])[()] for name, value in row.items()}
 
 
+def unlike(surface, row):
+    """The same numbers, as they need to be converted: of another dtype, or, without lanes, as lists."""
+    return {**row, "obs": row["obs"].astype(np.float64) if surface.n else row["obs"].tolist()}
+
+
 def content(made):
     """All that a store holds: counters, rows and episodes."""
     storage = made._storage
@@ -122,8 +127,7 @@ def test_quick_and_other_writes_leave_the_same(surface, library):
         version = quick._storage.version
         surface.add(quick, given)
         n_quick += quick._storage.version == version
-        # As many libraries give rows: another dtype, of which each value is one of the column's.
-        surface.add(other, {**row, "obs": row["obs"].astype(np.float64)} if number else row)
+        surface.add(other, unlike(surface, row) if number else row)
         assert content(quick) == content(other)
     assert n_quick >= 3 * CAPACITY - 2  # the first of them makes the columns
 
@@ -133,7 +137,7 @@ def test_what_has_to_be_converted_is_written_the_other_way(surface):
     for _ in range(2):
         surface.add(made, row_of(surface, rng))
     row, version = row_of(surface, rng), made._storage.version
-    surface.add(made, {**row, "obs": row["obs"].astype(np.float64)})
+    surface.add(made, unlike(surface, row))
     assert made._storage.version > version
     version = made._storage.version
     surface.add(made, row_of(surface, rng))

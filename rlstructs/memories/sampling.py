@@ -90,16 +90,11 @@ class RandomMemory(memory.Memory):
         known, storage = self._existing(names), self._store()
         if (episode_ends != CROSS or n_step > 1) and storage.episodes is None:
             raise StateError(NO_ENDS)
-        reading = Reading(n_step, gamma)
-
-        def read(picked: Selection) -> list[Any]:
-            rows = picked.rows if length > 1 else picked.rows[:, 0]
-            if n_step == 1:
-                return storage.gather(known, rows)
-            found = reading.read(storage, picked.span, known, rows, discount=NO_NAME)
-            return [found[name] for name in (*known, NO_NAME)]
-
-        picked, arrays = storage.sample(n, lambda count: self._select(count, length, episode_ends), read)
+        picked, arrays = storage.sample(
+            n,
+            lambda count: self._select(count, length, episode_ends),
+            lambda chosen: self._read(known, chosen, Reading(n_step, gamma)),
+        )
         self.sampling_indexes = self.framework.indexes(picked.rows.reshape(-1))
         self._last = picked
         self._discounts = gamma if n_step == 1 else arrays.pop()
@@ -176,6 +171,14 @@ class RandomMemory(memory.Memory):
         if not rows.size:
             raise SpecError("nothing to sample: no window of this length is stored")
         return np.asarray(rng.choice(rows, min(n, rows.size), replace=False)), {}
+
+    def _read(self, names: Sequence[str], picked: Selection, reading: Reading) -> list[Any]:
+        """Reads the drawn rows, and, if it sums up steps, gamma to the number of them."""
+        rows = picked.rows if picked.rows.shape[1] > 1 else picked.rows[:, 0]
+        if reading.n_step == 1:
+            return self._storage.gather(names, rows)
+        found = reading.read(self._storage, picked.span, names, rows, discount=NO_NAME)
+        return [found[name] for name in (*names, NO_NAME)]
 
 
 def _check(sequence_length: Any, n_step: Any, gamma: float, episode_ends: str) -> int:

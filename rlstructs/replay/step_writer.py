@@ -59,25 +59,19 @@ class StepWriter:
         self.__init__(**state)  # type: ignore[misc]
 
     def write(self, tensors: Mapping[str, Any], is_row: bool = False) -> Mapping[str, Any] | None:
-        """Appends a row to every lane, if it can; otherwise nothing has changed, and `Storage.write` is to.
+        """Appends a row to every lane and returns its arrays; None if nothing has changed and `Storage.write` is to.
 
         Args:
             tensors: name -> `(n_lanes, ...)`, arrays of numpy or torch.
             is_row: whether they are plain numbers and arrays without an axis for lanes, of which there is one.
-
-        Returns:
-            The arrays that were written; None if nothing was.
         """
         storage = self._storage
         if self._version != storage.version:
             self._look()
+        if is_row:
+            tensors = self._one_row(tensors) or {}
         if len(tensors) != len(self._wanted) or not tensors:
             return None
-        if is_row:
-            rows = self._one_row(tensors)
-            if rows is None:
-                return None
-            tensors = rows
         values, ended = [], False
         for name, shape, dtype, is_end in self._wanted:
             value = tensors.get(name)
@@ -98,8 +92,7 @@ class StepWriter:
             if self._version != storage.version:
                 return None
             self._version = -1  # until all is done: Ctrl-C may come between
-            head = self._head
-            slot, following = head % self._capacity, head + 1
+            slot, following = self._head % self._capacity, self._head + 1
             self._reserved.fill(following)
             for rows, value in zip(self._rows, values):  # noqa: B905 - linked ones, the last, have none
                 rows[slot] = value
