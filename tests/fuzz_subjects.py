@@ -19,7 +19,7 @@ from test_dict_tensor_replay_buffer_files import rows as next_rows
 from rlstructs import DictTensor, FileError, SpecError, TemporalDictTensor, Trajectories
 from rlstructs.cli import report
 from rlstructs.distributed import replay_files
-from rlstructs.distributed.shard import ShardSettings
+from rlstructs.distributed.shard import ShardSettings, columns_of
 from rlstructs.memories import files as memory_files
 from rlstructs.replay import (
     CachedReplayBuffer,
@@ -30,6 +30,7 @@ from rlstructs.replay import (
     VectorReplayBuffer,
     saving,
 )
+from rlstructs.replay.from_trajectories import Steps
 
 
 @dataclass(frozen=True)
@@ -162,9 +163,9 @@ def _shards() -> Subject:
 
     def shard(seed: int) -> Any:
         made, rng = settings.build(2, seed), np.random.default_rng(seed)
-        steps = {"x": rng.normal(size=(2, 5, 2)), "_observation/terminated": rng.random((2, 5)) < 0.3}
-        dtypes = {"x": torch.float64, "_observation/terminated": torch.bool}
-        made.extend(dtypes, 1.0, {**steps, "env_index": np.arange(2), "lengths": np.array([5, 3])})
+        values = {"x": rng.normal(size=(2, 5, 2)), "terminated": rng.random((2, 5)) < 0.3}
+        steps = Steps(values, 5, np.array([5, 3]), np.arange(2), values["terminated"])
+        made.extend({"x": torch.float64, "terminated": torch.bool}, 1.0, columns_of(steps))
         return made
 
     def save(folder: Path) -> list[Path]:

@@ -23,7 +23,7 @@ import warp as wp
 
 from rlstructs import DictTensor, FileError, MissingKeyError, SpecError, StateError, TemporalDictTensor, Trajectories
 from rlstructs.replay import ArrayDict, ChunkReplayBuffer
-from rlstructs.replay.priorities import N_DRAWS
+from rlstructs.replay.drawn_rows import N_DRAWS
 
 inf, nan = float("inf"), float("nan")
 FRAMEWORKS = ["numpy", "torch", "jax", "warp"]
@@ -1253,9 +1253,9 @@ BAD_PRIORITIES = {
     "negative index": ([[-1, 0]], [[1.0, 1.0]], IndexError, r"^index -1 is not in \[0, 4\)$"),
     "large index": ([[0, 4]], [[1.0, 1.0]], IndexError, r"^index 4 is not in \[0, 4\)$"),
     "no row": ([[0, 3]], [[9.0, 9.0]], SpecError, "^index 3 holds no row$"),
-    "float index": ([[0.0]], [[1.0]], SpecError, "needs integers and numbers, got float64 and float64$"),
-    "text": ([[0]], [["1"]], SpecError, "needs integers and numbers, got int64 and <U1$"),
-    "complex": ([[0]], [[1j]], SpecError, "needs integers and numbers, got int64 and complex128$"),
+    "float index": ([[0.0]], [[1.0]], SpecError, "^index must hold integers, got float64$"),
+    "text": ([[0]], [["1"]], SpecError, "^priorities must hold numbers, got <U1$"),
+    "complex": ([[0]], [[1j]], SpecError, "^priorities must hold numbers, got complex128$"),
 }
 
 

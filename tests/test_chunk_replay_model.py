@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rlstructs import DictTensor, SpecError, TemporalDictTensor, Trajectories
 from rlstructs.replay import ChunkReplayBuffer
+from rlstructs.replay.drawn_rows import N_DRAWS
 from rlstructs.replay.episodes import Episodes
-from rlstructs.replay.priorities import N_DRAWS
 from rlstructs.replay.ring import N_COUNTERS, Ring
 
 SETTINGS = settings(

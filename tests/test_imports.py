@@ -115,6 +115,39 @@ def test_a_wrong_import_is_seen(statement, tmp_path):
     assert found and all(line.startswith("rlstructs.envs.bad imports rlstructs.") for line in found)
 
 
+# The surfaces over the replay store.
+SURFACES = ("rlstructs.replay.tianshou", "rlstructs.replay.torchrl", "rlstructs.replay.rlberry", "rlstructs.memories")
+
+
+def surface(name):
+    """The surface that a module is of, or None."""
+    return next((each for each in SURFACES if f"{name}.".startswith(f"{each}.")), None)
+
+
+def wrong_imports_of_surfaces(names):
+    """What of `rlstructs.replay` and `rlstructs.memories` imports a surface, other than the one that it is of."""
+    found = []
+    for name, file in names.items():
+        own = surface(name)
+        if is_package(name, names) or (own is None and package(name) != "replay"):
+            continue
+        others = {target for target in imports(file, names) & set(names) if surface(target) not in (None, own)}
+        found += [f"{name} imports {target}" for target in sorted(others)]
+    return found
+
+
+def test_surfaces_share_the_core_and_nothing_else():
+    assert wrong_imports_of_surfaces(modules()) == []
+
+
+@pytest.mark.parametrize("name", ["rlstructs.replay.bad", "rlstructs.replay.torchrl.bad", "rlstructs.memories.bad"])
+def test_an_import_of_a_surface_is_seen(name, tmp_path):
+    file = tmp_path / "bad.py"
+    file.write_text("from rlstructs.replay.tianshou.transitions import OBS")
+    found = wrong_imports_of_surfaces(modules() | {name: file})
+    assert f"{name} imports rlstructs.replay.tianshou.transitions" in found
+
+
 def test_every_package_has_its_line():
     assert {package(name) for name in modules()} - {None} <= set(LINES)
 

@@ -834,12 +834,12 @@ def test_rows_by_index(kind, make_indexes):
 @pytest.mark.parametrize(
     ("indexes", "error", "message"),
     [
-        ([8], IndexError, r"^indexes must be in \[0, 8\), got 8$"),
-        ([0, -1], IndexError, r"^indexes must be in \[0, 8\), got -1$"),
-        ([10**15], IndexError, r"^indexes must be in \[0, 8\), got 1000000000000000$"),
-        (np.array([2**64 - 1], np.uint64), IndexError, r"^indexes must be in \[0, 8\)"),
-        ([0.5], SpecError, "^indexes must be integers, got float64$"),
-        ([True], SpecError, "^indexes must be integers, got bool$"),
+        ([8], IndexError, r"^index 8 is not in \[0, 8\)$"),
+        ([0, -1], IndexError, r"^index -1 is not in \[0, 8\)$"),
+        ([10**15], IndexError, r"^index 1000000000000000 is not in \[0, 8\)$"),
+        (np.array([2**64 - 1], np.uint64), IndexError, r"^index 18446744073709551615 is not in \[0, 8\)$"),
+        ([0.5], SpecError, "^index must hold integers, got float64$"),
+        ([True], SpecError, "^index must hold integers, got bool$"),
     ],
 )
 def test_indexes_out_of_range_are_refused(kind, indexes, error, message):  # S13
@@ -1455,10 +1455,11 @@ BAD = {
     ),
     "a key that is not there": (
         lambda: trajectories([3, 3], [0, 1], **good()), {**ALL, "y": "z"}, KeyError,
-        r"^add_trajectories: no 'z' in the trajectories, there are \['n', 'terminated', 'x'\]$",
+        r"^add_trajectories: no \['z'\] in the trajectories, there are \['n', 'terminated', 'x'\]$",
     ),
     "default names without their keys": (
-        lambda: trajectories([3, 3], [0, 1], **good()), None, KeyError, "^add_trajectories: no 'observation/frame'",
+        lambda: trajectories([3, 3], [0, 1], **good()), None, KeyError,
+        r"^add_trajectories: no \[.*'observation/frame'",
     ),
     "another shape": (
         lambda: trajectories([3, 3], [0, 1], **good(x=np.ones((2, 3, 2), np.float32))), ALL, SpecError,

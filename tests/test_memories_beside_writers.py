@@ -106,7 +106,7 @@ class PrioritizedMemories(Memories):
     @staticmethod
     def priorities(memory):
         """The number of each row, and its priority to the power of alpha."""
-        [[numbers]], tree = memory.sample_all(["a"]), memory._prioritised
+        [[numbers]], tree = memory.sample_all(["a"]), memory._priorities
         tree.follow(memory._storage.span())
         rows = memory._storage.span().by_step()
         return host(numbers).ravel(), tree.tree.values[rows]

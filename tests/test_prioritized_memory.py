@@ -10,7 +10,7 @@ import pytest
 from frameworks import EVERY_KIND, KINDS, ON_HOST, add, array, flat, host, make
 
 from rlstructs.errors import FileError, SpecError, StateError
-from rlstructs.replay.priorities import N_DRAWS
+from rlstructs.replay.drawn_rows import N_DRAWS
 
 inf, nan = float("inf"), float("nan")
 
@@ -198,9 +198,9 @@ def test_the_last_of_equal_indexes_counts(kind, of):  # R24
         ([0, 1], [1.0, -0.5], SpecError, "^priorities must be finite and at least 0, got -0.5$"),
         ([0, 1], [1.0], SpecError, "^priorities: 1 came for 2 indexes$"),
         ([0], [1.0, 2.0], SpecError, "^priorities: 2 came for 1 indexes$"),
-        ([0, 4], [1.0, 1.0], IndexError, r"^indexes must be in \[0, 4\), got 4$"),
-        ([-1, 0], [1.0, 1.0], IndexError, r"^indexes must be in \[0, 4\), got -1$"),
-        ([0.0], [1.0], SpecError, "^indexes must be integers, got float64$"),
+        ([0, 4], [1.0, 1.0], IndexError, r"^index 4 is not in \[0, 4\)$"),
+        ([-1, 0], [1.0, 1.0], IndexError, r"^index -1 is not in \[0, 4\)$"),
+        ([0.0], [1.0], SpecError, "^index must hold integers, got float64$"),
         ([0, 3], [9.0, 9.0], SpecError, "^index 3 holds no row$"),
         ([0], ["a"], SpecError, "^priorities must hold numbers, got <U1$"),
         ([0], [1 + 1j], SpecError, "^priorities must hold numbers, got complex128$"),

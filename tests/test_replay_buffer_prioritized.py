@@ -146,7 +146,7 @@ def test_wrong_exponents_are_errors(arguments, message):
         ([0, 1], [1.0, nan], SpecError, "^priorities must be finite and at least 0, got nan$"),
         ([0, 1], [1.0, -inf], SpecError, "^priorities must be finite and at least 0, got inf$"),
         ([0, 1], [1.0], SpecError, "^priorities: 1 came for 2 indexes$"),
-        ([0, 1], ["a", "b"], SpecError, "^new_weight must hold numbers, got <U1$"),
+        ([0, 1], ["a", "b"], SpecError, "^priorities must hold numbers, got <U1$"),
         ([0.5], [1.0], SpecError, "^index must hold integers, got float64$"),
         ([0, 8], [1.0, 2.0], IndexError, r"^index 8 is not in \[0, 8\)$"),
         ([-7], [1.0], IndexError, r"^index -1 is not in \[0, 8\)$"),

@@ -10,7 +10,7 @@ import pytest
 from rlstructs.errors import FileError, SpecError, StateError
 from rlstructs.replay.buffer import Buffer
 from rlstructs.replay.columns import Columns, Spec
-from rlstructs.replay.priorities import Prioritised
+from rlstructs.replay.priorities import Priorities
 from rlstructs.replay.store import Storage
 
 WIDE = 80  # float32: more bytes than from which on a next observation is stored once
@@ -63,7 +63,7 @@ def grown_store():
     storage = Storage(1, 4)
     storage.columns.add("x", Spec(np.dtype(np.int64)))
     storage.alignment = 8
-    priorities = Prioritised(4, 1, alpha=0.5)
+    priorities = Priorities(4, 1, alpha=0.5)
     storage.write({"x": np.arange(4)[None]})
     priorities.update(storage.span(), np.arange(4), np.array([1.0, 4.0, 9.0, 16.0]))
     return storage, priorities
@@ -99,18 +99,18 @@ def test_a_row_that_was_replaced_has_the_priority_of_a_new_one_and_no_late_one()
     storage, priorities = grown_store()
     span = storage.span()
     for drawn in ([3, 1], [1, 2, 0]):
-        priorities.remember(span, np.array(drawn))
+        priorities.drawn.remember(span, np.array(drawn))
     priorities.replace(np.array([1]))
     np.testing.assert_allclose(priorities.tree.values, [1, 4, 3, 4])
     rows = np.array([1, 2, 0])
-    assert not priorities.is_last(rows, span)
+    assert not priorities.drawn.is_last(rows, span)
     priorities.update(span, rows, np.array([25.0, 36.0, 49.0]))
     np.testing.assert_allclose(priorities.tree.values, [7, 4, 6, 4])
     priorities.update(span, np.array([3, 1]), np.array([100.0, 100.0]))
     np.testing.assert_allclose(priorities.tree.values, [7, 4, 6, 10])
     priorities.update(span, np.array([1, 3, 2]), np.array([64.0, 81.0, 0.0]))  # some of several draws
     np.testing.assert_allclose(priorities.tree.values, [7, 4, 0, 9])
-    priorities.remember(span, np.array([1]))  # drawn again, as what it is now
+    priorities.drawn.remember(span, np.array([1]))  # drawn again, as what it is now
     priorities.update(span, np.array([1]), np.array([25.0]))
     np.testing.assert_allclose(priorities.tree.values, [7, 5, 0, 9])
 

@@ -168,7 +168,7 @@ def test_names_that_are_given_stand_for_what_is_nested_too():
     rows = DictTensorReplayBuffer(storage=LazyTensorStorage(64))
     rows.add_trajectories(trajectories, names)
     assert sorted(name for name in rows.sample(2).keys() if name != "index") == wanted  # noqa: SIM118
-    with pytest.raises(MissingKeyError, match="^add_trajectories: no 'action/nothing' in the trajectories, there are"):
+    with pytest.raises(MissingKeyError, match=r"^add_trajectories: no \['action/nothing'\] in the trajectories,"):
         memory("torch").add_trajectories(trajectories, {"a": "action/nothing"})
     chunk = ChunkReplayBuffer(64, 0, n_lanes=2)
     for tag, dtype in {"actions/left": np.int64, "observations/image": np.float32, "rewards": np.float32}.items():

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlstructs.distributed.shard import ROW, Shard, ShardSettings
-from rlstructs.structures.arrays import raw_of
+from rlstructs.distributed.shard import ROW, Shard, ShardSettings, columns_of
+from rlstructs.replay.from_trajectories import Steps
 
 N_ENVS, ALPHA = 2, 0.7
 NAMES = {"obs": "observation/frame", "terminated": "_observation/terminated"}
@@ -39,11 +39,9 @@ class Model:
             new = [(int(frame), bool(end)) for frame, end in zip(frames[lane, :length], ends[lane], strict=False)]
             self.lanes[lane] = (self.lanes[lane] + new)[-self.size :]
             self.priorities |= {frame: self.largest for frame, _ in new}
-        steps = {"observation/frame": frames, "_observation/terminated": torch.from_numpy(ends),
-                 "_observation/truncated": torch.zeros(ends.shape, dtype=torch.bool)}  # fmt: skip
-        columns = {key: raw_of(tensor) for key, tensor in steps.items()}
-        columns |= {"lengths": np.array(lengths, np.int64), "env_index": np.arange(N_ENVS)}
-        shard.extend({key: tensor.dtype for key, tensor in steps.items()}, 1.0, columns)
+        values, lanes = {"obs": frames.numpy(), "terminated": ends}, np.arange(N_ENVS)
+        steps = Steps(values, n_timesteps, np.array(lengths), lanes, ends)
+        shard.extend({"obs": torch.int64, "terminated": torch.bool}, 1.0, columns_of(steps))
 
     def update(self, frames, priorities):
         present = {frame for lane in self.lanes for frame, _ in lane}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rlstructs.errors import SpecError
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.priorities import Prioritised
+from rlstructs.replay.priorities import Priorities
 from rlstructs.replay.store import Storage
 from rlstructs.replay.sum_tree import SumTree
 
@@ -233,7 +233,7 @@ def order(request):
 
 
 def test_new_rows_get_the_largest_priority_ever_given(order):
-    storage, prioritised = make_storage(order=order), Prioritised(8, 2, 0.5)
+    storage, prioritised = make_storage(order=order), Priorities(8, 2, 0.5)
     write(storage, [2, 3])
     assert leaves(storage, prioritised) == [[1, 1, 0, 0], [1, 1, 1, 0]]
     rows = storage.columns.rows(np.array([0, 1]), np.array([0, 2]))
@@ -246,7 +246,7 @@ def test_new_rows_get_the_largest_priority_ever_given(order):
 
 @pytest.mark.parametrize("length", [1, 2, 4])
 def test_every_new_row_gets_a_priority_whatever_windows_are_drawn(order, length):
-    storage, prioritised = make_storage(order=order), Prioritised(8, 2, 1.0)
+    storage, prioritised = make_storage(order=order), Priorities(8, 2, 1.0)
     for lengths in ([3, 3], [1, 1], [0, 2]):
         write(storage, lengths)
         prioritised.follow(storage.span(length))
@@ -256,7 +256,7 @@ def test_every_new_row_gets_a_priority_whatever_windows_are_drawn(order, length)
 @pytest.mark.parametrize("n_rows", [(1, 3), (4, 4), (4, 3), (8, 4), (5, 6)], ids=str)
 @pytest.mark.parametrize("followed", [True, False])
 def test_cleared_rows_have_no_priority(order, n_rows, followed):
-    storage, prioritised = make_storage(order=order), Prioritised(8, 2, 1.0)
+    storage, prioritised = make_storage(order=order), Priorities(8, 2, 1.0)
     write(storage, list(n_rows))
     prioritised.follow(storage.span())
     storage.clear()
@@ -269,7 +269,7 @@ def test_cleared_rows_have_no_priority(order, n_rows, followed):
 
 
 def test_priorities_of_a_row_that_is_being_overwritten_are_dropped(order):
-    storage, prioritised = make_storage(order=order), Prioritised(8, 2, 1.0)
+    storage, prioritised = make_storage(order=order), Priorities(8, 2, 1.0)
     write(storage, [4, 2])
     storage.ring.reserve(slice(0, 1), 1)
     rows = storage.columns.rows(np.array([0, 0, 1]), np.array([0, 1, 3]))
@@ -285,7 +285,7 @@ def test_priorities_follow_the_rows_over_wraps_and_clears(data):
     """Against a list of each lane's rows; the tree looks only now and then."""
     n_lanes, capacity = data.draw(st.integers(1, 3), "lanes"), data.draw(st.integers(1, 4), "capacity")
     storage = make_storage(n_lanes, capacity, data.draw(st.sampled_from(["lane", "slot"]), "order"))
-    prioritised = Prioritised(n_lanes * capacity, n_lanes, alpha=2.0)
+    prioritised = Priorities(n_lanes * capacity, n_lanes, alpha=2.0)
     rows, largest = {}, 1.0  # (lane, slot) -> priority, None for one that the tree has not seen
     for _ in range(data.draw(st.integers(1, 10), "operations")):
         operation = data.draw(st.sampled_from(["write", "write", "write", "clear", "follow", "update"]), "operation")
@@ -315,12 +315,12 @@ def test_priorities_follow_the_rows_over_wraps_and_clears(data):
 
 
 def test_priorities_of_rows_overwritten_since_they_were_drawn_are_dropped(order):
-    storage, prioritised = make_storage(order=order), Prioritised(8, 2, 1.0)
+    storage, prioritised = make_storage(order=order), Priorities(8, 2, 1.0)
     write(storage, [4, 4])
     span = storage.span()
     prioritised.follow(span)
     rows = storage.columns.rows(np.array([0, 0, 1]), np.array([0, 1, 0]))
-    prioritised.remember(span, rows)
+    prioritised.drawn.remember(span, rows)
     write(storage, [1, 0])
     update(prioritised, storage, rows, np.array([50.0, 3.0, 2.0]))
     assert leaves(storage, prioritised) == [[1, 3, 1, 1], [2, 1, 1, 1]]
@@ -341,7 +341,7 @@ BAD = {
 
 @pytest.mark.parametrize("rows, priorities, message", BAD.values(), ids=BAD)
 def test_bad_priorities_are_refused_and_change_nothing(rows, priorities, message):
-    storage, prioritised = make_storage(), Prioritised(8, 2, 1.0)
+    storage, prioritised = make_storage(), Priorities(8, 2, 1.0)
     write(storage, [2, 1])
     before = leaves(storage, prioritised)
     with pytest.raises(SpecError, match=message):
@@ -351,7 +351,7 @@ def test_bad_priorities_are_refused_and_change_nothing(rows, priorities, message
 
 @pytest.mark.parametrize("alpha, shares", [(0.0, [1, 1, 1, 1]), (1.0, [0, 1, 3, 4]), (0.5, [0, 1, 3**0.5, 2])], ids=str)
 def test_draw_and_choose_are_in_proportion_to_priorities(alpha, shares):
-    storage, prioritised = make_storage(1), Prioritised(4, 1, alpha)
+    storage, prioritised = make_storage(1), Priorities(4, 1, alpha)
     write(storage, [4])
     update(prioritised, storage, np.arange(4), np.array([0.0, 1.0, 3.0, 4.0]))
     rng = np.random.default_rng(0)
@@ -363,14 +363,14 @@ def test_draw_and_choose_are_in_proportion_to_priorities(alpha, shares):
 
 
 def test_draw_takes_one_from_each_equal_part_of_the_total():
-    storage, prioritised = make_storage(), Prioritised(8, 2, 1.0)
+    storage, prioritised = make_storage(), Priorities(8, 2, 1.0)
     write(storage, [4, 4])
     prioritised.follow(storage.span())
     assert sorted(prioritised.draw(8, np.random.default_rng(0)).tolist()) == list(range(8))
 
 
 def test_choose_refuses_rows_without_a_priority():
-    storage, prioritised = make_storage(), Prioritised(8, 2, 1.0)
+    storage, prioritised = make_storage(), Priorities(8, 2, 1.0)
     write(storage, [4, 4])
     update(prioritised, storage, np.array([0, 1]), np.zeros(2))
     rng = np.random.default_rng(0)
@@ -381,19 +381,19 @@ def test_choose_refuses_rows_without_a_priority():
 
 
 def test_a_restored_one_is_the_same_and_refuses_what_does_not_fit():
-    storage, prioritised = make_storage(), Prioritised(8, 2, 1.0)
+    storage, prioritised = make_storage(), Priorities(8, 2, 1.0)
     write(storage, [3, 2])
     update(prioritised, storage, np.array([0, 4]), np.array([5.0, 0.5]))
     arrays = prioritised.arrays()
-    restored = Prioritised(8, 2, 1.0).restored(arrays, prioritised.max_priority)
+    restored = Priorities(8, 2, 1.0).restored(arrays, prioritised.state())
     write(storage, [1, 4])
     assert leaves(storage, restored) == leaves(storage, prioritised) == [[5, 1, 1, 5], [5, 5, 5, 5]]
-    assert Prioritised(8, 2, 1.0).restored({}, 1.0).tree.total == 0
+    assert Priorities(8, 2, 1.0).restored({}, {}).tree.total == 0
     for name, array in arrays.items():
         with pytest.raises(ValueError, match="other shapes"):
-            Prioritised(8, 2, 1.0).restored({**arrays, name: array[1:]}, 1.0)
+            Priorities(8, 2, 1.0).restored({**arrays, name: array[1:]}, prioritised.state())
     for wrong in (-1.0, np.nan, np.inf):
         with pytest.raises(ValueError, match="not finite and at least 0"):
-            Prioritised(8, 2, 1.0).restored(arrays, wrong)
+            Priorities(8, 2, 1.0).restored(arrays, {"max_priority": wrong})
         with pytest.raises(ValueError, match="not finite and at least 0"):
-            Prioritised(8, 2, 1.0).restored({**arrays, "__leaves__": np.full(8, wrong)}, 1.0)
+            Priorities(8, 2, 1.0).restored({**arrays, "__leaves__": np.full(8, wrong)}, prioritised.state())

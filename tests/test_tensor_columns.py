@@ -11,7 +11,7 @@ from frameworks import CUDA, EVERY_KIND, ON_HOST, array, flat, host, library, ma
 
 from rlstructs import DictTensor, OutOfMemoryError, TemporalDictTensor, Trajectories
 from rlstructs.errors import SpecError
-from rlstructs.memories import memory as base
+from rlstructs.memories import from_trajectories as adding
 from rlstructs.memories import tensors
 from rlstructs.replay import device_columns, from_trajectories, values
 from rlstructs.replay.columns import Columns, Spec
@@ -113,7 +113,7 @@ def test_what_lies_on_the_device_does_not_pass_the_host(kind, monkeypatch):
     if library(kind) != "torch":
         given.pop("b")  # the bits of it are not alike in all versions of these
     _ = memory.tensors
-    for module, name in ((tensors, "host_array"), (base, "host_array"), (values, "to_bits"), (TensorColumns, "_moved")):
+    for module, name in ((tensors, "host_array"), (values, "to_bits"), (TensorColumns, "_moved")):
         monkeypatch.setattr(module, name, no_host)
     memory.add_samples(**given)
     for name, value in given.items():
@@ -133,7 +133,7 @@ def test_trajectories_on_the_device_do_not_pass_the_host(kind, monkeypatch):
     )
     seen = []
     plain = from_trajectories.host_array
-    for module in (base, from_trajectories):
+    for module in (adding, from_trajectories):
         monkeypatch.setattr(module, "host_array", lambda name, value: seen.append(name) or plain(name, value))
     memory.add_trajectories(batch, {"x": "x", "b": "b", "terminated": "e"})
     assert seen == ["env_index", "lengths"]

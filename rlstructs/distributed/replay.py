@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,13 @@ import torch
 from rlstructs.checks import check_count, check_timeout
 from rlstructs.distributed import cluster, replay_files
 from rlstructs.distributed.actor import Columns
-from rlstructs.distributed.shard import DATA, ENV_INDEX, INDEX, LEAF, LENGTHS, Dtypes, ShardSettings
+from rlstructs.distributed.shard import DATA, INDEX, LEAF, Dtypes, ShardSettings, columns_of
 from rlstructs.distributed.shard_pool import ShardPool
 from rlstructs.errors import ClosedError, MissingKeyError, SpecError, StateError
-from rlstructs.replay.columns import cast
+from rlstructs.replay.columns import Spec, cast
 from rlstructs.replay.expand import NEVER
-from rlstructs.replay.from_trajectories import NAMES, STEP_ENDS, STEP_START, lanes_of, named_steps
-from rlstructs.replay.priorities import exponent, largest_of, limit_of
+from rlstructs.replay.from_trajectories import NAMES, Steps, take_trajectories
+from rlstructs.replay.priorities import exponent, importance_weights, largest_of, limit_of
 from rlstructs.replay.values import host_array, real_numbers
 from rlstructs.structures.arrays import raw_dtype, raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
@@ -122,25 +123,15 @@ class RayReplay:
             WorkerError: a shard is gone.
         """
         self._check_open("extend")
-        if not isinstance(trajectories, Trajectories):
-            raise TypeError(f"extend: needs Trajectories, got {type(trajectories).__name__}")
-        steps = trajectories.trajectories
-        names = named_steps(self._names, list(steps.keys()))
-        keys = sorted(set(names.values()) | self._find_ends(trajectories))
-        if absent := [key for key in keys if key not in steps]:
-            raise MissingKeyError(f"extend: no {absent} in the trajectories, there are {sorted(steps.keys())}")
-        environments = lanes_of(trajectories, self._num_envs, "extend")
-        columns = {key: raw_of(steps[key].detach().cpu()) for key in keys}
-        columns[LENGTHS] = host_array(LENGTHS, steps.lengths)
-        dtypes = self._cast(names, columns, {key: steps[key].dtype for key in keys})
+        steps = take_trajectories(trajectories, self._names, self._num_envs, "extend", "the memory's num_envs")
+        dtypes, columns = self._cast(steps)
+        steps = replace(steps, values=columns)
         largest = max(report["largest"] for report in self._pool.reports)  # the priority of new rows in every shard
         sent = []
         for shard in range(self._n_shards):
             # Shards that get no rows are asked too, so that all of them make the same tensors.
-            rows = np.flatnonzero(environments % self._n_shards == shard)
-            own = {name: column[rows] for name, column in columns.items()}
-            own[ENV_INDEX] = environments[rows] // self._n_shards
-            sent.append(cluster.import_ray().put(own))
+            own = steps.at(np.flatnonzero(steps.lanes % self._n_shards == shard))
+            sent.append(cluster.import_ray().put(columns_of(replace(own, lanes=own.lanes // self._n_shards))))
         with defer_interrupt():  # either all shards get their rows, or none does
             asked = [self._pool.ask("extend", dtypes, largest, own, only=[shard])[0]
                      for shard, own in enumerate(sent)]  # fmt: skip
@@ -333,26 +324,26 @@ class RayReplay:
                  for name, dtype in dtypes.items()}  # fmt: skip
         more = {name.removeprefix("/"): torch.from_numpy(joined[name].reshape(lead))
                  for name in joined if name.startswith("/")}  # fmt: skip
-        weights = (np.minimum(least, leaves.min()) / leaves).astype(np.float32) ** np.float32(self.beta)
+        weights = importance_weights(leaves, min(least, leaves.min()), self.beta)
         return DictTensor({**found, **more, WEIGHT: torch.from_numpy(weights)})
 
-    @staticmethod
-    def _find_ends(trajectories: Trajectories) -> set[str]:
-        """The keys that say where episodes end and begin, whether or not they are among the tensors."""
-        return {key for key in (*STEP_ENDS, STEP_START) if key in trajectories.trajectories}
-
-    def _cast(self, names: Mapping[str, str], columns: Columns, dtypes: Dtypes) -> Dtypes:
-        """Casts columns to the dtypes that the shards hold, and returns all dtypes.
+    def _cast(self, steps: Steps) -> tuple[Dtypes, Columns]:
+        """Casts values to the dtypes that the shards hold, and returns all dtypes and the columns.
 
         Raises:
-            SpecError: a value does not fit, and no shard was asked; some columns may have been cast.
+            SpecError: a value does not fit, and no shard was asked.
         """
-        held = self._pool.find_dtypes()
-        for name, key in names.items():
-            dtype = held.get(name, dtypes[key])
-            if torch.bfloat16 not in (dtype, dtypes[key]) and dtype is not dtypes[key]:  # which numpy has not
-                columns[key], dtypes[key] = cast(name, columns[key], raw_dtype(dtype)), dtype
-        return dtypes
+        held, dtypes, columns = self._pool.find_dtypes(), {}, {}
+        for name, values in steps.values.items():
+            dtypes[name] = held.get(name, values.dtype)
+            if torch.bfloat16 in (dtypes[name], values.dtype):  # which numpy has not
+                dtypes[name] = values.dtype
+            if dtypes[name] is values.dtype:
+                columns[name] = raw_of(values.cpu())
+            else:
+                spec = Spec(raw_dtype(dtypes[name]))
+                columns[name] = cast(name, host_array(name, steps.for_column(name, spec)), spec.dtype)
+        return dtypes, columns
 
     def _draw(self, n: int, names: list[str], settings: dict[str, Any]) -> tuple[Dtypes, list[Columns]]:
         """Draws `n` rows or sequences; returns the dtypes of the tensors, and the columns of each shard."""

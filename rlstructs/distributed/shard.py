@@ -14,18 +14,18 @@ import torch
 
 from rlstructs.distributed.actor import Columns
 from rlstructs.errors import FileError
+from rlstructs.memories.from_trajectories import add_steps
 from rlstructs.memories.torch import PrioritizedMemory
 from rlstructs.replay import expand
+from rlstructs.replay.from_trajectories import Steps
 from rlstructs.replay.span import Span
 from rlstructs.structures.arrays import raw_of, tensor_of
-from rlstructs.structures.dict_tensor import DictTensor
-from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
-from rlstructs.structures.trajectories import Trajectories
 
 # The columns that describe drawn rows.
 INDEX, LEAF, MASK, IS_FIRST, DISCOUNT = "index", "leaf", "mask", "is_first", "discount"
-# The columns of trajectories, beside their keys, and of a file.
-ENV_INDEX, LENGTHS, DATA = "env_index", "lengths", "data"
+# What steps are, beside their values: the slash keeps these apart from names of tensors.
+LENGTHS, LANES, DONE, STARTS = "/lengths", "/lanes", "/done", "/starts"
+DATA = "data"  # the column of a file
 FORMAT = "npz"
 
 # A kind of draws: the number of consecutive rows, and whether they must be of one episode.
@@ -55,6 +55,12 @@ class ShardFile(NamedTuple):
     """The bytes of a shard's file."""
 
     columns: Columns
+
+
+def columns_of(steps: Steps) -> Columns:
+    """Steps as what is sent to a shard: values by name, and what else they are."""
+    marks = {LENGTHS: steps.lengths, LANES: steps.lanes, DONE: steps.done, STARTS: steps.starts}
+    return {**steps.values, **{name: each for name, each in marks.items() if each is not None}}
 
 
 @dataclass(frozen=True)
@@ -91,13 +97,13 @@ class ShardMemory(PrioritizedMemory):
         Returns:
             For each kind the sum over the rows that draws may begin with; and the smallest power of all rows.
         """
-        self._prioritised.follow(self._store().span())
-        tree = self._prioritised.tree
+        self._priorities.follow(self._store().span())
+        tree = self._priorities.tree
         return {ROW: float(tree.total), **{kind: self._sum(*kind) for kind in kinds}}, float(tree.minimum)
 
     def _sum(self, length: int, is_whole: bool) -> float:
         """Sums up the priorities of rows that a draw of this kind may begin with."""
-        store, tree = self._store(), self._prioritised.tree
+        store, tree = self._store(), self._priorities.tree
         span = store.span(length)
         if is_whole and store.episodes is not None:
             return float(tree.values[self._find_whole(span)].sum())
@@ -116,11 +122,11 @@ class ShardMemory(PrioritizedMemory):
     @property
     def largest(self) -> float:
         """The priority of new rows: the largest one so far, of all shards as far as this one knows."""
-        return self._prioritised.max_priority
+        return self._priorities.max_priority
 
     @largest.setter
     def largest(self, largest: float) -> None:
-        self._prioritised.max_priority = max(largest, self._prioritised.max_priority)
+        self._priorities.max_priority = max(largest, self._priorities.max_priority)
 
     def describe_sample(self) -> Columns:
         """The columns that describe the rows of the last `sample`."""
@@ -147,7 +153,7 @@ class ShardMemory(PrioritizedMemory):
         if (turns > self._turns(steps)).any() or (steps < 0).any():
             raise IndexError("update_priorities: an index is none that a sample has had")
         held = (turns == self._turns(steps)) & span.holds(rows, steps)
-        self._prioritised.update(span, rows[held], priorities[held], is_last=True)
+        self._priorities.update(span, rows[held], priorities[held], is_last=True)
 
     @property
     def _n_rows(self) -> int:
@@ -197,15 +203,15 @@ class Shard:
         """Appends the steps of trajectories.
 
         Args:
-            dtypes: of the steps, by key.
+            dtypes: of the tensors, by name.
             largest: the largest priority of other shards.
-            columns: the steps by key, (B, T, ...); `lengths`; and `env_index`, counted within this shard.
+            columns: what `columns_of` returned.
         """
-        tensors = {key: tensor_of(np.array(columns[key]), dtype) for key, dtype in dtypes.items()}
-        info = DictTensor({ENV_INDEX: torch.from_numpy(np.array(columns[ENV_INDEX]))})
-        steps = TemporalDictTensor(tensors, torch.from_numpy(np.array(columns[LENGTHS])))
+        values = {name: tensor_of(np.array(columns[name]), dtype) for name, dtype in dtypes.items()}
+        n_timesteps = int(next(iter(values.values())).shape[1])
         self._memory.largest = largest
-        self._memory.add_trajectories(Trajectories(info, steps), self._settings.names)
+        marks = columns[LENGTHS], columns[LANES], columns.get(DONE), columns.get(STARTS)
+        add_steps(self._memory, Steps(values, n_timesteps, *marks))
 
     def sample(self, names: Sequence[str], n: int, settings: Mapping[str, Any]) -> ShardSample:
         """Draws rows or sequences.

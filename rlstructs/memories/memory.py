@@ -12,15 +12,14 @@ import numpy as np
 from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.memories import files
-from rlstructs.memories.names import check_name, find_ends
-from rlstructs.memories.tensors import NamedTensors, spec_of
-from rlstructs.replay.blocks import as_slice, rounds
+from rlstructs.memories.from_trajectories import add_steps
+from rlstructs.memories.names import find_ends
+from rlstructs.memories.tensors import NamedTensors
 from rlstructs.replay.claims import Claims, plain_state
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.from_trajectories import NAMES, STEP_ENDS, STEP_START, lanes_of, named_steps, zero_padding
+from rlstructs.replay.from_trajectories import NAMES, take_trajectories
 from rlstructs.replay.roles import ENDS
-from rlstructs.replay.values import encoded, host_array
-from rlstructs.structures.trajectories import Trajectories
+from rlstructs.replay.values import encoded, row_ids
 
 
 class Memory(NamedTensors, ABC):
@@ -78,14 +77,16 @@ class Memory(NamedTensors, ABC):
             known = self.get_tensor_names()
             raise MissingKeyError(f"none of {sorted(tensors)} is a tensor of this memory, there are {known}")
         block |= self._read_next_rows(self._exposed - block.keys(), lanes, lead[1])
-        self._write(block, lanes, find_ends(block, lead))
+        self._write(block, lanes, find_ends(block))
 
     def _write_quickly(self, tensors: Mapping[str, Any]) -> bool:
         """Writes a row of each environment without conversion; returns False if that is not possible.
 
         skrl's agents pass values that have no tensor, and omit those that they compute later.
         """
-        if self._write_step(tensors):
+        if self._planned:  # they have no bytes yet
+            return False
+        if self._step_writer.write(tensors) is not None:
             return True
         if self.strict:
             return False
@@ -100,7 +101,7 @@ class Memory(NamedTensors, ABC):
                 known[name] = columns.cells[name][:, slot]
             else:
                 known[name] = np.full((self.num_envs, *spec.shape), spec.unwritten, spec.dtype)
-        return (bool(missing) or len(known) < len(tensors)) and self._write_step(known)
+        return (bool(missing) or len(known) < len(tensors)) and self._step_writer.write(known) is not None
 
     def _read_next_rows(self, names: Iterable[str], lanes: Any, n_timesteps: int) -> dict[str, Any]:
         """Reads the next rows of these environments, name -> (n, n_timesteps, *data)."""
@@ -109,8 +110,8 @@ class Memory(NamedTensors, ABC):
         end = first + n_timesteps
         if isinstance(lanes, slice) and end <= self.memory_size and (heads == heads[0]).all():
             return {name: columns.cells[name][:, first:end] for name in names}  # no index goes to a GPU
-        slots = (heads[:, None] + np.arange(n_timesteps)) % self.memory_size
-        rows, names = columns.rows(np.arange(self.num_envs)[lanes][:, None], slots), list(names)
+        steps, names = heads[:, None] + np.arange(n_timesteps), list(names)
+        rows = columns.at_steps(np.arange(self.num_envs)[lanes][:, None], steps)
         return dict(zip(names, columns.gather(names, rows), strict=True))
 
     def _write(self, block: Mapping[str, Any], lanes: Any, done: np.ndarray | None, **more: Any) -> None:
@@ -182,7 +183,8 @@ class Memory(NamedTensors, ABC):
         Raises:
             MissingKeyError, SpecError: a tensor does not fit; nothing is added.
         """
-        add(self, batch, names)
+        names = NAMES if names is None else names
+        add_steps(self, take_trajectories(batch, names, self.num_envs, limit="the memory's num_envs"))
 
     # Reading
 
@@ -200,8 +202,7 @@ class Memory(NamedTensors, ABC):
         Raises:
             IndexError, SpecError: an index is out of range or not an integer.
         """
-        rows = self._check_indexes(indexes)
-        rows = rows.reshape(np.shape(indexes) or -1)
+        rows = np.atleast_1d(row_ids(indexes, self.memory_size * self.num_envs))
         names = self._check_names(names)
         known = self._existing(names)
         return self._batches(names, known, self._store().columns.gather(known, rows), len(rows), mini_batches)
@@ -242,17 +243,6 @@ class Memory(NamedTensors, ABC):
     def _existing(self, names: list[str]) -> list[str]:
         dtypes = self._dtypes
         return [name for name in names if name in dtypes]
-
-    def _check_indexes(self, indexes: Any) -> np.ndarray:
-        rows = host_array("indexes", indexes)
-        if rows.dtype.kind not in "iu" and rows.size:
-            raise SpecError(f"indexes must be integers, got {rows.dtype}")
-        rows = rows.reshape(-1).astype(np.int64)
-        n_rows = self.memory_size * self.num_envs
-        if rows.size and (rows.min() < 0 or rows.max() >= n_rows):
-            wrong = rows[(rows < 0) | (rows >= n_rows)][0]
-            raise IndexError(f"indexes must be in [0, {n_rows}), got {wrong}")
-        return rows
 
     def _batches(
         self,
@@ -336,58 +326,3 @@ class Memory(NamedTensors, ABC):
         """
         return lambda: None
 
-
-def add(memory: Memory, batch: Trajectories, names: Mapping[str, str] | None) -> None:
-    """Appends the valid steps of a batch: all, or none if one does not fit."""
-    if not isinstance(batch, Trajectories):
-        raise TypeError(f"add_trajectories: needs Trajectories, got {type(batch).__name__}")
-    steps = batch.trajectories
-    names = named_steps(NAMES if names is None else names, list(steps.keys()))
-    for key in names.values():
-        if key not in steps:
-            raise MissingKeyError(f"add_trajectories: no {key!r} in the trajectories, there are {sorted(steps.keys())}")
-    lanes, lengths = lanes_of(batch, memory.num_envs, "add_trajectories"), host_array("lengths", steps.lengths)
-    shapes = {name: _row_shape(memory, name, tuple(steps[key].shape)) for name, key in names.items()}
-    lead = (len(lanes), steps.n_timesteps())
-    columns, block, missing = memory._storage.columns, {}, {}
-    for name, key in names.items():
-        if name in memory._dtypes:
-            spec = memory._spec(name)
-        else:
-            check_name(name)
-            missing[name] = memory._dtype_named(name, steps[key].dtype)
-            spec = spec_of(memory.framework, missing[name], shapes[name])
-        own = columns.own(steps[key], spec)
-        rows = encoded(name, zero_padding(host_array(name, steps[key]), spec, lengths) if own is None else own, spec)
-        block[name] = columns.converted(name, rows.reshape(*lead, *shapes[name]), spec)
-    memory._check_room("add_trajectories", [spec_of(memory.framework, missing[name], shapes[name]) for name in missing])
-    for name, dtype in missing.items():
-        memory._plan_tensor(name, dtype, shapes[name])
-    ends = [host_array(key, steps[key]).astype(bool) for key in STEP_ENDS if key in steps]
-    done = np.logical_or.reduce([*ends, np.zeros(lead, bool) if (own := find_ends(block, lead)) is None else own])
-    starts = host_array(STEP_START, steps[STEP_START]).astype(bool) if STEP_START in steps else None
-    for rows in rounds(lanes):
-        every = isinstance(rows, slice)
-        part = lengths if every else lengths[rows]
-        memory._write(
-            block if every else {name: array[rows] for name, array in block.items()},
-            as_slice(lanes if every else lanes[rows]),
-            done if every else done[rows],
-            lengths=None if (part == lead[1]).all() else part,
-            starts=None if starts is None else starts if every else starts[rows],
-        )
-
-
-def _row_shape(memory: Memory, name: str, given: tuple[int, ...]) -> tuple[int, ...]:
-    """The row shape of a tensor, or that of the given values if the tensor is new.
-
-    Raises:
-        SpecError: the numbers per row differ.
-    """
-    found = given[2:] or (1,)
-    if name not in memory._dtypes:
-        return found
-    shape = memory._spec(name).shape
-    if np.prod(found, dtype=int) != np.prod(shape, dtype=int):
-        raise SpecError(f"add_trajectories: {name!r} has rows of shape {given[2:]}, the tensor's are {shape}")
-    return shape

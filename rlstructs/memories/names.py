@@ -9,7 +9,7 @@ import numpy as np
 
 from rlstructs.errors import SpecError
 from rlstructs.replay.roles import ENDS
-from rlstructs.structures.arrays import as_array
+from rlstructs.replay.values import find_marks
 
 FORMATS = ("pt", "npz", "csv")
 
@@ -31,13 +31,6 @@ def check_name(name: Any) -> None:
         raise SpecError(f"a tensor's name must be a string that does not begin and end with '__', got {name!r}")
 
 
-def find_ends(block: Mapping[str, Any], lead: tuple[int, int]) -> np.ndarray | None:
-    """Marks the rows that end an episode, bool `lead`; None if no tensor says so."""
-    done: np.ndarray | None = None
-    for name in ENDS:
-        if name in block:
-            found = block[name] != 0
-            ends: Any = found if isinstance(found, np.ndarray) else as_array(found)
-            ends = ends.reshape(lead) if ends.size == lead[0] * lead[1] else ends.any(axis=tuple(range(2, ends.ndim)))
-            done = ends if done is None else done | ends
-    return done
+def find_ends(block: Mapping[str, Any]) -> np.ndarray | None:
+    """Marks the rows (n, T) that end an episode, bool; None if no tensor says so."""
+    return find_marks({name: block[name] for name in ENDS if name in block})

@@ -10,10 +10,9 @@ import numpy as np
 from rlstructs.errors import SpecError
 from rlstructs.memories.sampling import Fits, RandomMemory
 from rlstructs.replay.claims import Claims, whole
-from rlstructs.replay.drawing import Selection, draw_fitting
-from rlstructs.replay.priorities import LEAVES, Prioritised, exponent
+from rlstructs.replay.drawing import Selection
+from rlstructs.replay.priorities import Priorities, exponent, importance_weights
 from rlstructs.replay.span import Span
-from rlstructs.replay.values import host_array, real_numbers
 
 
 class PrioritizedMemory(RandomMemory):
@@ -47,7 +46,7 @@ class PrioritizedMemory(RandomMemory):
         self.normalize = normalize
         self.n_samples = 0
         self._smallest = self._beta = 0.0  # as of the last sample
-        self._prioritised = Prioritised(self.memory_size * self.num_envs, self.num_envs, self._alpha)
+        self._priorities = Priorities(self.memory_size * self.num_envs, self.num_envs, self._alpha)
         self._float32 = [self.framework.dtype(np.dtype(np.float32))]
 
     @property
@@ -58,7 +57,7 @@ class PrioritizedMemory(RandomMemory):
     @property
     def nbytes(self) -> int:
         """Bytes of memory once rows have been written, priorities included."""
-        return super().nbytes + Prioritised.nbytes_of(self.memory_size * self.num_envs, self.num_envs)
+        return super().nbytes + Priorities.nbytes_of(self.memory_size * self.num_envs, self.num_envs)
 
     def sample(self, names: Sequence[str], *sizes: int, **settings: Any) -> list[list[Any]]:
         beta = exponent("beta", self.beta(self.n_samples)) if callable(self.beta) else self.beta
@@ -71,13 +70,13 @@ class PrioritizedMemory(RandomMemory):
     def reset(self) -> None:
         """Drops every row and resets the largest priority to 1."""
         super().reset()
-        self._prioritised.max_priority = 1.0
+        self._priorities.clear()
 
     def get_sampling_weights(self) -> Any:
         """The importance weights of the last `sample`, float32 (batch_size,), one for each row or sequence."""
         leaves = self._last_selection().fields["leaves"]
         smallest = leaves.min() if self.normalize == "batch" else self._smallest
-        weights = (smallest / leaves).astype(np.float32) ** np.float32(self._beta)
+        weights = importance_weights(leaves, smallest, self._beta)
         return self.framework.hand_over([weights], self._float32, self.device)[0]
 
     def update_priorities(self, indexes: Any, priorities: Any) -> None:
@@ -92,59 +91,35 @@ class PrioritizedMemory(RandomMemory):
         Raises:
             IndexError, SpecError: an argument is invalid; nothing changes.
         """
-        rows = host_array("indexes", indexes)
-        values = real_numbers("priorities", priorities).reshape(-1)
-        with self._prioritised.lock:
-            span = self._store().span()
-            is_last = self._prioritised.is_last(rows, span)
-            if not is_last:
-                rows = self._check_indexes(rows)
-            self._prioritised.update(span, rows, values, is_last)
+        self._priorities.set(self._store(), indexes, priorities)
 
     def _locks(self) -> Sequence[Any]:
-        return [self._prioritised.lock, *super()._locks()]
+        return [self._priorities.lock, *super()._locks()]
 
     def _state(self) -> dict[str, Any]:
-        own = {"alpha": self._alpha, "n_samples": self.n_samples, "max_priority": self._prioritised.max_priority}
-        return {**super()._state(), **own}
+        return {**super()._state(), **self._priorities.state(), "n_samples": self.n_samples}
 
     def _more_arrays(self) -> dict[str, np.ndarray]:
-        return self._prioritised.arrays()
+        return self._priorities.arrays()
 
     def _plan_more(
         self, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any], claims: Claims
     ) -> Callable[[], None]:
-        alpha = state.get("alpha", self._alpha)
-        if LEAVES in arrays and alpha != self._alpha:
-            raise ValueError(f"its priorities are to the power of {alpha}, here alpha is {self._alpha}")
-        priorities = self._prioritised.restored(arrays, state.get("max_priority", 1.0), claims)
+        priorities = self._priorities.restored(arrays, state, claims)
         n_samples = whole("n_samples", state.get("n_samples", 0))
 
         def restore() -> None:
-            self._prioritised, self.n_samples = priorities, n_samples
+            self._priorities, self.n_samples = priorities, n_samples
 
         return restore
 
     def _draw_anchors(self, span: Span, n: int, fits: Fits | None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        prioritised, rng = self._prioritised, self._rng
-        prioritised.follow(span)
+        rows, tree = self._priorities.draw_rows(span, n, self._rng, fits), self._priorities.tree
+        self._smallest = tree.minimum
+        return rows, {"leaves": tree.values.take(rows)}
 
-        if fits is None and span.is_settled:
-            rows = prioritised.draw(n, rng)
-        else:
-            rows = draw_fitting(
-                lambda k: prioritised.draw(k, rng),
-                lambda drawn: span.has(drawn) if fits is None else span.has(drawn) & fits(drawn),
-                n,
-                lambda every, k: prioritised.choose(every, k, rng),
-                span,
-            )
-        self._smallest = prioritised.tree.minimum
-        return rows, {"leaves": prioritised.tree.values.take(rows)}
-
-    def _select(self, n: int, length: int, n_step: int, ends: str) -> Selection:
-        with self._prioritised.lock:
-            picked = super()._select(n, length, n_step, ends)
-            rows = picked.rows if n_step == 1 else picked.rows[:, 0]
-            self._prioritised.remember(picked.span, rows.flatten())  # a copy: the indexes that go out may be written to
+    def _select(self, n: int, length: int, ends: str) -> Selection:
+        with self._priorities.lock:
+            picked = super()._select(n, length, ends)
+            self._priorities.drawn.remember(picked.span, picked.rows)
         return picked

@@ -14,7 +14,6 @@ from rlstructs.memories.names import check_name
 from rlstructs.memories.tensors import spec_of
 from rlstructs.replay.claims import Claims, check_counters, check_episodes, dtype_called, generator_in, row_shape, whole
 from rlstructs.replay.columns import SLOT, Spec
-from rlstructs.replay.episodes import EPISODE
 from rlstructs.replay.priorities import DRAWN, LEAVES, SYNCED
 from rlstructs.replay.roles import ENDS
 
@@ -55,13 +54,7 @@ def plan_restore(
     restore_more = memory._plan_more(more, state, claims)
 
     def restore() -> None:
-        storage = memory._store()
-        storage.version += 1
-        storage.ring.counters[...] = claims.ring.counters
-        if episodes is not None:
-            storage.track_episodes().columns.flat[EPISODE][...] = episodes
-        elif storage.episodes is not None:  # the file is from before episodes were tracked
-            storage.rebuild_episodes(np.zeros((memory.num_envs, memory.memory_size), bool))
+        memory._store().restore(claims.ring.counters, episodes)  # none if it is from before episodes were tracked
         memory._rng = generator
         restore_more()
 
@@ -76,7 +69,8 @@ def _check_episodes(memory: Memory, more: Mapping[str, np.ndarray], claims: Clai
     episodes = more[EPISODES]
     if episodes.dtype != np.int32 or episodes.shape != (claims.n_rows, 2):
         raise ValueError(f"its episodes are {episodes.dtype} {episodes.shape}, needed is int32 {(claims.n_rows, 2)}")
-    check_episodes(episodes.reshape(memory.memory_size, memory.num_envs, 2).swapaxes(0, 1), claims.ring)
+    episodes = episodes.reshape(memory.memory_size, memory.num_envs, 2).swapaxes(0, 1)
+    check_episodes(episodes, claims.ring)
     return episodes
 
 

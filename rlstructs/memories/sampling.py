@@ -15,12 +15,12 @@ from rlstructs.memories import memory
 from rlstructs.replay import expand
 from rlstructs.replay.drawing import Selection, Uniform, draw_fitting
 from rlstructs.replay.expand import CROSS, EPISODE_ENDS, MASK, NEVER
-from rlstructs.replay.reading import discounted
-from rlstructs.replay.roles import is_after, is_reward
+from rlstructs.replay.reading import Reading
 from rlstructs.replay.span import Span
 
 Fits = Callable[[np.ndarray], np.ndarray]
 
+NO_NAME = ""  # no tensor has it
 NO_ENDS = "no tensor 'terminated' or 'truncated' says where episodes end"
 
 
@@ -50,7 +50,7 @@ class RandomMemory(memory.Memory):
         # skrl's attribute, which subclasses of its memories read.
         self._replacement = self._uniform.replacement is not False
         self._last: Selection | None = None
-        self._discount = 1.0
+        self._discounts: Any = 1.0  # of the last sample: one number, or one for each row
 
     def sample(
         self,
@@ -92,12 +92,12 @@ class RandomMemory(memory.Memory):
             raise StateError(NO_ENDS)
         picked, arrays = storage.sample(
             n,
-            lambda count: self._select(count, length, n_step, episode_ends),
-            lambda chosen: self._read(known, chosen, n_step, gamma),
+            lambda count: self._select(count, length, episode_ends),
+            lambda chosen: self._read(known, chosen, Reading(n_step, gamma)),
         )
-        rows = picked.rows if n_step == 1 else picked.rows[:, :1]
-        self.sampling_indexes = self.framework.indexes(rows.reshape(-1))
-        self._last, self._discount = picked, gamma
+        self.sampling_indexes = self.framework.indexes(picked.rows.reshape(-1))
+        self._last = picked
+        self._discounts = gamma if n_step == 1 else arrays.pop()
         if n_step == 1 and type(self).sample_by_index is not memory.Memory.sample_by_index:
             # A subclass returns rows in its own way, for example on another device: skrl's `sample` uses it too.
             return self.sample_by_index(names=names, indexes=self.sampling_indexes, mini_batches=mini_batches)
@@ -127,9 +127,8 @@ class RandomMemory(memory.Memory):
 
     def get_sampling_discounts(self) -> Any:
         """Gamma to the number of steps that each row of the last `sample` sums up, float32 (rows,)."""
-        picked = self._last_selection()
-        steps = picked.fields.get("n_steps", np.ones(picked.rows.size, np.int64))
-        return self._hand_over((self._discount**steps).astype(np.float32))
+        n = self._last_selection().rows.size
+        return self._hand_over(np.full(n, self._discounts, np.float32))
 
     def _last_selection(self) -> Selection:
         if self._last is None:
@@ -140,17 +139,13 @@ class RandomMemory(memory.Memory):
         array = np.array(array)
         return self.framework.hand_over([array], [self.framework.dtype(array.dtype)], self.device)[0]
 
-    def _select(self, n: int, length: int, n_step: int, ends: str) -> Selection:
+    def _select(self, n: int, length: int, ends: str) -> Selection:
         storage = self._store()
         span, episodes = storage.span(length), storage.episodes
         fits = None
         if ends == NEVER and episodes is not None:
             fits = partial(expand.fits, episodes, length=length)
         anchors, fields = self._draw_anchors(span, n, fits)
-        if n_step > 1 and episodes is not None:
-            window, counts = expand.n_step(span, episodes, anchors, n_step)
-            fields |= {"inside": window.mask, "is_first": window.is_first[:, 0], "n_steps": counts}
-            return Selection(window.rows, span, fields)
         if length == 1:
             if episodes is not None:
                 fields["is_first"] = episodes.begin(anchors)
@@ -177,18 +172,13 @@ class RandomMemory(memory.Memory):
             raise SpecError("nothing to sample: no window of this length is stored")
         return np.asarray(rng.choice(rows, min(n, rows.size), replace=False)), {}
 
-    def _read(self, names: Sequence[str], picked: Selection, n_step: int, gamma: float) -> list[Any]:
-        columns = self._storage.columns
-        if n_step == 1:
-            return columns.gather(names, picked.rows if picked.rows.shape[1] > 1 else picked.rows[:, 0])
-        arrays = []
-        for name in names:
-            if is_reward(name):
-                [rewards] = columns.gather([name], picked.rows)
-                arrays.append(discounted(name, rewards, columns.specs[name], picked.fields["inside"], gamma))
-            else:
-                arrays.append(columns.gather([name], picked.rows[:, -1 if is_after(name) else 0])[0])
-        return arrays
+    def _read(self, names: Sequence[str], picked: Selection, reading: Reading) -> list[Any]:
+        """Reads the drawn rows, and, if it sums up steps, gamma to the number of them."""
+        rows = picked.rows if picked.rows.shape[1] > 1 else picked.rows[:, 0]
+        if reading.n_step == 1:
+            return self._storage.gather(names, rows)
+        found = reading.read(self._storage, picked.span, names, rows, discount=NO_NAME)
+        return [found[name] for name in (*names, NO_NAME)]
 
 
 def _check(sequence_length: Any, n_step: Any, gamma: float, episode_ends: str) -> int:

@@ -65,7 +65,7 @@ class NamedTensors(CopiedWhole):
         if where is not None:
             columns = TensorColumns(self.num_envs, self.memory_size, SLOT, where)
         self._storage = Storage(self.num_envs, self.memory_size, order=SLOT, columns=columns)
-        self._write_step: Callable[[Mapping[str, Any]], bool] = _never
+        self._step_writer = StepWriter(self._storage, ENDS)
 
     # What is there
 
@@ -119,13 +119,13 @@ class NamedTensors(CopiedWhole):
         then = self.memory_size * filled + memory_index + (lanes < env_index)
         starts_anew = high - low > 1 or bool((then < now).any())
         first, counts = (0, then) if starts_anew else (storage.ring.head[:, None], then - now)
-        slots = (first + np.zeros((lanes.size, 1), np.int64) + np.arange(counts.max())) % self.memory_size
-        found = storage.columns.gather(self._dtypes, storage.columns.rows(lanes[:, None], slots))
+        steps = first + np.zeros((lanes.size, 1), np.int64) + np.arange(counts.max())
+        found = storage.columns.gather(self._dtypes, storage.columns.at_steps(lanes[:, None], steps))
         if starts_anew:
             storage.clear()
         if counts.any():
             block = dict(zip(self._dtypes, found, strict=True))
-            storage.write(block, lengths=counts, done=find_ends(block, slots.shape))
+            storage.write(block, lengths=counts, done=find_ends(block))
 
     def _least_and_most_head(self) -> tuple[int, int]:
         head = self._storage.ring.head
@@ -212,7 +212,7 @@ class NamedTensors(CopiedWhole):
         return self._store().columns.cells[name].swapaxes(0, 1)
 
     def _ends_by_slot(self) -> np.ndarray:
-        done = find_ends(self._storage.columns.cells, (self.num_envs, self.memory_size))
+        done = find_ends(self._storage.columns.cells)
         assert done is not None
         return done
 
@@ -276,7 +276,6 @@ class NamedTensors(CopiedWhole):
         spec = spec_of(self.framework, dtype, shape)
         self._check_room(f"tensor {name!r}", [spec])
         self._planned[name], self._dtypes[name] = spec, dtype
-        self._write_step = _never  # until there is room for it
 
     def _check_room(self, owner: str, specs: Iterable[Spec]) -> None:
         """Raises OutOfMemoryError unless these tensors fit beside those that have no bytes yet."""
@@ -301,17 +300,11 @@ class NamedTensors(CopiedWhole):
         if not self._planned:
             return self._storage
         for name in list(self._planned):
-            self._storage.columns.add(name, self._planned[name])
+            self._storage.add_columns({name: self._planned[name]})
             del self._planned[name]
             if name in ENDS:
                 self._storage.track_episodes()
-        self._find_writer()
         return self._storage
-
-    def _find_writer(self) -> None:
-        """Sets the fast path of `add_samples`, for rows that need no conversion."""
-        if self._storage.columns.on_host and not self._planned:
-            self._write_step = StepWriter(self._storage, tuple(name for name in ENDS if name in self._dtypes)).write
 
     def share_memory(self) -> None:
         """Moves tensors and indexes to shared memory, for processes that are started with this object.
@@ -348,21 +341,16 @@ class NamedTensors(CopiedWhole):
     def __getstate__(self) -> dict[str, Any]:
         # Devices of jax and warp belong to their process.
         device = self.framework.name_of_device(self.device)
-        return {**super().__getstate__(), "device": device, "_write_step": _never}
+        return {**super().__getstate__(), "device": device}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         super().__setstate__(state)
         self.device = self.framework.device(self.device)
-        self._find_writer()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_tensor_") and name.removeprefix("_tensor_") in vars(self).get("_dtypes", ()):
             return self.get_tensor_by_name(name.removeprefix("_tensor_"))
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-
-def _never(tensors: Mapping[str, Any]) -> bool:
-    return False
 
 
 def _check_most(name: str, value: Any, most: int) -> int:

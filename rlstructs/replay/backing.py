@@ -18,7 +18,7 @@ from rlstructs.errors import OutOfMemoryError, SpecError
 from workers.arena import SharedArena
 from workers.limits import available_bytes
 
-__all__ = ["Backing", "Block", "Heap", "OnDisk", "Shared", "available_bytes"]
+__all__ = ["Backing", "Block", "Heap", "Shared", "available_bytes"]
 
 
 class Backing(Protocol):
@@ -90,18 +90,6 @@ class SharedBlock:
         return np.frombuffer(self._arena.map(), np.uint8, self._nbytes)
 
 
-class FileBlock:
-    """A file mapped into memory; processes that open it see the same bytes."""
-
-    def __init__(self, path: Path, nbytes: int) -> None:
-        self._path, self._nbytes = path, nbytes
-        with open(path, "xb") as file:
-            file.truncate(max(nbytes, 1))
-
-    def bytes(self) -> np.ndarray:
-        return np.memmap(self._path, np.uint8, "r+", shape=(max(self._nbytes, 1),))[: self._nbytes]
-
-
 class Heap:
     """Ordinary memory."""
 
@@ -114,25 +102,6 @@ class Shared:
 
     def allocate(self, name: str, nbytes: int, sparse: bool = False) -> Block:
         return SharedBlock(nbytes)
-
-
-class OnDisk:
-    """A file for each column in a folder, which must be new or empty.
-
-    Raises:
-        SpecError: there is something in the folder.
-    """
-
-    def __init__(self, folder: str | Path) -> None:
-        self._folder = Path(folder)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        if any(self._folder.iterdir()):
-            raise SpecError(f"{folder}: this folder is not empty")
-        self._n = 0
-
-    def allocate(self, name: str, nbytes: int, sparse: bool = False) -> Block:
-        self._n += 1  # names may hold anything, file names not
-        return FileBlock(self._folder / f"{self._n:04d}.bin", nbytes)
 
 
 class Folder:
@@ -190,12 +159,16 @@ class Folder:
         vars(self).update(state)
 
 
-class FolderBlock(FileBlock):
+class FolderBlock:
     """A file mapped into memory, which keeps its folder; pickled by value."""
 
     def __init__(self, folder: Folder, path: Path, nbytes: int) -> None:
-        super().__init__(path, nbytes)
-        self._folder = folder
+        self._folder, self._path, self._nbytes = folder, path, nbytes
+        with open(path, "xb") as file:
+            file.truncate(max(nbytes, 1))
+
+    def bytes(self) -> np.ndarray:
+        return np.memmap(self._path, np.uint8, "r+", shape=(max(self._nbytes, 1),))[: self._nbytes]
 
     def remove(self) -> None:
         """Removes the file; what is mapped stays until it is let go."""

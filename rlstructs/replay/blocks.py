@@ -1,13 +1,14 @@
-"""Blocks of rows that are given to a store."""
+"""Blocks of rows that are given to a store: checked, split and written."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from rlstructs.errors import SpecError
+from rlstructs.replay.columns import Columns
 
 
 def lead_of(
@@ -44,6 +45,39 @@ def lead_of(
     if lengths is not None and (lengths.shape != lead[:1] or ((lengths < 0) | (lengths > lead[1])).any()):
         raise SpecError(f"lengths are {lengths.tolist()}, needed are {lead[0]} in [0, {lead[1]}]")
     return lead
+
+
+def put_slots(
+    columns: Columns, skipped: Container[str], block: Mapping[str, Any], lanes: Any, slot: int, n_timesteps: int
+) -> None:
+    """Writes a block (n, T, ...) to T slots of lanes from `slot` on; columns that it lacks become unwritten."""
+    before_end = columns.capacity - slot
+    parts: list[tuple[Any, Any]] = [(slice(slot, slot + n_timesteps), slice(0, before_end))]
+    if n_timesteps == 1:
+        parts = [(slot, 0)]
+    elif n_timesteps > before_end:
+        parts.append((slice(0, n_timesteps - before_end), slice(before_end, None)))
+    for name, spec in columns.specs.items():
+        if name in skipped:
+            continue
+        values = block.get(name)
+        nothing = columns.value(name, spec.unwritten) if values is None else None
+        for slots, times in parts:
+            columns.put_cells(name, lanes, slots, nothing if values is None else values[:, times])
+
+
+def put_rows(
+    columns: Columns, skipped: Container[str], block: Mapping[str, Any], rows: np.ndarray, valid: np.ndarray | None
+) -> None:
+    """Writes a block (n, T, ...), or what is `valid` of it, to rows (n, T) by their ids; else as `put_slots`."""
+    rows = rows if valid is None else rows[valid]
+    for name, spec in columns.specs.items():
+        if name in skipped:
+            continue
+        if name not in block:
+            columns.put_rows(name, rows, columns.value(name, spec.unwritten))
+        else:
+            columns.put_rows(name, rows, block[name] if valid is None else block[name][valid])
 
 
 def rounds(lanes: np.ndarray) -> Iterator[Any]:

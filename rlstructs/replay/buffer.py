@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,12 @@ import torch
 from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError
 from rlstructs.replay import saving
 from rlstructs.replay.backing import Backing
-from rlstructs.replay.blocks import as_slice, rounds
 from rlstructs.replay.claims import Claims
 from rlstructs.replay.columns import Columns, Spec
 from rlstructs.replay.copies import CopiedWhole
 from rlstructs.replay.drawing import Selection
 from rlstructs.replay.export import Exporter
-from rlstructs.replay.from_trajectories import STEP_ENDS, STEP_START, lanes_of, named_steps, require_keys, steps_of
+from rlstructs.replay.from_trajectories import Steps, take_trajectories
 from rlstructs.replay.given import as_rows
 from rlstructs.replay.info_columns import Plan, adopt
 from rlstructs.replay.linked_columns import SMALLEST
@@ -27,7 +27,7 @@ from rlstructs.replay.reading import Reading
 from rlstructs.replay.roles import ends_among, source_of
 from rlstructs.replay.span import Span
 from rlstructs.replay.store import ALL, Storage
-from rlstructs.replay.values import generator_of, host_array
+from rlstructs.replay.values import find_marks, generator_of, row_ids
 from rlstructs.structures.trajectories import Trajectories
 
 LOG = logging.getLogger("rlstructs")
@@ -169,16 +169,8 @@ class Buffer(CopiedWhole):
             raise OutOfMemoryError(f"{sorted(made)}: {needed:,} bytes are needed, {available:,} are available")
         if len(self):
             LOG.info("%s: new columns %s, zero in the rows before", type(self).__name__, sorted(made))
-        linked = [name for name in made if self._is_linked(name, made)]
-        for name, spec in made.items():
-            if name not in linked:
-                columns.add(name, spec)
-        for name in linked:
-            source = source_of(name)
-            assert source is not None
-            self._storage.link(name, source)
-        self._storage.poison(made)
-        self._storage.version += 1
+        linked = {name: source_of(name) or "" for name in made if self._is_linked(name, made)}
+        self._storage.add_columns(made, linked)
 
     def _is_linked(self, name: str, made: Mapping[str, Spec]) -> bool:
         """Whether a new column will be linked: stored in the next rows of another."""
@@ -188,10 +180,7 @@ class Buffer(CopiedWhole):
         return bool(storage.columns.on_host and storage.is_private and not len(storage))
 
     def _done(self, block: Mapping[str, Any]) -> np.ndarray | None:
-        ends = [host_array(name, block[name]) != 0 for name in self._find_end_columns(block)]
-        if not ends:
-            return None
-        return np.asarray(np.logical_or.reduce([end.any(axis=tuple(range(2, end.ndim))) for end in ends]))
+        return find_marks({name: block[name] for name in self._find_end_columns(block)})
 
     def _find_end_columns(self, names: Iterable[str]) -> list[str]:
         """The columns that mark the end of an episode where they are true."""
@@ -209,72 +198,39 @@ class Buffer(CopiedWhole):
         Raises:
             TypeError, MissingKeyError, SpecError: an argument does not fit; nothing is added.
         """
-        steps = steps_of(trajectories)
-        names = named_steps(self._trajectory_names(steps) if names is None else names, list(steps.keys()))
-        require_keys(steps, names.values())
-        lead = (steps.n_elems(), steps.n_timesteps())
-        rows = {name: self._prepare_column(name, steps[key]) for name, key in names.items()}
-        ends = [host_array(key, steps[key]).astype(bool) for key in STEP_ENDS if key in steps]
-        if (own := self._done(rows)) is not None:
-            ends.append(own)
-        done = np.logical_or.reduce(ends) if ends else np.zeros(lead, bool)
-        starts = np.zeros(lead, bool)
-        if STEP_START in steps:
-            starts |= host_array(STEP_START, steps[STEP_START]).astype(bool)
-        lengths = host_array("lengths", steps.lengths)
-        if not lead[0] or not lengths.any():
-            return
-        is_one = self._takes_any_environment
-        if is_one:
-            starts[:, 0] = True  # the rows before it may be of another environment
-        lanes = np.zeros(lead[0], np.int64) if is_one else self._lanes_of(trajectories)
-        self._check_episodes(lanes, lengths, done, starts)
-        if is_one:
-            self._write_one_after_another(rows, lengths, done, starts)
-            return
-        self._write_in_rounds(self._checked(rows, self._unknown, self._missing), lanes, lengths, done, starts)
+        n_lanes = None if self._takes_any_environment else self._storage.columns.n_lanes
+        steps = take_trajectories(trajectories, self._trajectory_names if names is None else names, n_lanes)
+        values = {name: self._prepare_column(name, steps.for_column(name, self._specs.get(name)))
+                  for name in steps.values}  # fmt: skip
+        steps = replace(steps, values=values).with_ends(self._done(values))
+        self._check_steps(steps)
+        if steps.lengths.any():
+            self._write_steps(self._checked(values, self._unknown, self._missing), steps)
 
     @property
     def _takes_any_environment(self) -> bool:
         """Whether trajectories of all environments are appended to one lane."""
         return self._storage.columns.n_lanes == 1
 
-    def _write_in_rounds(
-        self, block: Mapping[str, Any], lanes: np.ndarray, lengths: np.ndarray, done: np.ndarray, starts: np.ndarray
-    ) -> None:
-        """Appends checked rows; a lane may occur several times."""
-        for part in rounds(lanes):
-            self._storage.write(
-                {name: values[part] for name, values in block.items()},
-                as_slice(lanes[part]),
-                lengths=lengths[part],
-                done=done[part],
-                starts=starts[part],
-            )
+    def _write_steps(self, block: Mapping[str, Any], steps: Steps) -> None:
+        """Appends steps, of which `block` holds the values as columns take them."""
+        steps.write(block, self._storage.write)
 
-    def _write_one_after_another(
-        self, rows: Mapping[str, Any], lengths: np.ndarray, done: np.ndarray, starts: np.ndarray
-    ) -> None:
-        valid = np.arange(done.shape[1]) < lengths[:, None]
-        inside = {name: values[torch.from_numpy(valid) if isinstance(values, torch.Tensor) else valid][None]
-                  for name, values in rows.items()}  # fmt: skip
-        self._write(
-            inside, done=done[valid][None], starts=starts[valid][None], unknown=self._unknown, missing=self._missing
-        )
+    def _check_steps(self, steps: Steps) -> None:
+        """Raises if the buffer refuses these steps."""
 
-    def _lanes_of(self, trajectories: Trajectories) -> np.ndarray:
-        return lanes_of(trajectories, self._storage.columns.n_lanes, "add_trajectories", "the lanes of this buffer")
+    def _find_longest(self, steps: Steps) -> np.ndarray:
+        """The length of the longest episode that each trajectory would be part of, int64 (B,)."""
+        done = np.zeros(steps.valid().shape, bool) if steps.done is None else steps.done
+        return self._storage.track_episodes().longest(steps.lanes, done, steps.starts, steps.lengths)
 
-    def _check_episodes(self, lanes: np.ndarray, lengths: np.ndarray, done: np.ndarray, starts: np.ndarray) -> None:
-        """Raises SpecError if the buffer refuses one of these episodes; see `Storage.write` for the arguments."""
-
-    def _trajectory_names(self, steps: Any) -> dict[str, str]:
+    def _trajectory_names(self, keys: Collection[str]) -> dict[str, str]:
         """Column -> key of the trajectories."""
-        return {key: key for key in steps.keys()}  # noqa: SIM118 - it iterates over rows
+        return {key: key for key in keys}
 
-    def _prepare_column(self, name: str, values: torch.Tensor) -> Any:
-        """Converts a tensor (B, T, ...) of trajectories to rows of a column."""
-        return values.detach()
+    def _prepare_column(self, name: str, values: Any) -> Any:
+        """Converts values (B, T, ...) of trajectories to rows of a column."""
+        return values
 
     # Reading
 
@@ -317,22 +273,16 @@ class Buffer(CopiedWhole):
         """Converts private arrays to a batch of this buffer's framework."""
         return self._export(arrays, self._specs)
 
-    def _checked_rows(self, indexes: Any, what: str = "index") -> np.ndarray:
+    def _checked_rows(self, indexes: Any) -> np.ndarray:
         """Converts row ids to int64, with the same shape, and checks that these rows are valid.
 
         Raises:
             SpecError, IndexError: they are not integers, or a row is not valid.
         """
-        rows = host_array(what, indexes)
-        if rows.dtype.kind not in "iu" and rows.size:
-            raise SpecError(f"{what} must hold integers, got {rows.dtype}")
-        rows = rows.astype(np.int64)
-        n_rows = self._storage.columns.n_rows
-        if rows.size and (rows.min() < 0 or rows.max() >= n_rows):
-            raise IndexError(f"{what} {rows[(rows < 0) | (rows >= n_rows)][0]} is not in [0, {n_rows})")
+        rows = row_ids(indexes, self._storage.columns.n_rows)
         held = self._storage.span().has(rows)
         if not held.all():
-            raise IndexError(f"{what} {rows[~held][0]} holds no row")
+            raise IndexError(f"index {rows[~held][0]} holds no row")
         return rows
 
     def _span(self, length: int = 1) -> Span:

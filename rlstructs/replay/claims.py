@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rlstructs.checks import DTYPES, MOST_AXES, reason
-from rlstructs.replay.columns import LANE, Spec
+from rlstructs.replay.columns import LANE, RowIds, Spec
 from rlstructs.replay.episodes import LENGTH, TIME
 from rlstructs.replay.ring import N_COUNTERS, Ring
 
@@ -62,7 +62,7 @@ class Claims:
 
     def lanes(self, rows: np.ndarray) -> np.ndarray:
         """The lanes of row ids."""
-        return np.asarray(rows // self.ring.capacity if self.order == LANE else rows % self.ring.n_lanes)
+        return RowIds(self.ring.n_lanes, self.ring.capacity, self.order).lanes(rows)
 
 
 def whole(name: str, value: Any, least: int = 0, most: int = MOST) -> int:

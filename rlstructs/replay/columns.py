@@ -65,7 +65,71 @@ class Spec:
         return BFLOAT16_NAN if self.is_bfloat16 else poison(self.dtype)
 
 
-class Columns:
+class RowIds:
+    """The row ids of a store.
+
+    Args:
+        n_lanes: rings.
+        capacity: rows per lane.
+        order: "lane" or "slot".
+    """
+
+    def __init__(self, n_lanes: int, capacity: int, order: str = LANE) -> None:
+        self.n_lanes, self.capacity, self.order = n_lanes, capacity, order
+        self.lane_stride, self.slot_stride = (capacity, 1) if order == LANE else (1, n_lanes)
+        self._first_rows = np.arange(n_lanes) * self.lane_stride
+
+    @property
+    def n_rows(self) -> int:
+        """Rows there is room for."""
+        return self.n_lanes * self.capacity
+
+    def rows(self, lanes: Any, slots: Any) -> np.ndarray:
+        """Row ids of slots in [0, capacity)."""
+        return np.asarray(lanes * self.lane_stride + slots * self.slot_stride)
+
+    def at_steps(self, lanes: Any, steps: Any) -> np.ndarray:
+        """Row ids of the rows that hold these steps, or will; lanes are an index of all."""
+        if self.n_lanes == 1:
+            return np.asarray(steps % self.capacity)
+        slots = steps % self.capacity
+        return np.asarray(self._first_rows[lanes] + (slots if self.order == LANE else slots * self.slot_stride))
+
+    def places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The lanes and slots of row ids."""
+        major, minor = np.divmod(rows, self.capacity if self.order == LANE else self.n_lanes)
+        return (major, minor) if self.order == LANE else (minor, major)
+
+    def lanes(self, rows: np.ndarray) -> np.ndarray:
+        """The lanes of row ids."""
+        return np.asarray(rows // self.capacity if self.order == LANE else rows % self.n_lanes)
+
+    def numbered(self, index: np.ndarray, low: int, n: int) -> np.ndarray:
+        """Row ids by number, if each lane has `n` rows from the step `low` on: by lane, or in order "slot" by step."""
+        if self.order == LANE:
+            lanes, ages = np.divmod(index, n) if self.n_lanes > 1 else (0, index)
+            return self.at_steps(lanes, low + ages)
+        return np.asarray((index + low * self.n_lanes) % self.n_rows)
+
+    def steps(self, rows: np.ndarray, last: Any) -> np.ndarray:
+        """The newest steps that rows can hold, up to `last`: one step for all lanes, or int64 (n_lanes,)."""
+        slots = rows  # in order "lane" equal to their slots, modulo the capacity
+        if self.order != LANE or isinstance(last, np.ndarray):
+            lanes, slots = self.places(rows)
+            last = last[lanes] if isinstance(last, np.ndarray) else last
+        return np.asarray(last - (last - slots) % self.capacity)
+
+    def shifted(self, rows: np.ndarray, by: Any) -> np.ndarray:
+        """Row ids of the rows so many steps after these in their lanes; offsets (L,) for rows (B, 1) must rise."""
+        lanes, slots = (0, rows) if self.n_lanes == 1 else self.places(rows)
+        if self.order == LANE and rows.size and rows.ndim == 2 and np.ndim(by) == 1:  # the same offsets, which rise
+            low, high = slots.min() + by[0], slots.max() + by[-1]
+            if low >= 0 and high < self.capacity:  # none goes around the end of its ring, as nearly always
+                return np.asarray(rows + by)
+        return self.at_steps(lanes, slots + by)
+
+
+class Columns(RowIds):
     """Named arrays over bytes of one kind.
 
     What is written goes through `converted` or `check`, and then `put_rows` or `put_cells`.
@@ -90,8 +154,7 @@ class Columns:
     on_host = True
 
     def __init__(self, n_lanes: int, capacity: int, order: str = LANE, backing: Backing | None = None) -> None:
-        self.n_lanes, self.capacity, self.order = n_lanes, capacity, order
-        self.lane_stride, self.slot_stride = (capacity, 1) if order == LANE else (1, n_lanes)
+        super().__init__(n_lanes, capacity, order)
         # Another dict with each change, as others may be looking at it.
         self.specs: dict[str, Spec] = {}
         # How often columns came, went or changed, twice each; odd while one does.
@@ -132,11 +195,6 @@ class Columns:
         if spec.is_object:
             return ObjectBlock(self.n_rows)
         return self._backing.allocate(name, spec.nbytes * self.n_rows, name in self._sparse)
-
-    @property
-    def n_rows(self) -> int:
-        """Rows there is room for."""
-        return self.n_lanes * self.capacity
 
     @property
     def nbytes(self) -> int:
@@ -202,8 +260,7 @@ class Columns:
             held: name -> bool (n_lanes, rows per lane), which of its rows are anything; None and others: all.
         """
         old, n = dict(self.cells), min(self.capacity, capacity)
-        self.capacity = capacity
-        self.lane_stride, self.slot_stride = (capacity, 1) if self.order == LANE else (1, self.n_lanes)
+        RowIds.__init__(self, self.n_lanes, capacity, self.order)
         for name, spec in self.specs.items():
             self.add(name, spec)
             if held is None or name not in held:
@@ -211,15 +268,6 @@ class Columns:
             else:  # of the others no page is touched
                 at = np.nonzero(held[name][:, :n])
                 self.cells[name][at] = old[name][at]
-
-    def rows(self, lanes: Any, slots: Any) -> np.ndarray:
-        """Row ids."""
-        return np.asarray(lanes * self.lane_stride + slots * self.slot_stride)
-
-    def places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The lanes and slots of row ids."""
-        major, minor = np.divmod(rows, self.capacity if self.order == LANE else self.n_lanes)
-        return (major, minor) if self.order == LANE else (minor, major)
 
     def gather(self, names: Iterable[str], rows: np.ndarray) -> list[Any]:
         """These rows of these columns, private memory of the columns' kind, `(*rows.shape, *shape)` each."""

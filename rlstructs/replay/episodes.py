@@ -173,7 +173,7 @@ class Episodes:
             cells[lanes, : time.shape[1] - n] = pairs[:, n:]
             return
         every = np.arange(ring.n_lanes)[lanes]
-        rows = self.columns.rows(every[:, None], (ring.head[every][:, None] + np.arange(time.shape[1])) % ring.capacity)
+        rows = self.columns.at_steps(every[:, None], ring.head[every][:, None] + np.arange(time.shape[1]))
         if valid is None:
             self.columns.flat[EPISODE][rows] = pairs
         else:

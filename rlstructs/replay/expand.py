@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlstructs.replay.columns import LANE
 from rlstructs.replay.episodes import Episodes
 from rlstructs.replay.span import Span
 
@@ -34,13 +33,7 @@ class Window:
 
 def after(span: Span, anchors: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     """The rows `offsets` (B, L), or (L,) that rise, steps after each anchor, of the same lane, as row ids (B, L)."""
-    columns = span.columns
-    lanes, slots = columns.places(anchors)
-    if offsets.ndim == 1 and columns.order == LANE and anchors.size:
-        low, high = slots.min() + offsets[0], slots.max() + offsets[-1]
-        if low >= 0 and high < columns.capacity:  # none goes around the end of its ring, as nearly always
-            return np.asarray(anchors[:, None] + offsets)
-    return columns.rows(lanes[:, None], (slots[:, None] + offsets) % columns.capacity)
+    return span.columns.shifted(anchors[:, None], offsets)
 
 
 def chunk(span: Span, episodes: Episodes | None, anchors: np.ndarray, length: int) -> Window:
@@ -74,8 +67,7 @@ def padded_to(span: Span, episodes: Episodes, anchors: np.ndarray, length: int) 
 
 def fits_to(span: Span, episodes: Episodes | None, anchors: np.ndarray, length: int) -> np.ndarray:
     """Which anchors have `length - 1` rows before them, of the same episode if there are any, bool (B,)."""
-    lanes, _ = span.columns.places(anchors)
-    fit = span.steps(anchors) - span.low[lanes] >= length - 1
+    fit = span.ages(anchors) >= length - 1
     return np.asarray(fit if episodes is None else fit & (episodes.times(anchors) >= length - 1))
 
 
@@ -86,8 +78,7 @@ def _across(episodes: Episodes | None, rows: np.ndarray) -> Window:
 
 def stack(span: Span, episodes: Episodes, anchors: np.ndarray, length: int) -> Window:
     """Each anchor after the `length - 1` rows before it; the first of its episode stands for those before that."""
-    lanes, _ = span.columns.places(anchors)
-    depth = np.minimum(episodes.times(anchors), span.steps(anchors) - span.low[lanes])
+    depth = np.minimum(episodes.times(anchors), span.ages(anchors))
     back = np.arange(length - 1, -1, -1)
     mask = back <= depth[:, None]
     rows = after(span, anchors, -np.minimum(back, depth[:, None]))
@@ -100,9 +91,7 @@ def n_step(span: Span, episodes: Episodes, anchors: np.ndarray, length: int) -> 
     Returns:
         The window, and how many rows of it count, int64 (B,), at least 1. Rows beyond repeat the last.
     """
-    lanes, _ = span.columns.places(anchors)
-    left = span.head[lanes] - span.steps(anchors)
-    counts = np.minimum(np.minimum(episodes.remaining(anchors), left), length)
+    counts = np.minimum(np.minimum(episodes.remaining(anchors), span.left(anchors)), length)
     offsets = np.minimum(np.arange(length), counts[:, None] - 1)
     mask = np.arange(length) < counts[:, None]
     rows = after(span, anchors, offsets)

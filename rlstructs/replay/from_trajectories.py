@@ -1,24 +1,36 @@
-"""What a batcher hands out, as rows for the lanes of a store."""
+"""Takes in trajectories for every surface: columns, lanes, lengths, and where episodes end and begin."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from rlstructs.errors import MissingKeyError, SpecError
+from rlstructs.replay.blocks import as_slice, rounds
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.roles import is_beside
-from rlstructs.replay.values import host_array
+from rlstructs.replay.values import find_marks, host_array
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
 
 # Keys of trajectories that say where episodes end and begin.
 STEP_ENDS = ("_observation/terminated", "_observation/truncated", "_observation/done")
 STEP_START = "observation/initial_state"
+# Column -> key of trajectories, in the words of skrl and rlberry.
+NAMES = {
+    "observations": "observation/frame",
+    "next_observations": "_observation/frame",
+    "actions": "action/action",
+    "rewards": "_observation/reward",
+    "terminated": "_observation/terminated",
+    "truncated": "_observation/truncated",
+}
+# Columns and their keys, or what finds them among the keys that there are.
+Names = Mapping[str, str] | Callable[[Collection[str]], Mapping[str, str]]
 
 
 def named_steps(names: Mapping[str, str], keys: Collection[str]) -> dict[str, str]:
@@ -61,86 +73,126 @@ def key_of(name: str, names: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows that were given.
+class Steps:
+    """The steps of a batch, and where they go.
 
     Attributes:
-        values: name -> (n, ...).
-        n: how many.
-        done: bool (n,), where episodes end; None for what the columns say that mean it.
-        starts: bool (n,), where one begins whatever came before; None for nowhere.
+        values: column -> (B, T, ...).
+        n_timesteps: T.
+        lengths: int64 (B,), how many of the T steps are valid.
+        lanes: int64 (B,), the lane of each trajectory; several of one lane follow one another.
+        done: bool (B, T), where episodes end; None if nothing says so.
+        starts: bool (B, T), where one begins whatever came before; None for nowhere.
     """
 
     values: dict[str, Any]
-    n: int
+    n_timesteps: int
+    lengths: np.ndarray
+    lanes: np.ndarray
     done: np.ndarray | None = None
     starts: np.ndarray | None = None
 
+    def valid(self) -> np.ndarray:
+        """Which steps are no padding, bool (B, T)."""
+        return np.asarray(np.arange(self.n_timesteps) < self.lengths[:, None])
 
-def _steps(steps: TemporalDictTensor, names: Mapping[str, str]) -> Rows:
-    lead = (steps.n_elems(), steps.n_timesteps())
-    lengths = host_array("lengths", steps.lengths)
-    valid = np.arange(lead[1]) < lengths[:, None]
-    inside = None if valid.all() else torch.from_numpy(valid)
-    values = {}
-    for name, key in names.items():
-        tensor = steps[key].detach()
-        values[name] = tensor.flatten(0, 1) if inside is None else tensor[inside.to(tensor.device)]
-    ends = [_truth(steps, key) for key in STEP_ENDS if key in steps]
-    starts = np.zeros(lead, bool)
-    if STEP_START in steps:
-        starts |= _truth(steps, STEP_START)
-    starts[:, :1] = True  # what lies before it in the buffer is of another trajectory
-    done = np.logical_or.reduce(ends)[valid] if ends else None
-    return Rows(values, int(valid.sum()), done, starts[valid])
+    def at(self, index: Any) -> Steps:
+        """Some of the trajectories."""
+        values = {name: each[index] for name, each in self.values.items()}
+        done, starts = (None if marks is None else marks[index] for marks in (self.done, self.starts))
+        return Steps(values, self.n_timesteps, self.lengths[index], self.lanes[index], done, starts)
+
+    def one_after_another(self) -> Steps:
+        """All valid steps as one trajectory (1, n, ...) of lane 0, with a start where each of these began."""
+        inside = self.valid()
+        starts = np.zeros(inside.shape, bool) if self.starts is None else self.starts.copy()
+        starts[:, :1] = True  # what lies before it in the buffer is of another trajectory
+        marks = None if inside.all() else torch.from_numpy(inside)
+        values = {
+            name: (each.flatten(0, 1) if marks is None else each[marks.to(each.device)])[None]
+            for name, each in self.values.items()
+        }
+        n, done = int(inside.sum()), None if self.done is None else self.done[inside][None]
+        return Steps(values, n, np.array([n]), np.zeros(1, np.int64), done, starts[inside][None])
+
+    def for_column(self, name: str, spec: Spec | None) -> Any:
+        """The values of a column of this spec: where it has to cast them, padding is zero, which always fits."""
+        values, inside = self.values[name], self.valid()
+        is_same = spec is None or spec.is_bfloat16 or spec.dtype.name == str(values.dtype).removeprefix("torch.")
+        if is_same or inside.all():
+            return values
+        array = host_array(name, values)
+        return np.where(inside.reshape(*inside.shape, *[1] * (array.ndim - 2)), array, array.dtype.type(0))
+
+    def with_ends(self, done: np.ndarray | None) -> Steps:
+        """The same, with more ends of episodes: bool (B, T), or None for no more."""
+        both = [marks for marks in (self.done, done) if marks is not None]
+        return replace(self, done=np.logical_or.reduce(both) if both else None)
+
+    def write(self, block: Mapping[str, Any], write: Callable[..., None]) -> None:
+        """Writes these steps.
+
+        Args:
+            block: column -> (B, T, ...), the values as columns take them.
+            write: takes what `Storage.write` does; it is called again for a lane that occurs again.
+        """
+        marks = replace(self, values={})
+        for part in rounds(self.lanes):
+            steps = marks.at(part)
+            is_full = bool((steps.lengths == self.n_timesteps).all())
+            rows, lengths = {name: each[part] for name, each in block.items()}, None if is_full else steps.lengths
+            write(rows, as_slice(steps.lanes), lengths=lengths, done=steps.done, starts=steps.starts)
 
 
-def _truth(steps: TemporalDictTensor, key: str) -> np.ndarray:
-    """Where any number of a step is not zero, bool (B, T)."""
-    marks = host_array(key, steps[key]) != 0
-    return np.asarray(marks.any(axis=tuple(range(2, marks.ndim))))
-
-
-def steps_of(trajectories: Any) -> Any:
-    """The steps (B, T, ...) of a batch.
-
-    Raises:
-        TypeError: these are no `Trajectories`.
-    """
-    if not isinstance(trajectories, Trajectories):
-        raise TypeError(f"add_trajectories: needs Trajectories, got {type(trajectories).__name__}")
-    return trajectories.trajectories
-
-
-def require_keys(steps: Any, keys: Iterable[str]) -> None:
-    """Raises MissingKeyError unless the steps of a batch have all of these."""
-    if absent := sorted(set(keys) - set(steps.keys())):
-        found = sorted(steps.keys())
-        raise MissingKeyError(f"add_trajectories: no {absent} in the trajectories, there are {found}")
-
-
-NAMES = {
-    "observations": "observation/frame",
-    "next_observations": "_observation/frame",
-    "actions": "action/action",
-    "rewards": "_observation/reward",
-    "terminated": "_observation/terminated",
-    "truncated": "_observation/truncated",
-}
-
-
-def lanes_of(batch: Trajectories, n_lanes: int, owner: str, limit: str = "the memory's num_envs") -> np.ndarray:
-    """The lane of each trajectory, int64 (B,): its `env_index`.
+def take_trajectories(
+    trajectories: Any,
+    names: Names,
+    n_lanes: int | None = None,
+    owner: str = "add_trajectories",
+    limit: str = "the lanes of this buffer",
+) -> Steps:
+    """The steps of a batch of `RL_Batcher.get`, without trajectories that have none.
 
     Args:
-        batch: trajectories.
-        n_lanes: how many lanes there are.
+        trajectories: the batch.
+        names: column -> key, as `named_steps` takes them.
+        n_lanes: how many lanes there are, to which `env_index` says what belongs; None to append one trajectory
+            after another to a single lane.
         owner: begins the messages of errors.
         limit: what `n_lanes` is, for them.
 
     Raises:
-        MissingKeyError, SpecError: there is no `env_index`, or one that is not in [0, n_lanes).
+        TypeError: these are no `Trajectories`.
+        MissingKeyError, SpecError: a key is missing, or an `env_index` is not in [0, n_lanes).
     """
+    if not isinstance(trajectories, Trajectories):
+        raise TypeError(f"{owner}: needs Trajectories, got {type(trajectories).__name__}")
+    steps = trajectories.trajectories
+    keys = list(steps.keys())
+    named = named_steps(names(keys) if callable(names) else names, keys)
+    if absent := sorted(set(named.values()) - set(keys)):
+        raise MissingKeyError(f"{owner}: no {absent} in the trajectories, there are {sorted(keys)}")
+    return take_steps(steps, named, None if n_lanes is None else _find_lanes(trajectories, n_lanes, owner, limit))
+
+
+def take_steps(steps: TemporalDictTensor, names: Mapping[str, str], lanes: np.ndarray | None = None) -> Steps:
+    """Does what `take_trajectories` does, of keys and lanes (B,) that are there."""
+    lengths = host_array("lengths", steps.lengths)
+    found = Steps(
+        {name: steps[key].detach() for name, key in names.items()},
+        steps.n_timesteps(),
+        lengths,
+        np.zeros(len(lengths), np.int64) if lanes is None else lanes,
+        find_marks({key: steps[key] for key in STEP_ENDS if key in steps}),
+        find_marks({STEP_START: steps[STEP_START]} if STEP_START in steps else {}),
+    )
+    if lanes is None:
+        return found.one_after_another()
+    return found if lengths.all() else found.at(np.flatnonzero(lengths))
+
+
+def _find_lanes(batch: Trajectories, n_lanes: int, owner: str, limit: str) -> np.ndarray:
+    """The lane of each trajectory, int64 (B,); see `take_trajectories`."""
     if "env_index" not in batch.info:
         raise MissingKeyError(f"{owner}: no 'env_index' in the trajectories' info: it says which lane a row is")
     lanes = host_array("env_index", batch.info["env_index"]).reshape(-1).astype(np.int64)
@@ -148,11 +200,3 @@ def lanes_of(batch: Trajectories, n_lanes: int, owner: str, limit: str = "the me
         wrong = lanes.max() if lanes.min() >= 0 else lanes.min()
         raise SpecError(f"{owner}: env_index {wrong} is not in [0, {n_lanes}), {limit}")
     return lanes
-
-
-def zero_padding(values: np.ndarray, spec: Spec, lengths: np.ndarray) -> np.ndarray:
-    """Integers (B, T, ...) that another dtype is to take, with zeros as padding: poison may not fit there."""
-    if values.dtype == spec.dtype or values.dtype.kind not in "iu":
-        return values
-    inside = np.arange(values.shape[1]) < lengths.reshape(-1, 1)
-    return np.where(inside.reshape(*inside.shape, *[1] * (values.ndim - 2)), values, values.dtype.type(0))

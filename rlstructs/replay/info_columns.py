@@ -148,9 +148,7 @@ def adopt(storage: Storage, plan: Plan) -> None:
         values = {name: (spec, _convert_column(storage, rows, name, spec)) for name, spec in made.items()}
         for name, below in folded.items():
             values[name] = OBJECTS, _fold_columns(storage, rows, name, below)
-        storage.version += 1
-        columns.exchange(values, [key for below in folded.values() for key in below])
-        storage.poison(values)
+        storage.exchange(values, [key for below in folded.values() for key in below])
 
 
 def _convert_column(storage: Storage, rows: np.ndarray, name: str, spec: Spec) -> np.ndarray:

@@ -90,8 +90,7 @@ class Link:
         columns = self._columns
         flat_rows = rows.reshape(-1)
         lanes, slots = columns.places(flat_rows)
-        following = columns.rows(lanes, (slots + 1) % columns.capacity)
-        values = columns.flat[self.source].take(following, axis=0)
+        values = columns.flat[self.source].take(columns.shifted(flat_rows, 1), axis=0)
         beside = self.is_beside[lanes, slots]
         if beside.any():
             values[beside] = columns.flat[self.name][flat_rows[beside]]
@@ -114,7 +113,7 @@ class Link:
         """Keeps what the rows before these hold, whose sources in these rows are about to be changed."""
         columns = self._columns
         lanes, slots = columns.places(rows)
-        before = columns.rows(lanes, (slots - 1) % columns.capacity)
+        before = columns.shifted(rows, -1)
         steps = ring.steps_of(lanes, slots, ring.head)
         before = before[steps - 1 >= ring.oldest()[lanes]]
         values = self.read(ring, before)

@@ -6,8 +6,7 @@ Schaul et al., Prioritized Experience Replay (2016): P(i) = p_i^alpha / sum of p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,11 @@ import numpy as np
 from rlstructs.errors import SpecError
 from rlstructs.replay.claims import Claims
 from rlstructs.replay.copies import lock_that_forks
+from rlstructs.replay.drawing import draw_fitting
+from rlstructs.replay.drawn_rows import DrawnRows
 from rlstructs.replay.span import Span
+from rlstructs.replay.store import Storage
+from rlstructs.replay.values import host_array, real_numbers, row_ids
 
 # Limit of a priority to the power of alpha times the number of rows, so that the sum is finite.
 LARGEST = 1e300
@@ -23,41 +26,6 @@ LARGEST = 1e300
 ROUNDED = 1e-9
 # Names of the arrays of priorities in a file.
 LEAVES, SYNCED, DRAWN = "__leaves__", "__synced__", "__drawn__"
-# How many draws are remembered: learners seldom set priorities of older ones.
-N_DRAWS = 32
-# The step recorded for a drawn row that another has replaced; no real step is as large.
-REPLACED = np.iinfo(np.int64).max
-
-
-@dataclass
-class Draw:
-    """Row ids that were drawn, and the steps that they held: `known`, or those of `span`."""
-
-    rows: np.ndarray
-    span: Span | None
-    known: np.ndarray | None = None
-    sorted_rows: tuple[np.ndarray, np.ndarray] | None = None
-
-    def steps(self) -> np.ndarray:
-        """The steps that the rows held when they were drawn, int64."""
-        if self.known is None:
-            assert self.span is not None
-            self.known = self.span.steps(self.rows)
-        return self.known
-
-    def sort_by_row(self) -> tuple[np.ndarray, np.ndarray]:
-        """The rows and their steps, sorted by rows."""
-        if self.sorted_rows is None:
-            order = np.argsort(self.rows)
-            self.sorted_rows = self.rows[order], self.steps()[order]
-        return self.sorted_rows
-
-    def was_held(self, rows: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """Whether these rows held these steps at the time of the draw, bool."""
-        if self.span is None:
-            return np.zeros(rows.shape, bool)
-        lanes, _ = self.span.columns.places(rows)
-        return np.asarray(steps < self.span.head[lanes])
 
 
 def exponent(name: str, value: Any) -> float:
@@ -71,6 +39,17 @@ def exponent(name: str, value: Any) -> float:
     if not (isinstance(value, (int, float, np.number)) and 0 <= value < np.inf):
         raise SpecError(f"{name} must be a number of at least 0, got {value!r}")
     return float(value)
+
+
+def importance_weights(leaves: np.ndarray, smallest: float, beta: float) -> np.ndarray:
+    """Importance weights over the largest of them, float32.
+
+    Args:
+        leaves: priorities to the power of alpha, above 0.
+        smallest: the smallest of all rows, or of the batch.
+        beta: exponent of weights.
+    """
+    return np.asarray((smallest / leaves).astype(np.float32) ** np.float32(beta))
 
 
 def limit_of(n_rows: int, alpha: float) -> float:
@@ -92,7 +71,7 @@ def largest_of(priorities: np.ndarray, limit: float) -> float:
     return largest
 
 
-class Prioritised:
+class Priorities:
     """Priorities of a store's rows; a new row gets the largest priority ever set, initially 1.
 
     Args:
@@ -118,8 +97,7 @@ class Prioritised:
         self.tree = SumTree(n_rows)
         self.synced = np.zeros(n_lanes, np.int64)
         self._snapshot = b""  # the counters of the last `follow`
-        # The latest draw first. Replaced and never changed: another thread may copy it.
-        self._draws: tuple[Draw, ...] = ()
+        self.drawn = DrawnRows()
         self._limit = limit_of(n_rows, alpha)
         self.lock = lock_that_forks()
 
@@ -171,6 +149,38 @@ class Prioritised:
         self.synced = self.synced.copy()
         self.synced[lanes] = span.low[lanes]
 
+    def draw_rows(
+        self,
+        span: Span,
+        n: int,
+        rng: np.random.Generator,
+        fits: Callable[[np.ndarray], np.ndarray] | None = None,
+        wanted: str = "window of this length",
+    ) -> np.ndarray:
+        """Draws `n` rows of a span in proportion to their priorities, int64 (n,).
+
+        Args:
+            span: of the store; rows that it has no more are not drawn.
+            n: how many.
+            rng: the generator.
+            fits: returns which rows may be drawn, bool; None for all.
+            wanted: what a row that fits is, for the message.
+
+        Raises:
+            SpecError: no row fits, or the priorities of those that do are zero.
+        """
+        self.follow(span)
+        if fits is None and span.is_settled:
+            return self.draw(n, rng)
+        return draw_fitting(
+            lambda count: self.draw(count, rng),
+            lambda rows: span.has(rows) if fits is None else span.has(rows) & fits(rows),
+            n,
+            lambda rows, count: self.choose(rows, count, rng),
+            span,
+            wanted,
+        )
+
     def draw(self, n: int, rng: np.random.Generator) -> np.ndarray:
         """Draws `n` row ids in proportion to their priorities, one from each n-th of the total.
 
@@ -194,35 +204,27 @@ class Prioritised:
         chosen: np.ndarray = rows[np.minimum(at, np.searchsorted(ends, ends[-1]))]
         return chosen
 
-    def remember(self, span: Span, rows: np.ndarray) -> None:
-        """Remembers a draw, so that `update` recognises priorities of rows that were overwritten since."""
-        if rows.size:
-            self._draws = (Draw(rows, span), *self._draws[: N_DRAWS - 1])
+    def set(self, storage: Storage, indexes: Any, priorities: Any, may_be_of_now: bool = False) -> None:
+        """Sets the priorities that a program gives; of a repeated row the last counts.
 
-    def is_last(self, rows: np.ndarray, span: Span) -> bool:
-        """Whether these are the rows of the last draw, with nothing written since."""
-        if not self._draws:
-            return False
-        last = self._draws[0]
-        if last.span is None or last.span.snapshot != span.snapshot or rows.shape != last.rows.shape:
-            return False
-        return rows.tobytes() == last.rows.tobytes()  # several times faster than ==, and dtypes are nearly always equal
+        Args:
+            storage: the store.
+            indexes: int, row ids, of any library.
+            priorities: numbers of the same size, finite, at least 0.
+            may_be_of_now: whether rows that were all written since the last draw, or all rows together, are meant
+                as they are now; otherwise a row means what it was when it was last drawn.
 
-    def are_of_now(self, rows: np.ndarray, span: Span) -> bool:
-        """Whether the caller means the current content of these rows, for example after writing them.
-
-        True if all were written since the last draw, or if they are all rows of the store; False if they are the rows
-        of a draw.
+        Raises:
+            SpecError, IndexError: an argument is invalid; nothing changes.
         """
-        last = self._draws[0].span if self._draws else None
-        if last is None or not rows.size:
-            return False
-        now, (lanes, _) = span.steps(rows), span.columns.places(rows)
-        is_every = rows.size >= span.total and np.unique(rows).size == span.total
-        if not is_every and not (now >= last.head[lanes]).all():
-            return False
-        is_drawn = any(np.array_equal(draw.rows, rows) for draw in self._draws)
-        return not is_drawn and bool(span.holds(rows, now).all())
+        rows, values = host_array("index", indexes).reshape(-1), real_numbers("priorities", priorities).reshape(-1)
+        with self.lock:
+            span = storage.span()
+            is_last = self.drawn.is_last(rows, span)
+            if not is_last:
+                rows = row_ids(rows, storage.columns.n_rows)
+                is_last = may_be_of_now and self.drawn.are_of_now(rows, span)
+            self.update(span, rows, values, is_last)
 
     def update(self, span: Span, rows: np.ndarray, priorities: np.ndarray, is_last: bool = False) -> None:
         """Sets priorities; ignores those of rows that were overwritten after they were drawn.
@@ -231,7 +233,7 @@ class Prioritised:
             span: of the store, taken just before.
             rows: int64 (n,), row ids; if one is repeated, its last priority counts.
             priorities: (n,), finite, at least 0.
-            is_last: the result of `is_last` or `are_of_now`, if known.
+            is_last: whether the rows are known to be those of the last draw, or meant as they are now.
 
         Raises:
             SpecError: an argument is invalid; nothing changes.
@@ -244,7 +246,7 @@ class Prioritised:
         powers = priorities**self.alpha
         self.follow(span)
         if not (span.is_settled and is_last):
-            same = self._find_unchanged(span, rows)
+            same = self.drawn.find_unchanged(span, rows)
             rows, powers, priorities = rows[same], powers[same], priorities[same]
             largest = float(priorities.max(initial=0.0))
         if self.of_present:  # only the last priority of a repeated row counts
@@ -253,53 +255,13 @@ class Prioritised:
         self._update_max_priority(rows, largest)
         self.tree.update(rows, powers)
 
-    def _find_unchanged(self, span: Span, rows: np.ndarray) -> np.ndarray:
-        """Which rows still hold what they held when they were drawn, bool.
-
-        If the rows are those of one draw, that draw counts; otherwise the last draw that has a row. A row that is in no
-        remembered draw stands for its current content.
-
-        Raises:
-            SpecError: a row was never drawn and is empty.
-        """
-        for draw in self._draws:
-            if draw.rows.size == rows.size and (draw.rows == rows).all():
-                return span.holds(rows, draw.steps())
-        now = span.steps(rows)
-        held = span.holds(rows, now)
-        meant = self._find_drawn_steps(rows, now, held)
-        empty = rows[~(held | (meant >= 0))]
-        if (empty := empty[~span.is_reserved(empty)]).size:
-            raise SpecError(f"index {empty[0]} holds no row")
-        return np.asarray(held & ((meant < 0) | (meant == now)))
-
-    def _find_drawn_steps(self, rows: np.ndarray, now: np.ndarray, held: np.ndarray) -> np.ndarray:
-        """The step each row held when it was last drawn, int64; -1 if that is unknown or equal to `now`."""
-        meant = np.full(rows.size, -1, np.int64)
-        if not self._draws:
-            return meant
-        # Rows written before the earliest draw mean the same in all draws.
-        unknown = np.flatnonzero(~(held & self._draws[-1].was_held(rows, now)))
-        for draw in self._draws:
-            if not unknown.size:
-                break
-            drawn, steps = draw.sort_by_row()
-            at = np.minimum(np.searchsorted(drawn, rows[unknown]), drawn.size - 1)
-            same = drawn[at] == rows[unknown]
-            meant[unknown[same]] = steps[at[same]]
-            unknown = unknown[~same]
-        return meant
-
     def replace(self, rows: np.ndarray) -> None:
         """Gives rows whose content was replaced the priority of new rows.
 
         Args:
             rows: int64 (n,), known to `follow`; priorities of earlier draws of them will be ignored.
         """
-        for draw in self._draws:
-            steps = draw.steps().copy()
-            steps[np.isin(draw.rows, rows)] = REPLACED
-            draw.span, draw.known, draw.sorted_rows = None, steps, None
+        self.drawn.replace(rows)
         self._update_max_priority(rows)
         self.tree.update(rows, np.full(rows.size, self.max_priority**self.alpha))
 
@@ -317,6 +279,10 @@ class Prioritised:
         self.tree.fill(np.where(leaves > 0, priorities**alpha, 0))
         self.alpha, self._limit = alpha, limit
 
+    def clear(self) -> None:
+        """Gives new rows the initial priority, after the store was cleared."""
+        self.max_priority = self.first
+
     def grow(self, n_rows: int) -> None:
         """Makes room for more rows, after a store of one lane has grown."""
         from rlstructs.replay.sum_tree import SumTree
@@ -327,49 +293,47 @@ class Prioritised:
         self.tree.fill(leaves)
         self._limit = limit_of(n_rows, self.alpha)
 
+    def state(self) -> dict[str, float]:
+        """The header of a file, beside `arrays`."""
+        return {"alpha": self.alpha, "max_priority": self.max_priority}
+
     def arrays(self) -> dict[str, np.ndarray]:
-        """The arrays of a file, which needs `max_priority` too."""
-        draws = [
-            np.stack([draw.rows, draw.steps(), np.full(draw.rows.size, number)])
-            for number, draw in enumerate(self._draws)
-        ]
-        drawn = np.concatenate(draws, axis=1) if draws else np.zeros((3, 0), np.int64)
-        return {LEAVES: self.tree.values, SYNCED: self.synced, DRAWN: drawn}
+        """The arrays of a file."""
+        return {LEAVES: self.tree.values, SYNCED: self.synced, DRAWN: self.drawn.array()}
 
     def restored(
         self,
         arrays: Mapping[str, np.ndarray],
-        max_priority: Any,
+        state: Mapping[str, Any],
         claims: Claims | None = None,
         alpha: float | None = None,
-    ) -> Prioritised:
+    ) -> Priorities:
         """Creates new priorities from the arrays of a file; if it has none, every row gets the same priority.
 
         Args:
             arrays: of the file.
-            max_priority: of the file.
+            state: of the file: `alpha` and `max_priority`.
             claims: the file's counters and columns; None if they are known to fit.
-            alpha: exponent in the file and of the new priorities; None for that of this object.
+            alpha: exponent of the new priorities, which the file's is known to be; None for that of this object.
 
         Raises:
             ValueError: the arrays do not fit.
         """
-        alpha = self.alpha if alpha is None else alpha
-        new = Prioritised(self.tree.n_leaves, self.synced.size, alpha, first=self.first, of_present=self.of_present)
+        power = self.alpha if alpha is None else alpha
+        new = Priorities(self.tree.n_leaves, self.synced.size, power, first=self.first, of_present=self.of_present)
         if LEAVES not in arrays:
             return new
-        leaves, synced, drawn = arrays[LEAVES], arrays[SYNCED], arrays[DRAWN]
+        if alpha is None and state.get("alpha", self.alpha) != self.alpha:
+            raise ValueError(f"its priorities are to the power of {state['alpha']}, here alpha is {self.alpha}")
+        leaves, synced = arrays[LEAVES], arrays[SYNCED]
         wanted = (new.tree.values, new.synced)
         if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip((leaves, synced), wanted, strict=True)):
             raise ValueError("its priorities have other shapes")
-        new.max_priority, new.synced = new._check_max_priority(max_priority, leaves), synced
+        new.max_priority, new.synced = new._check_max_priority(state["max_priority"], leaves), synced
         if claims is not None:
             _check_rows(leaves, synced, claims)
-        _check_draws(drawn, leaves.size)
+        new.drawn = DrawnRows.restored(arrays[DRAWN], leaves.size)
         new.tree.fill(leaves)
-        for rows, steps, _ in np.split(drawn, np.flatnonzero(np.diff(drawn[2])) + 1, axis=1):
-            if rows.size and len(new._draws) < N_DRAWS:
-                new._draws += (Draw(rows, None, steps),)
         return new
 
     def _check_max_priority(self, max_priority: Any, leaves: np.ndarray) -> float:
@@ -379,15 +343,6 @@ class Prioritised:
         if not is_number or not ((leaves >= 0) & (leaves <= most)).all():  # not true of NaN
             raise ValueError(f"its priorities are not finite and at least 0, here at most {self._limit:.3g}")
         return float(max_priority)
-
-
-def _check_draws(drawn: np.ndarray, n_rows: int) -> None:
-    """Raises ValueError unless these are draws in the form of `Prioritised.arrays`."""
-    if drawn.dtype != np.int64 or drawn.ndim != 2 or len(drawn) != 3:
-        raise ValueError("its draws have other shapes")
-    rows, _, numbers = drawn
-    if not ((rows >= 0) & (rows < n_rows) & (numbers >= 0) & (numbers < N_DRAWS)).all() or (np.diff(numbers) < 0).any():
-        raise ValueError("its draws are of rows that there are not, or out of order")
 
 
 def _check_rows(leaves: np.ndarray, synced: np.ndarray, claims: Claims) -> None:

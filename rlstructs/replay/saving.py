@@ -193,10 +193,7 @@ def _restorer(buffer: Buffer, path: Any, reader: Reader, header: Mapping[str, An
         _restore_columns(storage, numbers, linked, links, counters, reader)
         for name, rows in values.items():
             columns.put_cells(name, slice(None), slice(0, n_slots), rows)
-        assert storage.episodes is not None
-        storage.episodes.columns.cells[EPISODE][:, :n_slots] = episodes
-        storage.ring.counters[...] = counters
-        storage.version += 1
+        storage.restore(counters, episodes)
         buffer._rng = generator
         restore_own()
 
@@ -311,16 +308,11 @@ def _make_columns(buffer: Buffer, specs: Mapping[str, Spec], linked: Mapping[str
     """Creates the missing columns of a file; a column that is linked in the file is linked here if possible."""
     columns = buffer._storage.columns
     if columns.specs:
-        columns.exchange({}, [name for name, spec in columns.specs.items() if specs.get(name) != spec])
-        for name in specs.keys() - columns.specs.keys():
-            columns.add(name, specs[name])
+        buffer._storage.exchange({}, [name for name, spec in columns.specs.items() if specs.get(name) != spec])
+        buffer._storage.add_columns({name: spec for name, spec in specs.items() if name not in columns.specs})
         return
     links = {name: source for name, source in linked.items() if buffer._is_linked(name, specs)}
-    for name, spec in specs.items():
-        if name not in links:
-            buffer._storage.columns.add(name, spec)
-    for name, source in links.items():
-        buffer._storage.link(name, source)
+    buffer._storage.add_columns(specs, links)
 
 
 def _spec(name: str, dtype: Any, shape: Any, is_bfloat16: Any) -> Spec:

@@ -154,4 +154,4 @@ def window(span: Span, steps: np.ndarray, counts: np.ndarray, length: int) -> tu
     index = np.arange(length)
     mask = index < counts[:, None]
     offsets = index if mask.all() else np.minimum(index, counts[:, None] - 1)
-    return span.columns.rows(0, (steps[:, None] + offsets) % span.columns.capacity), mask
+    return span.columns.at_steps(0, steps[:, None] + offsets), mask

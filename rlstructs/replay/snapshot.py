@@ -53,10 +53,7 @@ class Snapshot:
         return np.asarray(newest[~self.episodes.end(newest)])
 
     def _rows_of(self, steps: np.ndarray) -> np.ndarray:
-        columns = self.span.columns
-        if columns.n_lanes == 1:
-            return steps % columns.capacity
-        return columns.rows(np.arange(columns.n_lanes), steps % columns.capacity)
+        return self.span.columns.at_steps(np.arange(self.span.columns.n_lanes), steps)
 
     def prev(self, rows: np.ndarray) -> np.ndarray:
         """The row before each in its episode, or the row itself if none is there."""
@@ -70,27 +67,19 @@ class Snapshot:
 
     def _are(self, ends: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Which of these rows are the ones among `ends` of their lanes."""
-        return np.asarray(rows == (ends[0] if ends.size == 1 else ends[rows // self.span.columns.capacity]))
+        return np.asarray(rows == (ends[0] if ends.size == 1 else ends[self.span.columns.lanes(rows)]))
 
     def shifted(self, rows: np.ndarray, by: np.ndarray) -> np.ndarray:
         """The rows so many steps after these in their lanes."""
-        capacity = self.span.columns.capacity
-        if self.span.columns.n_lanes == 1:
-            return np.asarray((rows + by) % capacity)
-        slots = rows % capacity
-        return np.asarray(rows - slots + (slots + by) % capacity)
+        return self.span.columns.shifted(rows, by)
 
     def depths(self, rows: np.ndarray) -> np.ndarray:
         """How many rows of its episode are there before each, int64."""
-        oldest, columns = self.oldest(), self.span.columns
-        ages = (rows - (oldest[0] if oldest.size == 1 else oldest[rows // columns.capacity])) % columns.capacity
-        return np.asarray(np.minimum(self.episodes.times(rows), ages))
+        return np.asarray(np.minimum(self.episodes.times(rows), self.span.ages(rows)))
 
     def following(self, rows: np.ndarray) -> np.ndarray:
         """How many rows of its episode are there after each (B,), int64."""
-        lanes, _ = self.span.columns.places(rows)
-        held = self.span.head[lanes] - self.span.steps(rows)
-        return np.asarray(np.minimum(self.episodes.remaining(rows), held) - 1)
+        return np.asarray(np.minimum(self.episodes.remaining(rows), self.span.left(rows)) - 1)
 
     def frames(self, rows: np.ndarray, n: int) -> np.ndarray:
         """Each row (B,) after the n - 1 before it, (B, n); the first of its episode stands for those that are not."""
@@ -108,8 +97,9 @@ class Snapshot:
 
     def episodes_of(self, rows: np.ndarray) -> np.ndarray:
         """A number for each row (B,) that rows of the same episode share, and others do not, int64."""
-        lanes, _ = self.span.columns.places(rows)
-        return np.asarray((self.span.steps(rows) - self.episodes.times(rows)) * self.span.columns.n_lanes + lanes)
+        columns = self.span.columns
+        first = self.span.steps(rows) - self.episodes.times(rows)
+        return np.asarray(first * columns.n_lanes + columns.lanes(rows))
 
     def gather(self, names: Sequence[str], rows: np.ndarray) -> list[Any]:
         """These rows of some columns, private memory, `(*rows.shape, *shape)` each."""

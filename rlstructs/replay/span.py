@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from rlstructs.replay.columns import LANE, Columns
+from rlstructs.replay.columns import Columns
 from rlstructs.replay.ring import Ring
 
 
@@ -68,13 +67,9 @@ class Span:
 
     def row_ids(self, index: np.ndarray) -> np.ndarray:
         """The row ids of row numbers, each in [0, total)."""
-        columns = self.columns
-        if self.aligned and columns.order == LANE:
-            lanes, ages = np.divmod(index, self._high - self._low) if columns.n_lanes > 1 else (0, index)
-            return columns.rows(lanes, (self._low + ages) % columns.capacity)
-        if self.aligned:  # in this order the rows of successive steps are contiguous
-            return np.asarray((index + self._low * columns.n_lanes) % columns.n_rows)
-        return _numbered(columns, self._low, self.counts(), index)
+        if self.aligned:
+            return self.columns.numbered(index, self._low, self._high - self._low)
+        return _numbered(self.columns, self._low, self.counts(), index)
 
     def newer(self, since: np.ndarray) -> np.ndarray:
         """The row ids of all rows from the steps `since` (n_lanes,) on."""
@@ -84,12 +79,15 @@ class Span:
 
     def steps(self, rows: np.ndarray) -> np.ndarray:
         """The steps of row ids, int64."""
-        if self.aligned and self.columns.order == LANE:  # a row id equals its slot modulo the capacity
-            last = self._head - 1
-            return np.asarray(last - (last - rows) % self.columns.capacity)
-        lanes, slots = self.columns.places(rows)
-        last = self._head - 1 if self.aligned else self._head[lanes] - 1
-        return np.asarray(last - (last - slots) % self.columns.capacity)
+        return self.columns.steps(rows, self._head - 1)
+
+    def ages(self, rows: np.ndarray) -> np.ndarray:
+        """How many rows are before each in its lane, int64."""
+        return np.asarray(self.steps(rows) - (self._low if self.aligned else self._low[self.columns.lanes(rows)]))
+
+    def left(self, rows: np.ndarray) -> np.ndarray:
+        """How many rows there are in its lane from each on, int64."""
+        return np.asarray((self._head if self.aligned else self._head[self.columns.lanes(rows)]) - self.steps(rows))
 
     def has(self, rows: np.ndarray) -> np.ndarray:
         """Which row ids are in the span, bool."""
@@ -99,29 +97,29 @@ class Span:
         """Which rows are in the span and still hold these steps, bool."""
         if self.aligned:
             return np.asarray((steps >= self._low) & (steps < self._high))
-        lanes, _ = self.columns.places(rows)
+        lanes = self.columns.lanes(rows)
         return np.asarray((steps >= self._low[lanes]) & (steps < self._high[lanes]))
 
     def is_reserved(self, rows: np.ndarray) -> np.ndarray:
         """Which rows a writer is about to write, bool."""
-        lanes, _ = self.columns.places(rows)
-        return np.asarray(self.steps(rows) + self.columns.capacity < self._of_lanes(self._reserved)[lanes])
+        return np.asarray(
+            self.steps(rows) + self.columns.capacity < self._of_lanes(self._reserved)[self.columns.lanes(rows)]
+        )
 
     def by_step(self) -> np.ndarray:
         """All row ids, sorted by step and then by lane."""
         if self.aligned:
-            steps = np.arange(self._low, self._high)[:, None] % self.columns.capacity
-            return self.columns.rows(np.arange(self.columns.n_lanes), steps).reshape(-1)
+            steps = np.arange(self._low, self._high)[:, None]
+            return self.columns.at_steps(np.arange(self.columns.n_lanes), steps).reshape(-1)
         rows, _ = self.by_lane(1)
-        lanes, _ = self.columns.places(rows)
-        return rows[np.lexsort((lanes, self.steps(rows)))]
+        return rows[np.lexsort((self.columns.lanes(rows), self.steps(rows)))]
 
     def by_lane(self, length: int) -> tuple[np.ndarray, np.ndarray]:
         """All row ids, sorted by lane and then by step, and the positions where sequences of `length` begin."""
         counts = self.counts()
         ages = np.concatenate([np.arange(n) for n in counts]) if counts.sum() else np.zeros(0, np.int64)
         lanes = np.repeat(np.arange(counts.size), counts)
-        rows = self.columns.rows(lanes, (self.low[lanes] + ages) % self.columns.capacity)
+        rows = self.columns.at_steps(lanes, self.low[lanes] + ages)
         return rows, np.flatnonzero(ages % length == 0)
 
     def every_row(self) -> np.ndarray:
@@ -134,23 +132,4 @@ def _numbered(columns: Columns, low: np.ndarray, counts: np.ndarray, index: np.n
     ends = np.cumsum(counts)
     lanes = np.searchsorted(ends, index, side="right")
     steps = low[lanes] + index - (ends - counts)[lanes]
-    return columns.rows(lanes, steps % columns.capacity)
-
-
-class Epoch:
-    """Epochs of all rows in random order.
-
-    Args:
-        drop_last: whether to leave out a last batch that would be smaller.
-    """
-
-    def __init__(self, drop_last: bool = False) -> None:
-        self.drop_last = drop_last
-
-    def batches(self, span: Span, n: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-        """The row ids of one epoch, `n` at a time; the last batch may be smaller."""
-        order = rng.permutation(span.total)
-        for start in range(0, len(order), n):
-            if start + n > len(order) and self.drop_last:
-                return
-            yield span.row_ids(order[start : start + n])
+    return columns.at_steps(lanes, steps)

@@ -1,4 +1,4 @@
-"""Writing one row to every lane, which is what nearly every write is.
+"""The quick way to write one row to every lane, which is what nearly every write is.
 
 It does what `Storage.write` does, when nothing is to be converted or left out: every column comes with its
 own dtype and shape, all lanes are in step, and no other process writes. What `Storage.write` finds out each
@@ -7,7 +7,7 @@ time is then known from the last time. Everything else is left to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from rlstructs.replay.columns import Spec
 from rlstructs.replay.episodes import EPISODE, LENGTH, TIME
 from rlstructs.replay.given import PYTHON
 from rlstructs.replay.linked_columns import Link
+from rlstructs.replay.roles import is_info
 from rlstructs.replay.store import Storage
 
 END = np.dtype(bool)
@@ -30,12 +31,14 @@ class StepWriter:
 
     Args:
         storage: the store.
-        ends: columns whose truth ends an episode.
+        ends: columns whose truth ends an episode, if there are such.
     """
 
-    def __init__(self, storage: Storage, ends: tuple[str, ...]) -> None:
+    def __init__(self, storage: Storage, ends: Iterable[str]) -> None:
         self._storage = storage
-        self._ends = ends
+        self._every_end = tuple(ends)
+        self._ends: list[str] = []
+        self._one_row = OneRow({})
         self._version = -1
         # Name, shape and dtype of each column, and whether it is one of `ends`; none if there is nothing to be done.
         self._wanted: list[tuple[str, tuple[int, ...], np.dtype, bool]] = []
@@ -49,39 +52,47 @@ class StepWriter:
         self._lanes = self._open
         self._has_episodes = False
 
-    def write(self, tensors: Mapping[str, Any]) -> bool:
-        """Appends a row to every lane, if it can; otherwise nothing has changed, and `Storage.write` is to.
+    def __getstate__(self) -> dict[str, Any]:
+        return {"storage": self._storage, "ends": self._every_end}  # the rest are views of its bytes
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def write(self, tensors: Mapping[str, Any], is_row: bool = False) -> Mapping[str, Any] | None:
+        """Appends a row to every lane and returns its arrays; None if nothing has changed and `Storage.write` is to.
 
         Args:
             tensors: name -> `(n_lanes, ...)`, arrays of numpy or torch.
+            is_row: whether they are plain numbers and arrays without an axis for lanes, of which there is one.
         """
         storage = self._storage
         if self._version != storage.version:
             self._look()
+        if is_row:
+            tensors = self._one_row(tensors) or {}
         if len(tensors) != len(self._wanted) or not tensors:
-            return False
+            return None
         values, ended = [], False
         for name, shape, dtype, is_end in self._wanted:
             value = tensors.get(name)
             if type(value) is not ndarray:
                 if type(value) is not Tensor:
-                    return False
+                    return None
                 try:
                     value = value.numpy()
                 except (RuntimeError, TypeError):  # it has a gradient, or is on another device
-                    return False
+                    return None
             # What was pickled has an equal dtype, which is not the same object.
             if (value.dtype is not dtype and value.dtype != dtype) or value.shape != shape:
-                return False
+                return None
             if is_end and value.tobytes() != self._no_end:
                 ended = True
             values.append(value)
         with storage.lock:
             if self._version != storage.version:
-                return False
+                return None
             self._version = -1  # until all is done: Ctrl-C may come between
-            head = self._head
-            slot, following = head % self._capacity, head + 1
+            slot, following = self._head % self._capacity, self._head + 1
             self._reserved.fill(following)
             for rows, value in zip(self._rows, values):  # noqa: B905 - linked ones, the last, have none
                 rows[slot] = value
@@ -96,7 +107,7 @@ class StepWriter:
             self._heads.fill(following)
             self._head = following
             self._version = storage.version
-        return True
+        return tensors
 
     def _end(self, slot: int, tensors: Mapping[str, Any]) -> None:
         episodes = self._storage.episodes
@@ -114,6 +125,7 @@ class StepWriter:
         with storage.lock:
             self._version = storage.version
             counters = storage.ring.counters
+            self._ends = [name for name in self._every_end if name in columns.specs]
             usable = (
                 columns.on_host
                 and storage.is_private
@@ -126,6 +138,7 @@ class StepWriter:
             specs = dict(columns.specs) if usable else {}
             for name in storage.links if usable else ():  # to the end: they have no rows to write to
                 specs[name] = specs.pop(name)
+            self._one_row = OneRow(specs)
             self._wanted = [
                 (name, (n, *spec.shape), np.dtype(spec.dtype.str), name in self._ends) for name, spec in specs.items()
             ]
@@ -151,9 +164,10 @@ class StepWriter:
 class OneRow:
     """Makes arrays with one row of plain numbers and arrays, where a glance shows that they fit.
 
+    A column of infos, which may widen, takes a number only if its dtype holds it exactly.
+
     Args:
         specs: of the columns.
-        widening: of columns that widen: of those a number is only taken as it is if its kind holds it exactly.
 
     Example:
         >>> one_row = OneRow({"x": Spec(np.dtype(np.uint8))})
@@ -161,11 +175,9 @@ class OneRow:
         ({'x': array([255], dtype=uint8)}, None)
     """
 
-    def __init__(self, specs: Mapping[str, Spec], widening: Callable[[str], bool] = lambda name: False) -> None:
+    def __init__(self, specs: Mapping[str, Spec]) -> None:
         # Of numpy's own objects: a dtype that was pickled is equal to one, but not the same.
-        self._known = {
-            name: (np.dtype(spec.dtype.str), _limits(spec, widening(name))) for name, spec in specs.items()
-        }
+        self._known = {name: (np.dtype(spec.dtype.str), _limits(spec, is_info(name))) for name, spec in specs.items()}
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
         """name -> `(1, ...)`; None if it takes more than a glance."""
@@ -173,7 +185,10 @@ class OneRow:
         for name, value in row.items():
             if name not in self._known:
                 return None
-            array = _at_a_glance(value, *self._known[name])
+            try:
+                array = _at_a_glance(value, *self._known[name])
+            except (TypeError, IndexError):  # there are lists in it, or no numbers
+                return None
             if array is None:
                 return None
             rows[name] = array

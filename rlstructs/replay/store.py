@@ -18,11 +18,11 @@ import numpy as np
 from rlstructs.debug import is_on
 from rlstructs.errors import StateError
 from rlstructs.replay.backing import Backing, Block, Heap, Shared
-from rlstructs.replay.blocks import lead_of
-from rlstructs.replay.columns import LANE, Columns
+from rlstructs.replay.blocks import lead_of, put_rows, put_slots
+from rlstructs.replay.columns import LANE, Columns, Spec
 from rlstructs.replay.copies import CopiedWhole, renew_lock_after_fork
 from rlstructs.replay.drawing import Selection
-from rlstructs.replay.episodes import Episodes
+from rlstructs.replay.episodes import EPISODE, Episodes
 from rlstructs.replay.linked_columns import Link, put_linked
 from rlstructs.replay.ring import N_COUNTERS, Ring
 from rlstructs.replay.span import Span
@@ -94,6 +94,42 @@ class Storage(CopiedWhole):
         episodes = 0 if self.episodes is None else self.episodes.nbytes
         saved = sum(self.columns.nbytes_of(name) - link.nbytes for name, link in self.links.items())
         return self.columns.nbytes - saved + episodes + self.ring.counters.nbytes
+
+    def add_columns(self, specs: Mapping[str, Spec], linked: Mapping[str, str] | None = None) -> None:
+        """Adds columns, every row of them unwritten; `linked` names the sources of those that `link` is to add."""
+        linked = linked or {}
+        with self.lock:
+            self.version += 1
+            for name in sorted(specs, key=linked.__contains__):  # sources first
+                if name in linked:
+                    self.link(name, linked[name])
+                else:
+                    self.columns.add(name, specs[name])
+            self.poison(specs)
+
+    def exchange(self, made: Mapping[str, tuple[Spec, np.ndarray]], gone: Iterable[str] = ()) -> None:
+        """Gives columns other specs and values, and removes others; see `Columns.exchange`."""
+        with self.lock:
+            self.version += 1
+            self.columns.exchange(made, gone)
+            self.poison(made)
+
+    def take_columns(self, columns: Columns, links: dict[str, Link] | None = None) -> tuple[Columns, dict[str, Link]]:
+        """Takes other columns of this size, with their links; returns those that it had."""
+        with self.lock:
+            self.version += 1
+            before, self.columns, self.links = (self.columns, self.links), columns, links or {}
+            return before
+
+    def restore(self, counters: np.ndarray, episodes: np.ndarray | None) -> None:
+        """Takes over counters (3, n_lanes) and episodes (n_lanes, n_slots, 2) of a file; None: each lane is one."""
+        with self.lock:
+            self.version += 1
+            self.ring.counters[...] = counters
+            if episodes is not None:
+                self.track_episodes().columns.cells[EPISODE][:, : episodes.shape[1]] = episodes
+            elif self.episodes is not None:
+                self.rebuild_episodes(np.zeros((self.columns.n_lanes, self.columns.capacity), bool))
 
     def link(self, name: str, source: str) -> None:
         """Adds a column whose values are stored in the next rows of another; see `linked_columns`.
@@ -192,42 +228,18 @@ class Storage(CopiedWhole):
         first = int(head[0]) if head.size else 0
         in_step = head.size == 1 or bool((head == first).all())
         if lengths is None and in_step:
-            self._put_blocks(block, lanes, first % columns.capacity, n_timesteps)
+            put_slots(columns, self.links, block, lanes, first % columns.capacity, n_timesteps)
         else:
             steps = head[:, None] + np.arange(n_timesteps)
-            rows = columns.rows(np.arange(columns.n_lanes)[lanes][:, None], steps % columns.capacity)
-            self._put_rows(block, rows, None if lengths is None else np.arange(n_timesteps) < lengths[:, None])
+            rows = columns.at_steps(np.arange(columns.n_lanes)[lanes][:, None], steps)
+            valid = None if lengths is None else np.arange(n_timesteps) < lengths[:, None]
+            put_rows(columns, self.links, block, rows, valid)
         if self.links:
             put_linked(self.links, ring, block, np.arange(columns.n_lanes)[lanes], n_timesteps, lengths)
         if self.episodes is not None:
             assert done is not None
             self.episodes.write(lanes, done, starts, lengths, first if in_step and head.size else None)
         ring.publish(lanes, count)
-
-    def _put_blocks(self, block: Mapping[str, Any], lanes: Any, slot: int, n_timesteps: int) -> None:
-        before_end = self.columns.capacity - slot
-        parts: list[tuple[Any, Any]] = [(slice(slot, slot + n_timesteps), slice(0, before_end))]
-        if n_timesteps == 1:
-            parts = [(slot, 0)]
-        elif n_timesteps > before_end:
-            parts.append((slice(0, n_timesteps - before_end), slice(before_end, None)))
-        for name, spec in self.columns.specs.items():
-            if name in self.links:
-                continue
-            values = block.get(name)
-            nothing = self.columns.value(name, spec.unwritten) if values is None else None
-            for slots, times in parts:
-                self.columns.put_cells(name, lanes, slots, nothing if values is None else values[:, times])
-
-    def _put_rows(self, block: Mapping[str, Any], rows: np.ndarray, valid: np.ndarray | None) -> None:
-        rows = rows if valid is None else rows[valid]
-        for name, spec in self.columns.specs.items():
-            if name in self.links:
-                continue
-            if name not in block:
-                self.columns.put_rows(name, rows, self.columns.value(name, spec.unwritten))
-            else:
-                self.columns.put_rows(name, rows, block[name] if valid is None else block[name][valid])
 
     def gather(self, names: Sequence[str], rows: np.ndarray) -> list[Any]:
         """Copies of some rows of some columns, `(*rows.shape, *shape)` each."""
@@ -347,7 +359,7 @@ class Storage(CopiedWhole):
         if self.ring.counters.tobytes() == picked.span.snapshot:
             return None
         first = picked.rows[:, 0] if picked.earliest is None else picked.earliest
-        stale = np.asarray(picked.span.steps(first) < self.ring.oldest()[self.columns.places(first)[0]])
+        stale = np.asarray(picked.span.steps(first) < self.ring.oldest()[self.columns.lanes(first)])
         return stale if stale.any() else None
 
     def share(self) -> None:

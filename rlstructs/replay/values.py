@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,32 @@ def host_array(name: str, value: Any) -> np.ndarray:
     except (TypeError, ValueError) as error:
         raise SpecError(f"{name!r} must be an array, got {type(value).__name__}: {error}") from error
     return np.asarray(array, np.float32) if array.dtype.name == "bfloat16" else array
+
+
+def find_marks(columns: Mapping[str, Any], n_lead: int = 2) -> np.ndarray | None:
+    """Where a number of one of these columns is not zero, bool, with their first `n_lead` axes; None of no column."""
+    marks = []
+    for name, values in columns.items():
+        if isinstance(values, torch.Tensor) and not values.is_cpu:
+            values = values != 0  # there: a bool is less to copy
+        mark = host_array(name, values) != 0
+        marks.append(mark.any(axis=tuple(range(n_lead, mark.ndim))))
+    return np.asarray(np.logical_or.reduce(marks)) if marks else None
+
+
+def row_ids(indexes: Any, n_rows: int) -> np.ndarray:
+    """Converts what a program gives as row ids to int64, with the same shape.
+
+    Raises:
+        SpecError: they are no integers.
+        IndexError: one is not in [0, n_rows).
+    """
+    rows = host_array("index", indexes)
+    if rows.size and rows.dtype.kind not in "iu":
+        raise SpecError(f"index must hold integers, got {rows.dtype}")
+    if rows.size and (rows.min() < 0 or rows.max() >= n_rows):
+        raise IndexError(f"index {rows[(rows < 0) | (rows >= n_rows)][0]} is not in [0, {n_rows})")
+    return rows.astype(np.int64)
 
 
 def real_numbers(name: str, value: Any) -> np.ndarray:

@@ -14,7 +14,7 @@ from rlstructs.replay import expand
 from rlstructs.replay.claims import Claims
 from rlstructs.replay.drawing import Selection, Uniform, draw_fitting
 from rlstructs.replay.expand import CROSS, EPISODE_ENDS, MASK, NEVER, Window
-from rlstructs.replay.priorities import LEAVES, Prioritised, exponent
+from rlstructs.replay.priorities import Priorities, exponent, importance_weights
 from rlstructs.replay.reading import Reading
 from rlstructs.replay.rlberry.tagged import TaggedBuffer
 from rlstructs.replay.span import Span
@@ -124,9 +124,9 @@ class ChunkReplayBuffer(TaggedBuffer):
         )
         self._episode_ends = episode_ends
         self._alpha, self.beta = exponent("alpha", alpha), beta
-        self._priorities: Prioritised | None = None
+        self._priorities: Priorities | None = None
         if enable_prioritized:
-            self._priorities = Prioritised(self._storage.columns.n_rows, self.n_lanes, self._alpha)
+            self._priorities = Priorities(self._storage.columns.n_rows, self.n_lanes, self._alpha)
 
     @property
     def alpha(self) -> float:
@@ -146,7 +146,7 @@ class ChunkReplayBuffer(TaggedBuffer):
     def nbytes(self) -> int:
         """Bytes that rows, what is kept about them, and priorities take."""
         columns = self._storage.columns
-        tree = 0 if self._priorities is None else Prioritised.nbytes_of(columns.n_rows, columns.n_lanes)
+        tree = 0 if self._priorities is None else Priorities.nbytes_of(columns.n_rows, columns.n_lanes)
         return super().nbytes + tree
 
     def sample(self, batch_size: int, chunk_size: int, sampling_mode: str = UNIFORM) -> ChunkBatch | None:
@@ -199,23 +199,13 @@ class ChunkReplayBuffer(TaggedBuffer):
                 f"update_priorities: indices and new_priorities must have one shape (B, T), got {rows.shape} "
                 f"and {values.shape}"
             )
-        if rows.size and (rows.dtype.kind not in "iu" or values.dtype.kind not in "biuf"):
-            raise SpecError(f"update_priorities: needs integers and numbers, got {rows.dtype} and {values.dtype}")
-        with self._priorities.lock:
-            span, rows = self._span(), rows.reshape(-1)
-            is_last = self._priorities.is_last(rows, span)
-            if not is_last:
-                n_rows = self._storage.columns.n_rows
-                if rows.size and not (rows.min() >= 0 and rows.max() < n_rows):
-                    raise IndexError(f"index {rows[(rows < 0) | (rows >= n_rows)][0]} is not in [0, {n_rows})")
-                rows = rows.astype(np.int64)
-            self._priorities.update(span, rows, values.reshape(-1).astype(np.float64), is_last)
+        self._priorities.set(self._storage, rows, values)
 
     def clear(self) -> None:
         """Drops every row, their priorities and the largest of them; tags and the generator stay."""
         super().clear()
         if self._priorities is not None:
-            self._priorities.max_priority = 1.0
+            self._priorities.clear()
 
     # Reading
 
@@ -227,9 +217,8 @@ class ChunkReplayBuffer(TaggedBuffer):
             if mode == UNIFORM:
                 picked = _uniform(storage, n, length, ends, rng)
             else:
-                picked = _prioritised(storage, self._priorities, n, length, ends, self._beta, rng)
-            # A copy: the indices that go out may be written to.
-            self._priorities.remember(picked.span, picked.rows.flatten())
+                picked = _by_priority(storage, self._priorities, n, length, ends, self._beta, rng)
+            self._priorities.drawn.remember(picked.span, picked.rows)
         return picked
 
     # Files and copies
@@ -239,8 +228,8 @@ class ChunkReplayBuffer(TaggedBuffer):
         return [*own, *super()._locks()]
 
     def _state(self) -> dict[str, Any]:
-        largest = 1.0 if self._priorities is None else self._priorities.max_priority
-        return {**super()._state(), "alpha": self._alpha, "max_priority": largest}
+        own = {"alpha": self._alpha, "max_priority": 1.0} if self._priorities is None else self._priorities.state()
+        return {**super()._state(), **own}
 
     def _more_arrays(self) -> dict[str, np.ndarray]:
         return {} if self._priorities is None else self._priorities.arrays()
@@ -250,9 +239,7 @@ class ChunkReplayBuffer(TaggedBuffer):
     ) -> Callable[[], None]:
         restore_tags, priorities = super()._restorer(state, arrays, claims), self._priorities
         if priorities is not None:
-            if LEAVES in arrays and state["alpha"] != self._alpha:
-                raise ValueError(f"its priorities are to the power of {state['alpha']}, here alpha is {self._alpha}")
-            priorities = priorities.restored(arrays, state["max_priority"], claims)
+            priorities = priorities.restored(arrays, state, claims)
 
         def restore() -> None:
             restore_tags()
@@ -262,7 +249,7 @@ class ChunkReplayBuffer(TaggedBuffer):
 
 
 def _uniform(storage: Storage, n: int, length: int, ends: str, rng: np.random.Generator) -> Selection:
-    """`n` chunks, each as likely as any other; see `_prioritised` for the arguments."""
+    """`n` chunks, each as likely as any other; see `_by_priority` for the arguments."""
     span, episodes = storage.span(length), storage.track_episodes()
     if ends == NEVER:
         fits = partial(expand.fits, episodes, length=length)
@@ -273,8 +260,8 @@ def _uniform(storage: Storage, n: int, length: int, ends: str, rng: np.random.Ge
     return _selection(window, span, np.ones(n, np.float32))
 
 
-def _prioritised(
-    storage: Storage, priorities: Prioritised, n: int, length: int, ends: str, beta: float, rng: np.random.Generator
+def _by_priority(
+    storage: Storage, priorities: Priorities, n: int, length: int, ends: str, beta: float, rng: np.random.Generator
 ) -> Selection:
     """`n` chunks that end with rows drawn in proportion to their priorities.
 
@@ -292,22 +279,10 @@ def _prioritised(
         SpecError: there is none to draw.
     """
     span, episodes = storage.span(), storage.track_episodes()
-    priorities.follow(span)
-    if length == 1 and span.is_settled:
-        anchors = priorities.draw(n, rng)
-    else:
-        within = episodes if ends == NEVER else None
-        anchors = draw_fitting(
-            lambda k: priorities.draw(k, rng),
-            lambda rows: span.has(rows) & expand.fits_to(span, within, rows, length),
-            n,
-            lambda rows, k: priorities.choose(rows, k, rng),
-            span,
-            _wanted(ends, length),
-        )
-    # (N P(i))^-beta, over what it is for the smallest priority there is.
-    leaves = priorities.tree.values.take(anchors)
-    weights = ((priorities.tree.minimum / leaves) ** beta).astype(np.float32)
+    fits = partial(expand.fits_to, span, episodes if ends == NEVER else None, length=length)
+    anchors = priorities.draw_rows(span, n, rng, fits if length > 1 else None, _wanted(ends, length))
+    tree = priorities.tree
+    weights = importance_weights(tree.values.take(anchors), tree.minimum, beta)
     window = (expand.padded_to if ends == MASK else expand.chunk_to)(span, episodes, anchors, length)
     return _selection(window, span, weights)
 

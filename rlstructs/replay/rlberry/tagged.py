@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,11 @@ from rlstructs.replay.buffer import GROW, Buffer
 from rlstructs.replay.claims import Claims, dtype_called
 from rlstructs.replay.columns import Spec, cast
 from rlstructs.replay.export import Exporter
-from rlstructs.replay.from_trajectories import NAMES, key_of
+from rlstructs.replay.from_trajectories import NAMES, Steps, key_of
 from rlstructs.replay.given import as_rows, is_mapping, spec_of
 from rlstructs.replay.reading import DISCOUNT
 from rlstructs.replay.roles import ends_among
-from rlstructs.replay.step_writer import OneRow, StepWriter
+from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.store import ALL, Storage
 from rlstructs.replay.values import as_whole, host_array
 from rlstructs.structures.trajectories import Trajectories
@@ -44,7 +44,7 @@ class TaggedBuffer(Buffer):
         has_limit = max_episode_steps is not None and max_episode_steps != math.inf
         self._max_episode_steps = check_count("max_episode_steps", max_episode_steps) if has_limit else None
         self._tags: dict[str, Spec] = {}
-        self._quick: _Quick | None = None
+        self._step_writer: StepWriter | None = None  # once there are columns
 
     def __repr__(self) -> str:
         tags = ", ".join(f"{tag} {_dtype_name(spec)}" for tag, spec in self._tags.items())
@@ -95,7 +95,7 @@ class TaggedBuffer(Buffer):
         if len(self):
             raise StateError(f"setup_entry: {tag!r} comes too late, there are rows; call clear first")
         self._tags[tag] = spec_of(tag, dtype)
-        self._quick = None
+        self._step_writer = None
 
     def append(self, data: Mapping[str, Any], lane: int | None = None) -> None:
         """Copies a row into the buffer.
@@ -111,10 +111,11 @@ class TaggedBuffer(Buffer):
             StateError: there is no tag yet.
         """
         lanes, n_lanes = self._choose_lanes(lane), self._storage.columns.n_lanes
-        if self._quick is None or not (lane is None or n_lanes == 1) or not self._quick.write(data):
+        writer, is_plain = self._step_writer, type(data) is dict and (lane is None or n_lanes == 1)
+        if writer is None or not is_plain or writer.write(data, is_row=n_lanes == 1) is None:
             self._append(data, lanes, () if n_lanes == 1 or lane is not None else (n_lanes,))
-            if self._quick is None:
-                self._quick = _Quick(self._storage)
+            if self._step_writer is None:
+                self._step_writer = StepWriter(self._storage, ends_among(self._specs))
         if self._max_episode_steps is not None:
             self._end_longest(lanes, self._max_episode_steps)
 
@@ -196,18 +197,17 @@ class TaggedBuffer(Buffer):
         if int(n_steps.max()) >= limit:
             self._storage.end_episodes(np.arange(self._storage.columns.n_lanes)[lanes][n_steps >= limit])
 
-    def _check_episodes(self, lanes: np.ndarray, lengths: np.ndarray, done: np.ndarray, starts: np.ndarray) -> None:
+    def _check_steps(self, steps: Steps) -> None:
         if self._max_episode_steps is None:
             return
-        assert self._storage.episodes is not None
-        longest = self._storage.episodes.longest(lanes, done, starts, lengths)
-        if int(longest.max()) > self._max_episode_steps:
+        longest = self._find_longest(steps)
+        if longest.max(initial=0) > self._max_episode_steps:
             raise SpecError(
-                f"add_trajectories: an episode of lane {lanes[longest.argmax()]} would have {longest.max()} steps, "
-                f"max_episode_steps is {self._max_episode_steps}"
+                f"add_trajectories: an episode of lane {steps.lanes[longest.argmax()]} would have {longest.max()} "
+                f"steps, max_episode_steps is {self._max_episode_steps}"
             )
 
-    def _trajectory_names(self, steps: Any) -> dict[str, str]:
+    def _trajectory_names(self, keys: Collection[str]) -> dict[str, str]:
         known = NAMES | MORE_NAMES
         return {tag: key_of(tag, known) for tag in self._tags} if self._tags else dict(NAMES)
 
@@ -227,28 +227,9 @@ class TaggedBuffer(Buffer):
             raise ValueError(f"it has the tags {list(tags)}, and other columns: {list(columns)}")
 
         def restore() -> None:
-            self._tags, self._quick = tags, None
+            self._tags, self._step_writer = tags, None
 
         return restore
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_quick": None}  # it has views of the columns
-
-
-class _Quick:
-    """Appends a row to every lane if no conversion is needed."""
-
-    def __init__(self, storage: Storage) -> None:
-        specs = storage.columns.specs
-        self._is_one = storage.columns.n_lanes == 1
-        self._one_row, self._writer = OneRow(specs), StepWriter(storage, tuple(ends_among(specs)))
-
-    def write(self, data: Mapping[str, Any]) -> bool:
-        """Appends a row; returns False if it needs conversion."""
-        if type(data) is not dict:
-            return False
-        rows = self._one_row(data) if self._is_one else data
-        return rows is not None and self._writer.write(rows)
 
 
 class _StoredRows(Mapping[str, np.ndarray]):

@@ -13,6 +13,7 @@ from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.blocks import rounds
 from rlstructs.replay.buffer import Buffer
 from rlstructs.replay.columns import Spec
+from rlstructs.replay.from_trajectories import Steps
 from rlstructs.replay.info_columns import OBJECTS, Plan, adopt
 from rlstructs.replay.roles import is_info
 from rlstructs.replay.snapshot import Joined, Rows
@@ -20,10 +21,9 @@ from rlstructs.replay.tianshou.lazy_column import LazyColumn, read_only
 from rlstructs.replay.tianshou.reads import Fields, Pick
 from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
 from rlstructs.replay.tianshou.rows import Added, MalformedBufferError
-from rlstructs.replay.tianshou.transitions import REW, raw_numbers
+from rlstructs.replay.tianshou.transitions import REW
 from rlstructs.replay.tianshou.vector import VectorReplayBuffer
 from rlstructs.replay.widening import widened
-from rlstructs.structures.trajectories import Trajectories
 from workers.public_names import set_module
 
 if TYPE_CHECKING:
@@ -161,14 +161,12 @@ class CachedReplayBuffer(VectorReplayBuffer):
     def _check_room(self, lanes: np.ndarray, done: np.ndarray) -> None:
         steps = self._storage.ring.head[lanes] - self._begins[lanes]
         if (steps + len(lanes) > self._lane_size).any():  # it may be that one has no room; it costs more to know
-            every = np.ones(len(lanes), np.int64)
-            self._check_episodes(lanes, every, done[:, None], np.zeros((len(lanes), 1), bool))
+            self._check_steps(Steps({}, 1, np.ones(len(lanes), np.int64), lanes, done[:, None]))
 
-    def _check_episodes(self, lanes: np.ndarray, lengths: np.ndarray, done: np.ndarray, starts: np.ndarray) -> None:
-        assert self._storage.episodes is not None
-        longest = self._storage.episodes.longest(lanes, done, starts, lengths)
+    def _check_steps(self, steps: Steps) -> None:
+        longest = self._find_longest(steps)
         if (longest > self._lane_size).any():
-            lane = lanes[longest > self._lane_size][0]
+            lane = steps.lanes[longest > self._lane_size][0]
             raise MalformedBufferError(
                 f"environment {lane}: an episode of {longest.max()} steps or more is longer than max_episode_length, "
                 f"{self._lane_size}"
@@ -197,7 +195,7 @@ class CachedReplayBuffer(VectorReplayBuffer):
         """Moves the episode in a cache to the main buffer; where its first and last rows are then, -1 if nowhere."""
         main, rows = self.main_buffer._storage, self._own_rows()
         at = rows.every_row()
-        at = at[at // self._lane_size == lane]
+        at = at[self._storage.columns.lanes(at) == lane]
         placed = np.array([-1])
         if self.main_buffer.maxsize:
             names = list(self._specs)
@@ -205,7 +203,7 @@ class CachedReplayBuffer(VectorReplayBuffer):
             done = np.zeros((1, at.size), bool)
             done[0, -1] = True
             capacity = main.columns.capacity
-            placed = (int(main.ring.head[0]) + np.arange(at.size)[-capacity:]) % capacity
+            placed = main.columns.at_steps(0, main.ring.head[0] + np.arange(at.size)[-capacity:])
             main.write(block, done=done, starts=(rows.prev(at) == at)[None])
             self.main_buffer._running.clear()
             self.main_buffer._find_begins()
@@ -213,21 +211,14 @@ class CachedReplayBuffer(VectorReplayBuffer):
         self._find_begins()
         return int(placed[0]), int(placed[-1])
 
-    def add_trajectories(self, trajectories: Trajectories, names: Mapping[str, str] | None = None) -> None:
-        self._require_room()
-        Buffer.add_trajectories(self, trajectories, names)
-
-    add_trajectories.__doc__ = Buffer.add_trajectories.__doc__
-
-    def _write_in_rounds(
-        self, block: Mapping[str, Any], lanes: np.ndarray, lengths: np.ndarray, done: np.ndarray, starts: np.ndarray
-    ) -> None:
-        rewards = self._rewards(raw_numbers(block[REW], self._specs[REW]))
+    def _write_steps(self, block: Mapping[str, Any], steps: Steps) -> None:
+        rewards, lanes, done = self._rewards(steps.values[REW]), steps.lanes, steps.done
+        assert done is not None, "there are flags"
         for part in rounds(lanes):
-            for t in range(int(lengths[part].max(initial=0))):
+            for t in range(int(steps.lengths[part].max(initial=0))):
                 at = np.arange(len(lanes))[part]
-                at = at[t < lengths[at]]
-                for lane in lanes[at[starts[at, t]]]:
+                at = at[t < steps.lengths[at]]
+                for lane in [] if steps.starts is None else lanes[at[steps.starts[at, t]]]:
                     self._drop(int(lane))
                 rows = {name: values[at, t : t + 1] for name, values in block.items()}
                 self._write_rows(rows, lanes[at], rewards[at, t], done[at, t])

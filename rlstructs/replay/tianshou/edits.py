@@ -13,10 +13,10 @@ from rlstructs.replay.buffer import FILL, GROW
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.given import as_rows, is_mapping
 from rlstructs.replay.infos import info_items
-from rlstructs.replay.reading import How, read
 from rlstructs.replay.roles import is_info
 from rlstructs.replay.snapshot import Rows
 from rlstructs.replay.tianshou import transitions
+from rlstructs.replay.tianshou.reading import How, read
 from rlstructs.replay.tianshou.reads import EpisodeReads
 from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT, RESERVED, REW, top
 from rlstructs.replay.values import from_bits, host_array
@@ -128,7 +128,7 @@ class EpisodeEdits(EpisodeReads):
         if lanes.size:  # the last of them was the last to be copied
             self._running.returns[0] = buffer._running.returns[lanes[-1]]
             self._running.lengths[0] = buffer._running.lengths[lanes[-1]]
-        placed = (head + np.arange(n)) % capacity
+        placed = self._storage.columns.at_steps(0, head + np.arange(n))
         placed[: max(n - capacity, 0)] = -1
         return placed
 
@@ -296,14 +296,14 @@ class EpisodeEdits(EpisodeReads):
             keep &= ~null.any(axis=tuple(range(1, null.ndim)))
         if keep.all():
             return
-        kept, capacity, n_lanes = at[keep], storage.columns.capacity, self._n_lanes
+        kept, columns, n_lanes = at[keep], storage.columns, self._n_lanes
         # A row begins an episode if it did, or if the one before it is gone.
         starts = ((rows.prev(at) == at) | ~np.append(True, keep[:-1]))[keep]
-        counts = np.bincount(kept // capacity, minlength=n_lanes)
+        counts = np.bincount(columns.lanes(kept), minlength=n_lanes)
         valid = np.arange(counts.max(initial=0)) < counts[:, None]
         names = list(self._specs)
         block = {name: _padded(valid, values) for name, values in zip(names, rows.gather(names, kept), strict=True)}
-        open_lanes = np.intersect1d(rows.unfinished(), kept) // capacity
+        open_lanes = columns.lanes(np.intersect1d(rows.unfinished(), kept))
         storage.clear()
         storage.write(block, lengths=counts, done=transitions.ends_of(block), starts=_padded(valid, starts))
         storage.end_episodes(np.setdiff1d(np.arange(n_lanes), open_lanes))

@@ -12,8 +12,9 @@ from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.given import as_rows
-from rlstructs.replay.reading import How, discounted, read
+from rlstructs.replay.reading import discounted
 from rlstructs.replay.snapshot import Rows, Snapshot
+from rlstructs.replay.tianshou.reading import How, read
 from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
 from rlstructs.replay.tianshou.transitions import OBS, OBS_NEXT, REW, top
 from rlstructs.replay.tianshou.vector import VectorReplayBuffer

@@ -9,8 +9,7 @@ import numpy as np
 
 from rlstructs.errors import SpecError
 from rlstructs.replay.claims import Claims
-from rlstructs.replay.drawing import draw_fitting
-from rlstructs.replay.priorities import Prioritised, exponent
+from rlstructs.replay.priorities import Priorities, exponent, importance_weights
 from rlstructs.replay.snapshot import Rows, Snapshot
 from rlstructs.replay.tianshou.reads import WANTED, Fields, Pick
 from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
@@ -59,7 +58,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             raise SpecError("alpha must be above 0; a ReplayBuffer draws uniformly")
         self.set_beta(beta)
         self.weight_norm = bool(weight_norm)
-        self._prioritised = Prioritised(self._storage.columns.n_rows, self._n_lanes, self._alpha)
+        self._priorities = Priorities(self._storage.columns.n_rows, self._n_lanes, self._alpha)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -81,14 +80,14 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + Prioritised.nbytes_of(self._storage.columns.n_rows, self._n_lanes)
+        return super().nbytes + Priorities.nbytes_of(self._storage.columns.n_rows, self._n_lanes)
 
     @property
     def weight(self) -> np.ndarray:
         """The priorities of all rows to the power of alpha, float64 (maxsize,), 0 where there is none; a copy."""
-        with self._prioritised.lock:
-            self._prioritised.follow(self._own_rows().span)
-            return self._prioritised.tree.values[: self.maxsize].copy()
+        with self._priorities.lock:
+            self._priorities.follow(self._own_rows().span)
+            return self._priorities.tree.values[: self.maxsize].copy()
 
     def update_weight(self, index: Any, new_weight: Any) -> None:
         """Sets priorities to |new_weight| and a little more; of equal rows the last counts.
@@ -103,110 +102,92 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         Raises:
             SpecError, IndexError: something is not so; nothing has changed.
         """
-        rows = host_array("index", index).reshape(-1)
-        if rows.dtype.kind not in "iu" and rows.size:
-            raise SpecError(f"index must hold integers, got {rows.dtype}")
-        given = real_numbers("new_weight", new_weight).reshape(-1)
-        with self._prioritised.lock:
-            now, rows = self._own_rows(), rows.astype(np.int64)
-            rows = np.where(rows < 0, rows + self._index_end(now), rows)
-            if rows.size and not (rows.min() >= 0 and rows.max() < self.maxsize):
-                raise IndexError(f"index {rows[(rows < 0) | (rows >= self.maxsize)][0]} is not in [0, {self.maxsize})")
-            is_plain = self._prioritised.is_last(rows, now.span) or self._prioritised.are_of_now(rows, now.span)
-            self._prioritised.update(now.span, rows, np.abs(given) + EPSILON, is_plain)
+        rows, given = host_array("index", index), real_numbers("priorities", new_weight)
+        with self._priorities.lock:
+            if rows.dtype.kind == "i":
+                rows = np.where(rows < 0, rows.astype(np.int64) + self._index_end(self._own_rows()), rows)
+            self._priorities.set(self._storage, rows, np.abs(given) + EPSILON, may_be_of_now=True)
 
     def get_weight(self, index: Any) -> Any:
         """The importance weights of rows, over the largest in the buffer, float64 of the shape of `index`."""
-        rows, tree = self._rows_at(index), self._prioritised.tree
-        with self._prioritised.lock:
-            self._prioritised.follow(self._own_rows().span)
+        rows, tree = self._rows_at(index), self._priorities.tree
+        with self._priorities.lock:
+            self._priorities.follow(self._own_rows().span)
             return (tree.values[rows] / tree.minimum) ** -self._beta
 
     def reset(self, keep_statistics: bool = False) -> None:
         super().reset(keep_statistics)
-        self._prioritised.max_priority = 1.0
+        self._priorities.clear()
 
     reset.__doc__ = ReplayBuffer.reset.__doc__
 
     def _pick(self, n: int) -> Pick:
-        with self._prioritised.lock:
+        with self._priorities.lock:
             return super()._pick(n)
 
     def _anchors(self, rows: Rows, n: int) -> tuple[np.ndarray, Fields]:
         assert isinstance(rows, Snapshot)
-        prioritised, fits = self._prioritised, self._fits(rows)
-        prioritised.follow(rows.span)
-        if fits is None and rows.span.is_settled:
-            at = prioritised.draw(n, self._rng)
-        else:
-            at = draw_fitting(
-                lambda count: prioritised.draw(count, self._rng),
-                lambda drawn: rows.has(drawn) if fits is None else rows.has(drawn) & fits(drawn),
-                n,
-                lambda every, count: prioritised.choose(every, count, self._rng),
-                rows,
-                WANTED,
-            )
-        return at, {LEAVES: prioritised.tree.values.take(at)}
+        at = self._priorities.draw_rows(rows.span, n, self._rng, self._fits(rows), WANTED)
+        return at, {LEAVES: self._priorities.tree.values.take(at)}
 
     def _picked(self, rows: Rows, at: np.ndarray, fields: Fields) -> Pick:
         assert isinstance(rows, Snapshot)
-        with self._prioritised.lock:
-            self._prioritised.remember(rows.span, at.copy())  # what goes out may be written to
+        with self._priorities.lock:
+            self._priorities.drawn.remember(rows.span, at)
         return super()._picked(rows, at, fields)
 
     def _beside(self, at: np.ndarray, fields: Fields | None = None) -> dict[str, Any]:
         if not fields:
-            with self._prioritised.lock:
-                self._prioritised.follow(self._own_rows().span)
-                fields = {LEAVES: np.asarray(self._prioritised.tree.values[at])}
+            with self._priorities.lock:
+                self._priorities.follow(self._own_rows().span)
+                fields = {LEAVES: np.asarray(self._priorities.tree.values[at])}
         leaves = fields[LEAVES]
         if not leaves.size:
             return {WEIGHT: np.zeros(leaves.shape, np.float32)}
-        smallest = leaves.min() if self.weight_norm else self._prioritised.tree.minimum
-        return {WEIGHT: np.asarray((smallest / leaves) ** self._beta, np.float32)}
+        smallest = leaves.min() if self.weight_norm else self._priorities.tree.minimum
+        return {WEIGHT: importance_weights(leaves, smallest, self._beta)}
 
     def _beside_names(self) -> set[str]:
         return super()._beside_names() | {WEIGHT}
 
     def dropnull(self) -> None:
-        with self._prioritised.lock:
-            self._prioritised.follow(self._own_rows().span)  # or the newest rows would have no priority to keep
+        with self._priorities.lock:
+            self._priorities.follow(self._own_rows().span)  # or the newest rows would have no priority to keep
             super().dropnull()
 
     dropnull.__doc__ = ReplayBuffer.dropnull.__doc__
 
     def _were_kept(self, rows: np.ndarray) -> None:
-        leaves = self._prioritised.tree.values[rows]  # those of rows whose ids have changed
+        leaves = self._priorities.tree.values[rows]  # those of rows whose ids have changed
         now = self._own_rows()
-        self._prioritised.follow(now.span)
-        self._prioritised.tree.update(now.every_row(), leaves)
+        self._priorities.follow(now.span)
+        self._priorities.tree.update(now.every_row(), leaves)
 
     # Files and copies
 
     def _locks(self) -> Sequence[Any]:
-        return [self._prioritised.lock, *super()._locks()]
+        return [self._priorities.lock, *super()._locks()]
 
     def _settings(self) -> dict[str, Any]:
         own = {"alpha": self._alpha, "beta": self._beta, "weight_norm": self.weight_norm}
         return {**super()._settings(), **own}
 
     def _state(self) -> dict[str, Any]:
-        return {**super()._state(), "max_priority": self._prioritised.max_priority}
+        return {**super()._state(), **self._priorities.state()}
 
     def _more_arrays(self) -> dict[str, np.ndarray]:
-        return {**super()._more_arrays(), **self._prioritised.arrays()}
+        return {**super()._more_arrays(), **self._priorities.arrays()}
 
     def _restorer(
         self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], claims: Claims
     ) -> Callable[[], None]:
         restore_rest = super()._restorer(state, arrays, claims)
         alpha, beta = (exponent(name, state["settings"][name]) for name in ("alpha", "beta"))
-        prioritised = self._prioritised.restored(arrays, state["max_priority"], claims, alpha)
+        priorities = self._priorities.restored(arrays, state, claims, alpha)
 
         def restore() -> None:
             restore_rest()
-            self._prioritised, self._alpha, self._beta = prioritised, alpha, beta
+            self._priorities, self._alpha, self._beta = priorities, alpha, beta
 
         return restore
 

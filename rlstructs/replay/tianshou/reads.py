@@ -12,8 +12,8 @@ from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.drawing import Selection, draw_fitting
-from rlstructs.replay.reading import How, read
 from rlstructs.replay.snapshot import Rows, Snapshot
+from rlstructs.replay.tianshou.reading import How, read
 from rlstructs.replay.tianshou.transitions import OBS_NEXT, REW
 from rlstructs.replay.tianshou.whole_columns import WholeColumns
 from rlstructs.replay.values import host_array

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from rlstructs.checks import check_count, check_size
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.blocks import as_slice, rounds
-from rlstructs.replay.buffer import ERROR, FILL, GROW, Buffer
+from rlstructs.replay.buffer import ERROR, FILL, GROW
 from rlstructs.replay.claims import MOST, Claims, check_aligned
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.from_trajectories import STEP_START
+from rlstructs.replay.from_trajectories import Steps
 from rlstructs.replay.given import plain_items
 from rlstructs.replay.reading import Reading
-from rlstructs.replay.roles import is_info
 from rlstructs.replay.snapshot import Rows, Snapshot
-from rlstructs.replay.step_writer import OneRow, StepWriter
+from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.tianshou import transitions
 from rlstructs.replay.tianshou.checked_rows import CheckedRows
 from rlstructs.replay.tianshou.running import Running
 from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT, REW
 from rlstructs.replay.values import generator_of, host_array
-from rlstructs.structures.trajectories import Trajectories
 from workers.public_names import set_module
 
 Added = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
@@ -38,8 +35,6 @@ class _Known(NamedTuple):
     layout: int
     names: list[str]
     specs: dict[str, Spec]
-    one_row: OneRow
-    writer: StepWriter
 
 
 @set_module("rlstructs.replay")
@@ -95,8 +90,8 @@ class EpisodeRows(CheckedRows):
         self._unknown, self._missing = new_keys, missing_keys
         self._ignored = frozenset([DONE, OBS_NEXT] if ignore_obs_next else [DONE])
         self._running = Running(self._n_lanes)
+        self._step_writer = StepWriter(self._storage, FLAGS)
         self._every_lane = list(range(self._n_lanes))
-        self._first_rows = np.arange(self._n_lanes) * self._storage.columns.capacity
         self._find_begins()
         self._drop_caches()
 
@@ -163,9 +158,7 @@ class EpisodeRows(CheckedRows):
         if known is None or known.layout != columns.layout:
             layout, specs = columns.layout, columns.specs
             names = transitions.names_of(specs)
-            writer = StepWriter(self._storage, FLAGS)
-            known = _Known(layout, names, transitions.specs_of(specs, names), OneRow(specs, is_info), writer)
-            self._known = known
+            known = self._known = _Known(layout, names, transitions.specs_of(specs, names))
         return known
 
     # Writing
@@ -226,24 +219,18 @@ class EpisodeRows(CheckedRows):
         """Adds one row to each lane if no conversion is needed; otherwise changes nothing and returns None."""
         if type(batch) not in (dict, ArrayDict) or self.save_only_last_obs or not self._lane_size:
             return None
-        known = self._look()
         flat: Mapping[str, Any] | None = batch
         if type(batch) is ArrayDict:  # whose length is that of its rows
             flat = batch._arrays()
         elif dict in map(type, batch.values()):
             flat = plain_items(batch)
-        if not known.names or flat is None:
+        if flat is None:
             return None
         if not self._ignored.isdisjoint(flat):
             flat = {name: values for name, values in flat.items() if name not in self._ignored}
-        rows: Mapping[str, Any] | None = flat
-        if buffer_ids is None and not self._is_stacked:
-            try:
-                rows = known.one_row(flat)
-            except TypeError:  # there are lists in it
-                return None
         heads = self._storage.ring.head.copy()
-        if rows is None or not known.writer.write(rows):
+        rows = self._step_writer.write(flat, is_row=buffer_ids is None and not self._is_stacked)
+        if rows is None:
             return None
         rewards = self._rewards(rows[REW])
         if rewards.shape == (1,):
@@ -267,12 +254,12 @@ class EpisodeRows(CheckedRows):
 
     def _result(self, lanes: slice | np.ndarray, heads: np.ndarray, rewards: np.ndarray, done: np.ndarray) -> Added:
         """The result of `add` for one row written to each of these lanes, whose heads were `heads`."""
-        ring, first_rows = self._storage.ring, self._first_rows[lanes]
+        columns, ring = self._storage.columns, self._storage.ring
         ep_return, ep_len = self._running.add(lanes, rewards, done)
         begins = self._begins[lanes]
         starts = np.maximum(begins, ring.oldest()[lanes])
         self._begins[lanes] = np.where(done, heads + 1, begins)
-        return first_rows + heads % ring.capacity, ep_return, ep_len, first_rows + starts % ring.capacity
+        return columns.at_steps(lanes, heads), ep_return, ep_len, columns.at_steps(lanes, starts)
 
     def _result_of_one(self, head: int, reward: float, done: bool) -> Added:
         """`_result` for a single lane, in a third of the time."""
@@ -307,37 +294,28 @@ class EpisodeRows(CheckedRows):
     def _find_end_columns(self, names: Iterable[str]) -> list[str]:
         return [name for name in FLAGS if name in names]
 
-    def add_trajectories(self, trajectories: Trajectories, names: Mapping[str, str] | None = None) -> None:
+    def _check_steps(self, steps: Steps) -> None:
         self._require_room()
-        before = self._storage.ring.head - self._begins
-        super().add_trajectories(trajectories, names)
-        steps = trajectories.trajectories
-        lengths = host_array("lengths", steps.lengths)
-        at = np.flatnonzero(lengths)
-        if not at.size:
-            return
-        is_one = self._takes_any_environment
-        lanes = np.zeros(at.size, np.int64) if is_one else self._lanes_of(trajectories)[at]
-        names = self._trajectory_names(steps) if names is None else names
-        rewards = self._rewards(steps[names[REW]])[at]
+
+    def _write_steps(self, block: Mapping[str, Any], steps: Steps) -> None:
+        ring, lanes, lengths = self._storage.ring, steps.lanes, steps.lengths
+        before = ring.head - self._begins
+        super()._write_steps(block, steps)
+        rewards = self._rewards(steps.values[REW])
         self._running.shape(rewards.shape[2:])
         self._find_begins()
-        after, n_new = self._storage.ring.head - self._begins, np.bincount(lanes, lengths[at], self._n_lanes)
+        after, n_new = ring.head - self._begins, np.bincount(lanes, lengths, self._n_lanes)
         goes_on = (n_new == 0) | (after == before + n_new)
-        if is_one or STEP_START in steps:
+        if steps.starts is not None:
             _, first = np.unique(lanes, return_index=True)  # the first trajectory of each lane
-            starts = is_one or host_array(STEP_START, steps[STEP_START])[at[first], 0]
-            goes_on[lanes[first]] &= ~np.asarray(starts, bool)
-        valid = np.arange(rewards.shape[1]) < lengths[at][:, None]
-        self._running.add_many(np.repeat(lanes, lengths[at]), rewards[valid], after, goes_on)
+            goes_on[lanes[first]] &= ~steps.starts[first, 0]
+        self._running.add_many(np.repeat(lanes, lengths), rewards[steps.valid()], after, goes_on)
 
-    add_trajectories.__doc__ = Buffer.add_trajectories.__doc__
+    def _trajectory_names(self, keys: Collection[str]) -> dict[str, str]:
+        return transitions.trajectory_names(keys, self.ignore_obs_next)
 
-    def _trajectory_names(self, steps: Any) -> dict[str, str]:
-        return transitions.trajectory_names(steps.keys(), self.ignore_obs_next)
-
-    def _prepare_column(self, name: str, values: torch.Tensor) -> Any:
-        return transitions.as_column(name, values.detach(), 2, self.save_only_last_obs)
+    def _prepare_column(self, name: str, values: Any) -> Any:
+        return transitions.as_column(name, values, 2, self.save_only_last_obs)
 
     def reset(self, keep_statistics: bool = False) -> None:
         """Drops every row.
@@ -361,8 +339,8 @@ class EpisodeRows(CheckedRows):
         rewards = transitions.raw_numbers(rows.gather([REW], every)[0], self._specs[REW])
         self._running.shape(self._specs[REW].shape)
         begun = np.zeros(self._n_lanes, bool)
-        open_lengths = self._storage.ring.head - self._begins
-        self._running.add_many(every // self._storage.columns.capacity, self._rewards(rewards), open_lengths, begun)
+        open_lengths, lanes = self._storage.ring.head - self._begins, self._storage.columns.lanes(every)
+        self._running.add_many(lanes, self._rewards(rewards), open_lengths, begun)
 
     # Files and pickles
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.replay.from_trajectories import Rows, _steps
+from rlstructs.replay.from_trajectories import Steps, take_steps
 from rlstructs.replay.given import flat_items
 from rlstructs.replay.torchrl.tensordicts import refuse_tensorclass
 from rlstructs.replay.values import host_array
@@ -18,14 +19,36 @@ from rlstructs.structures.trajectories import Trajectories
 from rlstructs.structures.tree import check_same_keys
 
 
-def rows_of(batch: Any, owner: str, names: Mapping[str, str] | None = None) -> Rows:
+@dataclass(frozen=True)
+class Rows:
+    """Rows that were given.
+
+    Attributes:
+        values: name -> (n, ...).
+        n: how many.
+        done: bool (n,), where episodes end; None for what the columns say that mean it.
+        starts: bool (n,), where one begins whatever came before; None for nowhere.
+    """
+
+    values: dict[str, Any]
+    n: int
+    done: np.ndarray | None = None
+    starts: np.ndarray | None = None
+
+
+def rows_of_steps(steps: Steps) -> Rows:
+    """The steps of a single trajectory as rows."""
+    done, starts = (None if marks is None else marks[0] for marks in (steps.done, steps.starts))
+    return Rows({name: each[0] for name, each in steps.values.items()}, steps.n_timesteps, done, starts)
+
+
+def rows_of(batch: Any, owner: str) -> Rows:
     """A batch as rows.
 
     Args:
         batch: `Trajectories` or a `TemporalDictTensor`, of which the valid steps count; a sequence of mappings
             with a row each; or whatever else has keys, the first axis of whose values are the rows.
         owner: who asks, for messages.
-        names: name here -> key of trajectories; None for all keys as they are.
 
     Raises:
         TypeError, MissingKeyError, SpecError: it is something else, or its parts do not fit.
@@ -34,7 +57,7 @@ def rows_of(batch: Any, owner: str, names: Mapping[str, str] | None = None) -> R
     if isinstance(batch, Trajectories):
         batch = batch.trajectories
     if isinstance(batch, TemporalDictTensor):
-        return _steps(batch, {key: key for key in batch} if names is None else names)
+        return rows_of_steps(take_steps(batch, {key: key for key in batch}))
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
         return _stacked(batch, owner)
     flat = {name: _with_axes(name, value) for name, value in flat_items(batch, owner).items()}

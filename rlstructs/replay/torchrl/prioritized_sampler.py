@@ -13,11 +13,11 @@ from rlstructs.checks import check_count
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.claims import Claims
 from rlstructs.replay.drawing import Selection
-from rlstructs.replay.priorities import LEAVES, Prioritised, exponent
+from rlstructs.replay.priorities import LEAVES, Priorities, exponent, importance_weights
 from rlstructs.replay.store import Storage
 from rlstructs.replay.torchrl.part import check_neutral
 from rlstructs.replay.torchrl.samplers import WEIGHT, Sampler
-from rlstructs.replay.values import host_array, real_numbers
+from rlstructs.replay.values import host_array, real_numbers, row_ids
 from workers.public_names import set_module
 
 # Of an even number of values torch's median is the lower of the two in the middle.
@@ -71,7 +71,7 @@ class PrioritizedSampler(Sampler):
         self._alpha, self._beta = exponent("alpha", alpha), exponent("beta", beta)
         self.eps, self.reduction = exponent("eps", eps), checked_reduction(reduction)
         self.max_priority_within_buffer = bool(max_priority_within_buffer)
-        self._priorities: Prioritised | None = None
+        self._priorities: Priorities | None = None
 
     @property
     def alpha(self) -> float:
@@ -125,28 +125,27 @@ class PrioritizedSampler(Sampler):
         self._priorities = self._made(storage.columns.n_rows, self._alpha)
         super().start(storage, max_size)
 
-    def _made(self, n_rows: int, alpha: float) -> Prioritised:
-        return Prioritised(n_rows, 1, alpha, first=1.0 + self.eps, of_present=self.max_priority_within_buffer)
+    def _made(self, n_rows: int, alpha: float) -> Priorities:
+        return Priorities(n_rows, 1, alpha, first=1.0 + self.eps, of_present=self.max_priority_within_buffer)
 
-    def _of(self) -> Prioritised:
+    def _of(self) -> Priorities:
         assert self._priorities is not None, "a sampler is started before it draws"
         return self._priorities
 
     def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
         """See `Sampler`."""
-        priorities, span = self._of(), storage.span()
-        priorities.follow(span)
-        rows = priorities.draw(n, rng)
+        span = storage.span()
+        rows = self._of().draw_rows(span, n, rng)
         return Selection(rows[:, None], span, {WEIGHT: self._weights(rows)})
 
     def _weights(self, rows: np.ndarray) -> np.ndarray:
         """float32, of the shape of `rows`."""
         tree = self._of().tree
-        return np.asarray((tree.minimum / tree.values.take(rows)).astype(np.float32) ** np.float32(self._beta))
+        return importance_weights(tree.values.take(rows), tree.minimum, self._beta)
 
     def drawn(self, picked: Selection) -> None:
         """See `Sampler`."""
-        self._of().remember(picked.span, picked.rows.flatten())  # a copy: the index that goes out may be written to
+        self._of().drawn.remember(picked.span, picked.rows)
 
     def checked(self, priorities: Any, n: int) -> np.ndarray:
         """Priorities of n rows, `(n, ...)` or one number for all, as float64 (n,).
@@ -180,18 +179,19 @@ class PrioritizedSampler(Sampler):
         if np.ndim(index) > 1 and np.shape(priorities) == np.shape(index):
             priorities = host_array("priorities", priorities).reshape(-1)
         values = self.checked(priorities, rows.size)
-        is_last = steps is not None or self._of().is_last(rows, span)
+        is_last = steps is not None or self._of().drawn.is_last(rows, span)
         if steps is not None:
             held = (rows >= 0) & (span.steps(rows) == steps) & (steps >= span.low[0])
             rows, values = rows[held], values[held]
         elif not is_last:
-            rows, values = _present(rows, values, storage.columns.n_rows)
+            held = rows >= 0 if rows.dtype.kind == "i" else np.ones(rows.shape, bool)
+            rows, values = row_ids(rows[held], storage.columns.n_rows), values[held]
         self._of().update(span, rows, values + self.eps, is_last)
         self.version += 1
 
     def cleared(self) -> None:
         """See `Sampler`."""
-        self._of().max_priority = self._of().first
+        self._of().clear()
         self.version += 1
 
     def grown(self, n_rows: int) -> None:
@@ -206,7 +206,7 @@ class PrioritizedSampler(Sampler):
 
     def state(self) -> dict[str, Any]:
         """See `Sampler`."""
-        return {"alpha": self._alpha, "beta": self._beta, "max_priority": self._of().max_priority}
+        return {**self._of().state(), "beta": self._beta}
 
     def arrays(self) -> dict[str, np.ndarray]:
         """See `Sampler`."""
@@ -219,7 +219,7 @@ class PrioritizedSampler(Sampler):
         alpha, beta = exponent("alpha", state["alpha"]), exponent("beta", state["beta"])
         if LEAVES not in arrays:
             raise ValueError("it has no priorities")
-        priorities = self._made(claims.n_rows, alpha).restored(arrays, state["max_priority"], claims)
+        priorities = self._made(claims.n_rows, alpha).restored(arrays, state, claims)
 
         def restore() -> None:
             self._alpha, self._beta, self._priorities = alpha, beta, priorities
@@ -230,20 +230,10 @@ class PrioritizedSampler(Sampler):
     @property
     def nbytes(self) -> int:
         """Bytes of the priorities."""
-        return 0 if self._priorities is None else Prioritised.nbytes_of(self._priorities.tree.n_leaves, 1)
+        return 0 if self._priorities is None else Priorities.nbytes_of(self._priorities.tree.n_leaves, 1)
 
     def _shown(self) -> dict[str, Any]:
         return {"alpha": self._alpha, "beta": self._beta, "eps": self.eps, "reduction": self.reduction}
-
-
-def _present(rows: np.ndarray, values: np.ndarray, n_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Indexes as int64 without those below 0, and the values that belong to them."""
-    if rows.size and rows.dtype.kind not in "iu":
-        raise SpecError(f"index must hold integers, got {rows.dtype}")
-    rows = rows.astype(np.int64)
-    if rows.size and rows.max() >= n_rows:
-        raise IndexError(f"index {rows.max()} is not in [0, {n_rows})")
-    return rows[rows >= 0], values[rows >= 0]
 
 
 def checked_reduction(reduction: str) -> str:

@@ -14,19 +14,19 @@ from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError
 from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.buffer import ERROR, Buffer
 from rlstructs.replay.export import Exporter
-from rlstructs.replay.from_trajectories import Rows, named_steps, require_keys, steps_of
+from rlstructs.replay.from_trajectories import take_trajectories
 from rlstructs.replay.given import flat_items
 from rlstructs.replay.reading import DISCOUNT
 from rlstructs.replay.roles import ends_among
-from rlstructs.replay.step_writer import OneRow, StepWriter
-from rlstructs.replay.torchrl.batches import rows_of, with_axis
+from rlstructs.replay.step_writer import StepWriter
+from rlstructs.replay.torchrl.batches import Rows, rows_of, rows_of_steps, with_axis
 from rlstructs.replay.torchrl.prioritized_sampler import PrioritizedSampler
 from rlstructs.replay.torchrl.samplers import INDEX, WEIGHT, Sampler
 from rlstructs.replay.torchrl.storages import ReplayStorage
 from rlstructs.replay.torchrl.tensordicts import Axes, as_given, axes_of, refuse_tensorclass
 from rlstructs.replay.torchrl.transforms import Compose
 from rlstructs.replay.torchrl.writers import Writer
-from rlstructs.replay.values import host_array
+from rlstructs.replay.values import find_marks, host_array
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 
@@ -50,7 +50,7 @@ class DictTensorRows(Buffer):
     # The row ids of the last write, and which steps they are: a row id alone may mean what was drawn before.
     _written: tuple[np.ndarray, np.ndarray] | None = None
     # What writes one plain row; None before it is known, False if there are no plain rows.
-    _quick: tuple[OneRow, StepWriter] | bool | None = None
+    _quick: StepWriter | bool | None = None
 
     @property
     def write_count(self) -> int:
@@ -112,10 +112,8 @@ class DictTensorRows(Buffer):
         Raises:
             MissingKeyError, SpecError: something does not fit; the buffer is as it was.
         """
-        steps = steps_of(trajectories)
-        names = names and named_steps(names, list(steps.keys()))
-        require_keys(steps, (names or {}).values())
-        self._store(rows_of(steps, "add_trajectories", names), "add_trajectories")
+        steps = take_trajectories(trajectories, self._trajectory_names if names is None else names)
+        self._store(rows_of_steps(steps), "add_trajectories")
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Drops every row, and what samplers and writers know of them; row ids begin with 0 again.
@@ -173,7 +171,7 @@ class DictTensorRows(Buffer):
         writer.check(rows.values, rows.n, self._specs)
         priorities = self._priorities_in(rows, update)
         if not self._specs and self._settings.settle(rows.values):
-            self._storage.columns = self._settings.anew(self._storage.columns)
+            self._storage.take_columns(self._settings.anew(self._storage.columns))
             if self.framework == "torch" and self._export.device is None:
                 self._export = Exporter("torch", self._settings.device)
         block = self._checked({name: value[None] for name, value in rows.values.items()}, ERROR, ERROR)
@@ -195,17 +193,16 @@ class DictTensorRows(Buffer):
     def _exchanging_columns(self) -> Iterator[None]:
         """Has a buffer without rows be without columns; if what is done then fails, it has those of before."""
         storage = self._storage
-        before = storage.columns, storage.links, self._knows_episodes
-        storage.columns, storage.links, self._knows_episodes = self._settings.anew(storage.columns), {}, False
+        before, links = storage.take_columns(self._settings.anew(storage.columns))
+        knew_episodes, self._knows_episodes = self._knows_episodes, False
         try:
             yield
         except BaseException:
-            self._settings.leave(storage.columns)
-            storage.columns, storage.links, self._knows_episodes = before
+            failed, _ = storage.take_columns(before, links)
+            self._settings.leave(failed)
+            self._knows_episodes = knew_episodes
             raise
-        finally:
-            storage.version += 1
-        self._settings.leave(before[0])
+        self._settings.leave(before)
 
     def _invert_rows(self, given: Rows, owner: str) -> Rows | None:
         """Rows as the transforms make them; None if one does not take them."""
@@ -274,30 +271,24 @@ class DictTensorRows(Buffer):
         self._storage.grow(capacity)
         self._sampler.grown(columns.n_rows)
 
-    def _find_quick_way(self) -> tuple[OneRow, StepWriter] | bool:
+    def _find_quick_way(self) -> StepWriter | bool:
         with_priority = isinstance(self._sampler, PrioritizedSampler) and self._priority_key in self._specs
         plain = self._writer.is_plain and not self._transform.has_inverse and not with_priority
         if not plain or self._id_keys(self._specs) or not self._storage.columns.on_host:
             return False
-        return OneRow(self._specs), StepWriter(self._storage, tuple(self._end_keys(self._specs)))
+        return StepWriter(self._storage, self._end_keys(self._specs))
 
     def _add_quickly(self, row: Mapping[str, Any]) -> int | None:
         """Adds a row, if that takes no more than to copy it; its row id."""
         with self._lock:
             quick = self._quick
-            if not isinstance(quick, tuple) or (len(self._transform) and self._transform.has_inverse):
+            if not isinstance(quick, StepWriter) or (len(self._transform) and self._transform.has_inverse):
                 return None  # somebody may have put a transform into those that there are
-            try:
-                rows = quick[0](row)
-            except (TypeError, IndexError):  # no numbers
-                return None
-            if rows is None:
-                return None
             ring = self._storage.ring
             head, capacity = int(ring.head.item(0)), ring.capacity
             if capacity < self._settings.max_size and head - int(ring.base.item(0)) >= capacity:
                 return None  # it has to grow
-            if not quick[1].write(rows):
+            if quick.write(row, is_row=True) is None:
                 return None
             self._n_written += 1
             if isinstance(self._sampler, PrioritizedSampler):
@@ -318,8 +309,8 @@ class DictTensorRows(Buffer):
 
     def _marks(self, block: Mapping[str, Any], rows: Rows) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Where episodes end and begin in rows that are about to be written, bool (1, n) each."""
-        done = [] if rows.done is None else [rows.done]
-        done += [_truth(name, block[name][0]) for name in self._end_keys(block)]
+        own = find_marks({name: block[name] for name in self._end_keys(block)})
+        done = [marks for marks in (rows.done, None if own is None else own[0]) if marks is not None]
         starts = [] if rows.starts is None else [rows.starts]
         for name in self._id_keys(block):
             ids = self._host(name, block[name][0])
@@ -334,9 +325,8 @@ class DictTensorRows(Buffer):
     def _ends_and_changes(self) -> tuple[np.ndarray, np.ndarray]:
         """What the columns say of every row, the oldest first: whether an episode ends, whether its id is another."""
         rows = self._chronological(np.arange(len(self)))
-        ends, changes = np.zeros(rows.size, bool), np.zeros(rows.size, bool)
-        for name in self._end_keys(self._specs):
-            ends |= _truth(name, self._storage.gather([name], rows)[0])
+        ends = find_marks({name: self._storage.gather([name], rows)[0] for name in self._end_keys(self._specs)}, 1)
+        ends, changes = np.zeros(rows.size, bool) if ends is None else ends, np.zeros(rows.size, bool)
         for name in self._id_keys(self._specs):
             changes |= _changes(self._host(name, self._storage.gather([name], rows)[0]))
         return ends, changes
@@ -371,11 +361,6 @@ def _private(name: str, value: Any) -> torch.Tensor:
     return torch.from_numpy(np.array(host_array(name, value)))
 
 
-def _truth(name: str, values: Any) -> np.ndarray:
-    """Where any number of a row is not zero, bool (n,)."""
-    return _any_of_row(host_array(name, values) != 0)
-
-
 def _any_of(marks: list[np.ndarray]) -> np.ndarray | None:
     """Where one of them is, bool (1, n); None of none."""
     return np.asarray(np.logical_or.reduce(marks))[None] if marks else None
@@ -384,10 +369,5 @@ def _any_of(marks: list[np.ndarray]) -> np.ndarray | None:
 def _changes(ids: np.ndarray) -> np.ndarray:
     """Where a row differs from the one before it, bool (n,); the first does not."""
     changes = np.zeros(len(ids), bool)
-    changes[1:] = _any_of_row(ids[1:] != ids[:-1])
+    changes[1:] = (ids[1:] != ids[:-1]).any(axis=tuple(range(1, ids.ndim)))
     return changes
-
-
-def _any_of_row(marks: np.ndarray) -> np.ndarray:
-    """Which rows have any mark, bool (n,)."""
-    return np.asarray(marks.any(axis=tuple(range(1, marks.ndim))))

@@ -171,7 +171,7 @@ class SamplerWithoutReplacement(Sampler):
         steps = self._served(span, n, length, rng, lambda: int(span.low[0]) + np.arange(span.total))
         if self.drop_last and steps.size < n:
             raise SpecError(f"batch_size is {n}, there are {steps.size} rows, and drop_last drops what is smaller")
-        return Selection((steps % span.columns.capacity)[:, None], span)
+        return Selection(span.columns.at_steps(0, steps)[:, None], span)
 
     def _served(
         self, span: Span, n: int, length: int, rng: np.random.Generator, every: Callable[[], np.ndarray]

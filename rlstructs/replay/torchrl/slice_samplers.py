@@ -11,7 +11,7 @@ import torch
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
 from rlstructs.replay.claims import Claims
-from rlstructs.replay.drawing import Selection, draw_fitting
+from rlstructs.replay.drawing import Selection
 from rlstructs.replay.episodes import Episodes
 from rlstructs.replay.roles import ENDS, ends_among
 from rlstructs.replay.slices import TRAJECTORY, WINDOW, Slices, window
@@ -222,8 +222,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
 
     def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
         """See `Sampler`."""
-        priorities, span = self._of(), storage.span()
-        priorities.follow(span)
+        span = storage.span()
 
         def fits(rows: np.ndarray) -> np.ndarray:
             n_steps = self._n_steps(storage, span, rows)
@@ -232,21 +231,14 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
             begins = storage.track_episodes().begin(rows) | (span.steps(rows) == span.low[0])
             return np.asarray((n_steps >= length) | ((n_steps > 0) & begins))
 
-        rows = draw_fitting(
-            lambda k: priorities.draw(k, rng),
-            fits,
-            n,
-            lambda every, k: priorities.choose(every, k, rng),
-            span,
-            f"episode of {length} steps",
-        )
+        rows = self._of().draw_rows(span, n, rng, fits, f"episode of {length} steps")
         counts = np.minimum(self._n_steps(storage, span, rows), length)
         around, inside = window(span, span.steps(rows), counts, length)
         return Selection(around, span, {INSIDE: inside, WEIGHT: self._weights(rows)})
 
     def _n_steps(self, storage: Storage, span: Span, rows: np.ndarray) -> np.ndarray:
         """How many rows of the same episode each of these begins, itself included; 0 if it is not there."""
-        left = np.minimum(storage.track_episodes().remaining(rows), span.head[0] - span.steps(rows))
+        left = np.minimum(storage.track_episodes().remaining(rows), span.left(rows))
         return np.asarray(np.where(span.has(rows), left, 0))
 
 
@@ -292,7 +284,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
                 f"a batch is of {n} slices, there are {latest.size} episodes of {length} steps, "
                 "and drop_last drops what is smaller"
             )
-        rows = latest % span.columns.capacity
+        rows = span.columns.at_steps(0, latest)
         first = np.maximum(latest - episodes.times(rows), span.low[0])
         counts = np.minimum(np.minimum(episodes.remaining(rows), span.head[0] - latest), length)
         around, inside = window(span, rng.integers(first, latest + 1), counts, length)

@@ -81,9 +81,9 @@ def _append(
 ) -> np.ndarray:
     head, capacity = int(storage.ring.head[0]), storage.columns.capacity
     storage.write(block, done=done, starts=starts)
-    rows = (head + np.arange(n)) % capacity
+    rows = storage.columns.at_steps(0, head + np.arange(n))
     rows[: max(n - capacity, 0)] = -1
-    return np.asarray(rows)
+    return rows
 
 
 NONE = np.zeros(0, np.int64)

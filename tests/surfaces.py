@@ -1,0 +1,139 @@
+"""Every surface over the replay store, and what the tests of all of them ask of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from frameworks import EVERY_KIND, make
+
+from rlstructs.distributed.shard import Shard, ShardSettings, columns_of
+from rlstructs.replay import (
+    CachedReplayBuffer,
+    ChunkReplayBuffer,
+    DictTensorPrioritizedReplayBuffer,
+    DictTensorReplayBuffer,
+    HERReplayBuffer,
+    HERVectorReplayBuffer,
+    ListStorage,
+    PrioritizedReplayBuffer,
+    PrioritizedVectorReplayBuffer,
+    ReplayBuffer,
+    VectorReplayBuffer,
+)
+from rlstructs.replay.from_trajectories import NAMES, take_trajectories
+from rlstructs.structures.arrays import raw_of
+
+N_LANES, CAPACITY = 3, 20
+TIANSHOU = {
+    "obs": "observation/frame", "act": "action/action", "rew": "_observation/reward",
+    "terminated": "_observation/terminated", "truncated": "_observation/truncated",
+}  # fmt: skip
+GOALS = {"obs/achieved_goal": "observation/frame", "obs/desired_goal": "observation/frame", **TIANSHOU}
+del GOALS["obs"]
+TORCHRL = {"obs": "observation/frame", "action": "action/action", "next/reward": "_observation/reward",
+           "next/terminated": "_observation/terminated", "next/truncated": "_observation/truncated"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Surface:
+    """A class of memories.
+
+    Attributes:
+        make: makes one of `N_LANES` lanes, or of one, with `CAPACITY` rows each.
+        names: column -> key of trajectories, the frame first and the action second.
+        is_one: whether it appends one trajectory after another to a single lane.
+        stores: the stores of a memory, in which an episode is in one piece.
+    """
+
+    make: Callable[[], Any]
+    names: Mapping[str, str]
+    is_one: bool = False
+    stores: Callable[[Any], list[Any]] = field(default=lambda made: [made._storage])
+
+    @property
+    def frame(self) -> str:
+        return next(iter(self.names))
+
+    @property
+    def action(self) -> str:
+        return next(name for name, key in self.names.items() if key == "action/action")
+
+    def episodes(self, made: Any, column: str) -> list[list[float]]:
+        """The first number of each row in a column, in a list for each episode, sorted."""
+        found: list[list[float]] = []
+        for store in self.stores(made):
+            rows = store.span().by_lane(1)[0]
+            if not rows.size:
+                continue
+            lanes = store.columns.lanes(rows)
+            values = store.columns.host(column, store.gather([column], rows)[0]).reshape(len(rows), -1)[:, 0]
+            begins = np.append(True, lanes[1:] != lanes[:-1]) | store.episodes.begin(rows)  # or goes on in what is left
+            for value, begin in zip(values.tolist(), begins, strict=True):
+                found += [[]] if begin else []
+                found[-1].append(value)
+        return sorted(found)
+
+
+class ShardMemory(Shard):
+    """A shard of a `RayReplay` that takes trajectories, as the trainer hands them to it."""
+
+    def add_trajectories(self, trajectories, names):
+        steps = take_trajectories(trajectories, names, N_LANES, limit="the memory's num_envs")
+        dtypes = {name: values.dtype for name, values in steps.values.items()}
+        steps.values.update({name: raw_of(values) for name, values in steps.values.items()})
+        self.extend(dtypes, 1.0, columns_of(steps))
+
+
+def _distance(achieved, desired):
+    return -np.abs(achieved - desired).reshape(len(achieved), -1).sum(axis=1)
+
+
+def _memory(kind, cls):
+    return Surface(lambda: make(kind, CAPACITY, N_LANES, cls=cls), NAMES)
+
+
+def _tianshou(cls, *args, n=N_LANES, names=TIANSHOU, **settings):
+    sizes = (CAPACITY,) if n == 1 else (n * CAPACITY, n)
+    return Surface(lambda: cls(*sizes, *args, **settings), names, is_one=n == 1)
+
+
+PER = {"alpha": 0.6, "beta": 0.4}
+SURFACES = {
+    "ReplayBuffer": _tianshou(ReplayBuffer, n=1),
+    "PrioritizedReplayBuffer": _tianshou(PrioritizedReplayBuffer, n=1, **PER),
+    "HERReplayBuffer": _tianshou(HERReplayBuffer, _distance, 9, n=1, names=GOALS),
+    "VectorReplayBuffer": _tianshou(VectorReplayBuffer),
+    "PrioritizedVectorReplayBuffer": _tianshou(PrioritizedVectorReplayBuffer, **PER),
+    "HERVectorReplayBuffer": _tianshou(
+        HERVectorReplayBuffer, compute_reward_fn=_distance, horizon=9, names=GOALS
+    ),
+    "CachedReplayBuffer": Surface(
+        lambda: CachedReplayBuffer(ReplayBuffer(N_LANES * CAPACITY), N_LANES, CAPACITY), TIANSHOU,
+        stores=lambda made: [made.main_buffer._storage, made._storage],
+    ),
+    "ChunkReplayBuffer": Surface(lambda: ChunkReplayBuffer(CAPACITY, 0), NAMES, is_one=True),
+    "ChunkReplayBuffer of lanes": Surface(
+        lambda: ChunkReplayBuffer(N_LANES * CAPACITY, 0, n_lanes=N_LANES, enable_prioritized=True), NAMES
+    ),
+    "DictTensorReplayBuffer": Surface(
+        lambda: DictTensorReplayBuffer(storage=ListStorage(CAPACITY), generator=0), TORCHRL, is_one=True
+    ),
+    "DictTensorPrioritizedReplayBuffer": Surface(
+        lambda: DictTensorPrioritizedReplayBuffer(storage=ListStorage(CAPACITY), generator=0, **PER), TORCHRL,
+        is_one=True,
+    ),
+    "Shard": Surface(
+        lambda: ShardMemory(ShardSettings(CAPACITY, 0.6, NAMES), N_LANES, 0), NAMES,
+        stores=lambda made: [made._memory._storage],
+    ),
+}  # fmt: skip
+EVERY_SURFACE = [
+    *(pytest.param(_memory(*(kind.values if hasattr(kind, "values") else [kind]), "PrioritizedMemory"),
+                   marks=getattr(kind, "marks", ()), id=f"memory of {getattr(kind, 'values', [kind])[0]}")
+      for kind in EVERY_KIND),
+    *(pytest.param(surface, id=name) for name, surface in SURFACES.items()),
+]  # fmt: skip
