@@ -23,7 +23,7 @@ def memory(quick):
         made.create_tensor(name, size=1, dtype=torch.bool)
     if not quick:
         made._store()
-        made._write_step = tensors._never
+        made._write_step = tensors._refuse_step
     return made
 
 

@@ -43,7 +43,7 @@ class Outbox(Protocol):
     def pack(self, info: Any) -> Any:
         """Puts an update where workers can read it, and returns what to send of it."""
 
-    def sent(self, packed: Any, asked: list[Asked]) -> None:
+    def record_sent(self, packed: Any, asked: list[Asked]) -> None:
         """Notes that workers were told of it."""
 
     def forget(self, workers: Collection[int]) -> None:
@@ -172,7 +172,7 @@ class Engine:
 
     def update(self, packed: Any) -> None:
         """Sends every agent an update that the outbox has packed."""
-        self.supervisor.update(packed, partial(self.outbox.sent, packed))
+        self.supervisor.update(packed, partial(self.outbox.record_sent, packed))
         self._take_successors()
 
     def check_evaluation(self) -> None:

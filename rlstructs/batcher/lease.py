@@ -15,7 +15,7 @@ from rlstructs.errors import StateError
 from rlstructs.shared.lent import Lent
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
-from rlstructs.structures.tree import missing_key
+from rlstructs.structures.tree import missing_key_error
 from workers.interrupts import defer_interrupt
 
 B = TypeVar("B", bound="Borrowed")
@@ -190,7 +190,7 @@ class Lease(Borrowed):
         """
         steps = self.trajectories.trajectories
         if key not in steps:
-            raise missing_key("lease", key, steps)
+            raise missing_key_error("lease", key, steps)
         return key in self._lent.views
 
     def release(self) -> None:

@@ -35,7 +35,7 @@ class Broadcast:
         self._check(n_bytes)
         return cluster.shared((self.version + 1, parcel.as_bytes()), n_bytes)
 
-    def sent(self, packed: Any, asked: list[Asked]) -> None:
+    def record_sent(self, packed: Any, asked: list[Asked]) -> None:
         """It is an update: nodes were told of it."""
         self.version += 1
 

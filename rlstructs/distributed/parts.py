@@ -19,7 +19,7 @@ from rlstructs.shared.layout import Layout
 from rlstructs.shared.packing import Packing, Rows
 from rlstructs.shared.reading import RecordedSteps, blocks_of, sources_of, specs_of_steps
 from rlstructs.shared.slots import Slots
-from rlstructs.structures.arrays import TensorSpec, raw_dtype, raw_of, tensor_of, where_true
+from rlstructs.structures.arrays import TensorSpec, raw_dtype, raw_of, tensor_of, find_true
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
@@ -34,7 +34,7 @@ def columns_of(slots: Slots, rows: np.ndarray, n_timesteps: int) -> Columns:
     """
     index = slice(None) if rows.size == slots.n else rows
     reset = raw_of(slots.column("reset"))[index, :n_timesteps]
-    at, times = where_true(reset)
+    at, times = find_true(reset)
     columns = {}
     for field in slots.layout.fields:
         column = raw_of(slots.column(field.name))
@@ -79,7 +79,7 @@ class Part(Mapping[str, np.ndarray]):
         return copy
 
     def _patched(self, key: str, steps: np.ndarray) -> np.ndarray:
-        at, times = where_true(self._recorded.reset)
+        at, times = find_true(self._recorded.reset)
         steps = np.array(steps, order="C")
         steps[at, times] = self._recorded.finals(at, times)[key]
         steps.flags.writeable = False
@@ -153,7 +153,7 @@ def _shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _finals(packing: Packing, blocks: dict[str, np.ndarray], rows: np.ndarray, times: np.ndarray) -> Rows:
-    # They come in the order of `where_true`, and are asked for so.
+    # They come in the order of `find_true`, and are asked for so.
     return Rows(packing, blocks)
 
 

@@ -1,4 +1,4 @@
-"""`PrioritizedMemory`: rows are drawn in proportion to their priorities."""
+"""`PrioritizedMemory`, which draws rows in proportion to their priorities."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from rlstructs.replay.values import host_array, real_numbers
 class PrioritizedMemory(RandomMemory):
     """A memory that draws its rows, or the first rows of sequences, in proportion to priorities.
 
-    A new row gets the largest priority ever set, initially 1. Schaul et al., Prioritized
-    Experience Replay (2016), section 3.
+    A new row gets the largest priority that was ever set, initially 1. See section 3 of Schaul et al., Prioritized
+    Experience Replay (2016).
 
     Args:
         alpha: exponent of priorities, at least 0; 0 draws uniformly.
@@ -46,7 +46,7 @@ class PrioritizedMemory(RandomMemory):
         self.beta = beta if callable(beta) else exponent("beta", beta)
         self.normalize = normalize
         self.n_samples = 0
-        self._smallest = self._beta = 0.0  # as of the last sample
+        self._smallest = self._beta = 0.0  # the smallest leaf and the exponent at the last sample
         self._prioritised = Prioritised(self.memory_size * self.num_envs, self.num_envs, self._alpha)
         self._float32 = [self.framework.dtype(np.dtype(np.float32))]
 
@@ -57,7 +57,7 @@ class PrioritizedMemory(RandomMemory):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory once rows have been written, priorities included."""
+        """Bytes of memory that the tensors and priorities take once rows have been written."""
         return super().nbytes + Prioritised.nbytes_of(self.memory_size * self.num_envs, self.num_envs)
 
     def sample(self, names: Sequence[str], *sizes: int, **settings: Any) -> list[list[Any]]:
@@ -87,7 +87,7 @@ class PrioritizedMemory(RandomMemory):
 
         Args:
             indexes: int (n,), from `get_sampling_indexes`.
-            priorities: (n,), finite, at least 0.
+            priorities: (n,), finite and at least 0.
 
         Raises:
             IndexError, SpecError: an argument is invalid; nothing changes.
@@ -146,5 +146,6 @@ class PrioritizedMemory(RandomMemory):
         with self._prioritised.lock:
             picked = super()._select(n, length, n_step, ends)
             rows = picked.rows if n_step == 1 else picked.rows[:, 0]
-            self._prioritised.remember(picked.span, rows.flatten())  # a copy: the indexes that go out may be written to
+            # `flatten` copies, because the caller may write to the indexes.
+            self._prioritised.remember(picked.span, rows.flatten())
         return picked
