@@ -169,14 +169,20 @@ def test_a_pickle_that_asks_for_memory_gets_none(tmp_path, pickled):
     refused_for_little(tmp_path / "x.pt")
 
 
+def names_of_ours():
+    """What the two modules that read pickles hold by name."""
+    kept = vars(pickles.StoredTensor).keys(), pickles.read_tensor.__defaults__
+    return dict(vars(archives)), dict(vars(pickles)), *kept
+
+
 def test_a_pickle_changes_nothing_of_ours(tmp_path):
-    before = dict(vars(archives)), dict(vars(pickles)), vars(pickles.StoredTensor).keys(), pickles.read_tensor.__defaults__
+    before = names_of_ours()
     for name in ("torch._utils\n_rebuild_tensor_v2", "collections\nOrderedDict", "torch\nfloat32"):
         state = b"}X\x03\0\0\0keyK\1s"
         for build in (state + b"b", b"N" + state + b"\x86b"):  # its dictionary; its attributes
             pt_of(tmp_path / "x.pt", b"\x80\x02c" + name.encode() + b"\n" + build + b".")
             refused_for_little(tmp_path / "x.pt")
-    after = dict(vars(archives)), dict(vars(pickles)), vars(pickles.StoredTensor).keys(), pickles.read_tensor.__defaults__
+    after = names_of_ours()
     assert after == before
 
 

@@ -19,7 +19,7 @@ from rlstructs.shared.layout import Layout
 from rlstructs.shared.packing import Packing, Rows
 from rlstructs.shared.reading import RecordedSteps, blocks_of, sources_of, specs_of_steps
 from rlstructs.shared.slots import Slots
-from rlstructs.structures.arrays import TensorSpec, raw_dtype, raw_of, tensor_of, find_true
+from rlstructs.structures.arrays import TensorSpec, find_true, raw_dtype, raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories

@@ -42,8 +42,10 @@ class InfoColumns:
     """
 
     def __init__(self, info_keys: InfoKeys = ()) -> None:
-        is_mapping = isinstance(info_keys, Mapping)
-        dtypes = info_keys if is_mapping else dict.fromkeys(check_names("info_keys", info_keys), "f4")
+        if isinstance(info_keys, Mapping):
+            dtypes = info_keys
+        else:
+            dtypes = dict.fromkeys(check_names("info_keys", info_keys), "f4")
         dtypes = {name: _check_dtype(name, dtype) for name, dtype in dtypes.items()}
         self._wanted = [(PREFIX + name, name, dtype) for name, dtype in dtypes.items()]
         self.specs: dict[str, Spec] = {key: ((), dtype) for key, _, dtype in self._wanted}

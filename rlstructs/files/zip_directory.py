@@ -62,7 +62,7 @@ def read_directory(file: BinaryIO, size: int) -> list[Entry]:
     ends = [*(entry.header for entry in found[1:]), start]
     for entry, end in zip(found, ends, strict=True):
         if entry.header + LOCAL.size + entry.nbytes > end:
-            raise ValueError("it says that it holds more than its own size")
+            raise ValueError("it claims more bytes than it has")
     return [entry._replace(end=end) for entry, end in zip(found, ends, strict=True)]
 
 
@@ -75,7 +75,7 @@ def data_offset(file: BinaryIO, entry: Entry) -> int:
         raise ValueError(f"{entry.name}: it has no header")
     offset: int = entry.header + LOCAL.size + n_name + n_extra
     if offset + entry.nbytes > entry.end:
-        raise ValueError(f"{entry.name}: it says that it holds more than its own size")
+        raise ValueError(f"{entry.name}: it claims more bytes than it has")
     return offset
 
 

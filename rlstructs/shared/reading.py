@@ -11,7 +11,7 @@ import torch
 
 from rlstructs.debug import poison
 from rlstructs.shared.packing import RECORD, Packing, Rows
-from rlstructs.structures.arrays import TensorSpec, put_at, raw_of, tensor_of, find_true
+from rlstructs.structures.arrays import TensorSpec, find_true, put_at, raw_of, tensor_of
 
 # The bits of bfloat16's NaN.
 BFLOAT16_NAN = 0x7FC0

@@ -10,7 +10,7 @@ import torch
 
 from rlstructs.checks import hint_batch_first
 from rlstructs.errors import SpecError
-from rlstructs.structures.tree import TensorMap, check_alike, check_same_keys, flatten, check_parts, put_rows, show
+from rlstructs.structures.tree import TensorMap, check_alike, check_parts, check_same_keys, flatten, put_rows, show
 
 # More than any number of rows; torch refuses steps near 2**63.
 LARGEST_STEP = 1 << 40

@@ -10,7 +10,7 @@ import torch
 
 from rlstructs.errors import SpecError
 from rlstructs.structures.dict_tensor import DictTensor, Index, as_index, check_copy
-from rlstructs.structures.tree import TensorMap, check_alike, check_same_keys, flatten, check_parts, put_rows, show
+from rlstructs.structures.tree import TensorMap, check_alike, check_parts, check_same_keys, flatten, put_rows, show
 
 LENGTHS = "lengths"
 
