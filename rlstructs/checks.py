@@ -1,4 +1,4 @@
-"""Checks of arguments and of what files say, shared by the whole library."""
+"""Checks of arguments and of the contents of files, for the whole library."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ DTYPES = {
     for name in ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
                  "float16", "float32", "float64", "complex64", "complex128")
 }  # fmt: skip
-# The most axes of an array, and the most numbers.
+# The most axes of an array, and the longest axis.
 MOST_AXES, MOST_NUMBERS = 32, 1 << 62
-# The most characters of another error's text in a message: text from a file may have any length.
-LONGEST_REASON = 500
+# Characters of foreign text, and of a foreign name, in a message or table: text from a file may have any length.
+LONGEST_TEXT, LONGEST_NAME = 500, 200
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
     """Returns `value` as an int.
 
     Raises:
-        TypeError, SpecError: it is no int, or is below `least`.
+        TypeError: it is not an int.
+        SpecError: it is below `least`.
     """
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} must be an int, got {value!r}")
@@ -36,11 +37,11 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
 
 
 def check_size(name: str, size: Any) -> int:
-    """Returns a size as an int, like `check_count`, but takes whole floats such as 1e6 too."""
+    """Returns a size as an int, like `check_count`, but also takes whole floats such as 1e6."""
     return check_count(name, int(size) if isinstance(size, (float, np.floating)) and size.is_integer() else size)
 
 
-def holds(dtype: np.dtype[Any], values: np.ndarray) -> bool:
+def can_hold(dtype: np.dtype[Any], values: np.ndarray) -> bool:
     """Whether a dtype can hold these numbers; a float dtype may round them."""
     if dtype.kind == "f" or np.can_cast(values.dtype, dtype):
         return True
@@ -49,14 +50,14 @@ def holds(dtype: np.dtype[Any], values: np.ndarray) -> bool:
 
 
 # The hint for a state that is (layers, B, ...).
-BATCH_FIRST = "; permute it to batch first, by `.transpose(0, 1)`: a recurrent layer of torch has (layers, B, ...)"
+BATCH_FIRST_HINT = "; permute it to batch first, by `.transpose(0, 1)`: a recurrent layer of torch has (layers, B, ...)"
 
 
-def batch_first(shape: tuple[int, ...], n: int) -> str:
-    """A hint if a tensor has its n rows on the second axis; "" otherwise."""
+def hint_batch_first(shape: tuple[int, ...], n: int) -> str:
+    """Returns a hint for a tensor with its n rows on the second axis; "" for any other."""
     if len(shape) < 2 or shape[0] == n or shape[1] != n:
         return ""
-    return BATCH_FIRST
+    return BATCH_FIRST_HINT
 
 
 def check_gamma(gamma: Any) -> None:
@@ -67,7 +68,7 @@ def check_gamma(gamma: Any) -> None:
         raise SpecError(f"gamma must be in [0, 1], got {gamma}")
 
 
-def several(name: str, keys: Any, noun: str = "names") -> tuple[Any, ...]:
+def check_names(name: str, keys: Any, noun: str = "names") -> tuple[Any, ...]:
     """Returns several names as a tuple.
 
     Raises:
@@ -79,10 +80,11 @@ def several(name: str, keys: Any, noun: str = "names") -> tuple[Any, ...]:
 
 
 def check_timeout(timeout: Any) -> float | None:
-    """Returns a timeout as a Python number of seconds, or None; 32 bits would be too few for times.
+    """Returns a timeout as a Python number of seconds, or None: a float32 is too coarse to be added to a time.
 
     Raises:
-        TypeError, SpecError: it is neither None nor a number above 0.
+        TypeError: it is neither None nor a number.
+        SpecError: it is not above 0.
     """
     if timeout is None:
         return None
@@ -97,7 +99,7 @@ def call_factory(how: str, factory: Callable[..., Any], arguments: Mapping[str, 
     """Calls a user's factory.
 
     Args:
-        how: how it is called, for the message.
+        how: what the library calls with which arguments; starts the message.
         factory: the factory.
         arguments: its arguments.
 
@@ -108,13 +110,13 @@ def call_factory(how: str, factory: Callable[..., Any], arguments: Mapping[str, 
     try:
         return factory(**arguments)
     except TypeError as error:
-        if misfit := _signature_error(factory, arguments):  # otherwise the factory itself has raised it
+        if misfit := _find_signature_error(factory, arguments):  # otherwise the factory itself raised the error
             raise TypeError(f"{how}, here with {', '.join(arguments)}: {misfit}") from error
         raise
 
 
-def _signature_error(factory: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
-    """Why a factory cannot be called with these arguments; "" if it can, or has no signature."""
+def _find_signature_error(factory: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+    """Says why a factory cannot be called with these arguments; "" if it can, or has no signature."""
     try:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):
@@ -130,11 +132,11 @@ def check_methods(needed: str, made: Any, *methods: str) -> None:
     """Raises TypeError unless an object that a factory made has these methods."""
     for method in methods:
         if not callable(getattr(made, method, None)):
-            raise TypeError(f"{needed}, got {type(made).__name__} without {method}(){_wrapping_hint(made)}")
+            raise TypeError(f"{needed}, got {type(made).__name__} without {method}(){_hint_wrapper(made)}")
 
 
-def _wrapping_hint(made: Any) -> str:
-    """A hint how to make a VecEnv of gymnasium environments; gymnasium may not be imported here."""
+def _hint_wrapper(made: Any) -> str:
+    """Says how to make a VecEnv of gymnasium environments; does not import gymnasium."""
     if hasattr(made, "num_envs"):
         return ": return GymVectorEnv(envs, seed)"
     if isinstance(made, (list, tuple)) or hasattr(made, "observation_space"):
@@ -143,18 +145,14 @@ def _wrapping_hint(made: Any) -> str:
 
 
 def is_size(n: Any) -> bool:
-    """Whether this can be the length of an axis."""
+    """Whether `n` can be the length of an axis."""
     return type(n) is int and 0 <= n <= MOST_NUMBERS
 
 
-def reason(error: object) -> str:
-    """The text of an error for one of our messages, shortened and without control characters."""
-    return shown(str(error), LONGEST_REASON)
-
-
-def shown(text: str, longest: int = 200) -> str:
-    """Text from a file that is safe for a terminal: shortened and without control characters."""
-    start = text[:longest]
+def clean_text(text: object, longest: int = LONGEST_TEXT) -> str:
+    """Text from a file or an error that is safe for a terminal: shortened, with control characters escaped."""
+    whole = str(text)
+    start = whole[:longest]
     if not start.isprintable():
         start = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in start)
-    return start + (f"... ({len(text):,} characters)" if len(text) > longest else "")
+    return start + (f"... ({len(whole):,} characters)" if len(whole) > longest else "")

@@ -1,4 +1,4 @@
-"""Copies agents and arguments, and finds what in them cannot be copied."""
+"""Copies agents and arguments, and finds the part of them that cannot be copied."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ import torch
 
 T = TypeVar("T")
 
-# How deep attributes of attributes are searched.
+# Levels of attributes of attributes that are searched.
 DEPTH = 20
 # Where a torch module keeps its parts, which look like attributes to its users.
 PARTS = ("_parameters", "_buffers", "_modules")
 
 
 def deep_copy(agent: T) -> T:
-    """A copy of an agent that shares nothing with it.
+    """Copies an agent; the copy shares nothing with it.
 
     Raises:
-        TypeError: something in it cannot be copied; the message names it, and says what to do.
+        TypeError: something in it cannot be copied; the message names it and says what to do.
     """
     try:
         return copy.deepcopy(agent)
     except Exception as error:
         name = type(agent).__name__
-        path, value, why = _obstacle(agent, "", error)
+        path, value, why = _find_obstacle(agent, "", error)
         what = f"its attribute {path} (of type {type(value).__name__}) cannot be copied" if path else "it raised"
         raise TypeError(
             f"{name} cannot be copied for an evaluation: {what}: {why}; define {name}.copy_for_evaluation(), which "
@@ -46,10 +46,10 @@ def copy_arguments(arguments: T) -> T:
         return cloudpickle.loads(cloudpickle.dumps(arguments))  # type: ignore[no-any-return]
 
 
-def _obstacle(
+def _find_obstacle(
     value: Any, path: str, error: Exception, above: frozenset[int] = frozenset()
 ) -> tuple[str, Any, Exception]:
-    """The innermost part of a value that cannot be copied: its path, itself and the error."""
+    """Finds the innermost part that cannot be copied; returns its path, the part and the error."""
     if len(above) < DEPTH:
         for name, part in _parts(value):
             if id(part) in above:
@@ -58,12 +58,12 @@ def _obstacle(
                 copy.deepcopy(part)
             except Exception as inner:
                 below = f"{path}{name}" if path or name.startswith("[") else name.removeprefix(".")
-                return _obstacle(part, below, inner, above | {id(value)})
+                return _find_obstacle(part, below, inner, above | {id(value)})
     return path, value, error
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """The parts of a value, each with its path in Python."""
+    """Yields the parts of a value, each with its path from the value, such as `.a` or `[0]`."""
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", part) for key, part in value.items())
     elif isinstance(value, (list, tuple, deque)):

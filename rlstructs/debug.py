@@ -1,8 +1,9 @@
-"""Debug mode: memory that was never written, or that nobody may read any more, holds poison.
+"""Debug mode: fills memory that must not be read with poison.
 
 `RLSTRUCTS_DEBUG=1` in the environment turns it on everywhere, `RL_Batcher(debug=True)` for one batcher.
-Poison is NaN in floats, the least value of signed integers and the greatest of unsigned ones; bools have none.
-A sum, a mean or an index that uses padding of a trajectory, or a row that a store does not hold, then shows at once.
+That is memory which was never written, or which nobody may read any more: padding of trajectories, slots that were
+handed out, rows that a store does not hold. Poison is NaN in floats, the least value of signed integers and the
+greatest of unsigned ones; bools have none. A sum, a mean or an index that uses it shows the mistake at once.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ VARIABLE = "RLSTRUCTS_DEBUG"
 
 
 def is_on(asked: bool | None = None) -> bool:
-    """Whether debug mode is on: as the argument says, or the environment variable if it is None."""
+    """Whether debug mode is on: `asked`, or what the environment variable says if that is None."""
     return os.environ.get(VARIABLE, "") not in ("", "0") if asked is None else asked
 
 
 def poison(dtype: np.dtype) -> Any:
-    """The value of this dtype that marks memory nobody may read."""
+    """The value of this dtype that marks memory which nobody may read."""
     if dtype.kind in "fc":
         return np.nan
     if dtype.kind in "iu":

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from rlstructs.errors import SpecError
-from rlstructs.structures.arrays import as_array, where_true
+from rlstructs.structures.arrays import as_array, find_true
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 
@@ -77,7 +77,7 @@ class EpisodeTracker:
             padded[:, shortest:-1][padding] = 0
             done = done.copy()
             done[:, shortest:][padding] = False
-        rows, times = where_true(done)
+        rows, times = find_true(done)
         if not rows.size:  # the usual case where episodes are long
             self._returns[env_index] += padded.sum(axis=1)
             self._lengths[env_index] += lengths

@@ -3,13 +3,13 @@
 RLError                     base of all errors of the library, except wrong types (TypeError) and indexes (IndexError)
     SpecError               a tensor, an argument or a space is wrong (also a ValueError)
         MissingKeyError     a key is missing (also a KeyError)
-    StateError              the present state does not allow a call (also a RuntimeError)
+    StateError              a call is not allowed in the present state (also a RuntimeError)
         ClosedError         a call came after `close`
-    FileError               a file is not ours, damaged, or of another version (also a ValueError)
+    FileError               a file is not one of rlstructs, damaged, or of another version (also a ValueError)
 WorkerError                 a worker process failed (a RuntimeError)
     WorkerCrashed           it has ended
     WorkerTimeout           it did not reply in time (also a TimeoutError, Python's and multiprocessing's)
-OutOfMemoryError            more memory is needed than there is (a MemoryError)
+OutOfMemoryError            more memory is needed than is available (a MemoryError)
 
 An exception of a user's environment or agent in a worker arrives with its own class, and a `RemoteTraceback` as its
 cause.
@@ -70,7 +70,7 @@ class MissingKeyError(SpecError, KeyError):
 
 @set_module("rlstructs")
 class StateError(RLError, RuntimeError):
-    """The present state does not allow a call; the message names the call that is needed."""
+    """A call is not allowed in the present state; the message names the call that is needed."""
 
 
 @set_module("rlstructs")
@@ -80,7 +80,7 @@ class ClosedError(StateError):
 
 @set_module("rlstructs")
 class FileError(RLError, ValueError):
-    """A file is not ours, damaged, or of another version."""
+    """A file is not one of rlstructs, damaged, or of another version."""
 
 
 def __getattr__(name: str) -> Any:

@@ -13,16 +13,16 @@ from workers.public_names import set_module
 @set_module("rlstructs")
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """The number of rows, their mean, and what their variance follows from.
+    """The number of rows, their mean, and the sum that gives their variance.
 
     Attributes:
         count: number of rows.
-        mean: float64, in the shape of a row; 0 without rows.
+        mean: float64, in the shape of a row; 0 if there are no rows.
         m2: float64, in the same shape: the sum of squared distances from the mean.
 
     Example:
         >>> rows = np.array([[1.0, 5.0], [3.0, 5.0], [8.0, 5.0]])
-        >>> found = Moments.of(rows[:1]).merged(Moments.of(rows[1:]))
+        >>> found = Moments.of(rows[:1]).merge(Moments.of(rows[1:]))
         >>> found.count, found.mean.tolist(), (found.variance == rows.var(axis=0)).tolist()
         (3, [4.0, 5.0], [True, True])
     """
@@ -45,11 +45,11 @@ class Moments:
 
     @property
     def variance(self) -> np.ndarray:
-        """The variance, float64, like numpy's `var`; 1 without rows."""
+        """The variance, float64, like numpy's `var`; 1 if there are no rows."""
         return self.m2 / self.count if self.count else np.ones(self.mean.shape)
 
-    def merged(self, other: Moments) -> Moments:
-        """The moments of the rows of both, by the formula of Chan, Golub and LeVeque, exact up to rounding."""
+    def merge(self, other: Moments) -> Moments:
+        """Returns the moments of the rows of both, exact up to rounding (Chan, Golub and LeVeque)."""
         if not other.count:
             return self
         count = self.count + other.count
@@ -64,9 +64,9 @@ class Moments:
 
 
 def merge_parts(known: Mapping[str, Moments], parts: Iterable[Mapping[str, Moments]]) -> dict[str, Moments]:
-    """Adds parts to known moments, by name, one part after another."""
+    """Merges parts into known moments, by name, one part after another."""
     found = dict(known)
     for part in parts:
         for name, moments in part.items():
-            found[name] = found[name].merged(moments)
+            found[name] = found[name].merge(moments)
     return found

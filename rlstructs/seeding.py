@@ -21,70 +21,70 @@ from rlstructs.errors import SpecError
 # The first element of a spawn key: the purpose of the stream.
 _ENVIRONMENT, _WORKER, _GLOBALS, _RESTART, _INT32 = 0, 1, 2, 3, 4
 # Seeds below this fit into int32.
-BELOW = 2**31
+INT32_LIMIT = 2**31
 
 
 class EnvSeed(int):
-    """The seed that a worker's environments get when the batcher was given one int.
+    """The seed of a worker's environments if the batcher was given one int.
 
-    As an int it is a seed that differs between workers. `for_environments` gives each of the worker's environments a
-    seed that depends only on the global index of the environment.
+    Its value as an int differs between workers. `for_environments` gives each of the worker's environments a seed that
+    depends only on the global index of the environment.
 
     Attributes:
-        generation: how often the streams have started anew: in a worker's successor, or after a state was loaded.
+        restart_number: times the streams have started anew, because the worker was replaced or a state was loaded.
     """
 
     root: int
     worker_index: int
-    generation: int
+    restart_number: int
 
-    def __new__(cls, root: int, worker_index: int, generation: int = 0) -> EnvSeed:
-        made = super().__new__(cls, _derive_seed(root, *_restart_key(generation), _WORKER, worker_index))
-        made.root, made.worker_index, made.generation = root, worker_index, generation
+    def __new__(cls, root: int, worker_index: int, restart_number: int = 0) -> EnvSeed:
+        made = super().__new__(cls, _derive_seed(root, *_restart_key(restart_number), _WORKER, worker_index))
+        made.root, made.worker_index, made.restart_number = root, worker_index, restart_number
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return EnvSeed, (self.root, self.worker_index, self.generation)
+        return EnvSeed, (self.root, self.worker_index, self.restart_number)
 
     def for_environments(self, n_envs: int) -> list[int]:
         """A seed for each of the worker's environments, below 2**32."""
         first = self.worker_index * n_envs
-        again = _restart_key(self.generation)
+        again = _restart_key(self.restart_number)
         return [_derive_seed(self.root, *again, _ENVIRONMENT, first + k) for k in range(n_envs)]
 
 
 def draw_seed() -> int:
-    """Draws a seed below 2**63 from the system's entropy, independent of the global streams."""
+    """Draws a seed below 2**63 from the system's entropy, not from the global streams."""
     return secrets.randbits(63)
 
 
 def seeds_argument(seeds: Sequence[int]) -> int | list[int]:
-    """The `seeds` argument that gives a batcher these seeds, one per worker: one int, or the list."""
+    """The argument `seeds` with which a batcher gets these seeds, one per worker: one int, or the list."""
     roots = {seed.root if isinstance(seed, EnvSeed) else None for seed in seeds}
     root = roots.pop() if len(roots) == 1 else None
     return [int(seed) for seed in seeds] if root is None else root
 
 
-def next_seed(seed: int, generation: int) -> int:
-    """The seed of a worker that had `seed`, when its streams start anew for the `generation`-th time."""
+def next_seed(seed: int, restart_number: int) -> int:
+    """The seed that replaces a worker's `seed` when its streams start anew for the `restart_number`-th time."""
     if isinstance(seed, EnvSeed):
-        return EnvSeed(seed.root, seed.worker_index, generation)
-    return _derive_seed(seed, *_restart_key(generation))
+        return EnvSeed(seed.root, seed.worker_index, restart_number)
+    return _derive_seed(seed, *_restart_key(restart_number))
 
 
-def _restart_key(generation: int) -> tuple[int, ...]:
-    return (_RESTART, generation) if generation else ()
+def _restart_key(restart_number: int) -> tuple[int, ...]:
+    return (_RESTART, restart_number) if restart_number else ()
 
 
 def environment_seeds(seed: int | Sequence[int], n_envs: int) -> list[int]:
     """A seed for each environment of one vectorised environment.
 
     Args:
-        seed: an `EnvSeed`; or an int s, for s + k in environment k, as in rlstructures; or one int for each.
+        seed: an `EnvSeed`; an int s, for s + k in environment k, as in rlstructures; or one int for each.
         n_envs: number of environments.
 
     Raises:
-        TypeError: a seed is no int.
+        TypeError: a seed is not an int.
         SpecError: the sequence has another length, or a seed is below 0.
     """
     if isinstance(seed, EnvSeed):
@@ -102,17 +102,17 @@ def environment_seeds(seed: int | Sequence[int], n_envs: int) -> list[int]:
 
 
 def int32_seed(seed: int) -> int:
-    """A seed below 2**31: the given one if it is below, or else one derived from it.
+    """A seed below 2**31: the given one if it is small enough, otherwise one derived from it.
 
-    Seeds of a worker's environments may be larger, and so may your own. To cut off their upper bits would give some of
-    them the same streams.
+    Seeds of a worker's environments may be larger, and so may your own. Without their upper bits some of them would
+    give the same stream.
 
     Example:
         >>> int32_seed(7), int32_seed(2**31), int32_seed(2**32)
         (7, 1728974362, 1910394651)
     """
     seed = operator.index(seed)
-    return seed if 0 <= seed < BELOW else _derive_seed(abs(seed), _INT32, int(seed < 0)) % BELOW
+    return seed if 0 <= seed < INT32_LIMIT else _derive_seed(abs(seed), _INT32, int(seed < 0)) % INT32_LIMIT
 
 
 def seed_global_streams(seed: int, agent_seed: int | None) -> None:
@@ -126,7 +126,7 @@ def seed_global_streams(seed: int, agent_seed: int | None) -> None:
 
 
 def seed_worker_streams(seeds: Sequence[int], agent_seeds: Sequence[int] | None, index: int) -> None:
-    """Seeds the global streams of a worker before it has a job; the job of a successor seeds them again.
+    """Seeds the global streams of a worker before it has a job; the job of a replacement seeds them again.
 
     Args:
         seeds, agent_seeds: one for each worker.
@@ -136,9 +136,9 @@ def seed_worker_streams(seeds: Sequence[int], agent_seeds: Sequence[int] | None,
 
 
 class PrivateStreams:
-    """Private global random streams and a single torch thread inside a `with` block.
+    """Gives a `with` block global random streams of its own, and a single torch thread.
 
-    So what runs in this process in place of a worker does not change the caller's streams.
+    What runs in this process in place of a worker then does not change the caller's streams.
     """
 
     def __init__(self) -> None:
@@ -173,5 +173,5 @@ def _restore_streams(states: tuple[Any, ...]) -> None:
     torch.set_rng_state(states[2])
     if states[3] is not None:
         torch.cuda.set_rng_state_all(states[3])
-    elif torch.initial_seed() != seed:  # torch was seeded meanwhile, which would have seeded GPUs too
+    elif torch.initial_seed() != seed:  # torch was seeded meanwhile, which seeds GPUs too
         torch.cuda.manual_seed_all(torch.initial_seed())

@@ -119,7 +119,7 @@ class Failing(Count):
 
     def __init__(self, seed, how, worker, generations, file, length, pid, in_episode):
         super().__init__(length)
-        self.how = how if seed.worker_index == worker and seed.generation < generations else ""
+        self.how = how if seed.worker_index == worker and seed.restart_number < generations else ""
         self.file, self.pid, self.in_episode = file, pid, in_episode
         if self.how == "constructor":
             raise Broken("no licence", 7)

@@ -7,6 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # workers import `helpers` by name
@@ -14,6 +15,10 @@ sys.path.insert(0, str(Path(__file__).parent))  # workers import `helpers` by na
 # A shell that starts this in the background has it ignore Ctrl-C, and so would every program that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# By default hypothesis fails what takes more than 200 ms, which on a busy machine anything may.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 # `fork` copies the locks that threads of other tests hold: its cases have a process of their own (test_fork.py).
 IS_FORK = "TEST_FORK" in os.environ

@@ -34,10 +34,10 @@ def _variant(library: str, where: str):
         def device_of_rows(self, device):
             return torch.device("cpu") if where == "tensors" else super().device_of_rows(device)
 
-        def tensor_of(self, value):
+        def to_torch(self, value):
             if where == "tensors" and isinstance(value, jax.Array | wp.array):
                 return torch.from_dlpack(value) if library == "jax" else wp.to_torch(value)
-            return super().tensor_of(value)
+            return super().to_torch(value)
 
     made = {"framework": Framework(), "__module__": __name__}
     classes = {}

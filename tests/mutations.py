@@ -204,10 +204,10 @@ def change_held(header: dict[str, Any], arrays: dict[str, np.ndarray], rng: Rng)
 
 def read(path: Path, suffix: str, compressed: bool = False) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The header and the arrays of a file that is whole."""
-    with layout.reading(path, suffix, compressed) as (reader, header):
+    with layout.open_reader(path, suffix, compressed) as (reader, header):
         arrays = {}
         for name in header["arrays"]:
-            dtype, shape = reader.found(name)
+            dtype, shape = reader.spec_of(name)
             arrays[name] = np.empty(shape, dtype)
             reader.read_into(name, arrays[name])
         return json.loads(reader.text), arrays

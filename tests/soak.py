@@ -90,7 +90,7 @@ def crc_of(array):
 def create_env(env_id, n_envs, seed):
     first = seed.worker_index * n_envs
     return GymEnvInf(
-        [Checked(gymnasium.make(env_id), first + k, seed.generation) for k in range(n_envs)], seed
+        [Checked(gymnasium.make(env_id), first + k, seed.restart_number) for k in range(n_envs)], seed
     )
 
 

@@ -132,7 +132,7 @@ def test_libraries_take_every_dtype_or_it_is_named(dtype, library):
         made = through(library, d)
     except SpecError as error:
         has_none = dtype.is_complex or dtype is torch.bfloat16 or "float8" in str(dtype)
-        assert has_none and re.match(f"'x' is {named(dtype)}, which (numpy|jax|warp) has not; convert it", str(error))
+        assert has_none and re.match(f"'x' is {named(dtype)}, which (numpy|jax|warp) lacks; convert it", str(error))
         return
     expected = d["x"]
     if library == "jax" and expected.dtype.itemsize >= 8 and dtype is not torch.complex64:  # without jax_enable_x64
@@ -168,7 +168,7 @@ def test_a_dtype_that_torch_can_do_nothing_with_is_named_at_once(dtype):
         lambda: DictTensor({"x": tensor}), lambda: DictTensor({"a": torch.zeros(2)}).set("x", tensor),
         lambda: TemporalDictTensor({"x": tensor}, torch.tensor([1, 3])),
     ):  # fmt: skip
-        with pytest.raises(SpecError, match=f"{re.escape(message)}.*Kept are bool, integers of 8 to 64 bits"):
+        with pytest.raises(SpecError, match=f"{re.escape(message)}.*Supported are bool, integers of 8 to 64 bits"):
             make()
 
 

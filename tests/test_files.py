@@ -402,7 +402,7 @@ def test_a_zip_directory_that_lies_is_refused(tmp_path):
     entry = content.index(b"PK\x01\x02")
     content[entry + 20 : entry + 28] = b"\xff\xff\xff\x7f" * 2  # both sizes
     path.write_bytes(content)
-    refused(path, "more than it is", DictTensor)
+    refused(path, "it claims more bytes than it has", DictTensor)
 
 
 @pytest.mark.parametrize(

@@ -84,11 +84,11 @@ def test_compressed_hdf5_files_have_checksums_too(tmp_path):
             [chunk, *_] = file["x"].iter_chunks()
             place = file["x"].id.get_chunk_info_by_coord((chunk[0].start,))
         content = bytearray(path.read_bytes())
-        with layout.reading(path, compressed=True) as (reader, _):
+        with layout.open_reader(path, compressed=True) as (reader, _):
             reader.verify()
         content[place.byte_offset + place.size // 2] ^= 4
         path.write_bytes(content)
-        with pytest.raises(FileError, match="damaged"), layout.reading(path, compressed=True) as (reader, _):
+        with pytest.raises(FileError, match="damaged"), layout.open_reader(path, compressed=True) as (reader, _):
             reader.verify()
 
 
@@ -104,7 +104,7 @@ def test_hdf5_filters_of_others_are_refused_before_libhdf5_looks_for_a_plugin(tm
         space = h5py.h5s.create_simple(x.shape)
         h5py.h5d.create(file.id, b"x", h5py.h5t.NATIVE_UINT8, space, made).write(h5py.h5s.ALL, h5py.h5s.ALL, x)
     for compressed in (False, True):
-        with pytest.raises(FileError, match="'x' is compressed"), layout.reading(path, compressed=compressed):
+        with pytest.raises(FileError, match="'x' is compressed"), layout.open_reader(path, compressed=compressed):
             pass
 
 
@@ -169,14 +169,20 @@ def test_a_pickle_that_asks_for_memory_gets_none(tmp_path, pickled):
     refused_for_little(tmp_path / "x.pt")
 
 
+def names_of_ours():
+    """What the two modules that read pickles hold by name."""
+    kept = vars(pickles.StoredTensor).keys(), pickles.read_tensor.__defaults__
+    return dict(vars(archives)), dict(vars(pickles)), *kept
+
+
 def test_a_pickle_changes_nothing_of_ours(tmp_path):
-    before = dict(vars(archives)), dict(vars(pickles)), vars(pickles.Stored).keys(), pickles.stored.__defaults__
+    before = names_of_ours()
     for name in ("torch._utils\n_rebuild_tensor_v2", "collections\nOrderedDict", "torch\nfloat32"):
         state = b"}X\x03\0\0\0keyK\1s"
         for build in (state + b"b", b"N" + state + b"\x86b"):  # its dictionary; its attributes
             pt_of(tmp_path / "x.pt", b"\x80\x02c" + name.encode() + b"\n" + build + b".")
             refused_for_little(tmp_path / "x.pt")
-    after = dict(vars(archives)), dict(vars(pickles)), vars(pickles.Stored).keys(), pickles.stored.__defaults__
+    after = names_of_ours()
     assert after == before
 
 
@@ -193,9 +199,9 @@ def test_tensors_that_share_their_bytes_or_hold_objects_are_refused(tmp_path):
         file[layout.HEADER] = np.frombuffer(json.dumps(HEAD | {"arrays": specs}).encode(), np.uint8)
     assert "is not what the file holds" in refused_for_little(tmp_path / "x.h5")
     with pytest.raises(ValueError, match="is not what the file holds"):
-        spec = archives._Stored("0", np.dtype(object), (1,))
+        spec = archives.StoredTensor("0", np.dtype(object), (1,))
         pt_of(tmp_path / "y.pt", b"", **{"0": bytes(8)})
-        with mock.patch.object(archives._Unpickler, "load", lambda self: {layout.HEADER: "", "x": spec}):
+        with mock.patch.object(archives.Unpickler, "load", lambda self: {layout.HEADER: "", "x": spec}):
             with archives.READERS[".pt"](tmp_path / "y.pt"):
                 pass
 
@@ -222,7 +228,7 @@ def test_a_file_is_not_written_through_a_link_that_lies_in_wait(tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("untouched")
     for ending in (".npz", ".pt", ".h5"):
-        with layout.replacing(tmp_path / f"x{ending}") as temporary:
+        with layout.replace_file(tmp_path / f"x{ending}") as temporary:
             temporary.symlink_to(victim)
             with pytest.raises(FileExistsError):
                 layout.WRITERS[ending](temporary, "{}", {"x": np.ones(3)}, {"x": "float64"})

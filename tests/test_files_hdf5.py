@@ -150,7 +150,7 @@ def test_large_arrays_are_compressed_in_chunks_that_are_read_again(tmp_path):
     x = np.zeros((3, 70_001, 7), np.float32)
     for compression in ("gzip", "lzf"):
         files.write(tmp_path / "x.h5", "Anything", {"x": x, "one": x[:1, :1, :1]}, compression=compression)
-        with files.reading(tmp_path / "x.h5", compressed=True) as (reader, _):
+        with files.open_reader(tmp_path / "x.h5", compressed=True) as (reader, _):
             reader.verify()
             read = np.ones_like(x)
             reader.read_into("x", read)

@@ -158,9 +158,9 @@ def test_files_of_torch_with_whatever_plain_tensors_are_read(tmp_path):
     many = {f"y{n}": torch.zeros(1) for n in range(1500)}  # more than are written at a time
     specs |= {name: {"dtype": "float32", "shape": [1]} for name in many}
     torch.save({**tensors, **many, HEADER: json.dumps(HEAD | {"arrays": specs})}, tmp_path / "x.pt")
-    with layout.reading(tmp_path / "x.pt") as (reader, header):
+    with layout.open_reader(tmp_path / "x.pt") as (reader, header):
         reader.verify()
-        assert {name: reader.found(name)[1] for name in tensors} == {n: tuple(t.shape) for n, t in tensors.items()}
+        assert {name: reader.spec_of(name)[1] for name in tensors} == {n: tuple(t.shape) for n, t in tensors.items()}
         assert len(header["arrays"]) == 1507
 
 

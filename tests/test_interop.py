@@ -18,7 +18,7 @@ from strategies import dict_tensors, filled, temporals
 from tensordict import TensorDict
 
 from rlstructs import DictTensor, SpecError, TemporalDictTensor, Trajectories
-from rlstructs.frameworks.start_warp import _without_lines
+from rlstructs.frameworks.start_warp import _drop_lines
 
 LIBRARIES = ["numpy", "jax", "warp"]
 DTYPES = [
@@ -153,15 +153,16 @@ def test_a_view_of_read_only_memory_is_refused_but_copied():
 @pytest.mark.parametrize(
     ("library", "tensor", "message"),
     [
-        ("numpy", torch.ones(3).bfloat16(), "'x' is bfloat16, which numpy has not; convert it to float32 first"),
+        ("numpy", torch.ones(3).bfloat16(), "'x' is bfloat16, which numpy lacks; convert it to float32 first"),
+        ("numpy", torch.eye(2).to_sparse(), r"'x' is sparse_coo, which numpy lacks; use to_dense\(\) first"),
         ("jax", torch.tensor([2**31]), "'x' holds values that do not fit int32.*set jax_enable_x64"),
         ("jax", torch.tensor([-(2**31) - 1]), "'x' holds values that do not fit int32"),
         ("jax", torch.tensor([2**32], dtype=torch.int64).to(torch.uint64), "'x' holds values that do not fit uint32"),
         ("warp", torch.zeros(1, 1, 1, 1, 1), "'x' has 5 axes, warp arrays have 1 to 4"),
         ("warp", torch.tensor(1.0), "'x' has 0 axes, warp arrays have 1 to 4"),
-        ("warp", torch.ones(3, dtype=torch.complex64), "'x' is complex64, which warp has not"),
+        ("warp", torch.ones(3, dtype=torch.complex64), "'x' is complex64, which warp lacks"),
     ],
-    ids=["bfloat16", "int64", "negative int64", "uint64", "axes", "no axis", "complex"],
+    ids=["bfloat16", "sparse", "int64", "negative int64", "uint64", "axes", "no axis", "complex"],
 )
 def test_what_a_library_cannot_hold_is_refused_by_name(library, tensor, message):
     with pytest.raises(SpecError, match=f"^{message}"):
@@ -266,7 +267,7 @@ def test_random_structures_make_the_round_trip(d, m):
 QUIET = """
 import os, sys, torch
 from rlstructs import DictTensor
-from rlstructs.frameworks.start_warp import _without_lines
+from rlstructs.frameworks.start_warp import _drop_lines
 
 def open_files():
     targets = [os.path.realpath(f"/dev/fd/{fd}") for fd in os.listdir("/dev/fd")]
@@ -284,7 +285,7 @@ assert warp.config.log_level == (warp.LOG_DEBUG if configured else warp.LOG_INFO
 assert open_files() == before == (1, 0), (before, open_files())
 os.write(2, b"end")
 os.close(2)
-with _without_lines(b""):
+with _drop_lines(b""):
     pass
 """
 
@@ -297,12 +298,12 @@ def test_warp_starts_without_a_word_and_stays_as_it_was_configured(configured, s
 
 
 def test_other_text_comes_through_while_warp_starts(capfd):
-    with _without_lines(b"noise"):
+    with _drop_lines(b"noise"):
         os.write(2, b"kept 1\nnoise 2\nkept")
         os.write(2, b" 3\n")
         assert capfd.readouterr().err == ""
     assert capfd.readouterr().err == "kept 1\nkept 3\n"
-    with pytest.raises(KeyError), _without_lines(b"noise"):
+    with pytest.raises(KeyError), _drop_lines(b"noise"):
         os.write(2, b"kept")
         raise KeyError
     os.write(2, b" after")

@@ -79,7 +79,7 @@ def test_dtypes_have_names(kind, name):
     memory = KINDS[kind].RandomMemory(memory_size=2)
     memory.create_tensor("x", 1, name)
     framework = memory.framework
-    assert framework.name_of(framework.dtype(name)) == name
+    assert framework.dtype_name(framework.dtype(name)) == name
 
 
 def test_numbers_that_are_none_are_refused(kind):
@@ -381,9 +381,9 @@ def test_dimensions_can_be_kept(kind):  # S5
     values = np.arange(12.0).reshape(2, 3, 2)
     add(memory, kind, x=values)
     assert (len(memory), host(memory.sample_all(["x"])[0][0]).tolist()) == (2, values.tolist())
-    with pytest.raises(SpecError, match=r"^tensor 'x' is there with rows of shape \(3, 2\), not \(2, 3\)$"):
+    with pytest.raises(SpecError, match=r"^tensor 'x' exists with rows of shape \(3, 2\), not \(2, 3\)$"):
         memory.create_tensor("x", size=(2, 3), keep_dimensions=True)
-    with pytest.raises(SpecError, match=r"^tensor 'x' is there with rows of shape \(3, 2\), not \(2,\)$"):
+    with pytest.raises(SpecError, match=r"^tensor 'x' exists with rows of shape \(3, 2\), not \(2,\)$"):
         memory.create_tensor("x", size=2)
 
 
@@ -391,7 +391,7 @@ def test_a_tensor_is_not_made_again_with_another_dtype(kind):
     memory = make(kind, 4, 2, {"x": ("uint8", 3)})
     assert memory.create_tensor("x", size=3) is False
     assert memory.create_tensor("x", size=3, dtype=dtype(kind, "uint8")) is False
-    with pytest.raises(SpecError, match="^tensor 'x' is there with dtype .*uint8.*, not .*float16"):
+    with pytest.raises(SpecError, match="^tensor 'x' exists with dtype .*uint8.*, not .*float16"):
         memory.create_tensor("x", size=3, dtype=dtype(kind, "float16"))
     assert memory.create_tensor("y", size=1, dtype=float) is True
     assert memory.create_tensor("y", size=1, dtype=float) is False

@@ -28,7 +28,7 @@ def test_moments_of_pieces_are_those_of_all_rows(sizes, shape, offset, seed):
 
 def test_of_nothing_is_added_nothing():
     some = Moments.of(np.arange(6.0).reshape(3, 2))
-    for found in (some.merged(Moments.none((2,))), Moments.none((2,)).merged(some)):
+    for found in (some.merge(Moments.none((2,))), Moments.none((2,)).merge(some)):
         assert found.count == 3 and found.mean.tolist() == [2.0, 3.0] and found.m2.tolist() == [8.0, 8.0]
     other = some.copy()
     other.mean[:] = 0

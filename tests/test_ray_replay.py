@@ -33,7 +33,7 @@ from rlstructs import (
     WorkerError,
 )
 from rlstructs.distributed import replay_files
-from rlstructs.files.layout import replacing
+from rlstructs.files.layout import replace_file
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'rlstructs[ray]'")
 
@@ -359,13 +359,13 @@ def test_what_is_named_is_there_whenever_a_save_is_interrupted(tmp_path, monkeyp
 
     @contextlib.contextmanager
     def interrupted(path):
-        with replacing(path) as new:
+        with replace_file(path) as new:
             yield new
         raise KeyboardInterrupt
 
     write(1, parts(1))
     if when == "after":
-        monkeypatch.setattr("rlstructs.distributed.replay_files.replacing", interrupted)
+        monkeypatch.setattr("rlstructs.distributed.replay_files.replace_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
         write(2, parts(2))
     number = 1 if when == "before" else 2

@@ -46,10 +46,10 @@ class Once(Count):
 
     def __init__(self, seed, index, how, generations):
         super().__init__(100)
-        self.fails = seed.worker_index == index and seed.generation < generations
-        self.seed, self.how, self.generation = float(seed % 1000), how, seed.generation
-        if self.fails and how == "constructor" and seed.generation:
-            raise Broken(f"no licence for worker {seed.generation}")
+        self.fails = seed.worker_index == index and seed.restart_number < generations
+        self.seed, self.how, self.generation = float(seed % 1000), how, seed.restart_number
+        if self.fails and how == "constructor" and seed.restart_number:
+            raise Broken(f"no licence for worker {seed.restart_number}")
 
     def _observation(self):
         return np.array([self.seed, self.steps], np.float32)
@@ -535,7 +535,7 @@ def test_without_waiting_nothing_comes_until_the_others_are_through():
 
 def test_a_worker_whose_environments_have_changed_is_no_successor():
     def create_env(seed):
-        return GymEnvInf([Once(seed, 1, "raise", 1) for _ in range(2 + seed.generation)], seed)
+        return GymEnvInf([Once(seed, 1, "raise", 1) for _ in range(2 + seed.restart_number)], seed)
 
     with (
         RL_Batcher(5, Counting, {}, create_env, {}, 2, 7, on_worker_failure="restart") as made,

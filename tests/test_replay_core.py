@@ -19,7 +19,7 @@ from rlstructs.replay import expand
 from rlstructs.replay.backing import Folder, Heap, Shared
 from rlstructs.replay.columns import Columns, Spec
 from rlstructs.replay.drawing import Selection, Uniform, draw_fitting
-from rlstructs.replay.episodes import LENGTH, NEVER, TIME, Episodes
+from rlstructs.replay.episodes import LENGTH, NO_END, TIME, Episodes
 from rlstructs.replay.ring import N_COUNTERS, Ring
 from rlstructs.replay.span import Span
 from rlstructs.replay.store import ALL, Storage
@@ -390,7 +390,7 @@ def test_a_write_that_fails_changes_nothing(order, values, settings):
 def times_and_lengths(storage, lane=0):
     rows = storage.columns.rows(lane, np.arange(storage.span().low[lane], storage.ring.head[lane]) % 4)
     remaining = storage.episodes.remaining(rows)
-    return storage.episodes.times(rows).tolist(), np.where(remaining == NEVER, -1, remaining).tolist()
+    return storage.episodes.times(rows).tolist(), np.where(remaining == NO_END, -1, remaining).tolist()
 
 
 def write_lane(storage, n_timesteps, done=(), starts=(), lengths=None):
@@ -685,7 +685,7 @@ class Model:
             self.open[lane] = None
 
     def remaining(self, row):
-        return self.lengths[row[4]] - row[5] if row[4] in self.closed else NEVER
+        return self.lengths[row[4]] - row[5] if row[4] in self.closed else NO_END
 
     def open_lengths(self):
         return [0 if episode is None else self.lengths[episode] for episode in self.open]

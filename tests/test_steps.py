@@ -16,7 +16,7 @@ from rlstructs.shared import slots
 from rlstructs.shared.layout import Layout
 from rlstructs.shared.packing import Rows
 from rlstructs.shared.slots import Slots
-from rlstructs.structures.arrays import where_true
+from rlstructs.structures.arrays import find_true
 
 NOTHING = DictTensor()
 OBSERVATION = {"frame": ((2,), torch.float32), "reward": ((), torch.float32), "none": ((0,), torch.float32)}
@@ -57,7 +57,7 @@ def written(n, n_timesteps, idle, resets, is_staged):
 def test_what_is_true_in_a_mask_is_what_numpy_says(shape):
     mask = np.random.default_rng(0).random((shape[0], shape[1] + 2)) < 0.4
     for each in (mask, mask[:, 1:-1], mask.T, np.zeros(shape, bool)):
-        for found, expected in zip(where_true(each), np.nonzero(each), strict=True):
+        for found, expected in zip(find_true(each), np.nonzero(each), strict=True):
             assert found.dtype == expected.dtype and found.tolist() == expected.tolist()
 
 

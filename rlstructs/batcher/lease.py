@@ -15,7 +15,6 @@ from rlstructs.errors import StateError
 from rlstructs.shared.loan import Loan
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
-from rlstructs.structures.tree import missing_key
 from workers.interrupts import defer_interrupt
 from workers.public_names import set_module
 
@@ -185,7 +184,7 @@ class Lease(BaseLease):
         """
         steps = self.trajectories.trajectories
         if key not in steps:
-            raise missing_key("lease", key, steps)
+            raise missing_key_error("lease", key, steps)
         return key in self._loan.views
 
     def release(self) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rlstructs.checks import shown
+from rlstructs.checks import LONGEST_NAME, clean_text
 from rlstructs.episodes import EpisodeTracker
 from rlstructs.errors import FileError, SpecError
 from rlstructs.files import layout
@@ -86,10 +86,11 @@ def describe(path: Path) -> Iterator[str]:
     kind, arrays = header["class"], header["arrays"]
     content = KINDS[kind].load(path) if kind in KINDS else None
     rows = "" if content is None else f", {content.n_elems():,} rows"
-    yield f"{path}: {shown(kind)}{rows}, {path.stat().st_size / 1e6:,.2f} MB"
+    yield f"{path}: {clean_text(kind, LONGEST_NAME)}{rows}, {path.stat().st_size / 1e6:,.2f} MB"
     # Names in a file may hold control sequences for the terminal.
     lines = [
-        (shown(name), "x".join(map(str, spec["shape"])) or "scalar", spec["dtype"]) for name, spec in arrays.items()
+        (clean_text(name, LONGEST_NAME), "x".join(map(str, spec["shape"])) or "scalar", spec["dtype"])
+        for name, spec in arrays.items()
     ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)] or [0, 0]
     for name, shape, dtype in lines:

@@ -19,7 +19,7 @@ from rlstructs.shared.layout import Layout
 from rlstructs.shared.packing import Packing, Rows
 from rlstructs.shared.reading import RecordedSteps, blocks_of, sources_of, specs_of_steps
 from rlstructs.shared.slots import Slots
-from rlstructs.structures.arrays import TensorSpec, raw_dtype, raw_of, tensors_of, where_true
+from rlstructs.structures.arrays import TensorSpec, find_true, raw_dtype, raw_of, tensors_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
@@ -31,11 +31,11 @@ SEEN, ACTION, FINAL = "observation/", "action/", "_observation/"
 def columns_of(slots: Slots, rows: np.ndarray, n_timesteps: int) -> Columns:
     """The content of slots, by column: these rows and the first timesteps; views where that is all of a column.
 
-    Of columns that are only valid where an environment was reset: these entries, in the order of `where_true`.
+    Of columns that are only valid where an environment was reset: these entries, in the order of `find_true`.
     """
     index = slice(None) if rows.size == slots.n else rows
     reset = raw_of(slots.column("reset"))[index, :n_timesteps]
-    at, times = where_true(reset)
+    at, times = find_true(reset)
     columns = {}
     for field in slots.layout.fields:
         column = raw_of(slots.column(field.name))
@@ -82,7 +82,7 @@ class Part(Mapping[str, np.ndarray]):
 
     def _put_finals(self, key: str, steps: np.ndarray) -> np.ndarray:
         """Copies next observations, with the final ones in their places."""
-        at, times = where_true(self._recorded.reset)
+        at, times = find_true(self._recorded.reset)
         steps = np.array(steps, order="C")
         steps[at, times] = self._recorded.finals(at, times)[key]
         steps.flags.writeable = False

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from rlstructs.checks import reason
+from rlstructs.checks import clean_text
 from rlstructs.distributed.shard import FORMAT
 from rlstructs.errors import FileError
 from rlstructs.files import json_text
-from rlstructs.files.layout import replacing
+from rlstructs.files.layout import replace_file
 from rlstructs.files.opening import read_bytes
 from rlstructs.replay.claims import generator_in
 
@@ -47,7 +47,7 @@ def write(folder: Path, memory: Mapping[str, Any], generator: Mapping[str, Any],
                 data.tofile(file)
                 os.fsync(file.fileno())
         header = json.dumps({"memory": memory, "generator": generator, "shards": names})
-        with replacing(folder / HEADER) as new, new.open("x") as text:
+        with replace_file(folder / HEADER) as new, new.open("x") as text:
             json.dump({"checksum": zlib.crc32(header.encode()), "header": header}, text)
             text.flush()
             os.fsync(text.fileno())
@@ -81,10 +81,10 @@ def read(folder: Path, memory: Mapping[str, Any], n_shards: int) -> tuple[np.ran
     except (FileNotFoundError, FileError):
         raise
     except Exception as error:  # a damaged header may hold anything
-        raise FileError(f"{path}: damaged: {reason(error)}") from error
+        raise FileError(f"{path}: damaged: {clean_text(error)}") from error
     if found != memory:
         differ = {key: value for key, value in memory.items() if found.get(key) != value}
-        other = reason(repr(found))
+        other = clean_text(repr(found))
         raise FileError(f"{path}: of another memory, {other}; make this one, whose {differ} differ, like that")
     return generator, [folder / name for name in names]
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rlstructs.envs.array_values import native_dtype
-from rlstructs.structures.interop import fitting_jax
+from rlstructs.structures.interop import fit_to_jax
 
 # Converts the key of an action, and an array that nobody else uses, to what an environment takes.
 Conversion = Callable[[str, np.ndarray], Any]
@@ -45,5 +45,5 @@ def _to_tensor(device: torch.device, key: str, array: np.ndarray) -> torch.Tenso
 def _to_jax(device: Any, key: str, array: np.ndarray) -> Any:
     import jax
 
-    fitting = fitting_jax(key, array.astype(native_dtype(array.dtype), copy=False))
+    fitting = fit_to_jax(key, array.astype(native_dtype(array.dtype), copy=False))
     return jax.device_put(jax.numpy.array(fitting), device)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from rlstructs.checks import holds
+from rlstructs.checks import can_hold
 from rlstructs.envs.action_arrays import Conversion, keep_numpy
 from rlstructs.envs.space_tree import nest, nest_rows
 from rlstructs.envs.spaces import Leaf, list_leaves
@@ -115,6 +115,6 @@ def _split(array: np.ndarray, leaf: Leaf) -> list[Any]:
 def _copy(array: np.ndarray, leaf: Leaf) -> np.ndarray:
     """Copies actions in the space's dtype: an environment may keep or change them."""
     own = array.astype(leaf.space.dtype)
-    if own.dtype != array.dtype and own.dtype.kind != "f" and not holds(own.dtype, array):
+    if own.dtype != array.dtype and own.dtype.kind != "f" and not can_hold(own.dtype, array):
         raise SpecError(f"agent: {ActionReader.key(leaf)!r} has values that {leaf.space} cannot hold")
     return own

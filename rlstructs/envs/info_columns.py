@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlstructs.checks import several
+from rlstructs.checks import check_names
 from rlstructs.errors import SpecError
 from rlstructs.structures.arrays import Spec
 
@@ -42,7 +42,10 @@ class InfoColumns:
     """
 
     def __init__(self, info_keys: InfoKeys = ()) -> None:
-        dtypes = info_keys if isinstance(info_keys, Mapping) else dict.fromkeys(several("info_keys", info_keys), "f4")
+        if isinstance(info_keys, Mapping):
+            dtypes = info_keys
+        else:
+            dtypes = dict.fromkeys(check_names("info_keys", info_keys), "f4")
         dtypes = {name: _check_dtype(name, dtype) for name, dtype in dtypes.items()}
         self._wanted = [(PREFIX + name, name, dtype) for name, dtype in dtypes.items()]
         self.specs: dict[str, Spec] = {key: ((), dtype) for key, _, dtype in self._wanted}

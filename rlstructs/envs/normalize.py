@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from rlstructs.checks import several
+from rlstructs.checks import check_names
 from rlstructs.envs.normalizing_env import NormalizingEnv
 from rlstructs.envs.row_env import NO_ROWS, Step
 from rlstructs.envs.row_layout import RAW_REWARD, is_reserved
@@ -75,7 +75,7 @@ class NormalizeObservation(NormalizingEnv):
     def __init__(
         self, env: VecEnv, *, keys: Sequence[str] | None = None, epsilon: float = 1e-8, clip: float | None = 10.0
     ) -> None:
-        self._keys = None if keys is None else list(several("keys", keys))
+        self._keys = None if keys is None else list(check_names("keys", keys))
         self._epsilon, self._clip = _positive("epsilon", epsilon), None if clip is None else _positive("clip", clip)
         super().__init__(env)
 

@@ -42,7 +42,7 @@ class Scale:
         self._n_bytes += rows.nbytes
         if not self._known.count:  # there are no shared statistics yet: use those of this worker
             self._count()
-            self._use(self._early.merged(self._gathered))
+            self._use(self._early.merge(self._gathered))
         elif self._n_bytes >= BLOCK:
             self._count()
 
@@ -61,7 +61,7 @@ class Scale:
         self._count()
         gathered, self._gathered = self._gathered, Moments.none(self._shape)
         if not self._known.count:
-            self._early = self._early.merged(gathered)
+            self._early = self._early.merge(gathered)
         return gathered
 
     def load(self, known: Moments, frozen: bool) -> None:
@@ -70,7 +70,7 @@ class Scale:
             raise SpecError(f"statistics: {self._name!r} has shape {known.mean.shape}, expected {self._shape}")
         self._known, self._is_frozen = known, frozen
         self._count()
-        self._use(known if known.count or frozen else self._early.merged(self._gathered))
+        self._use(known if known.count or frozen else self._early.merge(self._gathered))
 
     def _use(self, moments: Moments) -> None:
         self._mean, self._factor = moments.mean, 1 / np.sqrt(moments.variance + self._epsilon)
@@ -79,7 +79,7 @@ class Scale:
         if not self._pending:
             return
         with np.errstate(invalid="ignore", over="ignore"):
-            gathered = self._gathered.merged(Moments.of(np.concatenate(self._pending)))
+            gathered = self._gathered.merge(Moments.of(np.concatenate(self._pending)))
         self._pending, self._n_bytes = [], 0
         if not np.isfinite(gathered.m2).all():  # every later value would be NaN, in every worker
             raise SpecError(f"environment: {self._name!r} has values that are not finite: they have no variance")

@@ -13,7 +13,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from rlstructs.checks import holds
+from rlstructs.checks import can_hold
 from rlstructs.envs.array_values import as_numpy, native_dtype
 from rlstructs.envs.space_tree import SpaceLeaf, flatten_space
 from rlstructs.errors import SpecError
@@ -56,7 +56,7 @@ class Leaf(SpaceLeaf):
             raise SpecError(f"{name} cannot be read: {error!r}") from error
         if got.shape != shape and not got.size == math.prod(shape) == 1:
             raise SpecError(f"{name} has shape {got.shape}, the space says {shape}")
-        if got.dtype.kind not in "biuf" or not holds(self.dtype, got):
+        if got.dtype.kind not in "biuf" or not can_hold(self.dtype, got):
             raise SpecError(f"{name} has dtype {got.dtype}, and values that the space's {self.dtype} cannot hold")
         return got.reshape(shape)
 

@@ -1,1 +1,1 @@
-"""File formats: what is written and read, whatever class it belongs to."""
+"""File formats, independent of the classes that use them."""

@@ -1,8 +1,8 @@
-"""Files that are archives: `.npz` and `.pt`; `hdf5.py` has the third kind.
+"""Reads and writes the two formats that are zip archives, `.npz` and `.pt`; `hdf5.py` has the third.
 
-Each is written from arrays and one text, the header, and read without executing anything: a reader finds
-where the bytes of each array lie, and copies them into memory that is there already. Compressed archives,
-which can hold more than they are, are refused. Each member has a checksum.
+A file is written from arrays and one text, the header. It is read without executing anything from it: a reader finds
+where the bytes of each array lie, and copies them into memory that the caller has allocated. Compressed archives are
+refused, because they can hold more than their own size. Each member has a checksum.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ import torch
 
 from rlstructs.checks import DTYPES, MOST_AXES, is_size
 from rlstructs.files.opening import open_file, read_at, read_into, size_of
-from rlstructs.files.pickled import BITS
-from rlstructs.files.pickled import Stored as _Stored
-from rlstructs.files.pickled import Unpickler as _Unpickler
+from rlstructs.files.pickled import BITS, StoredTensor, Unpickler
 from rlstructs.files.zip_directory import Entry, data_offset, read_directory
 
 __all__ = ["BITS", "CHUNK", "HEADER", "READERS", "WRITERS", "NewFile", "Reader", "checksum"]
 
 HEADER = "__header__"
-# Bytes read at a time.
+# Bytes that are read at a time.
 CHUNK = 1 << 20
 
 
@@ -39,28 +37,35 @@ class Reader(Protocol):
     """An open file.
 
     Attributes:
-        text: its header.
+        text: the header.
     """
 
     text: str
 
-    def found(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
-        """The dtype and shape of an array, as the file has it.
+    def spec_of(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        """The dtype and shape of an array in the file.
 
         Raises:
-            KeyError, ValueError: there is no such array, or no plain one.
+            KeyError, ValueError: there is no such array, or it does not hold plain numbers.
         """
 
     def verify(self) -> None:
-        """Raises ValueError if the bytes are not those that were written, where the file can tell."""
+        """Raises ValueError if a checksum in the file is wrong."""
 
     def read_into(self, name: str, array: np.ndarray) -> None:
-        """Fills an array of that dtype and shape, in C order."""
+        """Fills an array of this dtype and shape, in C order."""
 
 
 @dataclass(frozen=True)
 class _Member:
-    """An array in an archive: what it is, and where its bytes lie, and those of the member that it is in."""
+    """An array in an archive.
+
+    Attributes:
+        dtype, shape: of the array.
+        offset: where its bytes begin in the file.
+        start: where the bytes of its member begin.
+        entry: the member.
+    """
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -74,14 +79,14 @@ class _Member:
 
 
 class _Archive:
-    """What `.npz` and `.pt` have in common: a zip archive of uncompressed members."""
+    """A zip archive of uncompressed members, the base class of the readers."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._entries = {entry.name: entry for entry in read_directory(file, size_of(file))}
         self._members: dict[str, _Member] = {}
 
-    def found(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+    def spec_of(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         member = self._members[name]
         return member.dtype, member.shape
 
@@ -102,26 +107,26 @@ class _Archive:
 
 
 def checksum(file: BinaryIO, offset: int, nbytes: int) -> int:
-    """The CRC-32 of bytes in a file.
+    """The CRC-32 of some bytes of a file.
 
     Raises:
-        ValueError: it has not so many.
+        ValueError: the file ends before them.
     """
-    found = 0
-    for part in _parts(file, offset, nbytes):
-        found = zlib.crc32(part, found)
-    return found
+    value = 0
+    for chunk in _read_chunks(file, offset, nbytes):
+        value = zlib.crc32(chunk, value)
+    return value
 
 
 def check_bools(file: BinaryIO, name: str, offset: int, nbytes: int) -> None:
-    """Raises ValueError unless bytes in a file are bools: numpy counts wrongly with others than 0 and 1."""
-    for part in _parts(file, offset, nbytes):
-        if int(np.frombuffer(part, np.uint8).max()) > 1:
+    """Raises ValueError unless these bytes are 0 or 1: numpy counts wrongly with other bools."""
+    for chunk in _read_chunks(file, offset, nbytes):
+        if int(np.frombuffer(chunk, np.uint8).max()) > 1:
             raise ValueError(f"{name}: it holds bools that are neither true nor false")
 
 
-def _parts(file: BinaryIO, offset: int, nbytes: int) -> Iterator[memoryview]:
-    """Bytes in a file, a part at a time, each where the last one was."""
+def _read_chunks(file: BinaryIO, offset: int, nbytes: int) -> Iterator[memoryview]:
+    """Yields bytes of a file in chunks; each chunk overwrites the memory of the last one."""
     buffer = memoryview(bytearray(min(CHUNK, nbytes)))
     file.seek(offset)
     while nbytes:
@@ -139,13 +144,13 @@ class _Npz(_Archive):
             name = entry.name.removesuffix(".npy")
             if name in self._members:
                 raise ValueError(f"{name!r} is there twice")
-            self._members[name] = self._member(entry)
+            self._members[name] = self._find_member(entry)
         self._verify(self._members[HEADER])
-        text = np.empty(self.found(HEADER)[1], np.uint8)
+        text = np.empty(self.spec_of(HEADER)[1], np.uint8)
         self.read_into(HEADER, text)
         self.text = text.tobytes().decode()
 
-    def _member(self, entry: Entry) -> _Member:
+    def _find_member(self, entry: Entry) -> _Member:
         start = data_offset(self._file, entry)
         dtype, shape, n = read_npy_header(self._file, start, entry)
         member = _Member(dtype, shape, start + n, start, entry)
@@ -159,10 +164,10 @@ class _Pt(_Archive):
         super().__init__(file)
         pickled = [name for name in self._entries if name.endswith("/data.pkl")]
         if len(pickled) != 1:
-            raise ValueError("it is no archive of tensors")
+            raise ValueError("it is not an archive of tensors")
         entry = self._entries[pickled[0]]
         start = data_offset(file, entry)
-        content = _Unpickler(read_at(file, start, entry.nbytes)).load()
+        content = Unpickler(read_at(file, start, entry.nbytes)).load()
         if checksum(file, start, entry.nbytes) != entry.checksum:
             raise ValueError(f"{entry.name}: its checksum is wrong")
         if type(content) is not dict or type(content.get(HEADER)) is not str:
@@ -170,8 +175,9 @@ class _Pt(_Archive):
         self.text = content[HEADER]
         folder, unused = pickled[0].removesuffix("data.pkl"), dict(self._entries)
         for name, value in content.items():
-            if isinstance(value, _Stored):
-                entry = unused.pop(f"{folder}data/{value.key}")  # shared bytes would take memory several times
+            if isinstance(value, StoredTensor):
+                # Taken only once: tensors that share bytes would take their memory several times.
+                entry = unused.pop(f"{folder}data/{value.key}")
                 start = data_offset(file, entry)
                 member = _Member(value.dtype, value.shape, start, start, entry)
                 if value.dtype.kind not in "biufc" or member.nbytes != entry.nbytes:
@@ -181,34 +187,34 @@ class _Pt(_Archive):
                 raise ValueError(f"{name!r} is no plain tensor")
 
 
-# What numpy writes in front of an array, of the first version of its format.
+# The header in front of an array in version 1 of numpy's format.
 NPY = re.compile(
     rb"\{'descr': '([<>|=]?[a-z]\d{1,2})', 'fortran_order': (True|False), "
     rb"'shape': \(((?:\d{1,19}, )*(?:\d{1,19},?)?)\), \} *\n"
 )
-# Bytes of it: those of 32 axes are a quarter of that.
+# The most bytes of this header; one of 32 axes has a quarter of that.
 LONGEST_NPY = 4096
 
 
 def read_npy_header(file: BinaryIO, start: int, entry: Entry) -> tuple[np.dtype, tuple[int, ...], int]:
-    """The dtype and shape of a member that is an array, and the bytes in front of its numbers.
+    """Reads the dtype and shape of an array, and the number of bytes in front of its numbers.
 
     Raises:
-        ValueError: it is none of plain numbers in C order.
+        ValueError: the member is not an array of plain numbers in C order.
     """
     if entry.nbytes < 10:
-        raise ValueError(f"{entry.name}: it is no array")
+        raise ValueError(f"{entry.name}: it is not an array")
     magic = read_at(file, start, 10)
     n = int.from_bytes(magic[8:], "little")
     if magic[:8] != b"\x93NUMPY\1\0" or n > LONGEST_NPY or 10 + n > entry.nbytes:
-        raise ValueError(f"{entry.name}: it is no array, or one of another format")
+        raise ValueError(f"{entry.name}: it is not an array, or one in another format")
     said = NPY.fullmatch(text := read_at(file, start + 10, n))
     if said is None:
-        raise ValueError(f"{entry.name}: {text[:200]!r} is no array of plain numbers")
+        raise ValueError(f"{entry.name}: {text[:200]!r} is not an array of plain numbers")
     dtype = _DTYPES_OF_CODES.get(said[1].decode())
     shape = tuple(int(length) for length in said[3].split(b",") if length.strip())
     if dtype is None or said[2] != b"False" or len(shape) > MOST_AXES or not all(map(is_size, shape)):
-        raise ValueError(f"{entry.name}: {text.strip()[:200]!r} is no array of plain numbers")
+        raise ValueError(f"{entry.name}: {text.strip()[:200]!r} is not an array of plain numbers")
     return dtype, shape, 10 + n
 
 
@@ -228,17 +234,17 @@ def _open_pt(path: Path) -> Iterator[Reader]:
 
 
 class NewFile:
-    """A file that a library writes, which does not learn that a write failed: `close` raises the error.
+    """A new file for a library to write to, which hides failed writes from it; `close` raises the error.
 
-    After a write that failed libhdf5 2.0 ends the whole process when it exits (a segmentation fault: the file
-    stays among those to be closed), and torch says "unexpected pos 960 vs 854" of a full disk.
+    Libraries handle a failed write badly: libhdf5 2.0 keeps the file open and crashes the process at its exit, and
+    torch says "unexpected pos 960 vs 854" when the disk is full.
 
     Attributes:
-        error: why the first write failed.
+        error: the error of the first write that failed; None if there was none.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = io.FileIO(path, "x+")  # never through a link that lies there
+        self._file = io.FileIO(path, "x+")  # "x" follows no link that lies there
         self.error: OSError | None = None
 
     def seek(self, offset: int, whence: int = 0) -> int:
@@ -247,7 +253,7 @@ class NewFile:
     def tell(self) -> int:
         return self._file.tell()
 
-    def read(self, n: int = -1) -> bytes:  # by which h5py knows a file
+    def read(self, n: int = -1) -> bytes:  # h5py tells a file object by this method
         return self._file.read(n)
 
     def write(self, data: memoryview) -> int:
@@ -263,7 +269,7 @@ class NewFile:
         done = 0
         while n := self._file.readinto(data[done:]):
             done += n
-        data[done:] = bytes(len(data) - done)  # what could not be written
+        data[done:] = bytes(len(data) - done)  # bytes whose write failed
         return len(data)
 
     def truncate(self, nbytes: int) -> int:
@@ -274,7 +280,7 @@ class NewFile:
             return nbytes
 
     def flush(self) -> None:
-        """Nothing: there is no buffer."""
+        """Does nothing, because there is no buffer."""
 
     def close(self) -> None:
         self._file.close()
@@ -298,7 +304,7 @@ def _write_pt(path: Path, header: str, arrays: Mapping[str, np.ndarray], dtypes:
 
 @contextmanager
 def _checksums() -> Iterator[None]:
-    """Has torch compute checksums, also where the program has switched that off (it can since torch 2.6)."""
+    """Makes torch compute checksums, even if the program has turned them off (possible since torch 2.6)."""
     settings = torch.serialization
     if getattr(settings, "get_crc32_options", lambda: True)():
         yield

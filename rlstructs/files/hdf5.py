@@ -1,9 +1,8 @@
-"""`.h5`, the third kind of file that named arrays are kept in; needs the extra `hdf5`.
+"""Reads and writes `.h5` files; needs the extra `hdf5`.
 
-What is read is what was written: HDF5 itself has checksums for its tables, in the format of its version 1.10,
-and for the chunks of what is compressed; arrays that lie in one piece get one as an attribute. Compressed files
-are read where they are asked for, if they claim no more than they can hold. What a file may have in it besides is
-for `hdf5_objects`.
+Checksums cover the whole file: HDF5 itself keeps those of its tables, in the format of its version 1.10, and of
+compressed chunks; arrays that lie in one piece have one as an attribute. Compressed files are read only if the caller
+allows it, and only if no array claims more bytes than its compressed ones can hold. `hdf5_objects` finds the arrays.
 """
 
 from __future__ import annotations
@@ -20,32 +19,32 @@ import numpy as np
 
 from rlstructs.errors import SpecError
 from rlstructs.files.archives import HEADER, NewFile, Reader, check_bools, checksum
-from rlstructs.files.hdf5_objects import ReadFile, checksum_in, filters_of, find_dataset, layout_of, spec_of
+from rlstructs.files.hdf5_objects import ReadFile, chunk_of, filters_of, find_dataset, read_checksum, spec_of
 from rlstructs.files.opening import open_file, size_of
 
-# What HDF5 compresses with, and how many times smaller that can make anything: zlib's own limit.
+# Compressions that HDF5 always has, and the most by which they shrink data, which is zlib's limit.
 COMPRESSIONS, MOST_COMPRESSED = ("gzip", "lzf"), 1032
-# Filters of HDF5: gzip, its checksum, lzf. Any other might be a plugin, which libhdf5 would load from the disk.
+# Numbers of HDF5's filters. Only these are read, because libhdf5 would load any other as a plugin from the disk.
 GZIP, FLETCHER32, LZF = 1, 3, 32000
 PACKED = ([GZIP, FLETCHER32], [LZF, FLETCHER32], [GZIP], [LZF])
 # The attribute of an array that holds its checksum.
 CHECKSUM = "crc32"
-# Bytes of a chunk: those of an array of a megabyte, how many times larger they are for one ten times larger, and the
-# least and the most; and how far above that a chunk may be. libhdf5 unpacks a whole chunk, whatever comes of it.
+# Bytes of a chunk of an array of a megabyte; the factor by which they grow for an array ten times as large; the least
+# and the most; and the factor by which a chunk that is read may exceed that, because libhdf5 unpacks whole chunks.
 CHUNK, GROWTH, LEAST, MOST, MARGIN = 1 << 14, 2.0, 1 << 13, 1 << 20, 1.5
-# Bytes by which a small chunk may become longer when it is compressed, with its checksum.
+# Bytes by which compression and the checksum may lengthen a small chunk.
 LONGER = 64
 
 
 @contextmanager
 def open_h5(path: Path, compressed: bool = False) -> Iterator[Reader]:
-    """Opens a file to read.
+    """Opens a file for reading.
 
     Args:
         path: the file.
-        compressed: whether it may be.
+        compressed: whether it may be compressed.
     """
-    module = h5py()
+    module = import_h5py()
     with open_file(path) as raw, module.File(ReadFile(raw), "r") as file:
         yield _Hdf5(file, raw, compressed)
 
@@ -60,7 +59,7 @@ def write_h5(
     """Writes a file; `compression` is "gzip" or "lzf"."""
     if compression not in (None, *COMPRESSIONS):
         raise SpecError(f"compression must be None or one of {COMPRESSIONS}, got {compression!r}")
-    with closing(NewFile(path)) as new, h5py().File(new, "w", libver=("v110", "v110")) as file:
+    with closing(NewFile(path)) as new, import_h5py().File(new, "w", libver=("v110", "v110")) as file:
         for name, array in [*arrays.items(), (HEADER, np.frombuffer(header.encode(), np.uint8))]:
             values = np.asarray(array, order="C")
             if compression is not None and values.size and values.ndim and name != HEADER:
@@ -74,12 +73,12 @@ def write_h5(
 
 
 def chunk_nbytes(nbytes: int) -> float:
-    """About how many bytes a chunk of so large an array has, as in PyTables and h5py."""
+    """The approximate bytes of a chunk for an array of `nbytes`; PyTables and h5py choose alike."""
     return float(min(max(CHUNK * GROWTH ** math.log10(nbytes / MOST), LEAST), MOST))
 
 
 def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """The shape of the chunks of an array that is not empty."""
+    """The shape of the chunks for a non-empty array."""
     chunk, wanted = list(shape), chunk_nbytes(math.prod(shape) * itemsize)
     for axis in itertools.cycle(range(len(shape))):
         if math.prod(chunk) * itemsize <= wanted or math.prod(chunk) == 1:
@@ -88,11 +87,11 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     return tuple(chunk)
 
 
-def h5py() -> Any:
-    """The module h5py.
+def import_h5py() -> Any:
+    """Imports h5py.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: it is not installed; the message says how to install it.
     """
     try:
         import h5py
@@ -104,35 +103,35 @@ def h5py() -> Any:
 class _Hdf5:
     def __init__(self, file: Any, raw: BinaryIO, compressed: bool) -> None:
         self._file, self._raw, self._compressed = file, raw, compressed
-        self._nbytes_left = size_of(raw)  # that no array has said are its own
+        self._nbytes_left = size_of(raw)  # not claimed by any array yet
         self._datasets: dict[str, Any] = {}
         self._specs: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
-        text = np.empty(self.found(HEADER)[1], np.uint8)
+        text = np.empty(self.spec_of(HEADER)[1], np.uint8)
         self._verify(HEADER)
         self.read_into(HEADER, text)
         self.text = text.tobytes().decode()
 
-    def found(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+    def spec_of(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         if name in self._specs:
             return self._specs[name]
         dataset = find_dataset(self._file, name)
-        layout = layout_of(dataset, name)  # before anything else: the space of a virtual one opens other files
+        chunks = chunk_of(dataset, name)  # first, because the space of a virtual dataset opens other files
         dtype, shape = spec_of(dataset, name)
         nbytes, filters = math.prod(shape) * dtype.itemsize, filters_of(dataset)
         packed = self._compressed and filters in PACKED
         stored = dataset.id.get_storage_size()
         self._nbytes_left -= stored
-        held = stored * (MOST_COMPRESSED if packed else 1)
-        if stored < 0 or nbytes > held or self._nbytes_left < 0:
+        most = stored * (MOST_COMPRESSED if packed else 1)
+        if stored < 0 or nbytes > most or self._nbytes_left < 0:
             raise ValueError(f"{name!r}: {dtype}{shape} is not what the file holds")
         if filters and not packed:
             raise ValueError(f"{name!r} is compressed")
-        if layout.chunk is not None:
-            chunk = math.prod(layout.chunk) * dtype.itemsize
-            if not nbytes or any(n > of for n, of in zip(layout.chunk, shape, strict=True)):
-                raise ValueError(f"{name!r}: has chunks of {layout.chunk}, which are larger than it")
-            if packed and chunk > MARGIN * chunk_nbytes(nbytes):
-                raise ValueError(f"{name!r}: has chunks of {chunk:,} bytes, which are larger than any that we write")
+        if chunks is not None:
+            nbytes_of_chunk = math.prod(chunks) * dtype.itemsize
+            if not nbytes or any(n > of for n, of in zip(chunks, shape, strict=True)):
+                raise ValueError(f"{name!r}: has chunks of {chunks}, which are larger than it")
+            if packed and nbytes_of_chunk > MARGIN * chunk_nbytes(nbytes):
+                raise ValueError(f"{name!r}: has chunks of {nbytes_of_chunk:,} bytes, which rlstructs never writes")
         self._datasets[name], self._specs[name] = dataset, (dtype, shape)
         return dtype, shape
 
@@ -146,8 +145,8 @@ class _Hdf5:
         if dataset.chunks is not None:
             self._verify_chunks(name, math.prod(dataset.chunks) * dtype.itemsize)
             return
-        offset = dataset.id.get_offset()  # None if it has no bytes, or they are among the tables
-        written = checksum_in(dataset, CHECKSUM)
+        offset = dataset.id.get_offset()  # None if it has no bytes, or has them in a table
+        written = read_checksum(dataset, CHECKSUM)
         if written is not None and checksum(self._raw, offset or 0, nbytes if offset is not None else 0) != written:
             raise ValueError(f"{name!r}: its checksum is wrong")
         if dtype == np.bool_ and offset is not None:
@@ -171,7 +170,7 @@ class _Hdf5:
 
 
 def _check_chunk(name: str, data: bytes, mask: int, filters: list[int], nbytes: int) -> None:
-    """Raises ValueError unless what is stored of a chunk becomes a chunk, and not more."""
+    """Raises ValueError unless stored bytes unpack to a chunk of `nbytes` bytes."""
     fits = len(data) <= nbytes + nbytes // 256 + LONGER
     if fits and filters[0] == GZIP and not mask & 1:
         unpacking = zlib.decompressobj()
@@ -181,6 +180,6 @@ def _check_chunk(name: str, data: bytes, mask: int, filters: list[int], nbytes: 
 
 
 def _check_bools(name: str, values: Any) -> None:
-    """As `check_bools`, of an array."""
+    """Raises ValueError unless bools in an array are 0 or 1."""
     if np.asarray(values).view(np.uint8).max(initial=0) > 1:
         raise ValueError(f"{name}: it holds bools that are neither true nor false")

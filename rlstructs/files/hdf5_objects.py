@@ -1,14 +1,14 @@
-"""What is in an HDF5 file, looked at without touching what others may have put there to do harm.
+"""Finds datasets in HDF5 files that may have been made to do harm.
 
-The links of a file may lead into other files, to named pipes, or in circles; datasets may lie in other files; types
-may be nested as deeply as a file is long. Here links are looked at before what they lead to is opened, and of types no
-more is decoded than numbers have.
+Links in a file may lead into other files, to named pipes, or in circles; datasets may lie in other files; types may be
+nested as deeply as the file is long. So a link is checked before its target is opened, and only types of plain numbers
+are decoded.
 """
 
 from __future__ import annotations
 
 import io
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -16,15 +16,15 @@ from rlstructs.checks import DTYPES, MOST_AXES, is_size
 from rlstructs.files.opening import size_of
 
 ELSEWHERE = "lies in another file"
-# Reads of a file: libhdf5 takes a few for each array, and so does not come to this in files that are as they should be.
+# The most reads of a file, a constant and some per byte. libhdf5 needs a few for each array of an intact file.
 READS, READS_PER_BYTE = 100_000, 1
 
 
 class ReadFile:
-    """A file as libhdf5 reads it: whole reads, and no more of them than can be needed.
+    """A file for libhdf5 to read: reads are complete, and their number is limited.
 
     Args:
-        file: opened without a buffer.
+        file: a file without a buffer.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -37,7 +37,7 @@ class ReadFile:
     def tell(self) -> int:
         return self._file.tell()
 
-    def read(self, n: int = -1) -> bytes:  # by which h5py knows a file
+    def read(self, n: int = -1) -> bytes:  # h5py tells a file object by this method
         return self._file.read(n)
 
     def readinto(self, data: memoryview) -> int:
@@ -49,20 +49,14 @@ class ReadFile:
         return done
 
     def flush(self) -> None:
-        """Nothing: it is only read."""
-
-
-class Layout(NamedTuple):
-    """Where the numbers of a dataset lie: in one piece, or in chunks of this shape."""
-
-    chunk: tuple[int, ...] | None
+        """Does nothing, because the file is only read."""
 
 
 def find_dataset(file: Any, name: str) -> Any:
-    """The dataset of this name, no part of which is a link to elsewhere.
+    """Finds a dataset by its name, without following links.
 
     Raises:
-        KeyError, ValueError: there is none.
+        KeyError, ValueError: there is no such dataset, or a part of the name is a link.
     """
     from h5py import Dataset, h5d, h5g, h5l, h5o
 
@@ -78,15 +72,15 @@ def find_dataset(file: Any, name: str) -> Any:
             raise ValueError(f"{name!r} is a link to something else")
         here = h5o.open(here, part.encode())
     if not isinstance(here, h5d.DatasetID):
-        raise ValueError(f"{name!r} is no array")
+        raise ValueError(f"{name!r} is not an array")
     return Dataset(here)
 
 
-def layout_of(dataset: Any, name: str) -> Layout:
-    """Where a dataset's numbers lie.
+def chunk_of(dataset: Any, name: str) -> tuple[int, ...] | None:
+    """The shape of a dataset's chunks; None if it lies in one piece.
 
     Raises:
-        ValueError: not in this file.
+        ValueError: it lies in another file.
     """
     from h5py import h5d
 
@@ -94,28 +88,28 @@ def layout_of(dataset: Any, name: str) -> Layout:
     layout = plist.get_layout()
     if layout not in (h5d.COMPACT, h5d.CONTIGUOUS, h5d.CHUNKED) or plist.get_external_count():
         raise ValueError(f"{name!r} {ELSEWHERE}")
-    return Layout(plist.get_chunk() if layout == h5d.CHUNKED else None)
+    return tuple(plist.get_chunk()) if layout == h5d.CHUNKED else None
 
 
 def spec_of(dataset: Any, name: str) -> tuple[np.dtype, tuple[int, ...]]:
     """The dtype and shape of a dataset.
 
     Raises:
-        ValueError: it is none of plain numbers.
+        ValueError: it does not hold plain numbers.
     """
     from h5py import h5s
 
     space = dataset.id.get_space()
     if space.get_simple_extent_type() not in (h5s.SIMPLE, h5s.SCALAR):
         raise ValueError(f"{name!r} has no shape")
-    shape, dtype = tuple(space.shape), _dtype(dataset.id.get_type(), name)
+    shape, dtype = tuple(space.shape), _decode_dtype(dataset.id.get_type(), name)
     if len(shape) > MOST_AXES or not all(map(is_size, shape)):
         raise ValueError(f"{name!r} has the shape {shape}, which no array has")
     return dtype, shape
 
 
-def _dtype(kind: Any, name: str) -> np.dtype:
-    """What numpy calls a type of numbers; of all others nothing is decoded."""
+def _decode_dtype(kind: Any, name: str) -> np.dtype:
+    """Decodes a type of plain numbers; raises ValueError for others, without decoding them."""
     from h5py import h5t
 
     of = kind.get_class()
@@ -129,18 +123,18 @@ def _dtype(kind: Any, name: str) -> np.dtype:
     dtype = kind.dtype if is_plain else None
     known = None if dtype is None else DTYPES.get(dtype.name)
     if known is None or known != dtype:
-        raise ValueError(f"{name!r} is no array of plain numbers")
+        raise ValueError(f"{name!r} is not an array of plain numbers")
     return known
 
 
 def filters_of(dataset: Any) -> list[int]:
-    """The numbers of the filters that a dataset's chunks go through."""
+    """The numbers of a dataset's filters."""
     pipeline = dataset.id.get_create_plist()
     return [pipeline.get_filter(n)[0] for n in range(min(pipeline.get_nfilters(), MOST_AXES))]
 
 
-def checksum_in(dataset: Any, attribute: str) -> int | None:
-    """What was written beside an array; None for files that have no checksums."""
+def read_checksum(dataset: Any, attribute: str) -> int | None:
+    """Reads the checksum of an array from an attribute; None for files without checksums."""
     from h5py import h5a, h5s, h5t
 
     name = attribute.encode()
@@ -148,7 +142,7 @@ def checksum_in(dataset: Any, attribute: str) -> int | None:
         return None
     found = h5a.open(dataset.id, name)
     kind, extent = found.get_type(), found.get_space().get_simple_extent_type()
-    if kind.get_class() != h5t.INTEGER or kind.get_size() != 4 or extent != h5s.SCALAR:  # before memory is taken for it
+    if kind.get_class() != h5t.INTEGER or kind.get_size() != 4 or extent != h5s.SCALAR:  # before it is read into memory
         raise ValueError(f"{dataset.name!r}: its checksum is no number of 32 bits")
     value = np.zeros((), np.uint32)
     found.read(value)

@@ -1,9 +1,9 @@
 """One layout for every file: named arrays and one JSON header.
 
-The header, stored under `__header__`, holds the format's name and version, the class, and each array's
-dtype and shape. `.npz` and `.h5` carry the same names; `.pt` loads with `weights_only=True`. Reading
-executes nothing, opens no other file, and sizes are compared with the file's own before memory is taken: compressed
-files, which can hold more than they are, are refused. Checksums tell what was damaged. SECURITY.md says what holds.
+The header, stored under `__header__`, holds the name and version of the format, the class, and the dtype and shape of
+each array. `.npz` and `.h5` use the same names; torch loads `.pt` with `weights_only=True`. Reading executes nothing
+from a file, opens no other one, and compares sizes with the size of the file before it allocates memory: so compressed
+files, which can hold more than their own size, are refused. Checksums detect damage. SECURITY.md says what is promised.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlstructs.checks import reason, shown
+from rlstructs.checks import LONGEST_NAME, clean_text
 from rlstructs.errors import FileError
 from rlstructs.files import archives, json_text
 from rlstructs.files.archives import BITS, HEADER, Reader
 from rlstructs.files.hdf5 import open_h5, write_h5
-from rlstructs.frameworks.torch import host_array
+from rlstructs.frameworks.dtypes import dtype_name
 
 FORMAT, VERSION = "rlstructs", 1
 WRITERS: Mapping[str, Callable[..., None]] = {**archives.WRITERS, ".h5": write_h5}
@@ -34,18 +34,18 @@ READERS: Mapping[str, Callable[..., Any]] = {**archives.READERS, ".h5": open_h5}
 
 
 def save(path: str | Path, kind: str, tree: Mapping[str, Any]) -> None:
-    """Writes a tree of tensors to `path`, whole or not at all."""
+    """Writes a tree of tensors to `path`, completely or not at all."""
     arrays, dtypes, seen = {}, {}, set()
-    for name, tensor in _flat(tree):
-        host = tensor.detach().cpu().contiguous()
+    for name, tensor in _flatten(tree):
+        host = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
         storage = host.untyped_storage()
-        # A .pt file would hold all that a view is a view of, and what two tensors share only once.
+        # A .pt file would hold the whole storage of a view, and a storage that two tensors share only once.
         if storage.nbytes() != host.nbytes or storage.data_ptr() in seen:
             host = host.clone()
         seen.add(host.untyped_storage().data_ptr())
-        dtypes[name] = str(host.dtype).removeprefix("torch.")
+        dtypes[name] = dtype_name(host.dtype)
         bits = BITS.get(dtypes[name])
-        arrays[name] = host_array(name, host if bits is None else host.view(getattr(torch, bits)))
+        arrays[name] = (host if bits is None else host.view(getattr(torch, bits))).numpy()
     write(path, kind, arrays, dtypes)
 
 
@@ -58,19 +58,24 @@ def write(
     suffix: str | None = None,
     compression: str | None = None,
 ) -> None:
-    """Writes named arrays to `path`, whole or not at all.
+    """Writes named arrays to `path`, completely or not at all.
 
     Args:
-        path: the file; its ending says which kind.
-        kind: the class that they belong to.
-        arrays: C-contiguous, each with memory of its own, or what becomes such an array when numpy asks for it.
-        dtypes: what they are, where numpy has no name for it.
-        state: what else belongs to them, as JSON has it.
-        suffix: which kind of file, if not what the name ends in.
-        compression: "gzip" or "lzf", of HDF5 only.
+        path: the file; its ending decides the format.
+        kind: the class that the arrays belong to.
+        arrays: C-contiguous, each with memory of its own, or objects that numpy turns into such arrays.
+        dtypes: the dtypes that numpy lacks, by the name of the array that holds their bits.
+        state: anything else to store, as JSON.
+        suffix: the format, if it is not the ending of the path.
+        compression: "gzip" or "lzf", only for HDF5.
+
+    Raises:
+        FileError: the ending is unknown, or the format cannot hold a name.
+        SpecError: the compression is unknown.
+        OSError: the file cannot be written.
     """
     path = Path(path)
-    write_file = _by_ending(path, WRITERS, suffix)
+    write_file = _find_by_ending(path, WRITERS, suffix)
     if compression is not None:
         write_file = partial(write_file, compression=compression)
     _check_names(path, list(arrays))
@@ -79,104 +84,109 @@ def write(
     header = {"format": FORMAT, "version": VERSION, "class": kind, "arrays": specs}
     if state is not None:
         header["state"] = dict(state)
-    with replacing(path) as temporary:
+    with replace_file(path) as temporary:
         write_file(temporary, json.dumps(header), arrays, dtypes)
 
 
 def load(path: str | Path, kind: str | None = None) -> dict[str, Any]:
-    """Reads the tree that `save` wrote.
+    """Reads a tree that `save` wrote.
 
     Args:
         path: the file.
-        kind: the class that it must hold; None for any.
+        kind: the class that it has to hold; None for any.
+
+    Raises:
+        FileNotFoundError, FileError: see `open_reader`; also if it holds another class.
     """
-    with reading(path) as (reader, header):
+    with open_reader(path) as (reader, header):
         if kind is not None:
             check_class(path, header, kind)
         reader.verify()
         tensors = {name: _tensor(reader, name, spec) for name, spec in header["arrays"].items()}
     try:
-        return _tree(tensors, header["class"])
+        return _build_tree(tensors, header["class"])
     except ValueError as error:
-        raise FileError(f"{path}: damaged: {reason(error)}") from error
+        raise FileError(f"{path}: damaged: {clean_text(error)}") from error
 
 
 def check_class(path: Any, header: Mapping[str, Any], kind: str) -> None:
-    """Raises FileError unless a file says that it holds a thing of this class."""
+    """Raises FileError unless a header says that the file holds this class."""
     if header["class"] != kind:
-        raise FileError(f"{path}: holds a {shown(header['class'])}, not a {kind}")
+        raise FileError(f"{path}: holds a {clean_text(header['class'], LONGEST_NAME)}, not a {kind}")
 
 
 def read_header(path: str | Path) -> dict[str, Any]:
-    """What a file says of itself: `class`, `version` and `arrays` with their dtypes and shapes."""
-    with reading(path) as (_, header):
+    """Reads the header of a file: `class`, `version` and `arrays` with their dtypes and shapes."""
+    with open_reader(path) as (_, header):
         return header
 
 
 @contextlib.contextmanager
-def reading(
+def open_reader(
     path: str | Path, suffix: str | None = None, compressed: bool = False
 ) -> Iterator[tuple[Reader, dict[str, Any]]]:
-    """An open file and its header, which says the truth of the arrays in it.
+    """Opens a file; gives its reader and its header, after comparing the header with the arrays.
 
     Args:
         path: the file.
-        suffix: which kind of file, if not what the name ends in.
-        compressed: whether an HDF5 file may be.
+        suffix: the format, if it is not the ending of the path.
+        compressed: whether an HDF5 file may be compressed.
 
     Raises:
-        FileNotFoundError: there is none.
-        FileError: it is not one of ours, damaged or of another version; also what the block raises.
+        FileNotFoundError: there is no such file.
+        FileError: the file is not one of rlstructs, damaged or of another version; or the block raised an error.
     """
     path = Path(path)
-    open_container = _by_ending(path, READERS, suffix)
+    open_container = _find_by_ending(path, READERS, suffix)
     if compressed and (suffix or ending_of(path)) == ".h5":
         open_container = partial(open_container, compressed=True)
     is_open = False
     try:
         with open_container(path) as reader:
-            header = _checked_header(reader)
+            header = _read_header(reader)
             is_open = True
             yield reader, header
     except (ImportError, FileError, FileNotFoundError):
         raise
-    except Exception as error:  # three parsers, and whatever bytes
-        if is_open and isinstance(error, MemoryError):  # before, it is the file that asks for so much
+    except Exception as error:  # three parsers may raise anything for arbitrary bytes
+        if is_open and isinstance(error, MemoryError):  # while opening, it means that the file claims too much
             raise
-        raise FileError(f"{path}: not a file of {FORMAT}, or a damaged one: {reason(error)}") from error
+        raise FileError(f"{path}: not a file of {FORMAT}, or a damaged one: {clean_text(error)}") from error
 
 
-def _checked_header(reader: Reader) -> dict[str, Any]:
-    header = _checked(json_text.parse(reader.text))
+def _read_header(reader: Reader) -> dict[str, Any]:
+    header = _check_header(json_text.parse(reader.text))
     for name, spec in header["arrays"].items():
-        dtype, shape = reader.found(name)
-        said = spec["dtype"] if type(spec) is dict else None
-        is_bits = type(said) is str and BITS.get(said) == dtype.name
-        found = {"dtype": said if is_bits else dtype.name, "shape": list(shape)}
+        dtype, shape = reader.spec_of(name)
+        claimed = spec["dtype"] if type(spec) is dict else None
+        is_bits = type(claimed) is str and BITS.get(claimed) == dtype.name
+        found = {"dtype": claimed if is_bits else dtype.name, "shape": list(shape)}
         if found != spec or not all(type(n) is int for n in spec["shape"]):
             raise ValueError(f"array {name!r} is {found}, the header says {spec}")
     return header
 
 
 def _tensor(reader: Reader, name: str, spec: Mapping[str, Any]) -> torch.Tensor:
-    dtype, shape = reader.found(name)
+    dtype, shape = reader.spec_of(name)
     array = np.empty(shape, dtype)
     reader.read_into(name, array)
     tensor = torch.from_numpy(array)
     return tensor.view(getattr(torch, spec["dtype"])) if spec["dtype"] in BITS else tensor
 
 
-def _checked(header: Any) -> dict[str, Any]:
+def _check_header(header: Any) -> dict[str, Any]:
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ValueError("its header is not ours")
     if header.get("version") != VERSION:
-        raise ValueError(f"version {reason(header.get('version'))}, this program reads version {VERSION}")
+        raise ValueError(f"version {clean_text(header.get('version'))}, this program reads version {VERSION}")
     if not isinstance(header.get("class"), str) or not isinstance(header.get("arrays"), dict):
         raise ValueError("its header is incomplete")
     return header
 
 
-def _by_ending(path: Path, table: Mapping[str, Callable[..., Any]], suffix: str | None = None) -> Callable[..., Any]:
+def _find_by_ending(
+    path: Path, table: Mapping[str, Callable[..., Any]], suffix: str | None = None
+) -> Callable[..., Any]:
     ending = ending_of(path) if suffix is None else suffix
     if ending not in table:
         raise FileError(f"{path}: the name must end in one of {', '.join(table)}")
@@ -184,28 +194,28 @@ def _by_ending(path: Path, table: Mapping[str, Callable[..., Any]], suffix: str 
 
 
 def ending_of(path: Path) -> str:
-    """What a name ends in, of two names for one kind of file the one that is known here."""
+    """The ending of a path; `.h5` for `.hdf5`."""
     return {".hdf5": ".h5"}.get(path.suffix, path.suffix)
 
 
 def _check_names(path: Path, names: list[str]) -> None:
     groups = {name[:end] for name in names for end, letter in enumerate(name) if letter == "/"}
     for name in names:
-        # HDF5 takes a/b for b in the group a, and has no empty names.
+        # HDF5 reads a/b as b in the group a, and has no empty names.
         unfit = ending_of(path) == ".h5" and (name in groups or not {"", "."}.isdisjoint(name.split("/")))
         if name == HEADER or "\0" in name or unfit:
             raise FileError(f"{path}: a {path.suffix} file cannot hold the name {name!r} beside the others")
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     for name, leaf in tree.items():
         if isinstance(leaf, Mapping):
-            yield from _flat(leaf, f"{prefix}{name}/")
+            yield from _flatten(leaf, f"{prefix}{name}/")
         else:
             yield prefix + name, leaf
 
 
-def _tree(flat: Mapping[str, torch.Tensor], kind: str) -> dict[str, Any]:
+def _build_tree(flat: Mapping[str, torch.Tensor], kind: str) -> dict[str, Any]:
     lengths = {"TemporalDictTensor": "lengths", "Trajectories": "trajectories/lengths"}.get(kind)
     if lengths is not None and lengths not in flat:
         raise ValueError("it has no lengths")
@@ -221,38 +231,38 @@ def _tree(flat: Mapping[str, torch.Tensor], kind: str) -> dict[str, Any]:
 
 
 def temporary_name(path: Path) -> Path:
-    """A name beside `path`, with its ending, that nobody else uses; nothing is there."""
+    """An unused path beside `path`, with its ending, that no other process or thread chooses."""
     stem, mark = path.stem, f".{os.getpid()}.{threading.get_ident()}"
     room = _longest_name(path.parent) - len(os.fsencode(f".{mark}{path.suffix}"))
-    if len(os.fsencode(stem)) > room:  # what is left of it may be that of another name
+    if len(os.fsencode(stem)) > room:  # another name may begin with what is left of it
         mark = f".{zlib.crc32(os.fsencode(stem)):08x}{mark}"
         stem = os.fsencode(stem)[: max(0, room - 9)].decode(errors="ignore")
     temporary = path.with_name(f".{stem}{mark}{path.suffix}")
-    temporary.unlink(missing_ok=True)  # of a process that was killed, and had the same number
+    temporary.unlink(missing_ok=True)  # left by a killed process with the same number
     return temporary
 
 
 def _longest_name(folder: Path) -> int:
-    """The most bytes of a file's name in a folder."""
+    """The most bytes that the name of a file in this folder may have."""
     try:
         return os.pathconf(folder, "PC_NAME_MAX")
-    except (AttributeError, OSError, ValueError):  # there is no such folder, or the system does not say
+    except (AttributeError, OSError, ValueError):  # the folder is missing, or the system cannot say
         return 255
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path`, renamed to it once all is written."""
+def replace_file(path: Path) -> Iterator[Path]:
+    """Gives a temporary path; renames it to `path` at the end of the block, or removes it after an error."""
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
     temporary = temporary_name(path)
     try:
         yield temporary
         os.replace(temporary, path)
-    except RuntimeError as error:  # what torch and HDF5 make of a full disk
+    except RuntimeError as error:  # torch and HDF5 raise it when the disk is full
         raise OSError(f"{path}: cannot be written: {error}") from error
     except OSError as error:
-        error.filename, error.filename2 = str(path), None  # not the temporary name
+        error.filename, error.filename2 = str(path), None  # not the temporary one
         raise
     finally:
         temporary.unlink(missing_ok=True)

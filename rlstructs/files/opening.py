@@ -1,6 +1,6 @@
-"""Opening files that others may have made: only regular ones, which are looked at before anything is read.
+"""Opens files that may have been made to do harm: regular files only.
 
-A named pipe or a device could keep a reader waiting for ever, or never end; whoever opens one may also change it.
+A named pipe or a device could keep a reader waiting for ever, or never end, and opening one may change it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from rlstructs.errors import FileError
 
-# Those that there are on this system.
+# With the flags that this system has.
 FLAGS = os.O_RDONLY
 for _name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY"):
     FLAGS |= getattr(os, _name, 0)
@@ -25,16 +25,16 @@ _KINDS = {
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Opens a regular file to read, without a buffer of its own.
+    """Opens a regular file for reading, without a buffer.
 
     Raises:
         FileNotFoundError: there is no such file.
-        FileError: it is none: a folder, a named pipe, a socket or a device.
+        FileError: it is a folder, a named pipe, a socket or a device.
         OSError: it cannot be read.
     """
     try:
-        _check_regular(path, os.stat(path).st_mode)  # before it is opened: that alone has effects on some devices
-        # Not blocking, in case that another one lies there by now.
+        _check_regular(path, os.stat(path).st_mode)  # first, because opening some devices has effects
+        # Without blocking, in case a named pipe has taken its place meanwhile.
         number = os.open(path, FLAGS)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no such file") from None
@@ -53,25 +53,25 @@ def open_file(path: str | Path) -> BinaryIO:
 
 
 def size_of(file: BinaryIO) -> int:
-    """Bytes of an open file."""
+    """The size of an open file in bytes."""
     return os.fstat(file.fileno()).st_size
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """All of a regular file; raises what `open_file` does."""
+    """Reads a whole regular file; raises what `open_file` does."""
     with open_file(path) as file:
         return read_at(file, 0, size_of(file))
 
 
 def read_at(file: BinaryIO, offset: int, nbytes: int) -> bytes:
-    """So many bytes from there on; raises ValueError if there are fewer."""
+    """Reads `nbytes` bytes from `offset` on; raises ValueError if there are fewer."""
     data = bytearray(nbytes)
     read_into(file, offset, memoryview(data))
     return bytes(data)
 
 
 def read_into(file: BinaryIO, offset: int, data: memoryview) -> None:
-    """Fills a buffer with the bytes from there on; raises ValueError if there are fewer."""
+    """Fills a buffer with the bytes from `offset` on; raises ValueError if there are fewer."""
     file.seek(offset)
     done = 0
     while done < len(data):

@@ -1,9 +1,9 @@
-"""The pickle in a `.pt` file, read by a machine of our own that makes nothing but numbers, text and plain tensors.
+"""Reads the pickle in a `.pt` file with an interpreter that makes only numbers, text and plain tensors.
 
-It knows the instructions that `torch.save` needs for a dictionary of tensors, in pickle's protocol 2. A name of a
-class is looked up in a table; nothing is imported, and nothing that a file names is called. Keys are text, so that
-nothing a file has made is ever hashed or compared; tuples are short and one in another at most; what is noted for
-later is numbered as it comes. So time and memory stay in proportion to the length of the pickle.
+It knows the instructions that `torch.save` needs for a dictionary of tensors, in protocol 2. Classes are looked up by
+name in a table: nothing is imported, and nothing that a file names is called. Keys are text, so no object of a file
+is hashed or compared; tuples are short and nested at most once; the memo is filled in order. So time and memory stay
+proportional to the length of the pickle.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import numpy as np
 from rlstructs.checks import DTYPES, MOST_AXES, is_size
 from rlstructs.frameworks.dtypes import FLOAT8
 
-# numpy has no such dtypes: their bits are stored as integers.
+# The integers that store the bits of dtypes that numpy lacks.
 BITS = {
     "bfloat16": "int16",
     "complex32": "int32",
     **{str(dtype).removeprefix("torch."): "uint8" for dtype in FLOAT8},
 }
-# Values that wait for others: `torch.save` writes a dictionary a thousand entries at a time.
+# The most values on the stack; `torch.save` writes the entries of a dictionary in batches of a thousand.
 MOST_WAITING = 10_000
 
 _DTYPES_OF_STORAGES = {
@@ -35,8 +35,8 @@ _DTYPES_OF_STORAGES = {
 }  # fmt: skip
 
 
-class Stored(NamedTuple):
-    """A tensor as a .pt file names it. A tuple: nothing can change an attribute of it."""
+class StoredTensor(NamedTuple):
+    """A tensor in a .pt file: the key of its bytes, dtype and shape. A tuple, which no instruction can change."""
 
     key: str
     dtype: np.dtype
@@ -44,20 +44,20 @@ class Stored(NamedTuple):
 
 
 class _Storage(NamedTuple):
-    """Bytes of a file: how they are called, and the class that torch would make of them."""
+    """Bytes in a file: their key, and the class that torch would make of them."""
 
     kind: str
     key: str
 
 
 class _Mark:
-    """A value that only is itself."""
+    """A value that stands for one object of torch or Python."""
 
     __slots__ = ()
 
 
 class _Pair(tuple[Any, ...]):
-    """A tuple that has others in it."""
+    """A tuple that contains tuples."""
 
     __slots__ = ()
 
@@ -73,11 +73,13 @@ GLOBALS: dict[tuple[str, str], Any] = {
 }
 
 
-def stored(storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, *more: Any) -> Stored:
-    """What the arguments of torch's `_rebuild_tensor_v2` or `_v3` say, if it is a plain tensor.
+def read_tensor(
+    storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, *more: Any
+) -> StoredTensor:
+    """Makes a `StoredTensor` of the arguments of torch's `_rebuild_tensor_v2` or `_v3`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: they describe a tensor that is not plain.
     """
     if type(storage) is not _Storage or type(size) is not tuple or type(stride) is not tuple:
         raise ValueError("it holds a tensor that is not plain")
@@ -85,11 +87,11 @@ def stored(storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any
     dtype = DTYPES.get(BITS.get(name, name)) if type(name) is str else None
     if dtype is None or not all(map(is_size, (*size, *stride))) or not len(size) == len(stride) <= MOST_AXES:
         raise ValueError("it holds a tensor that is not plain")
-    # torch gives axes of length 0 and 1 whatever stride.
+    # torch gives axes of length 0 and 1 any stride.
     plain = all(n <= 1 or s == math.prod(size[i + 1 :]) for i, (n, s) in enumerate(zip(size, stride, strict=True)))
     if requires_grad is not False or hooks is not NO_HOOKS or offset != 0 or not (plain or 0 in size):
         raise ValueError("it holds a tensor that is not plain")
-    return Stored(storage.key, dtype, size)
+    return StoredTensor(storage.key, dtype, size)
 
 
 class Unpickler:
@@ -107,10 +109,10 @@ class Unpickler:
         self._content: dict[str, Any] | None = None
 
     def load(self) -> Any:
-        """Text -> `Stored`, text, number or something else that is no tensor; or what else the pickle is of.
+        """Returns the pickled object: text -> `StoredTensor`, text, a number or a `_Mark` for anything else.
 
         Raises:
-            ValueError: it is none that `torch.save` writes of such a dictionary.
+            ValueError: `torch.save` writes no such pickle for a dictionary of tensors.
         """
         while (code := self._take(1)) != b".":
             step = _STEPS.get(code)
@@ -128,10 +130,10 @@ class Unpickler:
         taken, self._at = self._data[self._at : end], end
         return taken
 
-    def _number(self, form: str) -> Any:
+    def _take_number(self, form: str) -> Any:
         return struct.unpack(form, self._take(struct.calcsize(form)))[0]
 
-    def _line(self) -> str:
+    def _take_line(self) -> str:
         end = self._data.find(b"\n", self._at, self._at + 200)
         if end < 0:
             raise ValueError("its pickle names something that has no end")
@@ -167,17 +169,17 @@ class Unpickler:
         self._marks.append(len(self._stack))
 
     def _global(self) -> None:
-        name = self._line(), self._line()
+        name = self._take_line(), self._take_line()
         if name not in GLOBALS:
             raise ValueError(f"it holds more than tensors: {'.'.join(name)}")
         self._push(GLOBALS[name])
 
     def _text(self) -> None:
-        self._push(self._take(self._number("<I")).decode())
+        self._push(self._take(self._take_number("<I")).decode())
 
     def _long(self) -> None:
-        n = self._number("<B")
-        if n > 9:  # of 64 bits and a sign
+        n = self._take_number("<B")
+        if n > 9:  # more than 64 bits and a sign
             raise ValueError(f"it holds a whole number of {n} bytes")
         self._push(int.from_bytes(self._take(n), "little", signed=True))
 
@@ -186,24 +188,24 @@ class Unpickler:
             raise ValueError("it holds a tuple that is no shape")
         self._push((_Pair if any(type(value) is tuple for value in values) else tuple)(values))
 
-    def _few(self, n: int) -> None:
+    def _tuple_of(self, n: int) -> None:
         self._tuple([self._pop() for _ in range(n)][::-1])
 
     def _dict(self) -> None:
-        if self._content is not None:  # one inside it
+        if self._content is not None:  # a dictionary inside the content
             self._push(OTHER)
             return
         self._content = {}
         self._push(self._content)
 
     def _put(self, form: str) -> None:
-        if self._number(form) != len(self._memo):
+        if self._take_number(form) != len(self._memo):
             raise ValueError("its pickle notes things out of order")
         self._memo.append(self._pop())
         self._push(self._memo[-1])
 
     def _get(self, form: str) -> None:
-        at = self._number(form)
+        at = self._take_number(form)
         if at >= len(self._memo):
             raise ValueError("its pickle takes what is not there")
         self._push(self._memo[at])
@@ -219,7 +221,7 @@ class Unpickler:
         if function is ORDERED_DICT and arguments == ():
             self._push(NO_HOOKS)
         elif function is REBUILD and isinstance(arguments, tuple):
-            self._push(stored(*arguments))
+            self._push(read_tensor(*arguments))
         else:
             raise ValueError("it holds more than tensors")
 
@@ -249,19 +251,19 @@ _STEPS: dict[bytes, Callable[[Unpickler], None]] = {
     b"\x80": Unpickler._protocol,
     b"c": Unpickler._global,
     b"X": Unpickler._text,
-    b"K": lambda u: u._push(u._number("<B")),
-    b"M": lambda u: u._push(u._number("<H")),
-    b"J": lambda u: u._push(u._number("<i")),
-    b"G": lambda u: u._push(u._number(">d")),
+    b"K": lambda u: u._push(u._take_number("<B")),
+    b"M": lambda u: u._push(u._take_number("<H")),
+    b"J": lambda u: u._push(u._take_number("<i")),
+    b"G": lambda u: u._push(u._take_number(">d")),
     b"\x8a": Unpickler._long,
     b"\x88": lambda u: u._push(True),
     b"\x89": lambda u: u._push(False),
     b"N": lambda u: u._push(None),
     b"(": Unpickler._mark,
     b")": lambda u: u._push(()),
-    b"\x85": lambda u: u._few(1),
-    b"\x86": lambda u: u._few(2),
-    b"\x87": lambda u: u._few(3),
+    b"\x85": lambda u: u._tuple_of(1),
+    b"\x86": lambda u: u._tuple_of(2),
+    b"\x87": lambda u: u._tuple_of(3),
     b"t": lambda u: u._tuple(u._pop_to_mark()),
     b"}": Unpickler._dict,
     b"]": lambda u: u._push(OTHER),

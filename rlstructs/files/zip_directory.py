@@ -1,8 +1,7 @@
-"""The directory of a zip archive, as numpy, torch and Python's zipfile write it; anything else is refused.
+"""Reads the directory of a zip archive that numpy, torch or Python's zipfile wrote; refuses any other.
 
-Python's zipfile takes archives that begin anywhere in a file, members that lie in one another, names that come twice
-and directories of any length. Here every byte belongs to one member at most, and there are no more members than bytes
-for them.
+Python's zipfile also reads archives that begin anywhere in a file, members that overlap, repeated names and directories
+of any length. Here each byte belongs to at most one member, and the size of the file limits the number of members.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from typing import BinaryIO, NamedTuple
 
 from rlstructs.files.opening import read_at
 
-# Of the record at the end, of the two in front of it in large archives, of an entry, and of what is before a member.
+# The record at the end, the two in front of it in large archives, a directory entry, and the header of a member.
 END, END_64, LOCATOR_64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")
 ENTRY, LOCAL = struct.Struct("<4s6H3L5H2L"), struct.Struct("<4s5H3L2H")
-# What says that a number stands in a longer field.
+# Values that say that the number is in a longer field.
 FULL_16, FULL = 0xFFFF, 0xFFFFFFFF
 ENCRYPTED, UTF8 = 0x1, 0x800
-# Bytes of a file for each member at least; and how many members there may be in any case.
+# A file has at most one member per 128 bytes; 64 are always allowed.
 PER_MEMBER, ANY_NUMBER = 128, 64
 
 
@@ -26,11 +25,11 @@ class Entry(NamedTuple):
     """A member of an archive.
 
     Attributes:
-        name: as the archive has it.
+        name: its name.
         checksum: the CRC-32 of its bytes.
-        nbytes: how many.
-        header: where what is before them begins.
-        end: where the next member begins, or the directory.
+        nbytes: the number of its bytes.
+        header: where its header begins in the file.
+        end: where the next member or the directory begins.
     """
 
     name: str
@@ -41,21 +40,21 @@ class Entry(NamedTuple):
 
 
 def read_directory(file: BinaryIO, size: int) -> list[Entry]:
-    """The members of an archive, in the order in which they lie in it.
+    """Reads the members of an archive, in the order of their places.
 
     Args:
         file: the archive.
-        size: its bytes.
+        size: its size in bytes.
 
     Raises:
-        ValueError: it is none, compressed, or not as it should be.
+        ValueError: it is not an archive, is compressed, or is damaged.
     """
-    start, nbytes, n = _find(file, size)
+    start, nbytes, n = _find_directory(file, size)
     if n > ANY_NUMBER + size // PER_MEMBER:
         raise ValueError(f"it says that it has {n:,} members, for which it is too small")
     data, at, found = read_at(file, start, nbytes), 0, list[Entry]()
     for _ in range(n):
-        entry, at = _entry(data, at)
+        entry, at = _read_entry(data, at)
         found.append(entry)
     if at != nbytes or len({entry.name for entry in found}) != n:
         raise ValueError("its directory has a name twice, or more in it than members")
@@ -63,12 +62,12 @@ def read_directory(file: BinaryIO, size: int) -> list[Entry]:
     ends = [*(entry.header for entry in found[1:]), start]
     for entry, end in zip(found, ends, strict=True):
         if entry.header + LOCAL.size + entry.nbytes > end:
-            raise ValueError("it says that it holds more than it is")
+            raise ValueError("it claims more bytes than it has")
     return [entry._replace(end=end) for entry, end in zip(found, ends, strict=True)]
 
 
 def data_offset(file: BinaryIO, entry: Entry) -> int:
-    """Where the bytes of a member begin: behind a header, a name and more, whose lengths that holds."""
+    """Reads where the bytes of a member begin: after its header, whose length varies."""
     if entry.header + LOCAL.size > entry.end:
         raise ValueError(f"{entry.name}: it has no header")
     signature, _, flags, method, *_, n_name, n_extra = LOCAL.unpack(read_at(file, entry.header, LOCAL.size))
@@ -76,18 +75,18 @@ def data_offset(file: BinaryIO, entry: Entry) -> int:
         raise ValueError(f"{entry.name}: it has no header")
     offset: int = entry.header + LOCAL.size + n_name + n_extra
     if offset + entry.nbytes > entry.end:
-        raise ValueError(f"{entry.name}: it says that it holds more than it is")
+        raise ValueError(f"{entry.name}: it claims more bytes than it has")
     return offset
 
 
-def _find(file: BinaryIO, size: int) -> tuple[int, int, int]:
-    """Where the directory begins, its bytes, and how many members it names."""
+def _find_directory(file: BinaryIO, size: int) -> tuple[int, int, int]:
+    """Finds the directory; returns where it begins, its bytes, and the number of its entries."""
     if size < END.size:
-        raise ValueError("it is no archive")
+        raise ValueError("it is not an archive")
     end = size - END.size
     signature, disk, first, here, n, nbytes, start, comment = END.unpack(read_at(file, end, END.size))
     if signature != b"PK\5\6" or comment or disk or first or here != n:
-        raise ValueError("it is no archive, or does not end where one does")
+        raise ValueError("it is not an archive, or does not end like one")
     if end >= LOCATOR_64.size + END_64.size:
         signature, _, at, _ = LOCATOR_64.unpack(read_at(file, end - LOCATOR_64.size, LOCATOR_64.size))
         if signature == b"PK\6\7":
@@ -97,15 +96,15 @@ def _find(file: BinaryIO, size: int) -> tuple[int, int, int]:
             if signature != b"PK\6\6" or at != end or disk or first or here != wide[0]:
                 raise ValueError("its directory is not where it says")
             if any(known not in (full, value) for (known, full), value in zip(narrow, wide, strict=True)):
-                raise ValueError("it says two things of its directory")
+                raise ValueError("its directory contradicts itself")
             n, nbytes, start = wide
     if start + nbytes != end:
         raise ValueError("its directory is not where it says")
     return start, nbytes, n
 
 
-def _entry(data: bytes, at: int) -> tuple[Entry, int]:
-    """The entry there, and where the next one is."""
+def _read_entry(data: bytes, at: int) -> tuple[Entry, int]:
+    """Reads the entry at `at`; returns it and where the next one begins."""
     if at + ENTRY.size > len(data):
         raise ValueError("its directory ends too early")
     (signature, _, _, flags, method, _, _, checksum, packed, nbytes, n_name, n_extra, n_comment, disk, _, _,
@@ -118,14 +117,14 @@ def _entry(data: bytes, at: int) -> tuple[Entry, int]:
     if method:
         raise ValueError("it is compressed")
     if FULL in (packed, nbytes, header):
-        nbytes, packed, header = _wide(data[behind : behind + n_extra], [nbytes, packed, header])
+        nbytes, packed, header = _read_wide(data[behind : behind + n_extra], [nbytes, packed, header])
     if packed != nbytes or flags & ENCRYPTED or disk:
         raise ValueError(f"{name}: it is compressed, encrypted or elsewhere")
     return Entry(name, checksum, nbytes, header, 0), stop
 
 
-def _wide(extra: bytes, numbers: list[int]) -> list[int]:
-    """Numbers of an entry, those that do not fit there from its extra field."""
+def _read_wide(extra: bytes, numbers: list[int]) -> list[int]:
+    """Replaces the numbers of an entry that did not fit by those in its extra field."""
     at = 0
     while at + 4 <= len(extra):
         kind, n = struct.unpack_from("<2H", extra, at)

@@ -1,1 +1,1 @@
-"""What torch, jax and warp call things: one protocol, and an adapter for each."""
+"""Adapters for torch, jax and warp, with one protocol: `framework.Framework`."""

@@ -1,4 +1,4 @@
-"""What differs between torch, jax and warp: dtypes, and how arrays leave. All else is one memory."""
+"""The protocol of a framework: what differs between memories for torch, jax and warp."""
 
 from __future__ import annotations
 
@@ -7,52 +7,60 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-# Of a numpy dtype's `isbuiltin`: it is not numpy's own, as 8-bit floats are.
-OF_OTHERS = 2
+# `isbuiltin` of dtypes that other packages add to numpy, such as 8-bit floats.
+NOT_NUMPYS = 2
 
 
 class Framework(Protocol):
-    """How one library names its dtypes and takes arrays."""
+    """How one library names dtypes and devices, and takes arrays."""
 
     def dtype(self, dtype: Any) -> Any:
-        """The library's own name of a dtype, its default float for None."""
+        """The library's dtype for a dtype of its own or numpy's; its default float for None.
+
+        Raises:
+            SpecError: it has none like it.
+        """
 
     def host_dtype(self, dtype: Any) -> np.dtype | None:
-        """numpy's name of it; None for bfloat16."""
+        """numpy's dtype for one of the library's; None for bfloat16."""
 
-    def named(self, name: str) -> Any:
-        """The dtype of this name, as numpy and torch call it."""
+    def dtype_from_name(self, name: str) -> Any:
+        """The library's dtype with this name, which is the one in numpy or torch."""
 
-    def name_of(self, dtype: Any) -> str:
-        """The name of a dtype, for `named`."""
+    def dtype_name(self, dtype: Any) -> str:
+        """The name of a dtype, for `dtype_from_name`."""
 
     def device(self, device: Any) -> Any:
-        """The library's own name of a device, its default one for None."""
+        """The library's device for one of its devices or its name; its default device for None.
 
-    def name_of_device(self, device: Any) -> str:
+        Raises:
+            SpecError: it has no such device.
+        """
+
+    def device_name(self, device: Any) -> str:
         """The name of a device, for `device`."""
 
     def device_of_rows(self, device: Any) -> torch.device | None:
-        """torch's name of a device on which the rows of its memories lie as tensors; None for arrays on the host."""
+        """torch's device on which a memory keeps its rows as tensors; None for arrays in host memory."""
 
-    def tensor_of(self, value: Any) -> Any:
-        """One of the library's arrays on a GPU as torch's, a copy if the library is another; all else as it is."""
+    def to_torch(self, value: Any) -> Any:
+        """Copies an array of the library on a GPU to a tensor; returns tensors and anything else unchanged."""
 
     def hand_over(self, arrays: list[Any], dtypes: list[Any], device: Any) -> list[Any]:
-        """Arrays of numpy or torch that nobody else holds as the library's."""
+        """Turns arrays of numpy or torch, which nobody else holds, into the library's."""
 
-    def live(self, array: Any, dtype: Any, name: str) -> Any:
-        """The store's own memory as one of the library's arrays; a copy where those cannot be written to."""
+    def live_array(self, array: Any, dtype: Any, name: str) -> Any:
+        """One of the library's arrays over the store's memory; a copy if its arrays cannot be written to."""
 
-    def indexes(self, rows: np.ndarray) -> Any:
-        """Row ids as the library's agents take them."""
+    def as_indexes(self, rows: np.ndarray) -> Any:
+        """Row ids in the form that the library's agents take."""
 
-    def new_seed(self) -> int:
-        """A seed from the library's global generator, so that seeding that seeds the memory."""
+    def draw_seed(self) -> int:
+        """Draws a seed from the generator that programs for this library seed."""
 
 
-def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a view of another library's memory on a GPU, which that library may take back at once."""
+def copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Copies a view of another library's GPU memory, and waits, as that library may reuse the memory at once."""
     copy = tensor.detach().clone()
     torch.cuda.current_stream(tensor.device).synchronize()
     return copy

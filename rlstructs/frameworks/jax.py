@@ -9,7 +9,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from rlstructs.errors import SpecError
-from rlstructs.frameworks.framework import copied
+from rlstructs.frameworks.framework import copy_tensor
 
 try:
     import jax
@@ -17,14 +17,15 @@ except ImportError as error:
     raise ImportError("jax is needed for its memories: pip install 'rlstructs[jax]'") from error
 
 
-# The arguments of a compiled function reach a device several times faster than by `device_put`. Compiling it
-# for other shapes takes milliseconds: worth it for those that come again and again.
-_as_they_are = jax.jit(lambda *arrays: arrays)
+# Arguments of a compiled function reach a device several times faster than through `device_put`. Compiling it for new
+# shapes takes milliseconds, which pays for shapes that come often.
+_pass_through = jax.jit(lambda *arrays: arrays)
+# Uses of the same shapes and dtypes before a function is compiled for them, and how many such kinds are counted.
 OFTEN, MOST_KINDS = 3, 64
 
 
 class Jax:
-    """jax's dtypes and arrays."""
+    """jax as a `Framework`."""
 
     def __init__(self) -> None:
         self._seen: dict[Any, int] = {}
@@ -40,10 +41,10 @@ class Jax:
     def host_dtype(self, dtype: np.dtype) -> np.dtype | None:
         return None if dtype.name == "bfloat16" else dtype
 
-    def named(self, name: str) -> np.dtype:
+    def dtype_from_name(self, name: str) -> np.dtype:
         return self.dtype(jax.numpy.dtype(name))
 
-    def name_of(self, dtype: np.dtype) -> str:
+    def dtype_name(self, dtype: np.dtype) -> str:
         return dtype.name
 
     def device(self, device: Any) -> Any:
@@ -59,52 +60,52 @@ class Jax:
             raise TypeError(f"device must be one of jax's or its name, got {device!r}")
         return device
 
-    def name_of_device(self, device: Any) -> str:
+    def device_name(self, device: Any) -> str:
         return f"{device.platform}:{device.id}"
 
     def device_of_rows(self, device: Any) -> torch.device | None:
         on_gpu = device.platform == "gpu" and torch.cuda.is_available()
         return torch.device("cuda", device.local_hardware_id) if on_gpu else None
 
-    def tensor_of(self, value: Any) -> Any:
+    def to_torch(self, value: Any) -> Any:
         if not (isinstance(value, jax.Array) and torch.cuda.is_available()):
             return value
         devices = value.devices()
         on_one_gpu = len(devices) == 1 and all(device.platform == "gpu" for device in devices)
-        return copied(from_dlpack(value)) if on_one_gpu else value
+        return copy_tensor(from_dlpack(value)) if on_one_gpu else value
 
     def hand_over(self, arrays: list[Any], dtypes: list[np.dtype], device: Any) -> list[jax.Array]:
         if arrays and isinstance(arrays[0], torch.Tensor):
-            return [_of_tensor(tensor, dtype) for tensor, dtype in zip(arrays, dtypes, strict=True)]
+            return [_from_tensor(tensor, dtype) for tensor, dtype in zip(arrays, dtypes, strict=True)]
         named = [a if a.dtype == dtype else a.view(dtype) for a, dtype in zip(arrays, dtypes, strict=True)]
         kind = (*[a.shape for a in named], *dtypes)
         times = self._seen[kind] = self._seen.get(kind, 0) + 1
         is_default = device == (jax.config.jax_default_device or jax.devices()[0])
         put: list[jax.Array]
         if times > OFTEN and named and is_default:
-            put = list(_as_they_are(*named))
+            put = list(_pass_through(*named))
             return put
         if len(self._seen) > MOST_KINDS:
             self._seen.clear()
-        # All at once: each call has its price. Not bound to the default device, as what `_as_they_are` gives is not: a
-        # function is compiled again for arguments that are bound and others that are not.
+        # One call for all arrays, because each call costs time. None for the default device, so that arrays are not
+        # committed to it, as those of `_pass_through` are not: jax would compile functions anew for committed ones.
         put = jax.device_put(named, None if is_default else device)
         return put
 
-    def live(self, array: Any, dtype: np.dtype, name: str) -> jax.Array:
+    def live_array(self, array: Any, dtype: np.dtype, name: str) -> jax.Array:
         if isinstance(array, torch.Tensor):
-            return _of_tensor(array.clone(), dtype)
-        # An own copy: jax takes host memory as it is, and its arrays must not change.
+            return _from_tensor(array.clone(), dtype)
+        # A copy, because jax aliases host memory, and its arrays must not change.
         return jax.device_put(np.array(array).view(dtype))
 
-    def indexes(self, rows: np.ndarray) -> np.ndarray:
+    def as_indexes(self, rows: np.ndarray) -> np.ndarray:
         return rows
 
-    def new_seed(self) -> int:
+    def draw_seed(self) -> int:
         return int(np.random.randint(2**63 - 1, dtype=np.int64))
 
 
-def _of_tensor(tensor: torch.Tensor, dtype: np.dtype) -> jax.Array:
-    """A tensor that nobody else holds."""
+def _from_tensor(tensor: torch.Tensor, dtype: np.dtype) -> jax.Array:
+    """Makes a jax array over the memory of a tensor that nobody else holds."""
     named: jax.Array = jax.dlpack.from_dlpack(tensor.contiguous().view(getattr(torch, dtype.name)))
     return named

@@ -1,4 +1,4 @@
-"""Starts warp without the lines that it prints."""
+"""Imports and starts warp without the lines that it prints."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def start_warp() -> Any:
     """The warp module, ready for use."""
     import warp as wp
 
-    # Its start-up text, and its warning where there is no GPU, would land in a program's own output.
+    # Its greeting, and its warning about a missing GPU driver, would mix with the output of the program.
     no_driver = b"Could not find or load the NVIDIA CUDA driver"
-    with quiet_warp(), contextlib.nullcontext() if _has_cuda_driver() else _without_lines(no_driver):
+    with quiet_warp(), contextlib.nullcontext() if _has_cuda_driver() else _drop_lines(no_driver):
         wp.init()
     return wp
 
 
 @contextlib.contextmanager
 def quiet_warp() -> Iterator[None]:
-    """Warp says nothing meanwhile: neither that it starts nor that it compiles a kernel."""
+    """Keeps warp from printing that it starts or compiles a kernel."""
     import warp as wp
 
     with _START_LOCK:
@@ -43,14 +43,14 @@ def quiet_warp() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_lines(unwanted: bytes) -> Iterator[None]:
-    """Holds back what is written to descriptor 2 meanwhile, and then lets it through but for such lines.
+def _drop_lines(unwanted: bytes) -> Iterator[None]:
+    """Holds back what is written to descriptor 2, and then writes it without the lines that contain `unwanted`.
 
-    No setting of warp reaches this text: its C code writes it.
+    Warp's C code writes these lines, and no setting turns them off.
     """
     try:
         stderr = os.dup(2)
-    except OSError:  # it is closed: nobody reads it
+    except OSError:  # it is closed, so nobody reads it
         yield
         return
     try:

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 
 from rlstructs.errors import SpecError
-from rlstructs.frameworks.dtypes import KEPT, UNFIT
+from rlstructs.frameworks.dtypes import SUPPORTED, UNSUPPORTED, dtype_name
 
 
 def as_device(device: torch.device | str) -> torch.device:
-    """A device as tensors name theirs: "cuda" is the current cuda device.
+    """A device with its index, like the `device` of tensors: "cuda" is the current cuda device.
 
     Raises:
-        TypeError: it is none, but a dtype, say.
+        TypeError: it is neither a device nor a name.
         RuntimeError: torch has no device of this name.
     """
     try:
@@ -27,28 +27,8 @@ def as_device(device: torch.device | str) -> torch.device:
     return device
 
 
-def host_array(name: str, tensor: torch.Tensor) -> np.ndarray:
-    """A tensor as a numpy array, which shares its memory where that can be.
-
-    Raises:
-        SpecError: numpy has not this dtype.
-    """
-    host = tensor.detach().cpu().resolve_conj().resolve_neg()
-    try:
-        return host.numpy()
-    except TypeError as error:
-        wide = "complex64" if tensor.dtype.is_complex else "float32"
-        dtype = named(tensor.dtype)
-        raise SpecError(f"{name!r} is {dtype}, which numpy has not; convert it to {wide} first") from error
-
-
-def named(dtype: torch.dtype) -> str:
-    """The name of a dtype, without that of torch."""
-    return str(dtype).removeprefix("torch.")
-
-
 class Torch:
-    """torch's dtypes and tensors."""
+    """torch as a `Framework`."""
 
     def dtype(self, dtype: Any) -> torch.dtype:
         if dtype is None or dtype is float:
@@ -63,21 +43,21 @@ class Torch:
             raise SpecError(f"dtype must be one of torch's, got {dtype!r}") from error
 
     def host_dtype(self, dtype: torch.dtype) -> np.dtype | None:
-        if dtype in UNFIT:
-            raise SpecError(f"dtype {dtype} is not supported; {KEPT} are, but floats of 8 bits")
+        if dtype in UNSUPPORTED:
+            raise SpecError(f"dtype {dtype} is not supported; {SUPPORTED} are, except floats of 8 bits")
         try:
             return None if dtype is torch.bfloat16 else torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
         except TypeError as error:
-            raise SpecError(f"dtype {dtype} is not supported: numpy has none like it") from error
+            raise SpecError(f"dtype {dtype} is not supported: numpy lacks it") from error
 
-    def named(self, name: str) -> torch.dtype:
+    def dtype_from_name(self, name: str) -> torch.dtype:
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype):
             raise SpecError(f"torch has no dtype {name!r}")
         return dtype
 
-    def name_of(self, dtype: torch.dtype) -> str:
-        return str(dtype).removeprefix("torch.")
+    def dtype_name(self, dtype: torch.dtype) -> str:
+        return dtype_name(dtype)
 
     def device(self, device: Any) -> torch.device:
         if device is None:
@@ -87,29 +67,29 @@ class Torch:
         except RuntimeError as error:
             raise SpecError(f"device: torch has no {device!r}: {error}") from error
 
-    def name_of_device(self, device: torch.device) -> str:
+    def device_name(self, device: torch.device) -> str:
         return str(device)
 
     def device_of_rows(self, device: torch.device) -> torch.device | None:
         return device if device.type == "cuda" else None
 
-    def tensor_of(self, value: Any) -> Any:
+    def to_torch(self, value: Any) -> Any:
         return value
 
     def hand_over(self, arrays: list[Any], dtypes: list[torch.dtype], device: torch.device) -> list[torch.Tensor]:
         if arrays and type(arrays[0]) is torch.Tensor:
-            return [self.live(tensor, dtype, "") for tensor, dtype in zip(arrays, dtypes, strict=True)]
+            return [self.live_array(tensor, dtype, "") for tensor, dtype in zip(arrays, dtypes, strict=True)]
         tensors = [torch.from_numpy(array) for array in arrays]
         if torch.bfloat16 in dtypes:
             tensors = [t.view(d) if d is torch.bfloat16 else t for t, d in zip(tensors, dtypes, strict=True)]
         return tensors if device.type == "cpu" else [tensor.to(device) for tensor in tensors]
 
-    def live(self, array: Any, dtype: torch.dtype, name: str) -> torch.Tensor:
+    def live_array(self, array: Any, dtype: torch.dtype, name: str) -> torch.Tensor:
         tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
         return tensor if tensor.dtype is dtype else tensor.view(dtype)
 
-    def indexes(self, rows: np.ndarray) -> torch.Tensor:
+    def as_indexes(self, rows: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(rows)
 
-    def new_seed(self) -> int:
+    def draw_seed(self) -> int:
         return int(torch.randint(2**63 - 1, (), device="cpu"))

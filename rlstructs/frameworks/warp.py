@@ -10,24 +10,25 @@ import torch
 import warp as wp
 
 from rlstructs.errors import SpecError
-from rlstructs.frameworks.framework import copied
+from rlstructs.frameworks.framework import copy_tensor
 from rlstructs.frameworks.start_warp import WARP_DTYPES, WARP_MAX_AXES, start_warp
 
-PYTHON = {float: wp.float32, int: wp.int32, bool: wp.bool, None: wp.float32}
+# What warp takes for Python's types, and for no dtype.
+PYTHON_DTYPES = {float: wp.float32, int: wp.int32, bool: wp.bool, None: wp.float32}
 BFLOAT16 = getattr(wp, "bfloat16", "no bfloat16 in this version")
 
 
 class Warp:
-    """warp's dtypes and arrays."""
+    """warp as a `Framework`."""
 
     def dtype(self, dtype: Any) -> Any:
-        if dtype is None or (isinstance(dtype, type) and dtype in PYTHON):
-            return PYTHON[dtype]
+        if dtype is None or (isinstance(dtype, type) and dtype in PYTHON_DTYPES):
+            return PYTHON_DTYPES[dtype]
         if _name_of(dtype) == "bfloat16":
             if isinstance(BFLOAT16, str):
                 raise SpecError(f"dtype bfloat16 is not supported: warp has it from version 1.9 on; {WARP_DTYPES} are")
             return BFLOAT16
-        for convert in (_scalar, _of_numpy):
+        for convert in (_check_scalar, _from_numpy):
             with contextlib.suppress(TypeError, KeyError):
                 return convert(dtype)
         raise SpecError(f"dtype must be one of warp's or numpy's scalars ({WARP_DTYPES}), got {dtype!r}")
@@ -35,10 +36,10 @@ class Warp:
     def host_dtype(self, dtype: Any) -> np.dtype | None:
         return None if dtype is BFLOAT16 else np.dtype(wp.dtype_to_numpy(dtype))
 
-    def named(self, name: str) -> Any:
+    def dtype_from_name(self, name: str) -> Any:
         return self.dtype(BFLOAT16 if name == "bfloat16" else np.dtype(name))
 
-    def name_of(self, dtype: Any) -> str:
+    def dtype_name(self, dtype: Any) -> str:
         return "bfloat16" if dtype is BFLOAT16 else np.dtype(wp.dtype_to_numpy(dtype)).name
 
     def device(self, device: Any) -> Any:
@@ -48,62 +49,62 @@ class Warp:
         except (ValueError, RuntimeError, TypeError) as error:
             raise SpecError(f"device: warp has no {device!r}: {error}") from error
 
-    def name_of_device(self, device: Any) -> str:
+    def device_name(self, device: Any) -> str:
         return str(device.alias)
 
     def device_of_rows(self, device: Any) -> torch.device | None:
         on_gpu = device.is_cuda and torch.cuda.is_available()
         return torch.device("cuda", device.ordinal) if on_gpu else None
 
-    def tensor_of(self, value: Any) -> Any:
+    def to_torch(self, value: Any) -> Any:
         if not (isinstance(value, wp.array) and value.device.is_cuda and torch.cuda.is_available()):
             return value
         torch_stream = wp.stream_from_torch(torch.cuda.current_stream(value.device.ordinal))
-        torch_stream.wait_stream(wp.get_stream(value.device))  # which may still write to it
-        return copied(wp.to_torch(value, requires_grad=False))
+        torch_stream.wait_stream(wp.get_stream(value.device))  # warp may still write to it
+        return copy_tensor(wp.to_torch(value, requires_grad=False))
 
     def hand_over(self, arrays: list[Any], dtypes: list[Any], device: Any) -> list[wp.array]:
         # Each keeps its array alive.
         if arrays and isinstance(arrays[0], torch.Tensor):
-            return [self.live(tensor, dtype, "a batch") for tensor, dtype in zip(arrays, dtypes, strict=True)]
-        host = [self.live(array, dtype, "a batch") for array, dtype in zip(arrays, dtypes, strict=True)]
+            return [self.live_array(tensor, dtype, "a batch") for tensor, dtype in zip(arrays, dtypes, strict=True)]
+        host = [self.live_array(array, dtype, "a batch") for array, dtype in zip(arrays, dtypes, strict=True)]
         return host if device.is_cpu else [array.to(device) for array in host]
 
-    def live(self, array: Any, dtype: Any, name: str) -> wp.array:
+    def live_array(self, array: Any, dtype: Any, name: str) -> wp.array:
         if array.ndim > WARP_MAX_AXES:
             raise SpecError(f"{name} has {array.ndim} axes, warp arrays have at most {WARP_MAX_AXES}")
         if isinstance(array, torch.Tensor):
-            return _of_tensor(array, dtype)
+            return _from_tensor(array, dtype)
         if dtype is BFLOAT16:
             array = array.view(np.uint16)
         return wp.array(array, dtype=dtype, copy=False, device="cpu")
 
-    def indexes(self, rows: np.ndarray) -> np.ndarray:
+    def as_indexes(self, rows: np.ndarray) -> np.ndarray:
         return rows
 
-    def new_seed(self) -> int:
+    def draw_seed(self) -> int:
         return int(np.random.randint(2**63 - 1, dtype=np.int64))
 
 
 def _name_of(dtype: Any) -> str:
-    """The name of a dtype, whichever library's it is."""
+    """The name of a dtype of any library."""
     name = dtype if isinstance(dtype, str) else getattr(dtype, "name", getattr(dtype, "__name__", dtype))
     return str(name).removeprefix("torch.")
 
 
-def _scalar(dtype: Any) -> Any:
-    wp.dtype_to_numpy(dtype)  # raises where it is none of warp's
+def _check_scalar(dtype: Any) -> Any:
+    wp.dtype_to_numpy(dtype)  # raises unless it is one of warp's
     return dtype
 
 
-def _of_numpy(dtype: Any) -> Any:
+def _from_numpy(dtype: Any) -> Any:
     return wp.dtype_from_numpy(np.dtype(dtype))
 
 
-def _of_tensor(tensor: torch.Tensor, dtype: Any) -> wp.array:
-    """A view."""
+def _from_tensor(tensor: torch.Tensor, dtype: Any) -> wp.array:
+    """Makes a warp array over the memory of a tensor."""
     if tensor.device.type == "cuda":
         stream = wp.get_stream(wp.device_from_torch(tensor.device))
-        stream.wait_stream(wp.stream_from_torch(torch.cuda.current_stream(tensor.device)))  # which still writes to it
-        tensor.record_stream(wp.stream_to_torch(stream))  # or torch gave its memory to others too early
+        stream.wait_stream(wp.stream_from_torch(torch.cuda.current_stream(tensor.device)))  # as torch may still write
+        tensor.record_stream(wp.stream_to_torch(stream))  # otherwise torch could reuse its memory too early
     return wp.from_torch(tensor.view(torch.bfloat16) if dtype is BFLOAT16 else tensor, dtype=dtype)

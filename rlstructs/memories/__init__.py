@@ -1,4 +1,4 @@
-"""Replay memories with skrl's interface: `rlstructs.memories.torch`, `.jax` and `.warp`, the same in all three."""
+"""Replay memories with skrl's interface, the same in `rlstructs.memories.torch`, `.jax` and `.warp`."""
 
 from __future__ import annotations
 

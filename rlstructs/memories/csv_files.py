@@ -1,4 +1,4 @@
-"""Memories in text: a .csv with the valid rows, and a .json beside it with the rest."""
+"""Files of memories in text: a .csv with the valid rows, and a .json beside it with everything else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlstructs.checks import reason
+from rlstructs.checks import clean_text
 from rlstructs.errors import FileError, OutOfMemoryError
 from rlstructs.files import json_text, layout
 from rlstructs.files.archives import checksum
@@ -29,22 +29,22 @@ from rlstructs.replay.values import from_bits, to_bits
 if TYPE_CHECKING:
     from rlstructs.memories.memory import Memory
 
-# Characters: complex numbers of 128 bits have 50.
+# The most characters of a number; a complex number of 128 bits needs 50.
 LONGEST_NUMBER = 100
-# How many numbers are held as text at a time.
+# Numbers that are held as text at a time.
 CELLS_AT_ONCE = 1 << 14
-# Keys of the .json beside a .csv: checksum of the .json without this entry, and of the .csv.
+# Keys of the .json: the checksum of the .json without this entry, and that of the .csv.
 CHECKSUM, ROWS_CHECKSUM = "crc32", "rows_crc32"
 
 
 def save(memory: Memory, path: Path, bookkeeping: Mapping[str, np.ndarray]) -> None:
-    """Writes the valid rows of a memory, and beside them a .json with the rest."""
+    """Writes the valid rows of a memory to a .csv, and everything else to a .json beside it."""
     rows, columns = memory._store().span().by_step(), memory._storage.columns
     names = memory.get_tensor_names()
     header = [column for name in names for column in _column_names(name, memory._spec(name))]
     more = {name: array.tolist() for name, array in bookkeeping.items()}
     format_of = {"format": layout.FORMAT, "version": layout.VERSION, "class": KIND}
-    with layout.replacing(path) as temporary, layout.replacing(path.with_suffix(".json")) as beside:
+    with layout.replace_file(path) as temporary, layout.replace_file(path.with_suffix(".json")) as beside:
         with open(temporary, "x", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(header)
@@ -63,7 +63,7 @@ def save(memory: Memory, path: Path, bookkeeping: Mapping[str, np.ndarray]) -> N
 
 
 def _checksum_of_lines(path: Path) -> int:
-    """Checksum of a text file, whatever ends its last line."""
+    """The checksum of a text file without the end of its last line, which editors change."""
     with open_file(path) as file:
         nbytes = size_of(file)
         last = read_at(file, max(0, nbytes - 2), min(2, nbytes))
@@ -75,7 +75,7 @@ def _checksum_of(state: Mapping[str, Any]) -> int:
 
 
 def _verify(path: Path, state: Mapping[str, Any]) -> None:
-    """Raises ValueError or KeyError if either file has changed since it was written."""
+    """Raises ValueError or KeyError if one of the two files has changed since it was written."""
     if state[CHECKSUM] != _checksum_of({key: value for key, value in state.items() if key != CHECKSUM}):
         raise ValueError("the checksum of the .json beside it is wrong")
     if state[ROWS_CHECKSUM] != _checksum_of_lines(path):
@@ -96,7 +96,7 @@ def load(memory: Memory, path: Path) -> None:
         if not isinstance(state, dict) or state.get("format") != layout.FORMAT or state.get("class") != KIND:
             raise ValueError("the .json beside it is not one of ours")
         if state.get("version") != layout.VERSION:
-            raise ValueError(f"version {reason(state.get('version'))}, this program reads version {layout.VERSION}")
+            raise ValueError(f"version {clean_text(state.get('version'))}, this program reads version {layout.VERSION}")
         _verify(path, state)
         given = state["more"]
         more = {name: _parse_bookkeeping(given[name], dtype) for name, dtype in DTYPES.items() if name in given}
@@ -105,8 +105,8 @@ def load(memory: Memory, path: Path) -> None:
         tensors = _read_rows(path, nbytes, specs, len(lane_rows))
     except (FileError, OutOfMemoryError):
         raise
-    except Exception as error:  # whatever text
-        raise FileError(f"{path}: not a file of {layout.FORMAT}, or a damaged one: {reason(error)}") from error
+    except Exception as error:  # parsers may raise anything for arbitrary text
+        raise FileError(f"{path}: not a file of {layout.FORMAT}, or a damaged one: {clean_text(error)}") from error
     make_missing(memory, path, state, specs)
     columns = memory._store().columns
     for name, values in tensors.items():
@@ -134,7 +134,7 @@ DTYPES = {RING: np.int64, EPISODES: np.int32, SYNCED: np.int64, DRAWN: np.int64,
 
 
 def _read_rows(path: Path, nbytes: int, specs: Mapping[str, Spec], n_rows: int) -> dict[str, np.ndarray]:
-    """Reads the tensors of a file, `(n_rows, *shape)`, some lines at a time."""
+    """Reads the tensors of a file, each `(n_rows, *shape)`, some lines at a time."""
     sizes = {name: math.prod(specs[name].shape) for name in sorted(specs)}
     n = 0
     for name, size in sizes.items():  # checked before anything as large as the file claims is allocated
@@ -142,7 +142,7 @@ def _read_rows(path: Path, nbytes: int, specs: Mapping[str, Spec], n_rows: int) 
         if n > nbytes:
             raise ValueError(f"its first line does not name the columns of {name!r}")
     if (n_rows + 1) * n > nbytes:
-        raise ValueError(f"it has not the {n_rows} rows of {n} numbers that it should have")
+        raise ValueError(f"it has fewer than the {n_rows} rows of {n} numbers that it should have")
     made = {name: np.empty((n_rows, *spec.shape), spec.dtype) for name, spec in specs.items()}
     with open_file(path) as raw, io.TextIOWrapper(io.BufferedReader(raw), encoding="utf-8", newline="") as file:  # type: ignore[type-var]
         _check_names(file, specs)
@@ -175,7 +175,7 @@ def _read_cells(file: IO[str], n: int) -> list[str]:
     """Reads the next line of a file and splits it into n texts."""
     line = file.readline(n * (LONGEST_NUMBER + 1) + 2)
     cells = line.rstrip("\r\n").split(",") if n else []
-    # numpy pads all strings of an array to the longest: a single one of a megabyte would take terabytes.
+    # numpy pads all strings of an array to the longest one: with one of a megabyte they would take terabytes.
     if len(cells) != n or max(map(len, cells), default=0) > LONGEST_NUMBER:
         raise ValueError(f"it has a line that is not of {n} numbers: {line[:LONGEST_NUMBER]!r}")
     return cells

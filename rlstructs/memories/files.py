@@ -1,4 +1,4 @@
-"""Files of memories: `.pt` and `.npz` hold everything, `.csv` the valid rows with the rest in a `.json` beside it."""
+"""Files of memories: `.pt` and `.npz`; `csv_files` has the third format."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def load(memory: Memory, path: Path) -> None:
         return
     if path.suffix[1:] not in FORMATS:
         raise FileError(f"{path}: the name must end in one of .{', .'.join(FORMATS)}")
-    with layout.reading(path) as (reader, header):
+    with layout.open_reader(path) as (reader, header):
         layout.check_class(path, header, KIND)
         reader.verify()
         state = header["state"]
         more = {name: _array(reader, name) for name in BOOKKEEPING if name in header["arrays"]}
         specs, restore = plan_restore(memory, path, state, more)
         for name, spec in specs.items():
-            dtype, shape = reader.found(name)
+            dtype, shape = reader.spec_of(name)
             if dtype != spec.dtype or shape != (memory.memory_size, memory.num_envs, *spec.shape):
                 raise ValueError(f"tensor {name!r} is {dtype} {shape}, its header says otherwise")
         make_missing(memory, path, state, specs)
@@ -74,7 +74,7 @@ def load(memory: Memory, path: Path) -> None:
 
 def _tensors(memory: Memory) -> dict[str, Any]:
     lead = (memory.memory_size, memory.num_envs)
-    columns, names = memory._store().columns, memory.get_tensor_names()  # in the order in which skrl's files have them
+    columns, names = memory._store().columns, memory.get_tensor_names()  # sorted, as in skrl's files
     return {name: columns.to_file(name, (*lead, *columns.specs[name].shape)) for name in names}
 
 
@@ -87,7 +87,7 @@ def _bookkeeping(memory: Memory) -> dict[str, np.ndarray]:
 
 
 def _array(reader: Reader, name: str) -> np.ndarray:
-    dtype, shape = reader.found(name)
+    dtype, shape = reader.spec_of(name)
     array = np.empty(shape, dtype)
     reader.read_into(name, array)
     return array

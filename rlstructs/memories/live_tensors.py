@@ -11,7 +11,7 @@ class LiveTensors(dict[str, Any]):
     """Tensors by name, in order of creation.
 
     Args:
-        names: of the tensors.
+        names: names of the tensors.
         get: returns the tensor of a name.
         put: copies values into the tensor of a name.
     """
@@ -27,8 +27,8 @@ class LiveTensors(dict[str, Any]):
             MissingKeyError, SpecError: there is no such tensor and none can be created, or the values do not fit.
         """
         self._put(name, values)
-        super().__setitem__(name, self._get(name))  # jax has a copy
+        super().__setitem__(name, self._get(name))  # for jax, whose array is a copy
 
     def __reduce__(self) -> Any:
-        # A copy is independent of the memory, and of a class that torch.load accepts.
+        # Copies and pickles are independent of the memory; torch.load accepts an OrderedDict.
         return OrderedDict, (), None, None, iter(self.items())

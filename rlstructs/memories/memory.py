@@ -1,4 +1,4 @@
-"""The interface of skrl's memories over the one replay store."""
+"""`Memory`, skrl's interface to the replay store."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Memory(NamedTensors, ABC):
     Args:
         memory_size: rows per environment.
         num_envs: number of environments.
-        device: of batches; None for the library's default device. On a GPU the rows are stored there too.
+        device: device of batches; None for the library's default. On a GPU the rows are stored there too.
         export: whether to save the memory each time it has filled up.
         export_format: "pt", "npz" or "csv".
         export_directory: folder to save to, in a subfolder `memories`.
-        seed: of the random generator; None draws a seed from the library's global generator.
+        seed: seed of the random generator; None draws one from the library's global generator.
         strict: whether unknown names and None values raise an error; otherwise they are skipped.
 
     Raises:
@@ -44,9 +44,9 @@ class Memory(NamedTensors, ABC):
     # Writing
 
     def add_samples(self, **tensors: Any) -> None:
-        """Appends one row for all or some environments, or several rows for a single one.
+        """Appends one row for all or some environments, or several rows for a single environment.
 
-        The shape of `observations`, or of the first tensor if there are none, decides:
+        The shape of `observations`, or of the first tensor if they are not given, decides:
 
         - `(num_envs, ...)`: one row for each environment.
         - `(n, ...)` with n < num_envs: one row for each of the next n environments of the current row.
@@ -55,7 +55,7 @@ class Memory(NamedTensors, ABC):
 
         Args:
             tensors: name -> `(n, *data)` or `(*data)`; single numbers may be given without a data axis.
-                Rows of omitted tensors become unwritten. Tensors that the program got by `get_tensor_by_name` or
+                Rows of omitted tensors become unwritten. But tensors that the program got by `get_tensor_by_name` or
                 `tensors`, or set by `set_tensor_by_name`, keep what it wrote to these rows.
 
         Raises:
@@ -80,9 +80,9 @@ class Memory(NamedTensors, ABC):
         self._write(block, lanes, find_ends(block))
 
     def _write_quickly(self, tensors: Mapping[str, Any]) -> bool:
-        """Writes a row of each environment without conversion; returns False if that is not possible.
+        """Writes a row of each environment without conversion; returns False if that is impossible.
 
-        skrl's agents pass values that have no tensor, and omit those that they compute later.
+        skrl's agents give values for tensors that do not exist, and omit those that they compute later.
         """
         if self._planned:  # they have no bytes yet
             return False
@@ -122,6 +122,7 @@ class Memory(NamedTensors, ABC):
             self.save(self.export_directory, format=self.export_format)
 
     def _n_laps(self) -> int:
+        """Counts how often every environment has filled all its rows."""
         ring = self._storage.ring
         return int((ring.head - ring.base).min()) // self.memory_size
 
@@ -136,12 +137,12 @@ class Memory(NamedTensors, ABC):
                 raise SpecError(f"add_samples: {nothing} are None")
         if not given:
             raise SpecError("add_samples: every tensor is None")
-        # Values without a tensor are ignored, except those that say how many rows there are.
+        # Values without a tensor are ignored, except those whose shape gives the number of rows.
         first = "observations" if "observations" in given else next(iter(given))
         return {n: self._convert(n, value) for n, value in given.items() if n in self._dtypes or n == first}
 
     def _count_rows(self, given: Mapping[str, Any]) -> int | None:
-        """Counts the given rows; None for a single row without an axis."""
+        """Counts the given rows; returns None for a single row without an axis for rows."""
         name = "observations" if "observations" in given else next(iter(given))
         values = given[name]
         n_data_axes = len(self._spec(name).shape) if name in self._dtypes else 1
@@ -154,7 +155,7 @@ class Memory(NamedTensors, ABC):
         raise SpecError(f"add_samples: {name!r} has shape {tuple(values.shape)}, needed is (n, *data) or (*data)")
 
     def _choose_lanes(self, n: int) -> tuple[Any, tuple[int, int]]:
-        """Returns the environments that take `n` rows, and the leading axes (environments, rows)."""
+        """Chooses the environments that take `n` rows; returns them and the leading axes (environments, rows)."""
         if n == self.num_envs:
             return slice(None), (n, 1)
         if self.num_envs == 1:
@@ -192,8 +193,8 @@ class Memory(NamedTensors, ABC):
         """Copies of the rows with these flat indexes.
 
         Args:
-            names: of tensors; unknown names give None.
-            indexes: int (n,), or with more axes, which the result then has too; in [0, memory_size * num_envs).
+            names: names of tensors; unknown ones give None.
+            indexes: int (n,) in [0, memory_size * num_envs); may have more axes, which the result then has too.
             mini_batches: number of parts, of nearly equal size.
 
         Returns:
@@ -204,23 +205,24 @@ class Memory(NamedTensors, ABC):
         """
         rows = np.atleast_1d(row_ids(indexes, self.memory_size * self.num_envs))
         names = self._check_names(names)
-        known = self._existing(names)
+        known = self._drop_unknown(names)
         return self._batches(names, known, self._store().columns.gather(known, rows), len(rows), mini_batches)
 
     def sample_all(self, names: Sequence[str], mini_batches: int = 1, sequence_length: int = 1) -> list[list[Any]]:
-        """Every valid row exactly once: by time, or, for sequences, one environment after another.
+        """Copies of all valid rows, each once: ordered by time, or for sequences by environment.
 
         Args:
-            names: of tensors; unknown names give None.
+            names: names of tensors; unknown ones give None.
             mini_batches: number of parts, of nearly equal size.
-            sequence_length: rows per sequence; parts hold whole sequences. An environment's last one may be shorter.
+            sequence_length: rows per sequence; parts hold whole sequences. The last one of an environment may be
+                shorter.
         """
         names = self._check_names(names)
         check_count("sequence_length", max(sequence_length, 1) if isinstance(sequence_length, int) else sequence_length)
         storage = self._store()
         span = storage.span()
         rows, starts = (span.by_step(), None) if sequence_length <= 1 else span.by_lane(sequence_length)
-        known = self._existing(names)
+        known = self._drop_unknown(names)
         return self._batches(names, known, storage.columns.gather(known, rows), rows.size, mini_batches, starts)
 
     @abstractmethod
@@ -240,7 +242,7 @@ class Memory(NamedTensors, ABC):
             raise MissingKeyError(f"no tensor(s) {unknown} in this memory, there are {self.get_tensor_names()}")
         return list(names)
 
-    def _existing(self, names: list[str]) -> list[str]:
+    def _drop_unknown(self, names: list[str]) -> list[str]:
         dtypes = self._dtypes
         return [name for name in names if name in dtypes]
 
@@ -269,7 +271,7 @@ class Memory(NamedTensors, ABC):
 
     @staticmethod
     def _place_by_name(names: list[str], known: list[str], tensors: list[Any]) -> list[Any]:
-        """The tensor of each name, None for unknown names."""
+        """Returns the tensor of each name, None for unknown ones."""
         if len(names) == len(known):
             return tensors
         found = iter(tensors)
@@ -278,13 +280,13 @@ class Memory(NamedTensors, ABC):
     # Files
 
     def save(self, directory: str | Path = "", format: str | None = None) -> Path:  # noqa: A002 - skrl's name
-        """Saves the memory to a file, atomically. Other threads that add rows wait.
+        """Saves the memory to a file, completely or not at all, while other threads that add rows wait.
 
         Args:
-            directory: a folder, in which `memories` gets a new file; or the name of a file that ends in .pt, .npz or
-                .csv. "" for `export_directory`.
-            format: "pt", "npz" or "csv" (valid rows only, with a .json beside it); None for the file's ending, or
-                "pt" in a folder.
+            directory: a folder, whose subfolder `memories` gets a new file; or the path of a file that ends in .pt,
+                .npz or .csv; "" for `export_directory`.
+            format: "pt", "npz" or "csv" (only valid rows, with a .json beside it); None for the ending of the file,
+                or "pt" in a folder.
 
         Returns:
             The path of the file. In a folder its name begins with the time, so that files sort by age.
@@ -298,22 +300,23 @@ class Memory(NamedTensors, ABC):
             return files.save(self, path, format)
 
     def load(self, path: str | Path) -> None:
-        """Restores rows, length, cursor and random stream from a file of `save`. Missing tensors are created.
+        """Restores rows, length, cursor and random stream from a file of `save`; creates missing tensors.
 
         Raises:
+            FileNotFoundError: there is no such file.
             FileError: the file is damaged, of another version, or of a memory of another size; nothing changes.
         """
         files.load(self, Path(path))
 
     def _state(self) -> dict[str, Any]:
         """Sizes, dtypes and random state, for the header of a file."""
-        name_of = self.framework.name_of
+        name_of = self.framework.dtype_name
         tensors = {name: [name_of(dtype), self._spec(name).shape] for name, dtype in self._dtypes.items()}
         sizes = {"memory_size": self.memory_size, "num_envs": self.num_envs}
         return {**sizes, "tensors": tensors, "rng": plain_state(self._rng)}
 
     def _more_arrays(self) -> dict[str, np.ndarray]:
-        """More arrays for a file."""
+        """The arrays that a subclass adds to a file."""
         return {}
 
     def _plan_more(

@@ -1,4 +1,4 @@
-"""Names of tensors and of file formats: which are allowed, and which mark the ends of episodes."""
+"""Checks names of tensors and of file formats, and finds the tensors that mark ends of episodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_format(name: Any) -> str:
     """Returns `name` if it is a file format.
 
     Raises:
-        SpecError: it is not.
+        SpecError: it is not one.
     """
     if name not in FORMATS:
         raise SpecError(f"the format must be one of {FORMATS}, got {name!r}")
@@ -26,7 +26,7 @@ def check_format(name: Any) -> str:
 
 
 def check_name(name: Any) -> None:
-    """Raises SpecError unless a tensor may have this name; names like __ring__ belong to other arrays of a file."""
+    """Raises SpecError unless a tensor may have this name; files keep other arrays under names like __ring__."""
     if not isinstance(name, str) or not name or (len(name) > 4 and name.startswith("__") and name.endswith("__")):
         raise SpecError(f"a tensor's name must be a string that does not begin and end with '__', got {name!r}")
 

@@ -1,4 +1,4 @@
-"""`PrioritizedMemory`: rows are drawn in proportion to their priorities."""
+"""`PrioritizedMemory`, which draws rows in proportion to their priorities."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rlstructs.replay.span import Span
 class PrioritizedMemory(RandomMemory):
     """A memory that draws its rows, or the first rows of sequences, in proportion to priorities.
 
-    A new row gets the largest priority ever set, initially 1. Schaul et al., Prioritized
-    Experience Replay (2016), section 3.
+    A new row gets the largest priority that was ever set, initially 1. See section 3 of Schaul et al., Prioritized
+    Experience Replay (2016).
 
     Args:
         alpha: exponent of priorities, at least 0; 0 draws uniformly.
@@ -86,7 +86,7 @@ class PrioritizedMemory(RandomMemory):
 
         Args:
             indexes: int (n,), from `get_sampling_indexes`.
-            priorities: (n,), finite, at least 0.
+            priorities: (n,), finite and at least 0.
 
         Raises:
             IndexError, SpecError: an argument is invalid; nothing changes.

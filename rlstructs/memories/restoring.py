@@ -1,4 +1,4 @@
-"""Checks that a file fits a memory, and restores the memory from it."""
+"""Checks that a file fits a memory, and restores the memory from the file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlstructs.checks import reason
+from rlstructs.checks import clean_text
 from rlstructs.errors import FileError
 from rlstructs.memories.names import check_name
 from rlstructs.memories.tensors import spec_of
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rlstructs.memories.memory import Memory
 
 KIND = "Memory"
-# Arrays of a file that hold no tensor.
+# Arrays in a file that are not tensors.
 RING, EPISODES = "__ring__", "__episodes__"
 BOOKKEEPING = (RING, EPISODES, SYNCED, DRAWN, LEAVES)
 
@@ -41,7 +41,7 @@ def plan_restore(
             f"this memory has {memory.memory_size} and {memory.num_envs}"
         )
     if missing := sorted(set(memory._dtypes) - set(state["tensors"])):
-        raise FileError(reason(f"{path}: has no tensor(s) {missing}, it has {sorted(state['tensors'])}"))
+        raise FileError(clean_text(f"{path}: has no tensor(s) {missing}, it has {sorted(state['tensors'])}"))
     specs = {name: _spec(memory, name, *each) for name, each in state["tensors"].items()}
     for name, theirs in specs.items():
         if name in memory._dtypes and (spec := memory._spec(name)) != theirs:
@@ -79,8 +79,8 @@ def _spec(memory: Memory, name: str, dtype: Any, shape: Any) -> Spec:
 
 
 def dtype_of(memory: Memory, name: str, dtype: Any) -> Any:
-    """The library's own dtype of a dtype in a file."""
-    return memory.framework.named(dtype if dtype == "bfloat16" else dtype_called(name, dtype).name)
+    """The library's dtype for the name of a dtype in a file."""
+    return memory.framework.dtype_from_name(dtype if dtype == "bfloat16" else dtype_called(name, dtype).name)
 
 
 def make_missing(memory: Memory, path: Path, state: Mapping[str, Any], specs: Mapping[str, Spec]) -> None:

@@ -1,4 +1,4 @@
-"""Memories that draw at random: uniformly, or in proportion to priorities."""
+"""`RandomMemory`, which draws rows uniformly."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rlstructs.errors import SpecError, StateError
 from rlstructs.memories import memory
 from rlstructs.replay import expand
 from rlstructs.replay.drawing import Selection, Uniform, draw_fitting
-from rlstructs.replay.expand import CROSS, EPISODE_ENDS, MASK, NEVER
+from rlstructs.replay.expand import EPISODE_ENDS
 from rlstructs.replay.reading import Reading
 from rlstructs.replay.span import Span
 
 Fits = Callable[[np.ndarray], np.ndarray]
 
 NO_NAME = ""  # no tensor has it
-NO_ENDS = "no tensor 'terminated' or 'truncated' says where episodes end"
+NO_ENDS_ERROR = "no tensor 'terminated' or 'truncated' says where episodes end"
 
 
 class RandomMemory(memory.Memory):
@@ -66,15 +66,15 @@ class RandomMemory(memory.Memory):
         """Draws rows at random and returns copies.
 
         Args:
-            names: of tensors; unknown names give None.
-            batch_size: rows, or sequences; without replacement there may be fewer.
-            mini_batches: number of parts, of whole sequences and nearly equal size.
+            names: names of tensors; unknown ones give None.
+            batch_size: number of rows or sequences; without replacement there may be fewer.
+            mini_batches: number of parts; they hold whole sequences and are of nearly equal size.
             sequence_length: consecutive rows of one environment, adjacent in the result; a sequence
                 never continues from the newest row to the oldest.
             n_step: `rewards` become the discounted sum of n rewards, up to the end of the episode or the
                 newest row; `next_*`, `terminated` and `truncated` come from the last of these steps.
                 `get_sampling_discounts` returns gamma to the number of steps.
-            gamma: discount per step.
+            gamma: the discount per step.
             episode_ends: whether sequences "cross" the ends of episodes, are masked after them ("mask", see
                 `get_sampling_mask`), or "never" contain one.
 
@@ -86,16 +86,16 @@ class RandomMemory(memory.Memory):
         """
         names = self._check_names(names)
         n = check_count("batch_size", batch_size)
-        length = _check(sequence_length, n_step, gamma, episode_ends)
-        known, storage = self._existing(names), self._store()
-        if (episode_ends != CROSS or n_step > 1) and storage.episodes is None:
-            raise StateError(NO_ENDS)
+        length = _check_sampling(sequence_length, n_step, gamma, episode_ends)
+        known, storage = self._drop_unknown(names), self._store()
+        if (episode_ends != expand.CROSS or n_step > 1) and storage.episodes is None:
+            raise StateError(NO_ENDS_ERROR)
         picked, arrays = storage.sample(
             n,
             lambda count: self._select(count, length, episode_ends),
             lambda chosen: self._read(known, chosen, Reading(n_step, gamma)),
         )
-        self.sampling_indexes = self.framework.indexes(picked.rows.reshape(-1))
+        self.sampling_indexes = self.framework.as_indexes(picked.rows.reshape(-1))
         self._last = picked
         self._discounts = gamma if n_step == 1 else arrays.pop()
         if n_step == 1 and type(self).sample_by_index is not memory.Memory.sample_by_index:
@@ -113,16 +113,16 @@ class RandomMemory(memory.Memory):
         return self._batches(names, known, arrays, n * length, mini_batches, starts)
 
     def get_sampling_mask(self) -> Any:
-        """Mask of the valid rows of the last `sample`, bool, in the order of `get_sampling_indexes`."""
+        """A mask of the valid rows of the last `sample`, bool, in the order of `get_sampling_indexes`."""
         picked = self._last_selection()
         mask = picked.fields.get("mask")
         return self._hand_over(np.ones(picked.rows.shape[0], bool) if mask is None else mask.reshape(-1))
 
     def get_sampling_is_first(self) -> Any:
-        """Mask of the rows of the last `sample` that begin an episode, bool, in the same order."""
+        """A mask of the rows of the last `sample` that begin an episode, bool, in the same order."""
         picked = self._last_selection()
         if "is_first" not in picked.fields:
-            raise StateError(NO_ENDS)
+            raise StateError(NO_ENDS_ERROR)
         return self._hand_over(picked.fields["is_first"].reshape(-1))
 
     def get_sampling_discounts(self) -> Any:
@@ -143,14 +143,14 @@ class RandomMemory(memory.Memory):
         storage = self._store()
         span, episodes = storage.span(length), storage.episodes
         fits = None
-        if ends == NEVER and episodes is not None:
+        if ends == expand.NEVER and episodes is not None:
             fits = partial(expand.fits, episodes, length=length)
         anchors, fields = self._draw_anchors(span, n, fits)
         if length == 1:
             if episodes is not None:
                 fields["is_first"] = episodes.begin(anchors)
             return Selection(anchors[:, None], span, fields)
-        if ends == MASK and episodes is not None:
+        if ends == expand.MASK and episodes is not None:
             window = expand.padded(span, episodes, anchors, length)
         else:
             window = expand.chunk(span, episodes, anchors, length)
@@ -160,7 +160,7 @@ class RandomMemory(memory.Memory):
         return Selection(window.rows, span, fields)
 
     def _draw_anchors(self, span: Span, n: int, fits: Fits | None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Draws `n` rows that fit, the first of each sequence; returns them and more fields of the selection."""
+        """Draws the first rows of `n` sequences that fit; returns them and more fields of the selection."""
         uniform, rng = self._uniform, self._rng
         if fits is None:
             return uniform.draw(span, n, rng), {}
@@ -181,7 +181,7 @@ class RandomMemory(memory.Memory):
         return [found[name] for name in (*names, NO_NAME)]
 
 
-def _check(sequence_length: Any, n_step: Any, gamma: float, episode_ends: str) -> int:
+def _check_sampling(sequence_length: Any, n_step: Any, gamma: float, episode_ends: str) -> int:
     # skrl takes 0 for 1.
     length = 1 if sequence_length in (0, 1) else check_count("sequence_length", sequence_length)
     if n_step != 1 and check_count("n_step", n_step) > 1 and length > 1:

@@ -12,12 +12,12 @@ from rlstructs.errors import SpecError
 
 
 def n_elements(size: Any) -> int:
-    """The numbers per row of a size: an int, a list of ints (their product), or a gymnasium space.
+    """Counts the numbers in a row: an int, the product of a list of ints, or the numbers of a space.
 
-    A Discrete space takes one number, its value; Dict and Tuple spaces take the sum of their members.
+    A Discrete space has one number, its value; Dict and Tuple spaces have the sum of their members.
 
     Raises:
-        TypeError, SpecError: it is something else.
+        TypeError, SpecError: the size is something else.
     """
     if isinstance(size, (tuple, list)):
         return math.prod(check_count("size", n) for n in size)

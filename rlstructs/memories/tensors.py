@@ -1,7 +1,7 @@
-"""Named tensors over a store: the part of a memory that creates tensors and gives access to them.
+"""`NamedTensors`, the base class of memories: creates tensors and gives access to them.
 
-A tensor is `(memory_size, num_envs, *data)`. A flat index is `row * num_envs + env`. Each environment is
-a lane of the store with its own head, so environments need not be in step.
+A tensor is `(memory_size, num_envs, *data)`. A flat index is `row * num_envs + env`. Each environment is a lane of the
+store with a head of its own, so environments may be at different rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 
 from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError
-from rlstructs.frameworks.framework import OF_OTHERS, Framework
+from rlstructs.frameworks.dtypes import dtype_name
+from rlstructs.frameworks.framework import NOT_NUMPYS, Framework
 from rlstructs.memories.live_tensors import LiveTensors
 from rlstructs.memories.names import check_format, check_name, find_ends
 from rlstructs.memories.spaces import n_elements
@@ -30,7 +31,7 @@ from rlstructs.replay.values import as_whole, encoded, generator_of, host_array
 
 
 class NamedTensors(CopiedWhole):
-    """The tensors and the cursor of a memory; see `Memory` for the arguments."""
+    """The tensors and the cursor of a memory; see `Memory` for its arguments."""
 
     framework: Framework
 
@@ -54,11 +55,11 @@ class NamedTensors(CopiedWhole):
         self.export_directory = export_directory
         self.strict = strict
         self.sampling_indexes: Any = None
-        self._rng = generator_of(self.framework.new_seed() if seed is None else seed)
+        self._rng = generator_of(self.framework.draw_seed() if seed is None else seed)
         self._dtypes: dict[str, Any] = {}
-        # Tensors that were created but have no bytes yet: they get them on first use.
+        # Tensors that were created but not allocated, which happens at the first use.
         self._planned: dict[str, Spec] = {}
-        # Tensors that the program got or set: it may write to their rows before it adds them.
+        # Tensors that the program got or set: it may write to rows before it adds them.
         self._exposed: set[str] = set()
         where = self.framework.device_of_rows(self.device)
         columns: Columns | None = None
@@ -67,25 +68,25 @@ class NamedTensors(CopiedWhole):
         self._storage = Storage(self.num_envs, self.memory_size, order=SLOT, columns=columns)
         self._step_writer = StepWriter(self._storage, ENDS)
 
-    # What is there
+    # Content
 
     def __len__(self) -> int:
-        """Valid rows, over all environments."""
+        """Number of valid rows, over all environments."""
         return len(self._storage)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory once rows have been written."""
+        """Bytes of memory that the tensors take once rows have been written."""
         rows = self.memory_size * self.num_envs
         planned = sum(spec.nbytes for spec in self._planned.values())
         untracked = self._storage.episodes is None and any(name in ENDS for name in self._planned)
         return self._storage.nbytes + rows * (planned + BYTES_PER_ROW * untracked)
 
-    # The next three can be set: subclasses of skrl's memories that write to the tensors themselves do so.
+    # The next three can be set, for subclasses of skrl's memories, which write to the tensors themselves.
 
     @property
     def filled(self) -> bool:
-        """Whether every environment has wrapped."""
+        """Whether every environment has filled all its rows."""
         return bool(self._storage.ring.is_full().all())
 
     @filled.setter
@@ -94,7 +95,7 @@ class NamedTensors(CopiedWhole):
 
     @property
     def memory_index(self) -> int:
-        """The next row to be written; that of the furthest environment if they are more than a row apart."""
+        """The next row to be written; the one of the furthest environment if they are more than a row apart."""
         low, high = self._least_and_most_head()
         return (high if high - low > 1 else low) % self.memory_size
 
@@ -104,7 +105,7 @@ class NamedTensors(CopiedWhole):
 
     @property
     def env_index(self) -> int:
-        """Number of environments already written in that row; 0 if they are more than a row apart."""
+        """Number of environments whose `memory_index` is written; 0 if they are more than a row apart."""
         low, high = self._least_and_most_head()
         return int((self._storage.ring.head > low).sum()) if high - low == 1 else 0
 
@@ -113,7 +114,7 @@ class NamedTensors(CopiedWhole):
         self._set_cursor(self.filled, self.memory_index, _check_most("env_index", value, self.num_envs))
 
     def _set_cursor(self, filled: bool, memory_index: int, env_index: int) -> None:
-        """Adds the rows up to a new cursor as they lie in the tensors; if the cursor moves back, drops all others."""
+        """Adds the rows in the tensors up to a new cursor; drops all others if the cursor moves back."""
         storage, lanes, (low, high) = self._store(), np.arange(self.num_envs), self._least_and_most_head()
         now = self.memory_size * self.filled + self.memory_index + (lanes < self.env_index)
         then = self.memory_size * filled + memory_index + (lanes < env_index)
@@ -133,9 +134,10 @@ class NamedTensors(CopiedWhole):
 
     @property
     def tensors(self) -> dict[str, Any]:
-        """Name -> live tensor. Assigning to a name copies values, like `set_tensor_by_name`.
+        """Name -> live tensor; assignment copies values, like `set_tensor_by_name`.
 
-        Assigning `(memory_size, num_envs, *data)` to a new name creates a tensor; subclasses of skrl's memories do.
+        Assignment of `(memory_size, num_envs, *data)` to a new name creates a tensor, which subclasses of skrl's
+        memories rely on.
         """
         return LiveTensors(self._dtypes, self._live, self._put)
 
@@ -148,7 +150,7 @@ class NamedTensors(CopiedWhole):
 
     @property
     def tensors_view(self) -> dict[str, Any]:
-        """Name -> live tensor by flat index, `(memory_size * num_envs, *data)`; assigning copies values."""
+        """Name -> live tensor by flat index, `(memory_size * num_envs, *data)`; assignment copies values."""
 
         def put(name: str, values: Any) -> None:
             self._check_name(name)
@@ -158,7 +160,7 @@ class NamedTensors(CopiedWhole):
 
     @property
     def tensors_keep_dimensions(self) -> dict[str, bool]:
-        """Name -> whether rows have a number of axes other than one; for programs written for skrl 1."""
+        """Name -> whether rows have more or fewer axes than one; for programs written for skrl 1."""
         return {name: len(self._spec(name).shape) != 1 for name in self._dtypes}
 
     @property
@@ -171,10 +173,10 @@ class NamedTensors(CopiedWhole):
         return sorted(self._dtypes)
 
     def get_tensor_by_name(self, name: str, keepdim: bool = True) -> Any:
-        """The live tensor `(memory_size, num_envs, *data)` with unwritten rows; in jax a copy.
+        """The live tensor `(memory_size, num_envs, *data)`, unwritten rows included; a copy in jax.
 
         Args:
-            name: of the tensor.
+            name: name of the tensor.
             keepdim: False for `(memory_size * num_envs, *data)`.
 
         Raises:
@@ -186,10 +188,10 @@ class NamedTensors(CopiedWhole):
     def _live(self, name: str, keepdim: bool = True) -> Any:
         rows = self._rows_of(name) if keepdim else self._store().columns.flat[name]
         self._exposed.add(name)
-        return self.framework.live(rows, self._dtypes[name], repr(name))
+        return self.framework.live_array(rows, self._dtypes[name], repr(name))
 
     def set_tensor_by_name(self, name: str, tensor: Any) -> None:
-        """Copies values into a tensor, with broadcasting. The same rows stay valid.
+        """Copies values into a tensor, with broadcasting; the same rows stay valid.
 
         Raises:
             MissingKeyError, SpecError: there is no such tensor, or the value does not fit.
@@ -220,24 +222,24 @@ class NamedTensors(CopiedWhole):
         if name not in self._dtypes:
             raise MissingKeyError(f"no tensor {name!r} in this memory, there are {self.get_tensor_names()}")
 
-    # Making tensors
+    # Creation of tensors
 
     def create_tensor(self, name: str, size: Any, dtype: Any = None, keep_dimensions: bool = False) -> bool:
         """Adds a tensor: NaN in unwritten rows if it is a float one, zeros otherwise.
 
         Args:
-            name: of the tensor.
-            size: numbers per row: an int, a list of ints (their product), a gymnasium space, or None to
-                create no tensor.
-            dtype: one of the library's; None for its default float.
-            keep_dimensions: whether rows have the shape `size`; otherwise they have one axis.
+            name: name of the tensor.
+            size: numbers per row: an int, a list of ints (their product), a gymnasium space, or None to create no
+                tensor.
+            dtype: a dtype of the library; None for its default float.
+            keep_dimensions: whether rows have the shape `size`; if not, they have one axis.
 
         Returns:
             Whether a tensor was added: False for a size of None, or if the tensor exists already.
 
         Raises:
             TypeError, SpecError: size or dtype is invalid, or the tensor exists with another size or dtype.
-            OutOfMemoryError: the memory would not fit on this machine.
+            OutOfMemoryError: the machine has too little memory for the tensor.
         """
         if size is None:
             return False
@@ -251,16 +253,16 @@ class NamedTensors(CopiedWhole):
         return True
 
     def _dtype(self, name: str, dtype: Any) -> Any:
-        """Converts a dtype to the library's own.
+        """Converts a dtype to the library's.
 
         Raises:
-            SpecError: columns cannot have it; the message names the tensor.
+            SpecError: the store does not support it; the message names the tensor.
         """
         return self._convert_dtype(name, self.framework.dtype, dtype)
 
     def _dtype_named(self, name: str, dtype: torch.dtype) -> Any:
-        """Converts a dtype of torch to the library's own; see `_dtype`."""
-        return self._convert_dtype(name, self.framework.named, str(dtype).removeprefix("torch."))
+        """Converts a dtype of torch to the library's; see `_dtype`."""
+        return self._convert_dtype(name, self.framework.dtype_from_name, dtype_name(dtype))
 
     def _convert_dtype(self, name: str, convert: Callable[[Any], Any], dtype: Any) -> Any:
         try:
@@ -278,7 +280,7 @@ class NamedTensors(CopiedWhole):
         self._planned[name], self._dtypes[name] = spec, dtype
 
     def _check_room(self, owner: str, specs: Iterable[Spec]) -> None:
-        """Raises OutOfMemoryError unless these tensors fit beside those that have no bytes yet."""
+        """Raises OutOfMemoryError unless these tensors fit beside those that are not allocated yet."""
         columns = self._storage.columns
         needed = sum(spec.nbytes for spec in (*self._planned.values(), *specs)) * columns.n_rows
         available = columns.available_bytes()
@@ -288,15 +290,15 @@ class NamedTensors(CopiedWhole):
     def _check_same(self, name: str, shape: tuple[int, ...], dtype: Any) -> None:
         spec = self._spec(name)
         if shape != spec.shape:
-            raise SpecError(f"tensor {name!r} is there with rows of shape {spec.shape}, not {shape}")
+            raise SpecError(f"tensor {name!r} exists with rows of shape {spec.shape}, not {shape}")
         if dtype is not None and dtype != self._dtypes[name]:
-            raise SpecError(f"tensor {name!r} is there with dtype {self._dtypes[name]}, not {dtype}")
+            raise SpecError(f"tensor {name!r} exists with dtype {self._dtypes[name]}, not {dtype}")
 
     def _spec(self, name: str) -> Spec:
         return self._planned[name] if name in self._planned else self._storage.columns.specs[name]
 
     def _store(self) -> Storage:
-        """The store, after giving bytes to tensors that have none yet."""
+        """The store, after allocating the tensors that are not allocated yet."""
         if not self._planned:
             return self._storage
         for name in list(self._planned):
@@ -307,10 +309,10 @@ class NamedTensors(CopiedWhole):
         return self._storage
 
     def share_memory(self) -> None:
-        """Moves tensors and indexes to shared memory, for processes that are started with this object.
+        """Moves the memory to shared memory, for processes that are started with this object.
 
-        One process may write each environment, while all may read. Tensors that are created later stay in the process
-        that creates them. Live tensors that were got before no longer show the memory's content.
+        Each environment may be written by one process and read by all. Tensors that are created later stay in the
+        process that creates them. Live tensors that were got before no longer follow the memory.
 
         Raises:
             StateError: the rows lie on a GPU.
@@ -329,7 +331,7 @@ class NamedTensors(CopiedWhole):
         if name not in self._dtypes:
             return host_array(name, value)
         columns, spec = self._storage.columns, self._spec(name)
-        own = None if columns.on_host else columns.own(self.framework.tensor_of(value), spec)
+        own = None if columns.on_host else columns.own(self.framework.to_torch(value), spec)
         return as_whole(host_array(name, value), spec) if own is None else own
 
     def _locks(self) -> Sequence[Any]:
@@ -340,7 +342,7 @@ class NamedTensors(CopiedWhole):
 
     def __getstate__(self) -> dict[str, Any]:
         # Devices of jax and warp belong to their process.
-        device = self.framework.name_of_device(self.device)
+        device = self.framework.device_name(self.device)
         return {**super().__getstate__(), "device": device}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -366,10 +368,14 @@ def _as_shape(size: Any) -> tuple[int, ...]:
 
 
 def spec_of(framework: Framework, dtype: Any, shape: tuple[int, ...]) -> Spec:
-    """How a column of this dtype is stored."""
+    """The spec of the column that stores a tensor of this dtype.
+
+    Raises:
+        SpecError: columns cannot store it.
+    """
     host = framework.host_dtype(dtype)
     if host is None:
         return Spec(np.dtype(np.int16), shape, is_bfloat16=True)
-    if host.kind not in "biufc" or host.isbuiltin == OF_OTHERS:
+    if host.kind not in "biufc" or host.isbuiltin == NOT_NUMPYS:
         raise SpecError(f"dtype {dtype} is not supported; needed is a bool, an integer, a float or a complex number")
     return Spec(host, shape)

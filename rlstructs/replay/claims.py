@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rlstructs.checks import DTYPES, MOST_AXES, reason
+from rlstructs.checks import DTYPES, MOST_AXES, clean_text
 from rlstructs.replay.columns import LANE, RowIds, Spec
 from rlstructs.replay.episodes import LENGTH, TIME
 from rlstructs.replay.ring import N_COUNTERS, Ring
@@ -72,14 +72,14 @@ def whole(name: str, value: Any, least: int = 0, most: int = MOST) -> int:
         ValueError: it is none.
     """
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{name} is {reason(repr(value))}, needed is a whole number from {least} to {most}")
+        raise ValueError(f"{name} is {clean_text(repr(value))}, needed is a whole number from {least} to {most}")
     return value
 
 
 def flag(name: str, value: Any) -> bool:
     """`value`, which is true or false; raises ValueError if it is not."""
     if type(value) is not bool:
-        raise ValueError(f"{name} is {reason(repr(value))}, needed is true or false")
+        raise ValueError(f"{name} is {clean_text(repr(value))}, needed is true or false")
     return value
 
 
@@ -90,7 +90,7 @@ def row_shape(name: str, value: Any) -> tuple[int, ...]:
         ValueError: it is none.
     """
     if not isinstance(value, (list, tuple)) or len(value) > MOST_AXES - 2:
-        raise ValueError(f"{name!r} has the shape {reason(repr(value))}, which is none")
+        raise ValueError(f"{name!r} has the shape {clean_text(repr(value))}, which is none")
     shape = tuple(whole(f"an axis of {name!r}", n) for n in value)
     if math.prod(n for n in shape if n) > MOST:
         raise ValueError(f"{name!r} has the shape {shape}, which no array has")
@@ -100,7 +100,7 @@ def row_shape(name: str, value: Any) -> tuple[int, ...]:
 def dtype_called(name: str, value: Any) -> np.dtype:
     """The dtype of a column, by its name; raises ValueError if it is not one of those that columns have."""
     if type(value) is not str or value not in DTYPES:
-        raise ValueError(f"{name!r} has the dtype {reason(repr(value))}, needed is one of {', '.join(DTYPES)}")
+        raise ValueError(f"{name!r} has the dtype {clean_text(repr(value))}, needed is one of {', '.join(DTYPES)}")
     return DTYPES[value]
 
 
@@ -171,7 +171,7 @@ def generator_in(state: Any) -> np.random.Generator:
     """
     name = state["bit_generator"] if isinstance(state, Mapping) and "bit_generator" in state else None
     if type(name) is not str or name not in _BIT_GENERATORS:
-        raise ValueError(f"no bit generator {reason(repr(name))}, there are {BIT_GENERATORS}")
+        raise ValueError(f"no bit generator {clean_text(repr(name))}, there are {BIT_GENERATORS}")
     _check_state(name, {key: value for key, value in state.items() if key != "bit_generator"}, _BIT_GENERATORS[name])
     if name.startswith("PCG64") and not state["state"]["inc"] % 2:
         raise ValueError(f"a {name} in this state repeats itself")

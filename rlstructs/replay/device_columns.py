@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from rlstructs.errors import StateError
-from rlstructs.frameworks.torch import host_array
 from rlstructs.replay.backing import Backing
 from rlstructs.replay.columns import LANE, Columns, Spec
+from rlstructs.structures.arrays import tensor_to_array
 
 # What torch cannot index, and what numpy has no name for, is stored as the bits of these.
 STORED = {
@@ -108,7 +108,7 @@ class TensorColumns(Columns):
         if isinstance(values, torch.Tensor):
             if values.dtype in (stored, _named(spec)):
                 return values.detach().resolve_conj().resolve_neg().to(self.device).view(stored)
-            values = host_array(name, values)
+            values = tensor_to_array(name, values)
         return self._moved(super().converted(name, values, spec)).view(stored)
 
     def _moved(self, values: np.ndarray) -> torch.Tensor:

@@ -23,7 +23,7 @@ TIME, LENGTH = 0, 1  # of a pair
 BYTES_PER_ROW = PAIR.nbytes
 ALL = slice(None)
 # Later than any step.
-NEVER = np.iinfo(np.int64).max
+NO_END = np.iinfo(np.int64).max
 
 
 class Episodes:
@@ -244,14 +244,14 @@ class Episodes:
         return np.asarray(pairs[..., TIME] + 1 == pairs[..., LENGTH])
 
     def remaining(self, rows: np.ndarray) -> np.ndarray:
-        """Steps from each row to the end of its episode, itself included; `NEVER` while it goes on."""
+        """Steps from each row to the end of its episode, itself included; `NO_END` while it goes on."""
         pairs = self.columns.flat[EPISODE].take(rows, axis=0).astype(np.int64)
-        return np.where(pairs[..., LENGTH] > 0, pairs[..., LENGTH] - pairs[..., TIME], NEVER)
+        return np.where(pairs[..., LENGTH] > 0, pairs[..., LENGTH] - pairs[..., TIME], NO_END)
 
 
 def _times(carried: np.ndarray, first: np.ndarray) -> np.ndarray:
     """Where T rows stand in their episodes, int64 (n, T): after `carried` (n,), where `first` (n, T) says from 0 on."""
     index = np.arange(first.shape[1])
-    origin = np.where(first, index, -NEVER)
+    origin = np.where(first, index, -NO_END)
     origin[:, 0] = np.where(first[:, 0], 0, -carried)
     return np.asarray(index - np.maximum.accumulate(origin, axis=1))

@@ -14,7 +14,7 @@ from rlstructs.replay.columns import Spec
 from rlstructs.replay.objects import OBJECT
 from rlstructs.replay.values import from_bits
 from rlstructs.structures.dict_tensor import DictTensor
-from rlstructs.structures.interop import fitting_jax
+from rlstructs.structures.interop import fit_to_jax
 
 FRAMEWORKS = ("torch", "numpy", "jax", "warp")
 UNSIGNED = {"uint16": torch.uint16, "uint32": torch.uint32, "uint64": torch.uint64}
@@ -77,8 +77,8 @@ class Exporter:
             return [from_bits(array) if name in bits else array for name, array in host.items()]
         library = self._of_library()
         if self.framework == "jax":
-            host = {name: fitting_jax(name, array) for name, array in host.items()}
-        dtypes = [library.named("bfloat16") if n in bits else library.dtype(a.dtype) for n, a in host.items()]
+            host = {name: fit_to_jax(name, array) for name, array in host.items()}
+        dtypes = [library.dtype_from_name("bfloat16") if n in bits else library.dtype(a.dtype) for n, a in host.items()]
         return list(library.hand_over(list(host.values()), dtypes, library.device(self.device)))
 
     def _of_library(self) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlstructs.checks import reason
+from rlstructs.checks import clean_text
 from rlstructs.errors import FileError, OutOfMemoryError
 from rlstructs.files import layout
 from rlstructs.files.archives import Reader
@@ -111,7 +111,7 @@ def own_state(path: Path, kind: str, suffix: str | None = None) -> dict[str, Any
     Raises:
         FileNotFoundError, FileError: there is no such file, or it holds a buffer of another class.
     """
-    with layout.reading(path, suffix, compressed=True) as (reader, header):
+    with layout.open_reader(path, suffix, compressed=True) as (reader, header):
         layout.check_class(path, header, kind)
         _check_sizes(path, reader, header["state"])
         return dict(header["state"]["own"])
@@ -119,7 +119,7 @@ def own_state(path: Path, kind: str, suffix: str | None = None) -> dict[str, Any
 
 def load(buffer: Buffer, path: Path, suffix: str | None = None) -> None:
     """Restores a buffer; changes nothing if the file does not fit."""
-    with layout.reading(path, suffix, compressed=True) as (reader, header):
+    with layout.open_reader(path, suffix, compressed=True) as (reader, header):
         layout.check_class(path, header, type(buffer).__name__)
         reader.verify()
         restore = restorer(buffer, path, reader, header)
@@ -162,7 +162,7 @@ def _restorer(buffer: Buffer, path: Any, reader: Reader, header: Mapping[str, An
         )
     specs, linked = _columns_of(buffer, path, reader, state)
     objects = {name: _any(reader, OBJECTS + name) for name, spec in specs.items() if spec.is_object}
-    n_bytes = sum(_nbytes(*reader.found(name)) for name in header["arrays"])
+    n_bytes = sum(_nbytes(*reader.spec_of(name)) for name in header["arrays"])
     n_bytes += sum(map(object_files.nbytes_of, objects.values()))
     n_bytes += _nbytes_per_new_row(buffer, specs, linked) * n_lanes * capacity
     _require_room(path, n_bytes)
@@ -239,16 +239,16 @@ def _columns_of(
     specs = {name: _spec(name, *spec) for name, spec in state["columns"].items()}
     linked = dict(state["linked"])
     if columns.specs and _strict(buffer, specs) != _strict(buffer, columns.specs):
-        raise FileError(f"{path}: has columns {reason(_shown(specs))}, this buffer {_shown(columns.specs)}")
+        raise FileError(f"{path}: has columns {clean_text(_shown(specs))}, this buffer {_shown(columns.specs)}")
     for name, spec in specs.items():
         if spec.is_object:
-            dtype, shape = reader.found(OBJECTS + name)
+            dtype, shape = reader.spec_of(OBJECTS + name)
             if not buffer._keeps_objects(name) or name in linked or dtype != np.uint8 or len(shape) != 1:
                 raise ValueError(f"column {name!r} cannot be of objects")
         elif name not in linked:
             wanted = spec.dtype, (*lead, *spec.shape)
-            if reader.found(ROWS + name) != wanted:
-                raise ValueError(f"column {name!r} is {reader.found(ROWS + name)}, its header says {wanted}")
+            if reader.spec_of(ROWS + name) != wanted:
+                raise ValueError(f"column {name!r} is {reader.spec_of(ROWS + name)}, its header says {wanted}")
     for name, source in linked.items():
         if type(source) is not str or source != source_of(name) or source in linked:
             raise ValueError(f"column {name!r} cannot be stored through {source!r}")
@@ -294,8 +294,8 @@ class _Inside:
     def __init__(self, reader: Reader, start: str) -> None:
         self.text, self._reader, self._start = reader.text, reader, start
 
-    def found(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
-        return self._reader.found(self._start + name)
+    def spec_of(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        return self._reader.spec_of(self._start + name)
 
     def verify(self) -> None:
         self._reader.verify()
@@ -337,7 +337,7 @@ def _check_sizes(path: Any, reader: Reader, state: Any) -> None:
         ValueError, KeyError, TypeError: the sizes make no sense, or differ from the settings.
     """
     n_lanes, capacity = whole("n_lanes", state["n_lanes"], 1), whole("capacity", state["capacity"], 1)
-    if reader.found(RING) != (np.dtype(np.int64), (N_COUNTERS, n_lanes)):
+    if reader.spec_of(RING) != (np.dtype(np.int64), (N_COUNTERS, n_lanes)):
         raise ValueError(f"it has counters of other than {n_lanes} lanes")
     n_rows = n_lanes * capacity
     for inner in state["inner"].values():
@@ -367,15 +367,15 @@ def _nbytes(dtype: np.dtype, shape: tuple[int, ...]) -> int:
 
 
 def _any(reader: Reader, name: str) -> np.ndarray:
-    dtype, shape = reader.found(name)
+    dtype, shape = reader.spec_of(name)
     array = np.empty(shape, dtype)
     reader.read_into(name, array)
     return array
 
 
 def _read(reader: Reader, name: str, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
-    if reader.found(name) != (np.dtype(dtype), shape):
-        raise ValueError(f"{name!r} is {reader.found(name)}, needed is {np.dtype(dtype)} {shape}")
+    if reader.spec_of(name) != (np.dtype(dtype), shape):
+        raise ValueError(f"{name!r} is {reader.spec_of(name)}, needed is {np.dtype(dtype)} {shape}")
     return _any(reader, name)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from rlstructs.errors import SpecError
 from rlstructs.replay.columns import Spec
-from rlstructs.structures.arrays import as_array
+from rlstructs.structures.arrays import tensor_to_array
 
 
 def host_array(name: str, value: Any) -> np.ndarray:
@@ -22,11 +22,7 @@ def host_array(name: str, value: Any) -> np.ndarray:
     if isinstance(value, np.ndarray):
         return value
     if isinstance(value, torch.Tensor):
-        try:
-            return as_array(value.float() if value.dtype is torch.bfloat16 else value)
-        except TypeError as error:  # sparse, or of 8-bit floats
-            why = f"{str(value.dtype).removeprefix('torch.')}, {error}"
-            raise SpecError(f"{name!r} is a tensor that numpy cannot have; convert it first: {why}") from error
+        return tensor_to_array(name, value.float() if value.dtype is torch.bfloat16 else value)
     if hasattr(value, "numpy") and not hasattr(value, "__array__"):  # a warp array
         value = value.numpy()
     try:

@@ -164,7 +164,7 @@ class RolloutJob:
         slots.check_state(state, which.size)
         if not state.empty():
             state = DictTensor.cat([progress.state, state.to(self.settings.device or "cpu")]).index(place)
-        return Progress(progress.observation.joined(first).take(place), np.arange(place.size), state)
+        return Progress(progress.observation.join(first).take(place), np.arange(place.size), state)
 
     def _acquire(self, number: int, slots: Slots, progress: Progress) -> Progress:
         """Runs a rollout, in turns if there are groups; returns the progress of the environments."""
@@ -183,7 +183,7 @@ class RolloutJob:
         """Hands the agent an update; returns the versions of updates whose tensors it still has."""
         with FailureGuard(self):
             update_agent(self._agent, self._inbox.unpack(packed))
-        return self._inbox.held()
+        return self._inbox.held_versions()
 
     def renew(
         self, seeds: Sequence[int], agent_seeds: Sequence[int] | None, clocks: Sequence[tuple[Any, ...]]

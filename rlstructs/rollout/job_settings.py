@@ -29,13 +29,13 @@ class JobSettings:
     env_info: DictTensor
     device: torch.device | None
 
-    def with_new_streams(self, worker: int, generation: int) -> JobSettings:
-        """The settings with new seeds for one worker, whose streams start anew for the `generation`-th time."""
+    def with_new_streams(self, worker: int, restart_number: int) -> JobSettings:
+        """The settings with new seeds for one worker, whose streams start anew for the `restart_number`-th time."""
         seeds = list(self.seeds)
-        seeds[worker] = next_seed(seeds[worker], generation)
+        seeds[worker] = next_seed(seeds[worker], restart_number)
         agent_seeds = None if self.agent_seeds is None else list(self.agent_seeds)
         if agent_seeds is not None:
-            agent_seeds[worker] = next_seed(agent_seeds[worker], generation)
+            agent_seeds[worker] = next_seed(agent_seeds[worker], restart_number)
         return dataclasses.replace(self, seeds=seeds, agent_seeds=agent_seeds)
 
     def with_copied_arguments(self) -> JobSettings:

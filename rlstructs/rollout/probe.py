@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rlstructs.agent import EmptyHistory, RL_Agent
-from rlstructs.checks import BATCH_FIRST, batch_first
+from rlstructs.checks import BATCH_FIRST_HINT, hint_batch_first
 from rlstructs.errors import SpecError
 from rlstructs.moments import Moments
 from rlstructs.structures.arrays import TensorSpec, check_dtype
@@ -53,7 +53,7 @@ def check_rows(what: str, value: Any, n: int) -> DictTensor:
     for key, tensor in value.items():
         if tensor.ndim == 0 or tensor.shape[0] != n:
             shape = tuple(tensor.shape)
-            raise SpecError(f"{what}: {key!r} has shape {shape}, expected ({n}, ...){batch_first(shape, n)}")
+            raise SpecError(f"{what}: {key!r} has shape {shape}, expected ({n}, ...){hint_batch_first(shape, n)}")
         check_dtype(what, key, tensor.dtype)
     return value
 
@@ -112,8 +112,8 @@ def _call_or_none(what: str, call: Callable[[], Any]) -> Any:
             return call()
     except Exception as error:
         found = HIDDEN.search(str(error))
-        if BATCH_FIRST in str(error) or (found and found.groups()[:2] == found.groups()[:1:-1]):
-            raise SpecError(f"{what}: {error}{'' if BATCH_FIRST in str(error) else BATCH_FIRST}") from error
+        if BATCH_FIRST_HINT in str(error) or (found and found.groups()[:2] == found.groups()[:1:-1]):
+            raise SpecError(f"{what}: {error}{'' if BATCH_FIRST_HINT in str(error) else BATCH_FIRST_HINT}") from error
     return None
 
 
@@ -122,7 +122,7 @@ def _refuse_layers(what: str, state: Any, keys: list[str], n: int, n_layers: int
     for key in keys if isinstance(state, DictTensor) else ():
         shape = tuple(state[key].shape) if key in state else ()
         if shape[:2] == (n_layers, n):
-            raise SpecError(f"{what}: {key!r} has shape {shape}, expected ({n}, ...){batch_first(shape, n)}")
+            raise SpecError(f"{what}: {key!r} has shape {shape}, expected ({n}, ...){hint_batch_first(shape, n)}")
 
 
 def _environments_text(n: int) -> str:

@@ -15,13 +15,13 @@ from rlstructs.envs.row_env import RowEnv, SplitEnv
 from rlstructs.errors import SpecError
 from rlstructs.rollout.progress import Clock, Progress
 from rlstructs.shared.slots import Slots
-from rlstructs.shared.writing import Copies, Steps, settle
+from rlstructs.shared.writing import LazyCopies, Steps, settle
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.tree import put_rows
 
 # Gives what rows (None: all) see at t, and what has to be settled before it is rewritten.
-Observe = Callable[[int, np.ndarray | None], tuple[DictTensor, weakref.ref[Copies] | None]]
+Observe = Callable[[int, np.ndarray | None], tuple[DictTensor, weakref.ref[LazyCopies] | None]]
 
 
 class ActingAgent(NamedTuple):
@@ -196,7 +196,7 @@ class Rollout:
         is_viewed = self._is_shown or (device is not None and device.type != "cpu")
         steps = slots.begin(rows, state, is_read=self._needs_history)
         steps.write_observation(0, rows, progress.observation)
-        return rows, info, state, steps, steps.viewed if is_viewed else steps.copied
+        return rows, info, state, steps, steps.view_observation if is_viewed else steps.copy_observation
 
     def _history_reader(self) -> Callable[[int, np.ndarray | None], TemporalDictTensor] | None:
         """What gives the agent its history; None if it needs none."""
@@ -250,7 +250,7 @@ class Rollout:
         left = np.arange(slots.n) if rows is None else rows
         slots.check_state(state, left.size)
         # A copy: an update may write into what the agent returned, such as a view of a parameter.
-        progress = Progress(steps.rows(t + 1, left), left, state.clone())
+        progress = Progress(steps.copy_rows(t + 1, left), left, state.clone())
         slots.end(self._idle)
         return progress
 

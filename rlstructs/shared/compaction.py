@@ -1,4 +1,4 @@
-"""Removes the steps that were no transitions, and closes the gaps."""
+"""Removes steps that are not transitions, and closes the gaps."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import numpy as np
 
 
 class Mover:
-    """Moves the steps of n environments to their slots, without those that are left out."""
+    """Moves the steps of n environments to their slots, without the steps to remove."""
 
     def __init__(self, n: int) -> None:
         self._n = n
-        # By number of timesteps and strides. Each rollout overwrites them, which is cheaper than new memory.
+        # By number of timesteps and strides. Each rollout overwrites them, which is cheaper than allocating new ones.
         self._indexes: dict[tuple[int, ...], np.ndarray] = {}
         self._gaps: tuple[np.ndarray, np.ndarray] | None = None
         self._ready: set[tuple[int, ...]] = set()
@@ -19,8 +19,8 @@ class Mover:
         """Starts a rollout.
 
         Args:
-            gaps: for each of K steps that are left out its row, ascending, and the place at which it would lie after
-                the moves, int64 (K,) each; None if there are none.
+            gaps: rows, ascending, and places of the K steps to remove, int64 (K,) each; None if there are none. A place
+                counts only the steps of its row that stay.
         """
         self._gaps = gaps
         self._ready.clear()
@@ -30,17 +30,17 @@ class Mover:
 
         Args:
             source: (n, T, ...), of any strides.
-            target: (n, T', ...), without gaps; may be the source. Values after the last step of a row are undefined.
+            target: (n, T', ...); may be the source. Values after the last step of a row are undefined.
         """
         if not source.size or not target.size:
             return
-        found, to = entries(source), entries(target)
+        origin, to = view_entries(source), view_entries(target)
         if self._gaps is None:
-            to[...] = found[:, : to.shape[1]]
+            to[...] = origin[:, : to.shape[1]]
             return
-        strides = [stride // found.itemsize for stride in found.strides]
-        size = (found.shape[0] - 1) * strides[0] + (found.shape[1] - 1) * strides[1] + 1
-        flat = np.lib.stride_tricks.as_strided(found, (size,), (found.itemsize,), writeable=False)
+        strides = [stride // origin.itemsize for stride in origin.strides]
+        size = (origin.shape[0] - 1) * strides[0] + (origin.shape[1] - 1) * strides[1] + 1
+        flat = np.lib.stride_tricks.as_strided(origin, (size,), (origin.itemsize,), writeable=False)
         index = self._index(to.shape[1], *strides)
         if source is target:
             to[...] = flat.take(index, mode="clip")
@@ -48,8 +48,8 @@ class Mover:
             flat.take(index, out=to, mode="clip")  # mode "raise" would write to a copy first
 
     def _index(self, n_timesteps: int, per_env: int, per_step: int) -> np.ndarray:
-        """The places in a flat array of these strides that steps come from, int64 (n, n_timesteps)."""
-        # One index for both axes: numpy is four times as fast with it as with two.
+        """Computes where steps come from in a flat array with these strides, int64 (n, n_timesteps)."""
+        # One index for both axes, because numpy is four times as fast with one as with two.
         key = n_timesteps, per_env, per_step
         index = self._indexes.get(key)
         if index is None:
@@ -66,8 +66,8 @@ class Mover:
         return index
 
 
-def entries(array: np.ndarray) -> np.ndarray:
-    """Views (n, T, ...) as (n, T) of opaque bytes, which numpy moves as a whole."""
+def view_entries(array: np.ndarray) -> np.ndarray:
+    """Views an array (n, T, ...) as (n, T), each entry as opaque bytes, which numpy copies at once."""
     if array.ndim > 2:
         array = array.reshape(*array.shape[:2], -1)
         return array.view(f"V{array.shape[2] * array.itemsize}")[..., 0]

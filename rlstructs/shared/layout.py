@@ -1,4 +1,4 @@
-"""The columns in shared memory and their places."""
+"""The columns in shared memory, and where they lie."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from rlstructs.shared.packing import Packing
 from rlstructs.structures.arrays import TensorSpec, numpy_specs
 
-# In bytes; cache lines, jax and SIMD loads need this.
+# In bytes: the size of a cache line, and what jax needs to share memory.
 ALIGNMENT = 64
 Specs = Mapping[str, TensorSpec]
 
@@ -59,7 +59,7 @@ class Layout:
 
     @functools.cached_property
     def fields(self) -> list[Field]:
-        """Every column, with its place."""
+        """All columns and their places."""
         fields: list[Field] = []
         offset = 0
         for name, shape, dtype, sparse in self._columns():

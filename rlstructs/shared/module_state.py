@@ -18,8 +18,10 @@ COMPILED, PARALLEL = "_orig_mod", "module"
 class _Place(NamedTuple):
     """A module in a network.
 
-    `prefix` starts the keys of its tensors. `plain` starts them in the network without wrappers, where it is None for a
-    module that this network lacks.
+    Attributes:
+        prefix: how the keys of its tensors begin.
+        plain: how they begin in the network without wrappers; None if it is not in that network.
+        module: the module.
     """
 
     prefix: str
@@ -28,7 +30,7 @@ class _Place(NamedTuple):
 
 
 def plain_state(module: torch.nn.Module) -> dict[str, Any]:
-    """The state dict that the module would have if nothing wrapped it.
+    """The state dict that a module would have without its wrappers.
 
     Names that `torch.compile`, `DataParallel`, `DistributedDataParallel` and `AveragedModel` add are removed at any
     depth. Parametrisations are applied: there is `weight` in place of `parametrizations.weight.original`.
@@ -58,10 +60,10 @@ def plain_state(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def update_agent(agent: Any, info: Any) -> None:
-    """Hands an agent an update.
+    """Calls `agent.update(info)`.
 
     Raises:
-        SpecError: the agent raised, and the update holds the state dict of a wrapped module; the cause says why.
+        SpecError: the agent raised an error, which is the cause, and the update has the state dict of a wrapped module.
         Exception: any other error of the agent.
     """
     try:
@@ -77,7 +79,7 @@ def update_agent(agent: Any, info: Any) -> None:
 
 
 def _wrapped_keys(info: Any) -> Iterator[tuple[str, str]]:
-    """Keys that only a wrapped module has, each with the kind of module."""
+    """Yields keys that only a wrapped module has, each with the kind of module."""
     if isinstance(info, Mapping):
         names = [key for key in info if isinstance(key, str)]
         yield from ((key, "compiled module") for key in names if COMPILED in key.split("."))
@@ -97,7 +99,7 @@ def _wrapped_name(module: torch.nn.Module) -> str | None:
 
 
 def _places(module: torch.nn.Module, prefix: str, plain: str) -> Iterator[_Place]:
-    """A module and all below it; a part that the plain network lacks is given without its submodules."""
+    """Yields a module and all below it, without submodules of modules that the plain network lacks."""
     wrapped = _wrapped_name(module)
     if wrapped is not None:
         yield _Place(prefix, None, module)  # tensors of the wrapper itself, such as the number of averages
@@ -114,7 +116,7 @@ def _places(module: torch.nn.Module, prefix: str, plain: str) -> Iterator[_Place
 
 
 def _place_of(key: str, places: Mapping[str, _Place]) -> _Place:
-    """The innermost module that a key of the state belongs to."""
+    """Finds the innermost module to which a key of the state belongs."""
     prefix = key
     while prefix and prefix not in places:
         prefix = prefix[: prefix[:-1].rfind(".") + 1]
@@ -122,7 +124,7 @@ def _place_of(key: str, places: Mapping[str, _Place]) -> _Place:
 
 
 def _is_parametrised(module: torch.nn.Module) -> bool:
-    """Whether torch's parametrisations make some of its tensors; a submodule of the same name does not count."""
+    """Whether torch's parametrisations compute some of its tensors; a submodule of their name does not count."""
     parts = getattr(module, "parametrizations", None)
     return isinstance(parts, torch.nn.ModuleDict) and all(
         isinstance(part, parametrize.ParametrizationList) for part in parts.values()
@@ -130,7 +132,7 @@ def _is_parametrised(module: torch.nn.Module) -> bool:
 
 
 def _computed_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a module that its parametrisations compute."""
+    """Computes the tensors of a module that its parametrisations replace; yields them with their names."""
     if _wrapped_name(module) is not None or not _is_parametrised(module):
         return
     for name, parametrization in module.parametrizations.items():  # type: ignore[operator, union-attr]

@@ -1,7 +1,7 @@
-"""Rows of observations as few arrays: all keys with one number per row share a record.
+"""Packs rows of observations into few arrays: all keys with one number per row share a record.
 
-An observation has about six keys of one number each (reward, flags, last action). To copy them one by one at every step
-would take longer than to copy the observation itself; a record takes one copy.
+An observation has about six keys of one number each (reward, flags, last action). Copying them one by one at every step
+would take longer than copying the observation itself; a record is copied at once.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from rlstructs.errors import SpecError
 from rlstructs.structures.arrays import Spec
 from rlstructs.structures.dict_tensor import DictTensor
 
-RECORD = "\0record"  # the name of the block that holds the record; no key may have it
+# The name of the block that holds the record; no key may have it.
+RECORD = "\0record"
 
 
 class Packing:
-    """The block that each key lies in, and its place there; independent of the order of the specs.
+    """Says in which block each key lies, and where; independent of the order of the specs.
 
     Args:
         specs: key -> row shape and dtype.
@@ -30,7 +31,7 @@ class Packing:
 
     Attributes:
         specs: the argument.
-        blocks: block -> row shape and dtype of its array; records are opaque, so that bytes are copied.
+        blocks: block -> row shape and dtype of its array; a record is opaque, so that numpy copies bytes.
 
     Example:
         >>> specs = {"frame": ((4,), np.dtype("f4")), "reward": ((), np.dtype("f4")), "done": ((), np.dtype("?"))}
@@ -40,7 +41,7 @@ class Packing:
 
     def __init__(self, specs: Mapping[str, Spec]) -> None:
         if RECORD in specs:
-            raise SpecError(f"observation: a key may not be called {RECORD!r}, which is what records are called")
+            raise SpecError(f"observation: a key may not be called {RECORD!r}, which is the name of records")
         self.specs = dict(specs)
         small = {key: spec for key, spec in specs.items() if np.prod(spec[0], dtype=int) == 1}
         self.record = _record(small)
@@ -48,19 +49,19 @@ class Packing:
         self.blocks |= {key: spec for key, spec in specs.items() if key not in small}
 
     def views(self, blocks: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The values of all keys, in the order of the specs; as fast as one call of `view`."""
+        """Views of the values of all keys, in the order of the specs; as fast as one call of `view`."""
         record = blocks[RECORD].view(self.record) if RECORD in self.blocks else None
         return {key: blocks[key] if key in self.blocks else record[key] for key in self.specs}  # type: ignore[index]
 
     def view(self, blocks: Mapping[str, np.ndarray], key: str) -> np.ndarray:
-        """The values of a key in these blocks, a view with the dtype of the key."""
+        """A view of the values of a key in these blocks, with the dtype of the key."""
         return blocks[key] if key in self.blocks else blocks[RECORD].view(self.record)[key]
 
 
 def _record(specs: Mapping[str, Spec]) -> np.dtype[Any]:
-    """A record of these fields; each is aligned to its size, the record to the widest field."""
+    """The dtype of a record with these fields: each is aligned to its size, the record to the widest field."""
     offsets, offset = {}, 0
-    # Sorted by name too, because an environment in another process may order its keys differently.
+    # Also by name, because environments in other processes may order their keys differently.
     for key, (_, dtype) in sorted(specs.items(), key=lambda item: (-item[1][1].itemsize, item[0])):
         offsets[key], offset = offset, offset + dtype.itemsize
     widest = max((dtype.itemsize for _, dtype in specs.values()), default=1)
@@ -78,7 +79,7 @@ class Rows:
     """n rows of observations.
 
     Attributes:
-        packing: the blocks that keys lie in.
+        packing: says in which block a key lies.
         blocks: block -> (n, ...).
     """
 
@@ -101,26 +102,26 @@ class Rows:
         return rows
 
     def __getitem__(self, key: str) -> np.ndarray:
-        """The values of a key, a view."""
+        """A view of the values of a key."""
         return self.packing.view(self.blocks, key)
 
     def __len__(self) -> int:
         return next((len(block) for block in self.blocks.values()), 0)
 
     def take(self, index: Any) -> Rows:
-        """The rows at an index: views for a slice, copies for an array."""
+        """The rows at an index: views for a slice, copies for an array of indexes or a mask."""
         return Rows(self.packing, {name: block[index] for name, block in self.blocks.items()})
 
-    def joined(self, other: Rows) -> Rows:
-        """Copies of these rows and of others, of the same packing, behind them."""
+    def join(self, other: Rows) -> Rows:
+        """Copies these rows and, after them, others with the same packing."""
         return Rows(self.packing, {name: np.concatenate([b, other.blocks[name]]) for name, b in self.blocks.items()})
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The values of all keys, views, in the order of the specs."""
+        """Views of the values of all keys, in the order of the specs."""
         return self.packing.views(self.blocks)
 
     def tensors(self) -> DictTensor:
-        """The values of all keys as tensors in private memory."""
+        """Copies of the values of all keys, as tensors."""
         return DictTensor.trusted({key: torch.from_numpy(np.array(a, order="C")) for key, a in self.arrays().items()})
 
 
@@ -129,7 +130,7 @@ class Target(NamedTuple):
 
     Attributes:
         rows: the rows.
-        arrays: views of the values of all keys in them.
+        arrays: views of the values of all keys in these rows.
     """
 
     rows: Rows

@@ -1,4 +1,4 @@
-"""Reads rollouts into batches, from slots or from what another machine has sent."""
+"""Reads rollouts into batches, from slots or from arrays that another machine sent."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 from rlstructs.debug import poison
 from rlstructs.shared.packing import RECORD, Packing, Rows
-from rlstructs.structures.arrays import TensorSpec, put_where, raw_of, tensors_of, where_true
+from rlstructs.structures.arrays import TensorSpec, find_true, put_at, raw_of, tensors_of
 
 # The bits of bfloat16's NaN.
 BFLOAT16_NAN = 0x7FC0
 
-Source = tuple[np.ndarray, int]  # (B, T or T+1, ...), and the timestep to start from
+Source = tuple[np.ndarray, int]  # (B, T or T+1, ...), and its timestep that is read as step 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,12 +24,12 @@ class RecordedSteps:
     """Steps that lie in columns.
 
     Args:
-        specs: shapes, without the first two axes, and dtypes of what is read, by name.
-        sources: where each of these lies.
+        specs: name -> shape, without the first two axes, and dtype of what is read.
+        sources: name -> where it lies.
         lengths: int64 (B,), the number of steps in each row.
-        reset: bool (B, T), the steps that led to a final observation and not to the one that is seen next.
-        finals: takes rows and timesteps (K,), in the order of `where_true`, and gives their final observations.
-        poisons: whether padding holds poison, not zeros.
+        reset: bool (B, T), the steps that led to a final observation, which is not the next one in its column.
+        finals: returns the final observations of rows and timesteps (K,), given in the order of `find_true`.
+        poisons: whether to fill padding with poison; otherwise with zeros.
     """
 
     specs: Mapping[str, TensorSpec]
@@ -42,10 +42,10 @@ class RecordedSteps:
     def read(
         self, rows: np.ndarray | None, n_timesteps: int, out: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Copies steps 0 to `n_timesteps - 1` of these rows (None: all); zeros or poison in the padding.
+        """Copies steps 0 to `n_timesteps - 1`, with zeros or poison in the padding.
 
         Args:
-            rows: the rows.
+            rows: indexes of the rows; None for all.
             n_timesteps: the number of steps; may be more than there are if `out` is given.
             out: tensors to fill, with the names, shapes and dtypes of the result; None for new ones.
 
@@ -53,14 +53,14 @@ class RecordedSteps:
             `observation/k`, `action/k`, `_observation/k` -> (B, n_timesteps, ...).
         """
         lengths = self.lengths if rows is None else self.lengths[rows]
-        # Where a reset takes a step of its own, most slots have a little padding at their end.
+        # Only the end of the slots is masked: if a reset takes a step of its own, most slots have a little padding.
         shortest = min(int(lengths.min(initial=n_timesteps)), n_timesteps)
         padding = np.arange(shortest, n_timesteps) >= lengths[:, None]
 
         def take(name: str, array: np.ndarray, start: int) -> np.ndarray:
             steps = array[:, start : start + n_timesteps]
-            # numpy, not torch: after a parallel copy torch's threads would spin for milliseconds on the cores that the
-            # workers need for the next rollout.
+            # numpy copies, because after a parallel copy torch's threads would spin for milliseconds on the cores that
+            # the workers need for the next rollout.
             if out is not None:
                 torch.autograd.graph.increment_version(out[name])
                 taken = raw_of(out[name])
@@ -68,41 +68,41 @@ class RecordedSteps:
             else:
                 taken = np.array(steps, order="C") if rows is None else steps[rows]
             if shortest < n_timesteps:
-                taken[:, shortest:][padding] = self.nothing(name)
+                taken[:, shortest:][padding] = self.padding_value(name)
             return taken
 
         taken = {name: take(name, *source) for name, source in self.sources.items()}
         self._put_finals(taken, rows, n_timesteps)
         return tensors_of(taken, self.specs)
 
-    def nothing(self, name: str) -> Any:
-        """The value of a column in the padding."""
+    def padding_value(self, name: str) -> Any:
+        """The value that fills the padding of a column."""
         if not self.poisons:
             return 0
         return BFLOAT16_NAN if self.specs[name][1] is torch.bfloat16 else poison(self.sources[name][0].dtype)
 
     def _put_finals(self, taken: dict[str, np.ndarray], rows: np.ndarray | None, n_timesteps: int) -> None:
         reset = self.reset if rows is None else self.reset[rows]
-        at, times = where_true(reset[:, :n_timesteps])
+        at, times = find_true(reset[:, :n_timesteps])
         if not at.size:
             return
         finals = self.finals(at if rows is None else rows[at], times)
         for key, final in finals.arrays().items():
-            put_where(taken[f"_observation/{key}"], at, times, final)
+            put_at(taken[f"_observation/{key}"], at, times, final)
 
 
 class Finals:
-    """The final observations of steps that ended an episode; copies each block at its first use.
+    """The final observations of the steps that ended an episode; copies each block at its first use.
 
     Args:
-        packing: the blocks that observations lie in.
+        packing: says in which block a key lies.
         final: block -> (N, T, ...).
-        reset: bool (N, T), these steps.
+        reset: bool (N, T), the steps.
     """
 
     def __init__(self, packing: Packing, final: dict[str, np.ndarray], reset: np.ndarray) -> None:
         self._packing, self._final, self.n_timesteps = packing, final, reset.shape[1]
-        self.rows, self.times = where_true(reset)
+        self.rows, self.times = find_true(reset)
         self._found: dict[str, np.ndarray] = {}
 
     def __getitem__(self, key: str) -> np.ndarray:
@@ -116,9 +116,9 @@ class Finals:
 
 
 def patch_finals(seen: np.ndarray, key: str, ends: Finals) -> torch.Tensor:
-    """Makes `_observation/key` of every row, in private memory, from what was seen (N, T+1, ...)."""
+    """Makes a private tensor `_observation/key` of all rows from the column of observations, (N, T+1, ...)."""
     following = np.array(seen[:, 1 : ends.n_timesteps + 1], order="C")
-    put_where(following, ends.rows, ends.times, ends[key])
+    put_at(following, ends.rows, ends.times, ends[key])
     return torch.from_numpy(following)
 
 
@@ -126,8 +126,8 @@ def sources_of(seen: Mapping[str, np.ndarray], action: Mapping[str, np.ndarray])
     """The sources of everything that is read.
 
     Args:
-        seen: observations by key, (B, T+1, ...).
-        action: actions by key, (B, T, ...).
+        seen: key -> observations, (B, T+1, ...).
+        action: key -> actions, (B, T, ...).
     """
     sources = {f"observation/{key}": (array, 0) for key, array in seen.items()}
     sources |= {f"action/{key}": (array, 0) for key, array in action.items()}
@@ -144,9 +144,9 @@ def specs_of_steps(
 
 
 def blocks_of(packing: Packing, columns: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    """The blocks of observations: views of the columns with this prefix. A record has its opaque dtype."""
-    found = {}
+    """Views the columns with this prefix as blocks of observations, a record with its opaque dtype."""
+    blocks = {}
     for name, (_, dtype) in packing.blocks.items():
         block = columns[prefix + name]
-        found[name] = block.view(dtype)[..., 0] if dtype.kind == "V" else block
-    return found
+        blocks[name] = block.view(dtype)[..., 0] if dtype.kind == "V" else block
+    return blocks

@@ -1,4 +1,4 @@
-"""Several buffers of slots in one arena, so that workers write one while another is read."""
+"""Several sets of slots in one arena, so that workers write one while the trainer reads another."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 from rlstructs.shared.layout import Layout
 from rlstructs.shared.slots import Slots
 
-# Bytes of the number below which a worker ends its rollouts, and the largest one.
+# Bytes of a cut, the rollout number below which a worker ends rollouts early; and the cut that ends all.
 CUT_BYTES = 8
 ALL_ROLLOUTS = 2**63 - 1
 
 
 @dataclass(frozen=True)
 class SlotBuffers:
-    """Where the slot buffers lie in the arena, followed by one number per worker.
+    """The places of the slot buffers in the arena, and after them of one cut per worker.
 
-    A worker ends early every rollout whose number is below its own.
+    A worker ends every rollout early whose number is below its cut.
 
     Args:
-        layout: of each buffer.
+        layout: the layout of each buffer.
         n: number of buffers; rollout number i is written to buffer i % n.
-        n_workers: number of workers that write them.
+        n_workers: number of workers that write to them.
     """
 
     layout: Layout
@@ -32,21 +32,21 @@ class SlotBuffers:
 
     @property
     def reserved_nbytes(self) -> int:
-        """Address space, in bytes."""
+        """Bytes of address space."""
         return self.n * self._stride + self.n_workers * CUT_BYTES
 
     @property
     def nbytes(self) -> int:
-        """Memory that rollouts take, in bytes, without the sparse columns."""
+        """Bytes of memory that rollouts take, without the sparse columns."""
         return self.n * self.layout.nbytes
 
     def slots(self, buffer: mmap, **arguments: Any) -> list[Slots]:
-        """The same slots of every buffer; further arguments as for `Slots`."""
+        """The slots of every buffer; `arguments` are those of `Slots`."""
         view = memoryview(buffer)
         return [Slots(self.layout, view[index * self._stride :], **arguments) for index in range(self.n)]
 
     def cuts(self, buffer: mmap) -> memoryview:
-        """int64 (n_workers,): a worker ends rollouts below this number after their current step."""
+        """The cuts, int64 (n_workers,); a worker reads its own after every step."""
         return memoryview(buffer)[self.n * self._stride : self.reserved_nbytes].cast("q")
 
     @property

@@ -1,13 +1,13 @@
-"""Slots, which rollouts are written to: typed columns over a shared arena, one slot per environment.
+"""`Slots`: columns in a shared arena for the steps of rollouts, one slot per environment.
 
-    observation     (N, T+1, ...)   what the agent saw at t; row t + 1 is also what step t led to
+    observation     (N, T+1, ...)   what the agent saw at t; that at t + 1 is also the result of step t
     _observation    (N, T, ...)     the final observation, only where step t reset an environment
     action/k        (N, T, ...)     the output of the agent
     agent_state/k, agent_info/k, env_info/k   (N, ...)   their values before the first step
-    reset           (N, T)          whether row t of `_observation` is valid
+    reset           (N, T)          whether `_observation` is valid at t
     lengths         (N,)            number of steps
 
-An observation is stored once, in a column for each of its blocks (`packing.py`). Pages of `_observation` take memory
+An observation is stored once, in one column for each of its blocks (`packing.py`). Pages of `_observation` take memory
 only where an episode ended.
 """
 
@@ -21,29 +21,37 @@ from mmap import mmap
 import numpy as np
 import torch
 
-from rlstructs.checks import batch_first
+from rlstructs.checks import hint_batch_first
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.shared.compaction import Mover, entries
+from rlstructs.frameworks.dtypes import dtype_name
+from rlstructs.shared.compaction import Mover, view_entries
 from rlstructs.shared.layout import Field, Layout
 from rlstructs.shared.loan import Loan
 from rlstructs.shared.packing import Packing, Rows
 from rlstructs.shared.reading import Finals, RecordedSteps, blocks_of, patch_finals, sources_of, specs_of_steps
 from rlstructs.shared.writing import Steps, make_staged_steps
-from rlstructs.structures.arrays import put, raw_of, tensor_of, type_name, where_true
+from rlstructs.structures.arrays import find_true, put, raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import check_same_keys, show
 
 STATE = "agent_state/"
 
-# Steps are staged beside the slots from so many environments on, up to so many bytes of a step and of a whole rollout:
-# larger steps are written to slots as fast, and the memory of large rollouts should not double.
+# Steps are staged beside the slots (see `writing.py`) for at least this many environments, and at most this many bytes
+# of a step and of a rollout: larger steps are written to slots as fast, and large rollouts must not double in memory.
 STAGED_ENVS, STAGED_STEP, STAGED_ROLLOUT = 256, 256, 2**26
 
 
 class Slots:
-    """The slots `first` to `first + n - 1`, over the bytes of an arena.
+    """The slots `first` to `first + n - 1` in the bytes of an arena.
 
-    The rollout is the only writer; others read after it has ended.
+    Only the rollout writes to them; others read after it has ended.
+
+    Args:
+        layout: the columns of all slots.
+        buffer: the bytes.
+        first: the first slot.
+        n: number of slots; None for all.
+        poisons: whether debug mode is on.
     """
 
     def __init__(
@@ -59,10 +67,10 @@ class Slots:
         self._final = self._blocks("_observation/")
         action = {key: self._columns[f"action/{key}"] for key in layout.action}
         self._steps = Steps(self._packing, self._blocks("observation/"), action)
-        # Where a rollout is written: the slots, or a stage beside them.
+        # Where a rollout is written: to the slots, or to a stage beside them.
         self._written, self._mover = self._steps, Mover(self.n)
         self._stage: Steps | None = None
-        #: Shapes, without the first two axes, and dtypes of what is handed out.
+        #: Name -> shape, without the first two axes, and dtype of what is handed out.
         self.specs = specs_of_steps(layout.observation, layout.action)
         sources = sources_of(self._steps.arrays, self._steps.action)
         finals = functools.partial(_finals, self._packing, self._final)  # a method would make a reference cycle
@@ -70,7 +78,7 @@ class Slots:
         self._states = {key.removeprefix(STATE): spec for key, spec in layout.info.items() if key.startswith(STATE)}
 
     def column(self, name: str) -> torch.Tensor:
-        """A whole column, a view."""
+        """A view of a whole column."""
         return self._columns[name]
 
     def info_of(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
@@ -78,19 +86,19 @@ class Slots:
         return {name: _rows(self._columns[name], rows) for name in self.layout.info}
 
     def info(self, prefix: str) -> DictTensor:
-        """The `agent_info/`, `env_info/` or `agent_state/` rows, views, without their prefix."""
+        """Views of the columns with the prefix `agent_info/`, `env_info/` or `agent_state/`, named without it."""
         return DictTensor.trusted(self._columns).truncate_key(prefix)
 
     def begin(self, rows: np.ndarray | None, state: DictTensor, is_read: bool = False) -> Steps:
-        """Starts a rollout of these rows (None: all).
+        """Starts a rollout.
 
         Args:
-            rows: the rows that run.
-            state: the state of their agents, as many rows.
+            rows: the slots whose environments run; None for all.
+            state: the agent's state, one row for each of them.
             is_read: whether `read` will be called before the rollout ends.
 
         Returns:
-            Where to write the steps.
+            The object to write the steps to.
         """
         self.empty()
         self.check_state(state, self.n if rows is None else len(rows))
@@ -109,20 +117,24 @@ class Slots:
         return self.n >= STAGED_ENVS and is_small
 
     def check_state(self, state: DictTensor, n: int) -> None:
-        """Raises unless an agent's state has n rows and the keys, dtypes and shapes of the first state."""
+        """Raises unless an agent's state has n rows, and the keys, dtypes and shapes of its first one.
+
+        Raises:
+            TypeError, MissingKeyError, SpecError: it differs; the message names the key.
+        """
         if not isinstance(state, DictTensor):
             raise TypeError(f"agent: its next state must be a DictTensor, got {type(state).__name__}")
         for key, (shape, dtype) in self._states.items():
             if key not in state:
                 raise MissingKeyError(f"agent: no {key!r} in its state, there are {sorted(state.keys())}")
             if (found := tuple(state[key].shape)) != (n, *shape) or state[key].dtype != dtype:
-                wanted = f"{(n, *shape)} {type_name(dtype)}{batch_first(found, n)}"
+                wanted = f"{(n, *shape)} {dtype_name(dtype)}{hint_batch_first(found, n)}"
                 raise SpecError(f"agent: state {key!r} is {show(state[key])}, expected {wanted}")
         if unknown := set(state.keys()) - set(self._states):
             raise SpecError(f"agent: state {sorted(unknown)} was not in its first one")
 
     def check_observation(self, rows: Rows) -> None:
-        """Raises unless observations have the keys, dtypes and shapes that the slots were made for."""
+        """Raises MissingKeyError or SpecError unless observations have the keys, dtypes and shapes of the slots."""
         wanted, found = self._packing.specs, rows.packing.specs
         check_same_keys("environment: observation", wanted, found)
         for key, spec in wanted.items():
@@ -134,20 +146,27 @@ class Slots:
                 )
 
     def empty(self, rows: np.ndarray | None = None) -> None:
-        """Removes an unfinished rollout of these rows (None: all)."""
+        """Removes an unfinished rollout from these slots (None: all)."""
         index = slice(None) if rows is None else rows
         self.lengths[index] = 0
         self._reset[index] = False
 
     def lose(self, rows: np.ndarray) -> None:
-        """Removes what a failed worker wrote to these rows, and the state of its agent."""
+        """Removes the rollout of a failed worker from these slots, and the state of its agent."""
         self.empty(rows)
         for key in self._states:
             raw_of(self._columns[STATE + key])[rows] = 0
 
     def write_reset(self, t: int, rows: np.ndarray, finals: Rows, fresh: Rows) -> None:
-        """Writes a reset in step t: final observations, and fresh ones for t + 1 in their place."""
-        # Usually there is one row, for which a slice is much faster.
+        """Writes a reset after step t: the final observations, and fresh ones at t + 1.
+
+        Args:
+            t: the step.
+            rows: the slots whose environments were reset, (k,).
+            finals: their final observations, k rows.
+            fresh: the first observations of their next episodes, k rows.
+        """
+        # Usually k is 1, and a slice is much faster than an index.
         at = slice(rows[0], rows[0] + 1) if rows.size == 1 else rows
         self._reset[at, t] = True
         for name, block in self._written.observation.items():
@@ -155,11 +174,11 @@ class Slots:
             block[at, t + 1] = fresh.blocks[name]
 
     def end(self, idle: list[tuple[int, np.ndarray]]) -> None:
-        """Ends a rollout: moves its steps to the slots, without idle ones; later steps move up.
+        """Ends a rollout: moves its steps to the slots and closes the gaps of idle ones.
 
         Args:
-            idle: ascending timesteps, each with the rows (k,) in which an environment only started an episode. What
-                was seen before such a step is the final observation of the previous episode.
+            idle: ascending timesteps, each with the slots (k,) whose environment only started an episode in this step.
+                The observation before an idle step is the final one of the previous episode.
         """
         gaps = self._leave_out(idle) if idle else None
         if gaps is None and not self._written.is_staged:
@@ -171,7 +190,7 @@ class Slots:
             self._mover.move(self._written.action[key], array)
 
     def _leave_out(self, idle: list[tuple[int, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-        """Removes idle steps from lengths and final observations; returns their rows and places, sorted."""
+        """Removes idle steps from lengths and final observations; returns their gaps for `Mover.begin`."""
         rows = np.concatenate([rows for _, rows in idle])
         times = np.repeat([t for t, _ in idle], [rows.size for _, rows in idle])
         by_row = np.argsort(rows.astype(np.min_scalar_type(self.n)), kind="stable")
@@ -182,21 +201,21 @@ class Slots:
         self.lengths -= counts
         # Each place counts only the steps of its row that stay.
         places = times - (np.arange(rows.size) - np.repeat(counts.cumsum() - counts, counts))
-        # The first of consecutive idle steps holds what was seen last.
+        # The observation before the first of consecutive idle steps is the final one.
         after = places > 0
         after[1:] &= (rows[1:] != rows[:-1]) | (places[1:] != places[:-1])
         at, before, times = rows[after], places[after] - 1, times[after]
         self._reset[at, before] = True
         for name, block in self._written.observation.items():
             if block.size:
-                entries(self._final[name])[at, before] = entries(block)[at, times]
+                view_entries(self._final[name])[at, before] = view_entries(block)[at, times]
         return rows, places
 
     def _move_finals(self, rows: np.ndarray, times: np.ndarray) -> None:
-        """Moves final observations up together with their steps."""
+        """Moves final observations with their steps, which close the gaps of idle steps."""
         skipped = np.zeros(self._reset.shape, bool)
         skipped[rows, times] = True
-        at, times = where_true(self._reset & ~skipped)
+        at, times = find_true(self._reset & ~skipped)
         finals = {name: block[at, times] for name, block in self._final.items()}
         self._reset[...] = False
         places = times - skipped.cumsum(axis=1, dtype=np.int32)[at, times]
@@ -205,20 +224,20 @@ class Slots:
             block[at, places] = finals[name]
 
     def release(self, rows: np.ndarray | None = None) -> None:
-        """Marks these slots (None: all) as read: poisons them in debug mode."""
+        """Marks these slots (None: all) as read; fills them with poison in debug mode."""
         if not self._poisons:
             return
         for name, (array, start) in self._recorded.sources.items():
-            if not start:  # `_observation` shares the array of `observation`
-                array[slice(None) if rows is None else rows] = self._recorded.nothing(name)
+            if not start:  # `_observation`, which starts at 1, is in the same array as `observation`
+                array[slice(None) if rows is None else rows] = self._recorded.padding_value(name)
 
     def read(
         self, rows: np.ndarray | None, n_timesteps: int, out: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Copies steps 0 to `n_timesteps - 1` of these rows (None: all); zeros or poison in the padding.
+        """Copies steps 0 to `n_timesteps - 1`, with zeros or poison in the padding.
 
         Args:
-            rows: the slots.
+            rows: the slots; None for all.
             n_timesteps: the number of steps.
             out: tensors to fill, with the names, shapes and dtypes of the result; None for new ones.
 
@@ -258,6 +277,6 @@ def _column(field: Field, buffer: mmap | memoryview) -> torch.Tensor:
     count = int(np.prod(field.shape, dtype=np.int64))
     if not count:
         return torch.zeros(field.shape, dtype=field.dtype, device="cpu")
-    # frombuffer in bytes, not in the dtype: numpy has no bfloat16.
+    # As bytes first, because numpy lacks bfloat16.
     raw = np.frombuffer(buffer, np.uint8, field.nbytes, field.offset)
     return torch.from_numpy(raw).view(field.dtype).view(field.shape)

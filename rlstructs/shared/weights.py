@@ -1,8 +1,8 @@
-"""Sends what `RL_Batcher.update` is given: any object, through shared memory, with tensors as views of it.
+"""Sends updates of `RL_Batcher.update`, any object, to workers through shared memory.
 
-The trainer writes an update once for all workers, into a free region of the arena. Each worker maps the region
-privately: nobody else sees what it writes to a tensor. A region is overwritten only after every worker has got a later
-update and holds no tensor of this one, so that nothing on either side changes the values.
+The trainer writes an update once for all workers, into a free region of the arena. A worker's tensors are views of the
+region, which it maps privately: nobody else sees what it writes to them. A region is overwritten only after every
+worker has got a later update and holds no tensor of this one, so their values never change.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from workers.arena import SharedArena
 from workers.futures import Future
 from workers.pickling import Unpickler
 
-# In bytes; every tensor starts at a multiple of it.
+# Bytes: every tensor starts at a multiple of this.
 ALIGNMENT = 64
 
-# Bits of a page in /proc/self/pagemap: in memory or swapped out; a page of the file, not a private copy.
+# An entry of /proc/self/pagemap, and its bits: the page is in memory or swapped out; it is not a private copy.
 PAGE_ENTRY = np.dtype(np.uint64)
 PRESENT, FILE_BACKED = np.uint64(3 << 62), np.uint64(1 << 61)
 # The number of regions that a worker keeps mapped.
@@ -41,9 +41,9 @@ class Parcel:
     """An update as bytes.
 
     Attributes:
-        tensors: for each its offset, and the tensor on the CPU or its bytes (n,).
+        tensors: the offset of each tensor, with the tensor on the CPU or its bytes (n,).
         nbytes: bytes of all tensors and the gaps between them.
-        pickled: the rest, with places instead of tensors.
+        pickled: the pickled object, with a `Place` in place of each tensor.
     """
 
     tensors: Sequence[tuple[int, torch.Tensor | np.ndarray]]
@@ -60,13 +60,13 @@ class Parcel:
         return cls(tensors, packer.nbytes, file.getvalue())
 
     def as_bytes(self) -> Parcel:
-        """The same with bytes instead of tensors, for transports that know only numpy arrays."""
+        """A parcel with bytes in place of tensors, for transports that take only numpy arrays."""
         tensors = [(offset, tensor if isinstance(tensor, np.ndarray) else _bytes_of(tensor))
                    for offset, tensor in self.tensors]  # fmt: skip
         return Parcel(tensors, self.nbytes, self.pickled)
 
     def write(self, region: np.ndarray) -> None:
-        """Writes the tensors, then the rest."""
+        """Writes the tensors, then the pickled object."""
         for offset, tensor in self.tensors:
             if isinstance(tensor, np.ndarray):
                 region[offset : offset + tensor.size] = tensor
@@ -76,7 +76,7 @@ class Parcel:
 
 
 class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
-    """Replaces tensors by places in a pickle."""
+    """Pickles an object, and replaces its tensors by places."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -91,13 +91,13 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
             parameter = type(obj) is torch.nn.Parameter
             self._places[id(obj)] = (self.nbytes, obj.shape, obj.dtype, parameter, obj.requires_grad)
             self.tensors.append((self.nbytes, obj))
-            # Empty tensors too get a place of their own, because places identify tensors.
+            # At least one byte, because the place identifies the tensor.
             self.nbytes += _round_up(max(1, obj.numel() * obj.element_size()), ALIGNMENT)
         return self._places[id(obj)]
 
 
 def _has_plain_bytes(tensor: torch.Tensor) -> bool:
-    """Whether its numbers are all there is to it, which is False for sparse and quantised tensors."""
+    """Whether a tensor is fully described by shape, dtype and numbers; sparse and quantised ones are not."""
     return tensor.layout == torch.strided and not tensor.is_quantized
 
 
@@ -122,13 +122,13 @@ class _Unpacker(Unpickler):
 
 @dataclass(frozen=True)
 class Packed:
-    """Where an update lies; only this is sent through the pipe.
+    """The place of an update, all that crosses the pipe.
 
     Attributes:
         version: the number of updates so far, including this one.
         offset: where its region begins in the arena, in bytes.
         nbytes: bytes of its tensors, which come first.
-        n_pickled: bytes of the rest, which follows.
+        n_pickled: bytes of the pickled object, which follows.
     """
 
     version: int
@@ -143,11 +143,11 @@ class Packed:
 
 
 class Outbox:
-    """The trainer's end.
+    """The trainer's end: writes updates.
 
     Args:
-        arena: where updates are written.
-        n_pending: how many updates may be on their way before the next one waits.
+        arena: the arena to write to.
+        n_pending: number of updates that workers may not have answered when the next one is written.
         settle: waits for the replies to requests.
 
     Attributes:
@@ -162,9 +162,9 @@ class Outbox:
         """Writes an object, or a `Parcel` of one, into the arena.
 
         Raises:
-            Exception: it cannot be pickled; nothing was written.
+            Exception: it cannot be pickled; nothing is written.
         """
-        parcel = info if isinstance(info, Parcel) else Parcel.of(info)  # an error must come before anything is written
+        parcel = info if isinstance(info, Parcel) else Parcel.of(info)  # may raise, so it comes before writing
         packed = self._find_place(parcel.nbytes, len(parcel.pickled))
         self._arena.resize(packed.end)
         parcel.write(np.frombuffer(self._arena.map(), np.uint8, packed.end - packed.offset, packed.offset))
@@ -176,14 +176,14 @@ class Outbox:
         self.version = packed.version
 
     def forget(self, workers: Collection[int]) -> None:
-        """Forgets requests to workers that were replaced; their successors have got the last update."""
+        """Forgets the requests to workers that were replaced; the new ones have got the last update."""
         for _, asked in self._written:
             for each in asked:
                 if each.index in workers:
                     each.value = None
 
     def _find_place(self, nbytes: int, n_pickled: int) -> Packed:
-        """Finds a place in the arena that nobody reads."""
+        """Finds a free place in the arena; waits while too many updates are not answered."""
         if len(self._written) > self._n_pending:
             self._settle(self._written[-self._n_pending - 1][1])
         self._written = [written for written in self._written if self._may_be_read(written[0])]
@@ -195,7 +195,7 @@ class Outbox:
         return place
 
     def _may_be_read(self, packed: Packed) -> bool:
-        """Whether an update is the last one, or some worker may still hold tensors of it."""
+        """Whether an update is the last one, or a worker may still hold tensors of it."""
         replies = [asked for other, asked in self._written if other.version >= packed.version]
         return packed.version == self.version or not any(
             all(each.value is not None and packed.version not in each.value for each in asked) for asked in replies
@@ -203,21 +203,21 @@ class Outbox:
 
 
 class Inbox:
-    """A worker's end.
+    """A worker's end: reads updates.
 
     Args:
-        arena: where updates are written.
+        arena: the arena that the trainer writes to.
     """
 
     def __init__(self, arena: SharedArena) -> None:
         self._arena, self.version = arena, 0
         self._regions: dict[int, weakref.ref[np.ndarray]] = {}
-        # By offset and size. Kept, because to map memory and touch it takes as long as to copy it.
+        # By offset and size. Kept, because mapping memory and touching it takes as long as copying it.
         self._maps: dict[tuple[int, int], mmap.mmap] = {}
 
     def unpack(self, packed: Packed) -> Any:
-        """The object that was packed, with private tensors on the CPU."""
-        # Copy on write, because an agent may write to its weights.
+        """Returns the object that was packed, with private tensors on the CPU."""
+        # A private mapping is copied on write: an agent may write to its weights.
         raw = np.frombuffer(self._map(packed.offset, packed.end - packed.offset), np.uint8)
         self._regions[packed.version] = weakref.ref(raw)
         pickled = raw[packed.nbytes : packed.nbytes + packed.n_pickled].tobytes()
@@ -225,7 +225,7 @@ class Inbox:
         return _Unpacker(io.BytesIO(pickled), raw).load()
 
     def _map(self, offset: int, nbytes: int) -> mmap.mmap:
-        """Maps a region privately, with its present content."""
+        """Maps a region privately with its present content, or returns such a mapping if it has one."""
         place = offset, nbytes
         found = self._maps.pop(place, None)
         if found is None or _is_written(found):
@@ -235,14 +235,14 @@ class Inbox:
             del self._maps[next(iter(self._maps))]
         return found
 
-    def held(self) -> tuple[int, ...]:
+    def held_versions(self) -> tuple[int, ...]:
         """The versions of updates whose tensors are still alive."""
         self._regions = {version: region for version, region in self._regions.items() if region() is not None}
         return tuple(self._regions)
 
 
 def _is_written(private: mmap.mmap) -> bool:
-    """Whether this process has written to a private mapping; True if that cannot be found out."""
+    """Whether this process has written to a private mapping; True if that is unknown."""
     first = np.frombuffer(private, np.uint8).ctypes.data // mmap.PAGESIZE
     n_bytes = -(-len(private) // mmap.PAGESIZE) * PAGE_ENTRY.itemsize
     try:
@@ -255,7 +255,7 @@ def _is_written(private: mmap.mmap) -> bool:
 
 
 def _view(region: np.ndarray, offset: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    # A storage of its own, because autograd counts changes per storage.
+    # Each tensor has its own storage, because autograd counts changes per storage.
     part = region[offset : offset + shape.numel() * dtype.itemsize]
     return torch.from_numpy(part).view(dtype).view(shape)
 

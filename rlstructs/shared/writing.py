@@ -1,8 +1,8 @@
-"""Where a rollout writes its steps: in the slots, or on a stage beside them, ordered by time.
+"""`Steps`, to which a rollout writes: the slots, or a stage beside them that is ordered by time.
 
-In slots the steps of one environment follow each other, and those of one timestep lie in as many pages as there are
+In the slots the steps of an environment are contiguous, so those of one timestep lie in as many pages as there are
 environments. With a thousand environments, writing a few bytes to each page took longer than the agent.
-`make_staged_steps` gives private memory in which a timestep is contiguous; `Slots.end` moves it to the slots.
+`make_staged_steps` makes private memory in which a timestep is contiguous; `Slots.end` moves it to the slots.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import numpy as np
 import torch
 
 from rlstructs.errors import MissingKeyError, SpecError
+from rlstructs.frameworks.dtypes import dtype_name
 from rlstructs.shared.packing import Packing, Rows, Target
-from rlstructs.structures.arrays import TensorSpec, put, raw_dtype, raw_of, tensor_of, type_name
+from rlstructs.structures.arrays import TensorSpec, put, raw_dtype, raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import show
 
-# Unused rows between two timesteps: they avoid distances of a power of two, which share few cache sets.
+# Unused rows between two timesteps, so that they are not a power of two apart, which would use few cache sets.
 GAP = 8
 
 
@@ -28,15 +29,15 @@ class Steps:
     """The steps of n environments.
 
     Args:
-        packing: the blocks that observations lie in.
+        packing: says in which block a key lies.
         observation: block -> (n, T+1, ...).
         action: key -> (n, T, ...).
 
     Attributes:
         observation, action: the arguments; actions as arrays.
-        arrays: observations by key, (n, T+1, ...), views.
+        arrays: key -> observations, (n, T+1, ...), views of the blocks.
         seen: `arrays` as tensors.
-        is_staged: whether the steps lie beside the slots.
+        is_staged: whether the steps lie on a stage beside the slots.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Steps:
         self.arrays = packing.views(observation)
         self.seen = {key: torch.from_numpy(view) for key, view in self.arrays.items()}
         self.action = {key: raw_of(column) for key, column in action.items()}
-        # Views of each timestep, kept from their first use: making one takes longer than a write.
+        # Views of each timestep, kept because making one takes longer than writing to it.
         self._rows: dict[int, tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]] = {}
         self._action_rows: dict[int, list[tuple[str, np.ndarray]]] = {}
         self._targets: dict[int, Target] = {}
@@ -69,6 +70,7 @@ class Steps:
         """Writes the agent's output at t, for these rows (None: all).
 
         Raises:
+            TypeError: it is not a DictTensor.
             MissingKeyError, SpecError: its keys, shapes or dtypes are not those of the first output.
         """
         if not isinstance(output, DictTensor):
@@ -93,29 +95,33 @@ class Steps:
         for key, column in self._columns.items():
             put(column, (slice(None) if rows is None else rows, t), tensors[key])
 
-    def viewed(self, t: int, rows: np.ndarray | None) -> tuple[DictTensor, None]:
-        """What these rows (None: all) see at t: views of all rows, copies of some."""
-        if rows is not None:
-            return self.rows(t, rows).tensors(), None
-        return DictTensor.trusted(self._row(t)[1]), None
-
-    def copied(self, t: int, rows: np.ndarray | None) -> tuple[DictTensor, weakref.ref[Copies] | None]:
-        """Copies of what these rows (None: all) see at t.
+    def view_observation(self, t: int, rows: np.ndarray | None) -> tuple[DictTensor, None]:
+        """Returns what these rows (None: all) see at t: views of all rows, copies of some.
 
         Returns:
-            The copies; and what has to be settled before the originals are rewritten, None if they are made already.
+            The tensors; and None, as there is nothing to settle, see `copy_observation`.
         """
         if rows is not None:
-            return self.rows(t, rows).tensors(), None
-        copies = Copies(self._row(t)[1])
+            return self.copy_rows(t, rows).tensors(), None
+        return DictTensor.trusted(self._row(t)[1]), None
+
+    def copy_observation(self, t: int, rows: np.ndarray | None) -> tuple[DictTensor, weakref.ref[LazyCopies] | None]:
+        """Copies what these rows (None: all) see at t.
+
+        Returns:
+            The copies; and what to `settle` before the originals are overwritten, None if all copies are made.
+        """
+        if rows is not None:
+            return self.copy_rows(t, rows).tensors(), None
+        copies = LazyCopies(self._row(t)[1])
         return DictTensor.trusted(copies), weakref.ref(copies)
 
-    def rows(self, t: int, rows: np.ndarray) -> Rows:
-        """Copies of what the agent sees at t in these rows."""
+    def copy_rows(self, t: int, rows: np.ndarray) -> Rows:
+        """Copies what the agent sees at t in these rows."""
         return Rows(self._packing, {name: block[rows, t] for name, block in self.observation.items()})
 
     def target(self, t: int) -> Target:
-        """Where an environment may write the observation at t of every row."""
+        """The target to which an environment may write the observations of all rows at t."""
         found = self._targets.get(t)
         if found is None:
             rows = Rows(self._packing, {name: block[:, t] for name, block in self.observation.items()})
@@ -136,11 +142,11 @@ class Steps:
         return found
 
 
-class Copies(Mapping[str, torch.Tensor]):
-    """Copies of tensors, each made at its first use: to copy them all takes as long as a small network's step.
+class LazyCopies(Mapping[str, torch.Tensor]):
+    """Copies of tensors, made at their first use: copying all takes as long as a step of a small network.
 
     Args:
-        tensors: the originals; they must not change until `settle`, or until nobody holds this object any more.
+        tensors: the originals; they must not change until `settle`, or until nobody holds this object.
     """
 
     __slots__ = ("__weakref__", "_made", "_tensors")
@@ -150,7 +156,7 @@ class Copies(Mapping[str, torch.Tensor]):
         self._made: dict[str, torch.Tensor] = {}
 
     def settle(self) -> None:
-        """Makes the copies that are still missing."""
+        """Makes the copies that are missing."""
         self._tensors = {key: self[key] for key in self._tensors}
 
     def __getitem__(self, key: str) -> torch.Tensor:
@@ -169,14 +175,14 @@ class Copies(Mapping[str, torch.Tensor]):
         return len(self._tensors)
 
 
-def settle(copies: weakref.ref[Copies]) -> None:
+def settle(copies: weakref.ref[LazyCopies]) -> None:
     """Settles copies if somebody still holds them."""
     if (held := copies()) is not None:
         held.settle()
 
 
 def make_staged_steps(packing: Packing, n: int, n_timesteps: int, action: Mapping[str, TensorSpec]) -> Steps:
-    """Makes steps of n environments in private memory, those of one timestep side by side."""
+    """Makes steps of n environments in private memory, in which a timestep is contiguous."""
 
     def column(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return np.zeros((n_timesteps + 1, n + GAP, *shape), dtype)[:, :n].swapaxes(0, 1)
@@ -189,14 +195,14 @@ def make_staged_steps(packing: Packing, n: int, n_timesteps: int, action: Mappin
 
 
 def check_output(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, tuple[Any, torch.dtype]]) -> None:
-    """Raises unless an agent's output has exactly these keys, with these shapes and dtypes."""
+    """Raises MissingKeyError or SpecError unless an agent's output has these keys, shapes and dtypes."""
     for key, (shape, dtype) in wanted.items():
         if key not in tensors:
             raise MissingKeyError(f"agent: no {key!r} in its output any more, there are {sorted(tensors)}")
         if tuple(tensors[key].shape) != tuple(shape) or tensors[key].dtype != dtype:
             raise SpecError(
                 f"agent: output {key!r} is {show(tensors[key])}, expected {tuple(shape)} "
-                f"{type_name(dtype)} as in its first step"
+                f"{dtype_name(dtype)} as in its first step"
             )
     if unknown := set(tensors) - set(wanted):
         raise SpecError(f"agent: output {sorted(unknown)} was not in its first step")

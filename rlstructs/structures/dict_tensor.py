@@ -8,30 +8,30 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlstructs.checks import batch_first
+from rlstructs.checks import hint_batch_first
 from rlstructs.errors import SpecError
-from rlstructs.structures.tree import TensorMap, check_alike, check_same_keys, flatten, parts_of, put_rows, show
+from rlstructs.structures.tree import TensorMap, check_alike, check_parts, check_same_keys, flatten, put_rows, show
 from workers.public_names import set_module
 
-# More rows than there are: torch refuses the largest steps.
+# More than any number of rows; torch refuses steps near 2**63.
 LARGEST_STEP = 1 << 40
-Index = Any  # int, list of ints, long tensor, bool mask, numpy array or slice
+Index = Any  # an int, a list of ints, an int64 tensor, a bool mask, a numpy array or a slice
 
 
 @set_module("rlstructs")
 class DictTensor(TensorMap):
     """An ordered map name -> tensor whose axis 0 is the batch.
 
-    The mapping is copied, the tensors are not. Nested mappings are flattened: `{"a": {"b": t}}` has
-    the key `a/b`. Tensors without axes (losses) are allowed beside or in place of batched ones.
+    The mapping is copied, the tensors are not. Nested mappings are flattened: `{"a": {"b": t}}` has the key `a/b`.
+    Tensors without axes, such as losses, are allowed too.
 
     Args:
-        tensors: name -> tensor (B, ...). None is an empty one.
+        tensors: name -> tensor (B, ...); None for no tensors.
 
     Raises:
-        TypeError: a value is no tensor, or a key no string.
-        SpecError: a tensor has another batch size or device than the first, or two keys are the same once
-            joined; the message names it.
+        TypeError: a value is not a tensor, or a key not a string.
+        SpecError: a tensor has another batch size or device than the first one, or two keys are the same once
+            joined; the message names the key.
 
     Example:
         >>> d = DictTensor({"x": torch.zeros(3, 2), "y": torch.arange(3)})
@@ -48,12 +48,12 @@ class DictTensor(TensorMap):
 
     def __init__(self, tensors: Mapping[str, Any] | TensorMap | None = None) -> None:
         self._tensors = {} if tensors is None else flatten(tensors, "DictTensor")
-        if len(self._tensors) > 1:  # at every step an agent makes one of a single entry
+        if len(self._tensors) > 1:  # skipped for agents, which make one with a single tensor at every step
             _check(self._tensors.items())
 
     @classmethod
     def trusted(cls, tensors: Mapping[str, torch.Tensor]) -> DictTensor:
-        """Wraps a flat mapping that is known to be right, as it is: for hot loops."""
+        """Wraps a flat mapping that is known to be right, without checks or a copy, for hot loops."""
         made = cls.__new__(cls)
         made._tensors = tensors
         return made
@@ -66,18 +66,18 @@ class DictTensor(TensorMap):
         return cls(tree)
 
     @classmethod
-    def _trusted(cls, tree: dict[str, Any]) -> DictTensor:
+    def _from_trusted(cls, tree: dict[str, Any]) -> DictTensor:
         return cls.trusted(tree)
 
     def n_elems(self) -> int:
-        """Number of rows, B; 0 when empty or when no tensor has an axis."""
+        """Number of rows, B; 0 if no tensor has an axis."""
         for tensor in self._tensors.values():
             if tensor.ndim:
                 return tensor.shape[0]
         return 0
 
     def device(self) -> torch.device | None:
-        """The tensors' device, None when empty."""
+        """The device of the tensors; None if there are none."""
         return next((tensor.device for tensor in self._tensors.values()), None)
 
     def specs(self) -> dict[str, dict[str, Any]]:
@@ -85,26 +85,26 @@ class DictTensor(TensorMap):
         return {key: {"size": t.shape[1:], "dtype": t.dtype} for key, t in self._tensors.items()}
 
     def get(self, keys: Iterable[str], clone: bool = False) -> DictTensor:
-        """Only these tensors, shared with this object unless `clone`.
+        """A DictTensor of some of the tensors, which are shared unless `clone`.
 
         Raises:
-            MissingKeyError: a key is not there.
+            MissingKeyError: there is no such key.
         """
-        picked = DictTensor.trusted(self._picked(keys))
+        picked = DictTensor.trusted(self._pick(keys))
         return picked.clone() if clone else picked
 
     def set(self, key: str, value: torch.Tensor) -> DictTensor:
-        """Adds or replaces a tensor (B, ...), in place. An empty object takes any.
+        """Adds or replaces a tensor (B, ...), in place; an empty object takes any B.
 
         Returns:
             This object.
 
         Raises:
-            TypeError: the value is no tensor.
-            SpecError: it has another batch size or device; nothing has changed then.
+            TypeError: the value is not a tensor; nothing changes.
+            SpecError: it has another batch size or device; nothing changes.
         """
         made = flatten({key: value}, "DictTensor")
-        _check([*self._tensors.items(), *made.items()])  # what is replaced counts too
+        _check([*self._tensors.items(), *made.items()])  # the new tensor must fit the one that it replaces too
         self._tensors = {**self._tensors, **made}
         return self
 
@@ -112,44 +112,44 @@ class DictTensor(TensorMap):
         """Removes a tensor, in place.
 
         Raises:
-            MissingKeyError: it is not there.
+            MissingKeyError: there is no such key.
         """
-        self[key]  # raises
+        self[key]  # raises if it is missing
         self._tensors = {name: tensor for name, tensor in self._tensors.items() if name != key}
 
     def unset_key(self, prefix: str) -> None:
-        """Removes the tensors whose name starts with `prefix`, in place."""
+        """Removes the tensors whose names start with `prefix`, in place."""
         self._tensors = {name: tensor for name, tensor in self._tensors.items() if not name.startswith(prefix)}
 
     def index(self, index: Index) -> DictTensor:
         """The rows at `index`.
 
         Args:
-            index: an int drops the batch axis; a slice gives views; a list, a long tensor or a bool
-                mask (B,) gives a copy.
+            index: an int drops the batch axis; a slice gives views; a list, an int64 tensor or a bool mask (B,) gives
+                a copy.
 
         Raises:
-            IndexError: it is out of range, or nothing of these.
+            IndexError: the index is out of range, or of another type.
         """
         index = as_index(index)
         return DictTensor.trusted({key: tensor[index] for key, tensor in self._tensors.items()})
 
     def slice(self, index_from: int, index_to: int | None = None) -> DictTensor:
-        """Rows `index_from` to `index_to - 1`, views; with one argument that row, without the batch axis."""
+        """Views of rows `index_from` to `index_to - 1`; with one argument, of that row without the batch axis."""
         return self.index(index_from if index_to is None else slice(index_from, index_to))
 
     def unfold(self) -> list[DictTensor]:
-        """B objects of one row each (the batch axis is kept), views."""
+        """B views of one row each, with the batch axis."""
         return [self.slice(row, row + 1) for row in range(self.n_elems())]
 
     @staticmethod
     def cat(tensors: Iterable[DictTensor]) -> DictTensor:
-        """All rows one after another, a copy. Dtypes are promoted as `torch.cat` does.
+        """Concatenates the rows of all items in a copy; dtypes are promoted as in `torch.cat`.
 
         Raises:
-            MissingKeyError, SpecError: the items have not all the same keys, row shapes or devices.
+            MissingKeyError, SpecError: the items differ in keys, row shapes or devices.
         """
-        parts = parts_of(DictTensor, tensors)
+        parts = check_parts(DictTensor, tensors)
         for number, part in enumerate(parts):
             check_same_keys(f"DictTensor.cat: item {number}", parts[0], part)
         columns = {key: [part[key] for part in parts] for key in (parts[0] if parts else ())}
@@ -158,11 +158,11 @@ class DictTensor(TensorMap):
         return DictTensor.trusted({key: torch.cat(column) for key, column in columns.items()})
 
     def prepend_key(self, prefix: str) -> DictTensor:
-        """The same tensors with `prefix` before each name."""
+        """The same tensors, with `prefix` before each name."""
         return DictTensor.trusted({prefix + key: tensor for key, tensor in self._tensors.items()})
 
     def truncate_key(self, prefix: str) -> DictTensor:
-        """Only the tensors whose name starts with `prefix`, which is taken off."""
+        """The tensors whose names start with `prefix`, without it in their names."""
         return DictTensor.trusted(
             {key[len(prefix) :]: tensor for key, tensor in self._tensors.items() if key.startswith(prefix)}
         )
@@ -180,30 +180,30 @@ class DictTensor(TensorMap):
         return DictTensor({**self._tensors, **other._tensors})
 
     def copy_(self, source: DictTensor, source_indexes: Index, destination_indexes: Index) -> None:
-        """Writes rows of `source` into own rows, in place, for every own key.
+        """Copies rows of `source` to rows of this object, in place.
 
         Args:
-            source: has at least the keys of this object, of the same dtypes and row shapes.
-            source_indexes: long (K,) or a list, which rows.
-            destination_indexes: long (K,) or a list, where to.
+            source: has at least the keys of this object, with the same dtypes and row shapes.
+            source_indexes: int64 (K,) or a list: the rows to read.
+            destination_indexes: int64 (K,) or a list: the rows to write.
 
         Raises:
-            MissingKeyError, SpecError, IndexError: and nothing has changed.
+            MissingKeyError, SpecError, IndexError: an argument does not fit; nothing changes.
         """
         rows_from, rows_to = check_copy("DictTensor.copy_", self, source, source_indexes, destination_indexes)
         for key, tensor in self._tensors.items():
             put_rows(tensor, rows_to, source[key][rows_from])
 
     def __repr__(self) -> str:
-        shown = [f"n_elems={self.n_elems()}", f"device={self.device()}"]
-        return f"DictTensor({', '.join(shown + [f'{key}={show(t)}' for key, t in self.items()])})"
+        fields = [f"n_elems={self.n_elems()}", f"device={self.device()}"]
+        return f"DictTensor({', '.join(fields + [f'{key}={show(t)}' for key, t in self.items()])})"
 
 
 def as_index(index: Index) -> Any:
-    """An index as an int, a slice, or a tensor (K,) of int64 or bool.
+    """Converts an index to an int, a slice, or a tensor (K,) of int64 or bool.
 
     Raises:
-        IndexError: it is none of these.
+        IndexError: it is of another type.
     """
     if isinstance(index, slice) and index.step is not None and index.step < 1:
         raise IndexError(f"a slice must go forward, got {index}")
@@ -218,7 +218,7 @@ def as_index(index: Index) -> Any:
         if array.dtype.kind not in "biu":
             raise IndexError(f"an index must be integers, a bool mask or a slice, got {index!r}")
         index = torch.from_numpy(array.astype(np.bool_ if array.dtype.kind == "b" else np.int64))
-    # torch reads uint8 as a mask, numpy as integers.
+    # uint8 is refused: torch takes it for a mask, numpy for integers.
     if index.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.bool):
         raise IndexError(f"an index must be integers, a bool mask or a slice, got {show(index)}")
     if index.ndim > 1 or (index.ndim == 0 and index.dtype == torch.bool):
@@ -231,7 +231,7 @@ def as_index(index: Index) -> Any:
 def check_copy(
     owner: str, target: TensorMap, source: TensorMap, source_index: Index, destination_index: Index
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two indexes as int64 (K,); raises unless those rows of `source` fit into those of `target`."""
+    """Returns both indexes as int64 (K,); raises unless these rows of `source` fit those of `target`."""
     indexes = as_index(source_index), as_index(destination_index)
     for name, part, index in zip(("source", "destination"), (source, target), indexes, strict=True):
         if not isinstance(index, torch.Tensor) or index.dtype != torch.int64:
@@ -248,22 +248,23 @@ def check_copy(
         if not fits or min(tensor.ndim, other.ndim) < axes:
             raise SpecError(f"{owner}: {key!r} is {show(other)} in the source, expected {show(tensor)}")
         if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
-            raise SpecError(f"{owner}: {key!r} is a leaf that requires a gradient, which torch lets nobody write into")
+            raise SpecError(f"{owner}: {key!r} is a leaf that requires a gradient, into which torch does not write")
     return indexes
 
 
 def masked_tensor(tensor0: torch.Tensor, tensor1: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Row b of `tensor1` where `mask[b]`, of `tensor0` elsewhere; a new tensor.
+    """A new tensor with row b of `tensor1` where `mask[b]` is set, and of `tensor0` elsewhere.
 
-    Exact for every dtype: what is not selected has no influence, NaN included.
+    It is exact for every dtype: rows that are not selected have no influence, even if they hold NaN.
 
     Args:
         tensor0: (B, ...).
-        tensor1: the same shape and dtype.
+        tensor1: of the same shape and dtype.
         mask: (B,), bool, or numbers that are 0 or 1.
 
     Raises:
-        SpecError: shapes or dtypes differ, or the mask is of another size or holds other numbers.
+        TypeError: the mask is not a tensor.
+        SpecError: shapes or dtypes differ, or the mask has another size or holds other numbers.
 
     Example:
         >>> masked_tensor(torch.tensor([1, 2, 3]), torch.tensor([10, 20, 30]), torch.tensor([0, 1, 0]))
@@ -277,10 +278,10 @@ def _masked(owner: str, tensor0: torch.Tensor, tensor1: torch.Tensor, mask: torc
         raise TypeError(f"{owner} mask must be a tensor, got {type(mask).__name__}")
     shape0, shape1, n = tuple(tensor0.shape), tuple(tensor1.shape), mask.numel()
     if shape0 != shape1 or tensor0.dtype != tensor1.dtype:
-        hint = batch_first(shape0, n) or batch_first(shape1, n)
+        hint = hint_batch_first(shape0, n) or hint_batch_first(shape1, n)
         raise SpecError(f"{owner} tensor1 is {show(tensor1)}, expected {show(tensor0)} as tensor0{hint}")
     if mask.ndim != 1 or tensor0.ndim == 0 or n != shape0[0]:
-        hint = batch_first(shape0, n)
+        hint = hint_batch_first(shape0, n)
         raise SpecError(f"{owner} mask is {show(mask)}, expected one value per row of {show(tensor0)}{hint}")
     if mask.dtype != torch.bool:
         chosen = mask != 0
@@ -291,10 +292,11 @@ def _masked(owner: str, tensor0: torch.Tensor, tensor1: torch.Tensor, mask: torc
 
 
 def masked_dicttensor(dicttensor0: DictTensor, dicttensor1: DictTensor, mask: torch.Tensor) -> DictTensor:
-    """`masked_tensor` of every key; two empty ones give an empty one.
+    """Applies `masked_tensor` to every key.
 
     Raises:
-        MissingKeyError, SpecError: the keys differ, or what `masked_tensor` refuses; names the key.
+        MissingKeyError: the keys differ.
+        SpecError: the keys differ, or `masked_tensor` refuses the tensors of one; the message names the key.
     """
     check_same_keys("masked_dicttensor: dicttensor1", dicttensor0.keys(), dicttensor1.keys())
     made = {}
@@ -304,7 +306,7 @@ def masked_dicttensor(dicttensor0: DictTensor, dicttensor1: DictTensor, mask: to
 
 
 def _check(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises unless all have one batch size and one device."""
+    """Raises SpecError unless all tensors have one batch size and one device."""
     first, known = None, None
     for key, tensor in tensors:
         if first is None:
@@ -318,13 +320,13 @@ def _check(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
             if known is None:
                 known, source = tensor, key
             elif len(tensor) != len(known):
-                hint = _hint(source, known, len(tensor)) or _hint(key, tensor, len(known))
+                hint = _hint_permuted(source, known, len(tensor)) or _hint_permuted(key, tensor, len(known))
                 raise SpecError(
                     f"DictTensor: {key!r} has batch size {len(tensor)}, expected {len(known)} (from {source!r}){hint}"
                 )
 
 
-def _hint(key: str, tensor: torch.Tensor, n: int) -> str:
-    """What to do about a tensor that has n rows on its second axis; "" for any other."""
-    hint = batch_first(tuple(tensor.shape), n)
+def _hint_permuted(key: str, tensor: torch.Tensor, n: int) -> str:
+    """Says what to do about a tensor with n rows on its second axis; "" for any other."""
+    hint = hint_batch_first(tuple(tensor.shape), n)
     return hint and f"; {key!r} has shape {tuple(tensor.shape)}, expected ({n}, ...){hint}"

@@ -1,7 +1,7 @@
-"""Handing tensors to numpy, jax, warp and tensordict, and taking them back.
+"""Converts trees of tensors to numpy, jax, warp and tensordict, and back.
 
-What leaves is private memory unless a view is asked for by name: on a CPU several of these libraries
-alias host memory without saying so. Each is imported when it is used.
+Results are copies unless the caller asks for a view: on a CPU several of these libraries would share memory without
+saying so. Each library is imported when it is used.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from rlstructs.errors import SpecError
-from rlstructs.frameworks.dtypes import FLOAT8, SIGNED
+from rlstructs.frameworks.dtypes import FLOAT8, SIGNED, dtype_name
 from rlstructs.frameworks.start_warp import WARP_DTYPES, WARP_MAX_AXES, start_warp
-from rlstructs.frameworks.torch import host_array, named
+from rlstructs.structures.arrays import tensor_to_array
 
 Tree = dict[str, Any]  # name -> tensor, or name -> Tree
 
 def map_tree(function: Callable[[Any], Any], tree: Mapping[str, Any]) -> Tree:
-    """The same tree of what `function` makes of each leaf."""
+    """Applies a function to every leaf of a tree."""
     return {
         name: map_tree(function, leaf) if isinstance(leaf, Mapping) else function(leaf)
         for name, leaf in tree.items()
@@ -36,7 +36,7 @@ def _map_named(function: Callable[[str, Any], Any], tree: Mapping[str, Any]) -> 
 
 def to_numpy(tree: Mapping[str, Any], view: bool) -> Tree:
     def convert(name: str, tensor: torch.Tensor) -> np.ndarray:
-        array = host_array(name, tensor)
+        array = tensor_to_array(name, tensor)
         return array if view else array.copy()
 
     return _map_named(convert, tree)
@@ -55,7 +55,7 @@ def from_numpy(arrays: Mapping[str, Any], view: bool) -> Tree:
         if not view:
             return _from_host(name, np.array(array, order="C", dtype=array.dtype.newbyteorder("=")))
         if not array.flags.writeable:
-            raise SpecError(f"{name!r} is read-only; a tensor that views it could be written to")
+            raise SpecError(f"{name!r} is read-only, and a tensor that shares its memory would not be")
         return _from_host(name, array)
 
     return _map_named(convert, arrays)
@@ -66,35 +66,35 @@ def to_jax(tree: Mapping[str, Any]) -> Tree:
 
     def convert(name: str, tensor: torch.Tensor) -> Any:
         if tensor.dtype == torch.bfloat16:
-            return jnp.array(host_array(name, tensor.float()), dtype=jnp.bfloat16)
-        if tensor.dtype in FLOAT8 and hasattr(jnp, named(tensor.dtype)):
-            bits = host_array(name, tensor.detach().contiguous().view(torch.uint8))
-            return jnp.array(bits.view(np.dtype(getattr(jnp, named(tensor.dtype)))))
+            return jnp.array(tensor_to_array(name, tensor.float()), dtype=jnp.bfloat16)
+        if tensor.dtype in FLOAT8 and hasattr(jnp, dtype_name(tensor.dtype)):
+            bits = tensor_to_array(name, tensor.detach().contiguous().view(torch.uint8))
+            return jnp.array(bits.view(np.dtype(getattr(jnp, dtype_name(tensor.dtype)))))
         if tensor.dtype == torch.complex32:
-            raise SpecError(f"{name!r} is complex32, which jax has not; convert it to complex64 first")
-        array = fitting_jax(name, host_array(name, tensor))
-        # jnp.array copies; device_put would alias aligned host memory.
+            raise SpecError(f"{name!r} is complex32, which jax lacks; convert it to complex64 first")
+        array = fit_to_jax(name, tensor_to_array(name, tensor))
+        # jnp.array copies, where device_put would share aligned host memory.
         return jnp.array(array)
 
     return _map_named(convert, tree)
 
 
-def fitting_jax(name: str, array: np.ndarray) -> np.ndarray:
-    """An array in a dtype that jax has now: in 32 bits for 64, unless jax_enable_x64 is set.
+def fit_to_jax(name: str, array: np.ndarray) -> np.ndarray:
+    """Converts an array of 64 bits to 32, unless jax_enable_x64 is set.
 
     Raises:
-        SpecError: an integer does not fit.
+        SpecError: an integer does not fit into 32 bits.
     """
     import jax
 
     if array.dtype.itemsize < 8 or array.dtype == np.complex64 or jax.config.jax_enable_x64:
         return array
     if array.dtype.kind in "iu":
-        return _as_32_bits(name, array)
+        return _narrow(name, array)
     return array.astype(np.complex64 if array.dtype.kind == "c" else np.float32)
 
 
-def _as_32_bits(name: str, array: np.ndarray) -> np.ndarray:
+def _narrow(name: str, array: np.ndarray) -> np.ndarray:
     narrow = np.dtype(np.int32 if array.dtype.kind == "i" else np.uint32)
     limits = np.iinfo(narrow)
     if array.size and (array.min() < limits.min or array.max() > limits.max):
@@ -125,13 +125,13 @@ def to_warp(tree: Mapping[str, Any], view: bool) -> Tree:
         tensor = tensor.resolve_conj().resolve_neg()
         source = tensor.detach() if view else tensor.detach().clone(memory_format=torch.contiguous_format)
         signed = SIGNED.get(tensor.dtype)
-        if signed is not None:  # which warp has, but takes from no tensor
-            return wp.from_torch(source.view(signed), dtype=getattr(wp, named(tensor.dtype)))
+        if signed is not None:  # warp has unsigned dtypes, but takes no tensor of them
+            return wp.from_torch(source.view(signed), dtype=getattr(wp, dtype_name(tensor.dtype)))
         try:
             return wp.from_torch(source)  # keeps `source` alive
         except TypeError as error:
             raise SpecError(
-                f"{name!r} is {named(tensor.dtype)}, which warp has not; convert it first, to one of {WARP_DTYPES}"
+                f"{name!r} is {dtype_name(tensor.dtype)}, which warp lacks; convert it first, to one of {WARP_DTYPES}"
             ) from error
 
     return _map_named(convert, tree)
@@ -145,13 +145,13 @@ def from_warp(arrays: Mapping[str, Any], view: bool) -> Tree:
 def to_tensordict(tree: Mapping[str, Any], n_elems: int, device: torch.device | None = None) -> Any:
     from tensordict import TensorDict
 
-    flat = TensorDict(_nested(tree), batch_size=[], device=device)
+    flat = TensorDict(_nest(tree), batch_size=[], device=device)
     if all(tensor.ndim > 0 for tensor in flat.values(include_nested=True, leaves_only=True)):
         flat.batch_size = [n_elems]
     return flat
 
 
-def _nested(tree: Mapping[str, Any]) -> Tree:
+def _nest(tree: Mapping[str, Any]) -> Tree:
     nested: Tree = {}
     for name, leaf in tree.items():
         *parents, last = name.split("/")
@@ -162,7 +162,7 @@ def _nested(tree: Mapping[str, Any]) -> Tree:
                 raise SpecError(f"{name!r} cannot be nested: {parent!r} is a tensor itself")
         if last in inner:
             raise SpecError(f"{name!r} cannot be nested: it is a tensor and a group of tensors")
-        inner[last] = _nested(leaf) if isinstance(leaf, Mapping) else leaf
+        inner[last] = _nest(leaf) if isinstance(leaf, Mapping) else leaf
     return nested
 
 

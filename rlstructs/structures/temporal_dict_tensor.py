@@ -10,7 +10,7 @@ import torch
 
 from rlstructs.errors import SpecError
 from rlstructs.structures.dict_tensor import DictTensor, Index, as_index, check_copy
-from rlstructs.structures.tree import TensorMap, check_alike, check_same_keys, flatten, parts_of, put_rows, show
+from rlstructs.structures.tree import TensorMap, check_alike, check_parts, check_same_keys, flatten, put_rows, show
 from workers.public_names import set_module
 
 LENGTHS = "lengths"
@@ -20,15 +20,15 @@ LENGTHS = "lengths"
 class TemporalDictTensor(TensorMap):
     """A map name -> tensor (B, T, ...) and `lengths`, int64 (B,).
 
-    Positions t >= lengths[b] are padding. The mapping is copied, the tensors are not.
+    Steps t >= lengths[b] are padding. The mapping is copied, the tensors are not.
 
     Args:
         from_dict: name -> tensor (B, T, ...); nested mappings are flattened to keys joined with `/`.
-        lengths: int64 (B,), each in [0, T]; None when every row is full.
+        lengths: int64 (B,), each in [0, T]; None if no row has padding.
 
     Raises:
-        TypeError: a value is no tensor.
-        SpecError: batch sizes, numbers of timesteps, devices or lengths do not fit; names the key.
+        TypeError: a value is not a tensor.
+        SpecError: batch sizes, numbers of timesteps, devices or lengths do not fit; the message names the key.
 
     Example:
         >>> m = TemporalDictTensor({"y": torch.arange(12).view(3, 4)}, torch.tensor([2, 4, 1]))
@@ -53,7 +53,7 @@ class TemporalDictTensor(TensorMap):
 
     @classmethod
     def trusted(cls, tensors: Mapping[str, torch.Tensor], lengths: torch.Tensor) -> TemporalDictTensor:
-        """Wraps a flat mapping and lengths that are known to be right, as they are."""
+        """Wraps a flat mapping and lengths that are known to be right, without checks or a copy."""
         made = cls.__new__(cls)
         made._tensors, made.lengths = tensors, lengths
         return made
@@ -90,15 +90,15 @@ class TemporalDictTensor(TensorMap):
     def _from_tree(cls, tree: Mapping[str, Any]) -> TemporalDictTensor:
         lengths = tree.get(LENGTHS)
         if isinstance(lengths, torch.Tensor) and lengths.dtype == torch.int32:
-            lengths = lengths.long()  # jax has 32 bits only, unless told
+            lengths = lengths.long()  # jax has only 32 bits by default
         return cls({key: leaf for key, leaf in tree.items() if key != LENGTHS}, lengths)
 
     @classmethod
-    def _trusted(cls, tree: dict[str, torch.Tensor]) -> TemporalDictTensor:
+    def _from_trusted(cls, tree: dict[str, torch.Tensor]) -> TemporalDictTensor:
         return cls.trusted({key: leaf for key, leaf in tree.items() if key != LENGTHS}, tree[LENGTHS])
 
     def _content(self) -> dict[str, torch.Tensor]:
-        """With the padding, which is undefined, as zeros."""
+        """The tree with zeros in the padding, whose values do not matter."""
         return self.zero_padding()._tree()
 
     def n_elems(self) -> int:
@@ -106,30 +106,30 @@ class TemporalDictTensor(TensorMap):
         return self.lengths.shape[0]
 
     def n_timesteps(self) -> int:
-        """Size of the time axis, T; without tensors the longest length."""
+        """Size of the time axis, T; the largest length if there are no tensors."""
         for tensor in self._tensors.values():
             return tensor.shape[1]
         return int(self.lengths.max()) if self.lengths.numel() and not self.lengths.is_meta else 0
 
     def device(self) -> torch.device:
-        """The device of the lengths, which is that of the tensors."""
+        """The device of tensors and lengths."""
         return self.lengths.device
 
     def specs(self) -> dict[str, dict[str, Any]]:
-        """`{name: {"size": shape without batch and time axis, "dtype": dtype}}`."""
+        """`{name: {"size": shape without the batch and time axes, "dtype": dtype}}`."""
         return {key: {"size": t.shape[2:], "dtype": t.dtype} for key, t in self._tensors.items()}
 
     def mask(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """(B, T): 1 where t < lengths[b], 0 in the padding."""
+        """A mask (B, T): 1 in steps t < lengths[b], 0 in the padding."""
         steps = torch.arange(self.n_timesteps(), device=self.device())
         return (steps[None] < self.lengths[:, None]).to(dtype)
 
     def full(self) -> bool:
-        """Whether no row has padding: every length is T."""
+        """Whether no row has padding."""
         return bool((self.lengths == self.n_timesteps()).all())
 
     def zero_padding(self) -> TemporalDictTensor:
-        """The same with zeros in the padding, a copy where there is any."""
+        """This object if it has no padding, otherwise a copy with zeros in it."""
         if self.full():
             return self
         mask = self.mask(torch.bool)
@@ -140,8 +140,12 @@ class TemporalDictTensor(TensorMap):
         return self.trusted(zeroed, self.lengths.clone())
 
     def get(self, keys: Iterable[str], clone: bool = False) -> TemporalDictTensor:
-        """Only these tensors, shared with this object unless `clone`."""
-        picked = self.trusted(self._picked(keys), self.lengths)
+        """A TemporalDictTensor of some of the tensors, which are shared unless `clone`.
+
+        Raises:
+            MissingKeyError: there is no such key.
+        """
+        picked = self.trusted(self._pick(keys), self.lengths)
         return picked.clone() if clone else picked
 
     def set(self, key: str, value: torch.Tensor) -> TemporalDictTensor:
@@ -151,7 +155,7 @@ class TemporalDictTensor(TensorMap):
             This object.
 
         Raises:
-            TypeError, SpecError: it does not fit; nothing has changed then.
+            TypeError, SpecError: it does not fit; nothing changes.
         """
         new = self.empty() and self.lengths.numel() == 0
         made = TemporalDictTensor({**self._tensors, key: value}, None if new else self.lengths)
@@ -159,7 +163,7 @@ class TemporalDictTensor(TensorMap):
         return self
 
     def index(self, index: Index) -> TemporalDictTensor:
-        """The rows at `index`: an int keeps the batch axis (1 x T); otherwise as `DictTensor.index`."""
+        """The rows at `index`, as in `DictTensor.index`, but an int keeps the batch axis (1 x T)."""
         index = as_index(index)
         if isinstance(index, int):
             index = slice(self._row(index), self._row(index) + 1)
@@ -167,7 +171,7 @@ class TemporalDictTensor(TensorMap):
         return self.trusted({key: rows[key] for key in self._tensors}, rows[LENGTHS])
 
     def slice(self, index_from: int, index_to: int | None = None) -> TemporalDictTensor:
-        """Rows `index_from` to `index_to - 1`, views; with one argument that row, as 1 x T."""
+        """Views of rows `index_from` to `index_to - 1`; with one argument, of that row as 1 x T."""
         return self.index(index_from if index_to is None else slice(index_from, index_to))
 
     def _row(self, row: int) -> int:
@@ -176,16 +180,16 @@ class TemporalDictTensor(TensorMap):
         return row % self.n_elems()
 
     def unfold(self) -> list[TemporalDictTensor]:
-        """B objects of 1 x T, views."""
+        """B views of one row each, 1 x T."""
         return [self.slice(row) for row in range(self.n_elems())]
 
     def shorten(self) -> TemporalDictTensor:
-        """Without the timesteps that are padding in every row; views, with lengths of its own."""
+        """Views without the timesteps that are padding in every row; the lengths are a copy."""
         longest = int(self.lengths.max()) if self.lengths.numel() else 0
         return self.trusted({key: t[:, :longest] for key, t in self._tensors.items()}, self.lengths.clone())
 
     def temporal_slice(self, index_from: int, index_to: int) -> TemporalDictTensor:
-        """Timesteps `index_from` to `index_to - 1` of every row, views, with the lengths that remain.
+        """Views of timesteps `index_from` to `index_to - 1`, with the lengths that remain.
 
         Raises:
             SpecError: unless 0 <= index_from <= index_to.
@@ -197,14 +201,17 @@ class TemporalDictTensor(TensorMap):
         return self.trusted({key: t[:, index_from:index_to] for key, t in self._tensors.items()}, lengths)
 
     def temporal_index(self, index_t: int) -> DictTensor:
-        """All B rows at time `index_t`, padding included, views. Negative counts from the end of the axis."""
+        """Views of all B rows at time `index_t`, padding included; a negative time counts from T."""
         return DictTensor.trusted({key: tensor[:, index_t] for key, tensor in self._tensors.items()})
 
     def temporal_multi_index(self, index_t: torch.Tensor | Sequence[int] | int) -> DictTensor:
-        """Row b at time `index_t[b]`, a copy; `lengths - 1` gives the last valid step.
+        """A copy of row b at time `index_t[b]`; `lengths - 1` gives the last valid steps.
 
         Args:
-            index_t: integers (B,), or one time for all.
+            index_t: integers (B,), or one time for all rows.
+
+        Raises:
+            IndexError: the times are not integers, or of another shape.
         """
         times = torch.as_tensor(index_t, device=self.device())
         if times.dtype == torch.bool or times.dtype.is_floating_point or times.dtype.is_complex:
@@ -216,10 +223,13 @@ class TemporalDictTensor(TensorMap):
         return DictTensor.trusted({key: tensor[rows, times] for key, tensor in self._tensors.items()})
 
     def masked_temporal_index(self, index_t: int) -> tuple[DictTensor, torch.Tensor]:
-        """The rows that are still valid at time `index_t`, and their row numbers.
+        """The rows that are valid at time `index_t`, and their indexes.
 
         Returns:
-            A DictTensor of B' rows, a copy, and int64 (B',), ascending. `index_t` >= T gives 0 rows.
+            A copy of the B' valid rows, and their indexes, int64 (B',), ascending; 0 rows if `index_t` >= T.
+
+        Raises:
+            IndexError: `index_t` is negative.
         """
         if index_t < 0:
             raise IndexError(f"masked_temporal_index: t must not be negative, got {index_t}")
@@ -230,7 +240,11 @@ class TemporalDictTensor(TensorMap):
         return DictTensor.trusted({key: x[rows, step] for key, x in self._tensors.items()}), rows
 
     def expand(self, new_batch_size: int) -> TemporalDictTensor:
-        """A copy with rows of length 0, zeros, appended up to `new_batch_size` rows."""
+        """A copy with rows of zeros, of length 0, appended up to `new_batch_size` rows.
+
+        Raises:
+            SpecError: there are more rows already.
+        """
         missing = new_batch_size - self.n_elems()
         if missing < 0:
             raise SpecError(f"expand: has {self.n_elems()} rows, cannot have {new_batch_size}")
@@ -241,12 +255,12 @@ class TemporalDictTensor(TensorMap):
 
     @staticmethod
     def cat(tensors: Iterable[TemporalDictTensor]) -> TemporalDictTensor:
-        """All rows one after another, a copy; shorter ones are padded with zeros to the longest T.
+        """Concatenates the rows of all items in a copy, padded with zeros to the longest T.
 
         Raises:
-            MissingKeyError, SpecError: the items have not all the same keys, trailing shapes or devices.
+            MissingKeyError, SpecError: the items differ in keys, trailing shapes or devices.
         """
-        parts = parts_of(TemporalDictTensor, tensors)
+        parts = check_parts(TemporalDictTensor, tensors)
         if not parts:
             return TemporalDictTensor()
         check_alike("TemporalDictTensor.cat", LENGTHS, [part.lengths for part in parts], axes=1)
@@ -259,17 +273,18 @@ class TemporalDictTensor(TensorMap):
         return TemporalDictTensor.trusted(cat, torch.cat([part.lengths for part in parts]))
 
     def copy_(self, source: TemporalDictTensor, source_indexes: Index, destination_indexes: Index) -> None:
-        """Writes rows of `source`, and their lengths, into own rows, in place.
+        """Copies rows of `source` and their lengths to rows of this object, in place.
 
-        Each row is copied up to its own length; the rest of the row becomes zeros.
+        Each row is copied up to its length; the rest of it becomes zeros.
 
         Args:
-            source: has at least the keys of this object, of the same dtypes and trailing shapes.
-            source_indexes: long (K,) or a list, which rows.
-            destination_indexes: long (K,) or a list, where to.
+            source: has at least the keys of this object, with the same dtypes and trailing shapes.
+            source_indexes: int64 (K,) or a list: the rows to read.
+            destination_indexes: int64 (K,) or a list: the rows to write.
 
         Raises:
-            MissingKeyError, SpecError, IndexError: also when a row is longer than T here; nothing has changed.
+            MissingKeyError, SpecError, IndexError: an argument does not fit, or a row is longer than T here; nothing
+                changes.
         """
         owner = "TemporalDictTensor.copy_"
         rows_from, rows_to = check_copy(owner, self, source, source_indexes, destination_indexes)
@@ -286,9 +301,9 @@ class TemporalDictTensor(TensorMap):
     def __repr__(self) -> str:
         low, high = (self.lengths.min(), self.lengths.max()) if len(self) else (0, 0)
         lengths = "?" if self.lengths.is_meta else f"{int(low)}..{int(high)}"
-        shown = [f"n_elems={self.n_elems()}", f"n_timesteps={self.n_timesteps()}", f"lengths={lengths}"]
-        shown += [f"device={self.device()}", *(f"{key}={show(t)}" for key, t in self.items())]
-        return f"TemporalDictTensor({', '.join(shown)})"
+        fields = [f"n_elems={self.n_elems()}", f"n_timesteps={self.n_timesteps()}", f"lengths={lengths}"]
+        fields += [f"device={self.device()}", *(f"{key}={show(t)}" for key, t in self.items())]
+        return f"TemporalDictTensor({', '.join(fields)})"
 
 
 def _full_lengths(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`Trajectories`: what is constant over a trajectory, and what is not."""
+"""`Trajectories`: what is constant over each trajectory, and what varies with time."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ import torch
 from rlstructs.errors import SpecError
 from rlstructs.structures.dict_tensor import DictTensor, Index, as_index
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
-from rlstructs.structures.tree import Structure, parts_of
+from rlstructs.structures.tree import Structure, check_parts
 from workers.public_names import set_module
 
 
 @set_module("rlstructs")
 class Trajectories(Structure):
-    """A pair: `info`, one row for each trajectory, and `trajectories`, B x T with lengths.
+    """A pair: `info` with one row for each trajectory, and `trajectories`, B x T with lengths.
 
     Args:
         info: B rows, or empty.
         trajectories: B rows.
 
     Raises:
-        SpecError: the two have not the same number of rows, or the same device.
+        TypeError: an argument is of another class.
+        SpecError: the two differ in their number of rows or their device.
 
     Example:
         >>> t = Trajectories(
@@ -74,8 +75,8 @@ class Trajectories(Structure):
         return made
 
     @classmethod
-    def _trusted(cls, tree: Mapping[str, Any]) -> Trajectories:
-        return cls(DictTensor.trusted(tree["info"]), TemporalDictTensor._trusted(tree["trajectories"]))
+    def _from_trusted(cls, tree: Mapping[str, Any]) -> Trajectories:
+        return cls(DictTensor.trusted(tree["info"]), TemporalDictTensor._from_trusted(tree["trajectories"]))
 
     def _content(self) -> dict[str, Any]:
         return {"info": self.info._content(), "trajectories": self.trajectories._content()}
@@ -102,7 +103,7 @@ class Trajectories(Structure):
         return self.trajectories.lengths
 
     def mask(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """(B, T): 1 where a step is valid."""
+        """A mask (B, T): 1 in valid steps, 0 in the padding."""
         return self.trajectories.mask(dtype)
 
     def index(self, index: Index) -> Trajectories:
@@ -114,15 +115,15 @@ class Trajectories(Structure):
         return Trajectories(self.info.index(index), rows)
 
     def slice(self, index_from: int, index_to: int | None = None) -> Trajectories:
-        """Trajectories `index_from` to `index_to - 1`, views; with one argument that one."""
+        """Views of trajectories `index_from` to `index_to - 1`; with one argument, of that one."""
         return self.index(index_from if index_to is None else slice(index_from, index_to))
 
     def shorten(self) -> Trajectories:
-        """Without the timesteps that are padding in every trajectory; views."""
+        """Views without the timesteps that are padding in every trajectory."""
         return Trajectories(self.info, self.trajectories.shorten())
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Trajectories:
-        """`n` different trajectories, drawn uniformly; a copy.
+        """A copy of `n` different trajectories, drawn uniformly.
 
         Raises:
             SpecError: there are fewer than `n`.
@@ -135,8 +136,8 @@ class Trajectories(Structure):
 
     @staticmethod
     def cat(trajectories: Iterable[Trajectories]) -> Trajectories:
-        """All trajectories one after another, a copy; shorter ones are padded with zeros."""
-        parts = parts_of(Trajectories, trajectories)
+        """Concatenates trajectories in a copy, padded with zeros to the longest T."""
+        parts = check_parts(Trajectories, trajectories)
         return Trajectories(
             DictTensor.cat(part.info for part in parts),
             TemporalDictTensor.cat(part.trajectories for part in parts),

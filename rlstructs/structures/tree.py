@@ -1,7 +1,7 @@
-"""What the three structures share: they are trees of tensors.
+"""The base classes of the three structures, which are trees of tensors.
 
-A structure says what its tree is (`_tree`) and how it is made of one (`_from_tree`); copying, moving,
-comparing, converting and saving are then written once, for all of them.
+A structure defines its tree (`_tree`) and how it is made from one (`_from_tree`). Copying, moving, comparing,
+converting and saving are written here, once for all of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from rlstructs.errors import FileError, MissingKeyError, SpecError
 from rlstructs.files import layout
-from rlstructs.frameworks.dtypes import CARRIERS, UNFIT, portable, refuse, restored
+from rlstructs.frameworks.dtypes import CARRIERS, UNSUPPORTED, dtype_error, dtype_name, from_picklable, to_picklable
 from rlstructs.frameworks.torch import as_device
 from rlstructs.structures import interop
 from rlstructs.structures.interop import Tree, map_tree
@@ -25,23 +25,23 @@ S = TypeVar("S", bound="Structure")
 class Structure:
     """A tree of tensors that share their batch axis."""
 
-    # What files call it: of a class that is derived, that from which it is.
+    # The name of the class in files; subclasses of users keep it.
     _kind: str
-    # Tensors are mutable, so that equal content gives no stable hash.
+    # A hash of the content would change with it, because tensors are mutable.
     __hash__ = None  # type: ignore[assignment]
 
     def _tree(self) -> Mapping[str, Any]:
-        """The tensors, without a copy: name -> tensor, or name -> such a mapping."""
+        """The tensors, not copied: name -> tensor, or name -> such a mapping."""
         raise NotImplementedError
 
     @classmethod
     def _from_tree(cls: type[S], tree: Tree) -> S:
-        """Makes a structure of a tree, and checks it."""
+        """Makes a structure from a tree and checks it."""
         raise NotImplementedError
 
     @classmethod
-    def _trusted(cls: type[S], tree: Tree) -> S:
-        """Makes a structure of a tree like that of `_tree`, unchecked: a check reads lengths, which waits for a GPU."""
+    def _from_trusted(cls: type[S], tree: Tree) -> S:
+        """Makes a structure from a tree of `_tree`, without checks: they read lengths, which waits for a GPU."""
         raise NotImplementedError
 
     def n_elems(self) -> int:
@@ -52,40 +52,40 @@ class Structure:
         return self.n_elems()
 
     def _map(self: S, function: Callable[[torch.Tensor], torch.Tensor]) -> S:
-        return self._trusted(map_tree(function, self._tree()))
+        return self._from_trusted(map_tree(function, self._tree()))
 
     def clone(self: S) -> S:
         """A copy of every tensor; keeps the autograd link."""
         return self._map(torch.clone)
 
     def to(self: S, device: torch.device | str, non_blocking: bool = False) -> S:
-        """The same on a device. Tensors that are there already are shared, not copied.
+        """Moves all tensors to a device; those that are there already are shared, not copied.
 
         Args:
-            device: where to.
-            non_blocking: lets a copy from pinned memory to a GPU overlap with what follows.
+            device: the target.
+            non_blocking: whether copies from pinned memory to a GPU may overlap with what follows.
         """
         target = as_device(device)
         return self._map(lambda tensor: tensor.to(target, non_blocking=non_blocking))
 
     def __reduce__(self) -> Any:
-        return _unpickled, (type(self), map_tree(portable, self._tree()))  # torch does not pickle every dtype
+        return _unpickle, (type(self), map_tree(to_picklable, self._tree()))  # torch cannot pickle every dtype
 
     def pin_memory(self: S) -> S:
-        """A copy in page-locked host memory, from which copies to a GPU are asynchronous.
+        """A copy in page-locked host memory, from which copies to a GPU can be asynchronous.
 
         Raises:
-            RuntimeError: torch sees no accelerator.
+            RuntimeError: torch finds no accelerator.
         """
         return self._map(torch.Tensor.pin_memory)
 
     def share_memory_(self: S) -> S:
-        """Moves every tensor to shared memory, in place; returns itself."""
+        """Moves every tensor to shared memory, in place; returns this object."""
         map_tree(torch.Tensor.share_memory_, self._tree())
         return self
 
     def __eq__(self, other: object) -> bool:
-        """Equal content: same class, names, shapes, dtypes and values, NaN equal to NaN."""
+        """Whether class, names, shapes, dtypes and values are the same; NaN equals NaN."""
         if type(other) is not type(self):
             return NotImplemented
         return _equal_trees(self._content(), other._content())
@@ -95,18 +95,21 @@ class Structure:
         return self._tree()
 
     def numpy(self, view: bool = False) -> dict[str, Any]:
-        """The tensors as numpy arrays: `{name: array}`, `lengths` among them where there are any.
+        """The tensors, and `lengths` if there are any, as numpy arrays: `{name: array}`.
 
         Args:
-            view: share memory with tensors that are on the CPU, in place of a copy.
+            view: whether arrays share memory with tensors on the CPU; otherwise they are copies.
+
+        Raises:
+            SpecError: numpy lacks a dtype.
         """
         return interop.to_numpy(self._tree(), view)
 
     def jax(self) -> dict[str, Any]:
-        """The tensors as jax arrays, private copies; of 32 bits for 64, unless jax_enable_x64 is set.
+        """Copies of the tensors as jax arrays, in 32 bits for 64 unless jax_enable_x64 is set.
 
         Raises:
-            SpecError: an integer does not fit 32 bits.
+            SpecError: an integer does not fit into 32 bits, or jax lacks a dtype.
         """
         return interop.to_jax(self._tree())
 
@@ -114,60 +117,59 @@ class Structure:
         """The tensors as warp arrays.
 
         Args:
-            view: share memory with the tensors, in place of a copy.
+            view: whether arrays share memory with the tensors; otherwise they are copies.
 
         Raises:
-            SpecError: a tensor has not 1 to 4 axes, or a dtype that warp has not.
+            SpecError: a tensor has no axis, more than 4, or a dtype that warp lacks.
         """
         return interop.to_warp(self._tree(), view)
 
     @classmethod
     def from_numpy(cls: type[S], arrays: Mapping[str, Any], *, view: bool = False) -> S:
-        """Made of numpy arrays, as `numpy()` gives them. Copies, unless `view`."""
+        """Makes a structure from the result of `numpy()`; copies the arrays unless `view`."""
         return cls._from_tree(interop.from_numpy(arrays, view))
 
     @classmethod
     def from_jax(cls: type[S], arrays: Mapping[str, Any]) -> S:
-        """Made of jax arrays, as `jax()` gives them; copies."""
+        """Makes a structure from the result of `jax()`; copies the arrays."""
         return cls._from_tree(interop.from_jax(arrays))
 
     @classmethod
     def from_warp(cls: type[S], arrays: Mapping[str, Any], *, view: bool = False) -> S:
-        """Made of warp arrays, as `warp()` gives them. Copies, unless `view`."""
+        """Makes a structure from the result of `warp()`; copies the arrays unless `view`."""
         return cls._from_tree(interop.from_warp(arrays, view))
 
     def to_tensordict(self) -> Any:
-        """A `tensordict.TensorDict` of the same tensors, without a copy; batch size (B,).
+        """A `tensordict.TensorDict` of the same tensors, not copied; its batch size is (B,).
 
-        Keys are split at `/` into nested ones. Needs the extra `tensordict`.
+        `/` in keys becomes nesting. Needs the extra `tensordict`.
         """
         return interop.to_tensordict(self._tree(), self.n_elems())
 
     @classmethod
     def from_tensordict(cls: type[S], tensordict: Any) -> S:
-        """Made of the tensors of a `tensordict.TensorDict`, without a copy."""
+        """Makes a structure from a `tensordict.TensorDict`, whose tensors it shares."""
         return cls._from_tree(interop.from_tensordict(tensordict))
 
     def save(self, path: str | Path) -> None:
-        """Writes a file; a file that was there stays whole until the new one is.
+        """Writes a file; replaces an existing one only when the new one is complete.
 
         Args:
             path: ends in `.npz`, `.pt` or `.h5` (which needs the extra `hdf5`).
 
         Raises:
-            FileError: the ending is another one, or the file cannot hold a name.
-            SpecError: the file cannot hold a dtype.
-            OSError: it cannot be written.
+            FileError: the path has another ending, or such a file cannot hold a name.
+            OSError: the file cannot be written.
         """
         layout.save(path, self._kind, self._tree())
 
     @classmethod
     def load(cls: type[S], path: str | Path) -> S:
-        """Reads what `save` wrote. Executes nothing that the file says.
+        """Reads a file of `save`, without executing anything from it.
 
         Raises:
-            FileError: the file is not ours, damaged, or holds another class.
-            FileNotFoundError: there is none.
+            FileError: the file is not one of `save`, is damaged, or holds another class.
+            FileNotFoundError: there is no such file.
         """
         tree = layout.load(path, cls._kind)
         try:
@@ -177,12 +179,12 @@ class Structure:
 
 
 class TensorMap(Structure):
-    """A structure that is a mapping, name -> tensor."""
+    """A structure that maps names to tensors."""
 
     _tensors: Mapping[str, torch.Tensor]
 
     def keys(self) -> Any:
-        """The names, in the order in which they were given."""
+        """The names, in the given order."""
         return self._tensors.keys()
 
     def values(self) -> Any:
@@ -190,11 +192,11 @@ class TensorMap(Structure):
         return self._tensors.values()
 
     def items(self) -> Any:
-        """Pairs of name and tensor."""
+        """Pairs of a name and a tensor."""
         return self._tensors.items()
 
     def empty(self) -> bool:
-        """Whether there is no tensor. One that has tensors with 0 rows is not empty."""
+        """Whether there are no tensors; with tensors of 0 rows it is not empty."""
         return not self._tensors
 
     def __iter__(self) -> Iterator[str]:
@@ -207,23 +209,23 @@ class TensorMap(Structure):
         try:
             return self._tensors[key]
         except (KeyError, TypeError):  # a list or a slice has no hash
-            missing = missing_key(type(self).__name__, key, self._tensors)
+            error = missing_key_error(type(self).__name__, key, self._tensors)
             if not isinstance(key, str):
-                missing = MissingKeyError(f"{missing}; rows are taken by .index({key!r})")
-            raise missing from None
+                error = MissingKeyError(f"{error}; rows are taken by .index({key!r})")
+            raise error from None
 
-    def _picked(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+    def _pick(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
         if isinstance(keys, str):
             raise TypeError(f"get takes a list of keys, got the string {keys!r}; use [{keys!r}] for one tensor")
         return {key: self[key] for key in keys}
 
 
 def flatten(mapping: Mapping[str, Any] | TensorMap, owner: str) -> dict[str, torch.Tensor]:
-    """A flat copy of a mapping: nested ones give keys joined with `/`.
+    """Copies a mapping and flattens nested ones, whose keys are joined with `/`.
 
     Raises:
-        TypeError: it is no mapping, a key is no string, or a value no tensor.
-        SpecError: two keys are the same once joined.
+        TypeError: it is not a mapping, a key not a string, or a value not a tensor.
+        SpecError: two keys are the same once joined, or a dtype is not supported.
     """
     if isinstance(mapping, TensorMap):
         mapping = mapping._tree()  # not items(), which would lose the lengths of a TemporalDictTensor
@@ -234,12 +236,12 @@ def flatten(mapping: Mapping[str, Any] | TensorMap, owner: str) -> dict[str, tor
         if type(key) is not str:
             if not isinstance(key, str):
                 raise TypeError(f"{owner}: a key must be a string, got {key!r}")
-            key = str.__str__(key)  # numpy's strings and members of enumerations are strings too
+            key = str.__str__(key)  # of a numpy string or an enumeration's member
         if isinstance(value, torch.Tensor):
             if key in flat:
                 raise SpecError(f"{owner}: key {key!r} is given twice")
-            if value.dtype in UNFIT:
-                raise refuse(owner, key, value.dtype)
+            if value.dtype in UNSUPPORTED:
+                raise dtype_error(owner, key, value.dtype)
             flat[key] = value
         elif isinstance(value, (Mapping, TensorMap)):
             for name, tensor in flatten(value, owner).items():
@@ -251,13 +253,13 @@ def flatten(mapping: Mapping[str, Any] | TensorMap, owner: str) -> dict[str, tor
     return flat
 
 
-def missing_key(owner: str, key: object, present: Iterable[str]) -> MissingKeyError:
+def missing_key_error(owner: str, key: object, present: Iterable[str]) -> MissingKeyError:
     """The error for a key that is not there."""
     return MissingKeyError(f"{owner}: no key {key!r}, there are {sorted(present)}")
 
 
 def check_same_keys(owner: str, wanted: Iterable[str], got: Iterable[str]) -> None:
-    """Raises MissingKeyError or SpecError unless two sets of keys are the same."""
+    """Raises MissingKeyError or SpecError unless two sets of keys are equal."""
     wanted, got = set(wanted), set(got)
     if wanted - got:
         raise MissingKeyError(f"{owner}: key(s) {sorted(wanted - got)} are missing, got {sorted(got)}")
@@ -265,11 +267,11 @@ def check_same_keys(owner: str, wanted: Iterable[str], got: Iterable[str]) -> No
         raise SpecError(f"{owner}: unknown key(s) {sorted(got - wanted)}, expected {sorted(wanted)}")
 
 
-def parts_of(kind: type[S], items: Iterable[S]) -> list[S]:
-    """The items that `kind.cat` was given, as a list.
+def check_parts(kind: type[S], items: Iterable[S]) -> list[S]:
+    """Returns the items that `kind.cat` was given, as a list.
 
     Raises:
-        TypeError: one is no `kind`.
+        TypeError: an item is not a `kind`.
     """
     parts = list(items)
     for number, part in enumerate(parts):
@@ -279,7 +281,7 @@ def parts_of(kind: type[S], items: Iterable[S]) -> list[S]:
 
 
 def check_alike(owner: str, key: str, tensors: Iterable[torch.Tensor], axes: int) -> None:
-    """Raises SpecError unless tensors of one key agree in their device and in their shape after `axes` axes."""
+    """Raises SpecError unless the tensors of a key agree in device, and in shape after the first `axes` axes."""
     first: torch.Tensor | None = None
     for number, tensor in enumerate(tensors):
         first = tensor if first is None else first
@@ -294,12 +296,12 @@ def check_alike(owner: str, key: str, tensors: Iterable[torch.Tensor], axes: int
             raise SpecError(f"{owner}: {key!r} is on {tensor.device} in item {number}, expected {first.device}")
 
 
-def _unpickled(kind: type[S], tree: Tree) -> S:
-    return kind._trusted(map_tree(restored, tree))
+def _unpickle(kind: type[S], tree: Tree) -> S:
+    return kind._from_trusted(map_tree(from_picklable, tree))
 
 
 def put_rows(tensor: torch.Tensor, index: Any, values: torch.Tensor) -> None:
-    """`tensor[index] = values`, of the same dtype, also for those that torch cannot write to by index."""
+    """`tensor[index] = values`, for every dtype, if both have the same."""
     values, dtype = values.to(tensor.device), CARRIERS.get(tensor.dtype)
     if dtype is None or values.dtype != tensor.dtype:
         tensor[index] = values
@@ -308,8 +310,8 @@ def put_rows(tensor: torch.Tensor, index: Any, values: torch.Tensor) -> None:
 
 
 def show(tensor: torch.Tensor) -> str:
-    """Shape and dtype in short: `(3, 2) float32`."""
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    """Describes a tensor by shape and dtype: `(3, 2) float32`."""
+    return f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)}"
 
 
 def _equal_trees(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
@@ -322,7 +324,7 @@ def _equal_trees(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
 
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Same shape, dtype and values, NaN equal to NaN; on whatever devices."""
+    """Whether shape, dtype and values are the same; NaN equals NaN, and devices may differ."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     b = b.to(a.device)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rlstructs.agent import takes_views
-from rlstructs.checks import batch_first
+from rlstructs.checks import hint_batch_first
 from rlstructs.errors import SpecError
 from rlstructs.structures.arrays import TensorSpec, check_dtype, specs_of
 from rlstructs.structures.dict_tensor import DictTensor
@@ -65,7 +65,7 @@ class CheckedAgent:
         for key, tensor in value.items():
             if tensor.ndim == 0 or tensor.shape[0] != n:
                 shape = tuple(tensor.shape)
-                hint = batch_first(shape, n)
+                hint = hint_batch_first(shape, n)
                 raise SpecError(f"{where}: {what} {key!r} has shape {shape}, expected ({n}, ...){hint}")
             check_dtype(f"{where}: {what}", key, tensor.dtype)
             if device is not None and tensor.device != device:

@@ -163,7 +163,7 @@ def create_faulty_envs(
         raised by environment 0 (FaultyEnv) in step
         raised in worker 1 during 'rollout'
     """
-    worker, generation = getattr(seed, "worker_index", 0), getattr(seed, "generation", 0)
+    worker, generation = getattr(seed, "worker_index", 0), getattr(seed, "restart_number", 0)
     envs: list[gymnasium.Env] = []
     try:
         for k in range(n_envs):

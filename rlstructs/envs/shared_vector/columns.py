@@ -18,7 +18,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector.utils import concatenate, create_empty_array
 
-from rlstructs.checks import holds
+from rlstructs.checks import can_hold
 from rlstructs.envs.array_values import as_numpy, may_share_memory
 from rlstructs.envs.batch_writer import BatchWriter
 from rlstructs.envs.shared_vector.actions import WIDEST, Actions
@@ -90,7 +90,7 @@ class ObservationColumn:
             raise SpecError(f"observation{self._name} has shape {value.shape}, its space {self._shape}")
         casting: Any = "same_kind"
         if value.dtype.kind in "biuf":  # `holds` has checked that no number changes
-            if not holds(row.dtype, value):
+            if not can_hold(row.dtype, value):
                 name = f"observation{self._name}"
                 raise SpecError(f"{name} has dtype {value.dtype}, and values that the space's {row.dtype} cannot hold")
             casting = "unsafe"

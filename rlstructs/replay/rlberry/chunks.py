@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlstructs.checks import check_count, several
+from rlstructs.checks import check_count, check_names
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay import expand
 from rlstructs.replay.claims import Claims
@@ -112,7 +112,7 @@ class ChunkReplayBuffer(TaggedBuffer):
             raise SpecError("rng must be a Generator or an int, got None")
         if episode_ends not in EPISODE_ENDS:
             raise SpecError(f"episode_ends must be one of {EPISODE_ENDS}, got {episode_ends!r}")
-        keys = None if stack_keys is None else several("stack_keys", stack_keys, "tags")
+        keys = None if stack_keys is None else check_names("stack_keys", stack_keys, "tags")
         super().__init__(
             self.n_lanes,
             -(-self.max_replay_size // self.n_lanes),

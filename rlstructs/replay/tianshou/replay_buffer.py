@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlstructs.checks import reason
+from rlstructs.checks import clean_text
 from rlstructs.errors import FileError, SpecError
 from rlstructs.replay import saving
 from rlstructs.replay.buffer import FILL, GROW
@@ -149,7 +149,7 @@ class ReplayBuffer(EpisodeEdits):
         except (ImportError, MemoryError):
             raise
         except Exception as error:  # whatever they are
-            raise FileError(f"{path}: its settings do not make a {cls.__name__}: {reason(error)}") from error
+            raise FileError(f"{path}: its settings do not make a {cls.__name__}: {clean_text(error)}") from error
         saving.load(buffer, Path(path), HDF5)
         return buffer
 

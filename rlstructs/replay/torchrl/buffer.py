@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlstructs.checks import check_count, several
+from rlstructs.checks import check_count, check_names
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.copies import lock_that_forks
@@ -122,7 +122,7 @@ class DictTensorReplayBuffer(DictTensorParts):
         self._lock, self._version, self._has_warned = lock_that_forks(), 0, False
         self._ahead = Prefetch(self._lock, 0 if not prefetch else check_count("prefetch", prefetch))
         _check_settings(prefetch, batch_size, pin_memory)
-        keys = None if stack_keys is None else tuple(joined(key) for key in several("stack_keys", stack_keys))
+        keys = None if stack_keys is None else tuple(joined(key) for key in check_names("stack_keys", stack_keys))
         reading = Reading(n_step, gamma, stack_num, keys)
         self._check_parts(self._sampler, self._writer, reading)
         super().__init__(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rlstructs.checks import DTYPES, MOST_AXES, reason
+from rlstructs.checks import DTYPES, MOST_AXES, clean_text
 from rlstructs.errors import FileError
 from rlstructs.files.layout import WRITERS, ending_of
 from rlstructs.replay import saving
@@ -54,7 +54,7 @@ def load_state_dict(buffer: Buffer, given: Mapping[str, Any]) -> None:
     except FileError:
         raise
     except Exception as error:  # whatever it holds
-        raise FileError(f"{NAME}: not the state of a buffer, or a damaged one: {reason(error)}") from error
+        raise FileError(f"{NAME}: not the state of a buffer, or a damaged one: {clean_text(error)}") from error
     restore()
 
 
@@ -76,7 +76,7 @@ class Held:
             if array.dtype == np.bool_ and np.ascontiguousarray(array).view(np.uint8).max(initial=0) > 1:
                 raise ValueError(f"{name!r} holds bools that are neither true nor false")
 
-    def found(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+    def spec_of(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         """The dtype and shape of one."""
         return self._arrays[name].dtype, self._arrays[name].shape
 
