@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from rlstructs.errors import SpecError
 from rlstructs.memories.names import check_name, find_ends
@@ -24,37 +23,28 @@ def add_steps(memory: Memory, steps: Steps) -> None:
         SpecError, OutOfMemoryError: one does not fit.
     """
     columns, lead = memory._storage.columns, steps.valid().shape
-    block: dict[str, Any] = {}
+    specs, block = {**columns.specs, **memory._planned}, {}
     missing: dict[str, tuple[Any, Spec]] = {}
     for name, values in steps.values.items():
-        shape = _row_shape(memory, name, tuple(values.shape))
-        if name in memory._dtypes:
-            spec = memory._spec(name)
+        if name in specs:
+            spec = _check_rows(name, tuple(values.shape[2:]), specs[name])
         else:
             check_name(name)
             dtype = memory._dtype_named(name, values.dtype)
-            spec = spec_of(memory.framework, dtype, shape)
+            spec = spec_of(memory.framework, dtype, tuple(values.shape[2:]) or (1,))
             missing[name] = dtype, spec
         given = steps.for_column(name, spec)
         own = columns.own(given, spec)
         rows = encoded(name, host_array(name, given), spec) if own is None else own
-        block[name] = columns.converted(name, rows.reshape(*lead, *shape), spec)
+        block[name] = columns.converted(name, rows.reshape(*lead, *spec.shape), spec)
     memory._check_room("add_trajectories", [spec for _, spec in missing.values()])
     for name, (dtype, spec) in missing.items():
         memory._plan_tensor(name, dtype, spec.shape)
     steps.with_ends(find_ends(block)).write(block, memory._write)
 
 
-def _row_shape(memory: Memory, name: str, given: tuple[int, ...]) -> tuple[int, ...]:
-    """The row shape of a tensor, or that of the given values if the tensor is new.
-
-    Raises:
-        SpecError: the numbers per row differ.
-    """
-    found = given[2:] or (1,)
-    if name not in memory._dtypes:
-        return found
-    shape = memory._spec(name).shape
-    if np.prod(found, dtype=int) != np.prod(shape, dtype=int):
-        raise SpecError(f"add_trajectories: {name!r} has rows of shape {given[2:]}, the tensor's are {shape}")
-    return shape
+def _check_rows(name: str, given: tuple[int, ...], spec: Spec) -> Spec:
+    """Returns the spec of a tensor; raises SpecError if rows of this shape have another number of numbers."""
+    if math.prod(given) != math.prod(spec.shape):
+        raise SpecError(f"add_trajectories: {name!r} has rows of shape {given}, the tensor's are {spec.shape}")
+    return spec

@@ -177,14 +177,14 @@ def take_trajectories(
 
 def take_steps(steps: TemporalDictTensor, names: Mapping[str, str], lanes: np.ndarray | None = None) -> Steps:
     """Does what `take_trajectories` does, of keys and lanes (B,) that are there."""
-    lengths = host_array("lengths", steps.lengths)
+    lengths, tensors = host_array("lengths", steps.lengths), dict(steps.items())
     found = Steps(
-        {name: steps[key].detach() for name, key in names.items()},
+        {name: tensors[key].detach() for name, key in names.items()},
         steps.n_timesteps(),
         lengths,
         np.zeros(len(lengths), np.int64) if lanes is None else lanes,
-        find_marks({key: steps[key] for key in STEP_ENDS if key in steps}),
-        find_marks({STEP_START: steps[STEP_START]} if STEP_START in steps else {}),
+        find_marks({key: tensors[key] for key in STEP_ENDS if key in tensors}),
+        find_marks({key: tensors[key] for key in (STEP_START,) if key in tensors}),
     )
     if lanes is None:
         return found.one_after_another()
