@@ -5,6 +5,7 @@ RLError                     base of all errors of the library, except wrong type
         MissingKeyError     a key is missing (also a KeyError)
     StateError              the present state does not allow a call (also a RuntimeError)
         ClosedError         a call came after `close`
+        EmptyBufferError    nothing is stored that could be drawn (also a ValueError)
     FileError               a file is not ours, damaged, or of another version (also a ValueError)
 WorkerError                 a worker process failed (a RuntimeError)
     WorkerCrashed           it has ended
@@ -29,6 +30,7 @@ from workers.errors import OutOfMemoryError, RemoteTraceback, WorkerCrashed, Wor
 
 __all__ = [
     "ClosedError",
+    "EmptyBufferError",
     "FileError",
     "MissingKeyError",
     "OutOfMemoryError",
@@ -63,6 +65,10 @@ class StateError(RLError, RuntimeError):
 
 class ClosedError(StateError):
     """A call came after `close`."""
+
+
+class EmptyBufferError(StateError, ValueError):
+    """Nothing is stored that could be drawn."""
 
 
 class FileError(RLError, ValueError):
