@@ -147,6 +147,8 @@ def reading(
 
 
 def _checked_header(reader: Reader) -> dict[str, Any]:
+    if not reader.text:
+        raise ValueError("its header is not ours")
     header = _checked(json_text.parse(reader.text))
     for name, spec in header["arrays"].items():
         dtype, shape = reader.found(name)
