@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from rlstructs.envs.vec_env import VecEnv
     from rlstructs.errors import (
         ClosedError,
+        EmptyBufferError,
         FileError,
         MissingKeyError,
         OutOfMemoryError,
@@ -67,6 +68,7 @@ _EXPORTS = {
     "ClosedError": "errors",
     "DeviceEnv": "envs.device_env",
     "DictTensor": "structures.dict_tensor",
+    "EmptyBufferError": "errors",
     "FileError": "errors",
     "GymEnv": "envs.gym_env",
     "GymEnvInf": "envs.gym_env",
@@ -112,6 +114,7 @@ __all__ = [
     "ClosedError",
     "DeviceEnv",
     "DictTensor",
+    "EmptyBufferError",
     "FileError",
     "GymEnv",
     "GymEnvInf",

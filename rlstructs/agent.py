@@ -150,8 +150,8 @@ def takes_views(agent: Any) -> bool:
 
 
 @set_module("rlstructs")
-class RL_Agent_CheckDevice:
-    """Checks the devices of an agent's arguments and results; passes other attributes on.
+class RL_Agent_CheckDevice(RL_Agent):
+    """Checks the devices of an agent's arguments and results; passes other methods and attributes on.
 
     Args:
         agent: the agent; `.agent`.
@@ -195,9 +195,26 @@ class RL_Agent_CheckDevice:
         self._check("state", state, self.device)
         return self._check_result(self.agent.call_replay(trajectories, t, state))
 
+    def require_history(self) -> bool:
+        """Calls the agent's own method."""
+        return self.agent.require_history()
+
+    def update(self, info: Any) -> None:
+        """Calls the agent's own method."""
+        self.agent.update(info)
+
+    def seed(self, seed: int) -> None:
+        """Calls the agent's own method, if it has one."""
+        if callable(getattr(self.agent, "seed", None)):
+            self.agent.seed(seed)
+
     def copy_for_evaluation(self) -> RL_Agent_CheckDevice:
         """The agent's own copy, with the same checks."""
         return RL_Agent_CheckDevice(copy_agent(self.agent), self.device)
+
+    def close(self) -> None:
+        """Calls the agent's own method."""
+        self.agent.close()
 
     def _check_result(self, result: tuple[DictTensor, DictTensor]) -> tuple[DictTensor, DictTensor]:
         self._check("the output", result[0], self.device)
@@ -231,7 +248,7 @@ def copy_agent(agent: Any) -> Any:
 
 
 def replay_agent(
-    agent: RL_Agent | RL_Agent_CheckDevice, trajectories: Trajectories, replay_method_name: str = "call_replay"
+    agent: RL_Agent, trajectories: Trajectories, replay_method_name: str = "call_replay"
 ) -> TemporalDictTensor:
     """Replays an agent over trajectories, step by step; gradients flow to its parameters.
 
@@ -264,9 +281,7 @@ def replay_agent(
     return TemporalDictTensor(stacked, lengths)
 
 
-def replay_agent_stateless(
-    agent: RL_Agent | RL_Agent_CheckDevice, trajectories: Trajectories, replay_method_name: str
-) -> Any:
+def replay_agent_stateless(agent: RL_Agent, trajectories: Trajectories, replay_method_name: str) -> Any:
     """Calls `agent.<replay_method_name>(trajectories)` once for all steps; returns its result."""
     return getattr(agent, replay_method_name)(trajectories)
 

@@ -5,6 +5,7 @@ RLError                     base of all errors of the library, except wrong type
         MissingKeyError     a key is missing (also a KeyError)
     StateError              a call is not allowed in the present state (also a RuntimeError)
         ClosedError         a call came after `close`
+        EmptyBufferError    nothing is stored that could be drawn (also a ValueError)
     FileError               a file is not one of rlstructs, damaged, or of another version (also a ValueError)
 WorkerError                 a worker process failed (a RuntimeError)
     WorkerCrashed           it has ended
@@ -37,6 +38,7 @@ _OF_WORKERS = ("OutOfMemoryError", "RemoteTraceback", "WorkerCrashed", "WorkerEr
 
 __all__ = [
     "ClosedError",
+    "EmptyBufferError",
     "FileError",
     "MissingKeyError",
     "OutOfMemoryError",
@@ -76,6 +78,11 @@ class StateError(RLError, RuntimeError):
 @set_module("rlstructs")
 class ClosedError(StateError):
     """A call came after `close`."""
+
+
+@set_module("rlstructs")
+class EmptyBufferError(StateError, ValueError):
+    """Nothing is stored that could be drawn."""
 
 
 @set_module("rlstructs")

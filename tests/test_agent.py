@@ -307,6 +307,23 @@ def test_a_checked_agent_has_the_agent_and_its_device():
     inner = PutsOut()
     checked = RL_Agent_CheckDevice(inner, "cpu")
     assert checked.agent is inner and checked.device == torch.device("cpu")
+    assert isinstance(checked, RL_Agent)  # as in rlstructures
+
+
+class Bare:
+    """What workers need of an agent, and no more."""
+
+    def initial_state(self, agent_info, B):
+        return DictTensor()
+
+    def __call__(self, state, observation, agent_info):
+        return DictTensor({"action": observation["x"]}), state
+
+
+def test_a_checked_agent_is_seeded_only_if_it_can_be():
+    checked = RL_Agent_CheckDevice(Bare(), "cpu")
+    checked.seed(3)
+    assert checked(DictTensor(), on("cpu", "x"), NO_INFO)[0]["action"].tolist() == [0, 0]
 
 
 class InPlace(RL_Agent):

@@ -34,6 +34,7 @@ class Torchrls:
     @staticmethod
     def columns(buffer):
         rows = buffer[:]
+        rows = rows.index(rows["a"].argsort())  # the oldest first
         assert len(buffer.sample()) == 16
         return rows["a"].numpy(), rows["b"].numpy(), rows["wide"][:, -1].numpy()
 

@@ -65,6 +65,20 @@ def test_masked_tensor_takes_no_rows():  # CV5
     assert empty.shape == (0, 3)
 
 
+def test_a_mask_between_0_and_1_blends_by_the_formula_of_rlstructures():
+    t0, t1 = torch.tensor([[0.0, 8], [1, 2], [NAN, 3]]), torch.tensor([[4.0, 0], [NAN, 5], [6, 7]])
+    t0.requires_grad_(), t1.requires_grad_()
+    blended = masked_tensor(t0, t1, torch.tensor([0.25, 0.0, 1.0]))
+    assert blended.tolist() == [[1, 6], [1, 2], [6, 7]]  # rows that are not blended are exact, beside NaN too
+    blended[0].sum().backward()
+    assert t0.grad[0].tolist() == [0.75, 0.75] and t1.grad[0].tolist() == [0.25, 0.25]
+    assert masked_tensor(torch.tensor([0, 2**40 + 1]), torch.tensor([5, 7]), torch.tensor([0.5, 0])).tolist() == [
+        2, 2**40 + 1
+    ]  # fmt: skip
+    blended = masked_dicttensor(DictTensor({"x": t0.detach()}), DictTensor({"x": t1.detach()}), torch.full((3,), 0.5))
+    assert blended["x"][0].tolist() == [2, 4]
+
+
 def test_masked_tensor_is_a_new_tensor_through_which_gradients_reach_both():
     t0, t1 = torch.zeros(2, requires_grad=True), torch.ones(2, requires_grad=True)
     chosen = masked_tensor(t0, t1, torch.tensor([False, False]))
@@ -80,12 +94,13 @@ def test_masked_tensor_is_a_new_tensor_through_which_gradients_reach_both():
         (torch.zeros(3), torch.ones(3), torch.tensor([1]), r"mask is \(1,\)"),
         (torch.zeros(2), torch.ones(2), torch.tensor([[0, 1]]), r"mask is \(1, 2\)"),
         (torch.zeros(()), torch.ones(()), torch.tensor([1]), "one value per row"),
-        (torch.zeros(2), torch.ones(2), torch.tensor([0.25, 1]), "only 0 and 1$"),
-        (torch.zeros(2), torch.ones(2), torch.tensor([NAN, 1]), "only 0 and 1$"),
+        (torch.zeros(2), torch.ones(2), torch.tensor([-0.25, 1]), "numbers from 0 to 1$"),
+        (torch.zeros(2), torch.ones(2), torch.tensor([2, 1]), "numbers from 0 to 1$"),
+        (torch.zeros(2), torch.ones(2), torch.tensor([NAN, 1]), "numbers from 0 to 1$"),
         (torch.zeros(2), torch.ones(2, 1), torch.tensor([0, 1]), r"tensor1 is \(2, 1\) float32, expected \(2,\)"),
         (torch.zeros(2), torch.ones(2).long(), torch.tensor([0, 1]), r"int64, expected \(2,\) float32"),
     ],
-    ids=["size", "broadcast", "rank", "no axis", "fraction", "nan", "shape", "dtype"],
+    ids=["size", "broadcast", "rank", "no axis", "below 0", "above 1", "nan", "shape", "dtype"],
 )
 def test_masked_tensor_refuses(t0, t1, mask, message):
     with pytest.raises(SpecError, match=rf"^masked_tensor: .*{message}"):

@@ -68,7 +68,12 @@ def numbered(start, n):
 
 def held(buffer):
     """The numbers of the rows, the oldest first."""
-    return buffer["next/reward"].tolist()
+    return buffer["next/reward"][buffer._chronological(np.arange(len(buffer)))].tolist()
+
+
+def by_id(start, stop, size, first=0):
+    """Numbers that were written one after another, the first with this row id, in the order of row ids."""
+    return sorted(range(start, stop), key=lambda number: (first + number) % size)
 
 
 # Writing
@@ -347,7 +352,7 @@ def test_a_list_storage_grows_and_row_ids_stay():
         ids = buffer.extend({"x": torch.arange(n, n + size)})
         assert ids.tolist() == [at % 5000 for at in range(n, n + size)]
         n += size
-        assert buffer["x"].tolist() == list(range(max(0, n - 5000), n))
+        assert buffer["x"].tolist() == by_id(max(0, n - 5000), n, 5000)
         if n == 1041:
             assert buffer.nbytes < small + 4100 * 8
     for _ in range(2):  # the same again once it has been emptied, in whatever state it has grown to
@@ -367,13 +372,13 @@ def test_a_list_storage_that_was_emptied_early_still_grows(max_size):
     buffer.extend({"x": torch.arange(700)})
     buffer.extend({"x": torch.arange(700, 1200)})
     assert buffer.extend({"x": torch.arange(1200, max_size + 500)})[-1] == 499
-    assert buffer["x"].tolist() == list(range(500, max_size + 500))
+    assert buffer["x"].tolist() == by_id(500, max_size + 500, max_size)
 
 
 def test_one_row_at_a_time_fills_and_wraps_a_list_storage():
     buffer = made(max_size=2000)
     assert [buffer.add({"x": t, "done": t % 7 == 6}) for t in range(2500)] == [t % 2000 for t in range(2500)]
-    assert buffer["x"].tolist() == list(range(500, 2500))
+    assert buffer["x"].tolist() == by_id(500, 2500, 2000)
     assert (buffer._storage.episodes.times(buffer._chronological(np.arange(2000))) == np.arange(500, 2500) % 7).all()
 
 
@@ -423,7 +428,8 @@ def test_an_emptied_buffer_takes_rows_of_another_schema(storage, prefetch, tmp_p
             batch = buffer.sample()
             assert (batch["more"] + 0.5 == batch["next/reward"]).all()
         assert sorted(buffer[:].keys()) == ["more", "next/reward", "obs"] and buffer[:]["obs"].shape == (2000, 3)
-        assert buffer["more"].tolist() == list(range(500, 2500)) and buffer["next/reward"].dtype == torch.float32
+        assert buffer["more"].tolist() == by_id(500, 2500, 2000, first=3)
+        assert buffer["next/reward"].dtype == torch.float32
         buffer.add({"obs": torch.zeros(3), "next/reward": 0.5, "more": 9})
         twin = made(storage, 2000, batch_size=4, sampler=PrioritizedSampler(beta=1.0))
         buffer.save(tmp_path / "buffer.npz")
@@ -863,8 +869,12 @@ def test_rows_are_read_by_id_in_order_and_by_name(storage):  # B6 test_index_non
     buffer = made(storage, 5)
     for start, n in ((0, 3), (3, 4)):
         buffer.extend(numbered(start, n))
-        numbers = list(range(max(0, start + n - 5), start + n))
-        assert held(buffer) == buffer[:]["next/reward"].tolist() == numbers
+        numbers = [0, 1, 2] if not start else [5, 6, 2, 3, 4]
+        assert buffer["next/reward"].tolist() == buffer[:]["next/reward"].tolist() == numbers
+        assert buffer.storage[:]["next/reward"].tolist() == [row["next/reward"] for row in buffer.storage] == numbers
+        batch = buffer.sample(50)
+        for column in ("obs", "next/reward"):  # the ids of a sample are places in a column
+            assert buffer[column][batch["index"]].equal(batch[column])
         assert buffer[1:3]["next/reward"].tolist() == numbers[1:3]
         assert buffer[-2:]["next/reward"].tolist() == numbers[-2:]
         assert buffer[::-2]["obs"][:, 0].tolist() == numbers[::-2]
@@ -872,12 +882,13 @@ def test_rows_are_read_by_id_in_order_and_by_name(storage):  # B6 test_index_non
         assert buffer[-1]["next/reward"] == numbers[-1] and buffer[-len(numbers)]["obs"].shape == (2,)
         mask = buffer["next/reward"] > 1
         assert buffer[mask]["next/reward"].tolist() == [t for t in numbers if t > 1]
+    assert buffer[-1]["next/reward"] == 4 and buffer[-5]["next/reward"] == 5  # of the highest id, and of the lowest
     ids = [0, 3, 3]
     for index in (ids, np.array(ids), torch.tensor(ids), np.array(ids, np.uint8)):
         assert buffer[index]["next/reward"].tolist() == [5, 3, 3]
     assert buffer[torch.tensor(0)]["next/reward"] == buffer[0]["next/reward"] == 5
     assert buffer[np.array([[0, 1], [2, 3]])]["next/reward"].tolist() == [[5, 6], [2, 3]]
-    assert buffer["next", "reward"].tolist() == buffer["next"]["reward"].tolist() == [2, 3, 4, 5, 6]
+    assert buffer["next", "reward"].tolist() == buffer["next"]["reward"].tolist() == [5, 6, 2, 3, 4]
     assert len(buffer[[]]) == 0 and sorted(buffer["next"].keys()) == ["done", "reward"]
 
 
@@ -910,12 +921,12 @@ def test_rows_are_changed_in_place(storage):  # B6 set_at_
     buffer[[0, 3]] = {"next": {"reward": [50.0, 30.0]}}
     assert held(buffer) == [2, 30, 4, 50, 6]
     buffer[-1] = {"obs": [8.0, 9.0], "next/reward": 60.0}
-    assert held(buffer) == [2, 30, 4, 50, 60] and buffer[-1]["obs"].tolist() == [8, 9]
-    buffer[:2] = {"next/reward": torch.tensor([20.0, 31.0])}
-    buffer[buffer["next/reward"] > 40] = {"next/reward": np.array([51, 61])}
-    assert held(buffer) == [20, 31, 4, 51, 61]
+    assert buffer["next/reward"].tolist() == [50, 6, 2, 30, 60] and buffer[4]["obs"].tolist() == [8, 9]
+    buffer[:2] = {"next/reward": torch.tensor([51.0, 7.0])}
+    buffer[buffer["next/reward"] > 40] = {"next/reward": np.array([52, 61])}
+    assert buffer["next/reward"].tolist() == [52, 7, 2, 30, 61]
     buffer["next", "reward"] = torch.arange(5)
-    assert held(buffer) == [0, 1, 2, 3, 4] and len(buffer) == 5 and buffer.write_count == 7
+    assert buffer["next/reward"].tolist() == [0, 1, 2, 3, 4] and len(buffer) == 5 and buffer.write_count == 7
     buffer[[1, 1]] = {"next/reward": [5.0, 6.0]}  # the last counts
     assert buffer[1]["next/reward"] == 6
     buffer[[]] = {"next/reward": np.zeros(0)}
@@ -951,16 +962,20 @@ def test_a_sample_that_was_changed_is_written_back(sampler, as_tensordict):
 def test_columns_are_changed_in_place(storage):  # B6 set_/set_at_/update_, read_all/write_all
     buffer = made(storage, 5)
     buffer.extend(numbered(0, 7))
-    assert buffer.set_(("next", "reward"), torch.arange(5)) is buffer and held(buffer) == [0, 1, 2, 3, 4]
-    assert buffer.set_at_("next/reward", [7.0, 9.0], [0, 1]) is buffer and held(buffer) == [0, 1, 2, 7, 9]
+
+    def rewards():
+        return buffer["next/reward"].tolist()
+
+    assert buffer.set_(("next", "reward"), torch.arange(5)) is buffer and rewards() == [0, 1, 2, 3, 4]
+    assert buffer.set_at_("next/reward", [7.0, 9.0], [0, 1]) is buffer and rewards() == [7, 9, 2, 3, 4]
     changed = numbered(10, 5)
     assert buffer.update_(changed, keys_to_update=[("next", "reward")]) is buffer
-    assert held(buffer) == [10, 11, 12, 13, 14] and buffer["obs"][:, 0].tolist() == [2, 3, 4, 5, 6]
+    assert rewards() == [10, 11, 12, 13, 14] and buffer["obs"][:, 0].tolist() == [5, 6, 2, 3, 4]
     buffer.update_(changed, clone=True)
-    assert buffer["obs"][:, 0].tolist() == held(buffer) == buffer.read_all_in_order()["next/reward"].tolist()
+    assert buffer["obs"][:, 0].tolist() == rewards() == buffer.read_all_in_order()["next/reward"].tolist()
     buffer.write_all({"next/reward": buffer.read_all_in_order(2)["next/reward"] + 1})
     buffer.write_all({"next/reward": [-3.0]}, 1)
-    assert held(buffer) == [-3, 12, 12, 13, 14]
+    assert rewards() == [-3, 12, 12, 13, 14]
     before = buffer[:]
     for change, error in (
         (lambda: buffer.update_(changed, keys_to_update=["x"]), MissingKeyError),
@@ -985,15 +1000,15 @@ def test_what_is_written_to_all_rows_may_have_new_columns(storage, way, as_tenso
     if way == "write_all":
         buffer.write_all(every)
     else:
-        at = {"[:]": slice(None), "mask": np.ones(5, bool), "ids": [3, 4, 0, 1, 2]}[way]
+        at = {"[:]": slice(None), "mask": np.ones(5, bool), "ids": [0, 1, 2, 3, 4]}[way]
         buffer[at] = every
-    assert buffer["adv"].tolist() == [[6], [8], [10], [12], [14]] and buffer["half"].dtype == torch.bfloat16
+    assert buffer["adv"].tolist() == [[10], [12], [14], [6], [8]] and buffer["half"].dtype == torch.bfloat16
     batch = buffer.sample()
     assert batch["adv"].equal(buffer[batch["index"]]["adv"]) and batch["half"].shape == (4,)
     with pytest.raises(MissingKeyError, match="missing"):
         buffer.add({"obs": torch.zeros(2), "next": {"reward": 7.0, "done": False}})
     buffer.add({"obs": torch.zeros(2), "next": {"reward": 8.0, "done": False}, "adv": torch.ones(1), "half": 4.0})
-    assert buffer["adv"].tolist() == [[8], [10], [12], [14], [1]]
+    assert buffer["adv"].tolist() == [[10], [12], [14], [1], [8]]
     buffer.empty()
     assert buffer.extend(numbered(0, 2)).tolist() == [0, 1]  # the next rollout comes without
 
@@ -1070,7 +1085,10 @@ def test_where_trajectories_begin_stays_so_when_ends_are_changed():
 def test_torchrls_names_are_the_same_classes():
     assert TensorDictReplayBuffer is DictTensorReplayBuffer
     assert TensorDictPrioritizedReplayBuffer is DictTensorPrioritizedReplayBuffer
-    assert DictTensorReplayBuffer().storage.max_size == 1_000_000  # B5.21
+    for buffer in (TensorDictReplayBuffer(), TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4)):
+        assert buffer.storage.max_size == 1000 and len(buffer.extend({"x": torch.arange(1500)})) == 1500
+        assert len(buffer) == 1000 and buffer["x"].min() == 500  # as torchrl's default storage
+    assert ListStorage().max_size == 1_000_000
 
 
 def test_a_repr_says_what_there_is():

@@ -312,6 +312,24 @@ def test_a_file_that_is_not_there_or_damaged(tmp_path):
     assert len(buffer) == 5
 
 
+def test_what_torchrls_own_buffers_wrote_is_refused_by_name(tmp_path):
+    buffer = made()
+    buffer.extend(rows(0, 5))
+    before, advice = buffer[:], "load it into a buffer of torchrl, and give that one's rows"
+    theirs = {"_storage": {"_storage": {}, "_len": 5}, "_sampler": {}, "_writer": {"_cursor": 5}, "_batch_size": None}
+    with pytest.raises(FileError, match=f"^load_state_dict: this is a state of torchrl's own, .*; {advice}"):
+        buffer.load_state_dict(theirs)
+    (tmp_path / "storage").mkdir()
+    (tmp_path / "buffer_metadata.json").write_text('{"batch_size": null}')
+    for method in (buffer.loads, buffer.load):
+        with pytest.raises(FileError, match=f": this is a folder of torchrl's own, .*; {advice}"):
+            method(tmp_path)
+    assert buffer[:] == before
+    buffer.dumps(tmp_path)  # into the same folder
+    buffer.loads(tmp_path)
+    assert buffer[:] == before
+
+
 def test_an_immutable_buffer_can_be_loaded(tmp_path):
     buffer = made()
     buffer.extend(rows(0, 5))

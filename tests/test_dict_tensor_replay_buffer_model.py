@@ -200,8 +200,9 @@ class BufferMachine(RuleBasedStateMachine):
         assert len(self.buffer) == len(held) and self.buffer.write_count == len(self.rows)
         if not self.rows:
             return
-        self.check(self.buffer[:], list(held.values()))
-        assert self.buffer["next/done"].tolist() == [row.end for row in held.values()]
+        by_id = [held[row_id] for row_id in sorted(held)]
+        self.check(self.buffer[:], by_id)
+        assert self.buffer["next/done"].tolist() == [row.end for row in by_id]
         times = []
         for row in held.values():
             times.append(0 if row.begins or not times else times[-1] + 1)
@@ -217,7 +218,7 @@ class BufferMachine(RuleBasedStateMachine):
         ids = data.draw(st.lists(st.sampled_from(sorted(held)), max_size=5))
         self.check(self.buffer[ids], [held[row_id] for row_id in ids])
         low, high = sorted(data.draw(st.tuples(*[st.integers(-10, 10)] * 2)))
-        self.check(self.buffer[low:high], list(held.values())[low:high])
+        self.check(self.buffer[low:high], [held[row_id] for row_id in sorted(held)][low:high])
 
     def sampled(self, batch):
         """The rows of a batch, by its index."""

@@ -112,7 +112,7 @@ def test_rows_that_are_there_from_the_start():
     rows = numbers(0, 4)
     buffer = made(LazyTensorStorage(rows, max_size=6))
     rows["x"].zero_()
-    assert buffer.extend(numbers(4, 3)).tolist() == [4, 5, 0] and buffer["x"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert buffer.extend(numbers(4, 3)).tolist() == [4, 5, 0] and buffer["x"].tolist() == [6, 1, 2, 3, 4, 5]
     steps = TemporalDictTensor({"x": torch.arange(6).view(2, 3)}, torch.tensor([3, 1]))
     assert made(TensorStorage(steps))["x"].tolist() == [0, 1, 2, 3]
     assert LazyTensorStorage(max_size=3).max_size == LazyTensorStorage(3, device="cpu").max_size == 3
@@ -184,11 +184,11 @@ def test_the_folder_that_was_named_is_made_with_the_first_row(tmp_path):
     gone = made(LazyMemmapStorage(5, scratch_dir=folder))
     folder.rmdir()
     gone.extend(numbers(0, 7))
-    assert gone["x"].tolist() == [2, 3, 4, 5, 6] and len(list(folder.iterdir())) == 2
+    assert gone["x"].tolist() == [5, 6, 2, 3, 4] and len(list(folder.iterdir())) == 2
     for each in (buffer, other):
         with pytest.raises(SpecError, match="this folder is not empty, it holds"):
             each.extend(numbers(0, 1))
-        assert len(each) == 0 and gone["x"].tolist() == [2, 3, 4, 5, 6]
+        assert len(each) == 0 and gone["x"].tolist() == [5, 6, 2, 3, 4]
 
 
 def test_a_temporary_directory_may_be_given_and_stays_as_long_as_the_buffer():  # torchrl's rb_tutorial
@@ -242,7 +242,7 @@ def test_rows_lie_where_the_first_of_them_do(monkeypatch):  # B1 device="auto"
     for start in (0, 3):
         buffer.extend(numbers(start, 3))
         assert isinstance(buffer._storage.columns, TensorColumns)
-    assert found == [["reward", "x"]] and buffer["x"].tolist() == [2, 3, 4, 5]
+    assert found == [["reward", "x"]] and buffer["x"].tolist() == [4, 5, 2, 3]
     assert buffer.sample()["x"].device.type == "cpu" and buffer.storage.device == torch.device("cpu")
     buffer = made(LazyTensorStorage(numbers(0, 3), device="auto"))
     assert isinstance(buffer._storage.columns, TensorColumns) and buffer["x"].tolist() == [0, 1, 2]
@@ -261,7 +261,7 @@ def test_a_storage_gives_the_rows_of_its_buffer(kind, as_tensordict):  # B1
     buffer.extend(pytest.importorskip("tensordict").TensorDict(rows, [7]) if as_tensordict else rows)
     assert type(storage[:]) is type(buffer[:]) and (storage[:] == buffer[:] if not as_tensordict else True)
     assert storage[2]["x"] == buffer[2]["x"] == 2 and storage.get([0, 3])["x"].tolist() == [5, 3]
-    assert storage["x"].tolist() == [row["x"] for row in buffer.storage] == [2, 3, 4, 5, 6]
+    assert storage["x"].tolist() == [row["x"] for row in buffer.storage] == [5, 6, 2, 3, 4]
 
 
 @pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")])
@@ -284,7 +284,7 @@ def test_what_torchrls_own_trainings_pass_changes_nothing(kind, compilable):
                     LazyMemmapStorage(3, ndim=1, compilable=compilable)):  # fmt: skip
         buffer = kind(storage=storage, shared=False, compilable=compilable, generator=0, **exponents)
         assert buffer.extend(numbers(0, 4)).tolist() == [-1, 1, 2, 0]
-        assert buffer["x"].tolist() == [1, 2, 3]
+        assert buffer["x"].tolist() == [3, 1, 2]
 
 
 def test_what_else_torchrl_takes_must_ask_for_nothing():
@@ -333,7 +333,7 @@ def test_a_temporary_folder_goes_with_the_buffer_and_copies_have_their_own():  #
     del twins[1]
     gc.collect()
     assert [folder.is_dir() for folder in folders] == [True, True, False]
-    assert buffer["x"].tolist() == [2, 3, 4, 5, 6] and twins[0]["x"].tolist() == [4, 5, 6, 100, 101]
+    assert buffer["x"].tolist() == [5, 6, 2, 3, 4] and twins[0]["x"].tolist() == [5, 6, 100, 101, 4]
     del buffer, twins
     gc.collect()
     assert not any(folder.exists() for folder in folders)
@@ -617,7 +617,7 @@ def test_transforms_never_change_what_is_stored():  # B5.3
     buffer = made(ListStorage(4), transform=doubled)
     buffer.extend(numbers(0, 9))
     for _ in range(3):
-        assert buffer["reward"].tolist() == buffer[:]["reward"].tolist() == [10, 12, 14, 16]
+        assert buffer["reward"].tolist() == buffer[:]["reward"].tolist() == [16, 10, 12, 14]
         batch = buffer.sample(8)
         assert (batch["reward"] == 2 * batch["x"]).all()
 

@@ -414,7 +414,7 @@ def test_priorities_that_come_with_rows_are_theirs():  # B4 extend(update_priori
     for _ in range(3):  # over rows that were drawn
         buffer.extend(rows)
     np.testing.assert_allclose(leaves(buffer), buffer[np.arange(10)]["td_error"].sqrt())
-    assert buffer["td_error"].tolist() == [16] + [4, 0, 9] * 3
+    assert buffer["td_error"].tolist() == [4, 0, 9, 16] + [4, 0, 9] * 2
     buffer.extend(rows, update_priority=False)
     assert leaves(buffer).max() == 4
     before = buffer[:], leaves(buffer).copy()
@@ -645,7 +645,7 @@ def test_slices_are_steps_of_one_episode(sampler, size, max_size):  # R13, R15, 
         last = torch.tensor([[False] * 3 + [True]] * 8)
         assert each["next/truncated"].equal(last)
         assert each["next/done"].equal(last | each["next/terminated"])
-    every, low = buffer[:], max(0, 40 - max_size)
+    every, low = buffer[buffer["x"].argsort()], max(0, 40 - max_size)  # the oldest first
     fit = {x for x, e in zip(every["x"].tolist(), every["e"].tolist(), strict=True)
            if (every["e"][x - low : x - low + 4] == e).sum() == 4}  # fmt: skip
     assert firsts == fit

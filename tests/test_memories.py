@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import multiprocessing
 import pickle
 import weakref
@@ -268,6 +269,37 @@ def test_sharing_keeps_what_is_there(kind):
     assert windows(memory, 2, episode_ends="never") == {(4, 5), (5, 6)}
 
 
+def send_tensor(channel, tensor):
+    tensor += 1
+    channel.put(tensor.is_shared())
+
+
+def test_tensors_of_torch_say_whether_they_are_shared():  # as those of skrl
+    memory = make("torch", 4, 2, {"t": ("float32", 1), "k": ("int64", (2, 3)), "terminated": ("bool", 1)})
+    add(memory, "torch", t=[[1.0], [2.0]])
+
+    def tensors():
+        views = memory.tensors_view
+        return [*memory.tensors.values(), *views.values(), memory.get_tensor_by_name("t"), memory._tensor_t]
+
+    assert not any(tensor.is_shared() for tensor in tensors())
+    shapes = [tensor.shape for tensor in tensors()]
+    memory.share_memory()
+    assert all(tensor.is_shared() for tensor in tensors()) and [tensor.shape for tensor in tensors()] == shapes
+    add(memory, "torch", t=[[3.0], [4.0]], k=np.arange(12).reshape(2, 2, 3))
+    live = memory.get_tensor_by_name("t")
+    assert flat(live)[:4] == [1, 2, 3, 4] and memory.tensors["k"][1].tolist() == np.arange(12).reshape(2, 2, 3).tolist()
+    live[0, 0] = 9
+    assert every(memory, "t") == [[[9, 2, 3, 4]]]
+    # One that is sent to another process is of the same memory there.
+    context = torch.multiprocessing.get_context("spawn")
+    channel = context.SimpleQueue()
+    process = context.Process(target=send_tensor, args=(channel, live))
+    process.start()
+    process.join(LIMIT)
+    assert process.exitcode == 0 and channel.get() and every(memory, "t") == [[[10, 3, 4, 5]]]
+
+
 @pytest.mark.parametrize("kind", [kind for kind in EVERY_KIND if kind not in ON_HOST])
 def test_tensors_of_a_device_cannot_be_shared(kind):
     memory = counted(kind, 4, 2, 3)
@@ -303,9 +335,9 @@ def test_a_new_memory_is_empty(kind):
         ({"memory_size": 2, "num_envs": 0}, SpecError, "^num_envs must be at least 1, got 0$"),
         ({"memory_size": 2, "num_envs": "2"}, TypeError, "^num_envs must be an int, got '2'$"),
         ({"memory_size": 2, "export_format": "np"}, ValueError, "^the format must be one of .*'npz'.*, got 'np'$"),
-        ({"memory_size": 2, "device": "abacus"}, SpecError, "^device: .* has no 'abacus'"),
-        ({"memory_size": 2, "device": "cpu:7x"}, SpecError, "^device: .* has no 'cpu:7x'"),
-        ({"memory_size": 2, "device": 3.5}, (TypeError, SpecError), "3.5"),
+        ({"memory_size": 2, "device": "abacus", "strict": True}, SpecError, "^device: .* has no 'abacus'"),
+        ({"memory_size": 2, "device": "cpu:7x", "strict": True}, SpecError, "^device: .* has no 'cpu:7x'"),
+        ({"memory_size": 2, "device": 3.5, "strict": True}, (TypeError, SpecError), "3.5"),
         ({"memory_size": 2, "seed": -1}, SpecError, "^a seed must be a Generator or an int of at least 0, got -1$"),
         ({"memory_size": 2, "seed": 1.5}, SpecError, "^a seed must be a Generator or an int of at least 0, got 1.5$"),
     ],
@@ -313,6 +345,15 @@ def test_a_new_memory_is_empty(kind):
 def test_settings_that_make_no_sense_are_refused(kind, settings, error, message):
     with pytest.raises(error, match=message):
         KINDS[kind].RandomMemory(**settings)
+
+
+@pytest.mark.parametrize("device", ["abacus", "cpu:7x"])
+def test_the_default_device_takes_the_place_of_an_unknown_one_with_a_warning(kind, device, caplog):  # as in skrl
+    with caplog.at_level(logging.WARNING, "rlstructs"):
+        memory = KINDS[kind].RandomMemory(memory_size=2, device=device)
+    assert memory.device == KINDS[kind].RandomMemory(memory_size=2).device
+    [record] = caplog.records
+    assert f"has no '{device}'" in record.message and record.message.endswith("the default device takes its place")
 
 
 @pytest.mark.parametrize("cls", ["RandomMemory", "PrioritizedMemory"])
@@ -668,6 +709,20 @@ def test_unknown_names_and_none_are_skipped(kind):
     assert (len(memory), every(memory, "x", "z")[0][0]) == (6, [1, 2, 1, 2, 3, 4])
 
 
+@pytest.mark.parametrize(
+    "tensors",
+    [{"z": np.zeros((3, 2, 4))}, {"z": None}, {"z": "text", "observations": np.zeros((2, 1))}, {"x": None, "z": 1}],
+)
+def test_adding_only_unknown_names_adds_nothing(kind, tensors):  # as skrl skips them
+    memory = counted(kind, 4, 2, 3)
+    memory.create_tensor("x", size=1)
+    before = snapshot(memory)
+    memory.add_samples(**tensors)
+    assert snapshot(memory) == before
+    with pytest.raises(SpecError, match="^add_samples: "):
+        make(kind, 4, 2, ["x"], strict=True).add_samples(**tensors)
+
+
 def test_what_there_is_no_tensor_of_may_be_anything(kind):
     class Unreadable:
         def __array__(self, *arguments, **settings):
@@ -744,16 +799,11 @@ def test_several_rows_keep_what_a_program_wrote_there(kind):
     [
         ({}, "^add_samples: needs at least one tensor, got none$"),
         ({"x": None, "r": None}, "^add_samples: every tensor is None$"),
-        ({"z": np.zeros((3, 2))}, r"^none of \['z'\] is a tensor of this memory, there are \['k', 'n', 'r', 'x'\]$"),
         ({"x": np.zeros((3, 4))}, r"^add_samples: 'x' has shape \(3, 4\), needed is \(3, 2\)$"),
         ({"x": np.zeros((3, 1))}, r"^add_samples: 'x' has shape \(3, 1\), needed is \(3, 2\)$"),  # S14
         ({"x": np.zeros((3, 2)), "r": np.zeros((2, 1))}, r"^add_samples: 'r' has shape \(2, 1\), needed is \(3, 1\)$"),
         ({"x": np.zeros((3, 2)), "r": np.zeros((3, 3))}, r"^add_samples: 'r' has shape \(3, 3\), needed is \(3, 1\)$"),
         ({"x": np.zeros((3, 2)), "k": np.zeros((3, 4))}, r"^add_samples: 'k' has shape \(3, 4\), needed .*2, 2\)$"),
-        ({"x": np.zeros((3, 2)), "n": np.full((3, 1), 0.5)}, "^'n' is float64, which would lose its values as uint8"),
-        ({"x": np.zeros((3, 2)), "n": np.full((3, 1), 300.0)}, "^'n' holds int64 values that do not fit uint8$"),
-        ({"x": np.zeros((3, 2)), "n": np.full((3, 1), 300)}, "^'n' holds int64 values that do not fit uint8$"),
-        ({"x": np.zeros((3, 2)), "n": np.full((3, 1), -1)}, "^'n' holds int64 values that do not fit uint8$"),
         ({"x": np.zeros((3, 2), complex)}, "^'x' is complex128, which would lose its values as float32"),
         ({"x": np.full((3, 2), "a")}, "'x'"),
         ({"x": np.zeros((4, 2))}, "^add_samples: 4 rows are more than the 3 environments$"),
@@ -772,9 +822,52 @@ def test_rows_that_do_not_fit_change_nothing(kind, tensors, message):  # S18
     assert snapshot(memory) == before
 
 
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        (0.5, "^'n' is float64, which would lose its values as uint8"),
+        (300.0, "^'n' holds int64 values that do not fit uint8$"),
+        (300, "^'n' holds int64 values that do not fit uint8$"),
+        (-1, "^'n' holds int64 values that do not fit uint8$"),
+        (1e300, "^'x' holds float64 values that do not fit float32$"),
+    ],
+)
+def test_a_strict_memory_refuses_numbers_that_do_not_fit(kind, numbers, message):
+    memory = make(kind, 2, 3, {"x": ("float32", 2), "n": ("uint8", 1)}, strict=True)
+    add(memory, kind, x=np.ones((3, 2)), n=np.ones((3, 1), np.uint8))
+    before = snapshot(memory)
+    given = {"n": np.full((3, 1), numbers), "x": np.zeros((3, 2))}
+    if numbers == 1e300:
+        given = {"n": np.ones((3, 1), np.uint8), "x": np.full((3, 2), numbers)}
+    with pytest.raises(SpecError, match=message):
+        memory.add_samples(**given)
+    with pytest.raises(SpecError, match=message):
+        memory.set_tensor_by_name(message[2], given[message[2]][None])
+    assert snapshot(memory) == before
+
+
+CASTS = {  # dtype -> numbers, and what is stored of them
+    "uint8": ([300.7, -1.0, 2.9, True], [44, 255, 2, 1]), "bool": ([0.5, 2.0, 0.0, -1.0], [True, True, False, True]),
+    "int32": ([-2.9, 2.9, 7.0, 0.0], [-2, 2, 7, 0]), "float16": ([1e9, 0.5, -1e9, 2.0], [np.inf, 0.5, -np.inf, 2]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASTS)
+@pytest.mark.parametrize("way", ["add_samples", "set_tensor_by_name"])
+def test_numbers_are_cast_as_skrl_casts_them(kind, name, way):
+    memory, (numbers, expected) = make(kind, 4, 1, {"n": (name, 1)}), CASTS[name]
+    column = np.array(numbers, np.float64)[:, None]
+    if way == "add_samples":
+        memory.add_samples(n=column)
+        assert every(memory, "n") == [[expected]]
+    else:
+        memory.set_tensor_by_name("n", column[:, None])
+        assert flat(memory.get_tensor_by_name("n")) == expected
+
+
 @pytest.mark.parametrize("name", ["bool", "uint8", "int64"])
 def test_floats_that_are_whole_are_flags_and_integers(kind, name):
-    memory = make(kind, 3, 2, {"n": (name, 1)})
+    memory = make(kind, 3, 2, {"n": (name, 1)}, strict=True)
     add(memory, kind, n=[[1.0], [0.0]])
     memory.add_samples(n=array(kind, [[0.0], [1.0]], "float16"))
     assert every(memory, "n") == [[[1, 0, 0, 1]]]
@@ -788,8 +881,8 @@ def test_floats_that_are_whole_are_flags_and_integers(kind, name):
     assert every(memory, "n") == [[[1, 1, 1, 1]]]
 
 
-def test_a_two_is_no_bool(kind):
-    memory = make(kind, 2, 1, {"b": ("bool", 1)})
+def test_a_two_is_no_bool_of_a_strict_memory(kind):
+    memory = make(kind, 2, 1, {"b": ("bool", 1)}, strict=True)
     with pytest.raises(SpecError, match="^'b' holds int64 values that do not fit bool$"):
         memory.add_samples(b=np.array([[2]]))
     memory.add_samples(b=np.array([[1], [0]]))

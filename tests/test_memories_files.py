@@ -181,6 +181,7 @@ def test_pt_files_are_dictionaries_of_tensors(kind, tmp_path):
     memory = counted(kind, 4, 2, 2)
     tensors = torch.load(memory.save(tmp_path, format="pt"), weights_only=True)
     assert list(tensors)[:2] == ["e", "t"]  # as in skrl's files, which programs read by place too
+    assert all(isinstance(tensor, torch.Tensor) for tensor in tensors.values())  # programs read them all as such
     for name in ("t", "e"):
         assert tensors[name].shape == (4, 2, 1) and tensors[name].dtype == torch.float32
         np.testing.assert_array_equal(tensors[name].numpy(), host(memory.get_tensor_by_name(name)))
@@ -193,6 +194,101 @@ def test_npz_files_are_arrays_by_name(kind, tmp_path):
         for name in ("t", "e"):
             assert arrays[name].shape == (4, 2, 1) and arrays[name].dtype == np.float32
             np.testing.assert_array_equal(arrays[name], host(memory.get_tensor_by_name(name)))
+
+
+# Files of skrl's
+
+
+def of_skrl(folder, form, n_rows=5, **more):
+    """A file as skrl's memory of 4 rows and 2 environments writes it, with so many valid rows by flat index."""
+    t = np.full(8, np.nan, np.float32)
+    t[:n_rows] = np.arange(n_rows)
+    tensors = {
+        "b": (np.arange(8) % 2 == 1).reshape(4, 2, 1), "k": np.arange(16, dtype=np.int32).reshape(4, 2, 2),
+        "t": t.reshape(4, 2, 1), "terminated": (np.arange(8) == 2).reshape(4, 2, 1), **more,
+    }  # fmt: skip
+    path = folder / f"26-11-21_05-17-14-776366_memory_0x7f0d.{form}"
+    if form == "pt":
+        torch.save({name: torch.from_numpy(array.copy()) for name, array in tensors.items()}, path)
+    elif form == "npz":
+        np.savez(path, **tensors)
+    else:
+        with open(path, "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow([f"{name}.{i}" for name, array in tensors.items() for i in range(array.shape[-1])])
+            for row in range(n_rows):
+                cells = [array.reshape(8, -1)[row].tolist() for array in tensors.values()]
+                writer.writerow([cell for part in cells for cell in part])
+    return path
+
+
+@pytest.mark.parametrize("n_rows", [1, 5, 8])
+@pytest.mark.parametrize("into", ["new", "same tensors", "prioritised"])
+def test_files_that_skrl_wrote_are_loaded(kind, form, n_rows, into, tmp_path):  # S4: of no effect there
+    path, tensors = of_skrl(tmp_path, form, n_rows), {}
+    if into == "same tensors":
+        tensors = {"b": ("bool", 1), "k": ("int32", 2), "t": ("float32", 1), "terminated": ("bool", 1)}
+    memory = make(kind, 4, 2, tensors, cls="PrioritizedMemory" if into == "prioritised" else "RandomMemory")
+    if tensors:
+        add(memory, kind, t=[[9.0], [9.0]], k=np.zeros((2, 2), np.int32))
+    memory.load(path)
+    assert place(memory) == (n_rows, n_rows // 2 % 4, n_rows % 2, n_rows == 8)
+    [[b, k, t, terminated]] = memory.sample_all(["b", "k", "t", "terminated"])
+    assert flat(t) == list(range(n_rows)) and flat(k) == list(range(2 * n_rows))
+    assert flat(b) == [row % 2 == 1 for row in range(n_rows)] and host(b).dtype == host(terminated).dtype == bool
+    assert flat(terminated) == [row == 2 for row in range(n_rows)]
+    for _ in range(2 if n_rows == 8 else 8 - n_rows):  # it goes on in the next place
+        add(memory, kind, t=[[50.0]], k=np.zeros((1, 2), np.int32), b=[[True]], terminated=[[False]])
+    assert flat(memory.get_tensor_by_name("t")) == ([50, 50] if n_rows == 8 else [0] + [1] * (n_rows > 1)) + (
+        [2.0, 3, 4, 5, 6, 7] if n_rows == 8 else [2, 3, 4][: max(0, n_rows - 2)] + [50] * (8 - n_rows)
+    )
+    starts = {tuple(row) for row in host(memory.sample(["t"], 200, sequence_length=2, episode_ends="never")[0][0])
+              .reshape(-1, 2).tolist()}  # fmt: skip
+    assert n_rows != 8 or starts == {(3, 5), (4, 6), (5, 7), (6, 50), (7, 50)}  # the one that ends with 2 is alone
+
+
+OF_OTHER_MEMORIES = {
+    "another size": ({}, (5, 2, []), r"tensor 'b' has shape \(4, 2, 1\), this memory has \(5, 2\) rows and env"),
+    "a tensor missing": ({}, (4, 2, ["z"]), r"has no tensor\(s\) \['z'\], it has \['b', 'k', 't', 'terminated'\]"),
+    "another dtype": ({}, (4, 2, {"k": ("uint8", 2)}), r"tensor 'k' is int32 \(2,\), in this memory uint8 \(2,\)"),
+    "another shape": ({}, (4, 2, ["k"]), r"tensor 'k' is int32 \(2,\), in this memory float32 \(1,\)"),
+    "no axis": ({"x": np.zeros(8)}, (4, 2, []), r"tensor 'x' has shape \(8,\), this memory has"),
+    "a name of ours": ({"__x__": np.zeros((4, 2, 1))}, (4, 2, []), "a tensor's name must be a string that does not"),
+}
+
+
+@pytest.mark.parametrize("form", ["pt", "npz"])
+@pytest.mark.parametrize("case", OF_OTHER_MEMORIES)
+def test_files_of_other_memories_of_skrl_are_refused(kind, form, case, tmp_path):
+    more, (size, num_envs, tensors), message = OF_OTHER_MEMORIES[case]
+    path = of_skrl(tmp_path, form, **more)
+    memory = make(kind, size, num_envs, tensors)
+    refused(memory, path, message)
+    assert set(memory.get_tensor_names()) == set(tensors)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a.0,a.1\r\n1.0\r\n", "it has a line that is not of 2 numbers"),
+        ("a.0\r\n" + "1.0\r\n" * 9, "it has more than the 8 rows that there is room for"),
+        ("a.0\r\n[1.0, 2.0]\r\n", "line that is not of 1 numbers"),  # what skrl makes of tensors of several axes
+        ("a.0\r\n1.0\r\ntext\r\n", "could not convert string to float: .*text"),
+        ("a.0\r\nTrue\r\n2\r\n", "'a' holds '2', needed is True or False"),
+        ("a.0,b.1\r\n1.0,1.0\r\n", "its first line does not name columns of tensors: 'b.1'"),
+        ("a.0,b.0,a.1\r\n1.0,1.0,1.0\r\n", "its first line does not name columns of tensors: 'a.1'"),
+        ("a\r\n1.0\r\n", "its first line does not name columns of tensors"),
+        ("a.0\r\n", "it has no rows"), ("", "its first line does not name columns of tensors"),
+    ],
+)  # fmt: skip
+def test_text_that_skrl_did_not_write_is_refused(kind, text, message, tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_bytes(text.encode())
+    memory = counted(kind, 4, 2, 3) if text.startswith("b") else make(kind, 4, 2)
+    before = snapshot(memory)
+    with pytest.raises(FileNotFoundError, match=rf"x\.json: no such file; without it .*{message}"):
+        memory.load(path)
+    assert snapshot(memory) == before and not memory.get_tensor_names()
 
 
 def test_csv_files_have_a_line_for_each_valid_row(kind, tmp_path):
@@ -404,8 +500,10 @@ def test_files_of_other_things_are_refused(kind, tmp_path):
         if name == "a.csv":
             (tmp_path / "a.json").write_text("[]")
         refused(rich(kind, 6), tmp_path / name, "not a file of rlstructs|the name must end in one of")
-    torch.save({"x": torch.zeros(4, 2, 1)}, tmp_path / "b.pt")
+    torch.save({"x": [torch.zeros(4, 2, 1)]}, tmp_path / "b.pt")
     refused(rich(kind, 6), tmp_path / "b.pt", "not a file of rlstructs")
+    torch.save({}, tmp_path / "c.pt")
+    refused(make(kind, 4, 2), tmp_path / "c.pt", "it holds no tensor")
     for name in ("none.pt", "none.npz", "none.csv"):
         with pytest.raises(FileNotFoundError, match="no such file"):
             rich(kind, 6).load(tmp_path / name)

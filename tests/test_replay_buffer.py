@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import numpy as np
@@ -13,7 +14,17 @@ import torch
 from replay_rows import fill, listed, row, rows, state_of
 
 from rlstructs import DictTensor, MissingKeyError, SpecError, StateError
-from rlstructs.replay import ArrayDict, CachedReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer, VectorReplayBuffer
+from rlstructs.replay import (
+    ArrayDict,
+    CachedReplayBuffer,
+    HERReplayBuffer,
+    HERVectorReplayBuffer,
+    ListStorage,
+    PrioritizedReplayBuffer,
+    PrioritizedVectorReplayBuffer,
+    ReplayBuffer,
+    VectorReplayBuffer,
+)
 
 nan = float("nan")
 
@@ -214,9 +225,89 @@ def test_what_is_none_or_empty_is_not_there():  # A22 test_custom_key
     buffer.add({**row(0), "obs_next": None, "info": {}, "policy": {"hidden": {}}, "returns": 5.0})
     batch = buffer[0]
     assert sorted(batch) == ["act", "done", "obs", "obs_next", "returns", "rew", "terminated", "truncated"]
-    assert batch.returns == 5 and batch.info == {} and batch.policy == {} and "info" not in batch
+    assert batch.returns == 5 and batch.info == {} and batch.policy == {}
+    assert "info" in batch and "policy" in batch and "nothing" not in batch  # as in tianshou's batches
     with pytest.raises(AttributeError, match="no 'nothing' in this batch"):
         _ = batch.nothing
+
+
+def test_the_keys_of_a_batch_are_those_at_the_top():  # A6: all nine, and what else there is
+    buffer = ReplayBuffer(3)
+    for t in range(2):
+        buffer.add(row(t, t == 1, returns=1.0) | {"obs": {"image": np.zeros(3), "state": {"speed": t}}})
+    every = ["obs", "act", "rew", "terminated", "truncated", "done", "obs_next", "info", "policy", "returns"]
+    for batch in (buffer[0], buffer[:], buffer.sample(2)[0], buffer[:][1:]):
+        assert list(batch.keys()) == list(batch.get_keys()) == every and all(key in batch for key in every)
+        assert {key: batch[key] for key in batch.keys()}["obs"].state.speed is not None  # noqa: SIM118
+        assert sorted(batch) == sorted([
+            "act", "done", "obs/image", "obs/state/speed", "obs_next/image", "obs_next/state/speed", "returns", "rew",
+            "terminated", "truncated",
+        ])  # fmt: skip
+    batch = buffer[:]
+    assert batch == buffer[:] and ArrayDict(batch) == batch == ArrayDict(batch)
+    batch.set_array_at_key([1.0, 2.0], "policy", [0, 1])
+    assert batch.policy.tolist() == [1, 2] and batch.pop("policy").tolist() == [1, 2]
+    assert batch.pop("info") == {} and batch.pop("policy", 3) == 3 and list(batch.keys()) == [*every[:7], every[-1]]
+    assert "info" not in batch and "info" not in batch[1:] and not hasattr(copy.deepcopy(batch), "policy")
+    again = ReplayBuffer(3)
+    again.add(batch[:1], buffer_ids=[0])  # goes back in as it is
+    assert again[0].obs.state.speed == 0 and list(again[0].keys()) == every
+
+
+def test_infos_that_never_came_are_empty():  # A6
+    buffers = [fill(ReplayBuffer(4), 2), fill(ReplayBuffer(4, framework="torch"), 2), ReplayBuffer(4)]
+    vector = VectorReplayBuffer(8, 2)
+    vector.add(rows([1, 2]))
+    for buffer in (*buffers, vector):
+        for key in ("info", "policy"):
+            assert getattr(buffer, key) == {} and len(getattr(buffer, key).keys()) == 0
+    for buffer, index in ((buffers[0], 1), (buffers[1], [0, 1]), (vector, [0, 4])):
+        for key in ("info", "policy"):
+            assert not buffer.get(index, key).keys() and buffer.get(index, key, default_value=7) == 7
+            with pytest.raises(IndexError):
+                buffer.get(3, key)
+    with pytest.raises(MissingKeyError, match="^no 'nothing' in this buffer"):
+        buffers[0].get(0, "nothing")
+
+
+MAKERS = {
+    "ReplayBuffer": lambda **more: ReplayBuffer(4, **more),
+    "VectorReplayBuffer": lambda **more: VectorReplayBuffer(8, 2, **more),
+    "PrioritizedReplayBuffer": lambda **more: PrioritizedReplayBuffer(4, 0.6, 0.4, **more),
+    "PrioritizedVectorReplayBuffer": lambda **more: PrioritizedVectorReplayBuffer(8, 2, alpha=0.6, beta=0.4, **more),
+    "HERReplayBuffer": lambda **more: HERReplayBuffer(4, print, 3, **more),
+    "HERVectorReplayBuffer": lambda **more: HERVectorReplayBuffer(8, 2, print, 3, **more),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_an_unknown_argument_is_named_with_the_public_class(name):
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'stack_sum'$"):
+        MAKERS[name](stack_sum=4)
+    assert MAKERS[name](stack_num=4).stack_num == 4
+
+
+OF_OTHERS = [  # what programs of rlberry and torchrl do with their `ReplayBuffer`, and the class that does it here
+    (lambda: ReplayBuffer(max_replay_size=100, rng=np.random.default_rng()), "'max_replay_size'", "rlberry"),
+    (lambda: ReplayBuffer(100, np.random.default_rng()), "stack_num must be an int, got a generator", "rlberry"),
+    (lambda: ReplayBuffer(100, rng=np.random.default_rng()), "'rng'", "rlberry"),
+    (lambda: ReplayBuffer(100).setup_entry("obs", float), "'setup_entry'", "rlberry"),
+    (lambda: ReplayBuffer(100).append({}), "'append'", "rlberry"),
+    (lambda: ReplayBuffer(100).end_episode(), "'end_episode'", "rlberry"),
+    (lambda: ReplayBuffer(storage=ListStorage(100), batch_size=4), "'storage'", "torchrl"),
+    (lambda: ReplayBuffer(batch_size=4), "'batch_size'", "torchrl"),
+    (lambda: ReplayBuffer(), "needs a size", "torchrl"),
+    (lambda: ReplayBuffer(100).extend({"x": [1]}), "'extend'", "torchrl"),
+    (lambda: VectorReplayBuffer(100, 2).update_priority([1], [1]), "'update_priority'", "torchrl"),
+]
+CLASSES = {"rlberry": "ChunkReplayBuffer", "torchrl": "TensorDictReplayBuffer"}
+
+
+@pytest.mark.parametrize(("use", "what", "system"), OF_OTHERS, ids=[f"{each[2]} {each[1]}" for each in OF_OTHERS])
+def test_who_takes_it_for_the_buffer_of_another_system_is_told_the_class(use, what, system):
+    hint = rf"; {system}'s ReplayBuffer, which [a-z ]+, is rlstructs\.replay\.{CLASSES[system]}$"
+    with pytest.raises((TypeError, AttributeError), match=rf"{what}.*{hint}"):
+        use()
 
 
 def test_a_key_that_is_none_in_every_row_is_not_there():  # as stacks of infos have it

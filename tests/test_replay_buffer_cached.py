@@ -269,7 +269,7 @@ def test_small_columns_are_arrays_of_numpy_and_large_ones_give_what_such_would()
         obs = np.arange(80.0).reshape(2, 4, 10) + t
         buffer.add({**rows([t, 10 + t], [t == 2, 0]), "obs": obs, "info": {"x": np.full((2, 8), t), "n": [t, t]}})
     for column in (buffer.rew, buffer.done, buffer.terminated, buffer.act, buffer.info.x, buffer.info.n):
-        assert type(column) is np.ndarray and len(column) == buffer.maxsize and not column.flags.writeable
+        assert isinstance(column, np.ndarray) and len(column) == buffer.maxsize and not column.flags.writeable
     np.testing.assert_array_equal(buffer.rew, [0, 1, 2, 0, 0, 0, 3, 1, 2, 0, 10, 11, 12, 13])
     assert torch.from_numpy(buffer.rew.copy()).sum() == 55 and not isinstance(buffer.obs, np.ndarray)
     whole, mask, pair = np.asarray(buffer.obs), np.asarray(buffer.obs > 60), ([1, 13], [0, 3])
@@ -281,7 +281,7 @@ def test_small_columns_are_arrays_of_numpy_and_large_ones_give_what_such_would()
     for index in indexes:
         found = buffer.obs[index]
         np.testing.assert_array_equal(found, whole[index])
-        assert type(found) is type(whole[index])
+        assert isinstance(found, type(whole[index]))
     for wrong in (14, [0, 14], mask[1:], mask[:, 1:], np.zeros(3), (0, 4), "x"):
         with pytest.raises(IndexError):
             buffer.obs[wrong]

@@ -34,7 +34,12 @@ def test_an_appended_buffer_keeps_its_order_and_its_episodes():  # A9, A22 test_
 
 def test_more_rows_than_there_is_room_for_leave_the_last_ones():  # C1
     first, second = fill(ReplayBuffer(3), 2), fill(ReplayBuffer(9), 8, start=10)
-    assert first.update(second).tolist() == [-1, -1, -1, -1, -1, 1, 2, 0]
+    placed = first.update(second)
+    assert placed[5:].tolist() == [1, 2, 0] and (placed[:5] < 0).all()
+    for refuse in (lambda: first[placed[0]], lambda: first.get(placed, "obs"), lambda: first.prev(placed[:1]),
+                   lambda: first.set_array_at_key([1], "act", placed[:1]), lambda: first.obs[placed[0]]):  # fmt: skip
+        with pytest.raises(IndexError):  # -1 would be the newest row
+            refuse()
     assert first[:].obs.tolist() == [15, 16, 17]
     # All of the episode counts, what was overwritten too.
     assert listed(first.add(row(18, True))) == [[1], [sum(range(10, 19))], [9], [2]]

@@ -10,9 +10,10 @@ import pytest
 import torch
 from replay_rows import draws, fill, listed, row, rows, state_of
 
-from rlstructs import DictTensor, MissingKeyError, SpecError, TemporalDictTensor, Trajectories
+from rlstructs import DictTensor, EmptyBufferError, MissingKeyError, SpecError, TemporalDictTensor, Trajectories
 from rlstructs.replay import (
     ArrayDict,
+    CachedReplayBuffer,
     PrioritizedReplayBuffer,
     PrioritizedVectorReplayBuffer,
     ReplayBuffer,
@@ -82,6 +83,81 @@ def test_rows_of_one_environment_may_come_several_times():  # A15
     assert listed(added) == [[3, 0, 4, 5, 3], [0, 0, 4, 0, 9], [0, 0, 2, 0, 2], [3, 0, 3, 5, 5]]
     assert buffer.obs.tolist() == [2, 0, 0, 5, 3, 4]
     assert buffer.prev([3, 4, 5]).tolist() == [5, 4, 5]
+
+
+def rings(made):
+    """A buffer of two rings of four rows, of which the second has wrapped, and each as a buffer of its own."""
+    apart = [ReplayBuffer(4, stack_num=2), ReplayBuffer(4, stack_num=2)]
+    buffer = made()
+    for t in range(6):
+        lanes = [0, 1] if t < 3 else [1]
+        batch = rows([10 * lane + t for lane in lanes], [t == 1] * len(lanes), info={"n": np.array(lanes)})
+        buffer.add(batch, lanes)
+        for at, lane in enumerate(lanes):
+            one = {name: value[at] for name, value in batch.items() if name != "info"}
+            apart[lane].add({**one, "info": {"n": lane}})
+    return buffer, apart
+
+
+MADE = {
+    "plain": lambda: VectorReplayBuffer(8, 2, stack_num=2),
+    "prioritised": lambda: PrioritizedVectorReplayBuffer(8, 2, alpha=0.6, beta=0.4, stack_num=2),
+}
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_each_ring_is_read_as_a_buffer_of_its_own(kind):  # A15: `buffers` of tianshou's managers
+    buffer, apart = rings(MADE[kind])
+    views = buffer.buffers
+    assert views.shape == (2,) and views.dtype == object
+    for view, alone in zip(views, apart, strict=True):
+        n = len(alone)
+        assert (len(view), view.maxsize) == (n, 4) and view.last_index.tolist() == alone.last_index.tolist()
+        assert view.unfinished_index().tolist() == alone.unfinished_index().tolist()
+        assert view.sample_indices(0).tolist() == alone.sample_indices(0).tolist()
+        every = np.arange(n)
+        assert view.prev(every).tolist() == alone.prev(every).tolist() and view.next(-1) == alone.next(-1)
+        for index in (slice(None), slice(1, -1), [0, n - 1, 0], -1, np.arange(n) > 1, np.arange(4) == 2, []):
+            one, other = view[index], alone[index]
+            assert all(np.array_equal(one[name], other[name]) for name in other), index
+            assert np.array_equal(view.get(index, "obs", stack_num=3), alone.get(index, "obs", stack_num=3))
+        for name in ("obs", "done", "rew"):
+            assert getattr(view, name).tolist() == getattr(alone, name).tolist()
+        assert view.info.n.tolist() == alone.info.n.tolist() and view.policy == {}
+        batch, index = view.sample(50)
+        assert set(index.tolist()) == set(range(n)) and batch.obs.tolist() == view[index].obs.tolist()
+        assert sorted(view.sample_indices(None).tolist()) == list(range(n)) and len(view.sample_indices(-1)) == 0
+        assert [batch.obs.tolist() for batch in view] == [batch.obs.tolist() for batch in alone]
+        for wrong in (n, -n - 1, [0, 4]):
+            with pytest.raises(IndexError):
+                view[wrong]
+        with pytest.raises(AttributeError):
+            _ = view.nothing
+
+
+def test_a_ring_shows_what_is_added_to_the_buffer():
+    buffer = VectorReplayBuffer(6, 2)
+    first, second = buffer.buffers
+    with pytest.raises(EmptyBufferError):
+        second.sample(2)
+    assert len(second) == 0 and second.sample_indices(0).tolist() == [] and len(second[:]) == 0
+    buffer.add(rows([5], [0]), [1])
+    assert (len(first), len(second)) == (0, 1) and second[0].obs == 5 and second.obs.tolist() == [5, 0, 0]
+    with pytest.raises(SpecError, match="^a column is read-only"):
+        second.obs[0] = 1
+    buffer.reset()
+    assert len(second) == 0
+
+
+def test_the_rings_of_a_cached_buffer_are_the_main_one_and_the_caches():  # A18
+    buffer = CachedReplayBuffer(ReplayBuffer(10), 2, 4)
+    for t in range(3):
+        buffer.add(rows([t, 10 + t], [t == 1, False]))
+    main, *caches = buffer.buffers
+    assert main is buffer.main_buffer and [len(cache) for cache in caches] == [1, 3]
+    assert caches[0][:].obs.tolist() == [2] and caches[1][:].obs.tolist() == [10, 11, 12]
+    assert caches[1].prev([0, 1, 2]).tolist() == [0, 0, 1] and caches[1].unfinished_index().tolist() == [2]
+    assert caches[1].obs.tolist()[:3] == [10, 11, 12] and caches[1].maxsize == 4
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_memories_take_nested_actions_and_observations(surface, observations, ac
     for _ in range(2):
         made.add_trajectories(trajectories)
     assert len(made) > 0
-    names = set(read(made).keys())
+    names = set(read(made))  # of all arrays, joined
     if surface == "torchrl":  # which keeps all keys as they are
         assert names >= {key for key in trajectories.trajectories.keys() if key.startswith("action/")}  # noqa: SIM118
         return

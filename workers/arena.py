@@ -85,6 +85,10 @@ class SharedArena:
         with _translate_memory_errors(nbytes):
             return mmap.mmap(self._descriptor.fileno(), nbytes, access=mmap.ACCESS_COPY, offset=offset)
 
+    def fileno(self) -> int:
+        """The descriptor of the block."""
+        return self._descriptor.fileno()
+
     def close(self) -> None:
         """Closes the descriptor; the last view that goes frees the memory."""
         self._map = None

@@ -12,7 +12,7 @@ from typing import Any
 import gymnasium
 from gymnasium.envs.registration import find_highest_version, get_env_id, parse_env_id
 
-from rlstructs.agent import RL_Agent, RL_Agent_CheckDevice
+from rlstructs.agent import RL_Agent
 from rlstructs.envs.gym_env import GymEnv, GymEnvInf
 from rlstructs.errors import SpecError
 from rlstructs.random_agent import RandomAgent
@@ -46,7 +46,7 @@ class GymMaker:
         """Makes the agent; `create_env` has to be called first."""
         factory = find_agent(self._agent)
         agent = factory(**_accepted_arguments(factory, self._spaces))
-        if not isinstance(agent, (RL_Agent, RL_Agent_CheckDevice)):
+        if not isinstance(agent, RL_Agent):
             raise SpecError(f"--agent {self._agent}: must return an RL_Agent, got {type(agent).__name__}")
         return agent
 

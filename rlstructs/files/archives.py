@@ -26,7 +26,7 @@ from rlstructs.files.opening import open_file, read_at, read_into, size_of
 from rlstructs.files.pickled import BITS, StoredTensor, Unpickler
 from rlstructs.files.zip_directory import Entry, data_offset, read_directory
 
-__all__ = ["BITS", "CHUNK", "HEADER", "READERS", "WRITERS", "NewFile", "Reader", "checksum"]
+__all__ = ["BITS", "CHUNK", "HEADER", "READERS", "WRITERS", "Archive", "NewFile", "Reader", "checksum"]
 
 HEADER = "__header__"
 # Bytes that are read at a time.
@@ -37,7 +37,7 @@ class Reader(Protocol):
     """An open file.
 
     Attributes:
-        text: the header.
+        text: the header; "" if there is none, as in files of other programs.
     """
 
     text: str
@@ -54,6 +54,13 @@ class Reader(Protocol):
 
     def read_into(self, name: str, array: np.ndarray) -> None:
         """Fills an array of this dtype and shape, in C order."""
+
+
+class Archive(Reader, Protocol):
+    """An open `.npz` or `.pt` file."""
+
+    def names(self) -> list[str]:
+        """The names of all arrays, in the order of the file."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,9 @@ class _Archive:
         self._entries = {entry.name: entry for entry in read_directory(file, size_of(file))}
         self._members: dict[str, _Member] = {}
 
+    def names(self) -> list[str]:
+        return list(self._members)
+
     def spec_of(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         member = self._members[name]
         return member.dtype, member.shape
@@ -100,6 +110,18 @@ class _Archive:
         entry = member.entry
         if checksum(self._file, member.start, entry.nbytes) != entry.checksum:
             raise ValueError(f"{entry.name}: its checksum is wrong")
+
+    def _read_header(self) -> str:
+        """The text of the header; "" if there is none."""
+        if HEADER not in self._members:
+            return ""
+        dtype, shape = self.spec_of(HEADER)
+        if dtype != np.uint8:
+            raise ValueError("its header is not ours")
+        self._verify(self._members[HEADER])
+        text = np.empty(shape, np.uint8)
+        self.read_into(HEADER, text)
+        return text.tobytes().decode()
 
     def read_into(self, name: str, array: np.ndarray) -> None:
         if array.size:
@@ -145,10 +167,7 @@ class _Npz(_Archive):
             if name in self._members:
                 raise ValueError(f"{name!r} is there twice")
             self._members[name] = self._find_member(entry)
-        self._verify(self._members[HEADER])
-        text = np.empty(self.spec_of(HEADER)[1], np.uint8)
-        self.read_into(HEADER, text)
-        self.text = text.tobytes().decode()
+        self.text = self._read_header()
 
     def _find_member(self, entry: Entry) -> _Member:
         start = data_offset(self._file, entry)
@@ -170,9 +189,9 @@ class _Pt(_Archive):
         content = Unpickler(read_at(file, start, entry.nbytes)).load()
         if checksum(file, start, entry.nbytes) != entry.checksum:
             raise ValueError(f"{entry.name}: its checksum is wrong")
-        if type(content) is not dict or type(content.get(HEADER)) is not str:
-            raise ValueError("its header is not ours")
-        self.text = content[HEADER]
+        if type(content) is not dict:
+            raise ValueError("it is no archive of tensors")
+        said = content.get(HEADER)
         folder, unused = pickled[0].removesuffix("data.pkl"), dict(self._entries)
         for name, value in content.items():
             if isinstance(value, StoredTensor):
@@ -183,8 +202,9 @@ class _Pt(_Archive):
                 if value.dtype.kind not in "biufc" or member.nbytes != entry.nbytes:
                     raise ValueError(f"{name!r}: {value.dtype}{value.shape} is not what the file holds")
                 self._members[name] = member
-            elif name != HEADER:
+            elif name != HEADER or type(value) is not str:
                 raise ValueError(f"{name!r} is no plain tensor")
+        self.text = said if type(said) is str else self._read_header()  # text in files of older versions
 
 
 # The header in front of an array in version 1 of numpy's format.
@@ -222,13 +242,13 @@ _DTYPES_OF_CODES = {dtype.str: dtype for dtype in DTYPES.values()}
 
 
 @contextmanager
-def _open_npz(path: Path) -> Iterator[Reader]:
+def _open_npz(path: Path) -> Iterator[Archive]:
     with open_file(path) as file:
         yield _Npz(file)
 
 
 @contextmanager
-def _open_pt(path: Path) -> Iterator[Reader]:
+def _open_pt(path: Path) -> Iterator[Archive]:
     with open_file(path) as file:
         yield _Pt(file)
 
@@ -298,8 +318,9 @@ def _write_npz(path: Path, header: str, arrays: Mapping[str, np.ndarray], dtypes
 def _write_pt(path: Path, header: str, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, str]) -> None:
     # numpy's own copies would be needed if torch wrote what a view is a view of, or shared memory only once.
     tensors = {name: _own(array, dtypes[name]) for name, array in arrays.items()}
+    tensors[HEADER] = torch.from_numpy(np.array(bytearray(header.encode())))  # a tensor too, as programs expect
     with closing(NewFile(path)) as new, _checksums():
-        torch.save({**tensors, HEADER: header}, new)  # type: ignore[arg-type]  # it calls no more than write
+        torch.save(tensors, new)  # type: ignore[arg-type]  # it calls no more than write
 
 
 @contextmanager

@@ -155,6 +155,8 @@ def open_reader(
 
 
 def _read_header(reader: Reader) -> dict[str, Any]:
+    if not reader.text:
+        raise ValueError("its header is not ours")
     header = _check_header(json_text.parse(reader.text))
     for name, spec in header["arrays"].items():
         dtype, shape = reader.spec_of(name)

@@ -146,13 +146,13 @@ def _read_rows(path: Path, nbytes: int, specs: Mapping[str, Spec], n_rows: int) 
     made = {name: np.empty((n_rows, *spec.shape), spec.dtype) for name, spec in specs.items()}
     with open_file(path) as raw, io.TextIOWrapper(io.BufferedReader(raw), encoding="utf-8", newline="") as file:  # type: ignore[type-var]
         _check_names(file, specs)
-        at_once = max(1, CELLS_AT_ONCE // max(n, 1))
+        at_once, longest = max(1, CELLS_AT_ONCE // max(n, 1)), _longest_line(n)
         for start in range(0, n_rows, at_once):
             stop, at = min(start + at_once, n_rows), 0
-            lines = [_read_cells(file, n) for _ in range(start, stop)]
+            lines = [_read_cells(file.readline(longest), n) for _ in range(start, stop)]
             for name, size in sizes.items():
                 cells = [line[at : at + size] for line in lines]
-                made[name][start:stop] = _parse(name, cells, specs[name]).reshape(stop - start, *specs[name].shape)
+                made[name][start:stop] = parse(name, cells, specs[name]).reshape(stop - start, *specs[name].shape)
                 at += size
         if file.read(1):
             raise ValueError(f"it has more than the {n_rows} rows that it should have")
@@ -171,9 +171,18 @@ def _check_names(file: IO[str], specs: Mapping[str, Spec]) -> None:
         raise ValueError(f"its first line does not name the columns of {sorted(specs)}")
 
 
-def _read_cells(file: IO[str], n: int) -> list[str]:
-    """Reads the next line of a file and splits it into n texts."""
-    line = file.readline(n * (LONGEST_NUMBER + 1) + 2)
+def read_lines(file: IO[str], n: int, most: int) -> list[list[str]]:
+    """Reads the next lines of a file, up to `most`, and splits each into n texts; none at the end."""
+    lines = itertools.islice(iter(lambda: file.readline(_longest_line(n)), ""), most)
+    return [_read_cells(line, n) for line in lines]
+
+
+def _longest_line(n: int) -> int:
+    return n * (LONGEST_NUMBER + 1) + 2
+
+
+def _read_cells(line: str, n: int) -> list[str]:
+    """Splits a line into n texts."""
     cells = line.rstrip("\r\n").split(",") if n else []
     # numpy pads all strings of an array to the longest one: with one of a megabyte they would take terabytes.
     if len(cells) != n or max(map(len, cells), default=0) > LONGEST_NUMBER:
@@ -181,7 +190,12 @@ def _read_cells(file: IO[str], n: int) -> list[str]:
     return cells
 
 
-def _parse(name: str, cells: list[list[str]], spec: Any) -> np.ndarray:
+def parse(name: str, cells: list[list[str]], spec: Any) -> np.ndarray:
+    """The numbers of some lines as a column of this spec has them, `(lines, cells)`.
+
+    Raises:
+        ValueError: a text is no such number.
+    """
     if spec.is_bfloat16:
         return to_bits(name, np.array(cells, np.float32))
     if spec.dtype.kind == "b":

@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlstructs.errors import FileError, SpecError
+from rlstructs.checks import clean_text
+from rlstructs.errors import FileError, OutOfMemoryError, SpecError
 from rlstructs.files import layout
 from rlstructs.files.archives import Reader
-from rlstructs.memories import csv_files
+from rlstructs.memories import csv_files, skrl_files
 from rlstructs.memories.names import FORMATS, check_format
 from rlstructs.memories.restoring import BOOKKEEPING, EPISODES, KIND, RING, make_missing, plan_restore
 from rlstructs.replay.episodes import EPISODE
 
 if TYPE_CHECKING:
     from rlstructs.memories.memory import Memory
+
 
 def choose_file(memory: Memory, given: str | Path, format: str | None) -> tuple[Path, str]:  # noqa: A002
     """The path and format of a file to save: the given file, or a new one in the given folder.
@@ -51,10 +53,13 @@ def save(memory: Memory, path: Path, format: str) -> Path:  # noqa: A002
 def load(memory: Memory, path: Path) -> None:
     """Restores a memory from a file; changes nothing if the file does not fit."""
     if path.suffix == ".csv":
-        csv_files.load(memory, path)
+        _load_csv(memory, path)
         return
     if path.suffix[1:] not in FORMATS:
         raise FileError(f"{path}: the name must end in one of .{', .'.join(FORMATS)}")
+    if skrl_files.is_one(path):
+        skrl_files.load(memory, path)
+        return
     with layout.open_reader(path) as (reader, header):
         layout.check_class(path, header, KIND)
         reader.verify()
@@ -70,6 +75,21 @@ def load(memory: Memory, path: Path) -> None:
         for name in specs:
             columns.read_into(name, partial(reader.read_into, name))
         restore()
+
+
+def _load_csv(memory: Memory, path: Path) -> None:
+    """Restores a memory from a .csv: of ours if there is a .json beside it, otherwise of skrl's."""
+    beside = path.with_suffix(".json")
+    if beside.exists() or not path.exists():
+        csv_files.load(memory, path)
+        return
+    try:
+        skrl_files.load_csv(memory, path)
+    except OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever text
+        alone = f"without it this is no file of skrl's either: {clean_text(error)}"
+        raise FileNotFoundError(f"{beside}: no such file; {alone}") from error
 
 
 def _tensors(memory: Memory) -> dict[str, Any]:

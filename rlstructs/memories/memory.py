@@ -34,8 +34,10 @@ class Memory(NamedTensors, ABC):
         export: whether to save the memory each time it has filled up.
         export_format: "pt", "npz" or "csv".
         export_directory: folder to save to, in a subfolder `memories`.
-        seed: seed of the random generator; None draws one from the library's global generator.
-        strict: whether unknown names and None values raise an error; otherwise they are skipped.
+        seed: of the random generator; None draws a seed from the library's global generator.
+        strict: whether unknown names, None values, numbers that do not fit their tensor's dtype and unknown devices are
+            errors. Otherwise the former are skipped and numbers are cast, as in skrl; the default device, with a
+            warning in the log, takes the place of one that is unknown.
 
     Raises:
         TypeError, SpecError: an argument is invalid.
@@ -59,12 +61,12 @@ class Memory(NamedTensors, ABC):
                 `tensors`, or set by `set_tensor_by_name`, keep what it wrote to these rows.
 
         Raises:
-            SpecError: a tensor does not fit; nothing is added.
+            SpecError: a tensor does not fit; nothing is added. Nor is it if there is no tensor of any of these names.
         """
         if not self.export and self._write_quickly(tensors):
             return
         given = self._check_given(tensors)
-        n = self._count_rows(given)
+        n = self._count_rows(given) if given else 0
         if n == 0:
             return
         lanes, lead = self._choose_lanes(1 if n is None else n)
@@ -73,9 +75,6 @@ class Memory(NamedTensors, ABC):
         for name, values in given.items():
             if name in specs:
                 block[name] = self._check_shape(name, values, rows, specs[name]).reshape(lead + specs[name].shape)
-        if not block:
-            known = self.get_tensor_names()
-            raise MissingKeyError(f"none of {sorted(tensors)} is a tensor of this memory, there are {known}")
         block |= self._read_next_rows(self._exposed - block.keys(), lanes, lead[1])
         self._write(block, lanes, find_ends(block))
 
@@ -127,6 +126,7 @@ class Memory(NamedTensors, ABC):
         return int((ring.head - ring.base).min()) // self.memory_size
 
     def _check_given(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Arrays of the tensors, and of what else says how many rows there are; none if there is no tensor of these."""
         if not tensors:
             raise SpecError("add_samples: needs at least one tensor, got none")
         given = {name: value for name, value in tensors.items() if value is not None}
@@ -135,8 +135,10 @@ class Memory(NamedTensors, ABC):
                 raise MissingKeyError(f"add_samples: no tensor(s) {unknown}, there are {self.get_tensor_names()}")
             if nothing := sorted(set(tensors) - set(given)):
                 raise SpecError(f"add_samples: {nothing} are None")
-        if not given:
+        if not given and not self._dtypes.keys().isdisjoint(tensors):
             raise SpecError("add_samples: every tensor is None")
+        if self._dtypes.keys().isdisjoint(given):
+            return {}
         # Values without a tensor are ignored, except those whose shape gives the number of rows.
         first = "observations" if "observations" in given else next(iter(given))
         return {n: self._convert(n, value) for n, value in given.items() if n in self._dtypes or n == first}
@@ -302,8 +304,11 @@ class Memory(NamedTensors, ABC):
     def load(self, path: str | Path) -> None:
         """Restores rows, length, cursor and random stream from a file of `save`; creates missing tensors.
 
+        Of a file that skrl's memory wrote it restores the rows: those that are not NaN in every float tensor, the
+        first one as the oldest. The random stream goes on.
+
         Raises:
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: there is no such file, or no .json beside a .csv that is not skrl's.
             FileError: the file is damaged, of another version, or of a memory of another size; nothing changes.
         """
         files.load(self, Path(path))

@@ -6,6 +6,7 @@ store with a head of its own, so environments may be at different rows.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,16 @@ from rlstructs.frameworks.framework import NOT_NUMPYS, Framework
 from rlstructs.memories.live_tensors import LiveTensors
 from rlstructs.memories.names import check_format, check_name, find_ends
 from rlstructs.memories.spaces import n_elements
-from rlstructs.replay.columns import SLOT, Columns, Spec
+from rlstructs.replay.columns import SLOT, Spec
 from rlstructs.replay.copies import CopiedWhole
 from rlstructs.replay.device_columns import TensorColumns
 from rlstructs.replay.episodes import BYTES_PER_ROW
 from rlstructs.replay.roles import ENDS
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.store import Storage
-from rlstructs.replay.values import as_whole, encoded, generator_of, host_array
+from rlstructs.replay.values import as_whole, cast_freely, encoded, generator_of, host_array
+
+LOG = logging.getLogger("rlstructs")
 
 
 class NamedTensors(CopiedWhole):
@@ -49,11 +52,11 @@ class NamedTensors(CopiedWhole):
     ) -> None:
         self.memory_size = check_count("memory_size", memory_size)
         self.num_envs = check_count("num_envs", num_envs)
-        self.device = self.framework.device(device)
+        self.strict = strict
+        self.device = self._choose_device(device)
         self.export = export
         self.export_format = check_format(export_format)
         self.export_directory = export_directory
-        self.strict = strict
         self.sampling_indexes: Any = None
         self._rng = generator_of(self.framework.draw_seed() if seed is None else seed)
         self._dtypes: dict[str, Any] = {}
@@ -62,11 +65,19 @@ class NamedTensors(CopiedWhole):
         # Tensors that the program got or set: it may write to rows before it adds them.
         self._exposed: set[str] = set()
         where = self.framework.device_of_rows(self.device)
-        columns: Columns | None = None
-        if where is not None:
-            columns = TensorColumns(self.num_envs, self.memory_size, SLOT, where)
+        columns = None if where is None else TensorColumns(self.num_envs, self.memory_size, SLOT, where)
         self._storage = Storage(self.num_envs, self.memory_size, order=SLOT, columns=columns)
         self._step_writer = StepWriter(self._storage, ENDS)
+
+    def _choose_device(self, device: Any) -> Any:
+        """The library's own device; the default one of a name that it does not know, as in skrl, unless `strict`."""
+        try:
+            return self.framework.device(device)
+        except SpecError as error:
+            if self.strict:
+                raise
+            LOG.warning("%s: %s; the default device takes its place", type(self).__name__, error)
+            return self.framework.device(None)
 
     # Content
 
@@ -326,13 +337,14 @@ class NamedTensors(CopiedWhole):
     def _convert(self, name: str, value: Any) -> Any:
         """Returns a value unchanged if its device and dtype are the tensor's; otherwise as a numpy array.
 
-        skrl casts any value. Here only floats may lose precision: 1.0 can become a bool, 0.5 cannot.
+        Real numbers are cast, as in skrl. If `strict`, only floats may lose precision: 1.0 can be a bool, 0.5 cannot.
         """
         if name not in self._dtypes:
             return host_array(name, value)
         columns, spec = self._storage.columns, self._spec(name)
         own = None if columns.on_host else columns.own(self.framework.to_torch(value), spec)
-        return as_whole(host_array(name, value), spec) if own is None else own
+        cast = as_whole if self.strict else cast_freely
+        return cast(host_array(name, value), spec) if own is None else own
 
     def _locks(self) -> Sequence[Any]:
         return [self._storage.lock]

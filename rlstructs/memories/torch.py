@@ -8,6 +8,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from rlstructs.frameworks.torch import Torch
 from rlstructs.memories import memory, prioritized, sampling
 
@@ -18,6 +22,12 @@ class Memory(memory.Memory):
     __doc__ = memory.Memory.__doc__
 
     framework = Torch()
+
+    def _live(self, name: str, keepdim: bool = True) -> Any:
+        tensor, storage = super()._live(name, keepdim), self._storage.columns.shared_storage(name)
+        if storage is None:
+            return tensor
+        return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage, 0, tensor.shape, tensor.stride())
 
 
 class RandomMemory(sampling.RandomMemory, Memory):

@@ -254,11 +254,12 @@ class ArrayDict(ArrayValues):
                 raise ValueError(f"{key!r} has {len(arr)} rows, the batch has {len(self)}; give an index to set some")
             self[key] = arr
             return
-        if key not in self:
+        held = self.get(key)
+        if held is None or (isinstance(held, ArrayDict) and not held):
             arr = np.asarray(arr)
             self[key] = np.full((len(self), *arr.shape[1:]), default_value).astype(arr.dtype)
-        elif isinstance(self[key], ArrayDict):
-            raise ValueError(f"{key!r} is nested: name one of {sorted(self[key])} in it")
+        elif isinstance(held, ArrayDict):
+            raise ValueError(f"{key!r} is nested: name one of {sorted(held)} in it")
         self[key][index] = arr
 
     def to_list_of_dicts(self) -> list[dict[str, Any]]:
@@ -322,7 +323,7 @@ class ArrayDict(ArrayValues):
         if not isinstance(other, Mapping):
             return NotImplemented
         others = ArrayDict(other)
-        return self.keys() == others.keys() and all(
+        return dict.keys(self) == dict.keys(others) and all(
             np.array_equal(array_ops.array(value), array_ops.array(others[name])) for name, value in self.items()
         )
 

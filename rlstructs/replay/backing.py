@@ -81,6 +81,9 @@ def _small_pages(nbytes: int) -> np.ndarray:
 class SharedBlock:
     """Anonymous shared memory: a process that is started with it sees the same bytes."""
 
+    # The bytes as torch maps shared memory.
+    _storage: Any = None
+
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
         self._arena = SharedArena()
@@ -88,6 +91,18 @@ class SharedBlock:
 
     def bytes(self) -> np.ndarray:
         return np.frombuffer(self._arena.map(), np.uint8, self._nbytes)
+
+    def storage(self) -> Any:
+        """torch's storage of the same bytes, for tensors whose `is_shared` is true, and which it sends uncopied."""
+        if self._storage is None:
+            import torch  # a store needs it for nothing else
+
+            make: Any = torch.UntypedStorage._new_shared_fd_cpu  # type: ignore[attr-defined]
+            self._storage = make(self._arena.fileno(), self._arena.nbytes)
+        return self._storage
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_nbytes": self._nbytes, "_arena": self._arena}
 
 
 class Heap:

@@ -16,7 +16,7 @@ import numpy as np
 
 from rlstructs.debug import is_on, poison
 from rlstructs.errors import MissingKeyError, SpecError, StateError
-from rlstructs.replay.backing import Backing, Block, Heap, available_bytes
+from rlstructs.replay.backing import Backing, Block, Heap, SharedBlock, available_bytes
 from rlstructs.replay.objects import OBJECT, ObjectBlock, private_rows
 
 LANE, SLOT = "lane", "slot"
@@ -288,6 +288,11 @@ class Columns(RowIds):
     def slots_to_file(self, name: str, n: int) -> Any:
         """The first n slots of every lane, `(n_lanes, n, *shape)`, as `to_file` gives a column."""
         return np.ascontiguousarray(self.cells[name][:, :n])
+
+    def shared_storage(self, name: str) -> Any:
+        """torch's storage of a column that lies in shared memory; None of any other."""
+        block = self._blocks.get(name)
+        return block.storage() if isinstance(block, SharedBlock) else None
 
     def read_into(self, name: str, read: Callable[[np.ndarray], None]) -> None:
         """Has `read` fill an array of the size of a column, which becomes the column."""

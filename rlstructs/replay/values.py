@@ -94,6 +94,19 @@ def as_whole(values: np.ndarray, spec: Spec) -> np.ndarray:
     return values.astype(np.int64) if ((np.trunc(wide) == wide) & (np.abs(wide) <= 2**53)).all() else values
 
 
+def cast_freely(values: np.ndarray, spec: Spec) -> np.ndarray:
+    """Casts real numbers to the dtype of a column as torch's `copy_` does: cut off, wrapped, or infinite."""
+    kind = spec.dtype.kind
+    if spec.is_bfloat16 or values.dtype == spec.dtype or values.dtype.kind not in "biuf":
+        return values
+    if kind == "b":
+        return np.asarray(values != 0)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if kind in "iu" and values.dtype.kind == "f":
+            values = values.astype(np.int64)
+        return values.astype(spec.dtype)
+
+
 def from_bits(values: np.ndarray) -> np.ndarray:
     """Decodes the bits of bfloat16 to float32."""
     numbers: np.ndarray = torch.from_numpy(values).view(torch.bfloat16).float().numpy()

@@ -255,12 +255,13 @@ def check_copy(
 def masked_tensor(tensor0: torch.Tensor, tensor1: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """A new tensor with row b of `tensor1` where `mask[b]` is set, and of `tensor0` elsewhere.
 
-    It is exact for every dtype: rows that are not selected have no influence, even if they hold NaN.
+    A number between 0 and 1 blends two rows: `tensor0 * (1 - mask) + tensor1 * mask`, in the dtype of `tensor0`. All
+    other rows are exact for every dtype, and what is not selected has no influence, NaN included.
 
     Args:
         tensor0: (B, ...).
-        tensor1: of the same shape and dtype.
-        mask: (B,), bool, or numbers that are 0 or 1.
+        tensor1: the same shape and dtype.
+        mask: (B,), bool, or numbers from 0 to 1.
 
     Raises:
         TypeError: the mask is not a tensor.
@@ -269,6 +270,8 @@ def masked_tensor(tensor0: torch.Tensor, tensor1: torch.Tensor, mask: torch.Tens
     Example:
         >>> masked_tensor(torch.tensor([1, 2, 3]), torch.tensor([10, 20, 30]), torch.tensor([0, 1, 0]))
         tensor([ 1, 20,  3])
+        >>> masked_tensor(torch.zeros(2), torch.full((2,), 4.0), torch.tensor([1.0, 0.25]))
+        tensor([4., 1.])
     """
     return _masked("masked_tensor:", tensor0, tensor1, mask)
 
@@ -283,12 +286,16 @@ def _masked(owner: str, tensor0: torch.Tensor, tensor1: torch.Tensor, mask: torc
     if mask.ndim != 1 or tensor0.ndim == 0 or n != shape0[0]:
         hint = hint_batch_first(shape0, n)
         raise SpecError(f"{owner} mask is {show(mask)}, expected one value per row of {show(tensor0)}{hint}")
-    if mask.dtype != torch.bool:
-        chosen = mask != 0
-        if not bool((~chosen | (mask == 1)).all()):
-            raise SpecError(f"{owner} mask must be bool, or hold only 0 and 1")
-        mask = chosen
-    return torch.where(mask.view(-1, *[1] * (tensor0.ndim - 1)), tensor1, tensor0)
+    share = mask.view(-1, *[1] * (tensor0.ndim - 1))
+    if mask.dtype == torch.bool:
+        return torch.where(share, tensor1, tensor0)
+    is_one, is_zero = share == 1, share == 0
+    if not bool((is_one | is_zero).all()):
+        if not bool(((share >= 0) & (share <= 1)).all()):
+            raise SpecError(f"{owner} mask must be bool, or hold numbers from 0 to 1")
+        blend = (tensor0 * (1 - share) + tensor1 * share).to(tensor0.dtype)
+        tensor0 = torch.where(is_zero, tensor0, blend)
+    return torch.where(is_one, tensor1, tensor0)
 
 
 def masked_dicttensor(dicttensor0: DictTensor, dicttensor1: DictTensor, mask: torch.Tensor) -> DictTensor:

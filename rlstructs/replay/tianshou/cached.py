@@ -103,6 +103,13 @@ class CachedReplayBuffer(VectorReplayBuffer):
         """Where the main buffer and each cache begin among the row ids, and where the last one ends."""
         return np.concatenate([[0], self.main_buffer.maxsize + super().subbuffer_edges])
 
+    @property
+    def buffers(self) -> np.ndarray:
+        """The main buffer, and the caches as views; as of `VectorReplayBuffer`."""
+        views = np.empty(1 + self._n_lanes, object)
+        views[0], views[1:] = self.main_buffer, super().buffers
+        return views
+
     def _rows(self) -> Rows:
         return Joined([self.main_buffer._own_rows(), self._own_rows()], [self.main_buffer.maxsize, super().maxsize])
 

@@ -101,7 +101,7 @@ class EpisodeEdits(EpisodeReads):
         """Appends every row of another buffer, in order; its episodes stay what they are.
 
         Returns:
-            Where they lie, int64 (n,); -1 for those for which there was no room.
+            Where they lie, int64 (n,); for those without room an id below 0 that indexing refuses.
 
         Raises:
             TypeError, SpecError: it is no such buffer, this one with rows in it, or its rows do not fit; nothing has
@@ -129,7 +129,7 @@ class EpisodeEdits(EpisodeReads):
             self._running.returns[0] = buffer._running.returns[lanes[-1]]
             self._running.lengths[0] = buffer._running.lengths[lanes[-1]]
         placed = self._storage.columns.at_steps(0, head + np.arange(n))
-        placed[: max(n - capacity, 0)] = -1
+        placed[: max(n - capacity, 0)] = -1 - self.maxsize  # -1 is the newest row
         return placed
 
     def _rows_of_other(self, other: EpisodeReads, at: np.ndarray) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A column that is put together when it is read."""
+"""Columns as a buffer shows them: read-only arrays, and those that are put together when they are read."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from rlstructs.errors import SpecError
 
 
 class LazyColumn(NDArrayOperatorsMixin):
@@ -28,6 +30,10 @@ class LazyColumn(NDArrayOperatorsMixin):
     def __getitem__(self, index: Any) -> Any:
         found = self._at(index)
         return read_only(found) if isinstance(found, np.ndarray) else found
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Raises SpecError, which names the method that changes rows."""
+        raise _not_writable()
 
     def _at(self, index: Any) -> Any:
         """What the whole column has there, of its own memory."""
@@ -70,7 +76,34 @@ class LazyColumn(NDArrayOperatorsMixin):
         return repr(np.asarray(self))
 
 
+class ReadOnlyArray(np.ndarray):
+    """An array of numpy whose error, when it is written to, names the method that changes rows of a buffer.
+
+    What is computed of it is plain, and so are its pickles.
+    """
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if not self.flags.writeable:  # a copy is
+            raise _not_writable()
+        super().__setitem__(index, value)
+
+    def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
+        plain = np.asarray(array)
+        return plain if plain.ndim else plain[()]
+
+    def __reduce__(self) -> Any:
+        return np.asarray(self).__reduce__()
+
+    def __repr__(self) -> str:
+        return repr(np.asarray(self))
+
+
+def _not_writable() -> SpecError:
+    return SpecError("a column is read-only: call set_array_at_key(values, key, index) of the buffer to change rows")
+
+
 def read_only(array: np.ndarray) -> np.ndarray:
     """The same array, which cannot be written to any more."""
     array.flags.writeable = False
-    return array
+    # Arrays of objects stay plain: what environments say is taken apart by the types of what it is.
+    return array if array.dtype == object else array.view(ReadOnlyArray)

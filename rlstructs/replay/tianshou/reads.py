@@ -9,16 +9,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlstructs.checks import check_count
-from rlstructs.errors import MissingKeyError, SpecError, StateError
+from rlstructs.errors import EmptyBufferError, MissingKeyError, SpecError
 from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.drawing import Selection, draw_fitting
 from rlstructs.replay.snapshot import Rows, Snapshot
 from rlstructs.replay.tianshou.reading import How, read
-from rlstructs.replay.tianshou.transitions import OBS_NEXT, REW
+from rlstructs.replay.tianshou.transitions import ADDED_EMPTY, OBS_NEXT, RESERVED, REW, top
 from rlstructs.replay.tianshou.whole_columns import WholeColumns
 from rlstructs.replay.values import host_array
 
 Fields = dict[str, np.ndarray]
+# What a batch has of a transition even if it was never stored.
+MAY_BE_EMPTY = (*ADDED_EMPTY, OBS_NEXT)
 WANTED = "row with so many others before it in its episode"
 
 
@@ -31,16 +33,43 @@ class Pick(NamedTuple):
 
 
 class TransitionDict(ArrayDict):
-    """An `ArrayDict` in which what was never stored of `info`, `policy` and `obs_next` is empty rather than not there.
+    """An `ArrayDict` with tianshou's keys.
+
+    `info`, `policy` and `obs_next` are there until they are taken out, empty if they were never stored. `keys` are
+    those at the top; iterating gives the names of all arrays, nested ones joined with `/`.
 
     Example:
         >>> batch = TransitionDict({"obs/x": 1})
-        >>> batch.obs.x, batch.info, "info" in batch
-        (1, ArrayDict(), False)
+        >>> batch.obs.x, batch.info, "info" in batch, list(batch.keys()), list(batch)
+        (1, ArrayDict(), True, ['obs', 'obs_next', 'info', 'policy'], ['obs/x'])
     """
 
     def __missing__(self, name: str) -> Any:
-        return self._nested(name) if name in ("info", "policy", OBS_NEXT) else super().__missing__(name)
+        return self._nested(name) if name in self._given_empty() else super().__missing__(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._given_empty() or super().__contains__(name)
+
+    def __delitem__(self, name: str) -> None:
+        given = self._given_empty()
+        if name not in given or dict.__contains__(self, name) or self._inside(name):
+            super().__delitem__(name)
+        vars(self)["_given"] = tuple(each for each in given if each != name)
+
+    def _given_empty(self) -> tuple[str, ...]:
+        """The names that are there even if nothing is."""
+        given: tuple[str, ...] = vars(self).get("_given", MAY_BE_EMPTY)
+        return given
+
+    def _like(self, items: Any) -> Any:
+        made = super()._like(items)
+        vars(made).update(vars(self))
+        return made
+
+    def keys(self) -> Any:
+        """The names at the top, in tianshou's order."""
+        names = dict.fromkeys([*map(top, self), *self._given_empty()])
+        return dict.fromkeys([*(name for name in RESERVED if name in names), *names]).keys()
 
 
 class EpisodeReads(WholeColumns):
@@ -87,7 +116,7 @@ class EpisodeReads(WholeColumns):
                 `index`; the first of the episode stands for those that are not there. None for the buffer's own.
 
         Raises:
-            MissingKeyError: there is no such key.
+            MissingKeyError: there is no such key; of `info` and `policy` what was never stored is empty.
             SpecError, IndexError: no such row is there.
         """
         how = How(self.stack_num if stack_num is None else check_count("stack_num", stack_num), stacked=None)
@@ -99,6 +128,9 @@ class EpisodeReads(WholeColumns):
         if not names:
             if default_value is not None:
                 return default_value
+            if key in ADDED_EMPTY:
+                self._rows_at(index)  # raises
+                return self._export({}, {})
             raise MissingKeyError(f"no {key!r} in this buffer, there are {self._names()}")
         arrays = self._read_at(names, self._rows_at(index), how)
         if names == [key]:
@@ -210,8 +242,9 @@ class EpisodeReads(WholeColumns):
             A batch, private copies, and its row ids, int64 (n,).
 
         Raises:
-            StateError, SpecError: there is nothing to draw from, or a subclass reads in a way of its own what is not
-                as indexing gives it.
+            EmptyBufferError: `batch_size` is above 0, and nothing is stored.
+            SpecError: no row has enough others before it, or a subclass reads in a way of its own what is not as
+                indexing gives it.
         """
         found: tuple[Any, np.ndarray] = self._of_one_layout(self._sampled, batch_size)
         return found
@@ -220,7 +253,7 @@ class EpisodeReads(WholeColumns):
         own = type(self)
         reads_itself = own.__getitem__ is not EpisodeReads.__getitem__
         if not reads_itself and own.sample_indices is EpisodeReads.sample_indices:
-            selector = self._selector(_checked_size(batch_size))
+            selector = self._selector(checked_size(batch_size))
         else:
             index = self.sample_indices(batch_size)
             if reads_itself or np.ndim(index) != 1:
@@ -248,10 +281,10 @@ class EpisodeReads(WholeColumns):
             Row ids, int64 (n,).
 
         Raises:
-            StateError: `batch_size` is above 0, and nothing is stored.
+            EmptyBufferError: `batch_size` is above 0, and nothing is stored.
             SpecError: no row has enough others before it.
         """
-        size = _checked_size(batch_size)
+        size = checked_size(batch_size)
         if size == 0:  # a look, and no draw
             return self._candidates(self._rows())
         n, pick = self._selector(size)
@@ -262,7 +295,7 @@ class EpisodeReads(WholeColumns):
         rows = self._rows()
         if size is not None and size > 0:
             if not rows.total:
-                raise StateError("Cannot sample from an empty storage.")
+                raise EmptyBufferError("Cannot sample from an empty storage.")
             return size, self._pick
         at = self._candidates(rows) if size in (0, None) else np.zeros(0, np.int64)
         waiting = [self._rng.permutation(at) if size is None else at]
@@ -352,7 +385,7 @@ class EpisodeReads(WholeColumns):
         return TransitionDict.trusted(batch) if type(batch) is ArrayDict else batch
 
 
-def _checked_size(batch_size: Any) -> int | None:
+def checked_size(batch_size: Any) -> int | None:
     if batch_size is None:
         return None
     if isinstance(batch_size, (bool, np.bool_)) or not hasattr(batch_size, "__index__"):

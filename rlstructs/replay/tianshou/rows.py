@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from rlstructs.replay.snapshot import Rows, Snapshot
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.tianshou import transitions
 from rlstructs.replay.tianshou.checked_rows import CheckedRows
+from rlstructs.replay.tianshou.foreign import check_arguments
 from rlstructs.replay.tianshou.running import Running
 from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT, REW
 from rlstructs.replay.values import generator_of, host_array
@@ -54,7 +55,7 @@ class EpisodeRows(CheckedRows):
 
     def __init__(
         self,
-        size: int,
+        size: int | None = None,
         stack_num: int = 1,
         ignore_obs_next: bool = False,
         save_only_last_obs: bool = False,
@@ -67,7 +68,9 @@ class EpisodeRows(CheckedRows):
         gamma: float = 0.99,
         new_keys: str = GROW,
         missing_keys: str = FILL,
+        **unknown: NoReturn,
     ) -> None:
+        check_arguments(type(self).__name__, size, stack_num, unknown)
         # One of size 0 is a placeholder; no store is that small.
         is_zero = isinstance(size, (int, np.integer)) and not isinstance(size, bool) and size == 0
         self._lane_size = 0 if is_zero else check_size("size", size)
@@ -76,13 +79,9 @@ class EpisodeRows(CheckedRows):
                 f"new_keys must be {ERROR!r} or {GROW!r} and missing_keys {ERROR!r} or {FILL!r}, "
                 f"got {new_keys!r} and {missing_keys!r}"
             )
+        capacity, seed, reading = max(self._lane_size, 1), generator_of(random_seed), Reading(n_step, gamma)
         super().__init__(
-            self._n_lanes,
-            max(self._lane_size, 1),
-            seed=generator_of(random_seed),
-            framework=framework,
-            device=device,
-            reading=Reading(n_step, gamma),
+            self._n_lanes, capacity, seed=seed, framework=framework, device=device, reading=reading
         )
         self.stack_num = stack_num
         self.ignore_obs_next, self.save_only_last_obs = bool(ignore_obs_next), bool(save_only_last_obs)

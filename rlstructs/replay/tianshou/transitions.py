@@ -29,6 +29,8 @@ OBS, ACT, REW, DONE, OBS_NEXT = "obs", "act", "rew", "done", "obs_next"
 FLAGS = ("terminated", "truncated")
 REQUIRED = (OBS, ACT, REW, *FLAGS)
 RESERVED = (*REQUIRED, DONE, OBS_NEXT, "info", "policy")
+# What may be added without a value, and is empty then.
+ADDED_EMPTY = ("info", "policy")
 # What `get` and indexing give stacks of.
 STACKED = (OBS, OBS_NEXT, "info", "policy")
 

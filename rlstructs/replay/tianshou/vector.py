@@ -11,6 +11,7 @@ from rlstructs.errors import SpecError
 from rlstructs.replay.snapshot import Rows
 from rlstructs.replay.tianshou.reads import EpisodeReads
 from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
+from rlstructs.replay.tianshou.ring_view import RingView
 from rlstructs.replay.values import host_array
 from workers.public_names import set_module
 
@@ -49,6 +50,14 @@ class VectorReplayBuffer(ReplayBuffer):
     def buffer_num(self) -> int:
         """How many rings there are."""
         return self._n_lanes
+
+    @property
+    def buffers(self) -> np.ndarray:
+        """The rings as views, an array of objects: each is read as a `ReplayBuffer`, with row ids of its own."""
+        views = np.empty(self._n_lanes, object)
+        for lane in range(self._n_lanes):
+            views[lane] = RingView(self, lane, int(self.subbuffer_edges[-1]) - (self._n_lanes - lane) * self._lane_size)
+        return views
 
     def update(self, buffer: EpisodeReads) -> np.ndarray:
         """Not for several environments: whose would the rows be?"""

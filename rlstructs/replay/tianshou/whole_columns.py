@@ -11,9 +11,10 @@ import numpy as np
 from rlstructs.errors import StateError
 from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.store import MAX_REDRAWS
+from rlstructs.replay.tianshou.foreign import hint_of
 from rlstructs.replay.tianshou.lazy_column import LazyColumn, read_only
 from rlstructs.replay.tianshou.rows import EpisodeRows
-from rlstructs.replay.tianshou.transitions import DONE, FLAGS, RESERVED, REW
+from rlstructs.replay.tianshou.transitions import ADDED_EMPTY, DONE, FLAGS, RESERVED, REW
 from rlstructs.replay.values import from_bits
 
 
@@ -23,6 +24,7 @@ class WholeColumns(EpisodeRows):
     def __getattr__(self, name: str) -> Any:
         """A whole column, `(maxsize, ...)`, as a read-only array of numpy; what is nested as a dict of them.
 
+        Of `info` and `policy` what was never stored is an empty dict.
         Rows that are not there hold zeros, or what they once held. It may or may not follow what is written later:
         copy what is kept. One that does not lie in memory as it is, as next observations that are stored once, is a
         `LazyColumn`: only the rows that are indexed are gathered. If its rows are small it is joined to an array.
@@ -38,7 +40,9 @@ class WholeColumns(EpisodeRows):
             return self._shown(name)
         if inside := [key for key in self._specs if key.startswith(f"{name}/")]:
             return ArrayDict.trusted({key[len(name) + 1 :]: self._column(key) for key in inside})
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name in ADDED_EMPTY:
+            return ArrayDict()
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint_of(name)}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in RESERVED:  # it would hide the column

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from rlstructs.checks import check_count, check_names
-from rlstructs.errors import MissingKeyError, SpecError, StateError
+from rlstructs.errors import EmptyBufferError, MissingKeyError, SpecError, StateError
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.copies import lock_that_forks
 from rlstructs.replay.given import flat_items
@@ -28,6 +29,8 @@ from rlstructs.replay.torchrl.writers import ImmutableWriter, RoundRobinWriter, 
 from rlstructs.replay.values import host_array
 from workers.public_names import set_module
 
+# Rows of a buffer that is given no storage, as of torchrl's.
+DEFAULT_SIZE = 1000
 # Arguments of torchrl's buffers that are not of these.
 NEUTRAL = {
     "sample_unit": None, "transform_factory": None, "dim_extend": ANY, "checkpointer": None,
@@ -46,7 +49,7 @@ class DictTensorReplayBuffer(DictTensorParts):
     and `copy.deepcopy` give what there is between two writes; one that is changed while it is pickled raises.
 
     Args:
-        storage: a `ListStorage` (the default), `TensorStorage` or `MemmapStorage`.
+        storage: a `ListStorage`, `TensorStorage` or `MemmapStorage`; None for a `ListStorage` of 1,000 rows.
         sampler: a `RandomSampler` (the default), `SamplerWithoutReplacement`, `PrioritizedSampler`,
             `SliceSampler` or `PrioritizedSliceSampler`.
         writer: a `RoundRobinWriter` (the default), `MaxValueWriter` or `ImmutableWriter`. Each of the three may
@@ -113,7 +116,7 @@ class DictTensorReplayBuffer(DictTensorParts):
         check_neutral(type(self).__name__, others, NEUTRAL)
         if shared:
             raise SpecError("shared must be False: a buffer is of one process; processes can share a RayReplay")
-        self._settings = part("storage", storage, ReplayStorage, ListStorage)
+        self._settings = part("storage", storage, ReplayStorage, partial(ListStorage, DEFAULT_SIZE))
         self._sampler = part("sampler", sampler, Sampler, RandomSampler)
         self._writer = part("writer", writer, Writer, RoundRobinWriter)
         self._batch_size = None if batch_size is None else check_count("batch_size", batch_size)
@@ -164,7 +167,7 @@ class DictTensorReplayBuffer(DictTensorParts):
             The batch; with `return_info`, the batch and the dict.
 
         Raises:
-            StateError: nothing is stored, or no size is given here or there.
+            StateError: no size is given here or there; as an EmptyBufferError, nothing is stored.
             SpecError: there is nothing to draw.
         """
         if batch_size is not None and self._batch_size not in (None, batch_size):
@@ -241,7 +244,7 @@ class DictTensorReplayBuffer(DictTensorParts):
         """What to draw for a batch of n rows."""
         request = (*self._sampler.plan(n), with_info)
         if not self._span().total:
-            raise StateError("Cannot sample from an empty storage.")
+            raise EmptyBufferError("Cannot sample from an empty storage.")
         if absent := sorted(set(self._reading.stack_keys or ()) - self._specs.keys()):
             raise MissingKeyError(f"stack_keys: no {absent} in this buffer, there are {sorted(self._specs)}")
         if not self._knows_episodes and (self._sampler.needs_episodes or not self._reading.is_plain):

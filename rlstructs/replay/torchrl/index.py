@@ -27,9 +27,9 @@ class DictTensorIndex(DictTensorRows):
         """Rows, or columns, as private copies, through the transforms.
 
         Args:
-            index: an int, a row id; below 0 it counts from the newest row back. A list or array of row ids. A slice
-                or a bool mask over all rows, the oldest first. A name, or a tuple of the names it is made of, for
-                all rows of that column, the oldest first; the name of several that are nested gives them all.
+            index: an int, a row id; below 0 it counts from the highest one back. A list or array of row ids. A slice
+                of all rows, or a bool mask over them, in the order of their ids. A name, or a tuple of the names it is
+                made of, for all rows of that column in this order; the name of several that are nested gives them all.
 
         Returns:
             Every column; of rows that came as a `TensorDict` their `index` too, as in a sample.
@@ -56,7 +56,7 @@ class DictTensorIndex(DictTensorRows):
             raise MissingKeyError(f"no {key!r} in this buffer, there are {sorted(self._specs)}")
         names = list(self._specs) if len(self._transform) else [key] if key in self._specs else nested
         with self._lock:
-            rows = self._chronological(np.arange(len(self)))
+            rows = self._by_id(np.arange(len(self)))
             arrays = dict(zip(names, self._storage.gather(names, rows), strict=True))
             batch = self._to_form(self._hand_over(arrays))
         batch = self._transform(batch)
@@ -107,7 +107,7 @@ class DictTensorIndex(DictTensorRows):
             self._put(rows, inverted.values, new if new and np.unique(rows).size == len(self) else ())
 
     def set_(self: S, key: Any, value: Any) -> S:
-        """Changes a column in all rows, the oldest first; raises as `[]` does. Returns the buffer."""
+        """Changes a column in all rows, in the order of their ids; raises as `[]` does. Returns the buffer."""
         self._set(slice(None), {joined(key): value})
         return self
 
@@ -117,7 +117,7 @@ class DictTensorIndex(DictTensorRows):
         return self
 
     def update_(self: S, values: Any, clone: bool = False, *, keys_to_update: Sequence[Any] | None = None) -> S:
-        """Changes columns in all rows, the oldest first; raises as `[]` does.
+        """Changes columns in all rows, in the order of their ids; raises as `[]` does.
 
         Args:
             values: a mapping of names to `(len(self), ...)`.
@@ -135,11 +135,11 @@ class DictTensorIndex(DictTensorRows):
         return self
 
     def read_all_in_order(self, end: int | None = None) -> Any:
-        """All rows, or the first `end` of them, the oldest first: `[:end]`."""
+        """All rows, or the first `end` of them, in the order of their ids: `[:end]`."""
         return self[:end]
 
     def write_all(self, data: Any, end: int | None = None) -> None:
-        """Changes as many rows as `data` has, or `end`, the oldest first; if that is all, there may be new columns.
+        """Changes the first rows, as many as `data` has or `end`; if these are all, there may be new columns.
 
         Raises:
             IndexError, SpecError, MissingKeyError, StateError: as of `[]`.
@@ -176,19 +176,27 @@ class DictTensorIndex(DictTensorRows):
         """Row ids, int64; without an axis for a single one."""
         n = len(self)
         if isinstance(index, slice):
-            return self._chronological(np.arange(n)[index])
+            return self._by_id(np.arange(n)[index])
         at = host_array("index", index) if not isinstance(index, list) or index else np.zeros(0, np.int64)
         if at.dtype.kind == "b" and at.ndim:
             if at.shape != (n,):
                 raise IndexError(f"a mask must have a value for each of the {n} rows, got shape {at.shape}")
-            return self._chronological(np.flatnonzero(at))
+            return self._by_id(np.flatnonzero(at))
         if at.dtype.kind not in "iu":
             raise IndexError(f"an index must be row ids, a slice, a bool mask or a name, got {index!r}")
         if at.ndim == 0 and at < 0:
             if at < -n:
                 raise IndexError(f"index {int(at)} is out of range for {n} rows")
-            return self._chronological(n + at.astype(np.int64))
+            return self._by_id(n + at.astype(np.int64))
         return self._checked_rows(at)
+
+    def _by_id(self, numbers: np.ndarray) -> np.ndarray:
+        """The row ids of rows by number in the order of ids; as long as no write was cut short they are the same."""
+        span = self._span()
+        first = int(span.low[0]) % span.columns.capacity
+        if not first or span.total == span.columns.capacity:
+            return numbers
+        return np.asarray(np.sort(span.every_row())[numbers])
 
 
 def _first(batch: Any) -> Any:

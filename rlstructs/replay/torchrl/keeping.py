@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 VERSION = 1
 FILE = "buffer.npz"
 NAME = "load_state_dict"
+# What tells the states and folders that torchrl's own buffers write.
+THEIR_ENTRIES, THEIR_FILE = ("_storage", "_writer"), "buffer_metadata.json"
 
 
 def state_dict(buffer: Buffer) -> dict[str, Any]:
@@ -47,6 +49,8 @@ def load_state_dict(buffer: Buffer, given: Mapping[str, Any]) -> None:
     Raises:
         FileError: it does not fit; nothing has changed.
     """
+    if isinstance(given, Mapping) and all(entry in given for entry in THEIR_ENTRIES):
+        raise _theirs(NAME, "state")
     try:
         if given["version"] != VERSION:
             raise ValueError(f"version {given['version']!r}, this program reads version {VERSION}")
@@ -102,8 +106,21 @@ def dump(buffer: Buffer, folder: Path) -> None:
 
 
 def file_in(folder: str | Path) -> Path:
-    """The file that `dump` wrote."""
-    return Path(folder) / FILE
+    """The file that `dump` wrote.
+
+    Raises:
+        FileError: torchrl wrote the folder.
+    """
+    path = Path(folder) / FILE
+    if not path.exists() and (Path(folder) / THEIR_FILE).exists():
+        raise _theirs(str(folder), "folder")
+    return path
+
+
+def _theirs(source: str, what: str) -> FileError:
+    """The error for what torchrl itself wrote."""
+    advice = "load it into a buffer of torchrl, and give that one's rows, `[:]`, to `extend`"
+    return FileError(f"{source}: this is a {what} of torchrl's own, which only torchrl reads; {advice}")
 
 
 class DictTensorFiles(DictTensorIndex):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from rlstructs.errors import SpecError
@@ -39,12 +39,12 @@ class Part:
         return {key: value for key, value in vars(self).items() if key != "_owner"}
 
 
-def part(name: str, given: Any, kind: type[P], default: type[P]) -> P:
+def part(name: str, given: Any, kind: type[P], default: Callable[[], P]) -> P:
     """A part, as it is given or as what is given makes it.
 
     Args:
         name: of the argument.
-        given: a `kind`, something that makes one, or None for a `default`.
+        given: a `kind`, something that makes one, or None for what `default` makes.
 
     Raises:
         TypeError: it is none, and makes none.

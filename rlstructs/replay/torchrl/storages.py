@@ -71,7 +71,7 @@ class ReplayStorage(Part):
         return self[index]
 
     def __iter__(self) -> Iterator[Any]:
-        """The rows one by one, the oldest first."""
+        """The rows one by one, in the order of their ids."""
         for number in range(len(self)):
             yield self[number - len(self)]
 
