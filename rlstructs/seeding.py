@@ -76,6 +76,30 @@ def _restart_key(restart_number: int) -> tuple[int, ...]:
     return (_RESTART, restart_number) if restart_number else ()
 
 
+def check_seeds(name: str, seeds: Any, n: int, owners: str, or_int: bool = True) -> list[int]:
+    """Returns one seed for each of `n` environments or processes, as ints; an `EnvSeed` stays one.
+
+    Args:
+        name: the argument's name.
+        seeds: the argument.
+        n: how many are needed.
+        owners: "environments" or "processes".
+        or_int: whether the argument might have been one int, which the message then says.
+
+    Raises:
+        TypeError: `seeds` is not a sequence of ints.
+        SpecError: the sequence has another length, or a seed is below 0.
+    """
+    try:
+        found = [seed if isinstance(seed, EnvSeed) else operator.index(seed) for seed in seeds]
+    except TypeError as error:
+        wanted = f"{'an int, or ' if or_int else ''}one for each of {n} {owners}"
+        raise TypeError(f"{name}: needs {wanted}, got {seeds!r}") from error
+    if len(found) != n or min(found, default=0) < 0:
+        raise SpecError(f"{name}: needs {n} seeds of at least 0, one for each of the {owners}, got {found}")
+    return found
+
+
 def environment_seeds(seed: int | Sequence[int], n_envs: int) -> list[int]:
     """A seed for each environment of one vectorised environment.
 
@@ -90,15 +114,10 @@ def environment_seeds(seed: int | Sequence[int], n_envs: int) -> list[int]:
     if isinstance(seed, EnvSeed):
         return seed.for_environments(n_envs)
     if isinstance(seed, (int, np.integer)):
-        seeds = [operator.index(seed) + k for k in range(n_envs)]
-    else:
-        try:
-            seeds = [operator.index(value) for value in seed]
-        except TypeError as error:
-            raise TypeError(f"seed: needs an int, or a sequence of {n_envs}, got {seed!r}") from error
-    if len(seeds) != n_envs or min(seeds, default=0) < 0:
-        raise SpecError(f"seed: needs an int >= 0, or {n_envs} of them, got {seed!r}")
-    return seeds
+        if seed < 0:
+            raise SpecError(f"seed: must not be negative, got {seed}")
+        return [int(seed) + k for k in range(n_envs)]
+    return check_seeds("seed", seed, n_envs, "environments")
 
 
 def int32_seed(seed: int) -> int:

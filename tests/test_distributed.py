@@ -731,7 +731,7 @@ def test_an_object_store_that_is_too_small_is_said_to_be(cluster):
         ({"n_nodes": 0}, SpecError, "^n_nodes must be at least 1, got 0$"),
         ({"n_processes": 0}, SpecError, "^n_processes must be at least 1, got 0$"),
         ({"timeout": 0}, SpecError, "^timeout must be above 0 seconds, got 0$"),
-        ({"seeds": [1]}, SpecError, "^seeds: needs 2 seeds of at least 0, one for each process, got"),
+        ({"seeds": [1]}, SpecError, "^seeds: needs 2 seeds of at least 0, one for each of the processes, got"),
         ({"agent_args": {"lock": threading.Lock()}}, TypeError, r"^agent_args\['lock'\] cannot be sent to a worker: "),
     ],
     ids=["nodes", "no nodes", "no processes", "no time", "seeds", "lock"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 from rlstructs.agent import RL_Agent
 from rlstructs.checks import check_count, check_timeout
 from rlstructs.errors import SpecError
-from rlstructs.seeding import EnvSeed
+from rlstructs.seeding import EnvSeed, check_seeds
 from rlstructs.structures.arrays import check_dtype, specs_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import check_same_keys
@@ -85,13 +84,7 @@ def seeds_of(seeds: int | Sequence[int], n_workers: int, name: str = "seeds") ->
         if seeds < 0:
             raise SpecError(f"{name}: must not be negative, got {seeds}")
         return [EnvSeed(int(seeds), worker) for worker in range(n_workers)]
-    try:
-        found = [seed if isinstance(seed, EnvSeed) else operator.index(seed) for seed in seeds]  # type: ignore[union-attr]
-    except TypeError as error:
-        raise TypeError(f"{name}: needs an int, or one for each of {n_workers} processes, got {seeds!r}") from error
-    if len(found) != n_workers or min(found, default=0) < 0:
-        raise SpecError(f"{name}: needs {n_workers} seeds of at least 0, one for each process, got {found}")
-    return found
+    return check_seeds(name, seeds, n_workers, "processes")
 
 
 def check_factory(name: str, factory: Any) -> Any:
@@ -117,17 +110,9 @@ def agent_seeds_of(seeds: Sequence[int] | None, n_workers: int) -> list[int] | N
 
     Raises:
         TypeError: `seeds` is no sequence of ints.
-        SpecError: there are not as many seeds as workers.
+        SpecError: there are not as many seeds as workers, or one is below 0.
     """
-    if seeds is None:
-        return None
-    try:
-        found = [operator.index(seed) for seed in seeds]
-    except TypeError as error:
-        raise TypeError(f"agent_seeds: needs one for each of {n_workers} processes, got {seeds!r}") from error
-    if len(found) != n_workers:
-        raise SpecError(f"agent_seeds: needs {n_workers}, one for each process, got {found}")
-    return found
+    return None if seeds is None else check_seeds("agent_seeds", seeds, n_workers, "processes", or_int=False)
 
 
 def warn_of_overlap(seeds: Sequence[int], n_envs: int, stacklevel: int) -> None:
