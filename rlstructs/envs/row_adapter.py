@@ -93,9 +93,9 @@ class RowAdapter(RowDefaults):
         self._running = _array(running)
         if not np.array_equal(self._running, np.arange(self.n_envs())):
             raise SpecError(f"environment: running after reset is {self._running}, expected 0..{self.n_envs() - 1}")
-        rows = self._rows(observation, self._running)
-        self.may_idle = _may_idle(_flags(observation))
-        return rows
+        arrays = self._arrays(observation, self._running)
+        self.may_idle = _may_idle(arrays)
+        return Rows.of(self._packing, arrays)
 
     def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
         """Does what `VecEnv.step` does, and checks which environments run."""
@@ -109,18 +109,18 @@ class RowAdapter(RowDefaults):
         if not subset or (np.diff(kept) < 1).any():
             raise SpecError(f"environment: {left} run after the step, before it {self._running}")
         everyone = left.size == self._running.size
-        stepped, self._running = self._rows(after, self._running), left
-        flags = _flags(after)
-        idle = _idle(flags)
+        arrays, self._running = self._arrays(after, self._running), left
+        stepped, idle = Rows.of(self._packing, arrays), _idle(arrays)
         if everyone and _same_tensors(following, after):
-            self.may_idle = _may_idle(flags)
+            self.may_idle = _may_idle(arrays)
             return Step(stepped, NO_ROWS, None, None, idle)
         # Nothing says which rows differ: every row that still runs may.
-        fresh = self._rows(following, left)
-        self.may_idle = _may_idle(_flags(following))
-        return Step(stepped, kept, fresh, None if everyone else kept, idle)
+        arrays = self._arrays(following, left)
+        self.may_idle = _may_idle(arrays)
+        return Step(stepped, kept, Rows.of(self._packing, arrays), None if everyone else kept, idle)
 
-    def _rows(self, observation: DictTensor, running: np.ndarray) -> Rows:
+    def _arrays(self, observation: DictTensor, running: np.ndarray) -> dict[str, np.ndarray]:
+        """Checks the observation of the environments `running`; returns its arrays."""
         if not isinstance(observation, DictTensor):
             raise TypeError(f"environment: an observation must be a DictTensor, got {type(observation).__name__}")
         specs = specs_of(observation)
@@ -131,7 +131,7 @@ class RowAdapter(RowDefaults):
             raise SpecError(
                 f"environment: observation is {observation!r}, expected {running.size} rows of {self._specs}"
             )
-        return Rows.of(self._packing, {key: as_array(tensor) for key, tensor in observation.items()})
+        return {key: as_array(tensor) for key, tensor in observation.items()}
 
 
 class WritingRowAdapter(RowAdapter):
@@ -163,31 +163,27 @@ class WritingRowAdapter(RowAdapter):
             return NO_ROWS, None
         if (np.diff(reset) < 1).any() or reset[0] < 0 or reset[-1] >= self.n_envs():
             raise SpecError(f"environment: step_into reset {reset}, of {self.n_envs()} environments in ascending order")
-        return reset.astype(np.int64), self._rows(fresh, reset)
+        return reset.astype(np.int64), Rows.of(self._packing, self._arrays(fresh, reset))
 
 
-def _flags(observation: DictTensor) -> dict[str, np.ndarray]:
-    return {key: as_array(observation[key]) for key in (START, *ENDS) if key in observation}
-
-
-def _idle(flags: Mapping[str, np.ndarray]) -> np.ndarray:
+def _idle(after: Mapping[str, np.ndarray]) -> np.ndarray:
     """Rows of environments that only started an episode."""
-    starts = flags.get(START)
+    starts = after.get(START)
     if starts is None or starts.dtype != bool or starts.ndim != 1 or not np.count_nonzero(starts):
         return NO_ROWS
-    return np.flatnonzero(starts & ~flags["done"].astype(bool)) if "done" in flags else np.flatnonzero(starts)
+    return np.flatnonzero(starts & ~after["done"].astype(bool)) if "done" in after else np.flatnonzero(starts)
 
 
-def _may_idle(flags: Mapping[str, np.ndarray], reset: np.ndarray = NO_ROWS) -> bool:
+def _may_idle(seen: Mapping[str, np.ndarray], reset: np.ndarray = NO_ROWS) -> bool:
     """Whether an environment may only start an episode next: one that has ended and was not reset.
 
     Args:
-        flags: of the running environments; other keys are ignored.
+        seen: the observation of the running environments.
         reset: rows of those that were reset in the same step.
     """
-    if START not in flags:
+    if START not in seen:
         return False  # then no step counts as idle
-    ends = [flags[key] for key in ENDS if key in flags]
+    ends = [seen[key] for key in ENDS if key in seen]
     # Without such flags any of them may have ended.
     return not ends or any(np.count_nonzero(end) > np.count_nonzero(end[reset]) for end in ends)
 
