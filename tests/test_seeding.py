@@ -47,7 +47,8 @@ def test_each_environment_gets_a_seed(seed, wanted):
 
 @pytest.mark.parametrize("seed", [-1, [1, 2], [1, 2, 3, 4], [1, -2, 3], []], ids=str)
 def test_seeds_that_do_not_fit_are_refused(seed):
-    with pytest.raises(SpecError, match=r"^seed: (must not be negative|needs 3 seeds of at least 0, one for each of the environments), got "):
+    refusal = "^seed: (must not be negative|needs 3 seeds of at least 0, one for each of the environments), got "
+    with pytest.raises(SpecError, match=refusal):
         environment_seeds(seed, 3)
 
 
