@@ -153,7 +153,8 @@ class Engine:
         """
         self.transport.end_rollouts(orders, trajectories)
         self.supervisor.end_rollouts(orders)
-        self.begin_successors()
+        if self.supervisor.has_successors:
+            self.begin_successors()
         return self.transport.n_running()
 
     def update(self, packed: Any) -> None:
@@ -205,9 +206,8 @@ class Engine:
 
     def begin_successors(self) -> None:
         """Begins new episodes in successors of workers whose rollouts are all handed out."""
-        if self.supervisor.has_successors:
-            with defer_interrupt():  # the supervisor names each of them once
-                self._begin_episodes(self.supervisor.take_successors())
+        with defer_interrupt():  # the supervisor names each of them once
+            self._begin_episodes(self.supervisor.take_successors())
 
     def _begin_episodes(self, workers: Collection[int]) -> None:
         """Expects that the next rollouts of these workers begin new episodes."""
