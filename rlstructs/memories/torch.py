@@ -27,7 +27,7 @@ class Memory(memory.Memory):
         tensor, storage = super()._live(name, keepdim), self._storage.columns.shared_storage(name)
         if storage is None:
             return tensor
-        return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage, 0, tensor.shape)
+        return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage, 0, tensor.shape, tensor.stride())
 
 
 class RandomMemory(sampling.RandomMemory, Memory):
