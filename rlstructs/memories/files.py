@@ -13,6 +13,7 @@ from rlstructs.checks import clean_text
 from rlstructs.errors import FileError, OutOfMemoryError, SpecError
 from rlstructs.files import layout
 from rlstructs.files.archives import Reader
+from rlstructs.files.opening import open_file
 from rlstructs.memories import csv_files, skrl_files
 from rlstructs.memories.names import FORMATS, check_format
 from rlstructs.memories.restoring import BOOKKEEPING, EPISODES, KIND, RING, make_missing, plan_restore
@@ -79,8 +80,9 @@ def load(memory: Memory, path: Path) -> None:
 
 def _load_csv(memory: Memory, path: Path) -> None:
     """Restores a memory from a .csv: of ours if there is a .json beside it, otherwise of skrl's."""
-    beside = path.with_suffix(".json")
-    if beside.exists() or not path.exists():
+    with open_file(path):  # refuses what is no regular file
+        beside = path.with_suffix(".json")
+    if beside.exists():
         csv_files.load(memory, path)
         return
     try:

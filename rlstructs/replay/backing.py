@@ -97,8 +97,9 @@ class SharedBlock:
         if self._storage is None:
             import torch  # a store needs it for nothing else
 
-            make: Any = torch.UntypedStorage._new_shared_fd_cpu  # type: ignore[attr-defined]
-            self._storage = make(self._arena.fileno(), self._arena.nbytes)
+            # By this torch maps in one process what another has sent; its stubs do not have it.
+            kind: Any = torch.UntypedStorage
+            self._storage = kind._new_shared_fd_cpu(self._arena.fileno(), self._arena.nbytes)
         return self._storage
 
     def __getstate__(self) -> dict[str, Any]:
