@@ -11,6 +11,7 @@ from pathlib import Path
 import gymnasium
 import psutil
 import torch
+from folders import PYTHONPATH
 from helpers import Count, create_gym
 
 from rlstructs import DictTensor, GymEnvInf, NormalizeObservation, NormalizeReward, RL_Agent
@@ -28,7 +29,7 @@ def ray_cluster(n_nodes, store=STORE):
     before, handler = set(psutil.Process().children(recursive=True)), signal.getsignal(signal.SIGTERM)
     path = os.environ.get("PYTHONPATH")
     # Actors find what tests are made of.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent.parent), str(Path(__file__).parent)])
+    os.environ["PYTHONPATH"] = PYTHONPATH
     try:
         args = {"num_cpus": 1, "object_store_memory": store, "include_dashboard": False}
         cluster = Cluster(initialize_head=True, head_node_args=args)

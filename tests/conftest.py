@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-from pathlib import Path
 
 import hypothesis
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # workers import `helpers` by name
+from folders import PYTHONPATH
 
 # A shell that starts this in the background has it ignore Ctrl-C, and so would every program that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -43,7 +40,6 @@ def start_method(request):
 @pytest.fixture
 def subprocess_env():
     """The environment of a program that the test runs: finds the library and the helpers."""
-    root = Path(__file__).parent
     # Unbuffered, a line and its end are two writes: what several workers print at once would be mixed.
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    return {**inherited, "PYTHONPATH": os.pathsep.join([str(root.parent), str(root)])}
+    return {**inherited, "PYTHONPATH": PYTHONPATH}

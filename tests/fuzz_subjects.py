@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import folders  # noqa: F401 - finds `test_dict_tensor_replay_buffer_files` in a program too
 import numpy as np
 import torch
 from frameworks import KINDS, array, make

@@ -57,6 +57,11 @@ def test_a_package_whose_modules_are_listed_has_these_and_no_others(package):
     assert tree_of(PAGE)[package] == packages()[package]
 
 
+def test_every_package_has_a_folder_of_tests_by_its_name():
+    names = {package.removeprefix("rlstructs/").split("/")[0] for package in packages()} - {""}
+    assert {name for name in names if not list((ROOT / "tests" / name).glob("test_*.py"))} == set()
+
+
 def test_every_line_of_the_tree_has_a_caption_but_that_of_the_root():
     lines = next(block.lines for block in blocks_of(PAGE) if block.kind == OUTPUT)
     assert [line for line in lines if len(line.split(maxsplit=1)) < 2] == ["rlstructs/"]

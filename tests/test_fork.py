@@ -19,7 +19,8 @@ NAMES = (
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_the_same_with_fork(name, subprocess_env):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER / f"test_{name}.py")]
+    [file] = FOLDER.rglob(f"test_{name}.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
     done = subprocess.run(
         command, env={**subprocess_env, "TEST_FORK": "1"}, capture_output=True, text=True, cwd=FOLDER.parent
     )

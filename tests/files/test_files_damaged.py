@@ -23,7 +23,7 @@ from rlstructs.files import archives, layout
 from rlstructs.files import pickled as pickles
 from rlstructs.memories.torch import RandomMemory
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 SUBJECTS = damage.subjects()
 
 

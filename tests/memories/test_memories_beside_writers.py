@@ -219,5 +219,5 @@ print("done")
 def test_a_process_forks_while_a_thread_copies(surface):
     program = FORK_WHILE_COPIED.replace("{}", MAKE[surface], 1)
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True,
-                          cwd=Path(__file__).parent.parent)  # fmt: skip
+                          cwd=Path(__file__).parents[2])  # fmt: skip
     assert done.stdout == "done\n", done.stderr

@@ -353,7 +353,7 @@ folder = buffer._storage.columns.folder.path
 print(folder.is_dir(), buffer["x"].tolist(), folder)
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True,
-                          cwd=Path(__file__).parent.parent)  # fmt: skip
+                          cwd=Path(__file__).parents[2])  # fmt: skip
     first, _, folder = done.stdout.strip().rpartition(" ")
     assert first == "True [0, 1, 2]" and not os.path.exists(folder)
 

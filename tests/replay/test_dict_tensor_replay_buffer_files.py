@@ -564,7 +564,7 @@ print(os.waitpid(pid, 0)[1])
 
 def run(code):
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=LIMIT,
-                          check=True, cwd=Path(__file__).parent.parent)  # fmt: skip
+                          check=True, cwd=Path(__file__).parents[2])  # fmt: skip
     return done.stdout.splitlines()
 
 

@@ -58,7 +58,7 @@ from rlstructs.errors import WorkerCrashed, WorkerTimeout
 from rlstructs.seeding import EnvSeed
 from rlstructs.testing import Fault, FaultyEnv, Ledger, check_agent, check_env, create_faulty_envs, verify
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 INFO = DictTensor({"epsilon": torch.tensor([0.5])})
 FRAME = torch.linspace(-1.5, 1.5, 6).view(3, 2)
 SEEN = DictTensor({"frame": FRAME, "initial_state": torch.tensor([True, False, True])})

@@ -28,7 +28,7 @@ from rlstructs.files.archives import HEADER
 from rlstructs.memories.torch import RandomMemory
 from rlstructs.replay import DictTensorReplayBuffer, ListStorage, ReplayBuffer, VectorReplayBuffer
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 SUBJECTS = fuzz_subjects.subjects()
 
 

@@ -163,7 +163,7 @@ def test_a_state_goes_on_in_the_same_way_when_a_node_is_found_dead(cluster):
 
 
 def test_an_example_trains_to_the_same_score(cluster, subprocess_env):
-    example = str(Path(__file__).parent.parent / "examples" / "ppo.py")
+    example = str(Path(__file__).parents[2] / "examples" / "ppo.py")
     arguments = ["--n-envs", "2", "--n-timesteps", "16", "--n-steps", "1024", "--n-eval", "10"]
     scores = []
     for where in ([], ["--ray", cluster.address]):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).with_name("main_program.py")
+PROGRAM = Path(__file__).parents[1] / "main_program.py"
 METHODS = ["forkserver", "spawn", "fork"]
 
 

@@ -546,7 +546,7 @@ def make(task_id, env_type, num_envs, seed=42):
 
 
 def test_workers_with_the_recipe_for_envpool_have_streams_of_their_own(subprocess_env, tmp_path):
-    page = (Path(__file__).parent.parent / "docs/learn/environments.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/learn/environments.md").read_text()
     recipe = page.split('```python title="EnvPool"\n')[1].split("```")[0]
     (tmp_path / "envpool.py").write_text(ENVPOOL)
     (tmp_path / "program.py").write_text(recipe + textwrap.dedent("""
