@@ -93,7 +93,7 @@ class RandomMemory(memory.Memory):
         picked, arrays = storage.sample(
             n,
             lambda count: self._select(count, length, episode_ends),
-            lambda chosen: self._read(known, chosen, Reading(n_step, gamma)),
+            lambda chosen: self._read(known, chosen, n_step, gamma),
         )
         self.sampling_indexes = self.framework.as_indexes(picked.rows.reshape(-1))
         self._last = picked
@@ -172,12 +172,12 @@ class RandomMemory(memory.Memory):
             raise SpecError("nothing to sample: no window of this length is stored")
         return np.asarray(rng.choice(rows, min(n, rows.size), replace=False)), {}
 
-    def _read(self, names: Sequence[str], picked: Selection, reading: Reading) -> list[Any]:
-        """Reads the drawn rows, and, if it sums up steps, gamma to the number of them."""
+    def _read(self, names: Sequence[str], picked: Selection, n_step: int, gamma: float) -> list[Any]:
+        """Reads the drawn rows, and, with several steps, gamma to the number of them."""
         rows = picked.rows if picked.rows.shape[1] > 1 else picked.rows[:, 0]
-        if reading.n_step == 1:
-            return self._storage.gather(names, rows)
-        found = reading.read(self._storage, picked.span, names, rows, discount=NO_NAME)
+        if n_step == 1:
+            return self._storage.columns.gather(names, rows)
+        found = Reading(n_step, gamma).read(self._storage, picked.span, names, rows, discount=NO_NAME)
         return [found[name] for name in (*names, NO_NAME)]
 
 
