@@ -1,4 +1,4 @@
-"""No file of the library has more than 400 lines, no function more than 50, but for those listed here."""
+"""No file of the library has more than 400 lines, no function more than 50, except one kernel."""
 
 from __future__ import annotations
 
@@ -8,13 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 MOST_FILE_LINES, MOST_FUNCTION_LINES = 400, 50
 
-# What was too long when the limits came. These lists only shrink: what is short enough again has to leave them.
-LONG_FILES = {
-    "workers/pool.py",
-}
-LONG_FUNCTIONS = {
-    "rlstructs/replay/sum_tree.py _draw",
-}
+# A kernel of Warp, which has to be one function.
+LONG_FUNCTIONS = {"rlstructs/replay/sum_tree.py _draw"}
 
 
 def library():
@@ -47,17 +42,11 @@ def functions(node, prefix=""):
 
 
 def test_no_file_is_too_long():
-    assert long_files(library()) - LONG_FILES == set()
+    assert long_files(library()) == set()
 
 
 def test_no_function_is_too_long():
-    assert long_functions(library()) - LONG_FUNCTIONS == set()
-
-
-def test_what_is_short_enough_again_is_no_longer_listed():
-    texts = library()
-    assert LONG_FILES - long_files(texts) == set()
-    assert LONG_FUNCTIONS - long_functions(texts) == set()
+    assert long_functions(library()) == LONG_FUNCTIONS
 
 
 def test_what_is_too_long_is_noticed():

@@ -299,7 +299,7 @@ class BufferMachine(RuleBasedStateMachine):
             lane.append(row.number, row.done, model.first(step) == step, row.after)
             self.take(lane)
             at.append(len(lane.rows) - 1)
-        assert placed.tolist() == [self.id(0, step) if step in lane.held() else -1 for step in at]
+        assert placed.tolist() == [self.id(0, step) if step in lane.held() else -1 - self.buffer.maxsize for step in at]
         if n:
             lane.ep_return, lane.ep_len = model.ep_return, model.ep_len
 
