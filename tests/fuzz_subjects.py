@@ -180,7 +180,7 @@ def _shards() -> Subject:
             with replay_files.open_shard(file) as data:
                 each.load({"data": data})
         for each in target:
-            each.take_loaded()
+            each.use_loaded()
         return [*target, generator]
 
     def use(loaded: Any, path: Path) -> None:
