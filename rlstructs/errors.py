@@ -21,14 +21,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import workers
-from workers.public_names import set_module
-
-if not getattr(workers, "__rlstructs_workers__", False):
-    raise ImportError(
-        f"rlstructs needs its own package 'workers', but found {getattr(workers, '__file__', workers)!r} "
-        "in its place; rename that file or folder"
-    )
+from rlstructs.public_names import set_module
 
 if TYPE_CHECKING:
     from workers.errors import OutOfMemoryError, RemoteTraceback, WorkerCrashed, WorkerError, WorkerTimeout

@@ -15,9 +15,9 @@ from gymnasium import spaces
 from rlstructs.agent import RL_Agent
 from rlstructs.envs.action_reader import ActionReader
 from rlstructs.envs.spaces import Leaf, list_leaves
+from rlstructs.public_names import set_module
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
-from workers.public_names import set_module
 
 
 @set_module("rlstructs")

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 # What a package, or a module at the root of `rlstructs`, may import: itself, and what stands on a line above its own.
 ORDER = """
 workers
+public_names
 errors
 checks copying debug
 frameworks worker_setup
@@ -209,9 +210,12 @@ def test_errors_and_checks_load_nothing_that_starts_processes(module):
     assert loaded_by("from rlstructs.errors import WorkerError", PROCESS_MACHINERY) >= {"workers.errors"}  # it can fail
 
 
-def test_errors_refuses_another_package_called_workers(tmp_path):
+@pytest.mark.parametrize(
+    "statement", ["import rlstructs.errors", *(f"from rlstructs import {name}" for name in ("RL_Batcher", "Moments"))]
+)
+def test_another_package_called_workers_is_refused(tmp_path, statement):
     (tmp_path / "workers.py").touch()
-    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import rlstructs.errors"
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; {statement}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert "ImportError: rlstructs needs its own package 'workers', but found" in done.stderr
 

@@ -46,13 +46,13 @@ from rlstructs.batcher.lifecycle import Lifecycle, Phase
 from rlstructs.debug import is_on
 from rlstructs.envs.vec_env import NO_INFO, VecEnv
 from rlstructs.frameworks.torch import as_device
+from rlstructs.public_names import set_module
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.seeding import draw_seed
 from rlstructs.shared.module_state import plain_state
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from workers.interrupts import defer_first_interrupt
-from workers.public_names import set_module
 
 
 @set_module("rlstructs")

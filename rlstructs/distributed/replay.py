@@ -24,6 +24,7 @@ from rlstructs.distributed.actor import Columns
 from rlstructs.distributed.shard import DATA, INDEX, LEAF, Dtypes, ShardSettings, columns_of
 from rlstructs.distributed.shard_pool import ShardPool
 from rlstructs.errors import ClosedError, MissingKeyError, SpecError, StateError
+from rlstructs.public_names import set_module
 from rlstructs.replay.columns import Spec, cast
 from rlstructs.replay.expand import NEVER
 from rlstructs.replay.from_trajectories import NAMES, Steps, take_trajectories
@@ -35,7 +36,6 @@ from rlstructs.structures.trajectories import Trajectories
 from workers import pickling
 from workers.futures import Future
 from workers.interrupts import defer_interrupt
-from workers.public_names import set_module
 
 FORMAT, VERSION = "rlstructs.RayReplay", 1
 WEIGHT = "weight"

@@ -19,10 +19,10 @@ from rlstructs.envs.shared_vector.env_group import innermost
 from rlstructs.envs.space_tree import are_equal, copy_sample
 from rlstructs.envs.vec_env import NO_INFO
 from rlstructs.errors import SpecError, StateError
+from rlstructs.public_names import set_module
 from rlstructs.seeding import environment_seeds
 from rlstructs.shared.packing import Rows, Target
 from rlstructs.structures.dict_tensor import DictTensor
-from workers.public_names import set_module
 
 
 @set_module("rlstructs")

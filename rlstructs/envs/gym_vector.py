@@ -21,10 +21,10 @@ from rlstructs.envs.row_layout import RowLayout
 from rlstructs.envs.shared_vector.arguments import check_autoreset_mode
 from rlstructs.envs.vec_env import NO_INFO
 from rlstructs.errors import SpecError, StateError
+from rlstructs.public_names import set_module
 from rlstructs.seeding import environment_seeds, int32_seed
 from rlstructs.shared.packing import Rows, Target
 from rlstructs.structures.dict_tensor import DictTensor
-from workers.public_names import set_module
 
 OUTCOME = ("reward", "terminated", "truncated")
 # Errors by which an environment may refuse a seed.

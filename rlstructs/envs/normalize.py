@@ -24,8 +24,8 @@ from rlstructs.envs.row_layout import RAW_REWARD, is_reserved
 from rlstructs.envs.scale import Scale
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
+from rlstructs.public_names import set_module
 from rlstructs.shared.packing import RECORD, Packing, Rows
-from workers.public_names import set_module
 
 # From so many keys on, it is faster to build the arrays of all columns at once.
 MANY = 8

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from rlstructs.errors import SpecError
+from rlstructs.public_names import set_module
 from rlstructs.structures.dict_tensor import DictTensor, Index, as_index
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.tree import Structure, check_parts
-from workers.public_names import set_module
 
 
 @set_module("rlstructs")

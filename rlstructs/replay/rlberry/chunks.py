@@ -10,6 +10,7 @@ import numpy as np
 
 from rlstructs.checks import check_count, check_names
 from rlstructs.errors import MissingKeyError, SpecError, StateError
+from rlstructs.public_names import set_module
 from rlstructs.replay import expand
 from rlstructs.replay.claims import Claims
 from rlstructs.replay.drawing import Selection, Uniform, draw_fitting
@@ -20,7 +21,6 @@ from rlstructs.replay.rlberry.tagged import TaggedBuffer
 from rlstructs.replay.span import Span
 from rlstructs.replay.store import Storage
 from rlstructs.replay.values import host_array
-from workers.public_names import set_module
 
 UNIFORM, PRIORITIZED = MODES = ("uniform", "prioritized")
 EVENLY = Uniform()

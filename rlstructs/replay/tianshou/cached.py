@@ -10,6 +10,7 @@ import numpy as np
 
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError, StateError
+from rlstructs.public_names import set_module
 from rlstructs.replay.blocks import rounds
 from rlstructs.replay.buffer import Buffer
 from rlstructs.replay.columns import Spec
@@ -24,7 +25,6 @@ from rlstructs.replay.tianshou.rows import Added, MalformedBufferError
 from rlstructs.replay.tianshou.transitions import REW
 from rlstructs.replay.tianshou.vector import VectorReplayBuffer
 from rlstructs.replay.widening import widened
-from workers.public_names import set_module
 
 if TYPE_CHECKING:
     from typing_extensions import Self

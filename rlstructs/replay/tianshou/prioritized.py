@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import SpecError
+from rlstructs.public_names import set_module
 from rlstructs.replay.claims import Claims
 from rlstructs.replay.priorities import Priorities, exponent, importance_weights
 from rlstructs.replay.snapshot import Rows, Snapshot
@@ -15,7 +16,6 @@ from rlstructs.replay.tianshou.reads import WANTED, Fields, Pick
 from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
 from rlstructs.replay.tianshou.vector import VectorReplayBuffer
 from rlstructs.replay.values import host_array, real_numbers
-from workers.public_names import set_module
 
 # What is added to the absolute value of a priority, so that every row may be drawn.
 EPSILON = float(np.finfo(np.float32).eps)

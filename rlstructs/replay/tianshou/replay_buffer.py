@@ -11,6 +11,7 @@ import torch
 
 from rlstructs.checks import clean_text
 from rlstructs.errors import FileError, SpecError
+from rlstructs.public_names import set_module
 from rlstructs.replay import saving
 from rlstructs.replay.buffer import FILL, GROW
 from rlstructs.replay.given import flat_items
@@ -18,7 +19,6 @@ from rlstructs.replay.tianshou import transitions
 from rlstructs.replay.tianshou.edits import EpisodeEdits
 from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT
 from rlstructs.replay.values import host_array
-from workers.public_names import set_module
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -9,6 +9,7 @@ import numpy as np
 
 from rlstructs.checks import check_count, check_size
 from rlstructs.errors import SpecError, StateError
+from rlstructs.public_names import set_module
 from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.blocks import as_slice, rounds
 from rlstructs.replay.buffer import ERROR, FILL, GROW
@@ -25,7 +26,6 @@ from rlstructs.replay.tianshou.foreign import check_arguments
 from rlstructs.replay.tianshou.running import Running
 from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT, REW
 from rlstructs.replay.values import generator_of, host_array
-from workers.public_names import set_module
 
 Added = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 

@@ -8,12 +8,12 @@ import numpy as np
 
 from rlstructs.checks import check_count, check_size
 from rlstructs.errors import SpecError
+from rlstructs.public_names import set_module
 from rlstructs.replay.snapshot import Rows
 from rlstructs.replay.tianshou.reads import EpisodeReads
 from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
 from rlstructs.replay.tianshou.ring_view import RingView
 from rlstructs.replay.values import host_array
-from workers.public_names import set_module
 
 
 @set_module("rlstructs.replay")

@@ -12,6 +12,7 @@ import torch
 
 from rlstructs.checks import check_count, check_names
 from rlstructs.errors import EmptyBufferError, MissingKeyError, SpecError, StateError
+from rlstructs.public_names import set_module
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.copies import lock_that_forks
 from rlstructs.replay.given import flat_items
@@ -27,7 +28,6 @@ from rlstructs.replay.torchrl.storages import ListStorage, ReplayStorage
 from rlstructs.replay.torchrl.transforms import composed
 from rlstructs.replay.torchrl.writers import ImmutableWriter, RoundRobinWriter, Writer
 from rlstructs.replay.values import host_array
-from workers.public_names import set_module
 
 # Rows of a buffer that is given no storage, as of torchrl's.
 DEFAULT_SIZE = 1000

@@ -11,6 +11,7 @@ import numpy as np
 
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError, StateError
+from rlstructs.public_names import set_module
 from rlstructs.replay.claims import Claims
 from rlstructs.replay.drawing import Selection
 from rlstructs.replay.priorities import LEAVES, Priorities, exponent, importance_weights
@@ -18,7 +19,6 @@ from rlstructs.replay.store import Storage
 from rlstructs.replay.torchrl.part import check_neutral
 from rlstructs.replay.torchrl.samplers import WEIGHT, Sampler
 from rlstructs.replay.values import host_array, real_numbers, row_ids
-from workers.public_names import set_module
 
 # Of an even number of values torch's median is the lower of the two in the middle.
 LOWER_MEDIAN = functools.partial(np.quantile, q=0.5, method="lower")

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import SpecError
+from rlstructs.public_names import set_module
 from rlstructs.replay.claims import Claims, flag, whole
 from rlstructs.replay.drawing import Selection, Uniform
 from rlstructs.replay.span import Span
 from rlstructs.replay.store import Storage
 from rlstructs.replay.torchrl.part import Part, check_neutral
-from workers.public_names import set_module
 
 INDEX, WEIGHT, MASK = "index", "priority_weight", "mask"
 UNIFORM = Uniform()

@@ -10,6 +10,7 @@ import torch
 
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
+from rlstructs.public_names import set_module
 from rlstructs.replay.claims import Claims
 from rlstructs.replay.drawing import Selection
 from rlstructs.replay.episodes import Episodes
@@ -20,7 +21,6 @@ from rlstructs.replay.store import Storage
 from rlstructs.replay.torchrl.part import ANY, check_neutral, joined
 from rlstructs.replay.torchrl.prioritized_sampler import PrioritizedSampler
 from rlstructs.replay.torchrl.samplers import INDEX, MASK, WEIGHT, Sampler, SamplerWithoutReplacement
-from workers.public_names import set_module
 
 AUTO = "auto"
 # Arguments of torchrl's slice samplers that are not of these.

@@ -14,12 +14,12 @@ import torch
 
 from rlstructs.checks import check_size
 from rlstructs.errors import SpecError, StateError
+from rlstructs.public_names import set_module
 from rlstructs.replay.backing import Folder, FolderBlock
 from rlstructs.replay.columns import LANE, Columns
 from rlstructs.replay.device_columns import TensorColumns
 from rlstructs.replay.torchrl.batches import rows_of
 from rlstructs.replay.torchrl.part import ANY, Part, check_neutral
-from workers.public_names import set_module
 
 # Rows that a store which grows begins with.
 FEW_ROWS = 1024

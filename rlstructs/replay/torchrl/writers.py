@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import MissingKeyError, SpecError, StateError
+from rlstructs.public_names import set_module
 from rlstructs.replay.roles import is_reward
 from rlstructs.replay.store import Storage
 from rlstructs.replay.torchrl.part import Part, check_neutral, joined
 from rlstructs.replay.torchrl.prioritized_sampler import checked_reduction, reduced
 from rlstructs.replay.values import from_bits, host_array
-from workers.public_names import set_module
 
 # How many of the lowest rows are kept in order; those of many are looked for again when these are used up.
 N_LOWEST = 1024
