@@ -67,7 +67,7 @@ def check_agent(
         ...         return DictTensor({"action": observation["frame"].sum(1).squeeze()}), state
         >>> check_agent(Squeezing, DictTensor({"frame": torch.rand(3, 4)}))
         Traceback (most recent call last):
-        rlstructs.errors.SpecError: Squeezing.__call__ of 1 row: the output 'action' has shape (), expected (1, ...)
+        rlstructs.SpecError: Squeezing.__call__ of 1 row: the output 'action' has shape (), expected (1, ...)
     """
     with PrivateStreams()(), contextlib.closing(_AgentCheck(agent, dict(agent_args or {}), agent_info, seed)) as check:
         script = check.check_calls(observation, n_steps)

@@ -82,7 +82,7 @@ def check_env(
         ...         return 0, {}
         >>> check_env(Forgetful)
         Traceback (most recent call last):
-        rlstructs.errors.SpecError: Forgetful.reset must take seed= and options=, as gymnasium.Env.reset does
+        rlstructs.SpecError: Forgetful.reset must take seed= and options=, as gymnasium.Env.reset does
     """
     source = env_source(env, dict(env_args or {}))
     with PrivateStreams()():
