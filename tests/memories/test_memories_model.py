@@ -160,10 +160,12 @@ class MemoryMachine(RuleBasedStateMachine):
         for shape in ((self.num_envs, 3), (self.num_envs, 2, 2)):
             with pytest.raises(SpecError, match="^add_samples: 'observations' has shape"):
                 self.memory.add_samples(observations=np.ones(shape, np.float32))
+        self.memory.strict = True
         with pytest.raises(SpecError, match="would lose its values"):
             self.memory.add_samples(
                 observations=np.ones((self.num_envs, 2), np.float32), n=np.full((self.num_envs, 1), 0.5, np.float32)
             )
+        self.memory.strict = False
 
     # Else
 
