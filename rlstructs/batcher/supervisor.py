@@ -20,7 +20,7 @@ from rlstructs.moments import Moments, merge_parts
 from rlstructs.rollout.probe import JobDescription
 from rlstructs.shared.slot_buffers import SlotBuffers
 from workers import WorkerError
-from workers.futures import Future
+from workers.futures import Future, gather_values
 from workers.interrupts import defer_first_interrupt, defer_interrupt
 from workers.pool_protocol import Pool
 
@@ -179,7 +179,7 @@ class Supervisor:
         requests, n = self._find_oldest(n)
         self.pool.settle(requests, n, fails_fast=not self.can_replace)
         if not self.can_replace:
-            _raise_first(requests)
+            gather_values(requests)  # raises what failed
         if cut is not None:
             self.cut_late(cut)
             return self.collect()
@@ -277,7 +277,7 @@ class Supervisor:
     def _raise_gone(self, requests: list[Future]) -> None:
         """Raises if a worker is gone and will not be replaced; what a job raises comes with its next rollout."""
         if not self.can_replace:
-            _raise_first([each for each in requests if isinstance(each.error, WorkerError)])
+            gather_values([each for each in requests if isinstance(each.error, WorkerError)])
 
     def _add_lasting(self, method: str, arguments: tuple[Any, ...]) -> None:
         """Has successors called by this method too, after the other lasting requests."""
@@ -305,7 +305,7 @@ class Supervisor:
                     record_sent(requests)
             self.pool.settle(requests, fails_fast=not self.can_replace)
         if not self.can_replace:
-            _raise_first(requests)
+            gather_values(requests)  # raises what failed
         self.replace_failed(_find_failures(requests))
         return requests
 
@@ -390,10 +390,3 @@ class Supervisor:
 def _find_failures(requests: list[Future]) -> dict[int, BaseException]:
     """The errors of requests that failed, by worker index."""
     return {request.index: request.error for request in requests if request.error is not None}
-
-
-def _raise_first(requests: list[Future]) -> None:
-    """Raises the error of the first request that failed."""
-    for request in requests:
-        if request.error is not None:
-            raise request.error

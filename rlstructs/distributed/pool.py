@@ -18,7 +18,7 @@ from rlstructs.distributed.node_handle import Bell, Node, Request, wait_for_ring
 from rlstructs.errors import WorkerCrashed, WorkerError, WorkerTimeout
 from workers import pickling
 from workers.errors import strip_traceback
-from workers.futures import Future
+from workers.futures import Future, gather_values
 from workers.import_path import get_import_path
 from workers.interrupts import defer_interrupt, forget_last_interrupt
 from workers.messages import Call
@@ -260,10 +260,7 @@ class NodePool:
     def gather(self, asked: Sequence[Future], *, fails_fast: bool = False) -> list[Any]:
         """Waits for requests and returns their values; raises the first error once all are over, or one has failed."""
         self.settle(asked, fails_fast=fails_fast)
-        for each in asked:
-            if each.error is not None:
-                raise each.error
-        return [each.value for each in asked]
+        return gather_values(asked)
 
     def _find_awaited(self, asked: Sequence[Future], n: int | None, fails_fast: bool) -> list[Node]:
         """Finds the nodes that `settle` has to wait for; looks at the clock once, as a deadline may pass."""
