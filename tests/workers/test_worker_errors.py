@@ -93,7 +93,9 @@ class Job:
 
 
 @pytest.fixture
-def pool(start_method):
+def pool(start_method, monkeypatch):
+    # Ray sets it in its driver, for good, and workers take over the environment: breakpoint() would be Ray's.
+    monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)
     with WorkerPool(1, Job, start_method=start_method) as pool:
         yield pool
 
