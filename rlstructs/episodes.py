@@ -6,17 +6,16 @@ import numpy as np
 import torch
 
 from rlstructs.errors import SpecError
-from rlstructs.structures.arrays import as_array, find_true
+from rlstructs.structures.arrays import arrays_of, as_array, find_true
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 
-NEEDED = ("_observation/reward", "_observation/done")
 # The columns of an episode.
 NAMES = ("return", "length", "env_index", "terminated", "truncated")
-# The reward before `NormalizeReward`.
-RAW = "_observation/raw_reward"
-# All keys of steps that `EpisodeTracker` reads.
-NAMES_OF_STEPS = (*NEEDED, RAW, "_observation/terminated", "_observation/truncated")
+# The keys of steps that `EpisodeTracker` reads; RAW is the reward before `NormalizeReward`.
+REWARD, RAW, DONE = "_observation/reward", "_observation/raw_reward", "_observation/done"
+TERMINATED, TRUNCATED = "_observation/terminated", "_observation/truncated"
+NAMES_OF_STEPS = (REWARD, RAW, DONE, TERMINATED, TRUNCATED)
 # The number of latest episodes that are kept if nobody takes them; older ones are dropped to save memory.
 N_KEPT = 100_000
 # Each rollout adds small arrays; so many of them are joined into large ones, which take a tenth of the memory.
@@ -53,8 +52,9 @@ class EpisodeTracker:
 
     def add(self, trajectories: Trajectories) -> None:
         """Adds the next steps of each environment; `env_index` in `info` names the environments."""
-        steps, env_index = trajectories.trajectories, as_array(trajectories.info["env_index"])
-        needed = (RAW if RAW in steps else NEEDED[0], NEEDED[1])
+        steps = arrays_of(trajectories.trajectories, NAMES_OF_STEPS)
+        env_index, lengths = as_array(trajectories.info["env_index"]), as_array(trajectories.trajectories.lengths)
+        needed = (RAW if RAW in steps else REWARD, DONE)
         self._missing = next((key for key in needed if key not in steps), None)
         if self._missing is None:
             self._missing = next((f"{key} of shape (B, T)" for key in needed if steps[key].ndim != 2), None)
@@ -66,8 +66,8 @@ class EpisodeTracker:
                 self.add(trajectories.slice(row))
             return
         self._grow(int(env_index.max()) + 1)
-        rewards, done = (as_array(steps[key]) for key in needed)
-        lengths, n_timesteps = as_array(steps.lengths), done.shape[1]
+        rewards, done = (steps[key] for key in needed)
+        n_timesteps = done.shape[1]
         # One more column of zeros, because every row has a segment, maybe empty, after its last end.
         padded = np.zeros((env_index.size, n_timesteps + 1))
         padded[:, :-1] = rewards
@@ -83,8 +83,7 @@ class EpisodeTracker:
             self._lengths[env_index] += lengths
             return
         terminated, truncated = (
-            as_array(steps[key])[rows, times].astype(bool) if key in steps else None
-            for key in ("_observation/terminated", "_observation/truncated")
+            steps[key][rows, times].astype(bool) if key in steps else None for key in (TERMINATED, TRUNCATED)
         )
         self._add(env_index, lengths, padded, rows, times, _flags(terminated, truncated, rows.size))
 

@@ -123,10 +123,24 @@ class Channel:
         Raises:
             EOFError: the other side is gone.
         """
-        while (end := self._find_message_end()) > len(self._buffer):
+        while not self.has_message():
             # Not by recv, which also wakes, for nothing, each time the other side reads.
             self._readable.poll()
             self.read_available()
+        return self._take_message()
+
+    def take_messages(self) -> list[Any]:
+        """Returns the whole messages that were read, without waiting; for one that cannot be unpickled, the error."""
+        taken: list[Any] = []
+        while self.has_message():
+            try:
+                taken.append(self._take_message())
+            except Exception as error:
+                taken.append(error)
+        return taken
+
+    def _take_message(self) -> Any:
+        end = self._find_message_end()
         data, self._buffer = self._buffer, bytes(self._buffer[end:])
         if data.startswith(messages.RAW, LENGTH.size):
             return bytes(data[LENGTH.size + len(messages.RAW) : end])

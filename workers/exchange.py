@@ -145,19 +145,17 @@ class Exchange:
     def _take_read(self) -> None:
         """Takes the replies that were read while a request was sent."""
         for worker in self._workers:
-            while worker.state is State.BUSY and worker.channel.has_message():
+            if worker.state is State.BUSY and worker.channel.has_message():
                 with defer_interrupt():
-                    self._take(*worker.receive())
+                    self._end_futures(worker.take_replies())
                     self._log.read()
 
     def _read(self, index: int, is_pipe: bool) -> None:
         """Reads what a worker has written, without waiting for the rest."""
         worker = self._workers[index]
         try:
-            while worker.channel.read_available():
-                worker.since = time.monotonic()  # a long reply comes in pieces
-                while worker.state is State.BUSY and worker.channel.has_message():
-                    self._take(*worker.receive())
+            while (replies := worker.read_replies()) is not None:
+                self._end_futures(replies)
                 if is_pipe:
                     return
             if is_pipe:  # another thread has read the reply
@@ -169,18 +167,19 @@ class Exchange:
         worker.fail_futures(error)
         self.watch.forget(worker)
 
-    def _take(self, future: Future, reply: Any) -> None:
-        """Ends a future by a reply."""
-        self.late.discard(future.index)
-        if isinstance(reply, bytes):
-            future.end(reply)
-        elif isinstance(reply, Failure):
-            future.end(error=reply.to_exception(future.index, future.label))
-        elif isinstance(reply, Exception):  # the reply cannot be unpickled
-            future.end(error=reply)
-        else:
-            assert isinstance(reply, Result)
-            future.end(reply.value)
+    def _end_futures(self, replies: list[tuple[Future, Any]]) -> None:
+        """Ends each future by its reply."""
+        for future, reply in replies:
+            self.late.discard(future.index)
+            if isinstance(reply, bytes):
+                future.end(reply)
+            elif isinstance(reply, Failure):
+                future.end(error=reply.to_exception(future.index, future.label))
+            elif isinstance(reply, Exception):  # the reply cannot be unpickled
+                future.end(error=reply)
+            else:
+                assert isinstance(reply, Result)
+                future.end(reply.value)
 
     def _explain_unread(
         self, worker: WorkerProcess, request: Build | Call | Post, error: Exception

@@ -124,18 +124,26 @@ class WorkerProcess:
         """Whether a request to close would be read: the pipe is not full and holds no incomplete request."""
         return self.state is not State.GONE and self._is_last_request_whole and self.channel.can_send()
 
-    def receive(self) -> tuple[Future, Any]:
-        """Returns the oldest request without a reply, and its reply, or the error of unpickling that."""
-        reply: Any
-        try:
-            reply = self.channel.receive()
-        except Exception as error:  # the reply has arrived all the same
-            reply = error
-        future = self.futures.popleft()
-        self.since = time.monotonic()
+    def read_replies(self) -> list[tuple[Future, Any]] | None:
+        """Reads what the worker has written, without waiting for the rest; None if there was nothing to read.
+
+        Returns:
+            What `take_replies` returns.
+
+        Raises:
+            EOFError: the worker is gone.
+        """
+        return self.take_replies() if self.channel.read_available() else None
+
+    def take_replies(self) -> list[tuple[Future, Any]]:
+        """Returns the requests whose replies were read, each with its reply, or the error of unpickling that."""
+        if self.state is not State.BUSY:
+            return []
+        self.since = time.monotonic()  # even if there is none yet: a long reply comes in pieces
+        replies = [(self.futures.popleft(), reply) for reply in self.channel.take_messages()]
         if not self.futures:
             self.state = State.IDLE
-        return future, reply
+        return replies
 
     def await_close(
         self, deadline: float, with_earlier: bool = True, log: LogPipe | None = None
@@ -162,10 +170,10 @@ class WorkerProcess:
                     log.read()
                     if len(events) == 1:
                         continue
-                if not self.channel.read_available():
+                replies = self.read_replies()
+                if replies is None:
                     break
-                while self.channel.has_message():
-                    future, reply = self.receive()
+                for future, reply in replies:
                     if future.label != messages.Close.label and not with_earlier:
                         continue
                     if isinstance(reply, Failure):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import threading
@@ -26,6 +25,7 @@ class Watch:
     def __init__(self, log: LogPipe) -> None:
         self._poll, self._log = select.poll(), log
         self._index_of: dict[int, tuple[int, bool]] = {}
+        self._log_fd: int | None = None
         self._owner_pid = os.getpid()
         # An RLock: a signal handler may end the watch while its own thread reads.
         self._lock, self._is_over, self._n_waiting = threading.RLock(), False, 0
@@ -47,9 +47,10 @@ class Watch:
                 self._poll.register(fd, select.POLLIN)
                 self._index_of[fd] = worker.index, is_pipe
             # The log must stay the last: it is read after a reply, so that it holds what was logged before the reply.
-            with contextlib.suppress(KeyError):
-                self._poll.unregister(self._log.fileno())
-            self._poll.register(self._log.fileno(), select.POLLIN)
+            if self._log_fd is not None:
+                self._poll.unregister(self._log_fd)
+            self._log_fd = self._log.fileno()
+            self._poll.register(self._log_fd, select.POLLIN)
 
     def forget(self, worker: WorkerProcess) -> None:
         """Stops watching a worker."""
@@ -71,7 +72,6 @@ class Watch:
         check_owner(self._owner_pid)  # before the lock: in a forked copy it may be locked for ever
         with self._lock:
             self._check_not_over()
-            log = self._log.fileno()
             self._n_waiting += 1
         is_waiting = True
         try:
@@ -83,13 +83,13 @@ class Watch:
                 for fd, _ in events:
                     if fd in self._index_of:  # `read` forgets a worker that has ended, with both its descriptors
                         read(*self._index_of[fd])
-                    elif fd == log:
+                    elif fd == self._log_fd:
                         self._log.read()
         finally:
             if is_waiting:
                 with defer_interrupt(), self._lock:
                     self._stop_waiting()
-        has_come = len(events) > 1 or (len(events) == 1 and events[0][0] != log)
+        has_come = len(events) > 1 or (len(events) == 1 and events[0][0] != self._log_fd)
         return has_come or deadline is None or time.monotonic() < deadline
 
     def _stop_waiting(self) -> None:

@@ -87,8 +87,7 @@ class RecordedSteps:
         if not at.size:
             return
         finals = self.finals(at if rows is None else rows[at], times)
-        for key, final in finals.arrays().items():
-            put_at(taken[f"_observation/{key}"], at, times, final)
+        put_at(taken, at, times, {f"_observation/{key}": final for key, final in finals.arrays().items()})
 
 
 class Finals:
@@ -118,7 +117,7 @@ class Finals:
 def patch_finals(seen: np.ndarray, key: str, ends: Finals) -> torch.Tensor:
     """Makes a private tensor `_observation/key` of all rows from the column of observations, (N, T+1, ...)."""
     following = np.array(seen[:, 1 : ends.n_timesteps + 1], order="C")
-    put_at(following, ends.rows, ends.times, ends[key])
+    put_at({key: following}, ends.rows, ends.times, {key: ends[key]})
     return torch.from_numpy(following)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,6 +29,11 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
         return tensor.numpy()
     except (RuntimeError, TypeError):  # it has a gradient or is not on the CPU; rare, and each call takes time
         return tensor.detach().cpu().resolve_conj().resolve_neg().numpy()
+
+
+def arrays_of(tensors: _Named, names: Collection[str]) -> dict[str, np.ndarray]:
+    """Those tensors that have one of these names, as arrays; see `as_array`."""
+    return {name: as_array(tensor) for name, tensor in tensors.items() if name in names}
 
 
 def tensor_to_array(name: str, tensor: torch.Tensor) -> np.ndarray:
@@ -83,12 +88,16 @@ def find_true(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return rows, flat - rows * mask.shape[1]
 
 
-def put_at(array: np.ndarray, rows: np.ndarray, times: np.ndarray, values: np.ndarray) -> None:
-    """`array[rows, times] = values`, for an array (B, T, ...) and values (K, ...)."""
-    if array.flags.c_contiguous:  # numpy is three times as fast with one index as with two
-        array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])[rows * array.shape[1] + times] = values
-    else:
-        array[rows, times] = values
+def put_at(
+    arrays: Mapping[str, np.ndarray], rows: np.ndarray, times: np.ndarray, values: Mapping[str, np.ndarray]
+) -> None:
+    """`arrays[key][rows, times] = values[key]` for every key of `values`; arrays (B, T, ...), values (K, ...)."""
+    for key, new in values.items():
+        array = arrays[key]
+        if array.flags.c_contiguous:  # numpy is three times as fast with one index as with two
+            array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])[rows * array.shape[1] + times] = new
+        else:
+            array[rows, times] = new
 
 
 def specs_of(tensors: _Named) -> dict[str, TensorSpec]:
