@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from rlstructs.envs.gym_env import GymEnv, GymEnvInf
     from rlstructs.envs.gym_vector import GymVectorEnv
     from rlstructs.envs.normalize import NormalizeObservation, NormalizeReward
+    from rlstructs.envs.shared_vector.make_vec import make_vec
     from rlstructs.envs.shared_vector.shared_vector_env import SharedVectorEnv
     from rlstructs.envs.vec_env import VecEnv
     from rlstructs.errors import (
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
         WorkerError,
         WorkerTimeout,
     )
+    from rlstructs.module_agent import ModuleAgent
     from rlstructs.moments import Moments
     from rlstructs.random_agent import RandomAgent
     from rlstructs.returns import discounted_returns, gae, lambda_returns, n_step_returns, transitions, vtrace
@@ -75,6 +77,7 @@ _EXPORTS = {
     "GymVectorEnv": "envs.gym_vector",
     "Lease": "batcher.lease",
     "MissingKeyError": "errors",
+    "ModuleAgent": "module_agent",
     "Moments": "moments",
     "NormalizeObservation": "envs.normalize",
     "NormalizeReward": "envs.normalize",
@@ -101,6 +104,7 @@ _EXPORTS = {
     "gae": "returns",
     "int32_seed": "seeding",
     "lambda_returns": "returns",
+    "make_vec": "envs.shared_vector.make_vec",
     "masked_dicttensor": "structures.dict_tensor",
     "masked_tensor": "structures.dict_tensor",
     "n_step_returns": "returns",
@@ -121,6 +125,7 @@ __all__ = [
     "GymVectorEnv",
     "Lease",
     "MissingKeyError",
+    "ModuleAgent",
     "Moments",
     "NormalizeObservation",
     "NormalizeReward",
@@ -147,6 +152,7 @@ __all__ = [
     "gae",
     "int32_seed",
     "lambda_returns",
+    "make_vec",
     "masked_dicttensor",
     "masked_tensor",
     "n_step_returns",

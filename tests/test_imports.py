@@ -26,7 +26,7 @@ files
 structures seeding moments
 shared replay agent
 envs memories episodes returns_inputs
-returns random_agent
+returns random_agent module_agent
 rollout
 batcher testing
 distributed integrations

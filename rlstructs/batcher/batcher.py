@@ -20,8 +20,8 @@ however that ends.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, overload
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -43,6 +43,7 @@ from rlstructs.batcher.delivery import Delivery
 from rlstructs.batcher.engine import Engine, start_engine
 from rlstructs.batcher.lease import Lease
 from rlstructs.batcher.lifecycle import Lifecycle, Phase
+from rlstructs.batcher.rollouts import run_rollouts
 from rlstructs.debug import is_on
 from rlstructs.envs.vec_env import NO_INFO, VecEnv
 from rlstructs.frameworks.torch import as_device
@@ -53,6 +54,10 @@ from rlstructs.shared.module_state import plain_state
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from workers.interrupts import defer_first_interrupt
+
+if TYPE_CHECKING:
+    from gymnasium.envs.registration import EnvSpec
+    from typing_extensions import Self
 
 
 @set_module("rlstructs")
@@ -169,6 +174,69 @@ class RL_Batcher(BatcherBase):
             with contextlib.suppress(Exception):
                 self._engine.close()
             raise
+
+    @classmethod
+    def make(
+        cls,
+        env: str | Callable[..., Any] | EnvSpec,
+        agent: RL_Agent | torch.nn.Module | Callable[..., Any] | None = None,
+        *,
+        n_envs: int = 8,
+        n_workers: int | None = None,
+        n_timesteps: int = 128,
+        seed: int | None = None,
+        env_args: Mapping[str, Any] | None = None,
+        device: torch.device | str = "cpu",
+        **settings: Any,
+    ) -> Self:
+        """Makes a batcher of environments that start new episodes by themselves: the short form of the constructor.
+
+        Args:
+            env: an id of gymnasium's registry; or a function, which may be a lambda, that makes one gymnasium
+                environment, or a vectorised one (a `VecEnv`, or gymnasium's `VectorEnv`) of `n_envs`, or `num_envs`,
+                environments. It is called in each worker, with those of `n_envs`, `num_envs` and `seed` that it takes.
+            agent: an `RL_Agent`, copied to each worker; or a network that maps observations to logits or to actions, or
+                returns a `torch.distributions.Distribution` (see `ModuleAgent`); or a function that makes one of these
+                and may take `observation_space` and `action_space`; or None for random actions.
+            n_envs: N, the number of environments of all workers, a multiple of `n_workers`.
+            n_workers: W; 0 runs the environments in this process; None for as many as there are cores.
+            n_timesteps, device: see the constructor.
+            seed: `seeds` of the constructor.
+            env_args: further arguments of `gymnasium.make`, or of the function.
+            settings: further arguments of the constructor, by name.
+
+        Raises:
+            SpecError, TypeError, Exception: see the constructor.
+
+        Example:
+            >>> from rlstructs import RL_Batcher
+            >>> with RL_Batcher.make("CartPole-v1", n_envs=4, n_workers=2, n_timesteps=10, seed=0) as batcher:
+            ...     lengths = [trajectories.lengths.tolist() for trajectories in batcher.rollouts(n_steps=80)]
+            >>> lengths
+            [[10, 10, 10, 10], [10, 10, 10, 10]]
+        """
+        from rlstructs.batcher.make import constructor_arguments  # imports gymnasium
+
+        arguments = constructor_arguments(env, agent, n_envs, n_workers, env_args, device)
+        return cls(n_timesteps, seeds=seed, **arguments, **settings)
+
+    def rollouts(self, n_steps: int | None = None) -> Iterator[Trajectories]:
+        """Yields one rollout after another: `execute` and `get`, after a `reset` if one is due.
+
+        `for trajectories in batcher:` does the same, without end. A loop that was left goes on where it stopped.
+
+        Args:
+            n_steps: ends after the rollout with which so many steps, of all environments together, have been yielded;
+                None for no end.
+
+        Raises:
+            SpecError, TypeError: `n_steps` is not an int above 0.
+            StateError, Exception: what `reset`, `execute` and `get` raise.
+        """
+        return run_rollouts(self, self._life, n_steps)
+
+    def __iter__(self) -> Iterator[Trajectories]:
+        return self.rollouts()
 
     def reset(self, agent_info: DictTensor = NO_INFO, env_info: DictTensor = NO_INFO) -> None:
         """Starts an episode in every environment; drops agents' states, and episodes that had not ended.

@@ -12,8 +12,9 @@ import gymnasium
 from tqdm import tqdm
 
 from rlstructs.batcher.batcher import RL_Batcher
-from rlstructs.cli.makers import GymMaker
+from rlstructs.cli.makers import NamedAgent
 from rlstructs.errors import OutOfMemoryError
+from rlstructs.rollout.makers import Makers
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from workers.limits import available_bytes
@@ -151,7 +152,7 @@ def _run(batcher: RL_Batcher, settings: Settings, collected: Collected, keep: bo
 
 def make_batcher(settings: Settings) -> RL_Batcher:
     """The batcher that runs the rollouts."""
-    maker = GymMaker(settings.agent, partial(gymnasium.make, settings.env_id), settings.n_envs)
+    maker = Makers(partial(gymnasium.make, settings.env_id), NamedAgent(settings.agent), settings.n_envs)
     arguments: dict[str, Any] = {
         "n_timesteps": settings.n_timesteps,
         "create_agent": maker.create_agent,

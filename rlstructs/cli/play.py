@@ -24,11 +24,12 @@ import gymnasium
 from gymnasium.envs.registration import load_env_creator
 
 from rlstructs.batcher.batcher import RL_Batcher
-from rlstructs.cli.makers import GymMaker
+from rlstructs.cli.makers import NamedAgent
 from rlstructs.cli.video import Recorder, check_whole
 from rlstructs.envs.gym_env import GymEnv
 from rlstructs.errors import SpecError
 from rlstructs.files.layout import temporary_name
+from rlstructs.rollout.makers import Makers
 
 # File ending of a video -> the module needed to write it.
 VIDEO_ENDINGS: dict[str, str | None] = {".mp4": "imageio_ffmpeg"}
@@ -93,7 +94,7 @@ def play(settings: Settings) -> None:
 
 def _run(settings: Settings, path: Path | None) -> KeyboardInterrupt | None:
     """Plays episodes and completes the video; returns the interrupt that ended it early, if any."""
-    maker = GymMaker(settings.agent, partial(_make, settings, path), n_envs=1, kind=GymEnv)
+    maker = Makers(partial(_make, settings, path), NamedAgent(settings.agent), n_envs=1, kind=GymEnv)
     try:
         with RL_Batcher(
             n_timesteps=N_TIMESTEPS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -57,6 +58,30 @@ def plain_state(module: torch.nn.Module) -> dict[str, Any]:
         if place.plain is not None and place.prefix[:-1] in versions
     }
     return found
+
+
+def copy_plain(module: torch.nn.Module) -> torch.nn.Module:
+    """Copies a module without its wrappers and parametrisations: the copy loads what `plain_state` returns.
+
+    Raises:
+        TypeError: it cannot be copied.
+    """
+    try:
+        return _strip(copy.deepcopy(module))
+    except Exception as error:
+        raise TypeError(f"agent: a {type(module).__name__} cannot be copied: {error}") from error
+
+
+def _strip(module: torch.nn.Module) -> torch.nn.Module:
+    """Removes wrappers and parametrisations, in place; returns the module, or the one that it wraps."""
+    while (wrapped := _wrapped_name(module)) is not None:
+        module = getattr(module, wrapped)
+    if _is_parametrised(module):
+        for name in list(module.parametrizations):  # type: ignore[arg-type]
+            parametrize.remove_parametrizations(module, name, leave_parametrized=True)
+    for name, child in module.named_children():
+        module._modules[name] = _strip(child)
+    return module
 
 
 def update_agent(agent: Any, info: Any) -> None:

@@ -1,0 +1,130 @@
+"""`ModuleAgent`: a network as an agent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch.distributions import Bernoulli, Categorical, Distribution
+
+from rlstructs.agent import RL_Agent
+from rlstructs.envs.spaces import list_leaves
+from rlstructs.errors import SpecError
+from rlstructs.public_names import set_module
+from rlstructs.shared.module_state import copy_plain
+from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
+
+SUPPORTED = (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Box)
+
+
+@set_module("rlstructs")
+class ModuleAgent(RL_Agent):
+    """Draws actions from the policy that a network gives.
+
+    Its output holds `action`, and `log_prob` (B,) where the policy is a distribution.
+
+    Args:
+        module: maps observations to a policy: for a Discrete space logits (B, n), for a MultiDiscrete one the logits of
+            all its numbers side by side (B, sum(nvec)), for a MultiBinary one a logit for each bit (B, ...); for a Box
+            the action, such as a mean (B, ...); or, for any of them, a `torch.distributions.Distribution`. A copy of it
+            acts, which `RL_Batcher.update(module)` updates.
+        action_space: Discrete, MultiDiscrete, MultiBinary or Box.
+        observation_space: if it is a Dict or Tuple, the module gets a dict of its entries, named as in observations;
+            otherwise, and for None, it gets `observation["frame"]`.
+        device: the device of the observations.
+
+    Raises:
+        TypeError: `module` is not a `torch.nn.Module`, or cannot be copied.
+        SpecError: the action space is not supported.
+
+    Example:
+        >>> agent = ModuleAgent(torch.nn.Linear(4, 2), spaces.Discrete(2))
+        >>> output, _ = agent(DictTensor(), DictTensor({"frame": torch.zeros(3, 4)}), DictTensor())
+        >>> output["action"].shape, output["log_prob"].shape
+        (torch.Size([3]), torch.Size([3]))
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        action_space: gymnasium.Space[Any],
+        observation_space: gymnasium.Space[Any] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"ModuleAgent: module must be a torch.nn.Module, got {type(module).__name__}")
+        if not isinstance(action_space, SUPPORTED):
+            kinds = ", ".join(kind.__name__ for kind in SUPPORTED)
+            raise SpecError(f"ModuleAgent: an action space must be one of {kinds}, got {action_space}")
+        self.module: torch.nn.Module = copy_plain(module).to(device)
+        self._space, self._keys = action_space, None
+        if isinstance(observation_space, (spaces.Dict, spaces.Tuple)):
+            self._keys = [leaf.key for leaf in list_leaves(observation_space, "observation")]
+        self._start = np.asarray(getattr(action_space, "start", 0))  # of Discrete and MultiDiscrete
+        if isinstance(action_space, spaces.MultiDiscrete):
+            self._sizes = action_space.nvec.reshape(-1).tolist()
+
+    def initial_state(self, agent_info: DictTensor, B: int) -> DictTensor:
+        """An empty state."""
+        return DictTensor()
+
+    def __call__(
+        self,
+        state: DictTensor,
+        observation: DictTensor,
+        agent_info: DictTensor,
+        history: TemporalDictTensor | None = None,
+    ) -> tuple[DictTensor, DictTensor]:
+        """Draws actions, B rows, from torch's global generator.
+
+        Raises:
+            SpecError: what the module returns does not fit the action space.
+        """
+        policy = self.policy(observation)
+        if not isinstance(policy, Distribution):
+            return DictTensor({"action": policy}), state
+        action = policy.sample()
+        log_prob = policy.log_prob(action)
+        if log_prob.ndim > 1:
+            log_prob = log_prob.flatten(1).sum(1)
+        if self._start.any():
+            action = action + torch.as_tensor(self._start, device=action.device)
+        if isinstance(self._space, spaces.MultiBinary):
+            action = action.to(torch.int8)
+        return DictTensor({"action": action, "log_prob": log_prob}), state
+
+    def policy(self, observation: DictTensor) -> Distribution | torch.Tensor:
+        """The policy for B observations: a distribution, or the actions (B, ...) themselves.
+
+        Actions of a distribution for a Discrete or MultiDiscrete space count from 0.
+        """
+        inputs = observation["frame"] if self._keys is None else {key: observation[key] for key in self._keys}
+        given, space, n = self.module(inputs), self._space, observation.n_elems()
+        if isinstance(given, Distribution):
+            return given
+        if isinstance(space, spaces.Discrete):
+            return Categorical(logits=_check_shape(given, (n, int(space.n)), space), validate_args=False)
+        if isinstance(space, spaces.MultiDiscrete):
+            logits = _check_shape(given, (n, sum(self._sizes)), space).split_with_sizes(self._sizes, 1)
+            # Numbers with fewer values than others get values of probability 0.
+            widest = max(self._sizes)
+            padded = [torch.nn.functional.pad(one, (0, widest - one.shape[1]), value=-torch.inf) for one in logits]
+            return Categorical(logits=torch.stack(padded, 1).reshape(n, *space.shape, widest), validate_args=False)
+        given = _check_shape(given, (n, *space.shape), space)
+        return Bernoulli(logits=given, validate_args=False) if isinstance(space, spaces.MultiBinary) else given
+
+    def update(self, info: Any) -> None:
+        """Loads a state dict into the module."""
+        self.module.load_state_dict(info)
+
+
+def _check_shape(given: Any, shape: tuple[int, ...], space: gymnasium.Space[Any]) -> torch.Tensor:
+    """Returns what the module returned; raises SpecError unless it is a tensor of this shape."""
+    if not isinstance(given, torch.Tensor) or tuple(given.shape) != shape:
+        found = f"a tensor {tuple(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
+        raise SpecError(f"agent: the module must return a tensor {shape} or a distribution for {space}, got {found}")
+    return given

@@ -1,0 +1,109 @@
+"""`Makers`: makes the environments and the agent of a worker from what `RL_Batcher.make` was given."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import torch
+
+from rlstructs.agent import RL_Agent
+from rlstructs.checks import call_factory
+from rlstructs.copying import copy_arguments
+from rlstructs.envs.gym_env import GymEnv, GymEnvInf
+from rlstructs.envs.gym_vector import GymVectorEnv
+from rlstructs.envs.vec_env import VecEnv
+from rlstructs.errors import SpecError
+from rlstructs.module_agent import ModuleAgent
+from rlstructs.random_agent import RandomAgent
+
+
+class Makers:
+    """Makes the environments of a worker, then its agent, which gets their spaces.
+
+    Both methods travel to a worker in one pickle, so that they belong to the same object there too.
+
+    Args:
+        env: makes one gymnasium environment, or all of a worker; it is called with those of `n_envs`, `num_envs` and
+            `seed` that it takes.
+        agent: an agent, a network, or a function that makes one of them and is called with those of
+            `observation_space` and `action_space` that it takes; None for random actions.
+        n_envs: number of environments.
+        device: the device of the observations.
+        kind: makes a vectorised environment of single ones.
+    """
+
+    def __init__(
+        self,
+        env: Callable[..., Any],
+        agent: Any,
+        n_envs: int,
+        device: torch.device | str = "cpu",
+        kind: type[GymEnv] = GymEnvInf,
+    ) -> None:
+        self._make, self._agent, self._n_envs, self._device, self._kind = env, agent, n_envs, device, kind
+        self._spaces: dict[str, Any] = {}
+
+    def create_env(self, seed: int) -> VecEnv:
+        """Makes the environments.
+
+        Raises:
+            TypeError: the function does not make environments.
+            SpecError: it makes another number of them.
+        """
+        offered = {"n_envs": self._n_envs, "num_envs": self._n_envs, "seed": seed}
+        arguments = accepted_arguments(self._make, offered, only_named=True)  # `gymnasium.make` takes any
+        first = call_factory("env is called", self._make, arguments)
+        if isinstance(first, gymnasium.Env):
+            made: Any = self._kind([first, *(self._make(**arguments) for _ in range(self._n_envs - 1))], seed)
+        elif isinstance(first, gymnasium.vector.VectorEnv):
+            made = GymVectorEnv(first, seed)
+        else:
+            made = first
+        n_envs = made.n_envs() if callable(getattr(made, "n_envs", None)) else self._n_envs
+        if n_envs != self._n_envs:
+            raise SpecError(f"env: it made {n_envs} environments for a worker that needs {self._n_envs}")
+        self._spaces = {name: getattr(made, name, None) for name in ("observation_space", "action_space")}
+        return made  # type: ignore[no-any-return]
+
+    def create_agent(self) -> RL_Agent:
+        """Makes the agent; `create_env` has to be called first.
+
+        Raises:
+            TypeError: the function makes no agent.
+            SpecError: the environments do not tell the space of their actions, which the agent needs.
+        """
+        if self._agent is None:
+            return RandomAgent(self._action_space())
+        agent = self._agent
+        if isinstance(agent, RL_Agent):
+            return copy_arguments(agent)
+        if not isinstance(agent, torch.nn.Module):
+            agent = call_factory("agent is called", agent, accepted_arguments(agent, self._spaces))
+        if isinstance(agent, torch.nn.Module) and not isinstance(agent, RL_Agent):
+            return ModuleAgent(agent, self._action_space(), self._spaces["observation_space"], self._device)
+        if not isinstance(agent, RL_Agent):
+            raise TypeError(f"agent must make an RL_Agent or a torch.nn.Module, got {type(agent).__name__}")
+        return agent
+
+    def _action_space(self) -> gymnasium.Space[Any]:
+        space = self._spaces["action_space"]
+        if space is None:
+            raise SpecError("agent: the environments have no action_space: give an RL_Agent")
+        return space
+
+
+def accepted_arguments(
+    function: Callable[..., Any], arguments: dict[str, Any], only_named: bool = False
+) -> dict[str, Any]:
+    """The arguments that a function takes by keyword; with `only_named`, `**kwargs` takes none."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some builtins have no signature
+        return {}
+    if not only_named and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return arguments
+    named = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    return {name: value for name, value in arguments.items() if name in named}

@@ -1,0 +1,151 @@
+"""`RL_Batcher.make`, `rollouts` and iteration: every kind of environment and agent gives what the long form gives."""
+
+from __future__ import annotations
+
+import gymnasium
+import pytest
+import torch
+from gymnasium import spaces
+
+from rlstructs import (
+    DictTensor,
+    GymEnv,
+    GymEnvInf,
+    NormalizeObservation,
+    RandomAgent,
+    RL_Batcher,
+    SpecError,
+    StateError,
+)
+
+CARTPOLE = "CartPole-v1"
+
+
+def one():
+    return gymnasium.make(CARTPOLE)
+
+
+def many(n_envs, seed):
+    return GymEnvInf([one() for _ in range(n_envs)], seed)
+
+
+def normalized(n_envs, seed):
+    return NormalizeObservation(many(n_envs, seed))
+
+
+def native(num_envs):
+    return gymnasium.make_vec(CARTPOLE, num_envs, vectorization_mode="vector_entry_point")
+
+
+class Counting(RandomAgent):
+    """Random actions of CartPole; counts the agents that were made."""
+
+    def __init__(self):
+        super().__init__(spaces.Discrete(2))
+
+
+def first_of(batcher):
+    with batcher:
+        return next(iter(batcher))
+
+
+@pytest.mark.parametrize("n_workers", [0, 2])
+def test_the_short_form_gives_what_the_long_form_gives(n_workers):
+    n_envs = 4 // max(1, n_workers)
+    long = RL_Batcher(20, Counting, {}, many, {"n_envs": n_envs}, n_workers, 3)
+    with long:
+        long.reset()
+        long.execute()
+        wanted, _ = long.get()
+    found = [
+        first_of(RL_Batcher.make(env, agent, n_envs=4, n_workers=n_workers, n_timesteps=20, seed=3))
+        for env in (CARTPOLE, gymnasium.spec(CARTPOLE), one, many)
+        for agent in (None, Counting, Counting(), RandomAgent, lambda action_space: RandomAgent(action_space))
+    ]
+    assert all(each == wanted for each in found)
+
+
+@pytest.mark.parametrize("env", [native, normalized], ids=["VectorEnv", "wrapped"])
+def test_vectorised_environments_tell_their_spaces_to_agents(env):
+    found = first_of(RL_Batcher.make(env, torch.nn.Linear(4, 2), n_envs=4, n_workers=2, n_timesteps=5, seed=0))
+    assert found.trajectories["action/log_prob"].shape == (4, 5)
+
+
+def test_arguments_reach_the_environments_and_the_batcher():
+    batcher = RL_Batcher.make(
+        CARTPOLE, n_envs=3, n_workers=1, n_timesteps=8, env_args={"max_episode_steps": 4}, run_ahead=1, timeout=60
+    )
+    found = first_of(batcher)
+    assert found.trajectories["_observation/truncated"][:, 3].all()
+
+
+def test_workers_share_the_environments_evenly():
+    with RL_Batcher.make(CARTPOLE, n_envs=6, n_workers=3, n_timesteps=2) as batcher:
+        assert (batcher.n_elems(), len(batcher.stats()["workers"])) == (6, 3)
+    with RL_Batcher.make(CARTPOLE, n_envs=5, n_timesteps=2) as batcher:
+        assert 5 % len(batcher.stats()["workers"]) == 0
+    with pytest.raises(SpecError, match="n_envs must be a multiple of n_workers, got 5 environments for 2 workers"):
+        RL_Batcher.make(CARTPOLE, n_envs=5, n_workers=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"env": "CartPole-v99"}, SpecError, "CartPole-v99: .*v99"),
+        ({"env": 3}, TypeError, "env must be an id of gymnasium's registry or a function, got int"),
+        ({"env": CARTPOLE, "agent": 3}, TypeError, "agent must be an RL_Agent, a torch.nn.Module or a function, got"),
+        ({"env": CARTPOLE, "agent": dict}, TypeError, "agent must make an RL_Agent or a torch.nn.Module, got dict"),
+        ({"env": CARTPOLE, "env_args": [1]}, TypeError, "env_args must be a mapping"),
+        ({"env": CARTPOLE, "n_envs": 0}, SpecError, "n_envs must be at least 1"),
+        ({"env": CARTPOLE, "agent": torch.nn.Linear(4, 3)}, SpecError, r"must return a tensor \(.*, 2\) or a dist"),
+        ({"env": lambda: many(3, 0)}, SpecError, "it made 3 environments for a worker that needs 4"),
+        ({"env": lambda seed: None}, TypeError, "must return"),
+    ],
+)
+def test_a_wrong_argument_is_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        RL_Batcher.make(**{"n_envs": 4, "n_workers": 1, "n_timesteps": 2, **arguments})
+
+
+def test_rollouts_end_with_the_steps_and_go_on_where_they_stopped():
+    with RL_Batcher.make(CARTPOLE, n_envs=4, n_workers=2, n_timesteps=10, seed=1) as batcher:
+        parts = [*batcher.rollouts(n_steps=41), *batcher.rollouts(40)]
+        for trajectories in batcher:
+            parts.append(trajectories)
+            break
+    with RL_Batcher.make(CARTPOLE, n_envs=4, n_workers=2, n_timesteps=10, seed=1) as batcher:
+        whole = list(batcher.rollouts(160))
+    assert len(whole) == 4 and parts == whole
+
+
+def test_rollouts_reset_environments_that_have_all_ended():
+    def ending(n_envs, seed):
+        return GymEnv([gymnasium.make(CARTPOLE, max_episode_steps=3) for _ in range(n_envs)], seed)
+
+    with RL_Batcher.make(ending, n_envs=2, n_workers=1, n_timesteps=8, seed=0) as batcher:
+        lengths = [rollout.lengths.tolist() for rollout in batcher.rollouts(12)]
+    assert lengths == [[3, 3], [3, 3]]
+
+
+def test_rollouts_refuse_what_is_no_number_of_steps_and_a_closed_batcher():
+    batcher = RL_Batcher.make(CARTPOLE, n_envs=2, n_workers=0, n_timesteps=2)
+    with batcher, pytest.raises(SpecError, match="n_steps must be at least 1"):
+        next(batcher.rollouts(0))
+    with pytest.raises(StateError, match="closed"):
+        next(iter(batcher))
+
+
+def test_a_network_acts_with_the_weights_of_its_last_update():
+    network = torch.nn.Linear(4, 2)
+    with torch.no_grad():
+        network.weight.zero_()
+        network.bias.copy_(torch.tensor([100.0, 0.0]))
+    with RL_Batcher.make(CARTPOLE, network, n_envs=4, n_workers=2, n_timesteps=5) as batcher:
+        before = next(iter(batcher))
+        with torch.no_grad():
+            network.bias.copy_(torch.tensor([0.0, 100.0]))
+        batcher.update(network)
+        after = next(iter(batcher))
+        episodes = batcher.evaluate(4, seed=1)
+    assert (before.trajectories["action/action"] == 0).all() and (after.trajectories["action/action"] == 1).all()
+    assert isinstance(episodes, DictTensor) and len(episodes) == 4
