@@ -555,19 +555,19 @@ class Vector(gymnasium.vector.VectorEnv):
 
 PARTS = "observations", "rewards", "terminations", "truncations", "infos"
 LOST = "the final observations of .* episodes are the first ones of the episodes after them: what a step led to was"
-IDLE = r"^Vector.step: environment 0 has to do nothing but reset in the step after its end \(autoreset mode NextStep\)"
+IDLE = r"^Vector.step: environment 0 may only reset in the step after the end of its episode \(autoreset mode"
 ALIKE = r"^GymVectorEnv: all its environments do the same when they get the same actions, with each of 10 seeds, and so"
 VECTORS = {
     "final observations that are the reset's": ({"flaw": "finals"}, LOST),
     "a mask that is ignored": (
         {"mode": "Disabled", "flaw": "mask"},
-        r"^Vector.reset changed the observation of environment \d, which options\['reset_mask'\] does not name",
+        r"^Vector.reset changed the observation of environment \d, which is not in options\['reset_mask'\]",
     ),
     "one seed for all": ({"flaw": "one seed"}, ALIKE),
     "one seed for all, in another mode": ({"mode": "NextStep", "flaw": "one seed"}, ALIKE),
     "a state that survives": ({"flaw": "survives"}, "^GymVectorEnv: after another reset with seed=0 the same actions"),
     "a step after an end that is paid": ({"mode": "NextStep", "flaw": "idle"}, IDLE),
-    "a mask of others": ({"flaw": "final mask"}, r"^Vector.step: infos\['_final_obs'\] is \[.*, the episodes that"),
+    "a mask of others": ({"flaw": "final mask"}, r"^Vector.step: infos\['_final_obs'\] is \[.*, but the episodes that"),
     "flags that are ints": (
         {"terminations": np.zeros(3, int)}, "^Vector.step: terminated must be an array of bool, got int64$"
     ),
@@ -594,7 +594,7 @@ VECTORS = {
     ),
     "a mask of infos that is too short": (
         {"mode": "NextStep", "infos": {"n": np.zeros(3), "_n": np.full(2, True)}},
-        r"^Vector.step: infos\['_n'\] says whose 'n' there is: it must be \(3,\) bool, got \(2,\) bool$",
+        r"^Vector.step: infos\['_n'\], the mask of 'n', must be \(3,\) bool, got \(2,\) bool$",
     ),
     "a mask of infos of ints": (
         {"mode": "NextStep", "infos": {"n": np.zeros(3), "_n": np.ones(3, int)}}, r"be \(3,\) bool, got \(3,\) int64$"
@@ -764,15 +764,15 @@ AGENTS = {
         "^WritesIntoInfo.__call__ of 3 rows wrote into the agent_info that .* or leave out takes_views: 'epsilon' was",
     ),
     "an observation that is kept": (
-        Keeps, "^Keeps: its output 'change' at t=0 of rollout 1 depends on an observation of the rollout before"
+        Keeps, "^Keeps: its output 'change' at t=0 of rollout 1 depends on an observation of the previous rollout"
     ),
     "a generator without a seed": (
-        DrawsByItself, "^DrawsByItself: two agents made alike, .* put out different 'noise' at t=0 of rollout 0; draw"
+        DrawsByItself, "^DrawsByItself: two agents .* gave different outputs, first 'noise' at t=0 of rollout 0; draw"
     ),
     "a replay from another state": (
-        ReplaysFromNothing, r"^ReplaysFromNothing: replay_agent gives another '.*' at t=\d than the agent did; call_re"
+        ReplaysFromNothing, r"^ReplaysFromNothing: replay_agent gives a different '.*' at t=\d than the agent did; call"
     ),
-    "a replay of less": (ReplaysOther, "^ReplaysOther: replay_agent gives no 'total', which the agent put out$"),
+    "a replay of less": (ReplaysOther, "^ReplaysOther: .* gives no 'total', which is an output of the agent$"),
     "a history of a word": (
         agent(require_history=lambda self: "yes"), "^Broken.require_history must return a bool, got 'yes'$"
     ),

@@ -79,13 +79,13 @@ class Call:
 
 
 class Post(NamedTuple):
-    """Call the job's `answer` with each of several bytes objects; each call returns bytes, which are a reply.
+    """Call the job's `answer` with each of several bytes objects; each call returns the bytes of one reply.
 
     Only `message` is sent. The same post may be sent any number of times.
 
     Attributes:
         label: its name in error messages.
-        n_replies: how many bytes objects it holds.
+        n_replies: the number of bytes objects, and so of replies.
         message: the bytes objects one after another, each after its length; framed by `frame`.
     """
 

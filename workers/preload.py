@@ -20,7 +20,7 @@ from workers.pickling import dumps
 
 # Ends the name of each module in the server's report.
 NAME_END = b"\0"
-# Bytes of a reported failure; a pipe holds 64 KiB.
+# The most bytes of a reported failure; a pipe holds 64 KiB.
 MAX_BYTES = 60_000
 
 
@@ -66,7 +66,7 @@ class _Os:
             forkserver.write_signed(served["child_w"], -(error.errno or errno.EAGAIN))
             for fd in (served["child_r"], served["child_w"], *served["fds"]):
                 os.close(fd)
-            # The loop takes only this error for one of the client, and goes on.
+            # The server's loop ends at every other error; this one means that the client is gone.
             raise OSError(errno.ECONNABORTED, os.strerror(errno.ECONNABORTED)) from error
 
 

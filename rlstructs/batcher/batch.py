@@ -24,7 +24,7 @@ class Batch:
 
     Args:
         sources: the slots of all environments in each slot buffer, and which of them to take, int64, ascending.
-        versions: int64 (N,), the number of updates that each environment's agent had had.
+        versions: int64 (N,), the number of updates that each environment's agent had received.
 
     Attributes:
         lengths: int64 (B,), the number of steps in each row.
@@ -55,7 +55,7 @@ class Batch:
         return Trajectories.trusted(kept.info, steps)
 
     def lend(self) -> Trajectories:
-        """Takes views of the slots where that is possible, and copies elsewhere."""
+        """Returns views of the slots where that is possible, and copies elsewhere."""
         if self._order is None:
             [(slots, rows)] = self._sources
             loan = slots.lend(_rows_or_none(slots, rows), self.n_timesteps)
@@ -84,7 +84,7 @@ class Batch:
         return out
 
     def _info(self) -> dict[str, torch.Tensor]:
-        """Copies what is known once for each row, (B, ...)."""
+        """Copies the values that each row has only once, (B, ...)."""
         found = [slots.info_of(rows) for slots, rows in self._sources]
         info = found[0]
         if self._order is not None:

@@ -1,4 +1,4 @@
-"""Where rollouts are written, and which environments run: the trainer's side."""
+"""`Transport`: what the trainer knows of where rollouts are written, and which environments run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Transport:
 
         Args:
             orders: by worker.
-            version_before: number of updates before the first one that the workers count.
+            version_before: number of updates that the workers' own counts leave out.
             version: number of updates so far, which counts as the version of lost rollouts.
         """
         raise NotImplementedError
@@ -74,28 +74,28 @@ class Transport:
         return np.arange(block.start, block.stop) if running is None else block.start + np.array(running, np.int64)
 
     def set_infos(self, infos: Mapping[str, DictTensor]) -> None:
-        """Puts `agent_info` and `env_info` into force."""
+        """Sets `agent_info` and `env_info` of all environments."""
         self.infos = {name: info.clone() for name, info in infos.items()}
 
     def set_agent_info(self, info: DictTensor) -> None:
-        """Puts `agent_info` into force for every rollout that `write_agent_info` is called for from now on."""
+        """Sets `agent_info` for the rollouts that `write_agent_info` is called for from now on."""
         self.infos["agent_info"] = info.clone()
 
     def write_agent_info(self, worker: int, number: int) -> None:
         """Writes a new `agent_info` where a worker will look for it in rollout `number`."""
 
     def cut(self, worker: int, number: int) -> None:
-        """Has a worker end its rollouts below this number after the step that it is in."""
+        """Makes a worker end its rollouts below this number after its current step."""
 
     def cut_all(self) -> None:
-        """Has every worker end every rollout, if that is possible."""
+        """Makes every worker end every rollout after its current step."""
 
     def add_episodes(self, orders: Mapping[int, RolloutOrder], trajectories: Trajectories) -> None:
         """Records the episodes that ended in these trajectories."""
         self.episodes.add(trajectories)
 
     def end_rollouts(self, orders: Mapping[int, RolloutOrder], trajectories: Trajectories | None) -> None:
-        """Records which environments run after these rollouts, and, given trajectories, the episodes in these."""
+        """Records which environments run after these rollouts, and which episodes ended in the trajectories, if any."""
         if trajectories is not None:
             self.add_episodes(orders, trajectories)
         for worker, order in orders.items():
@@ -126,7 +126,7 @@ class SlotTransport(Transport):
         self._slot_buffers = slot_buffers
         self.slots = slot_buffers.slots(buffer, poisons=poisons)
         self._cuts = slot_buffers.cuts(buffer)
-        # Worker and slot buffer, where an older `agent_info` lies.
+        # Pairs of worker and slot buffer whose `agent_info` is out of date.
         self._stale: set[tuple[int, int]] = set()
 
     @property

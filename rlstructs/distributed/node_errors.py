@@ -1,4 +1,4 @@
-"""The errors that the trainer raises for what has happened on a node."""
+"""Makes the errors that the trainer raises for failures of nodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workers import failures
 
 
 def make_job_error(node: Node, place: str, reply: NodeFailure) -> BaseException:
-    """Makes the error for a node's reply that its oldest request has failed; `place` is such as "on node 0"."""
+    """Makes the error for a node's reply that its oldest request failed; `place` says where: "on node 0"."""
     error = reply.failure.to_exception(reply.worker_index, node.requests[0].asked.label)
     if isinstance(error, WorkerError):
         error.args, error.worker_index = (f"{place}: {error}",), reply.worker_index
@@ -28,7 +28,7 @@ def make_crash_error(node: Node, losses: str, error: Exception) -> WorkerError:
 
 
 def make_loss_error(node: Node, error: Exception) -> Exception:
-    """Makes the error for a lost reply of a node that is not gone, from Ray's error."""
+    """Makes the error for a lost reply of a node that still runs, from Ray's error."""
     text = f"the reply of {node} to {node.requests[0].asked.label!r} is lost"
     lost: Exception = WorkerError(f"{text}: {error}", node.workers.start)
     if cluster.is_full(error):

@@ -1,4 +1,4 @@
-"""What one actor runs: an engine for a block of the workers, which answers requests as a worker's job does."""
+"""`NodeJob`: runs an engine for a block of the workers in an actor, and answers the trainer's requests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class NodeSettings:
 
     Attributes:
         job, run: the settings of all workers.
-        debug: of `RL_Batcher`.
+        debug: see `RL_Batcher`.
         registered: the environments that the trainer's process has registered with gymnasium.
         process, libraries: settings of the trainer's process, which nodes and their workers take over.
     """
@@ -73,7 +73,8 @@ class NodeRollout:
     """The environments of a node's rollout, counted from the node's first.
 
     Attributes:
-        reset_before, reset_after: those that began new episodes before or after it without having ended theirs.
+        reset_before, reset_after: those whose episodes began anew before or after the rollout, because of a reset or
+            because their worker was replaced.
         rows: those that ran, ascending; None for all of them.
     """
 
@@ -83,15 +84,15 @@ class NodeRollout:
 
 
 class NodeReply(NamedTuple):
-    """What a node replies when its rollout is over; the first four fields are those of `RolloutReply`.
+    """What a node replies when its rollout is over; the first four fields have the names of `RolloutReply`'s.
 
     Attributes:
         running: the environments that still run, counted from the node's first; None for all of them.
         clock: the states of its workers, as `Supervisor.get_states` returns them.
-        version: number of updates that the agents had had.
+        version: number of updates that the agents had received.
         statistics: the moments that each worker gathered, by name.
         rollout: the environments of the rollout.
-        columns: the content of the slots; arrays that go through the object store.
+        columns: the contents of the slots: arrays that are sent through the object store.
     """
 
     running: list[int] | None
@@ -108,7 +109,7 @@ class NodeJob:
     Args:
         settings: the settings of its engine.
         workers: the indexes of its workers, counted over all nodes.
-        states: by worker, the states from which a successor continues; None for the first node in this place.
+        states: by worker, the states to continue from, if this node replaces another; otherwise None.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class NodeJob:
         write_settings(SETTINGS, settings.process)
         write_libraries(settings.libraries)
         registry.register(settings.registered)
-        # Environments that began new episodes, which the trainer does not know yet.
+        # Environments whose episodes began anew, which the trainer was not told yet.
         self._new_episodes: set[int] = set()
         self._engine = start_engine(settings.job, settings.run, settings.debug, self._note_new_episodes)
         if states is not None:
@@ -132,11 +133,11 @@ class NodeJob:
         self._all_ended = False
         self._evaluation: Generator[None, None, Any] | None = None
         self._episodes: list[dict[str, Any]] = []
-        # The states that are in the reply of a rollout; its report refers to the same object, which is pickled once.
+        # The states in a rollout's reply. The report that goes with it holds the same object, so it is pickled once.
         self._states: list[dict[str, Any]] | None = None
 
     def describe(self) -> JobDescription:
-        """Counts the environments of a worker, and says what rollouts hold."""
+        """Returns the number of environments of a worker, and the specs of rollouts."""
         layout, statistics = self._engine.transport.layout, self._engine.supervisor.statistics
         state = {key.removeprefix(STATE): spec for key, spec in layout.info.items() if key.startswith(STATE)}
         return JobDescription(
@@ -149,14 +150,14 @@ class NodeJob:
         return {"pids": self._engine.pool.pids, "states": states}
 
     def set_infos(self, data: bytes) -> None:
-        """Puts `agent_info` and `env_info` of all environments into force; pickled, N rows each, or empty."""
+        """Sets `agent_info` and `env_info` for later requests; `data` pickles a dict of both, N rows each, or empty."""
         with FailureGuard(self):
             rows = self._rows()
             self._infos = {name: _take_rows(info, rows) for name, info in pickling.loads(data).items()}
             self._agent_info = self._infos["agent_info"]
 
     def reset(self, statistics: dict[str, Moments]) -> None:
-        """Starts an episode in every environment; `statistics` are what environments normalise by."""
+        """Starts an episode in every environment; `statistics` are those that environments normalise with."""
         with FailureGuard(self):
             self._engine.supervisor.set_statistics(statistics)
             self._engine.supervisor.settle()
@@ -168,10 +169,10 @@ class NodeJob:
 
         Args:
             number: the number of rollouts that the trainer ordered before.
-            statistics: what environments normalise by.
+            statistics: those that environments normalise with.
 
         Returns:
-            The reply; its columns are views of the slots, valid until the next rollout.
+            The reply; its columns may be views of the slots, which are valid until the next rollout.
         """
         with FailureGuard(self):
             if self._last is not None:
@@ -180,7 +181,7 @@ class NodeJob:
             if self._all_ended:
                 rollout = NodeRollout(self._take_new_episodes(), [], [])
                 return self._reply([], [], rollout, columns_of(slots, np.zeros(0, np.int64), 0))
-            # The trainer's number may be higher: it also counts rollouts that came when all environments had ended.
+            # The trainer's number may be higher: it includes rollouts ordered after all environments had ended.
             for record in engine.supervisor.records:
                 record.n_ordered = number
             engine.supervisor.set_statistics(statistics)
@@ -198,13 +199,13 @@ class NodeJob:
             return self._reply(running, gathered, NodeRollout(before, self._take_new_episodes(), ran), columns)
 
     def cut(self, number: int) -> None:
-        """Ends rollouts below this number after their present step; called while another thread runs one."""
+        """Ends rollouts below this number after their current step; called while another thread runs one."""
         with contextlib.suppress(IndexError, TypeError):  # the engine was closed meanwhile
             for worker in range(len(self._engine.transport.blocks)):
                 self._engine.transport.cut(worker, number)
 
     def update(self, packed: tuple[int, Parcel]) -> None:
-        """Updates every agent; `packed` is the number of updates so far, and this one."""
+        """Updates every agent; `packed` holds the number of updates, this one included, and the update."""
         with FailureGuard(self):
             self._version, parcel = packed
             self._engine.update(self._engine.outbox.pack(parcel))
@@ -222,7 +223,7 @@ class NodeJob:
         infos: Mapping[str, DictTensor],
         statistics: dict[str, Moments],
     ) -> None:
-        """Begins an evaluation; the arguments are those of `RolloutJob`, for all environments and workers."""
+        """Begins an evaluation; the arguments are those of `RolloutJob.begin_evaluation`, for all nodes."""
         if self.error is not None:
             raise self.error
         self.end_evaluation()

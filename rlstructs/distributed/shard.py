@@ -23,17 +23,17 @@ from rlstructs.structures.arrays import raw_of, tensor_of
 
 # The columns that describe drawn rows.
 INDEX, LEAF, MASK, IS_FIRST, DISCOUNT = "index", "leaf", "mask", "is_first", "discount"
-# What steps are, beside their values: the slash keeps these apart from names of tensors.
+# The columns of steps besides their values; the slash keeps these names apart from those of tensors.
 LENGTHS, LANES, DONE, STARTS = "/lengths", "/lanes", "/done", "/starts"
 DATA = "data"  # the column of a file
 FORMAT = "npz"
 
-# A kind of draws: the number of consecutive rows, and whether they must be of one episode.
+# A kind of draw: the number of consecutive rows, and whether they must be of one episode.
 Kind = tuple[int, bool]
 ROW: Kind = (1, False)
-# The number of kinds, beside single rows, whose priorities reports sum up.
+# The most kinds, besides single rows, for which reports sum up priorities.
 N_KINDS = 8
-# The share of a sum below which a difference of two sums is rounding.
+# A difference of two sums may be a rounding error if it is below this share of the larger one.
 EXACT = 1e-6
 
 Dtypes = dict[str, torch.dtype]
@@ -58,7 +58,7 @@ class ShardFile(NamedTuple):
 
 
 def columns_of(steps: Steps) -> Columns:
-    """Steps as what is sent to a shard: values by name, and what else they are."""
+    """The columns that are sent to a shard for these steps: values by name, and what else describes them."""
     marks = {LENGTHS: steps.lengths, LANES: steps.lanes, DONE: steps.done, STARTS: steps.starts}
     return {**steps.values, **{name: each for name, each in marks.items() if each is not None}}
 
@@ -92,10 +92,10 @@ class ShardMemory(PrioritizedMemory):
         """Sums up priorities to the power of alpha.
 
         Args:
-            kinds: the kinds of draws, beside single rows.
+            kinds: the kinds of draws, besides single rows.
 
         Returns:
-            For each kind the sum over the rows that draws may begin with; and the smallest power of all rows.
+            For each kind the sum over the rows that a draw may begin with; and the smallest power of all rows.
         """
         self._priorities.follow(self._store().span())
         tree = self._priorities.tree
@@ -107,12 +107,12 @@ class ShardMemory(PrioritizedMemory):
         span = store.span(length)
         if is_whole and store.episodes is not None:
             return float(tree.values[self._find_whole(span)].sum())
-        # Only the last rows of each environment do not fit, which are few.
+        # Only the last rows of each environment, which are few, cannot begin a draw.
         total = float(tree.total) - float(tree.values[store.span().newer(span.high)].sum())
         return total if total > EXACT * tree.total else float(tree.values[span.every_row()].sum())
 
     def _find_whole(self, span: Span) -> np.ndarray:
-        """The ids of rows that begin a window of one episode, of the span's length; kept until the next write."""
+        """The ids of rows that begin a window of the span's length in one episode; kept until the next write."""
         if self._found is None or self._found[:2] != (span.length, span.snapshot):
             every, episodes = span.every_row(), self._store().episodes
             assert episodes is not None
@@ -145,7 +145,7 @@ class ShardMemory(PrioritizedMemory):
         """Sets the priorities of rows that were not overwritten since `describe_sample` returned this `index`.
 
         Raises:
-            IndexError: an index is of a row that is yet to come.
+            IndexError: an index is of a row that was not written yet.
         """
         turns, rows = np.divmod(index, self._n_rows)
         span = self._store().span()
@@ -184,7 +184,7 @@ class Shard:
 
         Returns:
             `rows`: their number. `sums` and `least`: see `ShardMemory.sum_priorities`. `largest`: the priority of new
-            rows. `nbytes`. `dtypes` by name, empty without rows.
+            rows. `nbytes`: its size in bytes. `dtypes`: of the tensors, by name; empty without rows.
         """
         memory = self._memory
         sums, least = memory.sum_priorities(self._kinds)
@@ -195,7 +195,7 @@ class Shard:
                 "nbytes": memory.nbytes, "dtypes": dtypes}  # fmt: skip
 
     def add_kind(self, kind: Kind) -> None:
-        """Adds a kind of draws to the sums of reports."""
+        """Makes reports sum up priorities for one more kind of draw."""
         if kind != ROW and kind not in self._kinds:
             self._kinds.append(kind)
 
@@ -204,7 +204,7 @@ class Shard:
 
         Args:
             dtypes: of the tensors, by name.
-            largest: the largest priority of other shards.
+            largest: the largest priority that any shard has reported.
             columns: what `columns_of` returned.
         """
         values = {name: tensor_of(np.array(columns[name]), dtype) for name, dtype in dtypes.items()}

@@ -1,6 +1,6 @@
 """Vectorised environments: the `VecEnv` protocol, `GymEnv`, `GymEnvInf`, `GymVectorEnv`, `DeviceEnv`.
 
-`NormalizeObservation` and `NormalizeReward` go around any of them. And `SharedVectorEnv`, one of gymnasium's kind.
+`NormalizeObservation` and `NormalizeReward` wrap any of them. `SharedVectorEnv` is a gymnasium vector environment.
 """
 
 from __future__ import annotations

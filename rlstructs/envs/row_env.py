@@ -1,4 +1,4 @@
-"""The interface by which a rollout steps environments of every class: rows in numpy arrays."""
+"""`RowEnv`: the interface through which rollouts step environments of every class, with rows in numpy arrays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Step(NamedTuple):
         reset: int64 (R,), which of the E' environments were reset in the same step.
         fresh: R rows, their first observations, which the agent sees next; None when R is 0.
         kept: int64, which of the E' environments still run; None for all.
-        idle: int64, which of the E' environments only started an episode: that was no step.
+        idle: int64, which of the E' environments only started an episode, so that their step is no transition.
     """
 
     after: Rows
@@ -38,7 +38,7 @@ class SharedStatistics(Protocol):
     """Statistics of environments that all workers share; see `VecEnv`."""
 
     def take_statistics(self) -> dict[str, Moments]:
-        """Takes what was gathered since the last call, by name."""
+        """Takes the statistics gathered since the last call, by name."""
         ...
 
     def load_statistics(self, statistics: Mapping[str, Moments], frozen: bool) -> None:
@@ -47,9 +47,9 @@ class SharedStatistics(Protocol):
 
 
 class RowEnv(Protocol):
-    """E environments that a rollout steps, and all that it may ask of them; `row_env` gives that of a `VecEnv`.
+    """All that a rollout may ask of E environments; `row_env` makes one of a `VecEnv`.
 
-    `RowDefaults` has everything from `writes_rows` on, for environments that can do no more than a `VecEnv`.
+    `RowDefaults` implements `writes_rows` and all below it, for environments that can do no more than a `VecEnv`.
     """
 
     def n_envs(self) -> int:
@@ -61,7 +61,7 @@ class RowEnv(Protocol):
         ...
 
     def reset_rows(self, env_info: DictTensor) -> Rows:
-        """Does what `VecEnv.reset` does, and returns the observation of all environments as rows of nobody else."""
+        """Does what `VecEnv.reset` does, and returns the observations of all as rows that nobody else uses."""
         ...
 
     def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
@@ -69,7 +69,7 @@ class RowEnv(Protocol):
 
         Args:
             action: a row for each running environment.
-            target: E rows to write to; used by environments with `writes_rows` alone. None for rows of their own.
+            target: E rows to write to; None for rows of the environment's own. Used only with `writes_rows`.
         """
         ...
 
@@ -80,12 +80,12 @@ class RowEnv(Protocol):
 
     @property
     def may_idle(self) -> bool:
-        """Whether an environment may only start an episode in the next step, as the last step left it."""
+        """Whether some environment may be idle in the next step, see `Step`; may change with every step."""
         ...
 
     @property
     def defers_resets(self) -> bool:
-        """Whether a rollout begins with the resets of environments that ended in the one before."""
+        """Whether environments that end are reset only when the next rollout begins."""
         ...
 
     def revive_rows(self) -> tuple[np.ndarray, Rows]:
@@ -98,7 +98,7 @@ class RowEnv(Protocol):
         ...
 
     def example(self) -> Rows | None:
-        """First observations as `reset_rows` would return them, made without a reset; None if only a reset can."""
+        """First observations like those of `reset_rows`, made without a reset; None if that is impossible."""
         ...
 
     def row_groups(self) -> Sequence[SplitEnv]:
@@ -111,7 +111,7 @@ class RowEnv(Protocol):
 
 
 class SplitEnv(RowEnv, Protocol):
-    """A group of environments that can be stepped while other groups are waited for; all always run."""
+    """A group of environments that step while the agent acts on other groups; all of them always run."""
 
     def send_rows(self, action: DictTensor) -> None:
         """Starts a step of the group, without waiting for it."""
@@ -123,9 +123,9 @@ class SplitEnv(RowEnv, Protocol):
 
 
 class RowDefaults:
-    """What a `RowEnv` answers that can do no more than a `VecEnv`.
+    """The members of a `RowEnv` that can do no more than a `VecEnv`.
 
-    No part of the Protocol itself: users derive from our environments, and would inherit its metaclass.
+    They are not in the Protocol itself, because users' subclasses of our environments would inherit its metaclass.
     """
 
     writes_rows = False
@@ -177,7 +177,7 @@ def step_pairs(step: Step, running: torch.Tensor) -> tuple[Pair, Pair]:
 
 
 def take_statistics(env: RowEnv) -> dict[str, Moments]:
-    """Takes what environments have gathered since the last call; nothing if they keep no statistics."""
+    """Takes the statistics that environments gathered since the last call; empty if they keep none."""
     kept = env.shared_statistics()
     return {} if kept is None else kept.take_statistics()
 

@@ -38,8 +38,8 @@ class RolloutReply(NamedTuple):
     Attributes:
         running: the environments that still run, counted from the worker's first; None for all of them.
         clock: the fields of its `Clock`.
-        version: number of updates that the agent had had.
-        statistics: the moments that environments gathered since the last rollout, by name.
+        version: number of updates that the agent had received.
+        statistics: the moments that environments gathered since the previous rollout, by name.
     """
 
     running: list[int] | None

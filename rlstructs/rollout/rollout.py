@@ -20,7 +20,7 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.tree import put_rows
 
-# Gives what rows (None: all) see at t, and what has to be settled before it is rewritten.
+# Returns the observations of some rows (None: all) at t, and copies to settle before those are overwritten.
 Observe = Callable[[int, np.ndarray | None], tuple[DictTensor, weakref.ref[LazyCopies] | None]]
 
 
@@ -31,7 +31,7 @@ class ActingAgent(NamedTuple):
         agent: acts on the environments that run.
         device: where the agent wants observations; None for the CPU.
         clock: adds up times and steps; None to measure nothing.
-        is_cut: called after each step; the rollout ends there if it returns True. None for T steps.
+        is_cut: called after each step; the rollout ends there if it returns True. None if it never ends early.
     """
 
     agent: RL_Agent
@@ -49,7 +49,7 @@ def acquire(
     Args:
         acting_agent: the agent.
         env: E environments; `progress` says which of them run.
-        slots: E of them; they set T.
+        slots: E slots, whose layout sets T.
         progress: what the last call, or a reset, returned.
         agent_info: E rows, or empty.
 
@@ -116,7 +116,7 @@ class Rollout:
     """One rollout of environments that are stepped together.
 
     Args:
-        acting_agent, env, slots, progress, agent_info: as for `acquire`, or one group's as for `acquire_in_turns`.
+        acting_agent, env, slots, progress, agent_info: see `acquire`; or those of one group, see `acquire_in_turns`.
     """
 
     def __init__(
@@ -125,11 +125,15 @@ class Rollout:
         self._acting_agent, self._env, self._slots = acting_agent, env, slots
         self._progress, self._agent_info = progress, agent_info
         self._needs_history = self._is_shown = False
-        # Ascending timesteps, and the rows in which an environment only started an episode.
+        # Timesteps, ascending, each with the rows whose environments only started an episode in it.
         self._idle: list[tuple[int, np.ndarray]] = []
 
     def run(self, group: SplitEnv | None = None) -> Generator[None, None, Progress]:
-        """Runs the rollout; yields while `group` is stepped: the environments, if they are one group of several."""
+        """Runs the rollout.
+
+        Args:
+            group: the environments, if they are one of several groups. The generator then yields while they step.
+        """
         rows, info, state, steps, observe = self._begin()
         (agent, device, clock, is_cut), env, slots = self._acting_agent, self._env, self._slots  # local names are fast
         is_shown, has_info, has_state = self._is_shown, bool(info._tensors), not state.empty()
@@ -151,12 +155,12 @@ class Rollout:
                 settle(copies)
             if clock is not None:
                 clock.agent += (acted := perf_counter()) - began
-            if has_state:  # before the agent is given it
+            if has_state:  # before the agent gets it in the next step
                 slots.check_state(state, slots.n if rows is None else rows.size)
             steps.write_action(t, rows, output)
             if group is not None:
                 group.send_rows(output)
-                state = state.clone() if has_state else state  # agents may write into it when they act for others
+                state = state.clone() if has_state else state  # the agent may write into it meanwhile
                 yield
                 acted = perf_counter()
                 step = group.recv_rows(steps.target(t + 1))
@@ -182,13 +186,13 @@ class Rollout:
         """Prepares the first step.
 
         Returns:
-            The rows that run (None: all), their `agent_info` and state, where to write steps, and what gives the
-            observations.
+            The rows that run (None: all), their `agent_info` and state, where to write steps, and the function that
+            returns observations.
         """
         (agent, device, _, _), slots, progress = self._acting_agent, self._slots, self._progress
         n_running = progress.running.size
         rows = None if n_running == slots.n else progress.running
-        if progress.state is None:  # the slots may have been made for another worker's or another environment's rows
+        if progress.state is None:  # the slots were laid out for another worker or an earlier environment
             slots.check_observation(progress.observation)
         info = self._agent_info if rows is None or self._agent_info.empty() else self._agent_info.index(rows)
         state = initial_state(agent, info, n_running) if progress.state is None else progress.state
@@ -199,7 +203,7 @@ class Rollout:
         return rows, info, state, steps, steps.view_observation if is_viewed else steps.copy_observation
 
     def _history_reader(self) -> Callable[[int, np.ndarray | None], TemporalDictTensor] | None:
-        """What gives the agent its history; None if it needs none."""
+        """The function that returns the agent's history; None if the agent needs none."""
         return self._read_history if self._needs_history else None
 
     def _read_history(self, t: int, rows: np.ndarray | None) -> TemporalDictTensor:
@@ -213,19 +217,19 @@ class Rollout:
     def _skip_idle(
         self, t: int, rows: np.ndarray | None, idle: np.ndarray, before: DictTensor | None, state: DictTensor
     ) -> DictTensor:
-        """Notes the rows that only started an episode; returns the agent's state, in these rows as before the step."""
+        """Notes the rows that only started an episode; returns the state, in these rows the one before the step."""
         if self._needs_history:
             raise SpecError(
-                "agent: its history would hold steps that were none; an environment that resets in a step of its "
-                "own (autoreset NEXT_STEP) is for agents that do not require it"
+                "agent: its history would hold steps that are no transitions; an agent that requires a history "
+                "cannot act in an environment that resets in a step of its own (autoreset NEXT_STEP)"
             )
         self._idle.append((t, idle if rows is None else rows[idle]))
         if state.empty():
             return state
         if before is None:
             raise SpecError(
-                f"environment: {self._idle[-1][1].tolist()} only started an episode in a step, but the step before had "
-                "ended none ('done' was False): the state that the agent had is not known any more"
+                f"environment: {self._idle[-1][1].tolist()} only started an episode in a step, but the step before "
+                "ended no episode ('done' was False), so that the agent's state before the step was not kept"
             )
         index, restored = torch.from_numpy(idle), state.clone()
         for key, tensor in restored.items():

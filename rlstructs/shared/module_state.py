@@ -21,7 +21,7 @@ class _Place(NamedTuple):
 
     Attributes:
         prefix: how the keys of its tensors begin.
-        plain: how they begin in the network without wrappers; None if it is not in that network.
+        plain: how they begin in the network without wrappers; None if the module is not in that network.
         module: the module.
     """
 
@@ -50,7 +50,7 @@ def plain_state(module: torch.nn.Module) -> dict[str, Any]:
     for place in places.values():
         for name, value in _computed_tensors(place.module):
             found[f"{place.plain}{name}"] = value
-    # `load_state_dict` reads the versions of modules.
+    # `load_state_dict` looks up the version of each module here.
     versions: dict[str, Any] = getattr(state, "_metadata", {})
     found._metadata = {  # type: ignore[attr-defined]
         place.plain[:-1]: versions[place.prefix[:-1]]
@@ -99,7 +99,7 @@ def update_agent(agent: Any, info: Any) -> None:
             raise
         raise SpecError(
             f"update: the agent could not take the state dict of a {found[1]} (it has {found[0]!r}): call "
-            f"update(module), which sends what the plain module has. The agent raised {type(error).__name__}: {error}"
+            f"update(module), which sends the plain module's state. The agent raised {type(error).__name__}: {error}"
         ) from error
 
 
@@ -124,10 +124,10 @@ def _wrapped_name(module: torch.nn.Module) -> str | None:
 
 
 def _places(module: torch.nn.Module, prefix: str, plain: str) -> Iterator[_Place]:
-    """Yields a module and all below it, without submodules of modules that the plain network lacks."""
+    """Yields a module and all below it; below a wrapper only the wrapped module, below parametrisations nothing."""
     wrapped = _wrapped_name(module)
     if wrapped is not None:
-        yield _Place(prefix, None, module)  # tensors of the wrapper itself, such as the number of averages
+        yield _Place(prefix, None, module)  # for its own tensors, such as `n_averaged`
         yield from _places(getattr(module, wrapped), f"{prefix}{wrapped}.", plain)
         return
     yield _Place(prefix, plain, module)
@@ -149,7 +149,7 @@ def _place_of(key: str, places: Mapping[str, _Place]) -> _Place:
 
 
 def _is_parametrised(module: torch.nn.Module) -> bool:
-    """Whether torch's parametrisations compute some of its tensors; a submodule of their name does not count."""
+    """Whether torch's parametrisations compute some of its tensors; a submodule of that name alone does not count."""
     parts = getattr(module, "parametrizations", None)
     return isinstance(parts, torch.nn.ModuleDict) and all(
         isinstance(part, parametrize.ParametrizationList) for part in parts.values()
@@ -157,7 +157,7 @@ def _is_parametrised(module: torch.nn.Module) -> bool:
 
 
 def _computed_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Computes the tensors of a module that its parametrisations replace; yields them with their names."""
+    """Yields the name and the value of each tensor that a module's parametrisations compute."""
     if _wrapped_name(module) is not None or not _is_parametrised(module):
         return
     for name, parametrization in module.parametrizations.items():  # type: ignore[operator, union-attr]

@@ -27,7 +27,7 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
     """
     try:
         return tensor.numpy()
-    except (RuntimeError, TypeError):  # it has a gradient or is not on the CPU; rare, and each call takes time
+    except (RuntimeError, TypeError):  # it has a gradient or is not on the CPU: rare, and all these calls take time
         return tensor.detach().cpu().resolve_conj().resolve_neg().numpy()
 
 
@@ -55,7 +55,7 @@ def tensor_to_array(name: str, tensor: torch.Tensor) -> np.ndarray:
 def raw_of(tensor: torch.Tensor) -> np.ndarray:
     """A tensor's memory as a numpy array; int16 for bfloat16, which numpy lacks.
 
-    numpy reads and writes by index for every dtype, which torch does not.
+    numpy can index arrays of every dtype, torch cannot.
     """
     if tensor.dtype is torch.bfloat16:
         tensor = tensor.view(torch.int16)
@@ -63,13 +63,13 @@ def raw_of(tensor: torch.Tensor) -> np.ndarray:
 
 
 def tensor_of(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor with this dtype for which `raw_of` gave the array."""
+    """The inverse of `raw_of`: an array's memory as a tensor of this dtype."""
     found = torch.from_numpy(array)
     return found if found.dtype is dtype else found.view(dtype)
 
 
 def tensors_of(arrays: Mapping[str, np.ndarray], specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
-    """The same memory as tensors of the dtypes of their specs, by name; see `tensor_of`."""
+    """Converts arrays, by name, to tensors of the dtypes of their specs; see `tensor_of`."""
     return {name: tensor_of(array, specs[name][1]) for name, array in arrays.items()}
 
 

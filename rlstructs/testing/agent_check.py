@@ -21,7 +21,7 @@ from rlstructs.testing.env_source import check_pickles
 from rlstructs.testing.recording import Moment, Recording, record_rollout, record_script
 
 METHODS = ("initial_state", "__call__", "call_replay", "require_history", "update", "seed", "close")
-# Tolerances for floats of a replay, which computes them again with a graph for gradients.
+# Tolerances for floats of a replay, which computes them again, with gradients.
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
 # The default of an argument that may be None.
 NOTHING: Any = object()
@@ -42,19 +42,22 @@ def check_agent(
     """Runs an agent and checks all that `RL_Batcher` and `replay_agent` rely on; raises at the first mistake.
 
     It checks:
-    - the methods, `update` and `close` among them; that the factory can be pickled; that a replay gives what was done;
-    - keys, dtypes, rows and devices of states and outputs; that seeds decide outputs; what `takes_views` promises.
+    - the methods, `update` and `close` among them; that the factory can be pickled; that a replay gives the outputs
+      that were recorded;
+    - keys, dtypes, rows and devices of states and outputs; that the seed decides the outputs; that an agent with
+      `takes_views` keeps no views of observations and writes into none.
 
     Args:
-        agent: best the `create_agent` of a batcher; or an agent, which is copied.
+        agent: preferably the `create_agent` of a batcher; or an agent, which is copied.
         observation: an example of B rows; or an environment, which is run and not closed.
         agent_args: arguments for a factory.
         agent_info: one row, as for `RL_Batcher`.
-        update: what to give to `RL_Batcher.update`; `update` is not called if this is left out.
+        update: an update as for `RL_Batcher.update`; if it is left out, the agent's `update` is not called.
         n_steps: steps of a rollout.
         seed: for the global random streams, and for `agent.seed`.
         replay: whether to check `replay_agent`.
-        replayed: outputs that a replay has to give whatever the agent did before, such as logits; no random draws.
+        replayed: names of outputs, such as logits, that a replay has to give whatever the agent did before; not of
+            random draws.
 
     Raises:
         TypeError, SpecError: something is wrong; the message names the method or key, and says what to change.
@@ -94,7 +97,7 @@ class _AgentCheck:
                 raise TypeError(f"{self._name} has no method {method}(): subclass rlstructs.RL_Agent")
 
     def check_calls(self, source: DictTensor | VecEnv, n_steps: int) -> list[Moment]:
-        """Runs an agent on a source, and on other numbers of its rows; returns what the agent saw."""
+        """Runs an agent on a source, then on 1, 2 and all of its rows; returns what the agent saw on the source."""
         agent = self._make_checked()
         script = record_script(agent, source, self._info, n_steps)
         first = script[0].observation
@@ -106,7 +109,7 @@ class _AgentCheck:
         return script
 
     def _check_batch_first(self, observation: DictTensor) -> None:
-        """Checks that no state is (layers, B, ...) with as many layers as rows."""
+        """Checks that no state has the shape (layers, B, ...), which looks right if there are B layers."""
         agent, info = self._make_seeded(), repeat_row(self._info, observation.n_elems())
         with torch.no_grad():
             state = agent.initial_state(info.clone(), observation.n_elems())
@@ -117,30 +120,30 @@ class _AgentCheck:
         rollouts = self._record_two(script)
         if (found := _first_difference(rollouts, self._record_two(script))) is not None:
             raise SpecError(
-                f"{self._name}: two agents made alike, in random streams seeded alike, put out different {found}; draw "
+                f"{self._name}: two agents that were made and seeded alike gave different outputs, first {found}; draw "
                 "from torch's global generator, or from one of your own that `seed(seed)` seeds"
             )
         if not self._make_checked().takes_views:
             return rollouts[0]
         if (found := _first_difference(rollouts, self._record_two(script, overwrite=True))) is not None:
             raise SpecError(
-                f"{self._name}: its output {found} depends on an observation of the rollout before, which has been "
-                "overwritten by then; clone what is to be kept, or leave out takes_views"
+                f"{self._name}: its output {found} depends on an observation of the previous rollout, which has been "
+                "overwritten since; clone what the agent keeps, or leave out takes_views"
             )
         return rollouts[0]
 
     def check_replay(self, rollout: Recording, replayed: Sequence[str]) -> None:
-        """Checks that a replay gives what the agent did, also when the agent has acted before."""
+        """Checks that a replay gives the recorded outputs, also if the agent has acted before."""
         keys = list(rollout.outputs[0].keys())
         if lacking := sorted(set(replayed) - set(keys)):
-            raise SpecError(f"check_agent: replayed={lacking} are no outputs, there are {keys}")
+            raise SpecError(f"check_agent: replayed names {lacking}, but the agent's outputs are {keys}")
         fresh = self._make_seeded()
         CheckedAgent(fresh, self._name).begin(repeat_row(self._info, rollout.n_rows), rollout.n_rows)
-        why = "call_replay has to begin with the recorded state, and to see what the agent saw"
+        why = "call_replay has to start from the recorded state and see what the agent saw"
         self._compare(fresh, rollout, keys, why)
         used = self._make_seeded()
         record_rollout(CheckedAgent(used, self._name), rollout.script, self._info)
-        self._compare(used, rollout, replayed, "it depends on what the agent did before, beside its state")
+        self._compare(used, rollout, replayed, "it depends on something that the agent keeps outside its state")
 
     def check_update(self, info: Any, script: list[Moment]) -> None:
         """Checks that an agent takes an update and acts afterwards."""
@@ -180,10 +183,10 @@ class _AgentCheck:
         outputs = replay_agent(agent, rollout.trajectories())
         for key in keys:
             if key not in outputs:
-                raise SpecError(f"{self._name}: replay_agent gives no {key!r}, which the agent put out")
+                raise SpecError(f"{self._name}: replay_agent gives no {key!r}, which is an output of the agent")
             for t in range(outputs.n_timesteps()):
                 if not _is_close(rollout.outputs[t][key], outputs[key][:, t]):
-                    message = f"replay_agent gives another {key!r} at t={t} than the agent did"
+                    message = f"replay_agent gives a different {key!r} at t={t} than the agent did"
                     raise SpecError(f"{self._name}: {message}; {why}")
 
 
@@ -191,7 +194,7 @@ def _factory(agent: Any, agent_args: dict[str, Any]) -> Callable[[], Any]:
     """A function that makes agents as a worker does: from a pickled factory or a pickled agent."""
     if isinstance(agent, type) or not hasattr(agent, "initial_state"):
         if not callable(agent):
-            raise TypeError(f"check_agent: needs an agent, or what makes one, got {type(agent).__name__}")
+            raise TypeError(f"check_agent: needs an agent, or a factory of agents, got {type(agent).__name__}")
         check_pickles("create_agent", agent)
         for key, value in agent_args.items():
             check_pickles(f"agent_args[{key!r}]", value)
@@ -203,21 +206,21 @@ def _factory(agent: Any, agent_args: dict[str, Any]) -> Callable[[], Any]:
 
         return make
     if agent_args:
-        raise SpecError(f"check_agent: agent_args are for what makes an agent, got one ({type(agent).__name__})")
+        raise SpecError(f"check_agent: agent_args need a factory, got an agent ({type(agent).__name__})")
     try:
         copied = cloudpickle.dumps(agent)
     except Exception as error:
         name = type(agent).__name__
-        raise TypeError(f"{name} cannot be copied ({error!r}): give what makes it, and agent_args") from error
+        raise TypeError(f"{name} cannot be copied ({error!r}): pass a factory and agent_args") from error
     return lambda: cloudpickle.loads(copied)
 
 
-def _is_close(did: torch.Tensor, replay: torch.Tensor) -> bool:
-    if did.shape != replay.shape or did.dtype != replay.dtype:
+def _is_close(recorded: torch.Tensor, replayed: torch.Tensor) -> bool:
+    if recorded.shape != replayed.shape or recorded.dtype != replayed.dtype:
         return False
-    if did.dtype.is_floating_point or did.dtype.is_complex:
-        return torch.allclose(did, replay.detach(), RELATIVE, ABSOLUTE, equal_nan=True)
-    return equal(did, replay)
+    if recorded.dtype.is_floating_point or recorded.dtype.is_complex:
+        return torch.allclose(recorded, replayed.detach(), RELATIVE, ABSOLUTE, equal_nan=True)
+    return equal(recorded, replayed)
 
 
 def _first_difference(rollouts: list[Recording], others: list[Recording]) -> str | None:

@@ -35,7 +35,7 @@ def innermost(env: VecEnv) -> Any:
 
 
 def install_gymnasium_checks(env: VecEnv) -> None:
-    """Wraps the gymnasium environments below `env` so that they raise where they return something wrong."""
+    """Wraps the gymnasium environments below `env` so that they raise if they return something wrong."""
     inner = innermost(env)
     if isinstance(inner, GymEnv):
         inner._envs = [
@@ -82,7 +82,7 @@ def reset_by_mask(env: VecEnv) -> None:
 
 
 def keeps_state(env: Any) -> bool:
-    """Whether a gymnasium wrapper keeps a running mean, which survives resets, or may do so in another process."""
+    """Whether a wrapper keeps a running mean, which survives resets; True if one in another process might."""
     while isinstance(env, (gymnasium.Wrapper, gymnasium.vector.VectorWrapper)):
         if isinstance(env, RUNNING_MEANS):
             return True
@@ -93,7 +93,7 @@ def keeps_state(env: Any) -> bool:
 
 
 class CheckedGym(gymnasium.Wrapper):  # type: ignore[misc]
-    """A gymnasium environment that raises where it returns something wrong.
+    """A gymnasium environment that raises if it returns something wrong.
 
     Args:
         env: the environment.
@@ -131,7 +131,7 @@ class CheckedGym(gymnasium.Wrapper):  # type: ignore[misc]
 
 
 class CheckedVector:
-    """A gymnasium vector environment that raises where it returns something wrong; passes other attributes on.
+    """A gymnasium vector environment that raises if it returns something wrong; other attributes are passed on.
 
     Args:
         envs: the vector environment.
@@ -149,7 +149,7 @@ class CheckedVector:
         return getattr(self.envs, name)
 
     def reset(self, **arguments: Any) -> tuple[Any, Any]:
-        """Resets; environments that a mask leaves out have to stay as they were."""
+        """Resets, and checks that the observations of environments outside the mask have not changed."""
         mask = (arguments.get("options") or {}).get("reset_mask")
         left = None if mask is None else ~mask
         result = self.envs.reset(**arguments)
@@ -164,7 +164,7 @@ class CheckedVector:
             if (wrong := np.logical_or.reduce(changed) & left).any():
                 raise SpecError(
                     f"{self._name}.reset changed the observation of environment {int(np.argmax(wrong))}, which "
-                    f"options['reset_mask'] does not name ({np.flatnonzero(~left).tolist()}): its episode has to go on"
+                    f"is not in options['reset_mask'] ({np.flatnonzero(~left).tolist()}): its episode has to go on"
                 )
         self._last, self._ended = shown, np.zeros(self._n, bool)
         return result
@@ -195,15 +195,15 @@ class CheckedVector:
             paid = as_numpy(rewards).astype(np.float64) != 0
             if (wrong := self._ended & (done | paid)).any():
                 raise SpecError(
-                    f"{self._name}.step: environment {int(np.argmax(wrong))} has to do nothing but reset in the step "
-                    "after its end (autoreset mode NextStep): its reward is 0, and its flags are False then"
+                    f"{self._name}.step: environment {int(np.argmax(wrong))} may only reset in the step after the end "
+                    "of its episode (autoreset mode NextStep): give reward 0 there, and flags that are False"
                 )
         self._ended = done.copy()
         mask = infos.get("_final_obs") if isinstance(infos, Mapping) else None
         if mask is not None and not np.array_equal(as_numpy(mask), done):
             raise SpecError(
-                f"{self._name}.step: infos['_final_obs'] is {as_numpy(mask).tolist()}, the episodes that ended are "
-                f"{done.tolist()}"
+                f"{self._name}.step: infos['_final_obs'] is {as_numpy(mask).tolist()}, but the episodes that "
+                f"ended are {done.tolist()}"
             )
         finals = infos.get("final_obs") if isinstance(infos, Mapping) else None
         if finals is not None and isinstance(finals, np.ndarray) and finals.dtype == object:
@@ -217,12 +217,12 @@ class CheckedVector:
             is_mask = isinstance(mask, np.ndarray) and isinstance(key, str) and key[:1] == "_" and key[1:] in infos
             if is_mask and (mask.shape != (self._n,) or mask.dtype != np.bool_):
                 raise SpecError(
-                    f"{self._name}.{method}: infos[{key!r}] says whose {key[1:]!r} there is: it must be "
+                    f"{self._name}.{method}: infos[{key!r}], the mask of {key[1:]!r}, must be "
                     f"({self._n},) bool, got {mask.shape} {mask.dtype}"
                 )
 
     def _read(self, observations: Any) -> list[np.ndarray] | None:
-        """Copies of the leaves of a batch; None if it cannot be read, which raises elsewhere."""
+        """Copies the leaves of a batch; returns None if they cannot be read, for which `GymVectorEnv` raises."""
         try:
             found = [np.array(as_numpy(leaf.pick(observations))) for leaf in self._spaces.leaves]
         except (TypeError, ValueError, LookupError):

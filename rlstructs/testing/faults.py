@@ -16,17 +16,17 @@ from rlstructs.public_names import set_module
 
 INIT, RESET, STEP, CLOSE = "init", "reset", "step", "close"
 PLACES = (INIT, RESET, STEP, CLOSE)
-# Kinds that change what a reset or a step returns.
 KINDS = ("raise", "hang", "exit", "kill", "allocate", "child", "shape", "nan")
+# Kinds that change what a reset or a step returns.
 SPOILING = ("shape", "nan")
 
-# Bytes taken at a time.
+# Bytes that "allocate" takes at a time.
 BLOCK = 16 << 20
 
 
 def make_fault_error() -> RuntimeError:
     """The exception of a "raise" fault that was given no `error`."""
-    return RuntimeError("a fault that was asked for")
+    return RuntimeError("a deliberate fault")
 
 
 @set_module("rlstructs.testing")
@@ -45,10 +45,10 @@ class Fault:
             "shape" gives an observation with one number more than the space says;
             "nan" gives NaN as observation and reward.
         at: "init", "reset", "step" or "close".
-        count: in which of these calls, from 1, counted for each environment over all its episodes; None for every call.
-        worker: index of the worker; None for each.
-        env_index: index of the environment among all; None for each.
-        generations: restart numbers of the workers: 0 is the first worker, 1 the one that replaces it; None for each.
+        count: which of these calls, from 1, counted for each environment over all its episodes; None for every call.
+        worker: index of the worker; None for all.
+        env_index: index of the environment among those of all workers; None for all.
+        generations: restart numbers of the workers: 0 is the first worker, 1 the one that replaces it; None for all.
         error: what "raise" raises; or a function that makes it in the worker, for one that cannot be pickled.
         code: exit code of "exit".
         seconds: how long "hang" and "child" last, at most.
@@ -58,7 +58,7 @@ class Fault:
         fork: "child" is a fork of the worker, with all its descriptors, in place of a new program.
 
     Raises:
-        SpecError: an argument is not one of these.
+        SpecError: `kind`, `at` or `count` is none of these values, or `kind` and `at` do not fit.
 
     Example:
         >>> faults = [Fault("kill", at="step", count=3, worker=1, generations=[0]), Fault("raise", at="close")]
@@ -87,7 +87,7 @@ class Fault:
         if self.at not in PLACES:
             raise SpecError(f"Fault: at must be one of {PLACES}, got {self.at!r}")
         if self.kind in SPOILING and self.at not in (RESET, STEP):
-            raise SpecError(f"Fault: {self.kind!r} is of a reset or a step, got at={self.at!r}")
+            raise SpecError(f"Fault: {self.kind!r} needs at={RESET!r} or at={STEP!r}, got at={self.at!r}")
         if self.count is not None and self.count < 1:
             raise SpecError(f"Fault: count must be at least 1, got {self.count}")
 
@@ -105,10 +105,10 @@ class Fault:
 
 
 class Damage:
-    """Carries faults out, and keeps what they leave behind in a process: children and memory.
+    """Carries out faults, and keeps what they leave behind in a process: children and memory.
 
     Attributes:
-        children: pids of the processes that are running.
+        children: pids of the processes that "child" faults started.
     """
 
     def __init__(self) -> None:

@@ -425,7 +425,7 @@ def test_an_agent_with_history_needs_another_mode():
     ) as batcher:
         batcher.reset()
         batcher.execute()
-        with pytest.raises(SpecError, match="^agent: its history would hold steps that were none"):
+        with pytest.raises(SpecError, match="^agent: its history would hold steps that are no transitions"):
             batcher.get()
 
 

@@ -121,7 +121,7 @@ def test_a_wrapped_module_can_be_sent(n_processes, run_ahead, wrap):
     ids=["compiled", "parallel", "a part"],
 )  # fmt: skip
 def test_a_state_dict_that_names_the_wrapper_is_refused_by_an_error_that_names_what_to_call(n_processes, state, words):
-    told = rf"^update: the agent could not take the state dict of {words}.*: call update\(module\), which sends what "
+    told = rf"^update: the agent could not take the state dict of {words}.*: call update\(module\), which sends the "
     with batcher_of(n_processes) as batcher:
         with pytest.raises(SpecError, match=f"{told}.*The agent raised RuntimeError: Error"):
             batcher.update(state())

@@ -1,7 +1,7 @@
 """Settings of a whole process, such as logging levels, that workers take over from their parent.
 
-A table holds the functions that read and write each setting. Each value is pickled by itself, so that one that cannot
-be pickled does not affect the others.
+A table holds the functions that read and write each setting. Each value is pickled separately, so that one
+that cannot be pickled does not affect the others.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def write_settings(table: Table, values: Mapping[str, bytes]) -> None:
 def quiet_imports() -> Iterator[None]:
     """Silences warnings in a block that imports modules: the parent has imported them and shown the warnings.
 
-    The block changes no filter of warnings and no logging level, even if a module sets one when it is imported.
+    Undoes changes that the modules make to warning filters and logging levels.
     """
     levels = log_settings.read_levels()
     with warning_filters.ignore_warnings():
