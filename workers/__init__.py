@@ -1,6 +1,6 @@
-"""Runs jobs, objects that a factory builds, in worker processes that share memory.
+"""Runs jobs in worker processes that share memory; a job is any object that a factory builds.
 
-It knows nothing of reinforcement learning and imports only the standard library and cloudpickle.
+This package is not specific to reinforcement learning. It imports only the standard library and cloudpickle.
 
 Example:
     >>> from workers import WorkerPool
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from workers.inline import InlinePool
     from workers.pool import WorkerPool
 
-# By this name rlstructs tells this package from a user's own `workers.py`.
+# rlstructs looks for this name, to tell this package from a user's own `workers.py`.
 __rlstructs_workers__ = True
 
 _EXPORTS = {

@@ -14,14 +14,14 @@ class StartError(Exception):
 
 
 def suggest_next_step(error: BaseException) -> str:
-    """Says what to do about an error of a start, to be appended to its message; "" if there is no advice."""
+    """Returns advice to append to the message of an error during a start; "" if there is none."""
     text, number = str(error), getattr(error, "errno", None)
     if "AF_UNIX path too long" in text:
         # The fork server's socket lies in the temporary directory.
-        return f"; the name of the temporary directory, {_get_temp_folder()}, is too long: set TMPDIR to a shorter one"
+        return f"; the path of the temporary directory, {_get_temp_folder()}, is too long: set TMPDIR to a shorter one"
     if number == errno.EAGAIN or NO_THREAD in text:
         return (
-            "; the system starts no more processes or threads for this user or container: raise the limit "
+            "; the system allows no more processes or threads for this user or container: raise the limit "
             "(ulimit -u, or the container's pids limit), or start fewer workers"
         )
     if number == errno.ENOMEM:

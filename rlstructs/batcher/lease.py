@@ -84,7 +84,7 @@ class BaseLease:
         n_running: the number of environments that still run.
     """
 
-    #: The message of the error when the content is asked for after the release.
+    #: The error message if the content is used after the release.
     released = RELEASED
 
     # Whether the `with` block has begun, and whether anybody has seen the content.
@@ -127,7 +127,7 @@ class BaseLease:
         self.release()
 
     def __iter__(self) -> Iterator[Any]:
-        if not self._is_entered:  # what it unpacks into would outlive it, and nobody would release it
+        if not self._is_entered:  # the unpacked content would outlive the lease
             self.release()
             raise StateError("a lease is for a block: with batcher.lease() as (trajectories, n_running): ...")
         return iter((self.content, self.n_running))
@@ -137,10 +137,10 @@ class BaseLease:
 class Lease(BaseLease):
     """A rollout without a copy; `RL_Batcher.lease` makes it.
 
-    Use it in a `with` block, or `release` it. Its tensors are on the CPU, and values behind a row's length are
+    Use it in a `with` block, or `release` it. Its tensors are on the CPU, and values beyond a row's length are
     undefined. After the release they hold whatever the workers write next, so keep only clones. A `backward` through
     them then raises torch's error about tensors that were modified in place. In debug mode any use of such a tensor
-    raises `StateError`; a numpy array, or what another library made of it, holds poison.
+    raises `StateError`; numpy arrays, and arrays of other libraries, that share its memory hold poison.
 
     Args:
         trajectories: the rollout; its steps lie in a `Loan`.
@@ -174,10 +174,11 @@ class Lease(BaseLease):
         return trajectories
 
     def is_view(self, key: str) -> bool:
-        """Whether a key of `trajectories` is a view of what the workers wrote, and no copy.
+        """Whether a key of `trajectories` is a view of what the workers wrote, not a copy.
 
-        Copies are `_observation/...` of a rollout in which an environment was reset, made at the first use, and
-        every key of a rollout before which some environments had ended.
+        If an environment was reset in the rollout, `_observation/...` is a copy, made at the first use. Every key is a
+        copy if some environments had ended before the rollout, or if it lies in several slot buffers, as it may after
+        `get(at_least=...)`.
 
         Raises:
             MissingKeyError: there is no such key.

@@ -26,7 +26,7 @@ from workers.pool_protocol import Pool
 
 logger = logging.getLogger("rlstructs")
 
-# A worker whose successors fail so often in a row, before they have begun, is given up.
+# How many successors of a worker may fail to start, one after another, before the error is raised.
 MAX_ATTEMPTS = 3
 
 
@@ -40,7 +40,7 @@ class Supervisor:
         run_ahead: how many rollouts may be ordered in addition to the oldest one that is not handed out.
     """
 
-    #: How messages call a worker, and the class that records what is known of one.
+    #: The word for a worker in messages, and the class of its record.
     noun, record_class = "worker", WorkerRecord
 
     def __init__(self, pool: Pool, policy: str, max_restarts: int | None, run_ahead: int = 0) -> None:
@@ -51,14 +51,14 @@ class Supervisor:
         self.can_replace = policy == RESTART and pool.can_restart
         self._replaced: set[int] = set()
         self._failures: dict[int, BaseException] = {}  # of workers that are yet to be replaced
-        #: The moments that environments normalise by, by name. It is replaced, never changed.
+        #: The moments that environments normalise by, by name. The dict is replaced, never modified.
         self.statistics: dict[str, Moments] = {}
         # The requests, by method, that a successor gets in this order before it takes part.
         self._lasting: dict[str, tuple[Any, ...]] = {"describe": ()}
         self._n_envs: int | None = None
-        # The last requests to all workers, beside rollouts. An interrupt of the wait leaves them under way.
+        # The last requests to all workers, except rollouts. They go on if an interrupt ends the wait for them.
         self._last_requests: list[Future] = []
-        #: Whether an interrupt may have come after some workers were asked and before all were.
+        #: Whether an interrupt may have left a request sent to some workers only.
         self.is_halfway = False
 
     @property
@@ -72,7 +72,7 @@ class Supervisor:
         return sum(record.n_restarts for record in self.records)
 
     def close(self) -> None:
-        """Ends every worker; raises what jobs raised before only if workers are not replaced."""
+        """Ends every worker; raises earlier errors of jobs only if workers are not replaced."""
         self.pool.close(with_earlier=not self.can_replace)
 
     def describe_jobs(self) -> list[JobDescription]:
@@ -104,7 +104,7 @@ class Supervisor:
         return requests
 
     def set_statistics(self, statistics: dict[str, Moments]) -> None:
-        """Sets the moments that environments, also those of successors, normalise by from the next request on."""
+        """Sets the moments that all environments, including those of successors, normalise by from the next request."""
         self.statistics = statistics
         if "reset" in self._lasting:
             self._lasting["reset"] = (statistics,)
@@ -146,7 +146,7 @@ class Supervisor:
         """Orders rollouts until as many as are allowed are under way.
 
         Args:
-            write_agent_info: called with a worker's index and the number of a rollout before that is ordered.
+            write_agent_info: called before each rollout is ordered, with the worker's index and the rollout's number.
         """
         for _ in range(self._run_ahead + 1):
             numbers: dict[int, list[int]] = {}
@@ -170,11 +170,11 @@ class Supervisor:
     def collect(self, n: int | None = None, cut: Callable[[int, int], None] | None = None) -> dict[int, RolloutOrder]:
         """Waits for the oldest rollout of workers; returns those that are done or lost, by worker index.
 
-        May be interrupted and called again; `end_rollouts` removes them.
+        It may be interrupted and called again: rollouts are kept until `end_rollouts` removes them.
 
         Args:
             n: the number of workers to wait for; None for all.
-            cut: if given, ends the rollouts of the other workers early, and these are waited for; see `cut_late`.
+            cut: if given, ends the rollouts of the other workers early, and waits for them too; see `cut_late`.
         """
         requests, n = self._find_oldest(n)
         self.pool.settle(requests, n, fails_fast=not self.can_replace)
@@ -201,7 +201,7 @@ class Supervisor:
                 order.is_cut = True
 
     def _find_oldest(self, n: int | None) -> tuple[list[Future], int | None]:
-        """Finds the requests that `collect` waits for, and how many of them; both of all workers if `n` is None."""
+        """Finds the oldest requests, and how many of them `collect` waits for; with `n`, only of running workers."""
         records = [record for record in self.records if n is None or record.is_running]
         requests = [record.orders[0].request for record in records if not record.orders[0].is_lost]
         return requests, None if n is None else n - (len(records) - len(requests))
@@ -219,7 +219,7 @@ class Supervisor:
 
     @property
     def has_successors(self) -> bool:
-        """Whether a successor waits until the rollouts before its first one are handed out."""
+        """Whether rollouts before the first one of a successor are still to be handed out."""
         return any(record.first_number is not None for record in self.records)
 
     def take_successors(self) -> set[int]:
@@ -259,7 +259,7 @@ class Supervisor:
         return {each.index: each.value for each in requests if each.error is None}, _find_failures(requests)
 
     def ask_without_waiting(self, method: str) -> None:
-        """Asks every job to call a method after what is under way; `settle` waits for it."""
+        """Asks every job to call a method after its earlier requests; `settle` waits for the replies."""
         with self.defer_interrupts():
             self._last_requests = self.pool.ask(method)
 
@@ -275,12 +275,12 @@ class Supervisor:
             self.is_halfway = False
 
     def _raise_gone(self, requests: list[Future]) -> None:
-        """Raises if a worker is gone and will not be replaced; what a job raises comes with its next rollout."""
+        """Raises if a worker is gone and will not be replaced; an error of a job comes with its next rollout."""
         if not self.can_replace:
             gather_values([each for each in requests if isinstance(each.error, WorkerError)])
 
     def _add_lasting(self, method: str, arguments: tuple[Any, ...]) -> None:
-        """Has successors called by this method too, after the other lasting requests."""
+        """Adds a request that successors get too, after the other lasting ones."""
         self._lasting.pop(method, None)
         self._lasting[method] = arguments
 
@@ -292,10 +292,10 @@ class Supervisor:
 
         Args:
             is_lasting: whether successors get the request too.
-            record_sent: if given, is called with the requests as soon as all workers are asked; and then an interrupt
-                is put off until all have replied.
+            record_sent: called with the requests as soon as all workers are asked. If it is given, an interrupt is put
+                off until all have replied.
         """
-        self.replace_gone()  # first: a successor is asked below, and not twice
+        self.replace_gone()  # first, so that successors are not asked twice
         with contextlib.nullcontext() if record_sent is None else defer_first_interrupt():
             with self.defer_interrupts():
                 if self.can_replace and is_lasting:
@@ -315,13 +315,14 @@ class Supervisor:
             self.replace_failed(self.pool.check())
 
     def replace_failed(self, failures: dict[int, BaseException]) -> None:
-        """Replaces workers that failed, and those that an earlier, interrupted call has left.
+        """Replaces workers that failed, and those that an interrupted call did not get to.
 
         Args:
             failures: the failures by worker index.
 
         Raises:
-            Exception: the first failure, if there were too many; or that of a successor that never comes up.
+            Exception: a failure, if more than `max_restarts` workers would be replaced; or the failure of a worker's
+                first successor, if `MAX_ATTEMPTS` successors failed.
         """
         for index, error in failures.items():
             if index not in self._failures:
@@ -329,7 +330,7 @@ class Supervisor:
                     self._failures[index] = error
                     self.records[index].lose()
         failures = dict(self._failures)
-        first: dict[int, BaseException] = {}  # the failure of each first successor
+        first: dict[int, BaseException] = {}  # by worker, the failure of its first successor
         n_attempts = dict.fromkeys(failures, 0)
         while failures:
             _, error = min(failures.items())

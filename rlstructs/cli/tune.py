@@ -1,7 +1,7 @@
 """`rlstructs bench tune`: finds the fastest numbers of workers, environments and timesteps on this machine.
 
-The limit is the speed of bare loops, one process per core, which step the same environments with actions drawn before
-and do nothing else. Limit and trial are measured in turns, so that a busy machine slows both.
+The limit is the speed of bare loops, one process per core, which step the same environments with actions drawn
+beforehand and do nothing else. Limit and trial are measured in turns, so that a busy machine slows both.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class BareLoop:
         self._actions = itertools.cycle(drawn)
 
     def run(self, seconds: float) -> float:
-        """Runs for so many seconds; returns environment steps per second."""
+        """Steps the environments for some seconds; returns environment steps per second."""
         return measure_speed(self._step, seconds)
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ class BareLoop:
 
 @contextlib.contextmanager
 def bare_loops(env_id: str, n: int) -> Iterator[Callable[[float], float]]:
-    """Starts n bare loops; gives a function: seconds -> environment steps per second of all together."""
+    """Starts n bare loops; yields a function: seconds to run them -> environment steps per second of all together."""
     setup = WorkerSetup(WorkerStreams.of_seed(0))
     with WorkerPool(n, partial(BareLoop, env_id=env_id), preload=("torch", "gymnasium"), setup=setup) as pool:
         yield lambda seconds: float(sum(pool.call("run", seconds)))

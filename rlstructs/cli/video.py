@@ -56,20 +56,20 @@ class Recorder(gymnasium.Wrapper):  # type: ignore[misc]
         frame = self.env.render()
         if not isinstance(frame, np.ndarray) or frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
             found = f"{frame.dtype} {frame.shape}" if isinstance(frame, np.ndarray) else type(frame).__name__
-            raise SpecError(f"render: must give an array of uint8 (H, W, 3), got {found}")
+            raise SpecError(f"render: must return an array of uint8 (H, W, 3), got {found}")
         # Repeats the last row or column of an odd size, because H.264 halves the resolution of colours.
         even = np.pad(frame, ((0, frame.shape[0] % 2), (0, frame.shape[1] % 2), (0, 0)), mode="edge")
         if self._writer is None:
             self._shape, self._writer = frame.shape, self._start_writer(*even.shape[:2])
         if frame.shape != self._shape:
-            raise SpecError(f"render: frames of a video must be of one shape, got {frame.shape} after {self._shape}")
+            raise SpecError(f"render: frames of a video must have one shape, got {frame.shape} after {self._shape}")
         self._writer.send(np.ascontiguousarray(even))
 
     def _start_writer(self, height: int, width: int) -> Generator[None, np.ndarray | None, None]:
         import imageio_ffmpeg
 
-        # A larger macro block would scale frames to its multiples. With zero latency ffmpeg holds no frames back, so
-        # that it has little left to do at the end, for which a worker has 3 seconds.
+        # A larger macro block would scale frames to multiples of its size. With zero latency ffmpeg holds no frames
+        # back, so that it can finish in the 3 seconds that a worker has to close.
         writer: Generator[None, np.ndarray | None, None] = imageio_ffmpeg.write_frames(
             str(self._path), (width, height), fps=self._fps, codec="libx264", macro_block_size=1,
             output_params=["-tune", "zerolatency"],

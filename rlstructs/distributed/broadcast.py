@@ -14,7 +14,7 @@ class Broadcast:
     """An `Outbox` whose updates go to nodes.
 
     Args:
-        check_size: called with the bytes of an update before it is sent; raises if they do not fit.
+        check_size: called with the size of an update, in bytes, before it is sent; raises if it does not fit.
 
     Attributes:
         version: the number of updates so far.
@@ -24,7 +24,7 @@ class Broadcast:
         self._check_size, self.version = check_size, 0
 
     def pack(self, info: Any) -> Any:
-        """Returns what to send for any object: a reference of Ray if it is large.
+        """Returns what to send for an update: its bytes, or a reference to Ray's object store if it is large.
 
         Raises:
             OutOfMemoryError: an object store is too small.

@@ -48,7 +48,7 @@ class RayReplay:
     The rows of environment e are in shard e modulo `n_shards`. Each environment has a ring of its own, so that n-step
     returns and sequences continue from one rollout to the next. A pickled copy of this object gives another trainer
     access to the same rows: pass it to `ray.remote` functions and actors. The shards end with the program that made
-    it.
+    the memory.
 
     Args:
         memory_size: rows of each environment; the newest are kept.
@@ -57,14 +57,14 @@ class RayReplay:
             `num_envs`.
         alpha: exponent of priorities, at least 0; None draws all rows with the same probability.
         beta: exponent of importance weights, at least 0.
-        names: name here -> key of the trajectories; None for the names of `Memory.add_trajectories`: observations,
-            next_observations, actions, rewards, terminated and truncated.
+        names: name in the memory -> key of the trajectories; None for the names of `Memory.add_trajectories`:
+            observations, next_observations, actions, rewards, terminated and truncated.
         seed: seeds all draws; None draws a seed.
-        timeout: a shard must answer within twice that many seconds and 5 s more; None for no limit.
+        timeout: in seconds; a shard must answer within 2 * timeout + 5 s. None for no limit.
         resources, placement, address: see `RayBatcher`.
 
     Attributes:
-        beta: may be set at any time.
+        beta: exponent of importance weights; may be set at any time.
 
     Raises:
         ImportError: Ray is not installed.
@@ -119,7 +119,7 @@ class RayReplay:
             trajectories: with `env_index` in their info.
 
         Raises:
-            MissingKeyError, SpecError, TypeError: the trajectories do not fit; the memory is as it was.
+            MissingKeyError, SpecError, TypeError: the trajectories do not fit; the memory is unchanged.
             WorkerError: a shard is gone.
         """
         self._check_open("extend")
@@ -149,8 +149,8 @@ class RayReplay:
     ) -> DictTensor:
         """Draws rows at random, from all shards in proportion to their priorities.
 
-        The priorities of a shard are those of its last answer to this trainer: what other trainers have added since
-        counts after the next answer.
+        How many rows each shard draws depends on the sums of priorities in the shards' last answers to this trainer.
+        What other trainers change afterwards counts from the next answer on.
 
         Args:
             batch_size: number of rows, or of sequences.
@@ -158,8 +158,8 @@ class RayReplay:
             sequence_length, n_step, gamma, episode_ends: see `RandomMemory.sample`.
 
         Returns:
-            `batch_size` rows, private memory: each tensor is (B, ...), with sequences (B, sequence_length, ...).
-            Besides, (B,) or (B, sequence_length): `index` (int64, for `update_priorities`), `mask` (bool), `discount`
+            A copy of `batch_size` rows: each tensor is (B, ...), or (B, sequence_length, ...) for sequences.
+            Also, (B,) or (B, sequence_length): `index` (int64, for `update_priorities`), `mask` (bool), `discount`
             (float32, gamma to the power of the number of steps) and, if the tensors say where episodes end, `is_first`
             (bool); and `weight`, float32 (B,): (smallest priority of all / priority) ** (alpha * beta).
 
@@ -183,23 +183,23 @@ class RayReplay:
         return self._join(dtypes, columns, (n,) if length == 1 else (n, length))
 
     def update_priorities(self, index: Any, priorities: Any) -> None:
-        """Sets the priorities of rows; of equal indexes the last one counts.
+        """Sets the priorities of rows; if an index is repeated, its last priority counts.
 
-        Rows that were overwritten since they were drawn are left out.
+        Rows that were overwritten since they were drawn are ignored.
 
         Args:
-            index: int (n,), the `index` of samples; of sequences its first column.
+            index: int (n,), the `index` of samples; for sequences, its first column.
             priorities: (n,), finite, at least 0.
 
         Raises:
             StateError: the memory has no priorities.
-            IndexError, SpecError: an argument does not fit; nothing has changed. But if an index is of a row that is
-                yet to come, the other shards have set theirs.
+            IndexError, SpecError: an argument is invalid; nothing changes, except that the other shards set their
+                priorities if one shard refuses the index of a row that is not written yet.
             WorkerError: a shard is gone.
         """
         self._check_open("update_priorities")
         if self._alpha is None:
-            raise StateError("update_priorities: this memory draws all rows alike; make it with alpha=")
+            raise StateError("update_priorities: this memory has no priorities; make it with alpha=")
         rows = host_array(INDEX, index).reshape(-1).astype(np.int64)
         values = real_numbers("priorities", priorities).reshape(-1)
         if values.shape != rows.shape:
@@ -209,7 +209,7 @@ class RayReplay:
         largest_of(values, limit_of(self._memory_size * self._num_envs, self._alpha))  # before any shard is asked
         shards, rows = rows % self._n_shards, rows // self._n_shards
         if rows.min() < 0:
-            raise IndexError("update_priorities: an index is none that a sample has had")
+            raise IndexError("update_priorities: an index is not from a sample")
         asked: list[Future] = []
         for shard in np.unique(shards):
             own = {INDEX: rows[shards == shard], "priority": values[shards == shard]}
@@ -217,7 +217,7 @@ class RayReplay:
         self._pool.gather(asked)
 
     def __len__(self) -> int:
-        """The number of rows in all shards, which are asked for it."""
+        """The number of rows in all shards; asks each of them."""
         self._check_open("len")
         self._pool.refresh()
         return sum(report["rows"] for report in self._pool.reports)
@@ -259,11 +259,11 @@ class RayReplay:
         """Restores what `save` wrote: rows, priorities and random streams.
 
         Args:
-            path: the folder of a memory with the same sizes, `n_shards`, `alpha` and `names`.
+            path: the folder of a memory with the same `memory_size`, `num_envs`, `n_shards`, `alpha` and `names`.
 
         Raises:
-            FileError: the folder is of another memory, or damaged; this memory is as it was.
-            FileNotFoundError: there is no such folder.
+            FileError: the folder is of another memory, or damaged; this memory is unchanged.
+            FileNotFoundError: the folder, or a file in it, does not exist.
             WorkerError: a shard is gone.
         """
         self._check_open("load")
@@ -279,7 +279,7 @@ class RayReplay:
         self._rng = generator
 
     def close(self) -> None:
-        """Ends the shards, if this object has made them, and is no copy. Idempotent."""
+        """Ends the shards, unless this object is a pickled copy. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             if self._is_owner:
@@ -316,7 +316,7 @@ class RayReplay:
             raise ClosedError(f"{method}: the memory is closed")
 
     def _join(self, dtypes: Dtypes, columns: list[Columns], lead: tuple[int, ...]) -> DictTensor:
-        """Joins the columns of all shards, and weighs the rows; `lead` are the first axes of the result."""
+        """Joins the columns of all shards, and adds weights; `lead` is the shape of the first axes of the result."""
         leaves = np.concatenate([own.pop("/" + LEAF) for own in columns])
         least = min(report["least"] for report in self._pool.reports if report["rows"])
         joined = {name: np.concatenate([own[name] for own in columns]) for name in columns[0]}
@@ -331,12 +331,12 @@ class RayReplay:
         """Casts values to the dtypes that the shards hold, and returns all dtypes and the columns.
 
         Raises:
-            SpecError: a value does not fit, and no shard was asked.
+            SpecError: a value does not fit.
         """
         held, dtypes, columns = self._pool.find_dtypes(), {}, {}
         for name, values in steps.values.items():
             dtypes[name] = held.get(name, values.dtype)
-            if torch.bfloat16 in (dtypes[name], values.dtype):  # which numpy has not
+            if torch.bfloat16 in (dtypes[name], values.dtype):  # which numpy lacks
                 dtypes[name] = values.dtype
             if dtypes[name] is values.dtype:
                 columns[name] = raw_of(values.cpu())
@@ -350,7 +350,7 @@ class RayReplay:
         length = settings["sequence_length"]
         counts = self._pool.split_draws(n, (length, length > 1 and settings["episode_ends"] == NEVER), self._rng)
         shards = [shard for shard, count in enumerate(counts) if count]
-        self._pool.ask_idle(shards)  # otherwise nothing would tell what other trainers do to them
+        self._pool.ask_idle(shards)  # otherwise this trainer might never see what others add to the rest
         asked = [self._pool.ask("sample", names, counts[shard], settings, only=[shard])[0] for shard in shards]
         samples = self._pool.gather(asked)
         for shard, sample in zip(shards, samples, strict=True):

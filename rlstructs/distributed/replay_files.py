@@ -75,9 +75,9 @@ def read(folder: Path, memory: Mapping[str, Any], n_shards: int) -> tuple[np.ran
         header = _parse_header(read_bytes(path))
         found, names, generator = header["memory"], header["shards"], generator_in(header["generator"])
         if not isinstance(found, dict):
-            raise ValueError("it does not say of what memory it is")
+            raise ValueError("it does not say which memory it is of")
         if found == memory and len(names) != n_shards:
-            raise ValueError(f"it names the files {names}")
+            raise ValueError(f"it names {len(names)} files for {n_shards} shards")
     except (FileNotFoundError, FileError):
         raise
     except Exception as error:  # a damaged header may hold anything
@@ -85,24 +85,24 @@ def read(folder: Path, memory: Mapping[str, Any], n_shards: int) -> tuple[np.ran
     if found != memory:
         differ = {key: value for key, value in memory.items() if found.get(key) != value}
         other = clean_text(repr(found))
-        raise FileError(f"{path}: of another memory, {other}; make this one, whose {differ} differ, like that")
+        raise FileError(f"{path}: of another memory, {other}; this one differs in {differ}: give it the same settings")
     return generator, [folder / name for name in names]
 
 
 @contextlib.contextmanager
 def open_shard(file: Path) -> Iterator[np.ndarray]:
-    """Yields the bytes of a shard's file; a FileError of the block, which reads a copy, then names this file.
+    """Yields the bytes of a shard's file, and makes a FileError that the block raises name this file.
 
     Raises:
         FileNotFoundError: there is no such file.
-        FileError: this is no regular file, or the block has raised a FileError.
+        FileError: this is not a regular file, or the block raised a FileError.
     """
     data = np.frombuffer(read_bytes(file), np.uint8)
     try:
         yield data
-    except FileError as error:  # it names the copy
-        name, _, text = str(error).partition(": ")
-        raise FileError(f"{file}, there {Path(name).name}: {text}") from error
+    except FileError as error:  # it names the copy that a shard has read
+        _, _, text = str(error).partition(": ")
+        raise FileError(f"{file}: {text}") from error
 
 
 def _parse_header(text: bytes) -> dict[str, Any]:
@@ -113,11 +113,11 @@ def _parse_header(text: bytes) -> dict[str, Any]:
     """
     outer = json_text.parse(text)
     if zlib.crc32(outer["header"].encode()) != outer["checksum"]:
-        raise ValueError("its checksum is another")
+        raise ValueError("its checksum is wrong")
     header: dict[str, Any] = json_text.parse(outer["header"])
     names = header["shards"]
     if not isinstance(names, list) or not all(type(name) is str and NAME.fullmatch(name) for name in names):
-        raise ValueError(f"it names the files {names}")
+        raise ValueError(f"it names files that are not of shards: {names}")
     if len(set(names)) != len(names):
         raise ValueError(f"it names a file twice: {names}")
     return header

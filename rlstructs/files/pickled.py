@@ -1,9 +1,9 @@
 """Reads the pickle in a `.pt` file with an interpreter that makes only numbers, text and plain tensors.
 
 It knows the instructions that `torch.save` needs for a dictionary of tensors, in protocol 2. Classes are looked up by
-name in a table: nothing is imported, and nothing that a file names is called. Keys are text, so no object of a file
-is hashed or compared; tuples are short and nested at most once; the memo is filled in order. So time and memory stay
-proportional to the length of the pickle.
+name in a table: nothing is imported, and nothing that a file names is called. Time and memory stay proportional to the
+length of the pickle, because only text can be a key, tuples are short and nested at most once, and the memo is filled
+in order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DTYPES_OF_STORAGES = {
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a .pt file: the key of its bytes, dtype and shape. A tuple, which no instruction can change."""
+    """A tensor in a .pt file: the key of its bytes, dtype and shape. No instruction can change it, as it is a tuple."""
 
     key: str
     dtype: np.dtype
@@ -44,7 +44,7 @@ class StoredTensor(NamedTuple):
 
 
 class _Storage(NamedTuple):
-    """Bytes in a file: their key, and the class that torch would make of them."""
+    """Bytes in a file: the name of torch's class for them, and their key."""
 
     kind: str
     key: str
@@ -56,7 +56,7 @@ class _Mark:
     __slots__ = ()
 
 
-class _Pair(tuple[Any, ...]):
+class _NestedTuple(tuple[Any, ...]):
     """A tuple that contains tuples."""
 
     __slots__ = ()
@@ -76,10 +76,10 @@ GLOBALS: dict[tuple[str, str], Any] = {
 def read_tensor(
     storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, *more: Any
 ) -> StoredTensor:
-    """Makes a `StoredTensor` of the arguments of torch's `_rebuild_tensor_v2` or `_v3`.
+    """Makes a `StoredTensor` from the arguments of torch's `_rebuild_tensor_v2` or `_v3`.
 
     Raises:
-        ValueError: they describe a tensor that is not plain.
+        ValueError: they do not describe a plain tensor: contiguous, at offset 0, without gradient and hooks.
     """
     if type(storage) is not _Storage or type(size) is not tuple or type(stride) is not tuple:
         raise ValueError("it holds a tensor that is not plain")
@@ -109,10 +109,12 @@ class Unpickler:
         self._content: dict[str, Any] | None = None
 
     def load(self) -> Any:
-        """Returns the pickled object: text -> `StoredTensor`, text, a number or a `_Mark` for anything else.
+        """Returns the pickled object; for a file of `torch.save`, a dictionary.
+
+        Its keys are text. Its values are text, numbers or `StoredTensor`s; a `_Mark` stands for anything else.
 
         Raises:
-            ValueError: `torch.save` writes no such pickle for a dictionary of tensors.
+            ValueError, TypeError: this is not what `torch.save` writes for a dictionary of tensors.
         """
         while (code := self._take(1)) != b".":
             step = _STEPS.get(code)
@@ -136,7 +138,7 @@ class Unpickler:
     def _take_line(self) -> str:
         end = self._data.find(b"\n", self._at, self._at + 200)
         if end < 0:
-            raise ValueError("its pickle names something that has no end")
+            raise ValueError("a name in its pickle has no end")
         line = self._data[self._at : end].decode()
         self._at = end + 1
         return line
@@ -146,12 +148,12 @@ class Unpickler:
 
     def _pop(self) -> Any:
         if len(self._stack) <= (self._marks[-1] if self._marks else 0):
-            raise ValueError("its pickle takes what is not there")
+            raise ValueError("its pickle takes a value that is not there")
         return self._stack.pop()
 
     def _pop_to_mark(self) -> list[Any]:
         if not self._marks:
-            raise ValueError("its pickle takes what is not there")
+            raise ValueError("its pickle takes a value that is not there")
         at = self._marks.pop()
         taken = self._stack[at:]
         del self._stack[at:]
@@ -161,7 +163,7 @@ class Unpickler:
 
     def _protocol(self) -> None:
         if self._take(1) != b"\2":
-            raise ValueError("it is pickled in another protocol than 2")
+            raise ValueError("its pickle is not of protocol 2")
 
     def _mark(self) -> None:
         if len(self._marks) > MOST_AXES:
@@ -180,13 +182,13 @@ class Unpickler:
     def _long(self) -> None:
         n = self._take_number("<B")
         if n > 9:  # more than 64 bits and a sign
-            raise ValueError(f"it holds a whole number of {n} bytes")
+            raise ValueError(f"it holds an integer of {n} bytes")
         self._push(int.from_bytes(self._take(n), "little", signed=True))
 
     def _tuple(self, values: list[Any]) -> None:
-        if len(values) > MOST_AXES or any(type(value) is _Pair for value in values):
-            raise ValueError("it holds a tuple that is no shape")
-        self._push((_Pair if any(type(value) is tuple for value in values) else tuple)(values))
+        if len(values) > MOST_AXES or any(type(value) is _NestedTuple for value in values):
+            raise ValueError("it holds a tuple that is not a shape")
+        self._push((_NestedTuple if any(type(value) is tuple for value in values) else tuple)(values))
 
     def _tuple_of(self, n: int) -> None:
         self._tuple([self._pop() for _ in range(n)][::-1])
@@ -200,14 +202,14 @@ class Unpickler:
 
     def _put(self, form: str) -> None:
         if self._take_number(form) != len(self._memo):
-            raise ValueError("its pickle notes things out of order")
+            raise ValueError("its pickle fills its memo out of order")
         self._memo.append(self._pop())
         self._push(self._memo[-1])
 
     def _get(self, form: str) -> None:
         at = self._take_number(form)
         if at >= len(self._memo):
-            raise ValueError("its pickle takes what is not there")
+            raise ValueError("its pickle takes a value that is not there")
         self._push(self._memo[at])
 
     def _persistent(self) -> None:
@@ -230,7 +232,7 @@ class Unpickler:
         if target is self._content is not None:
             for key, value in zip(pairs[::2], pairs[1::2], strict=True):
                 if type(key) is not str or key in self._content:
-                    raise ValueError("it holds a key that is no text, or one twice")
+                    raise ValueError("it holds a key that is not text, or a key twice")
                 self._content[key] = value
         elif target is not OTHER:
             raise ValueError("it holds more than tensors")

@@ -1,4 +1,4 @@
-"""The dtypes of torch that structures take, and the carriers of those that pickles and files lack."""
+"""The torch dtypes that structures take, and carriers: dtypes that hold the bits of those that torch cannot pickle."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def _existing(*names: str) -> list[torch.dtype]:
 # Floats of one byte.
 FLOAT8 = _existing("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
 QUANTISED = frozenset(_existing("qint8", "quint8", "qint32", "quint4x2", "quint2x4"))
-# Dtypes that torch names, but whose values it cannot all copy, compare and index.
+# Dtypes that torch defines without supporting all of copying, comparing and indexing.
 UNSUPPORTED = QUANTISED | frozenset(
     _existing(
         *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
         "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2", "float4_e2m1fn_x2",
     )
 )  # fmt: skip
-# Unsigned dtypes, which torch cannot write to by index, and the signed ones of their size.
+# Unsigned dtypes, which torch cannot write to by index -> signed dtypes of the same size.
 SIGNED = dict(zip(_existing("uint16", "uint32", "uint64"), (torch.int16, torch.int32, torch.int64), strict=True))
-# Dtypes that torch cannot pickle, and those of their size that carry their bits.
+# Dtypes that torch cannot pickle -> dtypes of the same size that hold their bits.
 CARRIERS = {**SIGNED, **dict.fromkeys(FLOAT8, torch.uint8), torch.complex32: torch.int32}
 
 

@@ -1,4 +1,4 @@
-"""Imports and starts warp without the lines that it prints."""
+"""Imports and initialises warp, and keeps it from printing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def start_warp() -> Any:
 
 @contextlib.contextmanager
 def quiet_warp() -> Iterator[None]:
-    """Keeps warp from printing that it starts or compiles a kernel."""
+    """Keeps warp from printing its greeting and a line for each module that it compiles."""
     import warp as wp
 
     with _START_LOCK:

@@ -13,7 +13,7 @@ from rlstructs.errors import SpecError
 from rlstructs.frameworks.framework import copy_tensor
 from rlstructs.frameworks.start_warp import WARP_DTYPES, WARP_MAX_AXES, start_warp
 
-# What warp takes for Python's types, and for no dtype.
+# The warp dtypes for Python's types; None is the default dtype.
 PYTHON_DTYPES = {float: wp.float32, int: wp.int32, bool: wp.bool, None: wp.float32}
 BFLOAT16 = getattr(wp, "bfloat16", "no bfloat16 in this version")
 
@@ -26,12 +26,12 @@ class Warp:
             return PYTHON_DTYPES[dtype]
         if _name_of(dtype) == "bfloat16":
             if isinstance(BFLOAT16, str):
-                raise SpecError(f"dtype bfloat16 is not supported: warp has it from version 1.9 on; {WARP_DTYPES} are")
+                raise SpecError("dtype bfloat16 is not supported: this version of warp lacks it, 1.9 and later have it")
             return BFLOAT16
         for convert in (_check_scalar, _from_numpy):
             with contextlib.suppress(TypeError, KeyError):
                 return convert(dtype)
-        raise SpecError(f"dtype must be one of warp's or numpy's scalars ({WARP_DTYPES}), got {dtype!r}")
+        raise SpecError(f"dtype must be a scalar type of warp or numpy ({WARP_DTYPES}), got {dtype!r}")
 
     def host_dtype(self, dtype: Any) -> np.dtype | None:
         return None if dtype is BFLOAT16 else np.dtype(wp.dtype_to_numpy(dtype))
@@ -64,7 +64,7 @@ class Warp:
         return copy_tensor(wp.to_torch(value, requires_grad=False))
 
     def hand_over(self, arrays: list[Any], dtypes: list[Any], device: Any) -> list[wp.array]:
-        # Each keeps its array alive.
+        # Each warp array keeps alive the array or tensor whose memory it uses.
         if arrays and isinstance(arrays[0], torch.Tensor):
             return [self.live_array(tensor, dtype, "a batch") for tensor, dtype in zip(arrays, dtypes, strict=True)]
         host = [self.live_array(array, dtype, "a batch") for array, dtype in zip(arrays, dtypes, strict=True)]

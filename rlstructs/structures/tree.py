@@ -25,7 +25,7 @@ S = TypeVar("S", bound="Structure")
 class Structure:
     """A tree of tensors that share their batch axis."""
 
-    # The name of the class in files; subclasses of users keep it.
+    # The name of the class in files; users' subclasses inherit it.
     _kind: str
     # A hash of the content would change with it, because tensors are mutable.
     __hash__ = None  # type: ignore[assignment]
@@ -41,7 +41,7 @@ class Structure:
 
     @classmethod
     def _from_trusted(cls: type[S], tree: Tree) -> S:
-        """Makes a structure from a tree of `_tree`, without checks: they read lengths, which waits for a GPU."""
+        """Makes a structure from a tree of `_tree`, without checks: they would read lengths, which waits for a GPU."""
         raise NotImplementedError
 
     def n_elems(self) -> int:
@@ -55,7 +55,7 @@ class Structure:
         return self._from_trusted(map_tree(function, self._tree()))
 
     def clone(self: S) -> S:
-        """A copy of every tensor; keeps the autograd link."""
+        """Copies every tensor; gradients flow back to the originals."""
         return self._map(torch.clone)
 
     def to(self: S, device: torch.device | str, non_blocking: bool = False) -> S:
@@ -106,7 +106,7 @@ class Structure:
         return interop.to_numpy(self._tree(), view)
 
     def jax(self) -> dict[str, Any]:
-        """Copies of the tensors as jax arrays, in 32 bits for 64 unless jax_enable_x64 is set.
+        """Copies the tensors to jax arrays; 64-bit numbers become 32-bit unless jax_enable_x64 is set.
 
         Raises:
             SpecError: an integer does not fit into 32 bits, or jax lacks a dtype.
@@ -142,7 +142,7 @@ class Structure:
     def to_tensordict(self) -> Any:
         """A `tensordict.TensorDict` of the same tensors, not copied; its batch size is (B,).
 
-        `/` in keys becomes nesting. Needs the extra `tensordict`.
+        A key with `/` becomes a key of a nested TensorDict. Needs the extra `tensordict`.
         """
         return interop.to_tensordict(self._tree(), self.n_elems())
 
@@ -158,17 +158,17 @@ class Structure:
             path: ends in `.npz`, `.pt` or `.h5` (which needs the extra `hdf5`).
 
         Raises:
-            FileError: the path has another ending, or such a file cannot hold a name.
+            FileError: the path has another ending, or a name is not possible in such a file.
             OSError: the file cannot be written.
         """
         layout.save(path, self._kind, self._tree())
 
     @classmethod
     def load(cls: type[S], path: str | Path) -> S:
-        """Reads a file of `save`, without executing anything from it.
+        """Reads a file that `save` wrote, without executing anything from it.
 
         Raises:
-            FileError: the file is not one of `save`, is damaged, or holds another class.
+            FileError: the file was not written by `save`, is damaged, or holds another class.
             FileNotFoundError: there is no such file.
         """
         tree = layout.load(path, cls._kind)
@@ -196,7 +196,7 @@ class TensorMap(Structure):
         return self._tensors.items()
 
     def empty(self) -> bool:
-        """Whether there are no tensors; with tensors of 0 rows it is not empty."""
+        """Whether there are no tensors; a structure with tensors of 0 rows is not empty."""
         return not self._tensors
 
     def __iter__(self) -> Iterator[str]:
@@ -224,7 +224,7 @@ def flatten(mapping: Mapping[str, Any] | TensorMap, owner: str) -> dict[str, tor
     """Copies a mapping and flattens nested ones, whose keys are joined with `/`.
 
     Raises:
-        TypeError: it is not a mapping, a key not a string, or a value not a tensor.
+        TypeError: `mapping` is not a mapping, a key is not a string, or a value is not a tensor.
         SpecError: two keys are the same once joined, or a dtype is not supported.
     """
     if isinstance(mapping, TensorMap):
@@ -236,7 +236,7 @@ def flatten(mapping: Mapping[str, Any] | TensorMap, owner: str) -> dict[str, tor
         if type(key) is not str:
             if not isinstance(key, str):
                 raise TypeError(f"{owner}: a key must be a string, got {key!r}")
-            key = str.__str__(key)  # of a numpy string or an enumeration's member
+            key = str.__str__(key)  # the plain str of a numpy string or an enum member
         if isinstance(value, torch.Tensor):
             if key in flat:
                 raise SpecError(f"{owner}: key {key!r} is given twice")
@@ -281,7 +281,7 @@ def check_parts(kind: type[S], items: Iterable[S]) -> list[S]:
 
 
 def check_alike(owner: str, key: str, tensors: Iterable[torch.Tensor], axes: int) -> None:
-    """Raises SpecError unless the tensors of a key agree in device, and in shape after the first `axes` axes."""
+    """Raises SpecError unless the tensors of a key have the same device, and the same shape after `axes` axes."""
     first: torch.Tensor | None = None
     for number, tensor in enumerate(tensors):
         first = tensor if first is None else first
@@ -301,7 +301,7 @@ def _unpickle(kind: type[S], tree: Tree) -> S:
 
 
 def put_rows(tensor: torch.Tensor, index: Any, values: torch.Tensor) -> None:
-    """`tensor[index] = values`, for every dtype, if both have the same."""
+    """Does `tensor[index] = values`, also for dtypes that torch cannot index, if both tensors have the same one."""
     values, dtype = values.to(tensor.device), CARRIERS.get(tensor.dtype)
     if dtype is None or values.dtype != tensor.dtype:
         tensor[index] = values

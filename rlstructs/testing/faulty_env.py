@@ -13,7 +13,7 @@ from rlstructs.envs.gym_env import GymEnv, GymEnvInf
 from rlstructs.public_names import set_module
 from rlstructs.testing.faults import CLOSE, INIT, RESET, STEP, Damage, Fault
 
-# The places in an observation.
+# Indexes of the numbers in an observation.
 ENV_INDEX, GENERATION, EPISODE, AT, CHECKSUM = range(5)
 N_FIELDS = 5
 N_ACTIONS = 5
@@ -28,7 +28,7 @@ def checksum_of(env_index: Numbers, generation: Numbers, episode: Numbers, step:
         env_index, generation, episode, step: of the observation.
         action: the one before the observation, plus 1; 0 after a reset.
     """
-    total = env_index * 0  # of the same kind: int, or int64
+    total = env_index * 0  # 0 of the same type: int, or int64 array
     for part in (env_index, generation, episode, step, action):
         total = (total * 1_103_515_245 + part + 12_345) % 2_147_483_647
     return total % (1 << 24)
@@ -137,16 +137,16 @@ def create_faulty_envs(
     truncates: bool = False,
     autoreset: bool = True,
 ) -> GymEnv:
-    """The environments of one worker, a `create_env` for `RL_Batcher`.
+    """Makes the environments of one worker; a `create_env` for `RL_Batcher`.
 
     Args:
         n_envs: how many.
-        seed: what a worker gets from a batcher with `seeds=int`; it tells which worker and which environments
-            these are. Any other int means worker 0.
+        seed: the seed that a batcher with one int as `seeds` gives to a worker; it says which worker this is. Any
+            other int means worker 0.
         faults: as for `FaultyEnv`.
         length: of each episode, in steps.
         truncates: whether episodes are truncated at their end.
-        autoreset: a `GymEnvInf` if so, a `GymEnv` if not.
+        autoreset: whether to make a `GymEnvInf`; otherwise a `GymEnv`.
 
     Example:
         >>> from rlstructs import RandomAgent, RL_Batcher

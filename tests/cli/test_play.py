@@ -224,11 +224,11 @@ ERRORS = {
         ["Play/Blind-v0", "--video", "x.mp4"], r".*: 'rgb_array' is needed, its render modes are \['ansi'\]"
     ),
     "no picture": (
-        ["Play/Grey-v0", "--video", "x.mp4"], r"render: must give an array of uint8 \(H, W, 3\), got uint8 \(32, 32\)"
+        ["Play/Grey-v0", "--video", "x.mp4"], r"render: must return an array of uint8 \(H, W, 3\), got uint8 \(32, 32\)"
     ),
     "changing size": (
         ["Play/Growing-v0", "--video", "x.mp4"],
-        r"render: frames .* must be of one shape, got \(34, 64, 3\) after \(32, 64, 3\)",
+        r"render: frames .* must have one shape, got \(34, 64, 3\) after \(32, 64, 3\)",
     ),
     "environment raises": (["Play/Torn-v0", "--video", "x.mp4"], r"RuntimeError: torn \(in worker 0; .*\)"),
 }  # fmt: skip

@@ -338,7 +338,7 @@ def test_what_is_saved_is_gone_on_with(cluster, tmp_path):
         memory.save(tmp_path / "kept")
         left = {path.name for path in (tmp_path / "kept").iterdir()}
         assert len(left) == 5 and others < left and left & set(after) == {"replay.json"}
-        with replay(alpha=0.6, n_shards=1) as other, pytest.raises(FileError, match=r"\{'n_shards': 1\} differ"):
+        with replay(alpha=0.6, n_shards=1) as other, pytest.raises(FileError, match=r"differs in \{'n_shards': 1\}"):
             other.load(tmp_path / "kept")
         with replay(alpha=0.6, seed=9) as other:
             other.load(tmp_path / "kept")
@@ -403,7 +403,7 @@ def test_a_damaged_folder_changes_nothing(cluster, tmp_path, damage):
         else:
             write_header(tmp_path, {**header, "shards": ["../a", "../b"]})
         memory.extend(rollout(T, n_timesteps=3))
-        with pytest.raises(FileError, match="replay.json|memory.npz"):
+        with pytest.raises(FileError, match=r"replay.json|shard-\d"):
             memory.load(tmp_path)
         assert len(memory) == N_ENVS * 15
         assert (frames_of(memory.sample(500)) % 1000).max() == 14
