@@ -1,9 +1,9 @@
-"""Debug mode: fills memory that must not be read with poison.
+"""Debug mode: writes poison to memory that must not be read.
 
 `RLSTRUCTS_DEBUG=1` in the environment turns it on everywhere, `RL_Batcher(debug=True)` for one batcher.
-That is memory which was never written, or which nobody may read any more: padding of trajectories, slots that were
-handed out, rows that a store does not hold. Poison is NaN in floats, the least value of signed integers and the
-greatest of unsigned ones; bools have none. A sum, a mean or an index that uses it shows the mistake at once.
+Such memory was never written, or may no longer be read: padding of trajectories, slots that were handed out, rows that
+a store does not hold. Poison is NaN in floats, the least value of signed integers and the greatest of unsigned ones;
+bools have none. A sum, a mean or an index that uses it shows the mistake at once.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ VARIABLE = "RLSTRUCTS_DEBUG"
 
 
 def is_on(asked: bool | None = None) -> bool:
-    """Whether debug mode is on: `asked`, or what the environment variable says if that is None."""
+    """Whether debug mode is on: `asked`, or if that is None, whether the variable is set and not "0"."""
     return os.environ.get(VARIABLE, "") not in ("", "0") if asked is None else asked
 
 
 def poison(dtype: np.dtype) -> Any:
-    """The value of this dtype that marks memory which nobody may read."""
+    """The value of this dtype that marks memory as unreadable; False for bools, which have none."""
     if dtype.kind in "fc":
         return np.nan
     if dtype.kind in "iu":

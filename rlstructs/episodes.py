@@ -10,15 +10,15 @@ from rlstructs.structures.arrays import arrays_of, as_array, find_true
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 
-# The columns of an episode.
+# The columns that `take` returns.
 NAMES = ("return", "length", "env_index", "terminated", "truncated")
 # The keys of steps that `EpisodeTracker` reads; RAW is the reward before `NormalizeReward`.
 REWARD, RAW, DONE = "_observation/reward", "_observation/raw_reward", "_observation/done"
 TERMINATED, TRUNCATED = "_observation/terminated", "_observation/truncated"
 NAMES_OF_STEPS = (REWARD, RAW, DONE, TERMINATED, TRUNCATED)
-# The number of latest episodes that are kept if nobody takes them; older ones are dropped to save memory.
+# How many of the latest episodes are kept if nobody takes them; older ones are dropped to save memory.
 N_KEPT = 100_000
-# Each rollout adds small arrays; so many of them are joined into large ones, which take a tenth of the memory.
+# Each rollout adds a block of small arrays. This many blocks are joined into one, which takes a tenth of the memory.
 N_BLOCKS = 256
 
 
@@ -38,7 +38,7 @@ class EpisodeTracker:
     """
 
     def __init__(self) -> None:
-        # Of the episodes that have not ended yet, by env_index.
+        # Of the episodes that have not ended yet, indexed by env_index.
         self._returns, self._lengths = np.zeros(0), np.zeros(0, np.int64)
         self._ended: list[tuple[np.ndarray, ...]] = []
         self._n_ended = 0
@@ -61,14 +61,15 @@ class EpisodeTracker:
         if self._missing is not None or not env_index.size:
             return
         ascending = bool((env_index[1:] > env_index[:-1]).all())
-        if not ascending and np.unique(env_index).size < env_index.size:  # rows of one follow in time
+        if not ascending and np.unique(env_index).size < env_index.size:
+            # An environment has several rows, the earliest first.
             for row in range(env_index.size):
                 self.add(trajectories.slice(row))
             return
         self._grow(int(env_index.max()) + 1)
         rewards, done = (steps[key] for key in needed)
         n_timesteps = done.shape[1]
-        # One more column of zeros, because every row has a segment, maybe empty, after its last end.
+        # The last column stays 0: every row has a segment after its last end, which may be empty.
         padded = np.zeros((env_index.size, n_timesteps + 1))
         padded[:, :-1] = rewards
         shortest = int(lengths.min())
@@ -96,9 +97,9 @@ class EpisodeTracker:
         times: np.ndarray,
         flags: tuple[np.ndarray, np.ndarray],
     ) -> None:
-        """Adds rewards (B, T+1), 0 in the padding; K episodes ended, at these rows and times."""
+        """Adds rewards (B, T+1), 0 in the padding, with the ends of K episodes at `rows` and `times`."""
         n_ends = np.bincount(rows, minlength=env_index.size)
-        # B + K segments: in each row those that ended, then the one that has not ended.
+        # Episodes divide the rows into B + K segments: in each row those that ended, then one that has not.
         last = np.arange(env_index.size) + n_ends.cumsum()
         ended = np.ones(env_index.size + rows.size, bool)
         ended[last] = False
@@ -133,13 +134,13 @@ class EpisodeTracker:
     def take(self) -> DictTensor:
         """Returns the episodes that ended since the last call, one row each, and forgets them.
 
-        If nobody takes them, the latest `N_KEPT` are kept, and all that the last `add` brought.
+        If nobody takes them, at least the latest `N_KEPT` are kept, and all that the last `add` brought.
 
         Returns:
             `return` float64, `length` int64, `env_index` int64, `terminated` and `truncated` bool, (K,).
 
         Raises:
-            SpecError: the environment gives no reward or done.
+            SpecError: the trajectories have no reward or done of shape (B, T).
         """
         if self._missing is not None:
             raise SpecError(f"episodes: the trajectories have no {self._missing}")
@@ -148,12 +149,12 @@ class EpisodeTracker:
         return DictTensor({name: torch.from_numpy(column) for name, column in zip(NAMES, columns, strict=True)})
 
     def peek(self) -> dict[str, torch.Tensor]:
-        """What `take` would return, in private memory; the episodes stay."""
+        """Returns a copy of the episodes that `take` would return, without forgetting them."""
         self._ended = [tuple(np.concatenate(column) for column in zip(_NONE, *self._ended, strict=True))]
         return {name: torch.tensor(column, device="cpu") for name, column in zip(NAMES, self._ended[0], strict=True)}
 
     def put(self, episodes: dict[str, torch.Tensor], n_dropped: int) -> None:
-        """Restores what `peek` returned; no episode is under way then."""
+        """Restores what `peek` returned, and forgets the episodes that have not ended."""
         block = tuple(episodes[name].detach().cpu().numpy().copy() for name in NAMES)
         self._ended, self._n_ended, self.n_dropped = [block], block[0].size, n_dropped
         self.forget(np.arange(self._returns.size))
@@ -165,7 +166,10 @@ _NONE = tuple(np.zeros(0, dtype) for dtype in (np.float64, np.int64, np.int64, b
 def _flags(
     terminated: np.ndarray | None, truncated: np.ndarray | None, n: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Both flags of n steps that ended an episode; a missing flag follows from the other."""
+    """Both flags of n steps that ended an episode; a missing one is the opposite of the other.
+
+    Without both, all of the episodes terminated.
+    """
     if terminated is None:
         terminated = np.ones(n, bool) if truncated is None else ~truncated
     return terminated, ~terminated if truncated is None else truncated

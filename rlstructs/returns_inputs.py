@@ -1,4 +1,4 @@
-"""The checked arguments of `rlstructs.returns`: without gradients, and 0 where they do not count."""
+"""The checked arguments of `rlstructs.returns`: without gradients, and 0 in masked steps."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ Weight = float | torch.Tensor
 
 @dataclass(frozen=True)
 class Steps:
-    """Rewards and what follows them; every tensor is (B, T), contiguous, of one floating point dtype.
+    """Rewards and what follows them, in contiguous tensors (B, T).
 
-    `next_values` is 0 after a step that terminated. `goes_on`, bool, is True where step t + 1 follows step t in an
-    episode; `carry` is gamma there and 0 elsewhere.
+    `goes_on` and `mask` are bool, the others of one floating point dtype; `gamma` may also be a number or a tensor ().
+    `next_values` is 0 after a step that terminated. `goes_on` is True where step t + 1 of the row continues the episode
+    of step t; `carry` is gamma there and 0 elsewhere.
     """
 
     rewards: torch.Tensor
@@ -69,11 +70,11 @@ class Steps:
         return _check_weight(name, value, self.rewards, self.mask)
 
     def up_to_cuts(self) -> torch.Tensor:
-        """(B, T): r_t, plus gamma V(s_{t+1}) where a row does not go on; V may be NaN elsewhere."""
+        """(B, T): r_t, plus gamma V(s_{t+1}) where `goes_on` is False; V may be NaN elsewhere."""
         return self.rewards + torch.where(self.goes_on, 0, self.gamma * self.next_values)
 
     def backup(self, following: torch.Tensor) -> torch.Tensor:
-        """(B, T): r_t + gamma x_{t+1}, with V(s_{t+1}) in place of x where a row does not go on."""
+        """(B, T): r_t + gamma x_{t+1}, where x is `following`, or V(s_{t+1}) where `goes_on` is False."""
         backed_up = self.up_to_cuts()
         backed_up[:, :-1] += self.carry[:, :-1] * following[:, 1:]
         return backed_up
@@ -87,7 +88,7 @@ def _zero_outside(tensor: torch.Tensor, mask: torch.Tensor | None) -> torch.Tens
 def _check_floats(name: str, tensor: torch.Tensor, rewards: torch.Tensor | None) -> torch.Tensor:
     tensor = _check_argument(name, tensor, rewards)
     if not tensor.is_floating_point():
-        raise SpecError(f"{name} must be of a floating point dtype, got {show(tensor)}")
+        raise SpecError(f"{name} must have a floating point dtype, got {show(tensor)}")
     return tensor.detach()
 
 
@@ -99,13 +100,14 @@ def _check_flags(name: str, tensor: torch.Tensor, rewards: torch.Tensor) -> torc
 def _check_argument(name: str, tensor: torch.Tensor, rewards: torch.Tensor | None) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         got = type(tensor).__name__
-        raise TypeError(f"{name} must be a tensor (B, T), got {got}; of a batch, `**transitions(batch)` gives them")
+        advice = "`**transitions(batch)` takes rewards, ends and mask from a batch"
+        raise TypeError(f"{name} must be a tensor (B, T), got {got}; {advice}")
     if tensor.ndim != 2:
         raise SpecError(f"{name} must have shape (B, T), got {show(tensor)}")
     if rewards is not None and tensor.shape != rewards.shape:
-        raise SpecError(f"{name} must have shape {tuple(rewards.shape)}, as rewards, got {show(tensor)}")
+        raise SpecError(f"{name} must have shape {tuple(rewards.shape)}, like rewards, got {show(tensor)}")
     if rewards is not None and tensor.device != rewards.device:
-        raise SpecError(f"{name} is on {tensor.device}, expected {rewards.device}, as rewards")
+        raise SpecError(f"{name} is on {tensor.device}, expected {rewards.device}, like rewards")
     return tensor.contiguous()
 
 

@@ -351,19 +351,19 @@ def test_a_batch_without_ends_is_refused():
 FLAT, WIDE, MISSHAPEN = torch.zeros(5), torch.zeros(2, 5, 1), torch.zeros(5, 2)
 WRONG = {
     "rewards": [
-        (TemporalDictTensor(), TypeError, r"must be a tensor \(B, T\), got TemporalDictTensor; of a batch, "),
+        (TemporalDictTensor(), TypeError, r"must be a tensor \(B, T\), got TemporalDictTensor; `\*\*transitions"),
         (WIDE, SpecError, r"must have shape \(B, T\), got \(2, 5, 1\) float32$"),
-        (torch.zeros(2, 5, dtype=torch.int64), SpecError, r"must be of a floating point dtype, got \(2, 5\) int64$"),
+        (torch.zeros(2, 5, dtype=torch.int64), SpecError, r"must have a floating point dtype, got \(2, 5\) int64$"),
     ],
-    "values": [(MISSHAPEN, SpecError, r"must have shape \(2, 5\), as rewards, got \(5, 2\) float32$")],
+    "values": [(MISSHAPEN, SpecError, r"must have shape \(2, 5\), like rewards, got \(5, 2\) float32$")],
     "next_values": [
         (WIDE, SpecError, r"must have shape \(B, T\), got \(2, 5, 1\) float32$"),
-        (torch.zeros(2, 5, device="meta"), SpecError, r"is on meta, expected cpu, as rewards$"),
+        (torch.zeros(2, 5, device="meta"), SpecError, r"is on meta, expected cpu, like rewards$"),
         (None, TypeError, r"must be a tensor \(B, T\), got NoneType; "),
     ],
     "terminated": [(FLAT, SpecError, r"must have shape \(B, T\), got \(5,\) float32$")],
     "truncated": [(False, TypeError, r"must be a tensor \(B, T\), got bool; ")],
-    "mask": [(MISSHAPEN, SpecError, r"must have shape \(2, 5\), as rewards, got \(5, 2\) float32$")],
+    "mask": [(MISSHAPEN, SpecError, r"must have shape \(2, 5\), like rewards, got \(5, 2\) float32$")],
     "gamma": [
         (1.01, SpecError, r"must lie in \[0, 1\], got 1.01$"),
         (math.nan, SpecError, r"must lie in \[0, 1\], got nan$"),
@@ -372,7 +372,7 @@ WRONG = {
     ],
     "lambda_": [(-0.1, SpecError, r"must lie in \[0, 1\], got -0.1$"), (True, TypeError, r"must be a number or")],
     "n": [(0, SpecError, r"must be at least 1, got 0$"), (2.0, TypeError, r"must be an int, got 2.0$")],
-    "target_log_probs": [(MISSHAPEN, SpecError, r"must have shape \(2, 5\), as rewards, ")],
+    "target_log_probs": [(MISSHAPEN, SpecError, r"must have shape \(2, 5\), like rewards, ")],
     "behaviour_log_probs": [(WIDE, SpecError, r"must have shape \(B, T\), got \(2, 5, 1\) float32$")],
     "rho_clip": [(0.0, SpecError, r"must be above 0, got 0.0$"), (None, TypeError, r"must be a number, got None$")],
     "c_clip": [(math.nan, SpecError, r"must be above 0, got nan$")],

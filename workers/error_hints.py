@@ -1,4 +1,4 @@
-"""Adds advice to exceptions whose cause, the worker they were raised in, the user cannot see."""
+"""Adds advice to exceptions that occur only because code runs in a worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NO_TERMINAL = (
 
 
 def add_hint(error: BaseException) -> None:
-    """Adds advice to an exception of this worker, if there is any."""
+    """Adds advice to an exception that was raised in this worker, if there is advice for it."""
     if isinstance(error, bdb.BdbQuit) and not error.args:  # raised by breakpoint()
         error.args = (NO_TERMINAL,)
     elif isinstance(error, EOFError) and "when reading a line" in str(error):  # raised by input()

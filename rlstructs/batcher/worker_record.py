@@ -21,7 +21,7 @@ class RolloutOrder:
     """An order of one rollout from one worker.
 
     Attributes:
-        number: how many rollouts were ordered from the worker before.
+        number: how many rollouts were ordered from the worker before this one.
         request: the request, and its outcome.
         is_lost: whether the rollout was lost with the worker.
         is_cut: whether the worker was told to end it early.
@@ -43,14 +43,14 @@ class WorkerRecord:
     """What is known of one worker, and of those that it replaced.
 
     Attributes:
-        stream: how often its streams of seeds have started anew.
+        stream: which seeds it uses: 0 at first, one more after each replacement and each restored state.
         n_restarts: how many workers were replaced in this place.
         n_lost: how many rollouts were lost with them.
         orders: rollouts that were ordered and not handed out, the oldest first.
         n_ordered: how many rollouts were ordered in all.
-        is_running: whether environments ran after the last rollout that was handed out.
+        is_running: whether any environment still ran after the last rollout that was handed out.
         first_number: the number of a successor's first rollout, until all earlier ones are handed out; otherwise None.
-        since: when the worker began, in the time of `time.monotonic`.
+        since: when the worker began, by `time.monotonic`, in seconds.
         clock: its clock, as of its last rollout that was handed out.
     """
 
@@ -106,7 +106,7 @@ class WorkerRecord:
             self.set_clock(order.request.value.clock)
 
     def set_clock(self, clock: Any) -> None:
-        """Takes the clock, given by its fields, that came with a rollout."""
+        """Stores the clock that came with a rollout, given by its fields."""
         self.clock = Clock(*clock)
 
     def pass_to_successor(self) -> bool:
@@ -133,7 +133,7 @@ class WorkerRecord:
 
 
 def describe_times(elapsed: float, clock: Clock) -> dict[str, Any]:
-    """How a worker has spent its time, under the names of `RL_Batcher.stats`; `elapsed` seconds after it began."""
+    """How a worker has spent its `elapsed` seconds, under the names of `RL_Batcher.stats`."""
     return {
         "steps": clock.steps,
         "steps_per_second": clock.steps / elapsed,

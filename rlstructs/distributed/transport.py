@@ -22,11 +22,11 @@ class NodeTransport(Transport):
 
     Args:
         layout, blocks: see `Transport`.
-        n_rollouts: the most rollouts of one node that are under way.
+        n_rollouts: how many rollouts of one node may be under way at once.
         send_infos: sends `agent_info` and `env_info` to the nodes.
-        cut: called with a node's index and a number, has the node end its rollouts below this number.
-        poisons: whether padding holds poison.
-        all_may_run: whether environments that had ended may run again because their node has replaced a worker.
+        cut: makes a node end its rollouts below a number; called with the node's index and the number.
+        poisons: whether the padding of batches holds poison instead of zeros.
+        all_may_run: whether nodes replace workers, so that environments that had ended may run again.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class NodeTransport(Transport):
         for node, order in sorted(orders.items()):
             rows.append(self.rows_of(node) if order.is_lost else self._rows_that_ran(node, order))
             node_parts.append(self._build_part(node, order, rows[-1]))
-            known = version if order.is_lost else version_before + order.request.value.version
-            versions.append(np.full(rows[-1].size, known))
+            node_version = version if order.is_lost else version_before + order.request.value.version
+            versions.append(np.full(rows[-1].size, node_version))
             node_parts[-1].add_info(env_index=rows[-1], policy_version=versions[-1])
         return NodePartsBatch(node_parts, np.concatenate(rows), np.concatenate(versions), self.layout)
 
@@ -77,7 +77,7 @@ class NodeTransport(Transport):
             self.cut(node, ALL_ROLLOUTS)
 
     def add_episodes(self, orders: Mapping[int, RolloutOrder], trajectories: Trajectories) -> None:
-        """Records the episodes; forgets those of environments that nodes reset before their episodes had ended."""
+        """Records the episodes that ended; forgets unfinished ones of environments that a node has reset."""
         rollouts = {node: order.request.value.rollout for node, order in orders.items() if not order.is_lost}
         for node, rollout in rollouts.items():
             self.episodes.forget(self._global_rows(node, rollout.reset_before))
@@ -91,7 +91,7 @@ class NodeTransport(Transport):
         return np.array(self.blocks[node]) if rows is None else self._global_rows(node, rows)
 
     def _global_rows(self, node: int, rows: list[int]) -> np.ndarray:
-        """The global indexes of environments that are counted from a node's first."""
+        """Converts indexes that count from a node's first environment to global ones, int64."""
         return np.asarray(self.blocks[node].start + np.array(rows, np.int64))
 
     def _build_part(self, node: int, order: RolloutOrder, rows: np.ndarray) -> Part:

@@ -13,7 +13,7 @@ import torch
 from rlstructs.envs.array_values import native_dtype
 from rlstructs.structures.interop import fit_to_jax
 
-# Converts the key of an action, and an array that nobody else uses, to what an environment takes.
+# Takes the key of an action and its array, which nobody else uses; returns what an environment takes.
 Conversion = Callable[[str, np.ndarray], Any]
 
 
@@ -34,7 +34,7 @@ def choose_conversion(observations: Iterable[Any]) -> Conversion:
 
 
 def is_jax_array(value: Any) -> bool:
-    """Whether it is an array of jax; does not import jax."""
+    """Whether a value is a jax array; does not import jax."""
     return isinstance(value, getattr(sys.modules.get("jax"), "Array", ()))
 
 

@@ -11,12 +11,12 @@ import numpy as np
 from rlstructs.envs.spaces import Leaf
 from rlstructs.errors import SpecError
 
-# gymnasium's name, that of its earlier versions, and Stable-Baselines3's.
+# The names in gymnasium, in its earlier versions, and in Stable-Baselines3.
 NAMES = ("final_obs", "final_observation", "terminal_observation")
 
 
 def has_finals(infos: Any) -> bool:
-    """Whether infos, of whatever type, hold final observations under a name of gymnasium's."""
+    """Whether infos, of whatever type, hold final observations under one of gymnasium's names."""
     each = [infos] if isinstance(infos, Mapping) else infos if _are_mappings(infos) else []
     return any(info.get(name) is not None for info in each for name in NAMES[:2])
 
@@ -41,7 +41,8 @@ def find_finals(infos: Any, n_envs: int, name: str) -> Any:
         finals = [_get_final(info) for info in infos]
         found = None if all(final is None for final in finals) else finals
     if found is None:
-        raise SpecError(f"environment: infos must be a dict, got {type(infos).__name__}")
+        got = type(infos).__name__
+        raise SpecError(f"environment: infos with 'final_obs' must be a dict or {n_envs} dicts, got {got}")
     return found
 
 
@@ -59,17 +60,17 @@ def write_finals(leaves: Mapping[str, Leaf], at: np.ndarray, finals: Any, arrays
     """
     for key, leaf in leaves.items():
         name, n_envs = f"final observation {key!r}", len(arrays[key])
-        each, read = _split_finals(leaf, finals, n_envs)
+        each, row_leaf = _split_finals(leaf, finals, n_envs)
         if each is None:
             found = leaf.read(f"environment: {name}", finals, (n_envs, *leaf.shape))[at]
         else:
-            found = np.stack([_read_final(read, f"environment {row}: {name}", each[row]) for row in at.tolist()])
+            found = np.stack([_read_final(row_leaf, f"environment {row}: {name}", each[row]) for row in at.tolist()])
         arrays[key][at] = found.reshape(len(at), *leaf.row_shape)
 
 
 def _split_finals(leaf: Leaf, finals: Any, n_envs: int) -> tuple[Sequence[Any] | None, Leaf]:
-    """One value for each environment, and the leaf that reads it; None if `finals` is a single batch."""
-    # Of a Tuple space a tuple is a batch.
+    """Splits `finals` into one value for each environment, and the leaf that reads each; None for a single batch."""
+    # In a Tuple space, a tuple is a single batch.
     is_list = isinstance(finals, list) or (isinstance(finals, tuple) and not leaf.path)
     if _is_object_array(finals) or (is_list and len(finals) == n_envs):
         return finals, leaf

@@ -24,7 +24,7 @@ class NormalizingEnv(RowDefaults):
     Subclasses choose the columns in `_make_scales`, and normalise rows in place or extend them.
 
     Args:
-        env: any `VecEnv`. Every other attribute is that of `env`.
+        env: any `VecEnv`. Public attributes that the wrapper lacks are read from it.
     """
 
     def __init__(self, env: VecEnv) -> None:
@@ -32,7 +32,7 @@ class NormalizingEnv(RowDefaults):
             raise TypeError(f"{type(self).__name__} needs a VecEnv, such as GymEnvInf, got {type(env).__name__}")
         self._wrapped, self._env = env, row_env(env)
         self._running = np.arange(env.n_envs())
-        # By name of the statistics; None until an observation shows which keys there are.
+        # By the name of their statistics; None until an observation shows which keys there are.
         self._scales: dict[str, Scale] | None = None
         self._loaded: tuple[Mapping[str, Moments], bool] | None = None
         if (example := self._env.example()) is not None:
@@ -49,7 +49,7 @@ class NormalizingEnv(RowDefaults):
 
     @property
     def defers_resets(self) -> bool:
-        """See `RowEnv.defers_resets`; False if there is a wrapper without rows, such as `DeviceEnv`, between."""
+        """See `RowEnv.defers_resets`; always False around a wrapper that is no `RowEnv`, such as `DeviceEnv`."""
         return self._env.defers_resets
 
     def example(self) -> Rows | None:
@@ -89,14 +89,14 @@ class NormalizingEnv(RowDefaults):
         return which, self._normalize_restarted(rows, still_running)
 
     def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
-        """Does what `step` does, and returns rows of its own that stay valid until the next step."""
+        """Does what `step` does, and returns rows that stay valid until the next step; `target` is not used."""
         step = self._normalize_step(self._env.step_rows(action))
         if step.kept is not None:
             self._running = self._running[step.kept]
         return step
 
     def take_statistics(self) -> dict[str, Moments]:
-        """Takes what was gathered since the last call, by name; includes the statistics of wrapped environments."""
+        """Takes what was gathered since the last call, by name, including the statistics of wrapped environments."""
         own = {name: scale.take() for name, scale in (self._scales or {}).items()}
         inner = take_statistics(self._env)
         if twice := own.keys() & inner.keys():
@@ -104,11 +104,11 @@ class NormalizingEnv(RowDefaults):
         return {**inner, **own}
 
     def load_statistics(self, statistics: Mapping[str, Moments], frozen: bool = False) -> None:
-        """Normalises by these from now on.
+        """Normalises by these statistics from now on.
 
         Args:
             statistics: by name, as `RL_Batcher.statistics` returns them.
-            frozen: whether to count nothing from now on.
+            frozen: whether to gather nothing from now on.
 
         Raises:
             MissingKeyError, SpecError: one is missing, or has another shape.

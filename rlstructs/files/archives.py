@@ -1,8 +1,8 @@
-"""Reads and writes the two formats that are zip archives, `.npz` and `.pt`; `hdf5.py` has the third.
+"""Reads and writes the two formats that are zip archives, `.npz` and `.pt`; `hdf5.py` has HDF5.
 
 A file is written from arrays and one text, the header. It is read without executing anything from it: a reader finds
 where the bytes of each array lie, and copies them into memory that the caller has allocated. Compressed archives are
-refused, because they can hold more than their own size. Each member has a checksum.
+refused, because they can unpack to far more than their own size. Each member has a checksum.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Reader(Protocol):
         """Raises ValueError if a checksum in the file is wrong."""
 
     def read_into(self, name: str, array: np.ndarray) -> None:
-        """Fills an array of this dtype and shape, in C order."""
+        """Reads an array of the file into `array`, which has its dtype and shape and is in C order."""
 
 
 class Archive(Reader, Protocol):
@@ -71,7 +71,7 @@ class _Member:
         dtype, shape: of the array.
         offset: where its bytes begin in the file.
         start: where the bytes of its member begin.
-        entry: the member.
+        entry: the member's entry in the directory of the archive.
     """
 
     dtype: np.dtype
@@ -141,7 +141,7 @@ def checksum(file: BinaryIO, offset: int, nbytes: int) -> int:
 
 
 def check_bools(file: BinaryIO, name: str, offset: int, nbytes: int) -> None:
-    """Raises ValueError unless these bytes are 0 or 1: numpy counts wrongly with other bools."""
+    """Raises ValueError unless all bytes are 0 or 1, because numpy computes wrongly with other bools."""
     for chunk in _read_chunks(file, offset, nbytes):
         if int(np.frombuffer(chunk, np.uint8).max()) > 1:
             raise ValueError(f"{name}: it holds bools that are neither true nor false")
@@ -165,7 +165,7 @@ class _Npz(_Archive):
         for entry in self._entries.values():
             name = entry.name.removesuffix(".npy")
             if name in self._members:
-                raise ValueError(f"{name!r} is there twice")
+                raise ValueError(f"it holds {name!r} twice")
             self._members[name] = self._find_member(entry)
         self.text = self._read_header()
 
@@ -190,12 +190,12 @@ class _Pt(_Archive):
         if checksum(file, start, entry.nbytes) != entry.checksum:
             raise ValueError(f"{entry.name}: its checksum is wrong")
         if type(content) is not dict:
-            raise ValueError("it is no archive of tensors")
-        said = content.get(HEADER)
+            raise ValueError("it is not an archive of tensors")
+        header = content.get(HEADER)
         folder, unused = pickled[0].removesuffix("data.pkl"), dict(self._entries)
         for name, value in content.items():
             if isinstance(value, StoredTensor):
-                # Taken only once: tensors that share bytes would take their memory several times.
+                # Each entry is used only once: tensors that shared bytes would need memory for each of them.
                 entry = unused.pop(f"{folder}data/{value.key}")
                 start = data_offset(file, entry)
                 member = _Member(value.dtype, value.shape, start, start, entry)
@@ -203,8 +203,8 @@ class _Pt(_Archive):
                     raise ValueError(f"{name!r}: {value.dtype}{value.shape} is not what the file holds")
                 self._members[name] = member
             elif name != HEADER or type(value) is not str:
-                raise ValueError(f"{name!r} is no plain tensor")
-        self.text = said if type(said) is str else self._read_header()  # text in files of older versions
+                raise ValueError(f"{name!r} is not a plain tensor")
+        self.text = header if type(header) is str else self._read_header()  # older versions wrote a str
 
 
 # The header in front of an array in version 1 of numpy's format.
@@ -212,12 +212,12 @@ NPY = re.compile(
     rb"\{'descr': '([<>|=]?[a-z]\d{1,2})', 'fortran_order': (True|False), "
     rb"'shape': \(((?:\d{1,19}, )*(?:\d{1,19},?)?)\), \} *\n"
 )
-# The most bytes of this header; one of 32 axes has a quarter of that.
+# The most bytes of this header; with 32 axes it has at most a quarter of that.
 LONGEST_NPY = 4096
 
 
 def read_npy_header(file: BinaryIO, start: int, entry: Entry) -> tuple[np.dtype, tuple[int, ...], int]:
-    """Reads the dtype and shape of an array, and the number of bytes in front of its numbers.
+    """Reads the header of an array: dtype, shape, and the number of bytes in front of its numbers.
 
     Raises:
         ValueError: the member is not an array of plain numbers in C order.
@@ -227,13 +227,13 @@ def read_npy_header(file: BinaryIO, start: int, entry: Entry) -> tuple[np.dtype,
     magic = read_at(file, start, 10)
     n = int.from_bytes(magic[8:], "little")
     if magic[:8] != b"\x93NUMPY\1\0" or n > LONGEST_NPY or 10 + n > entry.nbytes:
-        raise ValueError(f"{entry.name}: it is not an array, or one in another format")
-    said = NPY.fullmatch(text := read_at(file, start + 10, n))
-    if said is None:
+        raise ValueError(f"{entry.name}: it is not an array in version 1 of numpy's format")
+    match = NPY.fullmatch(text := read_at(file, start + 10, n))
+    if match is None:
         raise ValueError(f"{entry.name}: {text[:200]!r} is not an array of plain numbers")
-    dtype = _DTYPES_OF_CODES.get(said[1].decode())
-    shape = tuple(int(length) for length in said[3].split(b",") if length.strip())
-    if dtype is None or said[2] != b"False" or len(shape) > MOST_AXES or not all(map(is_size, shape)):
+    dtype = _DTYPES_OF_CODES.get(match[1].decode())
+    shape = tuple(int(length) for length in match[3].split(b",") if length.strip())
+    if dtype is None or match[2] != b"False" or len(shape) > MOST_AXES or not all(map(is_size, shape)):
         raise ValueError(f"{entry.name}: {text.strip()[:200]!r} is not an array of plain numbers")
     return dtype, shape, 10 + n
 
@@ -254,7 +254,7 @@ def _open_pt(path: Path) -> Iterator[Archive]:
 
 
 class NewFile:
-    """A new file for a library to write to, which hides failed writes from it; `close` raises the error.
+    """A new file that hides failed writes from the library that writes it; `close` raises the first error.
 
     Libraries handle a failed write badly: libhdf5 2.0 keeps the file open and crashes the process at its exit, and
     torch says "unexpected pos 960 vs 854" when the disk is full.
@@ -264,7 +264,7 @@ class NewFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = io.FileIO(path, "x+")  # "x" follows no link that lies there
+        self._file = io.FileIO(path, "x+")  # "x" fails if there is a file or link
         self.error: OSError | None = None
 
     def seek(self, offset: int, whence: int = 0) -> int:
@@ -273,7 +273,7 @@ class NewFile:
     def tell(self) -> int:
         return self._file.tell()
 
-    def read(self, n: int = -1) -> bytes:  # h5py tells a file object by this method
+    def read(self, n: int = -1) -> bytes:  # h5py recognises a file object by this method
         return self._file.read(n)
 
     def write(self, data: memoryview) -> int:
@@ -289,7 +289,7 @@ class NewFile:
         done = 0
         while n := self._file.readinto(data[done:]):
             done += n
-        data[done:] = bytes(len(data) - done)  # bytes whose write failed
+        data[done:] = bytes(len(data) - done)  # zeros in place of bytes that could not be written
         return len(data)
 
     def truncate(self, nbytes: int) -> int:
@@ -316,15 +316,15 @@ def _write_npz(path: Path, header: str, arrays: Mapping[str, np.ndarray], dtypes
 
 
 def _write_pt(path: Path, header: str, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, str]) -> None:
-    # numpy's own copies would be needed if torch wrote what a view is a view of, or shared memory only once.
-    tensors = {name: _own(array, dtypes[name]) for name, array in arrays.items()}
-    tensors[HEADER] = torch.from_numpy(np.array(bytearray(header.encode())))  # a tensor too, as programs expect
-    with closing(NewFile(path)) as new, _checksums():
-        torch.save(tensors, new)  # type: ignore[arg-type]  # it calls no more than write
+    # torch writes the whole storage of a tensor, and a shared one only once; `from_numpy` makes one for each array.
+    tensors = {name: _to_tensor(array, dtypes[name]) for name, array in arrays.items()}
+    tensors[HEADER] = torch.from_numpy(np.array(bytearray(header.encode())))  # programs expect only tensors
+    with closing(NewFile(path)) as new, _enable_checksums():
+        torch.save(tensors, new)  # type: ignore[arg-type]  # it calls only write and flush
 
 
 @contextmanager
-def _checksums() -> Iterator[None]:
+def _enable_checksums() -> Iterator[None]:
     """Makes torch compute checksums, even if the program has turned them off (possible since torch 2.6)."""
     settings = torch.serialization
     if getattr(settings, "get_crc32_options", lambda: True)():
@@ -337,7 +337,7 @@ def _checksums() -> Iterator[None]:
         settings.set_crc32_options(False)
 
 
-def _own(array: np.ndarray, dtype: str) -> torch.Tensor:
+def _to_tensor(array: np.ndarray, dtype: str) -> torch.Tensor:
     tensor = torch.from_numpy(np.asarray(array))
     return tensor.view(getattr(torch, dtype)) if dtype in BITS else tensor
 

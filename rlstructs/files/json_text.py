@@ -1,7 +1,7 @@
-"""Parses JSON that may have been made to do harm.
+"""Parses JSON that may be malicious.
 
-Python's own parser takes numbers of any length, repeated names and NaN, and turns a text of brackets into objects of
-thirty times its size. Here all that is an error.
+Python's own parser accepts very long numbers, repeated names and NaN, and turns a text of brackets into objects of
+thirty times its size. Here all of these are errors.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ import json
 import math
 from typing import Any
 
-# The most digits of an integer, which the state of a random generator needs 39 of, and characters of another number.
+# The most characters of an integer and of another number. The state of a random generator has integers of 39 digits.
 LONGEST_INTEGER, LONGEST_NUMBER = 40, 40
-# A text has at most one list or object per 6 characters and one quote per 3; up to 2000 are always allowed.
-PER_CONTAINER, PER_TEXT, ANY_NUMBER = 6, 3, 2000
+# A text may have 2000 lists and objects, plus one per 6 of its characters, and 2000 quotes, plus one per 3.
+PER_CONTAINER, PER_QUOTE, ALWAYS_ALLOWED = 6, 3, 2000
 
 
 def parse(text: str | bytes) -> Any:
     """Parses a JSON text.
 
     Raises:
-        ValueError: it is not JSON, or not such as rlstructs writes.
+        ValueError: it is not JSON as rlstructs writes it.
         RecursionError: it is nested too deeply.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")  # json.loads would guess the encoding of bytes
-    for signs, least in (("[{", PER_CONTAINER), ('"', PER_TEXT)):
-        if sum(map(text.count, signs)) > ANY_NUMBER + len(text) // least:
-            raise ValueError("its text is made of little but brackets or quotes")
+    for signs, least in (("[{", PER_CONTAINER), ('"', PER_QUOTE)):
+        if sum(map(text.count, signs)) > ALWAYS_ALLOWED + len(text) // least:
+            raise ValueError("its text consists mostly of brackets or quotes")
     return json.loads(
         text,
         object_pairs_hook=_make_object,
@@ -40,7 +40,7 @@ def parse(text: str | bytes) -> Any:
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("its text has a name twice")
+        raise ValueError("its text has an object with a repeated name")
     for name in found:
         name.encode()  # raises for half of a surrogate pair
     return found
@@ -48,7 +48,7 @@ def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _parse_integer(digits: str) -> int:
     if len(digits) > LONGEST_INTEGER:
-        raise ValueError(f"its text has a whole number of {len(digits):,} digits")
+        raise ValueError(f"its text has an integer of {len(digits):,} characters")
     return int(digits)
 
 
@@ -60,6 +60,6 @@ def _parse_number(digits: str) -> float:
 
 
 def _parse_constant(name: str) -> float:
-    if name == "Infinity":  # a setting that has no limit
+    if name == "Infinity":  # the value of a setting without a limit
         return math.inf
-    raise ValueError(f"its text has {name} for a number")
+    raise ValueError(f"its text has {name} as a number")

@@ -12,7 +12,7 @@ from rlstructs.frameworks.dtypes import SUPPORTED, UNSUPPORTED, dtype_name
 
 
 def as_device(device: torch.device | str) -> torch.device:
-    """A device with its index, like the `device` of tensors: "cuda" is the current cuda device.
+    """Returns a device with its index, as tensors have it: "cuda" becomes the current cuda device.
 
     Raises:
         TypeError: it is neither a device nor a name.
@@ -44,11 +44,11 @@ class Torch:
 
     def host_dtype(self, dtype: torch.dtype) -> np.dtype | None:
         if dtype in UNSUPPORTED:
-            raise SpecError(f"dtype {dtype} is not supported; {SUPPORTED} are, except floats of 8 bits")
+            raise SpecError(f"dtype {dtype} is not supported; supported are {SUPPORTED}, but not floats of 8 bits")
         try:
             return None if dtype is torch.bfloat16 else torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
         except TypeError as error:
-            raise SpecError(f"dtype {dtype} is not supported: numpy lacks it") from error
+            raise SpecError(f"dtype {dtype} is not supported: numpy has no such dtype") from error
 
     def dtype_from_name(self, name: str) -> torch.dtype:
         dtype = getattr(torch, name, None)

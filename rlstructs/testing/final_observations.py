@@ -10,9 +10,9 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import equal
 from rlstructs.testing.checked_env import done_of
 
-# Keys that say how a step went; the others hold what is seen.
+# Keys that say how a step went; the others hold what the agent sees.
 NOT_SEEN = ("reward", "raw_reward", "done", "terminated", "truncated", "initial_state")
-# So many ends that all look wrong are an error.
+# The fewest ends that are an error if all of them look wrong.
 MIN_ENDS = 2
 
 
@@ -29,9 +29,9 @@ class FinalObservations:
     def __init__(self, name: str) -> None:
         self._name = name
         self._n_same = self._n_others = 0
-        # What the agent saw last, and of which environments.
+        # What the agent saw last, and the environments that its rows belong to.
         self._seen, self._rows = DictTensor(), np.zeros(0, np.int64)
-        # By environment, where the next step starts an episode: the last two observations of the one before.
+        # The last two observations of an episode, by environment, where the next step starts the next episode.
         self._ended: dict[int, tuple[DictTensor, DictTensor]] = {}
 
     def begin(self, observation: DictTensor) -> None:
@@ -56,18 +56,18 @@ class FinalObservations:
             elif done[row] and env in place:
                 seen, final = self._seen_of(env), _row(after, row)
                 first = following.slice(place[env], place[env] + 1)
-                if "initial_state" in first and not bool(first["initial_state"]):  # it starts with its next step
+                if "initial_state" in first and not bool(first["initial_state"]):  # the next step starts it
                     self._ended[env] = seen, final.clone()
                 else:
                     self._compare(seen, final, _row(following, place[env]))
         self._see(left.numpy(), following)
 
     def check(self) -> None:
-        """Raises SpecError if every final observation was the first one of the next episode."""
+        """Raises SpecError if every final observation equalled the first one of the next episode."""
         if self._n_same >= MIN_ENDS and not self._n_others:
             raise SpecError(
-                f"{self._name}: the final observations of {self._n_same} episodes are the first ones of the episodes "
-                "after them: what a step led to was lost with the reset; keep a copy of it before the reset (in "
+                f"{self._name}: the final observations of {self._n_same} episodes equal the first ones of the next "
+                "episodes: the reset has overwritten what the step led to; copy that before the reset (into "
                 "'final_obs', where the autoreset mode is SameStep)"
             )
 
@@ -87,7 +87,7 @@ class FinalObservations:
 
 
 def _row(observation: DictTensor, row: int) -> DictTensor:
-    """What is seen in one row: all keys but those of `NOT_SEEN`."""
+    """What the agent sees in one row: all keys but those of `NOT_SEEN` and last actions."""
     kept = [key for key in observation if key not in NOT_SEEN and key.partition("/")[0] != "last_action"]
     return observation.get(kept).slice(row, row + 1)
 

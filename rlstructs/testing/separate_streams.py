@@ -1,4 +1,4 @@
-"""Checks that each of several environments has a random stream of its own."""
+"""Checks that environments do not share a random stream."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import equal
 from rlstructs.testing.env_source import BY_RESET, EnvSource
 
-# Environments that do the same with so many seeds, for so many steps each, share a stream: it is no coincidence.
+# Environments that do the same for `N_STEPS` steps, with each of `N_SEEDS` seeds, are taken to share a stream.
 N_SEEDS, N_STEPS = 10, 8
 
 
@@ -17,12 +17,12 @@ class ParallelRun(Protocol):
     """Runs several environments with the same actions."""
 
     def run_in_parallel(self, source: EnvSource, seed: int, n_steps: int) -> list[DictTensor] | None:
-        """The observations that all of them have in common until one ends; None if they differ."""
+        """Returns the observations until an episode ends; None if environments differ, or if there is only one."""
         ...
 
 
 def check_separate_streams(source: EnvSource, run: ParallelRun, seed: int) -> None:
-    """Raises SpecError if all environments of a seed do the same, and another seed changes what they do."""
+    """Raises SpecError if all environments do the same with every seed, although the seed changes what they do."""
     if not source.is_new or source.seeded_by == BY_RESET:  # each environment gets its own seed then
         return
     traces = []
@@ -34,7 +34,7 @@ def check_separate_streams(source: EnvSource, run: ParallelRun, seed: int) -> No
     if any(_differ(traces[0], trace) for trace in traces[1:]):
         raise SpecError(
             f"{source.name}: all its environments do the same when they get the same actions, with each of {N_SEEDS} "
-            "seeds, and something else with each: give every environment a seed of its own, such as seed + k"
+            "seeds, although the seed changes what they do: give every environment a seed of its own, such as seed + k"
         )
 
 

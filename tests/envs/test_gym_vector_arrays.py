@@ -249,8 +249,8 @@ def test_final_observations_may_be_a_dict_of_arrays_of_objects():
         (lambda *_: [{}, {"final_obs": np.zeros(2)}, {}], r"^environment 0: final observation 'frame' is missing: .*"),
         (lambda *_: {"final_obs": [np.zeros(3)] * 3}, r"^environment 0: final observation 'frame' has shape \(3,\)"),
         (lambda *_: {"final_obs": None}, r"^environment: Walk ended an episode without infos\['final_obs'\]$"),
-        (lambda *_: None, "^environment: infos must be a dict, got NoneType$"),
-        (lambda *_: [{"final_obs": np.zeros(2)}], "^environment: infos must be a dict, got list$"),
+        (lambda *_: None, "^environment: infos with 'final_obs' must be a dict or 3 dicts, got NoneType$"),
+        (lambda *_: [{"final_obs": np.zeros(2)}], "^environment: infos with 'final_obs' must .* or 3 dicts, got list$"),
     ],
 )
 def test_a_final_observation_that_is_needed_and_not_there_is_named(infos, message):

@@ -20,12 +20,12 @@ def list_loggers() -> Iterator[logging.Logger]:
 
 
 def read_levels() -> Levels:
-    """Reads which records each logger lets through."""
+    """Reads the level and flags of every logger."""
     return {logger.name: (logger.level, logger.propagate, logger.disabled) for logger in list_loggers()}
 
 
 def write_levels(levels: Levels) -> None:
-    """Sets which records these loggers let through; other loggers do not change."""
+    """Sets the level and flags of these loggers; other loggers do not change."""
     for name, (level, propagates, is_disabled) in levels.items():
         logger = logging.getLogger(name)
         if logger.level != level:
@@ -34,7 +34,7 @@ def write_levels(levels: Levels) -> None:
 
 
 def read_handler_classes() -> set[tuple[str, str]]:
-    """Reads which loggers have handlers of which classes: pairs of names."""
+    """Reads the handlers of all loggers, as pairs of a logger's name and a class's name."""
     return {(logger.name, name_class(handler)) for logger in list_loggers() for handler in logger.handlers}
 
 

@@ -13,13 +13,13 @@ from gymnasium.vector.utils import batch_space, iterate
 from rlstructs.envs.space_tree import flatten_space, nest_rows
 from rlstructs.errors import SpecError
 
-# Number types that actions may have, as numpy's letters, and the bytes of the widest.
+# Dtypes that actions may have, as numpy's character codes, and the bytes of the widest.
 TYPES, WIDEST = frozenset("?bBhHiIlLqQefd"), 8
 ALL = slice(None)
 
 
 class Actions:
-    """Actions in the number types that the trainer gave, which need not be those of the space.
+    """Stores actions in the dtypes in which they are given, which may differ from those of the space.
 
     Args:
         space: of one environment.
@@ -40,12 +40,12 @@ class Actions:
         """Writes the actions of some environments, if all of them are arrays of numbers.
 
         Args:
-            actions: n rows of what the batched space has.
+            actions: a batch of n actions, in the form of the batched space.
             envs: an index of the environments.
             n: number of environments; None for all N.
 
         Returns:
-            The types that `read` needs, a letter for each leaf; empty if the actions have to be pickled.
+            The dtypes that `read` needs, a character for each leaf; empty if the actions have to be pickled.
         """
         types, n_rows = "", self._n_envs if n is None else n
         for at, leaf in enumerate(self._leaves if self._has_arrays else ()):
@@ -63,7 +63,7 @@ class Actions:
         return types
 
     def read(self, types: str, envs: Any) -> list[Any]:
-        """Reads copies of the actions of some environments, one for each."""
+        """Returns a copy of the action of each of these environments."""
         if self._is_plain:
             return list(self._view(0, types)[envs].copy())
         arrays = [self._view(at, letter)[envs].copy() for at, letter in enumerate(types)]
@@ -74,25 +74,25 @@ class Actions:
 
         Raises:
             SpecError: there are more or fewer than n.
-            Exception: what gymnasium raises if they are no batch.
+            Exception: what gymnasium raises if `actions` is not a batch.
         """
-        # How gymnasium splits a batch depends only on the type of its space.
+        # gymnasium splits by the type of the batched space, whatever its batch size.
         rows = list(iterate(batch_space(self._space, 1), actions))
         if len(rows) != n:
             raise SpecError(f"actions: needs one for each of {n} environments, got {len(rows)}")
         seen: set[int] = set()
         for k, row in enumerate(rows):
-            if id(row) in seen:  # `[action] * n`: an environment may change its own
+            if id(row) in seen:  # as in `[action] * n`: an environment may change its action
                 rows[k] = copy.deepcopy(row)
             seen.add(id(row))
         return rows
 
     def _view(self, at: int, letter: str) -> np.ndarray:
-        """The array of one leaf as numbers of this type, (N, ...)."""
+        """The array of one leaf, (N, ...), in this dtype."""
         found = self._views.get((at, letter))
         if found is None:
             dtype, shape, whole = np.dtype(letter), self._shapes[at], self._arrays[at]
-            # A row starts at the same byte in every type: rows that are under way may differ in type.
+            # A row starts at the same byte in every dtype, because rows not yet read may have another one.
             strides = whole.size // self._n_envs, *np.empty(shape, dtype).strides
             found = np.ndarray((self._n_envs, *shape), dtype, whole.data, strides=strides)
             self._views[at, letter] = found

@@ -18,26 +18,26 @@ from workers import SharedArena, pickling
 # all environments of the group, step that one environment, and call a method of the group.
 HEAD = struct.Struct("<cHI")
 EVERY, ONE, CALL = b"E", b"O", b"C"
-# First byte of pickled actions; the types of actions in shared memory never begin with it.
+# First byte of pickled actions; the dtypes of actions in shared memory never begin with it.
 PICKLED = b"\x80"
 
 
 def _copy(value: Any) -> Any:
-    """Copies a value by pickling, as sending it to a process for one environment would."""
+    """Copies a value by pickling, as if the environment had a process of its own."""
     return pickling.loads(pickling.dumps(value))
 
 
 class EnvWorker:
-    """Runs in a worker: its share of each group of environments.
+    """One worker's share of each group of environments.
 
     Args:
         index: of this worker.
         arena: the shared memory for the columns.
         env_fns: make the environments of all workers.
-        shares: for each worker, a slice of the environments for each group.
+        shares: for each worker, one slice of the environments per group.
 
     Raises:
-        Exception: what an environment raised, here and in every method with a note that names it.
+        Exception: what an environment raised, here or in a method; a note names the environment.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class EnvWorker:
         return self._groups[0].describe()
 
     def attach(self, described: Description, n_envs: int, mode: AutoresetMode) -> None:
-        """Does what `EnvGroup.attach` does, in the shared memory."""
+        """Attaches every group to columns in the shared memory; see `EnvGroup.attach`."""
         buffer = self._arena.map()
         for group in self._groups:
             self._actions = group.attach(described, n_envs, mode, buffer).actions
@@ -72,8 +72,8 @@ class EnvWorker:
         """Carries out a request.
 
         Args:
-            data: `HEAD` with `CALL`, and a pickled method with its arguments; or `HEAD` with `EVERY` or `ONE`, and
-                the types of the actions in shared memory or the pickled actions.
+            data: `HEAD` with `CALL`, and the pickled name of a method with its arguments; or `HEAD` with `EVERY` or
+                `ONE`, and the dtypes of the actions in shared memory or the pickled actions.
 
         Returns:
             The pickled result; no bytes for an empty outcome.
