@@ -554,15 +554,9 @@ class Vector(gymnasium.vector.VectorEnv):
 
 
 PARTS = "observations", "rewards", "terminations", "truncations", "infos"
-<<<<<<< HEAD
-LOST = "the final observations of .* episodes are the first ones of the episodes after them: what a step led to was"
-IDLE = r"^Vector.step: environment 0 may only reset in the step after the end of its episode \(autoreset mode"
-ALIKE = r"^GymVectorEnv: all its environments do the same when they get the same actions, with each of 10 seeds, and so"
-=======
 LOST = "the final observations of .* episodes equal the first ones of the next episodes: the reset has overwritten"
-IDLE = r"^Vector.step: environment 0 has to do nothing but reset in the step after its end \(autoreset mode NextStep\)"
+IDLE = r"^Vector.step: environment 0 may only reset in the step after the end of its episode \(autoreset mode"
 ALIKE = r"^GymVectorEnv: all its environments do the same when they get the same actions, with each of 10 seeds, al"
->>>>>>> read3
 VECTORS = {
     "final observations that are the reset's": ({"flaw": "finals"}, LOST),
     "a mask that is ignored": (
