@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from gymnasium.error import ResetNeeded
@@ -21,6 +21,8 @@ from workers.interrupts import defer_interrupt
 
 # Seeds, options and mask of a reset.
 ResetArguments = tuple[list[int | None], dict[str, Any] | None, np.ndarray | None]
+Infos = TypeVar("Infos")
+Step = tuple[Any, np.ndarray, np.ndarray, np.ndarray, Infos]
 
 
 class EnvCalls:
@@ -54,18 +56,26 @@ class EnvCalls:
             raise StateError(f"reset: environments {never} were never reset, {RESET_MASK} must name them too")
         return seeds, env_options, mask
 
-    def reset(self, seeds: list[int | None], options: dict[str, Any] | None, mask: np.ndarray | None) -> None:
-        """Starts a reset of all environments, or of those of the mask."""
+    def reset(
+        self,
+        seeds: Sequence[int | None],
+        options: dict[str, Any] | Sequence[dict[str, Any] | None] | None,
+        mask: np.ndarray | None,
+    ) -> None:
+        """Starts a reset of all environments, or of those of the mask; `options` are for all, or a list for each."""
         self._will_be_reset = self._was_reset | (True if mask is None else mask)
-        self.call("reset", Pending.RESET, lambda rows: (seeds[rows], options, None if mask is None else mask[rows]))
+        each = [options] * self._n_envs if options is None or isinstance(options, dict) else options
+        self.call("reset", Pending.RESET, lambda rows: (seeds[rows], each[rows], None if mask is None else mask[rows]))
 
-    def wait_for_reset(self, timeout: float | None) -> list[Outcome]:
-        """Waits for a reset, and returns its outcomes."""
+    def finish_reset(
+        self, timeout: float | None, copy: bool, merge: Callable[[list[Outcome]], Infos]
+    ) -> tuple[Any, Infos]:
+        """Waits for a reset; returns observations and infos. Its arguments are those of `finish_step`."""
         outcomes = self._wait(Pending.RESET, timeout)
         self._was_reset = self._will_be_reset
         self._are_all_reset = bool(self._was_reset.all())
         self._columns.keep_objects(outcomes)
-        return outcomes
+        return self._order.finish(lambda: (self._columns.batch(copy), merge(outcomes)))
 
     def step(self, actions: Any) -> None:
         """Starts a step of all environments."""
@@ -73,11 +83,28 @@ class EnvCalls:
         self._check_running("step")
         self._send(Pending.STEP, self._host.step(actions))
 
-    def wait_for_step(self, timeout: float | None) -> list[Outcome]:
-        """Waits for a step of all environments, and returns its outcomes."""
-        outcomes = self._wait(Pending.STEP, timeout)
-        self._columns.keep_objects(outcomes)
-        return outcomes
+    def finish_step(self, timeout: float | None, copy: bool, merge: Callable[[list[Outcome]], Infos]) -> Step[Infos]:
+        """Waits for a step of all environments.
+
+        Args:
+            timeout: see `SharedVectorEnv.step_wait`.
+            copy: whether observations are copies; otherwise they are views.
+            merge: makes the infos from the outcomes.
+
+        Returns:
+            Observations, rewards, terminations, truncations and infos.
+        """
+        outcomes, columns = self._wait(Pending.STEP, timeout), self._columns
+        columns.keep_objects(outcomes)
+        return self._order.finish(
+            lambda: (
+                columns.batch(copy),
+                columns.rewards.copy(),
+                columns.terminations.copy(),
+                columns.truncations.copy(),
+                merge(outcomes),
+            )
+        )
 
     def step_some(self, actions: Any, env_ids: Sequence[int] | np.ndarray | None) -> None:
         """Starts steps of some environments, beside those that are under way."""
@@ -128,6 +155,19 @@ class EnvCalls:
         if isinstance(values, Exception):
             raise values
         return values
+
+    def apply(self, function: Callable[[Any], Any], env_ids: Sequence[int] | np.ndarray | None = None) -> list[Any]:
+        """Calls a function with each of these environments, where they are; returns the values by ascending index.
+
+        Raises:
+            SpecError: `env_ids` are not indexes of environments, each once.
+            Exception: what the function raised, after all have been called.
+        """
+        self._order.check_free("call")
+        envs = check_env_ids("call", env_ids, self._n_envs)
+        only = None if envs.size == self._n_envs else envs.tolist()
+        self.call("apply", Pending.CALL, lambda rows: (function, only))
+        return [value for values in self.wait_for_values(None) for value in values]
 
     def _find_group(self, envs: np.ndarray) -> int | None:
         """Index of the group that consists of these environments; None if there is none, or only one group."""

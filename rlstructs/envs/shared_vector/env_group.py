@@ -141,13 +141,13 @@ class EnvGroup:
         self._at[0] = -1
 
     def reset(
-        self, seeds: Sequence[int | None], options: dict[str, Any] | None, mask: np.ndarray | None
+        self, seeds: Sequence[int | None], options: Sequence[dict[str, Any] | None], mask: np.ndarray | None
     ) -> Outcome:
         """Resets the environments of the mask; the rows of the others keep their values.
 
         Args:
             seeds: one for each environment.
-            options: each environment gets a copy, which it may change.
+            options: for each environment; it gets a copy, which it may change.
             mask: bool, one for each environment; None for all.
         """
         outcome = Outcome([], [])
@@ -156,7 +156,7 @@ class EnvGroup:
                 continue
             self._at[0] = self._first + k
             try:
-                result = env.reset(seed=seeds[k], options=copy.deepcopy(options))
+                result = env.reset(seed=seeds[k], options=copy.deepcopy(options[k]))
                 observation, info = read_reset(result, env, self._first + k)
                 self._terminations[k] = self._truncations[k] = self._needs_reset[k] = False
                 self._write_one(k, observation, outcome)
@@ -215,6 +215,15 @@ class EnvGroup:
 
         return self._for_each(call_one)
 
+    def apply(self, function: Callable[[Any], Any], only: Sequence[int] | None = None) -> list[Any]:
+        """Calls a function with each environment, or with those whose indexes among all are in `only`."""
+
+        def call_one(k: int, env: Any) -> Any:
+            self._at[0] = self._first + k
+            return function(env)
+
+        return self._for_each(call_one, only)
+
     def render(self) -> list[Any]:
         """Calls `render` of each environment; returns the values."""
         return self.call("render", (), {})
@@ -227,10 +236,12 @@ class EnvGroup:
         """Closes every environment, even if some raise; then raises the first error."""
         self._for_each(lambda k, env: env.close())
 
-    def _for_each(self, function: Callable[[int, Any], Any]) -> list[Any]:
-        """Calls a function for each environment, even if some raise; then raises the first error."""
+    def _for_each(self, function: Callable[[int, Any], Any], only: Sequence[int] | None = None) -> list[Any]:
+        """Calls a function for each environment (see `apply`), even if some raise; then raises the first error."""
         values, errors = [], []
         for k, env in enumerate(self._envs):
+            if only is not None and self._first + k not in only:
+                continue
             try:
                 values.append(function(k, env))
             except Exception as error:

@@ -16,6 +16,7 @@ A step takes one message to each worker and one back, however many environments 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -200,8 +201,7 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
             timeout: seconds; None for the constructor's timeout. After a timeout given here the reset is still under
                 way, and one can wait for it again.
         """
-        outcomes = self._calls.wait_for_reset(timeout)
-        return self._order.finish(lambda: (self._columns.batch(self.copy), merge_infos(self, outcomes)))
+        return self._calls.finish_reset(timeout, self.copy, partial(merge_infos, self))
 
     def step(self, actions: Any) -> StepResult:
         """Steps every environment.
@@ -229,16 +229,7 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
 
     def step_wait(self, timeout: float | None = None) -> StepResult:
         """Waits for the step that `step_async` started; `timeout` as in `reset_wait`."""
-        outcomes, columns = self._calls.wait_for_step(timeout), self._columns
-        return self._order.finish(
-            lambda: (
-                columns.batch(self.copy),
-                columns.rewards.copy(),
-                columns.terminations.copy(),
-                columns.truncations.copy(),
-                merge_infos(self, outcomes),
-            )
-        )
+        return self._calls.finish_step(timeout, self.copy, partial(merge_infos, self))
 
     def send(self, actions: Any, env_ids: Sequence[int] | np.ndarray | None = None) -> None:
         """Starts a step of some environments; `recv` returns the results of those that are ready first.

@@ -1,0 +1,44 @@
+"""Functions that are called with an environment, where it is.
+
+They stand apart because a worker imports this module to call them, and then imports nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+
+
+def call_method(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], env: gymnasium.Env[Any, Any]) -> Any:
+    """Calls a method of the outermost wrapper that has it, or of the environment."""
+    return env.get_wrapper_attr(name)(*args, **kwargs)
+
+
+def get_attribute(name: str, env: gymnasium.Env[Any, Any]) -> Any:
+    """Reads an attribute of the outermost wrapper that has it, or of the environment."""
+    return env.get_wrapper_attr(name)
+
+
+def has_attribute(name: str, env: gymnasium.Env[Any, Any]) -> bool:
+    """Whether a wrapper or the environment has an attribute."""
+    return bool(env.has_wrapper_attr(name))
+
+
+def set_attribute(name: str, value: Any, env: gymnasium.Env[Any, Any]) -> None:
+    """Sets an attribute of the outermost wrapper."""
+    setattr(env, name, value)
+
+
+def is_wrapped(wrapper: type[gymnasium.Wrapper[Any, Any, Any, Any]], env: gymnasium.Env[Any, Any]) -> bool:
+    """Whether one of the wrappers is of this class."""
+    while isinstance(env, gymnasium.Wrapper):
+        if isinstance(env, wrapper):
+            return True
+        env = env.env
+    return False
+
+
+def render(env: gymnasium.Env[Any, Any]) -> Any:
+    """Calls `render`."""
+    return env.render()

@@ -1,0 +1,31 @@
+"""Stable-Baselines3: its `VecEnv` over worker processes of several environments each, and its replay buffers.
+
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.env_util import make_vec_env
+    from rlstructs.integrations.sb3 import SharedVecEnv
+
+    model = PPO("MlpPolicy", make_vec_env("CartPole-v1", 16, vec_env_cls=SharedVecEnv))
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlstructs.integrations.sb3.replay_buffer import DictReplayBuffer, ReplayBuffer
+    from rlstructs.integrations.sb3.vec_env import SharedVecEnv
+
+_EXPORTS = {
+    "DictReplayBuffer": "replay_buffer",
+    "ReplayBuffer": "replay_buffer",
+    "SharedVecEnv": "vec_env",
+}
+
+__all__ = ["DictReplayBuffer", "ReplayBuffer", "SharedVecEnv"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)

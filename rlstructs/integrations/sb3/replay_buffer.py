@@ -1,0 +1,213 @@
+"""`ReplayBuffer` and `DictReplayBuffer`: those of Stable-Baselines3, over a store of this library."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from stable_baselines3.common import buffers
+from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
+from stable_baselines3.common.vec_env import VecNormalize
+
+from rlstructs.public_names import set_module
+from rlstructs.replay.columns import Spec
+from rlstructs.replay.step_writer import StepWriter
+from rlstructs.replay.store import Storage
+from workers.limits import available_bytes
+
+# A column of observations is called after its key in a Dict space: `observations/<key>`.
+OBSERVATIONS, NEXT = "observations", "next_observations"
+ACTIONS, REWARDS, DONES, TIMEOUTS = "actions", "rewards", "dones", "timeouts"
+FLOAT = np.dtype(np.float32)
+
+
+@set_module("rlstructs.integrations.sb3")
+class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
+    """Replaces Stable-Baselines3's `ReplayBuffer`: give it to an algorithm as `replay_buffer_class`.
+
+    It draws the same rows from the same state of numpy's global random stream. Values have the dtypes of the spaces,
+    float64 actions become float32.
+
+    Args:
+        buffer_size: capacity in rows of all environments together.
+        observation_space: of one environment; anything but a Dict.
+        action_space: of one environment.
+        device: of samples.
+        n_envs: number of environments.
+        optimize_memory_usage: whether an observation is stored once, as the one after a step and the one before the
+            next. Unlike in Stable-Baselines3 this may be combined with `handle_timeout_termination`, the observation
+            after the end of an episode is the true one, and every row can be drawn.
+        handle_timeout_termination: whether the `dones` of samples are 0 where `TimeLimit.truncated` is in the info.
+    """
+
+    pos: int
+    full: bool
+    _samples: Any = ReplayBufferSamples
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        device: torch.device | str = "auto",
+        n_envs: int = 1,
+        optimize_memory_usage: bool = False,
+        handle_timeout_termination: bool = True,
+    ) -> None:
+        buffers.BaseBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs)
+        self.buffer_size = max(buffer_size // n_envs, 1)
+        self.optimize_memory_usage, self.handle_timeout_termination = optimize_memory_usage, handle_timeout_termination
+        self._storage = Storage(n_envs, self.buffer_size)
+        specs, linked = self._specs(), {}
+        if optimize_memory_usage:
+            linked = {name: name.removeprefix("next_") for name in specs if name.startswith(NEXT)}
+        _warn_of_memory(sum(spec.nbytes for name, spec in specs.items() if name not in linked), self)
+        self._storage.add_columns(specs, linked)
+        self._names = list(specs)
+        self._writer = StepWriter(self._storage, ())
+
+    def _specs(self) -> dict[str, Spec]:
+        """The columns, by name."""
+        observations = self._observation_specs(OBSERVATIONS) | self._observation_specs(NEXT)
+        action = self.action_space.dtype
+        return {
+            **observations,
+            ACTIONS: Spec(FLOAT if action == np.float64 else np.dtype(action), (self.action_dim,)),
+            **{name: Spec(FLOAT) for name in (REWARDS, DONES, TIMEOUTS)},
+        }
+
+    def _observation_specs(self, name: str) -> dict[str, Spec]:
+        return {name: Spec(np.dtype(self.observation_space.dtype), self.obs_shape)}
+
+    def _split(self, name: str, observation: Any) -> dict[str, Any]:
+        """Splits an observation of all environments into columns."""
+        return {name: observation}
+
+    def _join(self, name: str, columns: dict[str, np.ndarray]) -> Any:
+        """Makes an observation of columns."""
+        return columns[name]
+
+    def add(
+        self,
+        obs: Any,
+        next_obs: Any,
+        action: np.ndarray,
+        reward: np.ndarray,
+        done: np.ndarray,
+        infos: list[dict[str, Any]],
+    ) -> None:
+        """Appends a row to each environment.
+
+        Args:
+            obs: observations before the step, (n_envs, ...).
+            next_obs: those after it; where an episode ended, the last one of the episode.
+            action: (n_envs, ...).
+            reward, done: (n_envs,).
+            infos: one for each environment; anything if timeouts are not handled.
+        """
+        rows = {**self._split(OBSERVATIONS, obs), **self._split(NEXT, next_obs)}
+        rows |= {ACTIONS: action, REWARDS: reward, DONES: done}
+        rows[TIMEOUTS] = np.zeros(self.n_envs, FLOAT)
+        if self.handle_timeout_termination:
+            rows[TIMEOUTS][:] = [info.get("TimeLimit.truncated", False) for info in infos]
+        block = {
+            name: np.asarray(rows[name]).astype(spec.dtype, copy=False).reshape(self.n_envs, *spec.shape)
+            for name, spec in self._storage.columns.specs.items()
+        }
+        if self._writer.write(block) is None:
+            self._storage.write({name: values[:, None] for name, values in block.items()})
+        self.pos += 1
+        if self.pos == self.buffer_size:
+            self.full, self.pos = True, 0
+
+    def reset(self) -> None:
+        """Drops every row."""
+        self._storage.clear()
+        super().reset()
+
+    def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
+        """Draws rows uniformly, with replacement, from numpy's global random stream.
+
+        Args:
+            batch_size: B, the number of rows.
+            env: normalises observations and rewards, if given.
+
+        Returns:
+            `observations`, `actions`, `next_observations` (B, ...), `dones` and `rewards` float32 (B, 1): tensors on
+            the device, private memory.
+        """
+        return buffers.BaseBuffer.sample(self, batch_size, env)
+
+    def _get_samples(self, batch_inds: np.ndarray, env: VecNormalize | None = None) -> Any:
+        lanes = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
+        return self._read(self._storage.columns.rows(lanes, batch_inds), env)
+
+    def _read(self, rows: np.ndarray, env: VecNormalize | None) -> Any:
+        """Makes a sample of these rows."""
+        columns = dict(zip(self._names, self._storage.gather(self._names, rows), strict=True))
+        dones, rewards = columns[DONES] * (1 - columns[TIMEOUTS]), columns[REWARDS]
+        return self._samples(
+            self._to_tensors(self._normalize_obs(self._join(OBSERVATIONS, columns), env)),
+            self.to_torch(columns[ACTIONS]),
+            self._to_tensors(self._normalize_obs(self._join(NEXT, columns), env)),
+            self.to_torch(dones[:, None]),
+            self.to_torch(self._normalize_reward(rewards[:, None], env)),
+        )
+
+    def _to_tensors(self, observation: Any) -> Any:
+        return self.to_torch(observation)
+
+    def to_torch(self, array: np.ndarray, copy: bool = False) -> torch.Tensor:
+        """Makes a tensor on the device; it shares memory with the array unless `copy`, or if the device is another."""
+        return torch.tensor(array, device=self.device) if copy else torch.as_tensor(array, device=self.device)
+
+    def _column(self, name: str) -> np.ndarray:
+        """A view of a column, (buffer_size, n_envs, ...); a copy of one that is stored through another."""
+        columns = self._storage.columns
+        if name in self._storage.links:
+            slots = np.arange(self.buffer_size)[:, None]
+            return np.asarray(self._storage.gather([name], columns.rows(np.arange(self.n_envs), slots))[0])
+        return np.asarray(columns.cells[name]).swapaxes(0, 1)
+
+    def _observations(self, name: str) -> Any:
+        return self._join(name, {column: self._column(column) for column in self._observation_specs(name)})
+
+    observations = property(lambda self: self._observations(OBSERVATIONS), doc="Observations before steps.")
+    next_observations = property(lambda self: self._observations(NEXT), doc="Observations after steps.")
+    actions = property(lambda self: self._column(ACTIONS), doc="Actions, (buffer_size, n_envs, ...), a view.")
+    rewards = property(lambda self: self._column(REWARDS), doc="Rewards, (buffer_size, n_envs), a view.")
+    dones = property(lambda self: self._column(DONES), doc="Ends of episodes, (buffer_size, n_envs), a view.")
+    timeouts = property(lambda self: self._column(TIMEOUTS), doc="Truncations, (buffer_size, n_envs), a view.")
+
+
+@set_module("rlstructs.integrations.sb3")
+class DictReplayBuffer(ReplayBuffer):
+    """Replaces Stable-Baselines3's `DictReplayBuffer`, of observations that are dicts; see `ReplayBuffer`."""
+
+    _samples = DictReplayBufferSamples
+
+    def _observation_specs(self, name: str) -> dict[str, Spec]:
+        of_key = self.observation_space.spaces
+        return {f"{name}/{key}": Spec(np.dtype(of_key[key].dtype), shape) for key, shape in self.obs_shape.items()}
+
+    def _split(self, name: str, observation: Any) -> dict[str, Any]:
+        return {f"{name}/{key}": observation[key] for key in self.obs_shape}
+
+    def _join(self, name: str, columns: dict[str, np.ndarray]) -> Any:
+        return {key: columns[f"{name}/{key}"] for key in self.obs_shape}
+
+    def _to_tensors(self, observation: Any) -> Any:
+        return {key: self.to_torch(values) for key, values in observation.items()}
+
+
+def _warn_of_memory(row_bytes: int, buffer: ReplayBuffer) -> None:
+    """Warns, as Stable-Baselines3 does, if the rows will not fit into memory."""
+    needed, available = row_bytes * buffer.buffer_size * buffer.n_envs, available_bytes()
+    if available is not None and needed > available:
+        warnings.warn(
+            f"a full {type(buffer).__name__} takes {needed / 1e9:.2f} GB, {available / 1e9:.2f} GB are available",
+            stacklevel=3,
+        )

@@ -1,0 +1,150 @@
+"""`SharedVecEnv` gives Stable-Baselines3 what its `DummyVecEnv` gives, for every call and kind of observation."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from stable_baselines3 import PPO
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+
+from rlstructs.integrations.sb3 import SharedVecEnv
+from workers import WorkerCrashed
+
+BOX = spaces.Box(-1, 1, (3,), np.float32)
+SPACES = {
+    "box": BOX,
+    "float64": spaces.Box(-1, 1, (2, 2), np.float64),
+    "discrete": spaces.Discrete(5),
+    "dict": spaces.Dict({"a": BOX, "image": spaces.Box(0, 255, (4, 4, 1), np.uint8), "n": spaces.Discrete(3)}),
+}
+
+
+class Walks(gymnasium.Env):
+    """Episodes of 3 to 6 steps, terminated or truncated by turns, with infos of reset and step."""
+
+    render_mode, metadata = "rgb_array", {"render_modes": ["rgb_array"]}
+
+    def __init__(self, space=BOX, number=0):
+        self.observation_space, self.action_space, self.number = space, spaces.Discrete(2), number
+        self.n_episodes = 0
+
+    def _observe(self):
+        self.observation_space.seed(int(self.np_random.integers(2**30)))
+        return self.observation_space.sample()
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.n_episodes += 1
+        self.left = 3 + int(self.np_random.integers(4))
+        return self._observe(), {"episode": self.n_episodes, "options": options}
+
+    def step(self, action):
+        self.left -= 1
+        ended, by_turns = self.left <= 0, self.n_episodes % 2 == 0
+        info = {"left": self.left} if self.left % 2 else {}
+        return self._observe(), float(action) + 0.25, ended and by_turns, ended and not by_turns, info
+
+    def render(self):
+        return np.full((8, 8, 3), self.number, np.uint8)
+
+    def add(self, a, b=0):
+        return self.number + a + b
+
+    def die(self):
+        import os
+
+        os._exit(3)
+
+
+def pair(kind="box", n=5, n_workers=2, wrap=Monitor):
+    fns = [lambda k=k: wrap(Walks(SPACES[kind], k)) for k in range(n)]
+    return DummyVecEnv(fns), SharedVecEnv(fns, n_workers)
+
+
+def assert_same(found, wanted):
+    if isinstance(wanted, dict):
+        assert isinstance(found, dict)
+        wanted = {key: value for key, value in wanted.items() if key != "episode" or not isinstance(value, dict)}
+        found = {key: value for key, value in found.items() if key != "episode" or not isinstance(value, dict)}
+        assert found.keys() == wanted.keys()
+        for key in wanted:
+            assert_same(found[key], wanted[key])
+    elif isinstance(wanted, (list, tuple)):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert_same(one, other)
+    elif isinstance(wanted, np.ndarray):
+        assert found.dtype == wanted.dtype and np.array_equal(found, wanted)
+    else:
+        assert found == wanted
+
+
+@pytest.mark.parametrize("n_workers", [0, 2])
+@pytest.mark.parametrize("kind", SPACES)
+def test_every_step_and_reset_is_that_of_dummy_vec_env(kind, n_workers):
+    theirs, ours = pair(kind, n_workers=n_workers)
+    with contextlib.closing(ours):
+        for envs in (theirs, ours):
+            envs.seed(7)
+            envs.set_options([{"level": k} for k in range(5)])
+        assert_same(ours.reset(), theirs.reset())
+        assert_same(ours.reset_infos, theirs.reset_infos)
+        for step in range(40):
+            actions = np.arange(step, step + 5) % 2
+            assert_same(ours.step(actions), theirs.step(actions))
+            assert_same(ours.reset_infos, theirs.reset_infos)
+        for envs in (theirs, ours):
+            envs.set_options({"level": 9})
+        assert_same(ours.reset(), theirs.reset())
+        assert_same(ours.reset_infos, theirs.reset_infos)
+
+
+def test_attributes_and_methods_of_some_or_all_environments():
+    theirs, ours = pair()
+    with contextlib.closing(ours):
+        for indices in (None, 1, [3, 1, 1], range(2, 4), []):
+            for call in (
+                lambda envs, at=indices: envs.get_attr("number", at),
+                lambda envs, at=indices: envs.env_method("add", 10, b=5, indices=at),
+                lambda envs, at=indices: envs.env_is_wrapped(Monitor, at),
+                lambda envs, at=indices: envs.env_is_wrapped(gymnasium.wrappers.TimeLimit, at),
+            ):
+                assert call(ours) == call(theirs)
+        for envs in (theirs, ours):
+            envs.set_attr("extra", 5, [0, 2])
+            envs.set_attr("more", "x")
+        assert ours.get_attr("extra", [2, 0]) == theirs.get_attr("extra", [2, 0]) == [5, 5]
+        assert ours.get_attr("more") == ["x"] * 5
+        assert [ours.has_attr(name) for name in ("more", "extra", "none")] == [True, False, False]
+        with pytest.raises(AttributeError, match="extra"):
+            ours.get_attr("extra", 1)
+        assert ours.get_attr("number", 1) == [1]  # the error has changed nothing
+        assert_same(list(ours.get_images()), list(theirs.get_images()))
+        assert_same(ours.render(), theirs.render())
+        assert ours.render_mode == theirs.render_mode
+
+
+def test_a_worker_that_dies_is_an_error_and_no_hang():
+    _, ours = pair()
+    with contextlib.closing(ours):
+        ours.reset()
+        with pytest.raises(WorkerCrashed, match="exit code 3"):
+            ours.env_method("die", indices=4)
+
+
+@pytest.mark.parametrize("cls", [SharedVecEnv, partial(SharedVecEnv, n_workers=2)], ids=["default", "two workers"])
+def test_ppo_learns_the_same_weights_as_on_dummy_vec_env(cls):
+    def train(vec_env_cls):
+        with contextlib.closing(make_vec_env("CartPole-v1", 4, seed=3, vec_env_cls=vec_env_cls)) as envs:
+            model = PPO("MlpPolicy", VecNormalize(envs), n_steps=32, n_epochs=2, seed=0, device="cpu").learn(256)
+        return [parameter.detach().numpy() for parameter in model.policy.parameters()]
+
+    wanted = train(DummyVecEnv)
+    assert all(np.array_equal(found, other) for found, other in zip(train(cls), wanted, strict=True))
