@@ -129,11 +129,7 @@ class Rollout:
         self._idle: list[tuple[int, np.ndarray]] = []
 
     def run(self, group: SplitEnv | None = None) -> Generator[None, None, Progress]:
-        """Runs the rollout.
-
-        Args:
-            group: the environments, if they are one of several groups. The generator then yields while they step.
-        """
+        """Runs the rollout; yields while the environments step if they are one `group` of several."""
         rows, info, state, steps, observe = self._begin()
         (agent, device, clock, is_cut), env, slots = self._acting_agent, self._env, self._slots  # local names are fast
         is_shown, has_info, has_state = self._is_shown, bool(info._tensors), not state.empty()

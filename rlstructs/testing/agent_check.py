@@ -41,11 +41,9 @@ def check_agent(
 ) -> None:
     """Runs an agent and checks all that `RL_Batcher` and `replay_agent` rely on; raises at the first mistake.
 
-    It checks:
-    - the methods, `update` and `close` among them; that the factory can be pickled; that a replay gives the outputs
-      that were recorded;
-    - keys, dtypes, rows and devices of states and outputs; that the seed decides the outputs; that an agent with
-      `takes_views` keeps no views of observations and writes into none.
+    It checks the methods, also `update` and `close`; the pickling of the factory; keys, dtypes, rows and devices of
+    states and outputs; that the seed decides the outputs; that a replay gives those that were recorded; and that an
+    agent with `takes_views` keeps no views of observations and writes into none.
 
     Args:
         agent: preferably the `create_agent` of a batcher; or an agent, which is copied.
@@ -53,8 +51,7 @@ def check_agent(
         agent_args: arguments for a factory.
         agent_info: one row, as for `RL_Batcher`.
         update: an update as for `RL_Batcher.update`; if it is left out, the agent's `update` is not called.
-        n_steps: steps of a rollout.
-        seed: for the global random streams, and for `agent.seed`.
+        n_steps, seed: of a rollout; the seed is for the global random streams, and for `agent.seed`.
         replay: whether to check `replay_agent`.
         replayed: names of outputs, such as logits, that a replay has to give whatever the agent did before; not of
             random draws.
