@@ -151,7 +151,7 @@ class ShardMemory(PrioritizedMemory):
         span = self._store().span()
         steps = span.steps(rows)
         if (turns > self._turns(steps)).any() or (steps < 0).any():
-            raise IndexError("update_priorities: an index is none that a sample has had")
+            raise IndexError("update_priorities: an index is not from a sample")
         held = (turns == self._turns(steps)) & span.holds(rows, steps)
         self._priorities.update(span, rows[held], priorities[held], is_last=True)
 

@@ -44,7 +44,7 @@ class Torch:
 
     def host_dtype(self, dtype: torch.dtype) -> np.dtype | None:
         if dtype in UNSUPPORTED:
-            raise SpecError(f"dtype {dtype} is not supported; supported are {SUPPORTED}, but not floats of 8 bits")
+            raise SpecError(f"dtype {dtype} is not supported; supported are {SUPPORTED} except floats of 8 bits")
         try:
             return None if dtype is torch.bfloat16 else torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
         except TypeError as error:

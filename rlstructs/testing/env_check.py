@@ -162,7 +162,7 @@ class _Run:
         return first, again
 
     def run_in_parallel(self, source: EnvSource, seed: int, n_steps: int) -> list[DictTensor] | None:
-        """The observations that all environments have in common until one ends; None if they differ."""
+        """Returns the observations until an episode ends; None if environments differ, or if there is only one."""
         seed_global_streams(seed, None)
         env = source.make(seed)
         with contextlib.closing(env) if source.is_new else contextlib.nullcontext():

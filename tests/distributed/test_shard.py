@@ -80,5 +80,5 @@ def test_it_sums_up_what_can_be_drawn_and_drops_priorities_of_what_is_gone(data)
         sums = shard.report()["sums"]
         assert sums == pytest.approx({kind: model.mass(*kind) for kind in [ROW, *KINDS]})
     if drawn:
-        with pytest.raises(IndexError, match="an index is none that a sample has had"):
+        with pytest.raises(IndexError, match="an index is not from a sample"):
             shard.update_priorities({"index": drawn[-1][0] + 100 * model.size * N_ENVS, "priority": np.ones(4)})

@@ -66,9 +66,11 @@ def quiet_imports() -> Iterator[None]:
     Undoes changes that the modules make to warning filters and logging levels.
     """
     levels = log_settings.read_levels()
-    with warning_filters.ignore_warnings():
-        yield
-    log_settings.write_levels(levels)
+    try:
+        with warning_filters.ignore_warnings():
+            yield
+    finally:
+        log_settings.write_levels(levels)
 
 
 def _set_traceback_limit(limit: int | None) -> None:
