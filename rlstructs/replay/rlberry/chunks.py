@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from rlstructs.checks import check_count, check_names
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.public_names import set_module
-from rlstructs.replay import expand
+from rlstructs.replay.buffer import Arrays, Buffer, Restore
 from rlstructs.replay.claims import Claims
-from rlstructs.replay.drawing import Selection, Uniform, draw_fitting
-from rlstructs.replay.expand import CROSS, EPISODE_ENDS, MASK, NEVER, Window
-from rlstructs.replay.priorities import Priorities, exponent, importance_weights
-from rlstructs.replay.reading import Reading
-from rlstructs.replay.rlberry.tagged import TaggedBuffer
-from rlstructs.replay.span import Span
-from rlstructs.replay.store import Storage
+from rlstructs.replay.drawing import Selection
+from rlstructs.replay.expand import CROSS, EPISODE_ENDS
+from rlstructs.replay.given import spec_of
+from rlstructs.replay.priorities import Priorities, exponent
+from rlstructs.replay.reading import DISCOUNT, Reading
+from rlstructs.replay.rlberry.draws import draw_by_priority, draw_uniform
+from rlstructs.replay.rlberry.intake import StoredRows, TaggedIntake, dtype_name
+from rlstructs.replay.sampling import sample_rows
 from rlstructs.replay.values import host_array
+from rlstructs.structures.trajectories import Trajectories
 
 UNIFORM, PRIORITIZED = MODES = ("uniform", "prioritized")
-EVENLY = Uniform()
 
 
 @set_module("rlstructs.replay")
@@ -41,7 +44,7 @@ class ChunkBatch(NamedTuple):
 
 
 @set_module("rlstructs.replay")
-class ChunkReplayBuffer(TaggedBuffer):
+class ChunkReplayBuffer(Buffer):
     """A replay buffer that gives chunks of T consecutive steps, uniformly or in proportion to priorities.
 
     A chunk never goes from the newest row on to the oldest. Episodes end where `end_episode` is called, and
@@ -87,24 +90,14 @@ class ChunkReplayBuffer(TaggedBuffer):
         >>> buffer.update_priorities(batch.info["indices"], errors)
     """
 
+    _intake: TaggedIntake
+
     def __init__(
-        self,
-        max_replay_size: int,
-        rng: np.random.Generator | int,
-        max_episode_steps: float | None = None,
-        enable_prioritized: bool = False,
-        alpha: float = 0.5,
-        beta: float = 0.5,
-        *,
-        n_lanes: int = 1,
-        framework: str = "numpy",
-        device: Any = None,
-        episode_ends: str = CROSS,
-        n_step: int = 1,
-        gamma: float = 0.99,
-        stack_num: int = 1,
-        stack_keys: Sequence[str] | None = None,
-    ) -> None:
+        self, max_replay_size: int, rng: np.random.Generator | int, max_episode_steps: float | None = None,
+        enable_prioritized: bool = False, alpha: float = 0.5, beta: float = 0.5, *, n_lanes: int = 1,
+        framework: str = "numpy", device: Any = None, episode_ends: str = CROSS, n_step: int = 1, gamma: float = 0.99,
+        stack_num: int = 1, stack_keys: Sequence[str] | None = None,
+    ) -> None:  # fmt: skip
         # The other one is rlberry's name of it, which its programs read.
         self.max_replay_size = self._max_replay_size = check_count("max_replay_size", max_replay_size)
         self.n_lanes = check_count("n_lanes", n_lanes)
@@ -113,20 +106,23 @@ class ChunkReplayBuffer(TaggedBuffer):
         if episode_ends not in EPISODE_ENDS:
             raise SpecError(f"episode_ends must be one of {EPISODE_ENDS}, got {episode_ends!r}")
         keys = None if stack_keys is None else check_names("stack_keys", stack_keys, "tags")
-        super().__init__(
-            self.n_lanes,
-            -(-self.max_replay_size // self.n_lanes),
-            max_episode_steps,
-            seed=rng,
-            framework=framework,
-            device=device,
-            reading=Reading(n_step, gamma, stack_num, keys),
-        )
+        capacity, reading = -(-self.max_replay_size // self.n_lanes), Reading(n_step, gamma, stack_num, keys)
+        super().__init__(self.n_lanes, capacity, seed=rng, framework=framework, device=device, reading=reading)
+        # Infinity is what rlberry's agents give for an environment without a limit.
+        has_limit = max_episode_steps is not None and max_episode_steps != math.inf
+        limit = check_count("max_episode_steps", max_episode_steps) if has_limit else None
+        self._intake = TaggedIntake(self._storage, type(self).__name__, limit)
         self._episode_ends = episode_ends
         self._alpha, self.beta = exponent("alpha", alpha), beta
         self._priorities: Priorities | None = None
         if enable_prioritized:
             self._priorities = Priorities(self._storage.columns.n_rows, self.n_lanes, self._alpha)
+
+    def __repr__(self) -> str:
+        tags = ", ".join(f"{tag} {dtype_name(spec)}" for tag, spec in self._intake.tags.items())
+        lanes = "" if self.n_lanes == 1 else f" in {self.n_lanes} lanes"
+        n_rows = self._storage.columns.n_rows
+        return f"{type(self).__name__}({len(self)} of {n_rows} rows{lanes}: {tags or 'no tags'})"
 
     @property
     def alpha(self) -> float:
@@ -149,6 +145,90 @@ class ChunkReplayBuffer(TaggedBuffer):
         tree = 0 if self._priorities is None else Priorities.nbytes_of(columns.n_rows, columns.n_lanes)
         return super().nbytes + tree
 
+    # Writing
+
+    @property
+    def data(self) -> Mapping[str, np.ndarray]:
+        """Tag -> the stored rows, `(len, ...)`, each a copy made on access.
+
+        They are sorted by lane and then by slot: with one lane, `data[tag][indices]` is what a sample holds.
+        """
+        return StoredRows(self._intake)
+
+    @property
+    def tags(self) -> list[str]:
+        """Tags in the order in which they were set up."""
+        return list(self._intake.tags)
+
+    @property
+    def dtypes(self) -> dict[str, Any]:
+        """Tag -> dtype of numpy, or torch's bfloat16, which numpy lacks."""
+        return {tag: torch.bfloat16 if spec.is_bfloat16 else spec.dtype for tag, spec in self._intake.tags.items()}
+
+    @property
+    def max_episode_steps(self) -> int | None:
+        """The most steps of an episode; None for no limit."""
+        return self._intake.max_episode_steps
+
+    def setup_entry(self, tag: str, dtype: Any) -> None:
+        """Adds a tag, of which every row will hold a value. The first value gives the shape.
+
+        Args:
+            tag: its name.
+            dtype: in which values are stored and returned.
+
+        Raises:
+            SpecError: the tag exists already, or the dtype is not one of numbers.
+            StateError: there are rows already, which have no such value.
+        """
+        if not isinstance(tag, str) or not tag:
+            raise SpecError(f"setup_entry: a tag must be a string, got {tag!r}")
+        if tag in self._intake.tags:
+            raise SpecError(f"setup_entry: {tag!r} is there already")
+        if tag == DISCOUNT and self._reading.n_step > 1:
+            raise SpecError(f"setup_entry: {tag!r} is what a sample with n_step above 1 holds beside its tags")
+        if len(self):
+            raise StateError(f"setup_entry: {tag!r} comes too late, there are rows; call clear first")
+        self._intake.set_tags({**self._intake.tags, tag: spec_of(tag, dtype)})
+
+    def append(self, data: Mapping[str, Any], lane: int | None = None) -> None:
+        """Copies a row into the buffer.
+
+        Args:
+            data: tag -> value, of any library, one for each tag; only the precision of floats may be lost, so that a
+                tag of whole numbers takes a float of 1.0, but not 0.5. Where several lanes get a row, values are
+                `(n_lanes, ...)`.
+            lane: which lane gets it; None for every lane.
+
+        Raises:
+            MissingKeyError, SpecError, TypeError: an argument does not fit; nothing changes.
+            StateError: there is no tag yet.
+        """
+        self._intake.append(data, lane)
+
+    def end_episode(self, lane: int | None = None) -> None:
+        """Ends the unfinished episode of a lane, if there is one; None for every lane."""
+        self._storage.end_episodes(self._intake.choose_lanes(lane))
+
+    def add_trajectories(self, trajectories: Trajectories, names: Mapping[str, str] | None = None) -> None:
+        """Appends the valid steps of a batch of `RL_Batcher.get`.
+
+        The lane of a trajectory is its `env_index`; a buffer of one lane appends one trajectory after another. If no
+        tag is set up yet, those of `names` are, with the dtypes of the trajectories.
+
+        Args:
+            trajectories: the batch.
+            names: tag -> key of the trajectories; None for the names of rlberry's agents (`observations`,
+                `next_observations`, `actions`, `rewards`, `terminated`, `truncated`, `dones`), as far as they are set
+                up.
+
+        Raises:
+            TypeError, MissingKeyError, SpecError: an argument does not fit; nothing is added.
+        """
+        super().add_trajectories(trajectories, names)
+
+    # Sampling
+
     def sample(self, batch_size: int, chunk_size: int, sampling_mode: str = UNIFORM) -> ChunkBatch | None:
         """Chunks drawn at random, private copies.
 
@@ -170,11 +250,12 @@ class ChunkReplayBuffer(TaggedBuffer):
         if sampling_mode == PRIORITIZED and self._priorities is None:
             raise StateError("sample: there are no priorities; construct the buffer with enable_prioritized=True")
         n = check_count("batch_size", batch_size)
-        if unknown := set(self._reading.stack_keys or ()) - set(self._tags):
+        if unknown := set(self._reading.stack_keys or ()) - self._intake.tags.keys():
             raise MissingKeyError(f"stack_keys: no {sorted(unknown)} among the tags {self.tags}")
-        if not self._span(length).total:
+        if not self._storage.span(length).total:
             return None
-        picked, arrays = self._sample(n, partial(self._select, length=length, mode=sampling_mode))
+        select = partial(self._select, length=length, mode=sampling_mode)
+        picked, arrays = sample_rows(self._storage, n, select, self._reading)
         return ChunkBatch(self._hand_over(arrays), self._export({"indices": picked.rows, **picked.fields}, {}))
 
     def update_priorities(self, indices: Any, new_priorities: Any) -> None:
@@ -203,21 +284,19 @@ class ChunkReplayBuffer(TaggedBuffer):
 
     def clear(self) -> None:
         """Drops every row, their priorities and the largest of them; tags and the generator stay."""
-        super().clear()
+        self._storage.clear()
         if self._priorities is not None:
             self._priorities.clear()
-
-    # Reading
 
     def _select(self, n: int, length: int, mode: str) -> Selection:
         storage, ends, rng = self._storage, self._episode_ends, self._rng
         if self._priorities is None:
-            return _uniform(storage, n, length, ends, rng)
+            return draw_uniform(storage, n, length, ends, rng)
         with self._priorities.lock:
             if mode == UNIFORM:
-                picked = _uniform(storage, n, length, ends, rng)
+                picked = draw_uniform(storage, n, length, ends, rng)
             else:
-                picked = _by_priority(storage, self._priorities, n, length, ends, self._beta, rng)
+                picked = draw_by_priority(storage, self._priorities, n, length, ends, self._beta, rng)
             self._priorities.drawn.remember(picked.span, picked.rows)
         return picked
 
@@ -229,67 +308,18 @@ class ChunkReplayBuffer(TaggedBuffer):
 
     def _state(self) -> dict[str, Any]:
         own = {"alpha": self._alpha, "max_priority": 1.0} if self._priorities is None else self._priorities.state()
-        return {**super()._state(), **own}
+        return {**self._intake.state(), **own}
 
     def _more_arrays(self) -> dict[str, np.ndarray]:
         return {} if self._priorities is None else self._priorities.arrays()
 
-    def _restorer(
-        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], claims: Claims
-    ) -> Callable[[], None]:
-        restore_tags, priorities = super()._restorer(state, arrays, claims), self._priorities
+    def _restorer(self, state: Mapping[str, Any], arrays: Arrays, claims: Claims) -> Restore:
+        tags, priorities = self._intake.tags_in(state, claims), self._priorities
         if priorities is not None:
             priorities = priorities.restored(arrays, state, claims)
 
         def restore() -> None:
-            restore_tags()
+            self._intake.set_tags(tags)
             self._priorities = priorities
 
         return restore
-
-
-def _uniform(storage: Storage, n: int, length: int, ends: str, rng: np.random.Generator) -> Selection:
-    """`n` chunks, each as likely as any other; see `_by_priority` for the arguments."""
-    span, episodes = storage.span(length), storage.track_episodes()
-    if ends == NEVER:
-        fits = partial(expand.fits, episodes, length=length)
-        anchors = draw_fitting(lambda k: EVENLY.draw(span, k, rng), fits, n, rng.choice, span, _wanted(ends, length))
-    else:
-        anchors = EVENLY.draw(span, n, rng)
-    window = (expand.padded if ends == MASK else expand.chunk)(span, episodes, anchors, length)
-    return _selection(window, span, np.ones(n, np.float32))
-
-
-def _by_priority(
-    storage: Storage, priorities: Priorities, n: int, length: int, ends: str, beta: float, rng: np.random.Generator
-) -> Selection:
-    """`n` chunks that end with rows drawn in proportion to their priorities.
-
-    Args:
-        storage: which tracks episodes.
-        priorities: of its rows.
-        n: how many chunks.
-        length: rows of each.
-        ends: whether chunks "cross" the ends of episodes, have what is of another episode masked ("mask"),
-            or "never" hold one inside.
-        beta: exponent of the weights.
-        rng: what draws.
-
-    Raises:
-        SpecError: there is none to draw.
-    """
-    span, episodes = storage.span(), storage.track_episodes()
-    fits = partial(expand.fits_to, span, episodes if ends == NEVER else None, length=length)
-    anchors = priorities.draw_rows(span, n, rng, fits if length > 1 else None, _wanted(ends, length))
-    tree = priorities.tree
-    weights = importance_weights(tree.values.take(anchors), tree.minimum, beta)
-    window = (expand.padded_to if ends == MASK else expand.chunk_to)(span, episodes, anchors, length)
-    return _selection(window, span, weights)
-
-
-def _selection(window: Window, span: Span, weights: np.ndarray) -> Selection:
-    return Selection(window.rows, span, {"weights": weights, "mask": window.mask, "is_first": window.is_first})
-
-
-def _wanted(ends: str, length: int) -> str:
-    return f"window of {length} rows" + (" within one episode" if ends == NEVER else "")

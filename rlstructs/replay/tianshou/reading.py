@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ class How:
 def read(
     rows: Rows,
     specs: Mapping[str, Spec],
-    names: Sequence[str],
+    names: Iterable[str],
     at: np.ndarray,
     how: How,
     frames: np.ndarray | None = None,

@@ -31,6 +31,8 @@ REQUIRED = (OBS, ACT, REW, *FLAGS)
 RESERVED = (*REQUIRED, DONE, OBS_NEXT, "info", "policy")
 # What may be added without a value, and is empty then.
 ADDED_EMPTY = ("info", "policy")
+# What a batch has of a transition even if it was never stored.
+MAY_BE_EMPTY = (*ADDED_EMPTY, OBS_NEXT)
 # What `get` and indexing give stacks of.
 STACKED = (OBS, OBS_NEXT, "info", "policy")
 
@@ -40,23 +42,59 @@ def top(name: str) -> str:
     return name.partition("/")[0]
 
 
-def names_of(columns: Iterable[str]) -> list[str]:
-    """What a batch of rows of these columns holds, in tianshou's order: these, and what is made of them."""
+class TransitionDict(ArrayDict):
+    """An `ArrayDict` with tianshou's keys.
+
+    `info`, `policy` and `obs_next` are there until they are taken out, empty if they were never stored. `keys` are
+    those at the top; iterating gives the names of all arrays, nested ones joined with `/`.
+
+    Example:
+        >>> batch = TransitionDict({"obs/x": 1})
+        >>> batch.obs.x, batch.info, "info" in batch, list(batch.keys()), list(batch)
+        (1, ArrayDict(), True, ['obs', 'obs_next', 'info', 'policy'], ['obs/x'])
+    """
+
+    def __missing__(self, name: str) -> Any:
+        return self._nested(name) if name in self._given_empty() else super().__missing__(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._given_empty() or super().__contains__(name)
+
+    def __delitem__(self, name: str) -> None:
+        given = self._given_empty()
+        if name not in given or dict.__contains__(self, name) or self._inside(name):
+            super().__delitem__(name)
+        vars(self)["_given"] = tuple(each for each in given if each != name)
+
+    def _given_empty(self) -> tuple[str, ...]:
+        """The names that are there even if nothing is."""
+        given: tuple[str, ...] = vars(self).get("_given", MAY_BE_EMPTY)
+        return given
+
+    def _like(self, items: Any) -> Any:
+        made = super()._like(items)
+        vars(made).update(vars(self))
+        return made
+
+    def keys(self) -> Any:
+        """The names at the top, in tianshou's order."""
+        names = dict.fromkeys([*map(top, self), *self._given_empty()])
+        return dict.fromkeys([*(name for name in RESERVED if name in names), *names]).keys()
+
+
+def specs_of(columns: Mapping[str, Spec]) -> dict[str, Spec]:
+    """The keys of a batch, in tianshou's order, and their specs: the columns, and keys that are computed from them."""
     names = list(columns)
     if names:
         names.append(DONE)
     if not any(top(name) == OBS_NEXT for name in names):
         names += [OBS_NEXT + name[len(OBS) :] for name in names if top(name) == OBS]
-    return sorted(names, key=lambda name: RESERVED.index(top(name)) if top(name) in RESERVED else len(RESERVED))
+    names.sort(key=lambda name: RESERVED.index(top(name)) if top(name) in RESERVED else len(RESERVED))
+    return {name: columns[_stored_as(name, columns)] for name in names}
 
 
-def specs_of(columns: Mapping[str, Spec], names: Iterable[str]) -> dict[str, Spec]:
-    """The specs of what a batch holds."""
-    return {name: columns[stored_as(name, columns)] for name in names}
-
-
-def stored_as(name: str, columns: Iterable[str]) -> str:
-    """The column from which something is read."""
+def _stored_as(name: str, columns: Collection[str]) -> str:
+    """The column from which a key is read."""
     if name in columns:
         return name
     return FLAGS[0] if name == DONE else OBS + name[len(OBS_NEXT) :]

@@ -1,0 +1,68 @@
+"""tianshou's settings, which the parts of a buffer share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from rlstructs.checks import check_count, check_size
+from rlstructs.errors import SpecError
+from rlstructs.replay.intake import ERROR, FILL, GROW
+
+# The settings that tianshou has as well, in the order in which its `options` has them.
+THEIRS = ("stack_num", "ignore_obs_next", "save_only_last_obs", "sample_avail")
+
+
+@dataclass
+class Options:
+    """The settings of a `ReplayBuffer`, described there; its parts follow changes.
+
+    Raises:
+        TypeError, SpecError: a setting is invalid.
+    """
+
+    stack_num: int
+    ignore_obs_next: bool
+    save_only_last_obs: bool
+    sample_avail: bool
+    framework: str
+    n_step: int
+    gamma: float
+    new_keys: str
+    missing_keys: str
+
+    def __post_init__(self) -> None:
+        self.stack_num = check_count("stack_num", self.stack_num)
+        for name in THEIRS[1:]:
+            setattr(self, name, bool(getattr(self, name)))
+        if self.new_keys not in (ERROR, GROW) or self.missing_keys not in (ERROR, FILL):
+            raise SpecError(
+                f"new_keys must be {ERROR!r} or {GROW!r} and missing_keys {ERROR!r} or {FILL!r}, "
+                f"got {self.new_keys!r} and {self.missing_keys!r}"
+            )
+
+
+def check_lane_size(size: Any) -> int:
+    """Checks the number of rows of a lane; 0 is a placeholder."""
+    is_zero = isinstance(size, (int, np.integer)) and not isinstance(size, bool) and size == 0
+    return 0 if is_zero else check_size("size", size)
+
+
+def forward(part: str, name: str, doc: str, check: Callable[[str, Any], Any] | None = None) -> Any:
+    """Makes a property of a buffer that reads and sets an attribute of one of its parts.
+
+    Args:
+        part: attribute of the buffer that holds the part.
+        name: attribute of the part.
+        doc: docstring of the property.
+        check: converts a new value, given the attribute's name, or raises; None to take any.
+    """
+
+    def set_checked(buffer: Any, value: Any) -> None:
+        setattr(getattr(buffer, part), name, value if check is None else check(name, value))
+
+    return property(attrgetter(f"{part}.{name}"), set_checked, doc=doc)
