@@ -1,4 +1,4 @@
-"""No file of the library has more than 400 lines, no function more than 50, no class and what it inherits more than 700."""
+"""No file of the library has over 400 lines, no function over 50, no class over 700 with all that it inherits."""
 
 from __future__ import annotations
 

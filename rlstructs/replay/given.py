@@ -25,21 +25,16 @@ PYTHON: dict[str, type] = {"b": bool, "i": int, "u": int, "f": float}
 def plain_items(batch: Mapping[str, Any]) -> dict[str, Any] | None:
     """As `flat_items`, of dicts in dicts, and the rest as it is; None if a key is no string, or given twice."""
     flat: dict[str, Any] = {}
-    n = 0
     for key, value in batch.items():
-        if type(key) is not str:
+        inside = plain_items(value) if type(value) is dict else {"": value}
+        if type(key) is not str or inside is None:
             return None
-        if type(value) is dict:
-            inside = plain_items(value)
-            if inside is None:
+        for name, each in inside.items():
+            flat_name = f"{key}/{name}" if type(value) is dict else key
+            if flat_name in flat:
                 return None
-            n += len(inside)
-            for name, each in inside.items():
-                flat[f"{key}/{name}"] = each
-        else:
-            n += 1
-            flat[key] = value
-    return flat if n == len(flat) else None
+            flat[flat_name] = each
+    return flat
 
 
 def flat_items(batch: Any, owner: str) -> dict[str, Any]:
@@ -64,11 +59,8 @@ def flat_items(batch: Any, owner: str) -> dict[str, Any]:
     for key in batch.keys():  # noqa: SIM118 - not every batch iterates over its keys
         if not isinstance(key, str):
             raise TypeError(f"{owner}: a key must be a string, got {key!r}")
-        value = batch[key]
-        if is_mapping(value):
-            inside = _prefixed(key, flat_items(value, owner))
-        else:
-            inside = _prefixed(key, _stacked(value, owner)) if are_mappings(value) else {key: value}
+        value = _stacked(batch[key], owner) if are_mappings(batch[key]) else batch[key]
+        inside = _prefixed(key, flat_items(value, owner)) if is_mapping(value) else {key: value}
         if twice := flat.keys() & inside.keys():
             raise SpecError(f"{owner}: key {sorted(twice)[0]!r} is given twice")
         flat |= inside

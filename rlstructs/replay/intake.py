@@ -37,6 +37,8 @@ class Intake:
 
     def __init__(self, storage: Storage, owner: str, unknown: str = ERROR, missing: str = ERROR) -> None:
         self.storage, self.owner, self.unknown, self.missing = storage, owner, unknown, missing
+        # Whether trajectories of all environments are appended to one lane.
+        self.takes_any_environment = storage.columns.n_lanes == 1
 
     @property
     def specs(self) -> dict[str, Spec]:
@@ -44,16 +46,9 @@ class Intake:
         return self.storage.columns.specs
 
     def write(
-        self,
-        rows: Mapping[str, Any],
-        lanes: slice | np.ndarray = ALL,
-        *,
-        lengths: np.ndarray | None = None,
-        done: np.ndarray | None = None,
-        starts: np.ndarray | None = None,
-        unknown: str = ERROR,
-        missing: str = ERROR,
-    ) -> None:
+        self, rows: Mapping[str, Any], lanes: slice | np.ndarray = ALL, *, lengths: np.ndarray | None = None,
+        done: np.ndarray | None = None, starts: np.ndarray | None = None, unknown: str = ERROR, missing: str = ERROR,
+    ) -> None:  # fmt: skip
         """Appends T rows to each of n lanes.
 
         Args:
@@ -76,9 +71,7 @@ class Intake:
         """Converts rows for the columns, and adds missing columns."""
         return self.fit(rows, unknown, missing)
 
-    def fit(
-        self, rows: Mapping[str, Any], unknown: str, missing: str, plan: Plan | None = None
-    ) -> dict[str, Any]:
+    def fit(self, rows: Mapping[str, Any], unknown: str, missing: str, plan: Plan | None = None) -> dict[str, Any]:
         """Does what `convert` does, and carries out a plan once everything is known to fit."""
         specs = self.specs if plan is None else plan.specs(self.specs)
         if specs and missing == ERROR and (lacking := sorted(specs.keys() - rows.keys())):
@@ -172,11 +165,6 @@ class Intake:
         self.check_steps(steps)
         if steps.lengths.any():
             self.write_steps(self.convert(values, self.unknown, self.missing), steps)
-
-    @property
-    def takes_any_environment(self) -> bool:
-        """Whether trajectories of all environments are appended to one lane."""
-        return self.storage.columns.n_lanes == 1
 
     def trajectory_names(self, keys: Collection[str]) -> dict[str, str]:
         """Column -> key of the trajectories."""

@@ -8,16 +8,12 @@ from typing import Any
 import numpy as np
 
 from rlstructs.replay.drawing import Selection
-from rlstructs.replay.reading import Reading
 from rlstructs.replay.store import Storage
 from rlstructs.replay.values import row_ids
 
 
 def sample_arrays(
-    storage: Storage,
-    n: int,
-    select: Callable[[int], Selection],
-    read: Callable[[Selection], Mapping[str, Any]],
+    storage: Storage, n: int, select: Callable[[int], Selection], read: Callable[[Selection], Mapping[str, Any]]
 ) -> tuple[Selection, dict[str, Any]]:
     """Draws and reads samples; draws those again that a writer overwrites meanwhile.
 
@@ -39,23 +35,6 @@ def sample_arrays(
 
     picked, arrays = storage.sample(n, select, look)
     return picked, dict(zip(names, arrays, strict=True))
-
-
-def sample_rows(
-    storage: Storage, n: int, select: Callable[[int], Selection], reading: Reading
-) -> tuple[Selection, dict[str, Any]]:
-    """Does what `sample_arrays` does; the `rows` (B, L) of a selection are read, the earliest first."""
-    names = list(storage.columns.specs)
-
-    def select_from_earliest(count: int) -> Selection:
-        picked = select(count)
-        picked.earliest = reading.earliest(storage, picked.span, picked.rows[:, 0])
-        return picked
-
-    def read(picked: Selection) -> Mapping[str, Any]:
-        return reading.read(storage, picked.span, names, picked.rows)
-
-    return sample_arrays(storage, n, select_from_earliest, read)
 
 
 def check_rows(storage: Storage, indexes: Any) -> np.ndarray:

@@ -17,9 +17,7 @@ from rlstructs import DictTensor, FileError, SpecError, TemporalDictTensor, Traj
 from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.buffer import Buffer
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.drawing import Selection
 from rlstructs.replay.reading import Reading
-from rlstructs.replay.sampling import sample_rows
 from rlstructs.replay.store import Storage
 
 WIDE = 80  # float32: more bytes than from which on a next observation is stored once
@@ -130,11 +128,8 @@ def test_a_store_that_grows_keeps_rows_episodes_and_row_ids():
 
 
 def sample(buffer, rows, reading):
-    rows = np.asarray(rows)
-    span = buffer._span()
-    _, arrays = sample_rows(
-        buffer._storage, len(rows), lambda n: Selection(rows.reshape(len(rows), -1), span), reading
-    )
+    rows, names = np.asarray(rows), list(buffer._specs)
+    arrays = reading.read(buffer._storage, buffer._span(), names, rows.reshape(len(rows), -1))
     return {name: np.asarray(array)[:, 0] if rows.ndim == 1 else np.asarray(array) for name, array in arrays.items()}
 
 

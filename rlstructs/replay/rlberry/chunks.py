@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -13,20 +14,23 @@ import torch
 from rlstructs.checks import check_count, check_names
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.public_names import set_module
+from rlstructs.replay import expand
 from rlstructs.replay.buffer import Arrays, Buffer, Restore
 from rlstructs.replay.claims import Claims
-from rlstructs.replay.drawing import Selection
-from rlstructs.replay.expand import CROSS, EPISODE_ENDS
+from rlstructs.replay.drawing import Selection, Uniform, draw_fitting
+from rlstructs.replay.expand import CROSS, EPISODE_ENDS, MASK, NEVER, Window
 from rlstructs.replay.given import spec_of
-from rlstructs.replay.priorities import Priorities, exponent
+from rlstructs.replay.priorities import Priorities, exponent, importance_weights
 from rlstructs.replay.reading import DISCOUNT, Reading
-from rlstructs.replay.rlberry.draws import draw_by_priority, draw_uniform
 from rlstructs.replay.rlberry.intake import StoredRows, TaggedIntake, dtype_name
-from rlstructs.replay.sampling import sample_rows
+from rlstructs.replay.sampling import sample_arrays
+from rlstructs.replay.span import Span
+from rlstructs.replay.store import Storage
 from rlstructs.replay.values import host_array
 from rlstructs.structures.trajectories import Trajectories
 
 UNIFORM, PRIORITIZED = MODES = ("uniform", "prioritized")
+EVENLY = Uniform()
 
 
 @set_module("rlstructs.replay")
@@ -255,7 +259,7 @@ class ChunkReplayBuffer(Buffer):
         if not self._storage.span(length).total:
             return None
         select = partial(self._select, length=length, mode=sampling_mode)
-        picked, arrays = sample_rows(self._storage, n, select, self._reading)
+        picked, arrays = sample_arrays(self._storage, n, select, self._read)
         return ChunkBatch(self._hand_over(arrays), self._export({"indices": picked.rows, **picked.fields}, {}))
 
     def update_priorities(self, indices: Any, new_priorities: Any) -> None:
@@ -289,16 +293,19 @@ class ChunkReplayBuffer(Buffer):
             self._priorities.clear()
 
     def _select(self, n: int, length: int, mode: str) -> Selection:
-        storage, ends, rng = self._storage, self._episode_ends, self._rng
-        if self._priorities is None:
-            return draw_uniform(storage, n, length, ends, rng)
-        with self._priorities.lock:
-            if mode == UNIFORM:
-                picked = draw_uniform(storage, n, length, ends, rng)
+        storage, priorities, ends, rng = self._storage, self._priorities, self._episode_ends, self._rng
+        with contextlib.nullcontext() if priorities is None else priorities.lock:
+            if priorities is None or mode == UNIFORM:
+                picked = _draw_uniform(storage, n, length, ends, rng)
             else:
-                picked = draw_by_priority(storage, self._priorities, n, length, ends, self._beta, rng)
-            self._priorities.drawn.remember(picked.span, picked.rows)
+                picked = _draw_by_priority(storage, priorities, n, length, ends, self._beta, rng)
+            if priorities is not None:
+                priorities.drawn.remember(picked.span, picked.rows)
+        picked.earliest = self._reading.earliest(storage, picked.span, picked.rows[:, 0])
         return picked
+
+    def _read(self, picked: Selection) -> Mapping[str, Any]:
+        return self._reading.read(self._storage, picked.span, list(self._specs), picked.rows)
 
     # Files and copies
 
@@ -323,3 +330,50 @@ class ChunkReplayBuffer(Buffer):
             self._priorities = priorities
 
         return restore
+
+
+def _draw_uniform(storage: Storage, n: int, length: int, ends: str, rng: np.random.Generator) -> Selection:
+    """`n` chunks, each as likely as any other; see `_draw_by_priority` for the arguments."""
+    span, episodes = storage.span(length), storage.track_episodes()
+    if ends == NEVER:
+        fits = partial(expand.fits, episodes, length=length)
+        anchors = draw_fitting(lambda k: EVENLY.draw(span, k, rng), fits, n, rng.choice, span, _wanted(ends, length))
+    else:
+        anchors = EVENLY.draw(span, n, rng)
+    window = (expand.padded if ends == MASK else expand.chunk)(span, episodes, anchors, length)
+    return _selection(window, span, np.ones(n, np.float32))
+
+
+def _draw_by_priority(
+    storage: Storage, priorities: Priorities, n: int, length: int, ends: str, beta: float, rng: np.random.Generator
+) -> Selection:
+    """`n` chunks that end with rows drawn in proportion to their priorities.
+
+    Args:
+        storage: which tracks episodes.
+        priorities: of its rows.
+        n: how many chunks.
+        length: rows of each.
+        ends: whether chunks "cross" the ends of episodes, have what is of another episode masked ("mask"),
+            or "never" hold one inside.
+        beta: exponent of the weights.
+        rng: what draws.
+
+    Raises:
+        SpecError: there is none to draw.
+    """
+    span, episodes = storage.span(), storage.track_episodes()
+    fits = partial(expand.fits_to, span, episodes if ends == NEVER else None, length=length)
+    anchors = priorities.draw_rows(span, n, rng, fits if length > 1 else None, _wanted(ends, length))
+    tree = priorities.tree
+    weights = importance_weights(tree.values.take(anchors), tree.minimum, beta)
+    window = (expand.padded_to if ends == MASK else expand.chunk_to)(span, episodes, anchors, length)
+    return _selection(window, span, weights)
+
+
+def _selection(window: Window, span: Span, weights: np.ndarray) -> Selection:
+    return Selection(window.rows, span, {"weights": weights, "mask": window.mask, "is_first": window.is_first})
+
+
+def _wanted(ends: str, length: int) -> str:
+    return f"window of {length} rows" + (" within one episode" if ends == NEVER else "")

@@ -20,16 +20,14 @@ from rlstructs.replay.roles import is_info
 from rlstructs.replay.snapshot import Joined, Rows
 from rlstructs.replay.store import Storage
 from rlstructs.replay.tianshou.editor import Editor
-from rlstructs.replay.tianshou.intake import MalformedBufferError, TransitionIntake
-from rlstructs.replay.tianshou.lazy_column import LazyColumn, read_only
+from rlstructs.replay.tianshou.intake import MalformedBufferError, TransitionIntake, as_float64
 from rlstructs.replay.tianshou.options import Options
-from rlstructs.replay.tianshou.reader import Fields, Pick, Reader
+from rlstructs.replay.tianshou.reader import Reader
 from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
 from rlstructs.replay.tianshou.running import Added
-from rlstructs.replay.tianshou.table import Table
+from rlstructs.replay.tianshou.table import LazyColumn, Table, read_only
 from rlstructs.replay.tianshou.transitions import REW
 from rlstructs.replay.tianshou.vector import VectorReplayBuffer
-from rlstructs.replay.values import host_array
 from rlstructs.replay.widening import widened
 
 if TYPE_CHECKING:
@@ -48,6 +46,8 @@ class JoinedTable(Table):
         storage: the store of the caches, one lane each.
         lane_size: rows of a cache.
     """
+
+    is_joined = True
 
     def __init__(self, main: Table, storage: Storage, lane_size: int) -> None:
         super().__init__(storage, lane_size, is_stacked=True)
@@ -102,11 +102,10 @@ class CachedIntake(TransitionIntake):
 
     def add_columns(self, made: dict[str, Spec]) -> None:
         theirs = self.main.specs
-        if other := [name for name, spec in made.items() if theirs.get(name, spec) != spec]:
-            one, its = made[other[0]], theirs[other[0]]
-            raise SpecError(
-                f"{other[0]!r} is {one.dtype}{list(one.shape)}, in the main buffer {its.dtype}{list(its.shape)}"
-            )
+        for name, one in made.items():
+            if (its := theirs.get(name, one)) != one:
+                text = f"{one.dtype}{list(one.shape)}, in the main buffer {its.dtype}{list(its.shape)}"
+                raise SpecError(f"{name!r} is {text}")
         if lacking := {name: spec for name, spec in made.items() if name not in theirs}:
             self.main.add_columns(lacking)
         super().add_columns(made)
@@ -184,7 +183,7 @@ class CachedIntake(TransitionIntake):
         return int(placed[0]), int(placed[-1])
 
     def write_steps(self, block: Mapping[str, Any], steps: Steps) -> None:
-        rewards, lanes, done = np.asarray(host_array(REW, steps.values[REW]), np.float64), steps.lanes, steps.done
+        rewards, lanes, done = as_float64(steps.values[REW]), steps.lanes, steps.done
         assert done is not None, "there are flags"
         for part in rounds(lanes):
             for t in range(int(steps.lengths[part].max(initial=0))):
@@ -205,23 +204,6 @@ class CachedIntake(TransitionIntake):
     def reset(self, keep_statistics: bool) -> None:
         self.main.reset(keep_statistics)
         super().reset(keep_statistics)
-
-
-class CachedReader(Reader):
-    """Reads rows of both; it is for one thread.
-
-    Args:
-        plain: the reader of the caches.
-        table: the rows of both.
-    """
-
-    def __init__(self, plain: Reader, table: JoinedTable) -> None:
-        super().__init__(table, plain.options, plain.export, plain.rng)
-
-    def draw(self, n: int, pick: Callable[[int], Pick]) -> tuple[np.ndarray, Fields, dict[str, Any]]:
-        rows, at, fields = pick(n)
-        frames = self.frames(rows, at)
-        return frames, fields, self.read(rows, frames)
 
 
 class CachedEditor(Editor):
@@ -300,14 +282,12 @@ class CachedReplayBuffer(VectorReplayBuffer):
             raise TypeError(f"main_buffer must be a plain ReplayBuffer, got {type(main_buffer).__name__}")
         n = check_count("cached_buffer_num", cached_buffer_num)
         length = check_count("max_episode_length", max_episode_length)
-        settings = main_buffer._settings()
-        del settings["size"]
         self.main_buffer = main_buffer
         seed, device = int(main_buffer._rng.integers(2**63 - 1)), main_buffer._export.device
-        super().__init__(n * length, n, random_seed=seed, device=device, **settings)
+        super().__init__(n * length, n, random_seed=seed, device=device, **vars(main_buffer._options))
         self._table = table = JoinedTable(main_buffer._table, self._storage, length)
         self._intake = CachedIntake(table, type(self).__name__, self._options, main_buffer._intake)
-        self._reader = CachedReader(self._reader, table)
+        self._reader = Reader(table, self._options, self._export, self._rng)
         self._editor = CachedEditor(table, self._intake, main_buffer._editor)
 
     def __len__(self) -> int:
@@ -345,8 +325,7 @@ class CachedReplayBuffer(VectorReplayBuffer):
 
     @classmethod
     def _of_settings(cls, settings: Any, given: Mapping[str, Any]) -> Self:
-        buffer = cls(
-            ReplayBuffer(**settings["main"], **given), settings["cached_buffer_num"], settings["max_episode_length"]
-        )
+        main = ReplayBuffer(**settings["main"], **given)
+        buffer = cls(main, settings["cached_buffer_num"], settings["max_episode_length"])
         buffer.stack_num = settings["stack_num"]
         return buffer

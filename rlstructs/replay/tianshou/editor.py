@@ -18,7 +18,7 @@ from rlstructs.replay.tianshou import transitions
 from rlstructs.replay.tianshou.intake import TransitionIntake
 from rlstructs.replay.tianshou.reading import How, read
 from rlstructs.replay.tianshou.table import Table
-from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT, RESERVED, REW, top
+from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT, RESERVED, REW, as_column, top
 from rlstructs.replay.values import from_bits, host_array
 
 if TYPE_CHECKING:
@@ -67,11 +67,8 @@ class Editor:
     def _rows_of_other(self, other: Table, at: np.ndarray) -> dict[str, Any]:
         """Rows of another buffer as rows of this one, (1, n, ...)."""
         keeps_next = any(top(name) == OBS_NEXT for name in self.table.columns)
-        names = [
-            name
-            for name in other.specs
-            if top(name) not in self.intake.ignored and (name in other.columns or keeps_next)
-        ]
+        names = [name for name in other.specs if name in other.columns or keeps_next]
+        names = [name for name in names if top(name) not in self.intake.ignored]
         arrays = read(other.rows(), other.columns, names, at, How())
         return {name: transitions.raw_numbers(arrays[name], other.specs[name])[None] for name in names}
 
@@ -100,8 +97,7 @@ class Editor:
     def _whole_columns(self, batch: Any, owner: str) -> dict[str, Any]:
         rows = transitions.as_transitions(batch, owner, self.intake.ignored, 1, False)
         if wrong := [name for name, values in rows.items() if len(values) != self.table.maxsize]:
-            n = len(rows[wrong[0]])
-            raise SpecError(f"{owner}: {wrong[0]!r} has {n} rows, needed are {self.table.maxsize}")
+            raise SpecError(f"{owner}: {wrong[0]!r} has {len(rows[wrong[0]])} rows, needed are {self.table.maxsize}")
         return rows
 
     def _holds(self, name: str, values: Any) -> bool:
@@ -119,7 +115,7 @@ class Editor:
         table, spec = self.table, self.table.columns.get(name)
         if name != REW or spec is None or not spec.shape:
             return False
-        values = transitions.as_column(name, value, 1)
+        values = as_column(name, value, 1)
         if len(values) != table.maxsize or values.shape[1:] == spec.shape:
             return False
         table.stand_in = table.storage.columns.converted(name, as_rows(name, values, spec)[0], spec).copy()
@@ -134,10 +130,7 @@ class Editor:
             raise SpecError(f"{key!r} is not stored: {why}")
         if any(name.startswith(f"{key}/") for name in self.table.columns):
             raise SpecError(f"{key!r} is nested; name one of its arrays")
-        if is_info(key):
-            rows = info_items(key, seq, 1, "set_array_at_key")
-        else:
-            rows = {key: transitions.as_column(key, seq, 1)}
+        rows = info_items(key, seq, 1, "set_array_at_key") if is_info(key) else {key: as_column(key, seq, 1)}
         at = np.arange(self.table.maxsize) if index is None else self.table.locate(index).reshape(-1)
         for values in rows.values():
             if len(values) != len(at):

@@ -71,11 +71,6 @@ class HindsightReader(Reader):
         self.compute_reward_fn = compute_reward_fn
         self.horizon, self.future_k = check_count("horizon", horizon), float(future_k)
 
-    @property
-    def future_p(self) -> float:
-        """The share of episodes that are relabelled."""
-        return 1 - 1 / self.future_k
-
     def read(self, rows: Rows, frames: np.ndarray) -> dict[str, Any]:
         assert isinstance(rows, Snapshot)
         arrays = super().read(rows, frames)
@@ -99,7 +94,7 @@ class HindsightReader(Reader):
         _, group = np.unique(rows.episodes_of(at), return_inverse=True)
         n_groups = int(group.max()) + 1
         # The mean is the share wanted, even of a single episode.
-        n_chosen = int(n_groups * self.future_p + self.rng.random())
+        n_chosen = int(n_groups * (1 - 1 / self.future_k) + self.rng.random())
         chosen = np.zeros(n_groups, bool)
         chosen[self.rng.choice(n_groups, n_chosen, replace=False)] = True
         last = np.lexsort((rows.span.steps(at), group))[np.cumsum(np.bincount(group)) - 1]  # the latest of each group
@@ -184,13 +179,13 @@ class HERReplayBuffer(ReplayBuffer):
     @property
     def future_p(self) -> float:
         """The share of episodes that are relabelled; may be set at any time, and `future_k` with it."""
-        return self._reader.future_p
+        return 1 - 1 / self.future_k
 
     @future_p.setter
     def future_p(self, future_p: float) -> None:
         if not _is_number(future_p) or not 0 <= future_p <= 1:
             raise SpecError(f"future_p must be a number in [0, 1], got {future_p!r}")
-        self._reader.future_k = 1 / (1 - float(future_p)) if future_p < 1 else float("inf")
+        self.future_k = 1 / (1 - float(future_p)) if future_p < 1 else float("inf")
 
     # Files
 

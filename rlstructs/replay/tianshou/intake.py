@@ -51,7 +51,7 @@ class TransitionIntake(Intake):
 
     def __init__(self, table: Table, owner: str, options: Options) -> None:
         super().__init__(table.storage, owner, options.new_keys, options.missing_keys)
-        self.table, self.options = table, options
+        self.table, self.options, self.takes_any_environment = table, options, not table.is_stacked
         self.ignored = frozenset([DONE, OBS_NEXT] if options.ignore_obs_next else [DONE])
         self.beside = {DISCOUNT} if options.n_step > 1 else set()
         self.check_shapes: Callable[[Mapping[str, tuple[int, ...]]], None] | None = None
@@ -95,7 +95,7 @@ class TransitionIntake(Intake):
         rows = self._step_writer.write(flat, is_row=without_ids and not self.table.is_stacked)
         if rows is None:
             return None
-        rewards = _as_float64(rows[REW])
+        rewards = as_float64(rows[REW])
         if rewards.shape == (1,):
             return self.running.add_one(heads.item(), rewards.item(), any(rows[flag].item() for flag in FLAGS))
         self.running.shape(rewards.shape[1:])
@@ -114,7 +114,7 @@ class TransitionIntake(Intake):
         done = transitions.ends_of(rows)
         self.check_room(lanes, done)
         block = self.convert({name: values[:, None] for name, values in rows.items()}, self.unknown, self.missing)
-        return self.write_rows(block, lanes, _as_float64(rows[REW]), done)
+        return self.write_rows(block, lanes, as_float64(rows[REW]), done)
 
     def require_room(self) -> None:
         """Raises StateError if the buffer is a placeholder."""
@@ -218,10 +218,6 @@ class TransitionIntake(Intake):
 
     # Trajectories
 
-    @property
-    def takes_any_environment(self) -> bool:
-        return not self.table.is_stacked
-
     def trajectory_names(self, keys: Collection[str]) -> dict[str, str]:
         return transitions.trajectory_names(keys, self.options.ignore_obs_next)
 
@@ -241,7 +237,7 @@ class TransitionIntake(Intake):
         if steps.starts is not None:
             _, first = np.unique(lanes, return_index=True)  # the first trajectory of each lane
             goes_on[lanes[first]] &= ~steps.starts[first, 0]
-        running.add_many(np.repeat(lanes, lengths), _as_float64(steps.values[REW])[steps.valid()], goes_on)
+        running.add_many(np.repeat(lanes, lengths), as_float64(steps.values[REW])[steps.valid()], goes_on)
 
     # All rows
 
@@ -262,7 +258,7 @@ class TransitionIntake(Intake):
         every = rows.every_row()
         rewards = transitions.raw_numbers(rows.gather([REW], every)[0], self.specs[REW])
         lanes = self.storage.columns.lanes(every)
-        self.running.add_many(lanes, _as_float64(rewards), np.zeros(self.table.n_lanes, bool))
+        self.running.add_many(lanes, as_float64(rewards), np.zeros(self.table.n_lanes, bool))
 
     def reset(self, keep_statistics: bool) -> None:
         """Drops every row; see `ReplayBuffer.reset`."""
@@ -303,5 +299,6 @@ class TransitionIntake(Intake):
         return restore
 
 
-def _as_float64(rewards: Any) -> np.ndarray:
+def as_float64(rewards: Any) -> np.ndarray:
+    """Converts rewards of any library."""
     return np.asarray(host_array(REW, rewards), np.float64)

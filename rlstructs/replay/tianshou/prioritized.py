@@ -65,9 +65,7 @@ class PrioritizedReader(Reader):
 
     def beside(self, at: np.ndarray, fields: Fields | None = None) -> dict[str, Any]:
         leaves = fields[LEAVES] if fields else self.leaves(at)
-        if not leaves.size:
-            return {WEIGHT: np.zeros(leaves.shape, np.float32)}
-        smallest = leaves.min() if self.weight_norm else self.priorities.tree.minimum
+        smallest = leaves.min(initial=np.inf) if self.weight_norm else self.priorities.tree.minimum
         return {WEIGHT: importance_weights(leaves, smallest, self.beta)}
 
     def leaves(self, at: Any) -> np.ndarray:
@@ -188,12 +186,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         super().reset(keep_statistics)
         self._reader.priorities.clear()
 
-    reset.__doc__ = ReplayBuffer.reset.__doc__
-
     def dropnull(self) -> None:
         self._reader.drop_nulls(self._editor)
-
-    dropnull.__doc__ = ReplayBuffer.dropnull.__doc__
 
     # Files and copies
 

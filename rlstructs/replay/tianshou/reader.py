@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from rlstructs.replay.tianshou.reading import How, read
 from rlstructs.replay.tianshou.table import Table
 from rlstructs.replay.tianshou.transitions import ADDED_EMPTY, REW, TransitionDict
 
+if TYPE_CHECKING:
+    from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
+
 Fields = dict[str, np.ndarray]
 WANTED = "row with so many others before it in its episode"
 
@@ -29,16 +32,6 @@ class Pick(NamedTuple):
     rows: Rows
     at: np.ndarray
     fields: Fields
-
-
-class Subclass(Protocol):
-    """A buffer of a user's own class, which draws or reads by methods of its own."""
-
-    def sample_indices(self, batch_size: int | None) -> np.ndarray:
-        """Draws row ids."""
-
-    def __getitem__(self, index: Any) -> Any:
-        """Reads rows."""
 
 
 class Reader:
@@ -57,22 +50,17 @@ class Reader:
     def __init__(self, table: Table, options: Options, export: Exporter, rng: np.random.Generator) -> None:
         self.table, self.options, self.export, self.rng = table, options, export, rng
 
-    # By index
+    # By index; each method is called by `Table.read_whole`
 
     def select(self, index: Any) -> Any:
         """Reads rows as a batch; see `ReplayBuffer.__getitem__`."""
-        return self.table.read_whole(self._select, index)
-
-    def _select(self, index: Any) -> Any:
         at = self.table.locate(index)
         arrays = self._read_at(self.table.specs, at, How(self.options.stack_num))
         return self._hand_over(arrays | self.beside(at))
 
     def get(self, index: Any, key: str, default_value: Any, stack_num: int) -> Any:
         """Reads one key of some rows; see `ReplayBuffer.get`."""
-        return self.table.read_whole(self._get, index, key, default_value, How(stack_num, stacked=None))
-
-    def _get(self, index: Any, key: str, default_value: Any, how: How) -> Any:
+        how = How(stack_num, stacked=None)
         table = self.table
         names = [name for name in table.specs if name == key or name.startswith(f"{key}/")]
         if not names:
@@ -122,22 +110,14 @@ class Reader:
         rows = self.table.rows()
         return bool(rows.has(at).all() and (rows.next(at[:-1]) == at[1:]).all())
 
-    # By drawing
+    # By drawing; the samples are drawn by `Table.read_whole`, too
 
     def sample(self, batch_size: int | None) -> tuple[Any, np.ndarray]:
         """Draws rows and reads them; see `ReplayBuffer.sample`."""
-        found: tuple[Any, np.ndarray] = self.table.read_whole(self._sample, batch_size)
-        return found
-
-    def _sample(self, batch_size: int | None) -> tuple[Any, np.ndarray]:
         return self._draw_batch(*self._selector(checked_size(batch_size)))
 
-    def sample_by(self, buffer: Subclass, batch_size: int | None, by_index: bool) -> tuple[Any, np.ndarray]:
+    def sample_by(self, buffer: ReplayBuffer, batch_size: int | None, by_index: bool) -> tuple[Any, np.ndarray]:
         """Has a user's buffer draw rows, and reads them; `by_index` says to read by its own method, too."""
-        found: tuple[Any, np.ndarray] = self.table.read_whole(self._sample_by, buffer, batch_size, by_index)
-        return found
-
-    def _sample_by(self, buffer: Subclass, batch_size: int | None, by_index: bool) -> tuple[Any, np.ndarray]:
         index = buffer.sample_indices(batch_size)
         if not by_index and np.ndim(index) == 1:
             return self._draw_batch(*self._selector_of(buffer, index))
@@ -165,24 +145,22 @@ class Reader:
         rows = self.table.rows()
         if size is not None and size > 0 and rows.total:
             return size, self.pick
-        waiting = [self.choose(self.candidates(rows, rows.every_row()), size)]
-        n = waiting[0].size
+        at = self.choose(self.candidates(rows, rows.every_row()), size)
+        return at.size, self._pick_first(rows, at, self.pick)
 
-        def pick(count: int) -> Pick:
-            # Rows that are drawn again were overwritten meanwhile: there is no order any more.
-            return self.remember(Pick(rows, waiting.pop(), {})) if waiting else self.pick(count)
-
-        return n, pick
-
-    def _selector_of(self, buffer: Subclass, index: np.ndarray) -> tuple[int, Callable[[int], Pick]]:
+    def _selector_of(self, buffer: ReplayBuffer, index: np.ndarray) -> tuple[int, Callable[[int], Pick]]:
         """Does what `_selector` does, for rows (n,) that a user's buffer has drawn."""
-        waiting = [self.table.locate(index)]
+        at = self.table.locate(index)
 
-        def pick(count: int) -> Pick:
-            at = waiting.pop() if waiting else self.table.locate(buffer.sample_indices(count))
-            return self.remember(Pick(self.table.rows(), at, {}))
+        def draw_again(count: int) -> Pick:
+            return self.remember(Pick(self.table.rows(), self.table.locate(buffer.sample_indices(count)), {}))
 
-        return waiting[0].size, pick
+        return at.size, self._pick_first(self.table.rows(), at, draw_again)
+
+    def _pick_first(self, rows: Rows, at: np.ndarray, again: Callable[[int], Pick]) -> Callable[[int], Pick]:
+        """Returns a function that picks these rows, and draws those again that were overwritten meanwhile."""
+        waiting = [at]
+        return lambda count: self.remember(Pick(rows, waiting.pop(), {})) if waiting else again(count)
 
     def choose(self, at: np.ndarray, size: int | None) -> np.ndarray:
         """Chooses among rows (n,) as `ReplayBuffer.sample_indices` does."""
@@ -229,6 +207,10 @@ class Reader:
             The rows of the stacks, (n, stack_num), more values of each, and name -> array (n, ...).
         """
         storage = self.table.storage
+        if self.table.is_joined:  # it is for one thread
+            rows, at, fields = pick(n)
+            frames = self.frames(rows, at)
+            return frames, fields, self.read(rows, frames)
 
         def select(count: int) -> Selection:
             rows, at, fields = pick(count)

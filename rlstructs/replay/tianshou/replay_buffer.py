@@ -18,9 +18,8 @@ from rlstructs.replay.intake import FILL, GROW
 from rlstructs.replay.reading import Reading
 from rlstructs.replay.tianshou import files, transitions
 from rlstructs.replay.tianshou.editor import Editor, StoredColumns
-from rlstructs.replay.tianshou.foreign import check_arguments, hint_of
 from rlstructs.replay.tianshou.intake import TransitionIntake
-from rlstructs.replay.tianshou.options import THEIRS, Options, check_lane_size, forward
+from rlstructs.replay.tianshou.options import THEIRS, Options, check_arguments, check_lane_size, forward, hint_of
 from rlstructs.replay.tianshou.reader import Reader
 from rlstructs.replay.tianshou.running import Added
 from rlstructs.replay.tianshou.table import Table
@@ -218,7 +217,7 @@ class ReplayBuffer(Buffer):
         Raises:
             SpecError, IndexError: the index is invalid, or a row is empty.
         """
-        return self._reader.select(index)
+        return self._table.read_whole(self._reader.select, index)
 
     def __iter__(self) -> Iterator[Any]:
         """Each row, in the order of row ids."""
@@ -245,7 +244,7 @@ class ReplayBuffer(Buffer):
             MissingKeyError, SpecError, IndexError: there is no such key, or no such row.
         """
         stack_num = self.stack_num if stack_num is None else check_count("stack_num", stack_num)
-        return self._reader.get(index, key, default_value, stack_num)
+        return self._table.read_whole(self._reader.get, index, key, default_value, stack_num)
 
     def prev(self, index: Any) -> Any:
         """The row before each in its episode, or the row itself if there is none; int64 of the shape of `index`."""
@@ -288,8 +287,8 @@ class ReplayBuffer(Buffer):
         own = type(self)
         by_index = own.__getitem__ is not ReplayBuffer.__getitem__
         if by_index or own.sample_indices is not ReplayBuffer.sample_indices:
-            return self._reader.sample_by(self, batch_size, by_index)
-        return self._reader.sample(batch_size)
+            return self._table.read_whole(self._reader.sample_by, self, batch_size, by_index)
+        return self._table.read_whole(self._reader.sample, batch_size)
 
     def sample_indices(self, batch_size: int | None) -> np.ndarray:
         """Draws rows; with `sample_avail` only those that have `stack_num - 1` others before them in their episode.

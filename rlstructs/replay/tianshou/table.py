@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.array_dict import ArrayDict
@@ -14,9 +15,12 @@ from rlstructs.replay.columns import Spec
 from rlstructs.replay.snapshot import Rows, Snapshot
 from rlstructs.replay.store import MAX_REDRAWS, Storage
 from rlstructs.replay.tianshou import transitions
-from rlstructs.replay.tianshou.lazy_column import LazyColumn, read_only
 from rlstructs.replay.tianshou.transitions import ADDED_EMPTY, DONE, FLAGS, REW
 from rlstructs.replay.values import from_bits, host_array
+
+# The keys of a batch before the columns were looked at; no layout has this number.
+UNKNOWN: tuple[int, dict[str, Spec]] = (-1, {})
+R = TypeVar("R")
 
 
 class Table:
@@ -31,21 +35,17 @@ class Table:
         stand_in: values that are read in place of the stored rewards, `(maxsize, ...)`; None for none.
     """
 
+    # Whether there are rows of more stores than one.
+    is_joined = False
+
     def __init__(self, storage: Storage, lane_size: int, is_stacked: bool) -> None:
         self.storage, self.lane_size, self.is_stacked = storage, lane_size, is_stacked
         self.n_lanes = storage.columns.n_lanes
-        self._drop_caches()
-
-    def _drop_caches(self) -> None:
         self.stand_in: np.ndarray | None = None
-        self._keys: tuple[int, dict[str, Spec]] = (-1, {})  # valid for the columns of a layout
+        self._keys: tuple[int, dict[str, Spec]] = UNKNOWN  # valid for the columns of a layout
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("stand_in", "_keys")}
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state)
-        self._drop_caches()
+        return {**vars(self), "stand_in": None, "_keys": UNKNOWN}
 
     # Rows
 
@@ -155,7 +155,7 @@ class Table:
             values = self.storage.columns.flat[name][at]
         return from_bits(values) if spec.is_bfloat16 else values
 
-    def read_whole(self, look: Callable[..., Any], *given: Any) -> Any:
+    def read_whole(self, look: Callable[..., R], *given: Any) -> R:
         """Returns `look(*given)`; looks again if another thread changes the columns meanwhile.
 
         Raises:
@@ -193,3 +193,101 @@ def as_integers(index: Any, end: int, maxsize: int) -> np.ndarray:
     if given.dtype.kind not in "iu" and given.size:
         raise SpecError(f"index must hold integers, got {given.dtype}")
     return given
+
+
+class LazyColumn(NDArrayOperatorsMixin):
+    """A column of a buffer, `(maxsize, ...)`, that does not lie in memory as it is: what is indexed is gathered.
+
+    Anything else that an array of numpy can do is done on a copy of the whole column.
+
+    Args:
+        shape, dtype: of the whole.
+        gather: what gives the values of row ids (n,).
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, gather: Callable[[np.ndarray], np.ndarray]) -> None:
+        self.shape, self.ndim, self.dtype, self._gather = shape, len(shape), dtype, gather
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self._at(index)
+        return read_only(found) if isinstance(found, np.ndarray) else found
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Raises SpecError, which names the method that changes rows."""
+        raise _not_writable()
+
+    def _at(self, index: Any) -> Any:
+        """What the whole column has there, of its own memory."""
+        first, *inside = index if isinstance(index, tuple) and index else (index,)
+        if isinstance(first, slice):
+            return self._gather(np.arange(len(self))[first])[(slice(None), *inside)]
+        first = np.asarray(first)
+        if first.dtype == bool and first.ndim and first.shape == self.shape[: first.ndim]:
+            # A mask, of further axes too, is what its places are: so numpy has it.
+            first, *others = first.nonzero()
+            inside = [*others, *inside]
+        if first.dtype.kind not in "iu":  # None, ..., and what numpy refuses
+            return np.asarray(self)[index]
+        values = self._gather(self._rows(first).reshape(-1))
+        # Beside other arrays it is one of the same shape that numpy needs.
+        at = np.arange(first.size).reshape(first.shape)
+        return values[(at, *inside)] if inside else values.reshape((*first.shape, *self.shape[1:]))[()]
+
+    def _rows(self, index: np.ndarray) -> np.ndarray:
+        """The row ids that whole numbers mean, int64 of the same shape."""
+        n = len(self)
+        if index.size and (index.min() < -n or index.max() >= n):
+            np.arange(n)[index]  # raises as numpy does
+        at = index.astype(np.int64, copy=False)
+        return np.asarray(np.where(at < 0, at + n, at))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self._gather(np.arange(len(self))).astype(self.dtype if dtype is None else dtype, copy=False)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **settings: Any) -> Any:
+        whole = (np.asarray(each) if isinstance(each, LazyColumn) else each for each in inputs)
+        return getattr(ufunc, method)(*whole, **settings)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(np.asarray(self), name)
+
+    def __repr__(self) -> str:
+        return repr(np.asarray(self))
+
+
+class ReadOnlyArray(np.ndarray):
+    """An array of numpy whose error, when it is written to, names the method that changes rows of a buffer.
+
+    What is computed of it is plain, and so are its pickles.
+    """
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if not self.flags.writeable:  # a copy is
+            raise _not_writable()
+        super().__setitem__(index, value)
+
+    def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
+        plain = np.asarray(array)
+        return plain if plain.ndim else plain[()]
+
+    def __reduce__(self) -> Any:
+        return np.asarray(self).__reduce__()
+
+    def __repr__(self) -> str:
+        return repr(np.asarray(self))
+
+
+def _not_writable() -> SpecError:
+    return SpecError("a column is read-only: call set_array_at_key(values, key, index) of the buffer to change rows")
+
+
+def read_only(array: np.ndarray) -> np.ndarray:
+    """The same array, which cannot be written to any more."""
+    array.flags.writeable = False
+    # Arrays of objects stay plain: what environments say is taken apart by the types of what it is.
+    return array if array.dtype == object else array.view(ReadOnlyArray)
