@@ -1,4 +1,4 @@
-"""What users give to a buffer, as flat names and arrays."""
+"""Converts what users give to a buffer to flat names and arrays."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rlstructs.replay.widening import is_too_wide
 from rlstructs.structures.tree import TensorMap
 
 BFLOAT16 = np.dtype(np.int16)
-# Dtypes of columns, as numpy writes them: of this machine's byte order, and no longer than other libraries have them.
+# Dtypes of columns, as numpy writes them: in this machine's byte order, and those that other libraries have too.
 PLAIN = frozenset(np.dtype(code).str for code in "?bhilqBHILQefdFD")
-# numpy's kind -> what Python calls such numbers.
+# Kind of numpy -> type of such numbers in Python.
 PYTHON: dict[str, type] = {"b": bool, "i": int, "u": int, "f": float}
 
 
 def plain_items(batch: Mapping[str, Any]) -> dict[str, Any] | None:
-    """As `flat_items`, of dicts in dicts, and the rest as it is; None if a key is no string, or given twice."""
+    """Does what `flat_items` does, for dicts only; returns None if a key is no string or is given twice."""
     flat: dict[str, Any] = {}
     for key, value in batch.items():
         inside = plain_items(value) if type(value) is dict else {"": value}
@@ -38,18 +38,18 @@ def plain_items(batch: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def flat_items(batch: Any, owner: str) -> dict[str, Any]:
-    """A batch as one dict, nested names joined with `/`; the values as they are.
+    """Flattens a batch to one dict, nested names joined with `/`; values stay as they are.
 
-    A list or an array of mappings, as environments give their infos, is as one of arrays with a row for each; what some
-    of them lack is zero there.
+    A list or an array of mappings, such as the infos of environments, becomes arrays with a row for each mapping, zero
+    where a mapping lacks the key.
 
     Args:
-        batch: a mapping, a `DictTensor`, or whatever has `keys` and `[]` as tensordict's and tianshou's have.
-        owner: who asks, for messages.
+        batch: a mapping, a `DictTensor`, or any object with `keys` and `[]`, such as tensordict's and tianshou's.
+        owner: caller, for messages.
 
     Raises:
-        TypeError: it is nothing of these, or a key is no string.
-        SpecError: two keys are the same once joined, or mappings of a list do not fit.
+        TypeError: it is none of these, or a key is no string.
+        SpecError: two keys are the same once joined, or the mappings of a list differ in shape.
     """
     if isinstance(batch, TensorMap):
         return dict(batch.items())
@@ -79,7 +79,7 @@ def are_mappings(value: Any) -> bool:
 
 
 def _stacked(values: Iterable[Any], owner: str) -> dict[str, Any]:
-    """Mappings as one of arrays, with a row for each."""
+    """Stacks mappings to arrays, with a row for each mapping."""
     rows = [{k: v for k, v in flat_items(value, owner).items() if v is not None} for value in values]
     stacked = {}
     for name in dict.fromkeys(itertools.chain.from_iterable(rows)):
@@ -98,15 +98,18 @@ def _prefixed(key: str, inside: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_rows(name: str, value: Any, spec: Spec | None) -> tuple[Any, Spec]:
-    """A value as an array that a column takes but for a cast, and the spec of a column for it, without rows' shape.
+    """Converts a value to an array that a column can take after a cast.
 
     Args:
         name: of the column.
-        value: any library's array, or numbers.
-        spec: of the column, if it is there.
+        value: an array of any library, or numbers.
+        spec: of the column; None if it does not exist yet.
+
+    Returns:
+        The array, and the spec of a new column for it, with the shape ().
 
     Raises:
-        SpecError: it is not made of numbers.
+        SpecError: it does not consist of numbers.
     """
     if type(value) is np.ndarray and value.dtype.str in PLAIN and not (spec and spec.is_bfloat16):
         return value, Spec(value.dtype)
@@ -125,10 +128,10 @@ def spec_of(name: str, dtype: Any) -> Spec:
 
     Args:
         name: of the column.
-        dtype: what numpy takes for one, or torch's.
+        dtype: of torch, or anything that numpy takes for a dtype.
 
     Raises:
-        SpecError: it is none, or none of numbers.
+        SpecError: it is no dtype of numbers.
     """
     named = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
     if named == "bfloat16" or getattr(dtype, "__name__", getattr(dtype, "name", "")) == "bfloat16":  # or jax's

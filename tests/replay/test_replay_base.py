@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import subprocess
 import sys
 import textwrap
+import weakref
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from surfaces import SURFACES
 
 from rlstructs import DictTensor, FileError, SpecError, TemporalDictTensor, Trajectories
 from rlstructs.replay.array_dict import ArrayDict
@@ -356,3 +359,16 @@ def test_what_lies_beside_is_pickled_as_small_pages():
     np.testing.assert_array_equal(copy._storage.gather(["obs_next"], np.arange(4000))[0], steps["obs_next"][0])
     copy._intake.write({name: values[:, :1] for name, values in steps.items()})
     assert len(copy) == 4000
+
+
+@pytest.mark.parametrize("surface", SURFACES.values(), ids=SURFACES)
+def test_a_buffer_that_nobody_holds_frees_its_rows_at_once(surface):
+    buffer = surface.make()
+    stores = [weakref.ref(store) for store in surface.stores(buffer)]
+    gc.collect()
+    gc.disable()  # no part may hold the buffer: a cycle waits for the collector
+    try:
+        del buffer
+        assert [store() for store in stores] == [None] * len(stores)
+    finally:
+        gc.enable()

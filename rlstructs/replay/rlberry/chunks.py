@@ -1,4 +1,4 @@
-"""`ChunkReplayBuffer`: rlberry's replay buffer, which gives chunks of T consecutive steps."""
+"""`ChunkReplayBuffer`: rlberry's replay buffer, which samples chunks of T consecutive steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EVENLY = Uniform()
 
 @set_module("rlstructs.replay")
 class ChunkBatch(NamedTuple):
-    """What `ChunkReplayBuffer.sample` gives.
+    """A sample of a `ChunkReplayBuffer`.
 
     Attributes:
         data: tag -> `(B, T, ...)`; and `discount`, gamma to the number of steps, if n_step is above 1.
@@ -49,36 +49,36 @@ class ChunkBatch(NamedTuple):
 
 @set_module("rlstructs.replay")
 class ChunkReplayBuffer(Buffer):
-    """A replay buffer that gives chunks of T consecutive steps, uniformly or in proportion to priorities.
+    """A replay buffer of which chunks of T consecutive steps are drawn, uniformly or in proportion to priorities.
 
-    A chunk never goes from the newest row on to the oldest. Episodes end where `end_episode` is called, and
-    with rows of which a tag says so (`terminated`, `truncated`, `done` or `dones`).
+    A chunk never goes from the newest row on to the oldest. Episodes end where `end_episode` is called, and at rows in
+    which a tag says so (`terminated`, `truncated`, `done` or `dones`).
 
-    In proportion to priorities the last rows of chunks are drawn, so that every row can be, but for the oldest
-    T - 1. A new row has the largest priority that was ever given, at first 1. Schaul et al., Prioritized
-    Experience Replay (2016), section 3.
+    Prioritised draws draw the last row of a chunk, so that every row can be drawn except the oldest T - 1. A new row
+    has the largest priority that was ever given, at first 1. Schaul et al., Prioritized Experience Replay (2016),
+    section 3.
 
     Args:
-        max_replay_size: rows; the oldest are overwritten. Several lanes share it, rounded up to as many for each.
+        max_replay_size: number of rows; the oldest are overwritten. Several lanes share it, in equal parts, rounded up.
         rng: a generator, which the buffer then draws from, or an int to seed one with.
-        max_episode_steps: an episode ends with so many rows; of trajectories, which say where theirs end, a longer
-            one is an error. None or infinity for no limit.
+        max_episode_steps: an episode ends after so many rows; a longer episode in trajectories, which mark their ends,
+            is an error. None or infinity for no limit.
         enable_prioritized: whether there are priorities.
         alpha: exponent of priorities, at least 0; 0 draws uniformly.
-        beta: exponent of importance weights, at least 0; may be set anew at any time.
-        n_lanes: environments that are stepped side by side; each has rows and episodes of its own.
-        framework: what samples are made of, "numpy", "torch", "jax" or "warp".
-        device: where samples are wanted.
-        episode_ends: whether chunks "cross" the ends of episodes; do, and `mask` leaves out what is of another
-            episode than the first row, or than the drawn last one ("mask"); or "never" do.
+        beta: exponent of importance weights, at least 0; may be set.
+        n_lanes: number of environments that are stepped side by side; each has rows and episodes of its own.
+        framework: library of the samples, "numpy", "torch", "jax" or "warp".
+        device: of samples.
+        episode_ends: whether chunks "cross" the ends of episodes, or "never" do; or cross them, and `mask` leaves out
+            the rows of other episodes than that of the first row, or of the drawn last one ("mask").
         n_step: rewards become the discounted sum of so many steps, up to the end of the episode or the newest
             row; `next_observations` and the like come from the last of them.
         gamma: discount per step.
         stack_num: observations become the last so many of their episode, on a new axis `(B, T, stack_num, ...)`.
-        stack_keys: which tags are stacked; None for those that are observations.
+        stack_keys: which tags are stacked; None for all observations.
 
     Raises:
-        TypeError, SpecError: an argument is not what is needed.
+        TypeError, SpecError: an argument is invalid.
 
     Example:
         >>> buffer = ChunkReplayBuffer(1000, rng=0, enable_prioritized=True)
@@ -102,7 +102,7 @@ class ChunkReplayBuffer(Buffer):
         framework: str = "numpy", device: Any = None, episode_ends: str = CROSS, n_step: int = 1, gamma: float = 0.99,
         stack_num: int = 1, stack_keys: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
-        # The other one is rlberry's name of it, which its programs read.
+        # The private one has rlberry's name, which its programs read.
         self.max_replay_size = self._max_replay_size = check_count("max_replay_size", max_replay_size)
         self.n_lanes = check_count("n_lanes", n_lanes)
         if rng is None:
@@ -112,7 +112,7 @@ class ChunkReplayBuffer(Buffer):
         keys = None if stack_keys is None else check_names("stack_keys", stack_keys, "tags")
         capacity, reading = -(-self.max_replay_size // self.n_lanes), Reading(n_step, gamma, stack_num, keys)
         super().__init__(self.n_lanes, capacity, seed=rng, framework=framework, device=device, reading=reading)
-        # Infinity is what rlberry's agents give for an environment without a limit.
+        # rlberry's agents give infinity for an environment without a limit.
         has_limit = max_episode_steps is not None and max_episode_steps != math.inf
         limit = check_count("max_episode_steps", max_episode_steps) if has_limit else None
         self._intake = TaggedIntake(self._storage, type(self).__name__, limit)
@@ -144,7 +144,7 @@ class ChunkReplayBuffer(Buffer):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that rows, what is kept about them, and priorities take."""
+        """Bytes of rows, bookkeeping and priorities."""
         columns = self._storage.columns
         tree = 0 if self._priorities is None else Priorities.nbytes_of(columns.n_rows, columns.n_lanes)
         return super().nbytes + tree
@@ -234,18 +234,18 @@ class ChunkReplayBuffer(Buffer):
     # Sampling
 
     def sample(self, batch_size: int, chunk_size: int, sampling_mode: str = UNIFORM) -> ChunkBatch | None:
-        """Chunks drawn at random, private copies.
+        """Draws chunks, private copies.
 
         Args:
-            batch_size: chunks, B.
-            chunk_size: consecutive rows of each, T.
+            batch_size: number of chunks, B.
+            chunk_size: number of consecutive rows of each, T.
             sampling_mode: "uniform", every chunk as likely as any other, or "prioritized".
 
         Returns:
             A `ChunkBatch`; None if no lane has `chunk_size` rows.
 
         Raises:
-            SpecError: an argument is not what is needed, or no chunk is there that could be drawn.
+            SpecError: an argument is invalid, or there is no chunk to draw.
             StateError: there are no priorities.
         """
         length = check_count("chunk_size", chunk_size)
@@ -265,15 +265,15 @@ class ChunkReplayBuffer(Buffer):
     def update_priorities(self, indices: Any, new_priorities: Any) -> None:
         """Sets the priorities of rows; of equal indices the last counts.
 
-        Priorities of rows that were overwritten since they were drawn are dropped. The indices of a whole batch
-        mean the rows of that batch, if it is one of the last 32; others what they meant when they were last drawn.
+        Priorities of rows that were overwritten since they were drawn are dropped. The indices of a whole batch mean
+        the rows of that batch, if it is one of the last 32; other indices mean the rows when they were last drawn.
 
         Args:
-            indices: int (B, T), as `info["indices"]` has them.
+            indices: int (B, T), of `info["indices"]`.
             new_priorities: (B, T), finite, at least 0.
 
         Raises:
-            IndexError, SpecError: something is not so; nothing has changed.
+            IndexError, SpecError: an argument does not fit; nothing changes.
             StateError: there are no priorities.
         """
         if self._priorities is None:
@@ -333,7 +333,7 @@ class ChunkReplayBuffer(Buffer):
 
 
 def _draw_uniform(storage: Storage, n: int, length: int, ends: str, rng: np.random.Generator) -> Selection:
-    """`n` chunks, each as likely as any other; see `_draw_by_priority` for the arguments."""
+    """Draws `n` chunks, each as likely as any other; see `_draw_by_priority` for the arguments."""
     span, episodes = storage.span(length), storage.track_episodes()
     if ends == NEVER:
         fits = partial(expand.fits, episodes, length=length)
@@ -347,20 +347,19 @@ def _draw_uniform(storage: Storage, n: int, length: int, ends: str, rng: np.rand
 def _draw_by_priority(
     storage: Storage, priorities: Priorities, n: int, length: int, ends: str, beta: float, rng: np.random.Generator
 ) -> Selection:
-    """`n` chunks that end with rows drawn in proportion to their priorities.
+    """Draws `n` chunks that end with rows drawn in proportion to their priorities.
 
     Args:
-        storage: which tracks episodes.
+        storage: the store, which tracks episodes.
         priorities: of its rows.
-        n: how many chunks.
+        n: number of chunks.
         length: rows of each.
-        ends: whether chunks "cross" the ends of episodes, have what is of another episode masked ("mask"),
-            or "never" hold one inside.
+        ends: as `episode_ends` of the buffer.
         beta: exponent of the weights.
-        rng: what draws.
+        rng: the generator.
 
     Raises:
-        SpecError: there is none to draw.
+        SpecError: there is no chunk to draw.
     """
     span, episodes = storage.span(), storage.track_episodes()
     fits = partial(expand.fits_to, span, episodes if ends == NEVER else None, length=length)

@@ -69,12 +69,11 @@ def from_arrays(kind: type[B], given: Mapping[str, Any], done: Any, settings: Ma
 
 
 def construct(kind: type[B], arguments: Mapping[str, Any]) -> B:
-    """Makes a buffer; of a user's class whose constructor takes other arguments, by the constructor of ours."""
+    """Makes a buffer; for a user's class whose constructor takes other arguments, by the constructor of ours."""
+    buffer, known = kind.__new__(kind), kind
     try:
         inspect.signature(kind).bind(**arguments)
     except TypeError:
-        buffer, ours = kind.__new__(kind), f"{__name__.partition('.')[0]}."
-        known: Any = next(each for each in kind.__mro__ if each.__module__.startswith(ours))
-        known.__init__(buffer, **arguments)
-        return buffer
-    return kind(**arguments)
+        known = next(each for each in kind.__mro__ if each.__module__.startswith("rlstructs."))
+    known.__init__(buffer, **arguments)
+    return buffer

@@ -60,8 +60,7 @@ class Reader:
 
     def get(self, index: Any, key: str, default_value: Any, stack_num: int) -> Any:
         """Reads one key of some rows; see `ReplayBuffer.get`."""
-        how = How(stack_num, stacked=None)
-        table = self.table
+        how, table = How(stack_num, stacked=None), self.table
         names = [name for name in table.specs if name == key or name.startswith(f"{key}/")]
         if not names:
             if default_value is not None:
@@ -122,8 +121,7 @@ class Reader:
         if not by_index and np.ndim(index) == 1:
             return self._draw_batch(*self._selector_of(buffer, index))
         if self.relabels or self.options.n_step > 1:
-            name = type(buffer).__name__
-            raise SpecError(f"sample: {name} reads by index, which gives no n-step sums or goals")
+            raise SpecError(f"sample: {type(buffer).__name__} reads by index, which gives no n-step sums or goals")
         return buffer[index], index
 
     def _draw_batch(self, n: int, pick: Callable[[int], Pick]) -> tuple[Any, np.ndarray]:

@@ -196,13 +196,13 @@ def as_integers(index: Any, end: int, maxsize: int) -> np.ndarray:
 
 
 class LazyColumn(NDArrayOperatorsMixin):
-    """A column of a buffer, `(maxsize, ...)`, that does not lie in memory as it is: what is indexed is gathered.
+    """A column of a buffer, `(maxsize, ...)`, without bytes of its own: the rows that are indexed are gathered.
 
-    Anything else that an array of numpy can do is done on a copy of the whole column.
+    Any other operation of an array of numpy copies the whole column.
 
     Args:
-        shape, dtype: of the whole.
-        gather: what gives the values of row ids (n,).
+        shape, dtype: of the column.
+        gather: returns the values of row ids (n,).
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype, gather: Callable[[np.ndarray], np.ndarray]) -> None:
@@ -220,24 +220,24 @@ class LazyColumn(NDArrayOperatorsMixin):
         raise _not_writable()
 
     def _at(self, index: Any) -> Any:
-        """What the whole column has there, of its own memory."""
+        """The values at an index, in private memory."""
         first, *inside = index if isinstance(index, tuple) and index else (index,)
         if isinstance(first, slice):
             return self._gather(np.arange(len(self))[first])[(slice(None), *inside)]
         first = np.asarray(first)
         if first.dtype == bool and first.ndim and first.shape == self.shape[: first.ndim]:
-            # A mask, of further axes too, is what its places are: so numpy has it.
+            # numpy replaces a mask, of several axes too, by the indexes where it is true.
             first, *others = first.nonzero()
             inside = [*others, *inside]
-        if first.dtype.kind not in "iu":  # None, ..., and what numpy refuses
+        if first.dtype.kind not in "iu":  # None, ..., and indexes that numpy refuses
             return np.asarray(self)[index]
         values = self._gather(self._rows(first).reshape(-1))
-        # Beside other arrays it is one of the same shape that numpy needs.
+        # Beside other arrays, numpy needs one of the same shape.
         at = np.arange(first.size).reshape(first.shape)
         return values[(at, *inside)] if inside else values.reshape((*first.shape, *self.shape[1:]))[()]
 
     def _rows(self, index: np.ndarray) -> np.ndarray:
-        """The row ids that whole numbers mean, int64 of the same shape."""
+        """Converts integers to row ids, int64 of the same shape."""
         n = len(self)
         if index.size and (index.min() < -n or index.max() >= n):
             np.arange(n)[index]  # raises as numpy does
@@ -261,13 +261,13 @@ class LazyColumn(NDArrayOperatorsMixin):
 
 
 class ReadOnlyArray(np.ndarray):
-    """An array of numpy whose error, when it is written to, names the method that changes rows of a buffer.
+    """An array of numpy; the error of a write names the method that changes rows of a buffer.
 
-    What is computed of it is plain, and so are its pickles.
+    Results of computations are plain arrays, and so are its pickles.
     """
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        if not self.flags.writeable:  # a copy is
+        if not self.flags.writeable:  # a copy is writeable
             raise _not_writable()
         super().__setitem__(index, value)
 
@@ -287,7 +287,7 @@ def _not_writable() -> SpecError:
 
 
 def read_only(array: np.ndarray) -> np.ndarray:
-    """The same array, which cannot be written to any more."""
+    """Makes an array read-only."""
     array.flags.writeable = False
-    # Arrays of objects stay plain: what environments say is taken apart by the types of what it is.
+    # Arrays of objects stay plain: infos are taken apart by the types of their values.
     return array if array.dtype == object else array.view(ReadOnlyArray)

@@ -1,9 +1,9 @@
-"""What a transition holds in tianshou's words, and what users give as rows of columns.
+"""The keys of a transition in tianshou, and how rows that users give become rows of columns.
 
-    obs, act, rew, terminated, truncated     must be there
-    done                                     terminated or truncated; made when it is read
-    obs_next                                 may be there; if not, it is made of the obs of the next row
-    info, policy, and any other key          may be there
+    obs, act, rew, terminated, truncated     are required
+    done                                     is terminated or truncated; computed when it is read
+    obs_next                                 is optional; without it, it is the obs of the next row
+    info, policy, and any other key          are optional
 
 Each may be nested: `obs` is then `obs/image`, `obs/speed` and so on.
 """
@@ -29,11 +29,11 @@ OBS, ACT, REW, DONE, OBS_NEXT = "obs", "act", "rew", "done", "obs_next"
 FLAGS = ("terminated", "truncated")
 REQUIRED = (OBS, ACT, REW, *FLAGS)
 RESERVED = (*REQUIRED, DONE, OBS_NEXT, "info", "policy")
-# What may be added without a value, and is empty then.
+# Keys that may be added without a value, and are empty then.
 ADDED_EMPTY = ("info", "policy")
-# What a batch has of a transition even if it was never stored.
+# Keys that a batch has even if they were never stored.
 MAY_BE_EMPTY = (*ADDED_EMPTY, OBS_NEXT)
-# What `get` and indexing give stacks of.
+# Keys that are read in stacks.
 STACKED = (OBS, OBS_NEXT, "info", "policy")
 
 
@@ -101,7 +101,7 @@ def _stored_as(name: str, columns: Collection[str]) -> str:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raises SpecError if one is a leaf of another: `obs` beside `obs/image`."""
+    """Raises SpecError if one name is nested in another: `obs/image` in `obs`."""
     every = set(names)
     for name in every:
         parents = {name[:end] for end, letter in enumerate(name) if letter == "/"}
@@ -114,7 +114,7 @@ def check_specs(specs: Mapping[str, Spec], taken: Iterable[str]) -> None:
 
     Args:
         specs: by name.
-        taken: what else a batch of them holds.
+        taken: other keys of their batches.
     """
     check_names(specs)
     check_required(specs)
@@ -126,7 +126,7 @@ def check_specs(specs: Mapping[str, Spec], taken: Iterable[str]) -> None:
 
 
 def check_required(names: Iterable[str]) -> None:
-    """Raises SpecError unless all is there that a transition needs."""
+    """Raises MissingKeyError or SpecError unless the required keys are among these names."""
     every = set(names)
     tops = {top(name) for name in every}
     if lacking := [name for name in REQUIRED if name not in tops]:
@@ -137,21 +137,21 @@ def check_required(names: Iterable[str]) -> None:
 
 
 def as_transitions(batch: Any, owner: str, ignored: Iterable[str], n_axes: int, only_last: bool) -> dict[str, Any]:
-    """A batch as rows of columns.
+    """Converts a batch to rows of columns.
 
     Args:
-        batch: what `flat_items` takes; what is None, or an array of nothing else, is left out, but of infos.
-        owner: who asks, for messages.
+        batch: as for `flat_items`; values that are None in every row are left out, except infos.
+        owner: caller, for messages.
         ignored: keys that are left out.
-        n_axes: how many axes its arrays have in front of those of a row: 0 or 1.
-        only_last: whether of observations only the last along the next axis is taken.
+        n_axes: number of axes in front of those of a row: 0 or 1.
+        only_last: whether to take only the last of each stack of observations.
 
     Returns:
-        name -> `(n, *shape)`, of numpy or whatever they came as; flags are bool and rewards floats; infos as of
-            `info_items`.
+        Name -> `(n, *shape)`, of the library of the values; flags are bool and rewards floats; infos as of
+        `info_items`.
 
     Raises:
-        TypeError, SpecError: it is no batch, or something does not fit.
+        TypeError, SpecError: it is no batch, or a value does not fit.
     """
     rows: dict[str, Any] = {}
     others, infos = _split_infos(batch, owner)
@@ -170,25 +170,25 @@ def as_transitions(batch: Any, owner: str, ignored: Iterable[str], n_axes: int, 
 
 
 def _split_infos(batch: Any, owner: str) -> tuple[Any, dict[str, Any]]:
-    """A batch without its infos, and these by name, as they were given."""
+    """Splits a batch into all but its infos, and its infos by name, unconverted."""
     if not is_mapping(batch) or not any(isinstance(key, str) and is_info(key) for key in batch.keys()):  # noqa: SIM118
         return batch, {}
     if isinstance(batch, ArrayDict):
-        batch = dict(dict.items(batch))  # or what is nested would come twice
+        batch = dict(dict.items(batch))  # or nested arrays would come twice
     items = {key: batch[key] for key in batch.keys()}  # noqa: SIM118
     infos = {key: items.pop(key) for key in list(items) if isinstance(key, str) and is_info(key)}
     return items, infos
 
 
 def _is_nothing(value: Any) -> bool:
-    """Whether it is None, or so in every row."""
+    """Whether it is None, or None in every row."""
     if type(value) is np.ndarray and value.dtype == object and value.size:
         return all(each is None for each in value.flat)
     return value is None
 
 
 def as_column(name: str, value: Any, n_axes: int, only_last: bool = False) -> Any:
-    """One value with `n_axes` axes in front of those of a row, as its column takes it but for a cast."""
+    """Converts a value with `n_axes` axes in front of those of a row; its column can take it after a cast."""
     is_array = all(hasattr(value, attribute) for attribute in ("__getitem__", "ndim", "__array__"))
     if not is_array or isinstance(value, np.flexible):
         value = host_array(name, value)  # numbers, texts, lists, and warp's arrays, which have no plain indexing
@@ -199,14 +199,14 @@ def as_column(name: str, value: Any, n_axes: int, only_last: bool = False) -> An
             raise SpecError(f"{name!r} has shape {tuple(value.shape)}: there is no axis of which to save the last")
         value = value[(slice(None),) * n_axes + (-1,)]
     if name in FLAGS:
-        if math.prod(value.shape[n_axes:]) != 1:  # further axes come of single environments that give arrays
+        if math.prod(value.shape[n_axes:]) != 1:  # single environments that return arrays have further axes
             raise SpecError(f"{name!r} has shape {tuple(value.shape)}, needed is one bool for each row")
         return as_flags(name, value).reshape(value.shape[:n_axes])
     return as_rewards(name, value) if top(name) == REW else value
 
 
 def as_flags(name: str, value: Any) -> np.ndarray:
-    """Numbers that are 0 or 1 as bool."""
+    """Converts numbers that are 0 or 1 to bool."""
     flags = host_array(name, value)
     if flags.dtype == bool:
         return flags
@@ -216,7 +216,7 @@ def as_flags(name: str, value: Any) -> np.ndarray:
 
 
 def as_rewards(name: str, value: Any) -> Any:
-    """Numbers as floats: float64, unless they are floats already."""
+    """Converts numbers to float64, unless they are floats already."""
     if type(value) is np.ndarray and value.dtype.kind == "f":
         return value
     if (isinstance(value, torch.Tensor) and value.is_floating_point()) or "bfloat16" in str(value.dtype):
@@ -228,7 +228,7 @@ def as_rewards(name: str, value: Any) -> Any:
 
 
 def trajectory_names(keys: Collection[str], ignores_next: bool) -> dict[str, str]:
-    """Which key of a batcher's trajectories is what here."""
+    """Column -> key of a batcher's trajectories."""
     start, following = "observation/", "_observation/"
     seen = [key[len(start) :] for key in keys if key.startswith(start) and not is_beside(key[len(start) :])]
     at = {"": "frame"} if seen == ["frame"] else {f"/{key}": key for key in seen}
@@ -241,7 +241,7 @@ def trajectory_names(keys: Collection[str], ignores_next: bool) -> dict[str, str
 
 
 def raw_numbers(raw: Any, spec: Spec) -> Any:
-    """What a column holds as what may be given to another: bits of bfloat16 as the numbers that they are."""
+    """Converts stored values for another column: bits of bfloat16 become numbers."""
     if not spec.is_bfloat16:
         return raw
     tensor = raw if isinstance(raw, torch.Tensor) else torch.from_numpy(raw)
