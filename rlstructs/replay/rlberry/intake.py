@@ -62,7 +62,8 @@ class TaggedIntake(Intake):
 
     def append(self, data: Mapping[str, Any], lane: int | None) -> None:
         """Writes a row; see `ChunkReplayBuffer.append`."""
-        lanes, n_lanes, writer = self.choose_lanes(lane), self.storage.columns.n_lanes, self._step_writer
+        lanes = ALL if lane is None else self.choose_lanes(lane)
+        n_lanes, writer = self.storage.columns.n_lanes, self._step_writer
         has_lanes = lane is None and n_lanes > 1
         is_plain = type(data) is dict and (has_lanes or n_lanes == 1)
         if writer is None or not is_plain or writer.write(data, is_row=not has_lanes) is None:

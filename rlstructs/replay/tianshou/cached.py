@@ -110,12 +110,12 @@ class CachedIntake(TransitionIntake):
             self.main.add_columns(lacking)
         super().add_columns(made)
 
-    def plan(self, rows: Mapping[str, Any], n_lead: int) -> Plan:
+    def plan_columns(self, rows: Mapping[str, Any], n_lead: int) -> Plan:
         self._unify_infos()
-        return super().plan(rows, n_lead)
+        return super().plan_columns(rows, n_lead)
 
-    def held(self, name: str) -> np.ndarray:
-        return np.concatenate([self.main.held(name), super().held(name)])
+    def read_held(self, name: str) -> np.ndarray:
+        return np.concatenate([self.main.read_held(name), super().read_held(name)])
 
     def adopt(self, plan: Plan) -> None:
         self.main.adopt(plan)
@@ -125,7 +125,7 @@ class CachedIntake(TransitionIntake):
         """Gives columns of infos one dtype in both, after the main buffer was changed on its own."""
         main, own = self.main.specs, self.specs
         for name in [name for name in own if is_info(name) and main.get(name, own[name]) != own[name]]:
-            theirs, ours = self.main.held(name), super().held(name)
+            theirs, ours = self.main.read_held(name), super().read_held(name)
             numbers = not (main[name].is_object or own[name].is_object) and main[name].shape == own[name].shape
             dtype = widened(theirs, ours, theirs.dtype) if numbers else None
             spec = OBJECTS if dtype is None else Spec(dtype, own[name].shape, 0)
@@ -235,8 +235,8 @@ class CachedEditor(Editor):
         self.main.fill(name, value)
         super().fill(name, value)
 
-    def rebuilder(self) -> Callable[[], None]:
-        rebuild_main, rebuild_caches = self.main.rebuilder(), super().rebuilder()
+    def prepare_rebuild(self) -> Callable[[], None]:
+        rebuild_main, rebuild_caches = self.main.prepare_rebuild(), super().prepare_rebuild()
 
         def rebuild() -> None:
             rebuild_main()

@@ -140,7 +140,7 @@ class Editor:
     def replace(self, rows: Mapping[str, Any], at: np.ndarray, default: Any = None, some: bool = False) -> None:
         """Puts values into columns, new ones too; `some` says that there are other rows, which get the default."""
         intake = self.intake
-        plan = intake.plan(rows, 1)
+        plan = intake.plan_columns(rows, 1)
         intake.check_names(plan)
         specs = plan.specs(self.table.columns)
         placed, made = intake.place(plan.rows, specs, 1)
@@ -150,7 +150,7 @@ class Editor:
         intake.adopt(plan)
         if made:
             intake.add_columns(made)
-        rebuild = None if rows.keys().isdisjoint(FLAGS) else self.rebuilder()
+        rebuild = None if rows.keys().isdisjoint(FLAGS) else self.prepare_rebuild()
         for name, value in fills.items():
             self.fill(name, value)
         for name, values in placed.items():
@@ -182,7 +182,7 @@ class Editor:
         """Sets all rows of a column to one value."""
         self.table.storage.columns.put_rows(name, slice(None), value)
 
-    def rebuilder(self) -> Callable[[], None]:
+    def prepare_rebuild(self) -> Callable[[], None]:
         """Returns a function that finds episodes again once flags have changed; those cut without one stay cut."""
         storage = self.table.storage
         cells, lead = storage.columns.cells, (self.table.n_lanes, -1)

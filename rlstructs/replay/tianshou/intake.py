@@ -170,7 +170,7 @@ class TransitionIntake(Intake):
     def convert(self, rows: Mapping[str, Any], unknown: str, missing: str) -> dict[str, Any]:
         if self.check_shapes is not None:
             self.check_shapes({name: tuple(values.shape[2:]) for name, values in rows.items()})
-        plan = self.plan(rows, 2)
+        plan = self.plan_columns(rows, 2)
         self.check_names(plan)
         transitions.check_required(plan.rows)
         return self.fit(plan.rows, unknown, missing, plan)
@@ -180,11 +180,11 @@ class TransitionIntake(Intake):
             return value, OBJECTS
         return super().as_rows(name, value, known)
 
-    def plan(self, rows: Mapping[str, Any], n_lead: int) -> Plan:
+    def plan_columns(self, rows: Mapping[str, Any], n_lead: int) -> Plan:
         """Plans how columns of infos change for rows (n, ...), or (n, T, ...)."""
-        return plan_columns(rows, self.specs, self.held, n_lead)
+        return plan_columns(rows, self.specs, self.read_held, n_lead)
 
-    def held(self, name: str) -> np.ndarray:
+    def read_held(self, name: str) -> np.ndarray:
         """The numbers in the valid rows of a column."""
         return held_values(self.storage, name, self.specs[name])
 

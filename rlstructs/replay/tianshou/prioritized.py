@@ -63,12 +63,12 @@ class PrioritizedReader(Reader):
             self.priorities.drawn.remember(pick.rows.span, pick.at)
         return pick
 
-    def beside(self, at: np.ndarray, fields: Fields | None = None) -> dict[str, Any]:
-        leaves = fields[LEAVES] if fields else self.leaves(at)
+    def compute_beside(self, at: np.ndarray, fields: Fields | None = None) -> dict[str, Any]:
+        leaves = fields[LEAVES] if fields else self.read_leaves(at)
         smallest = leaves.min(initial=np.inf) if self.weight_norm else self.priorities.tree.minimum
         return {WEIGHT: importance_weights(leaves, smallest, self.beta)}
 
-    def leaves(self, at: Any) -> np.ndarray:
+    def read_leaves(self, at: Any) -> np.ndarray:
         """The priorities of rows to the power of alpha, float64, copies; new rows get theirs first."""
         with self.priorities.lock:
             self.priorities.follow(self.table.own_rows().span)
@@ -78,7 +78,7 @@ class PrioritizedReader(Reader):
         """The weights of rows, over the largest in the buffer, float64 of the shape of `index`."""
         rows = self.table.locate(index)
         with self.priorities.lock:
-            return (self.leaves(rows) / self.priorities.tree.minimum) ** -self.beta
+            return (self.read_leaves(rows) / self.priorities.tree.minimum) ** -self.beta
 
     def update_weight(self, index: Any, new_weight: Any) -> None:
         """Sets priorities; see `PrioritizedReplayBuffer.update_weight`."""
@@ -91,7 +91,7 @@ class PrioritizedReader(Reader):
     def drop_nulls(self, editor: Editor) -> None:
         """Drops rows, and keeps the priorities of the others, which get new ids."""
         with self.priorities.lock:
-            leaves = self.leaves(slice(None))
+            leaves = self.read_leaves(slice(None))
             if (kept := editor.drop_nulls()) is not None:
                 now = self.table.own_rows()
                 self.priorities.follow(now.span)
@@ -161,7 +161,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     @property
     def weight(self) -> np.ndarray:
         """The priorities of all rows to the power of alpha, float64 (maxsize,), 0 in empty rows; a copy."""
-        return self._reader.leaves(slice(0, self.maxsize))
+        return self._reader.read_leaves(slice(0, self.maxsize))
 
     def update_weight(self, index: Any, new_weight: Any) -> None:
         """Sets priorities to |new_weight| and a little more; of equal rows the last counts.

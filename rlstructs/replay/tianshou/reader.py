@@ -56,7 +56,7 @@ class Reader:
         """Reads rows as a batch; see `ReplayBuffer.__getitem__`."""
         at = self.table.locate(index)
         arrays = self._read_at(self.table.specs, at, How(self.options.stack_num))
-        return self._hand_over(arrays | self.beside(at))
+        return self._hand_over(arrays | self.compute_beside(at))
 
     def get(self, index: Any, key: str, default_value: Any, stack_num: int) -> Any:
         """Reads one key of some rows; see `ReplayBuffer.get`."""
@@ -127,14 +127,14 @@ class Reader:
     def _draw_batch(self, n: int, pick: Callable[[int], Pick]) -> tuple[Any, np.ndarray]:
         frames, fields, arrays = self.draw(n, pick)
         at = frames[:, -1].copy()
-        return self._hand_over(arrays | self.beside(at, fields)), at
+        return self._hand_over(arrays | self.compute_beside(at, fields)), at
 
     def sample_indices(self, batch_size: int | None) -> np.ndarray:
         """Draws row ids, int64 (n,); see `ReplayBuffer.sample_indices`."""
         size = checked_size(batch_size)
         if size == 0:  # in order: nothing is drawn
             rows = self.table.rows()
-            return self.candidates(rows, rows.every_row())
+            return self.list_candidates(rows, rows.every_row())
         n, pick = self._selector(size)
         return pick(n).at.copy()
 
@@ -143,7 +143,7 @@ class Reader:
         rows = self.table.rows()
         if size is not None and size > 0 and rows.total:
             return size, self.pick
-        at = self.choose(self.candidates(rows, rows.every_row()), size)
+        at = self.choose(self.list_candidates(rows, rows.every_row()), size)
         return at.size, self._pick_first(rows, at, self.pick)
 
     def _selector_of(self, buffer: ReplayBuffer, index: np.ndarray) -> tuple[int, Callable[[int], Pick]]:
@@ -170,7 +170,7 @@ class Reader:
             raise EmptyBufferError("Cannot sample from an empty storage.")
         return self.rng.choice(at, size)
 
-    def candidates(self, rows: Rows, at: np.ndarray) -> np.ndarray:
+    def list_candidates(self, rows: Rows, at: np.ndarray) -> np.ndarray:
         """Those of some rows that may be drawn, in order."""
         fits = self.fits(rows)
         return at if fits is None else at[fits(at)]
@@ -207,14 +207,14 @@ class Reader:
         storage = self.table.storage
         if self.table.is_joined:  # it is for one thread
             rows, at, fields = pick(n)
-            frames = self.frames(rows, at)
+            frames = self.find_frames(rows, at)
             return frames, fields, self.read(rows, frames)
 
         def select(count: int) -> Selection:
             rows, at, fields = pick(count)
             assert isinstance(rows, Snapshot)
             # The earliest row that is read tells whether a sample was overwritten meanwhile.
-            return Selection(self.frames(rows, at), rows.span, fields)
+            return Selection(self.find_frames(rows, at), rows.span, fields)
 
         def look(picked: Selection) -> dict[str, Any]:
             return self.read(Snapshot(storage, picked.span), picked.rows)
@@ -222,7 +222,7 @@ class Reader:
         picked, arrays = sample_arrays(storage, n, select, look)
         return picked.rows, picked.fields, arrays
 
-    def frames(self, rows: Rows, at: np.ndarray) -> np.ndarray:
+    def find_frames(self, rows: Rows, at: np.ndarray) -> np.ndarray:
         """The rows of the stacks of some rows, (n, stack_num)."""
         stack_num = self.options.stack_num
         return at[:, None] if stack_num == 1 else rows.frames(at, stack_num)
@@ -233,7 +233,7 @@ class Reader:
         how, stacks = How(options.stack_num, options.n_step, options.gamma), frames if options.stack_num > 1 else None
         return read(rows, self.table.columns, self.table.specs, frames[:, -1], how, stacks)
 
-    def beside(self, at: np.ndarray, fields: Fields | None = None) -> dict[str, Any]:
+    def compute_beside(self, at: np.ndarray, fields: Fields | None = None) -> dict[str, Any]:
         """The keys of a batch that are not stored; `fields` has the values of each row from when it was drawn."""
         return {}
 

@@ -126,7 +126,7 @@ class RingView:
     def sample_indices(self, batch_size: int | None) -> np.ndarray:
         """Draws rows uniformly; see `ReplayBuffer`."""
         size, reader = checked_size(batch_size), self._buffer._reader
-        at = reader.candidates(self._table.rows(), self._in_order())
+        at = reader.list_candidates(self._table.rows(), self._in_order())
         return np.asarray(reader.choose(at, size) - self._first)
 
     def sample(self, batch_size: int | None) -> tuple[Any, np.ndarray]:
