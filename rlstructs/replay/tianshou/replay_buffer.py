@@ -119,10 +119,10 @@ class ReplayBuffer(Buffer):
         names = zip(RESERVED, (obs, act, rew, terminated, truncated, None, obs_next), strict=False)
         return files.from_arrays(cls, dict(names), done, settings)
 
-    stack_num = forward("_options", "stack_num", "Number of rows that a read observation consists of.", check_count)
-    ignore_obs_next = forward("_options", "ignore_obs_next", "Whether `obs_next` is not stored.")
-    save_only_last_obs = forward("_options", "save_only_last_obs", "Whether only the last of stacks is stored.")
-    sample_avail = forward("_options", "sample_avail", "Whether only rows with whole stacks are drawn.")
+    stack_num: int = forward("_options", "stack_num", "How many rows a read observation consists of.", check_count)
+    ignore_obs_next: bool = forward("_options", "ignore_obs_next", "Whether `obs_next` is not stored.")
+    save_only_last_obs: bool = forward("_options", "save_only_last_obs", "Whether the last of each stack is stored.")
+    sample_avail: bool = forward("_options", "sample_avail", "Whether only rows with whole stacks are drawn.")
 
     @property
     def options(self) -> dict[str, Any]:
