@@ -204,7 +204,8 @@ def _nbytes_per_new_row(buffer: Buffer, specs: Mapping[str, Spec], linked: Mappi
     """Bytes per row of the columns that a buffer without columns has to make; 0 if it has some."""
     if buffer._storage.columns.specs:
         return 0
-    return sum(spec.nbytes for name, spec in specs.items() if name not in linked or not buffer._is_linked(name, specs))
+    can_link = buffer._intake.can_link
+    return sum(spec.nbytes for name, spec in specs.items() if name not in linked or not can_link(name, specs))
 
 
 def _links_in(
@@ -243,7 +244,7 @@ def _columns_of(
     for name, spec in specs.items():
         if spec.is_object:
             dtype, shape = reader.spec_of(OBJECTS + name)
-            if not buffer._keeps_objects(name) or name in linked or dtype != np.uint8 or len(shape) != 1:
+            if not buffer._intake.keeps_objects(name) or name in linked or dtype != np.uint8 or len(shape) != 1:
                 raise ValueError(f"column {name!r} cannot be of objects")
         elif name not in linked:
             wanted = spec.dtype, (*lead, *spec.shape)
@@ -255,7 +256,7 @@ def _columns_of(
         if name not in specs or specs[name] != specs.get(source):
             raise ValueError(f"column {name!r} is stored through {source!r}, which is not like it")
     if specs:
-        buffer._check_columns(specs)
+        buffer._intake.check_columns(specs)
     return specs, linked
 
 
@@ -311,7 +312,7 @@ def _make_columns(buffer: Buffer, specs: Mapping[str, Spec], linked: Mapping[str
         buffer._storage.exchange({}, [name for name, spec in columns.specs.items() if specs.get(name) != spec])
         buffer._storage.add_columns({name: spec for name, spec in specs.items() if name not in columns.specs})
         return
-    links = {name: source for name, source in linked.items() if buffer._is_linked(name, specs)}
+    links = {name: source for name, source in linked.items() if buffer._intake.can_link(name, specs)}
     buffer._storage.add_columns(specs, links)
 
 
@@ -326,7 +327,7 @@ def _spec(name: str, dtype: Any, shape: Any, is_bfloat16: Any) -> Spec:
 
 def _strict(buffer: Buffer, specs: Mapping[str, Any]) -> dict[str, Any]:
     """The columns that must be equal in a file and in a buffer."""
-    return {name: spec for name, spec in specs.items() if not buffer._keeps_objects(name)}
+    return {name: spec for name, spec in specs.items() if not buffer._intake.keeps_objects(name)}
 
 
 def _check_sizes(path: Any, reader: Reader, state: Any) -> None:

@@ -99,8 +99,8 @@ def test_a_copy_is_of_between_two_writes(kind, way, tmp_path):
             assert first.size == 500 and (np.diff(first) == 1).all()
             assert (first == second).all() and (first == third).all()
             if kind is Tianshous:
-                assert (copied._running.lengths == first[-1] + 1).all()
-                assert (copied._running.returns == first[-1] * (first[-1] + 1) / 2).all()
+                assert (copied._intake.running.lengths == first[-1] + 1).all()
+                assert (copied._intake.running.returns == first[-1] * (first[-1] + 1) / 2).all()
     finally:
         stop.set()
         thread.join()

@@ -40,7 +40,7 @@ def test_what_lies_beside_a_linked_column_is_there_after_it_has_grown():
     frames = np.repeat(np.arange(5, dtype=np.float32)[:, None], WIDE, axis=1)[None]
     following = frames[:, 1:].copy()
     following[0, 1] = 7  # the last step of an episode
-    buffer._write({"obs": frames[:, :-1], "obs_next": following})
+    buffer._intake.write({"obs": frames[:, :-1], "obs_next": following})
     buffer._storage.columns.cells["obs_next"][0, 2] = 9  # not where it is read from
     buffer._storage.grow(8)
     assert buffer._storage.gather(["obs_next"], np.arange(4))[0][:, 0].tolist() == [1, 7, 3, 4]

@@ -1,8 +1,8 @@
-"""How transitions are read: with `obs_next` and `done`, which need not be stored, sums over n steps and stacks."""
+"""Reads transitions: with computed `obs_next` and `done`, sums over n steps, and stacks."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from rlstructs.replay.reading import DISCOUNT, discounted
 from rlstructs.replay.snapshot import Rows
 from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS, OBS_NEXT, REW, STACKED, top
 
-# Where something is read: in the drawn rows, in the last of the n steps from there, or in the next row after those.
+# Rows to read from: the drawn rows, the last of the n steps from there, or the row after that.
 ANCHORS, LAST, NEXT = "anchors", "last", "next"
 
 
@@ -22,11 +22,11 @@ class How:
     """How transitions are read.
 
     Attributes:
-        stack_num: what is stacked becomes that of so many rows, on a new axis in front of its own.
+        stack_num: number of rows of a stack, on a new axis in front of those of a row.
         n_step: rewards become the discounted sum of so many steps, up to the end of the episode or the newest
-            row; what comes after a step comes from the last of them.
+            row; values from after a step come from the last of them.
         gamma: discount per step.
-        stacked: what is; None for everything.
+        stacked: keys that are stacked; None for all.
     """
 
     stack_num: int = 1
@@ -38,23 +38,23 @@ class How:
 def read(
     rows: Rows,
     specs: Mapping[str, Spec],
-    names: Sequence[str],
+    names: Iterable[str],
     at: np.ndarray,
     how: How,
     frames: np.ndarray | None = None,
 ) -> dict[str, Any]:
-    """What some rows hold, private memory.
+    """Reads some rows, to private memory.
 
     Args:
-        rows: among which they are.
+        rows: the snapshot that they are from.
         specs: of the columns.
-        names: of columns, or of what is made of them.
-        at: int64, of any shape: which rows.
-        how: how.
-        frames: int64 (n, how.stack_num), of which rows their stacks are, where that is known.
+        names: keys of a batch, stored or computed.
+        at: int64, of any shape: their row ids.
+        how: how to read them.
+        frames: int64 (n, how.stack_num), the rows of their stacks, if known.
 
     Returns:
-        name -> `(*at.shape, *shape)`, stacked ones `(*at.shape, stack_num, *shape)`; and `discount`, gamma to the
+        Name -> `(*at.shape, *shape)`, stacked ones `(*at.shape, stack_num, *shape)`; and `discount`, gamma to the
         number of steps, float32 `at.shape`, if `how.n_step` is above 1.
     """
     places = _Places(rows, at.reshape(-1), how, frames)
@@ -85,7 +85,7 @@ def _flags(rows: Rows, arrays: Mapping[str, Any], places: _Places) -> list[Any]:
 
 
 class _Places:
-    """Where to read; each is worked out once."""
+    """The rows to read from; each kind is computed once."""
 
     def __init__(self, rows: Rows, anchors: np.ndarray, how: How, frames: np.ndarray | None) -> None:
         self._rows, self._how = rows, how
@@ -97,7 +97,7 @@ class _Places:
             self._frames.pop(LAST, None)
 
     def kind_of(self, name: str, specs: Mapping[str, Spec]) -> tuple[str, bool]:
-        """Where what has this name is read, and whether it is stacked."""
+        """The kind of rows that a key is read from, and whether it is stacked."""
         first = top(name)
         is_stacked = self.is_stacked(first)
         if first == OBS_NEXT:
@@ -105,7 +105,7 @@ class _Places:
         return (LAST if name in FLAGS else ANCHORS), is_stacked
 
     def is_stacked(self, first: str) -> bool:
-        """Whether what begins with this name is."""
+        """Whether keys that begin with this name are stacked."""
         return self._how.stack_num > 1 and (self._how.stacked is None or first in self._how.stacked)
 
     def of(self, kind: str, is_stacked: bool) -> np.ndarray:
@@ -122,6 +122,6 @@ class _Places:
         return self._frames[kind]
 
     def _following(self, frames: np.ndarray, after: np.ndarray) -> np.ndarray:
-        """The stacks of the next rows: one further, or the same where there is none."""
+        """The stacks of the next rows: shifted by one, or the same where there is none."""
         further = np.concatenate([frames[:, 1:], after[:, None]], axis=1)
         return np.where((after == frames[:, -1])[:, None], frames, further)

@@ -10,6 +10,7 @@ import numpy as np
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.given import as_rows, flat_items
+from rlstructs.replay.sampling import check_rows
 from rlstructs.replay.torchrl.batches import rows_of, with_axis
 from rlstructs.replay.torchrl.part import joined
 from rlstructs.replay.torchrl.rows import DictTensorRows
@@ -158,7 +159,7 @@ class DictTensorIndex(DictTensorRows):
                 raise SpecError(f"{name!r} has shape {given.shape}, needed are {rows.size} rows")
             block[name], made[name] = given, Spec(spec.dtype, given.shape[1:], 0, spec.is_bfloat16)
         if made:
-            self._make(made)
+            self._intake.add_columns(made)
             block |= {name: storage.columns.check(name, block[name], rows.shape) for name in made}
             self._quick = None
             self._knows_episodes |= bool(self._end_keys(made) or self._id_keys(made))
@@ -188,7 +189,7 @@ class DictTensorIndex(DictTensorRows):
             if at < -n:
                 raise IndexError(f"index {int(at)} is out of range for {n} rows")
             return self._by_id(n + at.astype(np.int64))
-        return self._checked_rows(at)
+        return check_rows(self._storage, at)
 
     def _by_id(self, numbers: np.ndarray) -> np.ndarray:
         """The row ids of rows by number in the order of ids; as long as no write was cut short they are the same."""

@@ -12,10 +12,11 @@ import torch
 
 from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError
 from rlstructs.replay.array_dict import ArrayDict
-from rlstructs.replay.buffer import ERROR, Buffer
+from rlstructs.replay.buffer import Buffer
 from rlstructs.replay.export import Exporter
 from rlstructs.replay.from_trajectories import take_trajectories
 from rlstructs.replay.given import flat_items
+from rlstructs.replay.intake import ERROR
 from rlstructs.replay.reading import DISCOUNT
 from rlstructs.replay.roles import ends_among
 from rlstructs.replay.step_writer import StepWriter
@@ -112,7 +113,7 @@ class DictTensorRows(Buffer):
         Raises:
             MissingKeyError, SpecError: something does not fit; the buffer is as it was.
         """
-        steps = take_trajectories(trajectories, self._trajectory_names if names is None else names)
+        steps = take_trajectories(trajectories, self._intake.trajectory_names if names is None else names)
         self._store(rows_of_steps(steps), "add_trajectories")
 
     def empty(self, empty_write_count: bool = True) -> None:
@@ -174,7 +175,7 @@ class DictTensorRows(Buffer):
             self._storage.take_columns(self._settings.anew(self._storage.columns))
             if self.framework == "torch" and self._export.device is None:
                 self._export = Exporter("torch", self._settings.device)
-        block = self._checked({name: value[None] for name, value in rows.values.items()}, ERROR, ERROR)
+        block = self._intake.convert({name: value[None] for name, value in rows.values.items()}, ERROR, ERROR)
         done, starts = self._marks(block, rows)
         self._make_room(rows.n)
         ids, replaced = writer.write(self._storage, block, rows.n, done, starts)
