@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -19,9 +19,8 @@ from rlstructs.errors import FileError, OutOfMemoryError
 from rlstructs.files import json_text, layout
 from rlstructs.files.archives import checksum
 from rlstructs.files.opening import open_file, read_at, read_bytes, size_of
-from rlstructs.memories.restoring import EPISODES, KIND, RING, make_missing, plan_restore
+from rlstructs.memories.restoring import BOOKKEEPING, KIND, RING, begin, plan_restore
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.priorities import DRAWN, LEAVES, SYNCED
 from rlstructs.replay.ring import Ring
 from rlstructs.replay.span import Span
 from rlstructs.replay.values import from_bits, to_bits
@@ -39,15 +38,14 @@ CHECKSUM, ROWS_CHECKSUM = "crc32", "rows_crc32"
 
 def save(memory: Memory, path: Path, bookkeeping: Mapping[str, np.ndarray]) -> None:
     """Writes the valid rows of a memory to a .csv, and everything else to a .json beside it."""
-    rows, columns = memory._store().span().by_step(), memory._storage.columns
-    names = memory.get_tensor_names()
-    header = [column for name in names for column in _column_names(name, memory._spec(name))]
+    storage, names = memory._tensors.store(), memory.get_tensor_names()
+    rows, columns = storage.span().by_step(), storage.columns
     more = {name: array.tolist() for name, array in bookkeeping.items()}
     format_of = {"format": layout.FORMAT, "version": layout.VERSION, "class": KIND}
     with layout.replace_file(path) as temporary, layout.replace_file(path.with_suffix(".json")) as beside:
         with open(temporary, "x", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
-            writer.writerow(header)
+            writer.writerow(_column_names({name: columns.specs[name] for name in names}))
             for start in range(0, rows.size, 4096):
                 some = rows[start : start + 4096]
                 gathered = zip(names, columns.gather(names, some), strict=True)
@@ -82,8 +80,8 @@ def _verify(path: Path, state: Mapping[str, Any]) -> None:
         raise ValueError("its checksum is wrong")
 
 
-def _column_names(name: str, spec: Spec) -> list[str]:
-    return [f"{name}.{'.'.join(map(str, at))}" for at in np.ndindex(spec.shape)]
+def _column_names(specs: Mapping[str, Spec]) -> list[str]:
+    return [f"{name}.{'.'.join(map(str, at))}" for name, spec in specs.items() for at in np.ndindex(spec.shape)]
 
 
 def load(memory: Memory, path: Path) -> None:
@@ -99,20 +97,19 @@ def load(memory: Memory, path: Path) -> None:
             raise ValueError(f"version {clean_text(state.get('version'))}, this program reads version {layout.VERSION}")
         _verify(path, state)
         given = state["more"]
-        more = {name: _parse_bookkeeping(given[name], dtype) for name, dtype in DTYPES.items() if name in given}
+        more = {name: _parse_bookkeeping(given[name], dtype) for name, dtype in BOOKKEEPING.items() if name in given}
         specs, restore = plan_restore(memory, path, state, more)
-        lane_rows = Span(Ring(more[RING], memory.memory_size), memory._storage.columns).by_step()
-        tensors = _read_rows(path, nbytes, specs, len(lane_rows))
+        lane_rows = Span(Ring(more[RING], memory.memory_size), memory._tensors.storage.columns).by_step()
+        tensors = _read_tensors(path, nbytes, {name: specs[name] for name in sorted(specs)}, len(lane_rows))
+        columns = begin(memory, path, specs)
     except (FileError, OutOfMemoryError):
         raise
     except Exception as error:  # parsers may raise anything for arbitrary text
         raise FileError(f"{path}: not a file of {layout.FORMAT}, or a damaged one: {clean_text(error)}") from error
-    make_missing(memory, path, state, specs)
-    columns = memory._store().columns
-    for name, values in tensors.items():
-        spec = columns.specs[name]
+    for name, spec in specs.items():
         columns.put_rows(name, slice(None), columns.value(name, spec.unwritten))
-        columns.put_rows(name, lane_rows, columns.converted(name, values, spec))
+        if name in tensors:
+            columns.put_rows(name, lane_rows, columns.converted(name, tensors[name], spec))
     restore()
 
 
@@ -130,12 +127,9 @@ def _parse_bookkeeping(values: Any, dtype: Any) -> np.ndarray:
     return array.astype(dtype)
 
 
-DTYPES = {RING: np.int64, EPISODES: np.int32, SYNCED: np.int64, DRAWN: np.int64, LEAVES: np.float64}
-
-
-def _read_rows(path: Path, nbytes: int, specs: Mapping[str, Spec], n_rows: int) -> dict[str, np.ndarray]:
-    """Reads the tensors of a file, each `(n_rows, *shape)`, some lines at a time."""
-    sizes = {name: math.prod(specs[name].shape) for name in sorted(specs)}
+def _read_tensors(path: Path, nbytes: int, specs: Mapping[str, Spec], n_rows: int) -> dict[str, np.ndarray]:
+    """Reads the tensors of a file, each `(n_rows, *shape)`, after comparing their sizes with that of the file."""
+    sizes = {name: math.prod(spec.shape) for name, spec in specs.items()}
     n = 0
     for name, size in sizes.items():  # checked before anything as large as the file claims is allocated
         n += size
@@ -143,42 +137,58 @@ def _read_rows(path: Path, nbytes: int, specs: Mapping[str, Spec], n_rows: int) 
             raise ValueError(f"its first line does not name the columns of {name!r}")
     if (n_rows + 1) * n > nbytes:
         raise ValueError(f"it has fewer than the {n_rows} rows of {n} numbers that it should have")
-    made = {name: np.empty((n_rows, *spec.shape), spec.dtype) for name, spec in specs.items()}
     with open_file(path) as raw, io.TextIOWrapper(io.BufferedReader(raw), encoding="utf-8", newline="") as file:  # type: ignore[type-var]
         _check_names(file, specs)
-        at_once, longest = max(1, CELLS_AT_ONCE // max(n, 1)), _longest_line(n)
-        for start in range(0, n_rows, at_once):
-            stop, at = min(start + at_once, n_rows), 0
-            lines = [_read_cells(file.readline(longest), n) for _ in range(start, stop)]
-            for name, size in sizes.items():
-                cells = [line[at : at + size] for line in lines]
-                made[name][start:stop] = parse(name, cells, specs[name]).reshape(stop - start, *specs[name].shape)
-                at += size
-        if file.read(1):
-            raise ValueError(f"it has more than the {n_rows} rows that it should have")
-    return made
+        n_found, tensors = read_rows(file, sizes, n_rows, lambda name, _: specs[name])
+    if n_found < n_rows:
+        raise ValueError(f"it has {n_found} rows, needed are {n_rows}")
+    return tensors
 
 
 def _check_names(file: IO[str], specs: Mapping[str, Spec]) -> None:
     """Raises ValueError unless the first line names the columns of these tensors."""
     needed = io.StringIO()
-    csv.writer(needed).writerow([column for name in sorted(specs) for column in _column_names(name, specs[name])])
+    csv.writer(needed).writerow(_column_names(specs))
     text = needed.getvalue().removesuffix("\r\n")
     found, end = file.read(len(text)), file.read(1)
     if end == "\r":
         end = file.read(1)
     if found != text or end not in ("\n", ""):
-        raise ValueError(f"its first line does not name the columns of {sorted(specs)}")
+        raise ValueError(f"its first line does not name the columns of {list(specs)}")
 
 
-def read_lines(file: IO[str], n: int, most: int) -> list[list[str]]:
-    """Reads the next lines of a file, up to `most`, and splits each into n texts; none at the end."""
-    lines = itertools.islice(iter(lambda: file.readline(_longest_line(n)), ""), most)
-    return [_read_cells(line, n) for line in lines]
+def read_rows(
+    file: IO[str], sizes: Mapping[str, int], most: int, find_spec: Callable[[str, list[str]], Spec]
+) -> tuple[int, dict[str, np.ndarray]]:
+    """Reads the tensors from the remaining lines of a file, some lines at a time.
 
+    Args:
+        file: the file.
+        sizes: name -> numbers per row, in the order of the columns.
+        most: the most rows that there may be.
+        find_spec: returns the spec of a tensor, given its name and the cells of one of its rows.
 
-def _longest_line(n: int) -> int:
-    return n * (LONGEST_NUMBER + 1) + 2
+    Returns:
+        The number of rows, and name -> `(n, *shape)`, empty without rows.
+
+    Raises:
+        ValueError: there are more rows, or a line does not hold these numbers.
+    """
+    n, n_rows = sum(sizes.values()), 0
+    at_once, longest = max(1, CELLS_AT_ONCE // max(n, 1)), n * (LONGEST_NUMBER + 1) + 2
+    parts: dict[str, list[np.ndarray]] = {}
+    every_line = iter(lambda: file.readline(longest), "")
+    while lines := [_read_cells(line, n) for line in itertools.islice(every_line, at_once)]:
+        n_rows += len(lines)
+        if n_rows > most:
+            raise ValueError(f"it has more than the {most} rows that there is room for")
+        at = 0
+        for name, size in sizes.items():
+            cells = [line[at : at + size] for line in lines]
+            spec = find_spec(name, cells[0])
+            parts.setdefault(name, []).append(_parse(name, cells, spec).reshape(len(lines), *spec.shape))
+            at += size
+    return n_rows, {name: np.concatenate(arrays) for name, arrays in parts.items()}
 
 
 def _read_cells(line: str, n: int) -> list[str]:
@@ -190,8 +200,8 @@ def _read_cells(line: str, n: int) -> list[str]:
     return cells
 
 
-def parse(name: str, cells: list[list[str]], spec: Any) -> np.ndarray:
-    """The numbers of some lines as a column of this spec has them, `(lines, cells)`.
+def _parse(name: str, cells: list[list[str]], spec: Spec) -> np.ndarray:
+    """Converts the cells of some lines to numbers as a column of this spec holds them, `(lines, cells)`.
 
     Raises:
         ValueError: a text is no such number.

@@ -16,7 +16,7 @@ from rlstructs.files.archives import Reader
 from rlstructs.files.opening import open_file
 from rlstructs.memories import csv_files, skrl_files
 from rlstructs.memories.names import FORMATS, check_format
-from rlstructs.memories.restoring import BOOKKEEPING, EPISODES, KIND, RING, make_missing, plan_restore
+from rlstructs.memories.restoring import BOOKKEEPING, EPISODES, KIND, RING, begin, plan_restore
 from rlstructs.replay.episodes import EPISODE
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def save(memory: Memory, path: Path, format: str) -> Path:  # noqa: A002
     if format == "csv":
         csv_files.save(memory, path, _bookkeeping(memory))
     else:
-        dtypes = {name: "bfloat16" for name in memory._dtypes if memory._spec(name).is_bfloat16}
+        dtypes = {name: "bfloat16" for name in memory._tensors.dtypes if memory._tensors.spec(name).is_bfloat16}
         layout.write(path, KIND, {**_tensors(memory), **_bookkeeping(memory)}, dtypes, memory._state())
     return path
 
@@ -64,15 +64,13 @@ def load(memory: Memory, path: Path) -> None:
     with layout.open_reader(path) as (reader, header):
         layout.check_class(path, header, KIND)
         reader.verify()
-        state = header["state"]
         more = {name: _array(reader, name) for name in BOOKKEEPING if name in header["arrays"]}
-        specs, restore = plan_restore(memory, path, state, more)
+        specs, restore = plan_restore(memory, path, header["state"], more)
         for name, spec in specs.items():
             dtype, shape = reader.spec_of(name)
-            if dtype != spec.dtype or shape != (memory.memory_size, memory.num_envs, *spec.shape):
+            if dtype != spec.dtype or shape != (*memory._tensors.lead, *spec.shape):
                 raise ValueError(f"tensor {name!r} is {dtype} {shape}, its header says otherwise")
-        make_missing(memory, path, state, specs)
-        columns = memory._store().columns
+        columns = begin(memory, path, specs)
         for name in specs:
             columns.read_into(name, partial(reader.read_into, name))
         restore()
@@ -95,13 +93,13 @@ def _load_csv(memory: Memory, path: Path) -> None:
 
 
 def _tensors(memory: Memory) -> dict[str, Any]:
-    lead = (memory.memory_size, memory.num_envs)
-    columns, names = memory._store().columns, memory.get_tensor_names()  # sorted, as in skrl's files
-    return {name: columns.to_file(name, (*lead, *columns.specs[name].shape)) for name in names}
+    columns, lead = memory._tensors.store().columns, memory._tensors.lead
+    # Sorted, as in skrl's files.
+    return {name: columns.to_file(name, (*lead, *columns.specs[name].shape)) for name in memory.get_tensor_names()}
 
 
 def _bookkeeping(memory: Memory) -> dict[str, np.ndarray]:
-    storage = memory._store()
+    storage = memory._tensors.store()
     arrays = {RING: storage.ring.counters.copy(), **memory._more_arrays()}
     if storage.episodes is not None:
         arrays[EPISODES] = storage.episodes.columns.flat[EPISODE]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +10,9 @@ import numpy as np
 
 from rlstructs.checks import clean_text
 from rlstructs.errors import FileError
-from rlstructs.memories.names import check_name
-from rlstructs.memories.tensors import spec_of
+from rlstructs.memories.tensors import Tensors
 from rlstructs.replay.claims import Claims, check_counters, check_episodes, dtype_called, generator_in, row_shape, whole
-from rlstructs.replay.columns import SLOT, Spec
+from rlstructs.replay.columns import SLOT, Columns, Spec
 from rlstructs.replay.priorities import DRAWN, LEAVES, SYNCED
 from rlstructs.replay.roles import ENDS
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 KIND = "Memory"
 # Arrays in a file that are not tensors.
 RING, EPISODES = "__ring__", "__episodes__"
-BOOKKEEPING = (RING, EPISODES, SYNCED, DRAWN, LEAVES)
+BOOKKEEPING = {RING: np.int64, EPISODES: np.int32, SYNCED: np.int64, DRAWN: np.int64, LEAVES: np.float64}
 
 
 def plan_restore(
@@ -34,31 +33,36 @@ def plan_restore(
     Raises:
         FileError, ValueError, KeyError, TypeError: the file does not fit the memory.
     """
-    sizes = tuple(whole(name, state[name], 1) for name in ("memory_size", "num_envs"))
-    if sizes != (memory.memory_size, memory.num_envs):
+    tensors, sizes = memory._tensors, tuple(whole(name, state[name], 1) for name in ("memory_size", "num_envs"))
+    if sizes != tensors.lead:
         raise FileError(
             f"{path}: holds memory_size {sizes[0]} and num_envs {sizes[1]}, "
             f"this memory has {memory.memory_size} and {memory.num_envs}"
         )
-    if missing := sorted(set(memory._dtypes) - set(state["tensors"])):
-        raise FileError(clean_text(f"{path}: has no tensor(s) {missing}, it has {sorted(state['tensors'])}"))
-    specs = {name: _spec(memory, name, *each) for name, each in state["tensors"].items()}
-    for name, theirs in specs.items():
-        if name in memory._dtypes and (spec := memory._spec(name)) != theirs:
-            raise FileError(
-                f"{path}: tensor {name!r} is {theirs.dtype} {theirs.shape}, in this memory {spec.dtype} {spec.shape}"
-            )
+    check_complete(tensors, path, state["tensors"])
+    specs = {}
+    for name, (dtype, shape) in state["tensors"].items():
+        specs[name] = new = tensors.new_spec(dtype_of(tensors, name, dtype), row_shape(name, shape))
+        if name in tensors.dtypes and (own := tensors.spec(name)) != new:
+            ours = f"in this memory {own.dtype} {own.shape}"
+            raise FileError(f"{path}: tensor {name!r} is {new.dtype} {new.shape}, {ours}")
     claims = Claims(check_counters(more[RING], memory.num_envs, memory.memory_size), SLOT, specs)
     episodes = _check_episodes(memory, more, claims)
     generator = generator_in(state["rng"])
     restore_more = memory._plan_more(more, state, claims)
 
     def restore() -> None:
-        memory._store().restore(claims.ring.counters, episodes)  # none if it is from before episodes were tracked
+        tensors.storage.restore(claims.ring.counters, episodes)  # none if it is from before episodes were tracked
         memory._rng = generator
         restore_more()
 
     return specs, restore
+
+
+def check_complete(tensors: Tensors, path: Path, found: Iterable[str]) -> None:
+    """Raises FileError if a file lacks a tensor that there is."""
+    if missing := sorted(set(tensors.dtypes) - set(found)):
+        raise FileError(clean_text(f"{path}: has no tensor(s) {missing}, it has {sorted(found)}"))
 
 
 def _check_episodes(memory: Memory, more: Mapping[str, np.ndarray], claims: Claims) -> np.ndarray | None:
@@ -74,20 +78,21 @@ def _check_episodes(memory: Memory, more: Mapping[str, np.ndarray], claims: Clai
     return episodes
 
 
-def _spec(memory: Memory, name: str, dtype: Any, shape: Any) -> Spec:
-    return spec_of(memory.framework, dtype_of(memory, name, dtype), row_shape(name, shape))
+def dtype_of(tensors: Tensors, name: str, dtype: Any) -> Any:
+    """The library's dtype for a tensor in a file, by the name of its dtype there."""
+    return tensors.dtype(name, dtype if dtype == "bfloat16" else dtype_called(name, dtype).name, by_name=True)
 
 
-def dtype_of(memory: Memory, name: str, dtype: Any) -> Any:
-    """The library's dtype for the name of a dtype in a file."""
-    return memory.framework.dtype_from_name(dtype if dtype == "bfloat16" else dtype_called(name, dtype).name)
+def begin(memory: Memory, path: Path, specs: Mapping[str, Spec]) -> Columns:
+    """Creates the tensors that a memory lacks, drops its rows, and returns its columns, to be filled.
 
-
-def make_missing(memory: Memory, path: Path, state: Mapping[str, Any], specs: Mapping[str, Spec]) -> None:
-    """Creates the tensors of a file that a memory lacks, after checking that all of them fit."""
-    missing = [name for name in specs if name not in memory._dtypes]
-    for name in missing:
-        check_name(name)
-    memory._check_room(str(path), [specs[name] for name in missing])
-    for name in missing:
-        memory._plan_tensor(name, dtype_of(memory, name, state["tensors"][name][0]), specs[name].shape)
+    Raises:
+        SpecError, OutOfMemoryError: a tensor cannot be created; nothing changes.
+    """
+    tensors = memory._tensors
+    missing = {name: spec for name, spec in specs.items() if name not in tensors.dtypes}
+    tensors.check_room(str(path), missing.values())
+    for name, spec in missing.items():
+        tensors.plan(name, dtype_of(tensors, name, "bfloat16" if spec.is_bfloat16 else spec.dtype.name), spec.shape)
+    memory.reset()
+    return tensors.store().columns

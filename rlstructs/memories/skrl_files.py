@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
@@ -22,9 +23,8 @@ from rlstructs.errors import FileError, OutOfMemoryError
 from rlstructs.files.archives import READERS, Archive
 from rlstructs.files.opening import open_file
 from rlstructs.memories import csv_files
-from rlstructs.memories.names import check_name
-from rlstructs.memories.restoring import dtype_of
-from rlstructs.memories.tensors import spec_of
+from rlstructs.memories.restoring import begin, check_complete, dtype_of
+from rlstructs.memories.tensors import Tensors
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.values import from_bits
 
@@ -54,72 +54,57 @@ def load(memory: Memory, path: Path) -> None:
     with READERS[path.suffix](path) as archive:
         try:
             archive.verify()
-            specs = _specs_in(memory, path, archive)
+            specs = _specs_in(memory._tensors, path, archive)
+            columns = begin(memory, path, specs)
         except (FileError, OutOfMemoryError):
             raise
         except Exception as error:  # whatever it holds
             raise FileError(f"{path}: not a file of tensors, or a damaged one: {clean_text(error)}") from error
-        columns = _begin(memory, path, specs)
         for name in specs:
             columns.read_into(name, partial(archive.read_into, name))
-    _end(memory, _count_rows(memory, specs))
+    _end(memory, _count_rows(memory._tensors, specs))
 
 
-def _specs_in(memory: Memory, path: Path, archive: Archive) -> dict[str, Spec]:
+def _specs_in(tensors: Tensors, path: Path, archive: Archive) -> dict[str, Spec]:
     """The specs of the tensors in an archive, which fit those that there are."""
-    specs, sizes = {}, (memory.memory_size, memory.num_envs)
+    specs = {}
     for name in archive.names():
         dtype, shape = archive.spec_of(name)
-        if shape[:2] != sizes:
-            raise FileError(f"{path}: tensor {name!r} has shape {shape}, this memory has {sizes} rows and environments")
-        check_name(name)
-        known = memory._spec(name) if name in memory._dtypes else None
-        own = spec_of(memory.framework, dtype_of(memory, name, dtype.name), shape[2:]) if known is None else known
-        if (own.dtype, own.shape) != (dtype, shape[2:]):
-            raise FileError(f"{path}: tensor {name!r} is {dtype} {shape[2:]}, in this memory {own.dtype} {own.shape}")
+        lead, row = shape[:2], shape[2:]
+        if lead != tensors.lead:
+            raise FileError(
+                f"{path}: tensor {name!r} has shape {shape}, this memory has {tensors.lead} rows and environments"
+            )
+        is_known = name in tensors.dtypes
+        own = tensors.spec(name) if is_known else tensors.new_spec(dtype_of(tensors, name, dtype.name), row)
+        if (own.dtype, own.shape) != (dtype, row):
+            raise FileError(f"{path}: tensor {name!r} is {dtype} {row}, in this memory {own.dtype} {own.shape}")
         specs[name] = own
-    _check_names(memory, path, specs)
+    check_complete(tensors, path, specs)
     if not specs:
         raise ValueError("it holds no tensor")
     return specs
 
 
-def _check_names(memory: Memory, path: Path, found: Mapping[str, Any]) -> None:
-    if missing := sorted(set(memory._dtypes) - set(found)):
-        raise FileError(clean_text(f"{path}: has no tensor(s) {missing}, it has {sorted(found)}"))
-
-
-def _begin(memory: Memory, path: Path, specs: Mapping[str, Spec]) -> Any:
-    """Makes the tensors that a memory lacks, drops its rows, and gives its columns to be written to."""
-    missing = [name for name in specs if name not in memory._dtypes]
-    memory._check_room(str(path), [specs[name] for name in missing])
-    for name in missing:
-        dtype = "bfloat16" if specs[name].is_bfloat16 else specs[name].dtype.name
-        memory._plan_tensor(name, dtype_of(memory, name, dtype), specs[name].shape)
-    columns = memory._store().columns
-    memory.reset()
-    return columns
-
-
-def _count_rows(memory: Memory, specs: Mapping[str, Spec]) -> int:
-    """How many rows by flat index are valid: up to the last one that is not NaN in all floats."""
-    columns, n = memory._storage.columns, memory.memory_size * memory.num_envs
+def _count_rows(tensors: Tensors, specs: Mapping[str, Spec]) -> int:
+    """Counts the valid rows by flat index: up to the last one that is not NaN in all floats."""
+    columns = tensors.storage.columns
     floats = [name for name, spec in specs.items() if spec.dtype.kind == "f" or spec.is_bfloat16]
     if not floats:
-        return n
-    written = np.zeros(n, bool)
+        return columns.n_rows
+    written = np.zeros(columns.n_rows, bool)
     for name in floats:
-        values = columns.host(name, columns.gather([name], np.arange(n))[0])
+        values = columns.host(name, columns.gather([name], np.arange(columns.n_rows))[0])
         values = from_bits(values) if specs[name].is_bfloat16 else values
         written |= ~np.isnan(values).all(axis=tuple(range(1, values.ndim)))
     return int(np.flatnonzero(written).max(initial=-1)) + 1
 
 
 def _end(memory: Memory, n_rows: int) -> None:
-    """Takes the first rows by flat index for those that are there."""
+    """Makes the first rows by flat index the valid ones."""
     row, env = divmod(n_rows, memory.num_envs)
     is_full = row == memory.memory_size
-    memory._set_cursor(is_full, 0 if is_full else row, env)
+    memory._tensors.set_cursor(is_full=is_full, row=0 if is_full else row, env=env)
 
 
 def load_csv(memory: Memory, path: Path) -> None:
@@ -129,12 +114,20 @@ def load_csv(memory: Memory, path: Path) -> None:
         ValueError, FileError, OutOfMemoryError: it is none, or does not fit; nothing changes.
     """
     with open_file(path) as raw, io.TextIOWrapper(io.BufferedReader(raw), encoding="utf-8", newline="") as file:  # type: ignore[type-var]
-        sizes = _read_names(file)
-        _check_names(memory, path, sizes)
-        specs, tensors = _read_rows(memory, file, sizes)
-    columns = _begin(memory, path, specs)
-    n_rows = len(next(iter(tensors.values())))
-    for name, values in tensors.items():
+        tensors, sizes = memory._tensors, _read_names(file)
+        check_complete(tensors, path, sizes)
+        specs: dict[str, Spec] = {}
+
+        def find_spec(name: str, cells: list[str]) -> Spec:
+            if name not in specs:
+                specs[name] = _choose_spec(tensors, name, cells)
+            return specs[name]
+
+        n_rows, found = csv_files.read_rows(file, sizes, tensors.storage.columns.n_rows, find_spec)
+    if not n_rows:
+        raise ValueError("it has no rows, and so does not say what its tensors hold")
+    columns = begin(memory, path, specs)
+    for name, values in found.items():
         columns.put_rows(name, np.arange(n_rows), columns.converted(name, values, specs[name]))
     _end(memory, n_rows)
 
@@ -147,45 +140,19 @@ def _read_names(file: IO[str]) -> dict[str, int]:
         name, _, number = column.rpartition(".")
         if number != str(sizes.get(name, 0)) or (name in sizes and name != next(reversed(sizes))):
             raise ValueError(f"its first line does not name columns of tensors: {clean_text(repr(column))}")
-        check_name(name)
         sizes[name] = sizes.get(name, 0) + 1
     if not sizes or not line.endswith("\n"):
         raise ValueError("its first line does not name columns of tensors")
     return sizes
 
 
-def _read_rows(memory: Memory, file: IO[str], sizes: Mapping[str, int]) -> tuple[dict[str, Spec], dict[str, Any]]:
-    """The specs and rows of the tensors, `(n, *shape)`, from all lines but the first."""
-    n, most = sum(sizes.values()), memory.memory_size * memory.num_envs
-    specs: dict[str, Spec] = {}
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in sizes}
-    at_once, n_rows = max(1, csv_files.CELLS_AT_ONCE // n), 0
-    while lines := csv_files.read_lines(file, n, at_once):
-        n_rows += len(lines)
-        if n_rows > most:
-            raise ValueError(f"it has more than the {most} rows that there is room for")
-        at = 0
-        for name, size in sizes.items():
-            cells = [line[at : at + size] for line in lines]
-            spec = specs.setdefault(name, _spec(memory, name, cells[0]))
-            parts[name].append(csv_files.parse(name, cells, spec).reshape(len(lines), *spec.shape))
-            at += size
-    if not n_rows:
-        raise ValueError("it has no rows, and so does not say what its tensors hold")
-    return specs, {name: np.concatenate(arrays) for name, arrays in parts.items()}
-
-
-def _spec(memory: Memory, name: str, cells: list[str]) -> Spec:
+def _choose_spec(tensors: Tensors, name: str, cells: list[str]) -> Spec:
     """The spec of a tensor of this name, or of a new one by the first row of its numbers."""
-    if name in memory._dtypes:
-        known = memory._spec(name)
-        if int(np.prod(known.shape, dtype=int)) != len(cells):
+    if name in tensors.dtypes:
+        known = tensors.spec(name)
+        if math.prod(known.shape) != len(cells):
             raise ValueError(f"tensor {name!r} has {len(cells)} numbers per row, in this memory rows {known.shape}")
         return known
-    if set(cells) <= {"True", "False"}:
-        dtype = dtype_of(memory, name, "bool")
-    elif all(map(WHOLE.fullmatch, cells)):
-        dtype = dtype_of(memory, name, "int64")
-    else:
-        dtype = memory.framework.dtype(None)
-    return spec_of(memory.framework, dtype, (len(cells),))
+    dtype = "bool" if set(cells) <= {"True", "False"} else "int64" if all(map(WHOLE.fullmatch, cells)) else None
+    named = tensors.dtype(name, None) if dtype is None else dtype_of(tensors, name, dtype)
+    return tensors.new_spec(named, (len(cells),))
