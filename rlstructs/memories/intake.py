@@ -15,7 +15,7 @@ from rlstructs.memories.tensors import Tensors
 from rlstructs.replay.from_trajectories import Steps
 from rlstructs.replay.roles import ENDS
 from rlstructs.replay.step_writer import StepWriter
-from rlstructs.replay.values import encoded, host_array
+from rlstructs.replay.values import encoded, find_marks, host_array, to_bits
 
 # Takes what `Storage.write` takes.
 Write = Callable[..., None]
@@ -141,7 +141,7 @@ class Intake:
         """
         tensors, block = self._tensors, {}
         columns, lead = tensors.storage.columns, (len(steps.lengths), steps.n_timesteps)
-        specs, missing = {**columns.specs, **tensors.planned}, {}
+        specs, missing = {**tensors.planned, **columns.specs}, {}
         for name, values in steps.values.items():
             shape = tuple(values.shape[2:])
             if name not in specs:
@@ -153,13 +153,18 @@ class Intake:
             given = steps.for_column(name, spec)
             rows = None if columns.on_host else columns.own(given, spec)
             if rows is None:
-                rows = encoded(name, host_array(name, given), spec)
-            block[name] = columns.converted(name, rows.reshape(*lead, *spec.shape), spec)
+                rows = host_array(name, given)
+                rows = to_bits(name, rows) if spec.is_bfloat16 else rows
+            rows = rows.reshape(*lead, *spec.shape)
+            is_ready = columns.on_host and rows.dtype == spec.dtype  # as nearly always
+            block[name] = rows if is_ready else columns.converted(name, rows, spec)
         if missing:
             tensors.check_room("add_trajectories", [specs[name] for name in missing])
         for name, dtype in missing.items():
             tensors.plan(name, dtype, specs[name].shape)
-        steps.with_ends(find_ends(block)).write(block, write)
+        if tensors.planned:
+            tensors.store()
+        steps.with_ends(find_marks({name: block[name] for name in ENDS if name in block})).write(block, write)
 
 
 def _choose_first(values: Mapping[str, Any]) -> str:

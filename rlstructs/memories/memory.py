@@ -273,9 +273,8 @@ class Memory(CopiedWhole, ABC):
 
     def _write(self, block: Mapping[str, Any], lanes: Any, **marks: Any) -> None:
         """Does what `Storage.write` does, and saves the memory if that has filled it and it is to be exported."""
-        storage = self._tensors.store()
         before = self._tensors.count_laps() if self.export else 0
-        storage.write(block, lanes, **marks)
+        self._storage.write(block, lanes, **marks)
         if self.export and self._tensors.count_laps() > before:
             self.save(self.export_directory, format=self.export_format)
 
@@ -350,7 +349,7 @@ class Memory(CopiedWhole, ABC):
     def load(self, path: str | Path) -> None:
         """Restores rows, length, cursor and random stream from a file of `save`; creates missing tensors.
 
-        Other threads that add rows wait until all is restored. Those that draw meanwhile find an empty memory.
+        Other threads that add rows wait until all is restored.
 
         Of a file that skrl's memory wrote it restores the rows: those that are not NaN in every float tensor, the
         first one as the oldest. The random stream goes on.

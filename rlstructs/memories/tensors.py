@@ -78,11 +78,13 @@ class Tensors:
 
     def store(self) -> Storage:
         """Returns the store, after allocating the tensors that are not allocated yet."""
-        for name in list(self.planned):
-            self.storage.add_columns({name: self.planned[name]})
-            del self.planned[name]
-            if name in ENDS:
-                self.storage.track_episodes()
+        if self.planned:
+            with self.storage.lock:
+                for name in list(self.planned):
+                    self.storage.add_columns({name: self.planned[name]})
+                    del self.planned[name]
+                    if name in ENDS:
+                        self.storage.track_episodes()
         return self.storage
 
     # Creation
@@ -151,7 +153,7 @@ class Tensors:
 
     def spec(self, name: str) -> Spec:
         """The spec of a tensor."""
-        return self.planned[name] if name in self.planned else self.storage.columns.specs[name]
+        return self.planned.get(name) or self.storage.columns.specs[name]
 
     # Content
 
