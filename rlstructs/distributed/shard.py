@@ -134,14 +134,11 @@ class ShardMemory(PrioritizedMemory):
     def describe_sample(self) -> Columns:
         """The columns that describe the rows of the last `sample`."""
         picked = self._last_selection()
-        known = {
-            MASK: self.get_sampling_mask(),
-            DISCOUNT: self.get_sampling_discounts(),
-        }
+        known = {MASK: self.get_sampling_mask(), DISCOUNT: self.get_sampling_discounts()}
         if IS_FIRST in picked.fields:
             known[IS_FIRST] = self.get_sampling_is_first()
         rows = self.get_sampling_indexes().numpy()
-        index = rows + self._turns(self._storage.span().steps(rows)) * self._n_rows
+        index = rows + self._turns(self._storage.span().steps(rows)) * self._storage.columns.n_rows
         return {INDEX: index, LEAF: picked.fields["leaves"], **{name: each.numpy() for name, each in known.items()}}
 
     def update_sampled(self, index: np.ndarray, priorities: np.ndarray) -> None:
@@ -150,17 +147,13 @@ class ShardMemory(PrioritizedMemory):
         Raises:
             IndexError: an index is of a row that is yet to come.
         """
-        turns, rows = np.divmod(index, self._n_rows)
+        turns, rows = np.divmod(index, self._storage.columns.n_rows)
         span = self._storage.span()
         steps = span.steps(rows)
         if (turns > self._turns(steps)).any() or (steps < 0).any():
             raise IndexError("update_priorities: an index is none that a sample has had")
         held = (turns == self._turns(steps)) & span.holds(rows, steps)
         self._priorities.update(span, rows[held], priorities[held], is_last=True)
-
-    @property
-    def _n_rows(self) -> int:
-        return self.memory_size * self.num_envs
 
     def _turns(self, steps: np.ndarray) -> np.ndarray:
         """How often the rows that hold these steps were written before."""

@@ -19,11 +19,11 @@ from rlstructs.errors import FileError, OutOfMemoryError
 from rlstructs.files import json_text, layout
 from rlstructs.files.archives import checksum
 from rlstructs.files.opening import open_file, read_at, read_bytes, size_of
-from rlstructs.memories.restoring import BOOKKEEPING, KIND, RING, begin, plan_restore
+from rlstructs.memories.restoring import BOOKKEEPING, KIND, RING, plan_restore, put
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.ring import Ring
 from rlstructs.replay.span import Span
-from rlstructs.replay.values import from_bits, to_bits
+from rlstructs.replay.values import to_bits
 
 if TYPE_CHECKING:
     from rlstructs.memories.memory import Memory
@@ -38,22 +38,17 @@ CHECKSUM, ROWS_CHECKSUM = "crc32", "rows_crc32"
 
 def save(memory: Memory, path: Path, bookkeeping: Mapping[str, np.ndarray]) -> None:
     """Writes the valid rows of a memory to a .csv, and everything else to a .json beside it."""
-    storage, names = memory._tensors.store(), memory.get_tensor_names()
-    rows, columns = storage.span().by_step(), storage.columns
+    tensors, names = memory._tensors, memory.get_tensor_names()
+    rows = tensors.store().span().by_step()
     more = {name: array.tolist() for name, array in bookkeeping.items()}
     format_of = {"format": layout.FORMAT, "version": layout.VERSION, "class": KIND}
     with layout.replace_file(path) as temporary, layout.replace_file(path.with_suffix(".json")) as beside:
         with open(temporary, "x", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
-            writer.writerow(_column_names({name: columns.specs[name] for name in names}))
+            writer.writerow(_column_names({name: tensors.spec(name) for name in names}))
             for start in range(0, rows.size, 4096):
                 some = rows[start : start + 4096]
-                gathered = zip(names, columns.gather(names, some), strict=True)
-                arrays = [columns.host(name, array) for name, array in gathered]
-                lists = [
-                    (from_bits(array) if columns.specs[name].is_bfloat16 else array).reshape(some.size, -1).tolist()
-                    for name, array in zip(names, arrays, strict=True)
-                ]
+                lists = [tensors.numbers_at(name, some).reshape(some.size, -1).tolist() for name in names]
                 writer.writerows(itertools.chain.from_iterable(row) for row in zip(*lists, strict=True))
         state = {**format_of, **memory._state(), "more": more, ROWS_CHECKSUM: _checksum_of_lines(temporary)}
         with open(beside, "x", encoding="utf-8") as file:
@@ -101,15 +96,11 @@ def load(memory: Memory, path: Path) -> None:
         specs, restore = plan_restore(memory, path, state, more)
         lane_rows = Span(Ring(more[RING], memory.memory_size), memory._tensors.storage.columns).by_step()
         tensors = _read_tensors(path, nbytes, {name: specs[name] for name in sorted(specs)}, len(lane_rows))
-        columns = begin(memory, path, specs)
+        put(memory, path, specs, lane_rows, tensors)
     except (FileError, OutOfMemoryError):
         raise
     except Exception as error:  # parsers may raise anything for arbitrary text
         raise FileError(f"{path}: not a file of {layout.FORMAT}, or a damaged one: {clean_text(error)}") from error
-    for name, spec in specs.items():
-        columns.put_rows(name, slice(None), columns.value(name, spec.unwritten))
-        if name in tensors:
-            columns.put_rows(name, lane_rows, columns.converted(name, tensors[name], spec))
     restore()
 
 

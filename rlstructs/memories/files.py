@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +14,24 @@ from rlstructs.files import layout
 from rlstructs.files.archives import Reader
 from rlstructs.files.opening import open_file
 from rlstructs.memories import csv_files, skrl_files
-from rlstructs.memories.names import FORMATS, check_format
-from rlstructs.memories.restoring import BOOKKEEPING, EPISODES, KIND, RING, begin, plan_restore
+from rlstructs.memories.restoring import BOOKKEEPING, EPISODES, KIND, RING, fill, plan_restore
 from rlstructs.replay.episodes import EPISODE
 
 if TYPE_CHECKING:
     from rlstructs.memories.memory import Memory
+
+FORMATS = ("pt", "npz", "csv")
+
+
+def check_format(name: Any) -> str:
+    """Returns `name` if it is a file format.
+
+    Raises:
+        SpecError: it is not one.
+    """
+    if name not in FORMATS:
+        raise SpecError(f"the format must be one of {FORMATS}, got {name!r}")
+    return str(name)
 
 
 def choose_file(memory: Memory, given: str | Path, format: str | None) -> tuple[Path, str]:  # noqa: A002
@@ -66,13 +77,7 @@ def load(memory: Memory, path: Path) -> None:
         reader.verify()
         more = {name: _array(reader, name) for name in BOOKKEEPING if name in header["arrays"]}
         specs, restore = plan_restore(memory, path, header["state"], more)
-        for name, spec in specs.items():
-            dtype, shape = reader.spec_of(name)
-            if dtype != spec.dtype or shape != (*memory._tensors.lead, *spec.shape):
-                raise ValueError(f"tensor {name!r} is {dtype} {shape}, its header says otherwise")
-        columns = begin(memory, path, specs)
-        for name in specs:
-            columns.read_into(name, partial(reader.read_into, name))
+        fill(memory, path, specs, reader)
         restore()
 
 

@@ -10,8 +10,7 @@ import numpy as np
 
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.frameworks.dtypes import dtype_name
-from rlstructs.memories.names import find_ends
-from rlstructs.memories.tensors import Tensors
+from rlstructs.memories.tensors import Tensors, find_ends
 from rlstructs.replay.from_trajectories import Steps
 from rlstructs.replay.roles import ENDS
 from rlstructs.replay.step_writer import StepWriter

@@ -16,9 +16,7 @@ from rlstructs.frameworks.framework import Framework
 from rlstructs.memories import files
 from rlstructs.memories.batches import Batches
 from rlstructs.memories.intake import Intake
-from rlstructs.memories.live_tensors import LiveTensors
-from rlstructs.memories.names import check_format
-from rlstructs.memories.tensors import Tensors
+from rlstructs.memories.tensors import LiveTensors, Tensors
 from rlstructs.replay.claims import Claims, plain_state
 from rlstructs.replay.copies import CopiedWhole
 from rlstructs.replay.from_trajectories import NAMES, take_trajectories
@@ -69,7 +67,7 @@ class Memory(CopiedWhole, ABC):
         self._storage = self._tensors.storage
         self._intake, self._batches = Intake(self._tensors), Batches(self._tensors)
         self.export = export
-        self.export_format = check_format(export_format)
+        self.export_format = files.check_format(export_format)
         self.export_directory = export_directory
         self.sampling_indexes: Any = None
         self._rng = generator_of(self.framework.draw_seed() if seed is None else seed)

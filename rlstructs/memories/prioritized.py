@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import SpecError
-from rlstructs.memories.sampling import RandomMemory
-from rlstructs.memories.windows import Fits
+from rlstructs.memories.sampling import Fits, RandomMemory
 from rlstructs.replay.claims import Claims, whole
 from rlstructs.replay.drawing import Selection
 from rlstructs.replay.priorities import Priorities, exponent, importance_weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from rlstructs.checks import clean_text
 from rlstructs.errors import FileError
+from rlstructs.files.archives import Reader
 from rlstructs.memories.tensors import Tensors
 from rlstructs.replay.claims import Claims, check_counters, check_episodes, dtype_called, generator_in, row_shape, whole
 from rlstructs.replay.columns import SLOT, Columns, Spec
@@ -39,13 +41,7 @@ def plan_restore(
             f"{path}: holds memory_size {sizes[0]} and num_envs {sizes[1]}, "
             f"this memory has {memory.memory_size} and {memory.num_envs}"
         )
-    check_complete(tensors, path, state["tensors"])
-    specs = {}
-    for name, (dtype, shape) in state["tensors"].items():
-        specs[name] = new = tensors.new_spec(dtype_of(tensors, name, dtype), row_shape(name, shape))
-        if name in tensors.dtypes and (own := tensors.spec(name)) != new:
-            ours = f"in this memory {own.dtype} {own.shape}"
-            raise FileError(f"{path}: tensor {name!r} is {new.dtype} {new.shape}, {ours}")
+    specs = check_tensors(tensors, path, state["tensors"])
     claims = Claims(check_counters(more[RING], memory.num_envs, memory.memory_size), SLOT, specs)
     episodes = _check_episodes(memory, more, claims)
     generator = generator_in(state["rng"])
@@ -63,6 +59,28 @@ def check_complete(tensors: Tensors, path: Path, found: Iterable[str]) -> None:
     """Raises FileError if a file lacks a tensor that there is."""
     if missing := sorted(set(tensors.dtypes) - set(found)):
         raise FileError(clean_text(f"{path}: has no tensor(s) {missing}, it has {sorted(found)}"))
+
+
+def check_tensors(tensors: Tensors, path: Path, found: Mapping[str, Any]) -> dict[str, Spec]:
+    """Returns the specs of the tensors in a file.
+
+    Args:
+        tensors: the tensors that there are.
+        path: the file.
+        found: name -> name of the dtype, and shape of a row.
+
+    Raises:
+        FileError, ValueError, TypeError: a tensor is missing or does not fit.
+    """
+    check_complete(tensors, path, found)
+    specs = {}
+    for name, (dtype, shape) in found.items():
+        specs[name] = new = tensors.new_spec(dtype_of(tensors, name, dtype), row_shape(name, shape))
+        own = tensors.spec(name) if name in tensors.dtypes else new
+        if own != new:
+            ours = f"in this memory {own.dtype} {own.shape}"
+            raise FileError(f"{path}: tensor {name!r} is {new.dtype} {new.shape}, {ours}")
+    return specs
 
 
 def _check_episodes(memory: Memory, more: Mapping[str, np.ndarray], claims: Claims) -> np.ndarray | None:
@@ -83,7 +101,7 @@ def dtype_of(tensors: Tensors, name: str, dtype: Any) -> Any:
     return tensors.dtype(name, dtype if dtype == "bfloat16" else dtype_called(name, dtype).name, by_name=True)
 
 
-def begin(memory: Memory, path: Path, specs: Mapping[str, Spec]) -> Columns:
+def _begin(memory: Memory, path: Path, specs: Mapping[str, Spec]) -> Columns:
     """Creates the tensors that a memory lacks, drops its rows, and returns its columns, to be filled.
 
     Raises:
@@ -96,3 +114,27 @@ def begin(memory: Memory, path: Path, specs: Mapping[str, Spec]) -> Columns:
         tensors.plan(name, dtype_of(tensors, name, "bfloat16" if spec.is_bfloat16 else spec.dtype.name), spec.shape)
     memory.reset()
     return tensors.store().columns
+
+
+def fill(memory: Memory, path: Path, specs: Mapping[str, Spec], reader: Reader) -> None:
+    """Reads tensors from a file, after dropping all rows.
+
+    Raises:
+        ValueError: a tensor has another dtype or shape; nothing changes.
+    """
+    for name, spec in specs.items():
+        found, needed = reader.spec_of(name), (spec.dtype, (*memory._tensors.lead, *spec.shape))
+        if found != needed:
+            raise ValueError(f"tensor {name!r} is {found[0]} {found[1]}, needed is {needed[0]} {needed[1]}")
+    columns = _begin(memory, path, specs)
+    for name in specs:
+        columns.read_into(name, partial(reader.read_into, name))
+
+
+def put(memory: Memory, path: Path, specs: Mapping[str, Spec], rows: np.ndarray, values: Mapping[str, Any]) -> None:
+    """Writes the values of some rows, after dropping all rows; all other rows become unwritten."""
+    columns = _begin(memory, path, specs)
+    for name, spec in specs.items():
+        columns.put_rows(name, slice(None), columns.value(name, spec.unwritten))
+        if rows.size:
+            columns.put_rows(name, rows, columns.converted(name, values[name], spec))

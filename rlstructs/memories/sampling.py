@@ -1,19 +1,31 @@
-"""`RandomMemory`, which draws rows uniformly."""
+"""`RandomMemory`, which draws rows, or windows of rows, uniformly."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlstructs.checks import check_count
-from rlstructs.errors import StateError
-from rlstructs.memories import memory, windows
-from rlstructs.memories.windows import Fits
-from rlstructs.replay.drawing import Selection, Uniform
+from rlstructs.checks import check_count, check_gamma
+from rlstructs.errors import SpecError, StateError
+from rlstructs.memories import memory
+from rlstructs.replay import expand
+from rlstructs.replay.drawing import Selection, Uniform, draw_fitting
+from rlstructs.replay.expand import EPISODE_ENDS
+from rlstructs.replay.reading import Reading
 from rlstructs.replay.span import Span
+from rlstructs.replay.store import Storage
+
+# Says which rows a window may begin with, bool.
+Fits = Callable[[np.ndarray], np.ndarray]
+# Draws the first rows of so many windows, and returns them with more fields of the selection.
+Draw = Callable[[Span, int, "Fits | None"], tuple[np.ndarray, dict[str, np.ndarray]]]
+
+NO_NAME = ""  # no tensor has it
+NO_ENDS_ERROR = "no tensor 'terminated' or 'truncated' says where episodes end"
 
 
 class RandomMemory(memory.Memory):
@@ -78,11 +90,11 @@ class RandomMemory(memory.Memory):
         """
         names, known = self._batches.check_names(names, self.strict)
         n, storage = check_count("batch_size", batch_size), self._tensors.store()
-        length = windows.check_length(storage, sequence_length, n_step, gamma, episode_ends)
+        length = _check_length(storage, sequence_length, n_step, gamma, episode_ends)
         picked, arrays = storage.sample(
             n,
             lambda count: self._select(count, length, episode_ends),
-            lambda chosen: windows.read(storage, chosen, known, n_step, gamma),
+            lambda chosen: _read(storage, chosen, known, n_step, gamma),
         )
         self.sampling_indexes = self.framework.as_indexes(picked.rows.reshape(-1))
         self._last = picked
@@ -105,7 +117,7 @@ class RandomMemory(memory.Memory):
         """A mask of the rows of the last `sample` that begin an episode, bool, in the same order."""
         picked = self._last_selection()
         if "is_first" not in picked.fields:
-            raise StateError(windows.NO_ENDS_ERROR)
+            raise StateError(NO_ENDS_ERROR)
         return self._batches.hand_over_one(picked.fields["is_first"].reshape(-1))
 
     def get_sampling_discounts(self) -> Any:
@@ -119,8 +131,65 @@ class RandomMemory(memory.Memory):
         return self._last
 
     def _select(self, n: int, length: int, ends: str) -> Selection:
-        return windows.select(self._tensors.store(), self._draw_anchors, n, length, ends)
+        return _select(self._tensors.store(), self._draw_anchors, n, length, ends)
 
     def _draw_anchors(self, span: Span, n: int, fits: Fits | None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Draws the first rows of `n` windows that fit; returns them and more fields of the selection."""
-        return windows.draw_uniformly(self._uniform, self._rng, span, n, fits), {}
+        return _draw_uniformly(self._uniform, self._rng, span, n, fits), {}
+
+
+def _check_length(storage: Storage, sequence_length: Any, n_step: Any, gamma: float, episode_ends: str) -> int:
+    """Checks the arguments of `RandomMemory.sample` and returns the length of windows."""
+    # skrl takes 0 for 1.
+    length = 1 if sequence_length in (0, 1) else check_count("sequence_length", sequence_length)
+    if n_step != 1 and check_count("n_step", n_step) > 1 and length > 1:
+        raise SpecError("n_step and sequence_length cannot both be above 1")
+    check_gamma(gamma)
+    if episode_ends not in EPISODE_ENDS:
+        raise SpecError(f"episode_ends must be one of {EPISODE_ENDS}, got {episode_ends!r}")
+    if (episode_ends != expand.CROSS or n_step > 1) and storage.episodes is None:
+        raise StateError(NO_ENDS_ERROR)
+    return length
+
+
+def _draw_uniformly(uniform: Uniform, rng: np.random.Generator, span: Span, n: int, fits: Fits | None) -> np.ndarray:
+    """Draws the first rows of `n` windows that fit; without replacement there may be fewer."""
+    if fits is None:
+        return uniform.draw(span, n, rng)
+    if uniform.replacement is not False:
+        return draw_fitting(lambda k: uniform.draw(span, k, rng), fits, n, rng.choice, span)
+    rows = span.every_row()
+    rows = rows[fits(rows)]
+    if not rows.size:
+        raise SpecError("nothing to sample: no window of this length is stored")
+    return np.asarray(rng.choice(rows, min(n, rows.size), replace=False))
+
+
+def _select(storage: Storage, draw: Draw, n: int, length: int, ends: str) -> Selection:
+    """Draws `n` windows of `length` rows, treating the ends of episodes as `ends` says."""
+    span, episodes = storage.span(length), storage.episodes
+    fits = None
+    if ends == expand.NEVER and episodes is not None:
+        fits = partial(expand.fits, episodes, length=length)
+    anchors, fields = draw(span, n, fits)
+    if length == 1:
+        if episodes is not None:
+            fields["is_first"] = episodes.begin(anchors)
+        return Selection(anchors[:, None], span, fields)
+    if ends == expand.MASK and episodes is not None:
+        window = expand.padded(span, episodes, anchors, length)
+    else:
+        window = expand.chunk(span, episodes, anchors, length)
+    fields["mask"] = window.mask
+    if episodes is not None:
+        fields["is_first"] = window.is_first
+    return Selection(window.rows, span, fields)
+
+
+def _read(storage: Storage, picked: Selection, names: Sequence[str], n_step: int, gamma: float) -> list[Any]:
+    """Reads the drawn rows, and, with several steps, gamma to the number of them."""
+    rows = picked.rows if picked.rows.shape[1] > 1 else picked.rows[:, 0]
+    if n_step == 1:
+        return storage.columns.gather(names, rows)
+    found = Reading(n_step, gamma).read(storage, picked.span, names, rows, discount=NO_NAME)
+    return [found[name] for name in (*names, NO_NAME)]

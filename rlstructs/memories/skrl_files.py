@@ -12,7 +12,6 @@ import io
 import math
 import re
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -23,10 +22,9 @@ from rlstructs.errors import FileError, OutOfMemoryError
 from rlstructs.files.archives import READERS, Archive
 from rlstructs.files.opening import open_file
 from rlstructs.memories import csv_files
-from rlstructs.memories.restoring import begin, check_complete, dtype_of
+from rlstructs.memories.restoring import check_complete, check_tensors, dtype_of, fill, put
 from rlstructs.memories.tensors import Tensors
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.values import from_bits
 
 if TYPE_CHECKING:
     from rlstructs.memories.memory import Memory
@@ -54,48 +52,39 @@ def load(memory: Memory, path: Path) -> None:
     with READERS[path.suffix](path) as archive:
         try:
             archive.verify()
-            specs = _specs_in(memory._tensors, path, archive)
-            columns = begin(memory, path, specs)
+            specs = check_tensors(memory._tensors, path, _tensors_in(memory._tensors, path, archive))
+            fill(memory, path, specs, archive)
         except (FileError, OutOfMemoryError):
             raise
         except Exception as error:  # whatever it holds
             raise FileError(f"{path}: not a file of tensors, or a damaged one: {clean_text(error)}") from error
-        for name in specs:
-            columns.read_into(name, partial(archive.read_into, name))
     _end(memory, _count_rows(memory._tensors, specs))
 
 
-def _specs_in(tensors: Tensors, path: Path, archive: Archive) -> dict[str, Spec]:
-    """The specs of the tensors in an archive, which fit those that there are."""
-    specs = {}
+def _tensors_in(tensors: Tensors, path: Path, archive: Archive) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name -> name of the dtype, and shape of a row, of the tensors in an archive."""
+    found = {}
     for name in archive.names():
         dtype, shape = archive.spec_of(name)
-        lead, row = shape[:2], shape[2:]
-        if lead != tensors.lead:
-            raise FileError(
-                f"{path}: tensor {name!r} has shape {shape}, this memory has {tensors.lead} rows and environments"
-            )
-        is_known = name in tensors.dtypes
-        own = tensors.spec(name) if is_known else tensors.new_spec(dtype_of(tensors, name, dtype.name), row)
-        if (own.dtype, own.shape) != (dtype, row):
-            raise FileError(f"{path}: tensor {name!r} is {dtype} {row}, in this memory {own.dtype} {own.shape}")
-        specs[name] = own
-    check_complete(tensors, path, specs)
-    if not specs:
+        if shape[:2] != tensors.lead:
+            have = f"{tensors.lead} rows and environments"
+            raise FileError(f"{path}: tensor {name!r} has shape {shape}, this memory has {have}")
+        is_bfloat16 = name in tensors.dtypes and tensors.spec(name).is_bfloat16  # the archive has its bits
+        found[name] = "bfloat16" if is_bfloat16 and dtype == np.int16 else dtype.name, shape[2:]
+    if not found and not tensors.dtypes:
         raise ValueError("it holds no tensor")
-    return specs
+    return found
 
 
 def _count_rows(tensors: Tensors, specs: Mapping[str, Spec]) -> int:
     """Counts the valid rows by flat index: up to the last one that is not NaN in all floats."""
-    columns = tensors.storage.columns
+    n = tensors.storage.columns.n_rows
     floats = [name for name, spec in specs.items() if spec.dtype.kind == "f" or spec.is_bfloat16]
     if not floats:
-        return columns.n_rows
-    written = np.zeros(columns.n_rows, bool)
+        return n
+    written = np.zeros(n, bool)
     for name in floats:
-        values = columns.host(name, columns.gather([name], np.arange(columns.n_rows))[0])
-        values = from_bits(values) if specs[name].is_bfloat16 else values
+        values = tensors.numbers_at(name, np.arange(n))
         written |= ~np.isnan(values).all(axis=tuple(range(1, values.ndim)))
     return int(np.flatnonzero(written).max(initial=-1)) + 1
 
@@ -126,9 +115,7 @@ def load_csv(memory: Memory, path: Path) -> None:
         n_rows, found = csv_files.read_rows(file, sizes, tensors.storage.columns.n_rows, find_spec)
     if not n_rows:
         raise ValueError("it has no rows, and so does not say what its tensors hold")
-    columns = begin(memory, path, specs)
-    for name, values in found.items():
-        columns.put_rows(name, np.arange(n_rows), columns.converted(name, values, specs[name]))
+    put(memory, path, specs, np.arange(n_rows), found)
     _end(memory, n_rows)
 
 

@@ -6,7 +6,8 @@ store with a head of its own, so environments may be at different rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,14 +16,13 @@ import torch
 from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError
 from rlstructs.frameworks.framework import NOT_NUMPYS, Framework
-from rlstructs.memories.names import check_name, find_ends
 from rlstructs.memories.spaces import n_elements
 from rlstructs.replay.columns import SLOT, Spec
 from rlstructs.replay.device_columns import TensorColumns
 from rlstructs.replay.episodes import BYTES_PER_ROW
 from rlstructs.replay.roles import ENDS
 from rlstructs.replay.store import Storage
-from rlstructs.replay.values import as_whole, cast_freely, encoded, host_array
+from rlstructs.replay.values import as_whole, cast_freely, encoded, find_marks, from_bits, host_array
 
 
 class Cursor(NamedTuple):
@@ -110,7 +110,7 @@ class Tensors:
         Raises:
             SpecError: the store does not support it, or no tensor may have this name.
         """
-        check_name(name)
+        _check_name(name)
         try:
             named = self.framework.dtype_from_name(dtype) if by_name else self.framework.dtype(dtype)
             self.new_spec(named, ())
@@ -199,6 +199,12 @@ class Tensors:
         cast = as_whole if strict else cast_freely
         return cast(host_array(name, value), spec) if own is None else own
 
+    def numbers_at(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """Copies rows to the host by flat index, `(n, *data)`; bfloat16 becomes float32."""
+        columns = self.storage.columns
+        values = columns.host(name, columns.gather([name], rows)[0])
+        return from_bits(values) if columns.specs[name].is_bfloat16 else values
+
     # Cursor
 
     def cursor(self) -> Cursor:
@@ -235,6 +241,44 @@ class Tensors:
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
         self.device = self.framework.device(self.device)
+
+
+class LiveTensors(dict[str, Any]):
+    """Tensors by name, in order of creation.
+
+    Args:
+        names: names of the tensors.
+        get: returns the tensor of a name.
+        put: copies values into the tensor of a name.
+    """
+
+    def __init__(self, names: Iterable[str], get: Callable[[str], Any], put: Callable[[str, Any], None]) -> None:
+        super().__init__((name, get(name)) for name in names)
+        self._get, self._put = get, put
+
+    def __setitem__(self, name: str, values: Any) -> None:
+        """Copies values into a tensor.
+
+        Raises:
+            MissingKeyError, SpecError: there is no such tensor and none can be created, or the values do not fit.
+        """
+        self._put(name, values)
+        super().__setitem__(name, self._get(name))  # for jax, whose array is a copy
+
+    def __reduce__(self) -> Any:
+        # Copies and pickles are independent of the memory; torch.load accepts an OrderedDict.
+        return OrderedDict, (), None, None, iter(self.items())
+
+
+def find_ends(block: Mapping[str, Any]) -> np.ndarray | None:
+    """Marks the rows (n, T) that end an episode, bool; None if no tensor says so."""
+    return find_marks({name: block[name] for name in ENDS if name in block})
+
+
+def _check_name(name: Any) -> None:
+    """Raises SpecError unless a tensor may have this name; files keep other arrays under names like __ring__."""
+    if not isinstance(name, str) or not name or (len(name) > 4 and name.startswith("__") and name.endswith("__")):
+        raise SpecError(f"a tensor's name must be a string that does not begin and end with '__', got {name!r}")
 
 
 def _as_shape(size: Any) -> tuple[int, ...]:
