@@ -19,7 +19,7 @@ from rlstructs.errors import FileError, OutOfMemoryError
 from rlstructs.files import json_text, layout
 from rlstructs.files.archives import checksum
 from rlstructs.files.opening import open_file, read_at, read_bytes, size_of
-from rlstructs.memories.restoring import BOOKKEEPING, KIND, RING, plan_restore, put
+from rlstructs.memories.restoring import BOOKKEEPING, KIND, RING, plan_restore, write_rows
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.ring import Ring
 from rlstructs.replay.span import Span
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # The most characters of a number; a complex number of 128 bits needs 50.
 LONGEST_NUMBER = 100
-# Numbers that are held as text at a time.
+# How many numbers are held as text at a time.
 CELLS_AT_ONCE = 1 << 14
 # Keys of the .json: the checksum of the .json without this entry, and that of the .csv.
 CHECKSUM, ROWS_CHECKSUM = "crc32", "rows_crc32"
@@ -39,16 +39,16 @@ CHECKSUM, ROWS_CHECKSUM = "crc32", "rows_crc32"
 def save(memory: Memory, path: Path, bookkeeping: Mapping[str, np.ndarray]) -> None:
     """Writes the valid rows of a memory to a .csv, and everything else to a .json beside it."""
     tensors, names = memory._tensors, memory.get_tensor_names()
-    rows = tensors.store().span().by_step()
+    rows = tensors.allocate().span().by_step()
     more = {name: array.tolist() for name, array in bookkeeping.items()}
     format_of = {"format": layout.FORMAT, "version": layout.VERSION, "class": KIND}
     with layout.replace_file(path) as temporary, layout.replace_file(path.with_suffix(".json")) as beside:
         with open(temporary, "x", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
-            writer.writerow(_column_names({name: tensors.spec(name) for name in names}))
+            writer.writerow(_column_names({name: tensors.spec_of(name) for name in names}))
             for start in range(0, rows.size, 4096):
                 some = rows[start : start + 4096]
-                lists = [tensors.numbers_at(name, some).reshape(some.size, -1).tolist() for name in names]
+                lists = [tensors.read_numbers(name, some).reshape(some.size, -1).tolist() for name in names]
                 writer.writerows(itertools.chain.from_iterable(row) for row in zip(*lists, strict=True))
         state = {**format_of, **memory._state(), "more": more, ROWS_CHECKSUM: _checksum_of_lines(temporary)}
         with open(beside, "x", encoding="utf-8") as file:
@@ -56,7 +56,7 @@ def save(memory: Memory, path: Path, bookkeeping: Mapping[str, np.ndarray]) -> N
 
 
 def _checksum_of_lines(path: Path) -> int:
-    """The checksum of a text file without the end of its last line, which editors change."""
+    """The checksum of a text file without its last line break, which editors change."""
     with open_file(path) as file:
         nbytes = size_of(file)
         last = read_at(file, max(0, nbytes - 2), min(2, nbytes))
@@ -96,7 +96,7 @@ def load(memory: Memory, path: Path) -> None:
         specs, restore = plan_restore(memory, path, state, more)
         lane_rows = Span(Ring(more[RING], memory.memory_size), memory._tensors.storage.columns).by_step()
         tensors = _read_tensors(path, nbytes, {name: specs[name] for name in sorted(specs)}, len(lane_rows))
-        put(memory, path, specs, lane_rows, tensors)
+        write_rows(memory, path, specs, lane_rows, tensors)
     except (FileError, OutOfMemoryError):
         raise
     except Exception as error:  # parsers may raise anything for arbitrary text
@@ -130,7 +130,7 @@ def _read_tensors(path: Path, nbytes: int, specs: Mapping[str, Spec], n_rows: in
         raise ValueError(f"it has fewer than the {n_rows} rows of {n} numbers that it should have")
     with open_file(path) as raw, io.TextIOWrapper(io.BufferedReader(raw), encoding="utf-8", newline="") as file:  # type: ignore[type-var]
         _check_names(file, specs)
-        n_found, tensors = read_rows(file, sizes, n_rows, lambda name, _: specs[name])
+        n_found, _, tensors = read_rows(file, sizes, n_rows, lambda name, _: specs[name])
     if n_found < n_rows:
         raise ValueError(f"it has {n_found} rows, needed are {n_rows}")
     return tensors
@@ -150,24 +150,25 @@ def _check_names(file: IO[str], specs: Mapping[str, Spec]) -> None:
 
 def read_rows(
     file: IO[str], sizes: Mapping[str, int], most: int, find_spec: Callable[[str, list[str]], Spec]
-) -> tuple[int, dict[str, np.ndarray]]:
+) -> tuple[int, dict[str, Spec], dict[str, np.ndarray]]:
     """Reads the tensors from the remaining lines of a file, some lines at a time.
 
     Args:
-        file: the file.
+        file: the file, at its second line.
         sizes: name -> numbers per row, in the order of the columns.
         most: the most rows that there may be.
-        find_spec: returns the spec of a tensor, given its name and the cells of one of its rows.
+        find_spec: returns the spec of a tensor, given its name and the cells of its first row.
 
     Returns:
-        The number of rows, and name -> `(n, *shape)`, empty without rows.
+        The number of rows; name -> spec, and name -> `(n, *shape)`, both empty without rows.
 
     Raises:
         ValueError: there are more rows, or a line does not hold these numbers.
     """
     n, n_rows = sum(sizes.values()), 0
     at_once, longest = max(1, CELLS_AT_ONCE // max(n, 1)), n * (LONGEST_NUMBER + 1) + 2
-    parts: dict[str, list[np.ndarray]] = {}
+    specs: dict[str, Spec] = {}
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in sizes}
     every_line = iter(lambda: file.readline(longest), "")
     while lines := [_read_cells(line, n) for line in itertools.islice(every_line, at_once)]:
         n_rows += len(lines)
@@ -176,10 +177,10 @@ def read_rows(
         at = 0
         for name, size in sizes.items():
             cells = [line[at : at + size] for line in lines]
-            spec = find_spec(name, cells[0])
-            parts.setdefault(name, []).append(_parse(name, cells, spec).reshape(len(lines), *spec.shape))
+            spec = specs[name] = specs.get(name) or find_spec(name, cells[0])
+            parts[name].append(_parse(name, cells, spec).reshape(len(lines), *spec.shape))
             at += size
-    return n_rows, {name: np.concatenate(arrays) for name, arrays in parts.items()}
+    return n_rows, specs, {name: np.concatenate(parts[name]) for name in specs}
 
 
 def _read_cells(line: str, n: int) -> list[str]:
@@ -205,4 +206,4 @@ def _parse(name: str, cells: list[list[str]], spec: Spec) -> np.ndarray:
         return np.array([[cell == "True" for cell in line] for line in cells], bool)
     if spec.dtype.kind == "c":
         return np.array([[complex(cell) for cell in line] for line in cells], spec.dtype)
-    return np.array(cells, dtype=str).astype(spec.dtype) if cells else np.empty(0, spec.dtype)
+    return np.array(cells, dtype=str).astype(spec.dtype)

@@ -16,7 +16,7 @@ from rlstructs.replay.roles import ENDS
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.values import encoded, find_marks, host_array, to_bits
 
-# Takes what `Storage.write` takes.
+# A function with the arguments of `Storage.write`.
 Write = Callable[..., None]
 
 
@@ -37,7 +37,7 @@ class Intake:
         skrl's agents give values for tensors that do not exist, and omit those that they compute later.
         """
         tensors = self._tensors
-        if tensors.planned:  # they have no bytes yet
+        if tensors.planned:  # these are not allocated yet
             return False
         if self._step_writer.write(given) is not None:
             return True
@@ -64,7 +64,7 @@ class Intake:
         if n == 0:
             return
         lanes, lead = self._choose_lanes(1 if n is None else n)
-        specs, rows, block = self._tensors.store().columns.specs, () if n is None else (n,), {}
+        specs, rows, block = self._tensors.allocate().columns.specs, () if n is None else (n,), {}
         for name, array in values.items():
             if name not in specs:
                 continue
@@ -76,7 +76,7 @@ class Intake:
         write(block, lanes, done=find_ends(block))
 
     def _check_given(self, given: Mapping[str, Any], strict: bool) -> dict[str, Any]:
-        """Arrays of the tensors, and of what else says how many rows there are; none if there is no tensor of these."""
+        """Converts the given tensors to arrays; returns none if this memory has none of them."""
         if not given:
             raise SpecError("add_samples: needs at least one tensor, got none")
         dtypes, values = self._tensors.dtypes, {name: value for name, value in given.items() if value is not None}
@@ -89,15 +89,15 @@ class Intake:
             raise SpecError("add_samples: every tensor is None")
         if dtypes.keys().isdisjoint(values):
             return {}
-        # Values without a tensor are ignored, except those whose shape gives the number of rows.
+        # Values without a tensor are ignored, unless their shape gives the number of rows.
         first = _choose_first(values)
-        convert = self._tensors.convert
+        convert = self._tensors.convert_values
         return {name: convert(name, value, strict) for name, value in values.items() if name in dtypes or name == first}
 
     def _count_rows(self, values: Mapping[str, Any]) -> int | None:
         """Counts the given rows; returns None for a single row without an axis for rows."""
         name = _choose_first(values)
-        array, shape = values[name], self._tensors.spec(name).shape if name in self._tensors.dtypes else None
+        array, shape = values[name], self._tensors.spec_of(name).shape if name in self._tensors.dtypes else None
         n_data_axes = 1 if shape is None else len(shape)
         if array.ndim == n_data_axes + 1 or (array.ndim == 1 and shape == (1,) and len(array) != 1):
             return len(array)
@@ -127,16 +127,16 @@ class Intake:
         first = int(heads[0]) % memory_size
         end = first + n_timesteps
         if isinstance(lanes, slice) and end <= memory_size and (heads == heads[0]).all():
-            return {name: columns.cells[name][:, first:end] for name in names}  # no index goes to a GPU
+            return {name: columns.cells[name][:, first:end] for name in names}  # without sending an index to a GPU
         steps, names = heads[:, None] + np.arange(n_timesteps), list(names)
         rows = columns.at_steps(np.arange(num_envs)[lanes][:, None], steps)
         return dict(zip(names, columns.gather(names, rows), strict=True))
 
     def add_steps(self, steps: Steps, write: Write) -> None:
-        """Appends steps, and creates tensors that are missing: all, or nothing if one does not fit.
+        """Appends steps and creates missing tensors.
 
         Raises:
-            SpecError, OutOfMemoryError: one does not fit.
+            SpecError, OutOfMemoryError: a tensor does not fit; nothing changes.
         """
         tensors, block = self._tensors, {}
         columns, lead = tensors.storage.columns, (len(steps.lengths), steps.n_timesteps)
@@ -144,8 +144,8 @@ class Intake:
         for name, values in steps.values.items():
             shape = tuple(values.shape[2:])
             if name not in specs:
-                missing[name] = tensors.dtype(name, dtype_name(values.dtype), by_name=True)
-                specs[name] = tensors.new_spec(missing[name], shape or (1,))
+                missing[name] = tensors.convert_dtype(name, dtype_name(values.dtype), by_name=True)
+                specs[name] = tensors.make_spec(missing[name], shape or (1,))
             spec = specs[name]
             if math.prod(shape) != math.prod(spec.shape):
                 raise SpecError(f"add_trajectories: {name!r} has rows of shape {shape}, the tensor's are {spec.shape}")
@@ -162,10 +162,10 @@ class Intake:
         for name, dtype in missing.items():
             tensors.plan(name, dtype, specs[name].shape)
         if tensors.planned:
-            tensors.store()
+            tensors.allocate()
         steps.with_ends(find_marks({name: block[name] for name in ENDS if name in block})).write(block, write)
 
 
 def _choose_first(values: Mapping[str, Any]) -> str:
-    """The name of the tensor whose shape says how many rows are given."""
+    """Returns the name of the tensor whose shape says how many rows are given."""
     return "observations" if "observations" in values else next(iter(values))

@@ -39,8 +39,8 @@ class Memory(CopiedWhole, ABC):
         export_directory: folder to save to, in a subfolder `memories`.
         seed: of the random generator; None draws a seed from the library's global generator.
         strict: whether unknown names, None values, numbers that do not fit their tensor's dtype and unknown devices are
-            errors. Otherwise the former are skipped and numbers are cast, as in skrl; the default device, with a
-            warning in the log, takes the place of one that is unknown.
+            errors. If not, such names and values are skipped and numbers are cast, as in skrl, and the default device
+            replaces an unknown one, with a warning in the log.
 
     Raises:
         TypeError, SpecError: an argument is invalid.
@@ -73,7 +73,7 @@ class Memory(CopiedWhole, ABC):
         self._rng = generator_of(self.framework.draw_seed() if seed is None else seed)
 
     def _choose_device(self, device: Any) -> Any:
-        """The library's own device; the default one of a name that it does not know, as in skrl, unless `strict`."""
+        """Returns the library's device; for an unknown name its default device, as in skrl, unless `strict`."""
         try:
             return self.framework.device(device)
         except SpecError as error:
@@ -96,12 +96,12 @@ class Memory(CopiedWhole, ABC):
         """Bytes of memory that the tensors take once rows have been written."""
         return self._tensors.nbytes
 
-    # The next three can be set, for subclasses of skrl's memories, which write to the tensors themselves.
+    # The next three can be set: subclasses of skrl's memories write to the tensors themselves.
 
     @property
     def filled(self) -> bool:
         """Whether every environment has filled all its rows."""
-        return self._tensors.cursor().is_full
+        return self._tensors.find_cursor().is_full
 
     @filled.setter
     def filled(self, value: bool) -> None:
@@ -109,8 +109,8 @@ class Memory(CopiedWhole, ABC):
 
     @property
     def memory_index(self) -> int:
-        """The next row to be written; the one of the furthest environment if they are more than a row apart."""
-        return self._tensors.cursor().row
+        """The row that is written next; that of the furthest environment if they are more than a row apart."""
+        return self._tensors.find_cursor().row
 
     @memory_index.setter
     def memory_index(self, value: int) -> None:
@@ -118,8 +118,8 @@ class Memory(CopiedWhole, ABC):
 
     @property
     def env_index(self) -> int:
-        """Number of environments whose `memory_index` is written; 0 if they are more than a row apart."""
-        return self._tensors.cursor().env
+        """Number of environments whose row `memory_index` is written; 0 if they are more than a row apart."""
+        return self._tensors.find_cursor().env
 
     @env_index.setter
     def env_index(self, value: int) -> None:
@@ -164,7 +164,7 @@ class Memory(CopiedWhole, ABC):
         return self._live(name, keepdim)
 
     def _live(self, name: str, keepdim: bool = True) -> Any:
-        return self._tensors.live(name, keepdim)
+        return self._tensors.get_live(name, keepdim)
 
     def set_tensor_by_name(self, name: str, tensor: Any) -> None:
         """Copies values into a tensor, with broadcasting; the same rows stay valid.
@@ -172,7 +172,7 @@ class Memory(CopiedWhole, ABC):
         Raises:
             MissingKeyError, SpecError: there is no such tensor, or the value does not fit.
         """
-        self._tensors.set(name, tensor, self.strict)
+        self._tensors.set_values(name, tensor, self.strict)
 
     @property
     def tensors(self) -> dict[str, Any]:
@@ -185,7 +185,7 @@ class Memory(CopiedWhole, ABC):
         def put(name: str, values: Any) -> None:
             tensors, shape = self._tensors, tuple(getattr(values, "shape", ()))
             if name not in tensors.dtypes and len(shape) > 2 and shape[:2] == tensors.lead:
-                tensors.plan(name, tensors.dtype(name, values.dtype), shape[2:])
+                tensors.plan(name, tensors.convert_dtype(name, values.dtype), shape[2:])
             self.set_tensor_by_name(name, values)
 
         return LiveTensors(self._tensors.dtypes, self._live, put)
@@ -209,7 +209,7 @@ class Memory(CopiedWhole, ABC):
     @property
     def tensors_keep_dimensions(self) -> dict[str, bool]:
         """Name -> whether rows have more or fewer axes than one; for programs written for skrl 1."""
-        return {name: len(self._tensors.spec(name).shape) != 1 for name in self._tensors.dtypes}
+        return {name: len(self._tensors.spec_of(name).shape) != 1 for name in self._tensors.dtypes}
 
     @property
     def all_sequence_indexes(self) -> np.ndarray:
@@ -220,12 +220,12 @@ class Memory(CopiedWhole, ABC):
         """Moves the memory to shared memory, for processes that are started with this object.
 
         Each environment may be written by one process and read by all. Tensors that are created later stay in the
-        process that creates them. Live tensors that were got before no longer follow the memory.
+        process that creates them. Live tensors from before this call no longer follow the memory.
 
         Raises:
             StateError: the rows lie on a GPU.
         """
-        self._tensors.store().share()
+        self._tensors.allocate().share()
 
     def reset(self) -> None:
         """Drops every row."""
@@ -243,13 +243,15 @@ class Memory(CopiedWhole, ABC):
         - `(n, ...)` with a single environment: n rows.
         - no leading axis: one row for the next environment.
 
+        A call whose names are all unknown adds nothing.
+
         Args:
             tensors: name -> `(n, *data)` or `(*data)`; single numbers may be given without a data axis.
                 Rows of omitted tensors become unwritten. But tensors that the program got by `get_tensor_by_name` or
-                `tensors`, or set by `set_tensor_by_name`, keep what it wrote to these rows.
+                `tensors`, or set by `set_tensor_by_name`, keep what the program wrote to these rows.
 
         Raises:
-            SpecError: a tensor does not fit; nothing is added. Nor is it if there is no tensor of any of these names.
+            SpecError: a tensor does not fit; nothing is added.
         """
         if self.export or not self._intake.write_quickly(tensors, self.strict):
             self._intake.add_rows(tensors, self.strict, self._write)
@@ -270,7 +272,7 @@ class Memory(CopiedWhole, ABC):
         self._intake.add_steps(steps, self._write)
 
     def _write(self, block: Mapping[str, Any], lanes: Any, **marks: Any) -> None:
-        """Does what `Storage.write` does, and saves the memory if that has filled it and it is to be exported."""
+        """Calls `Storage.write`; with `export`, saves the memory if it has filled up."""
         before = self._tensors.count_laps() if self.export else 0
         self._storage.write(block, lanes, **marks)
         if self.export and self._tensors.count_laps() > before:
@@ -304,7 +306,7 @@ class Memory(CopiedWhole, ABC):
         """
         rows = np.atleast_1d(row_ids(indexes, self.memory_size * self.num_envs))
         names, known = self._batches.check_names(names, self.strict)
-        return self._batches.split(names, known, self._tensors.store().columns.gather(known, rows), mini_batches)
+        return self._batches.split(names, known, self._tensors.allocate().columns.gather(known, rows), mini_batches)
 
     def sample_all(self, names: Sequence[str], mini_batches: int = 1, sequence_length: int = 1) -> list[list[Any]]:
         """Copies of all valid rows, each once: ordered by time, or for sequences by environment.
@@ -317,7 +319,7 @@ class Memory(CopiedWhole, ABC):
         """
         names, known = self._batches.check_names(names, self.strict)
         check_count("sequence_length", max(sequence_length, 1) if isinstance(sequence_length, int) else sequence_length)
-        storage = self._tensors.store()
+        storage = self._tensors.allocate()
         span = storage.span()
         rows, starts = (span.by_step(), None) if sequence_length <= 1 else span.by_lane(sequence_length)
         return self._batches.split(names, known, storage.columns.gather(known, rows), mini_batches, starts)
@@ -349,8 +351,8 @@ class Memory(CopiedWhole, ABC):
 
         Other threads that add rows wait until all is restored.
 
-        Of a file that skrl's memory wrote it restores the rows: those that are not NaN in every float tensor, the
-        first one as the oldest. The random stream goes on.
+        From a file that skrl's memory wrote it restores the rows that are not NaN in every float tensor, the first
+        as the oldest; the random stream goes on.
 
         Raises:
             FileNotFoundError: there is no such file, or no .json beside a .csv that is not skrl's.
@@ -361,13 +363,13 @@ class Memory(CopiedWhole, ABC):
 
     def _state(self) -> dict[str, Any]:
         """Sizes, dtypes and random state, for the header of a file."""
-        name_of, spec = self.framework.dtype_name, self._tensors.spec
+        name_of, spec = self.framework.dtype_name, self._tensors.spec_of
         tensors = {name: [name_of(dtype), spec(name).shape] for name, dtype in self._tensors.dtypes.items()}
         sizes = {"memory_size": self.memory_size, "num_envs": self.num_envs}
         return {**sizes, "tensors": tensors, "rng": plain_state(self._rng)}
 
     def _more_arrays(self) -> dict[str, np.ndarray]:
-        """The arrays that a subclass adds to a file."""
+        """More arrays that a subclass saves."""
         return {}
 
     def _plan_more(

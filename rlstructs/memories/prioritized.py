@@ -89,7 +89,7 @@ class PrioritizedMemory(RandomMemory):
         Raises:
             IndexError, SpecError: an argument is invalid; nothing changes.
         """
-        self._priorities.set(self._tensors.store(), indexes, priorities)
+        self._priorities.set(self._tensors.allocate(), indexes, priorities)
 
     def _locks(self) -> Sequence[Any]:
         return [self._priorities.lock, *super()._locks()]

@@ -48,7 +48,7 @@ def plan_restore(
     restore_more = memory._plan_more(more, state, claims)
 
     def restore() -> None:
-        tensors.storage.restore(claims.ring.counters, episodes)  # none if it is from before episodes were tracked
+        tensors.storage.restore(claims.ring.counters, episodes)  # old files have no episodes
         memory._rng = generator
         restore_more()
 
@@ -75,8 +75,8 @@ def check_tensors(tensors: Tensors, path: Path, found: Mapping[str, Any]) -> dic
     check_complete(tensors, path, found)
     specs = {}
     for name, (dtype, shape) in found.items():
-        specs[name] = new = tensors.new_spec(dtype_of(tensors, name, dtype), row_shape(name, shape))
-        own = tensors.spec(name) if name in tensors.dtypes else new
+        specs[name] = new = tensors.make_spec(find_dtype(tensors, name, dtype), row_shape(name, shape))
+        own = tensors.spec_of(name) if name in tensors.dtypes else new
         if own != new:
             ours = f"in this memory {own.dtype} {own.shape}"
             raise FileError(f"{path}: tensor {name!r} is {new.dtype} {new.shape}, {ours}")
@@ -84,6 +84,11 @@ def check_tensors(tensors: Tensors, path: Path, found: Mapping[str, Any]) -> dic
 
 
 def _check_episodes(memory: Memory, more: Mapping[str, np.ndarray], claims: Claims) -> np.ndarray | None:
+    """Returns the episodes of a file, int32 (num_envs, memory_size, 2); None if it has none.
+
+    Raises:
+        ValueError: they are missing, or make no sense.
+    """
     if EPISODES not in more:
         if ends := [name for name in claims.specs if name in ENDS]:
             raise ValueError(f"it has no episodes, but a tensor {ends[0]!r}")
@@ -96,13 +101,13 @@ def _check_episodes(memory: Memory, more: Mapping[str, np.ndarray], claims: Clai
     return episodes
 
 
-def dtype_of(tensors: Tensors, name: str, dtype: Any) -> Any:
+def find_dtype(tensors: Tensors, name: str, dtype: Any) -> Any:
     """The library's dtype for a tensor in a file, by the name of its dtype there."""
-    return tensors.dtype(name, dtype if dtype == "bfloat16" else dtype_called(name, dtype).name, by_name=True)
+    return tensors.convert_dtype(name, dtype if dtype == "bfloat16" else dtype_called(name, dtype).name, by_name=True)
 
 
-def _begin(memory: Memory, path: Path, specs: Mapping[str, Spec]) -> Columns:
-    """Creates the tensors that a memory lacks, drops its rows, and returns its columns, to be filled.
+def _prepare_columns(memory: Memory, path: Path, specs: Mapping[str, Spec]) -> Columns:
+    """Creates missing tensors, drops all rows, and returns the columns, which are then filled.
 
     Raises:
         SpecError, OutOfMemoryError: a tensor cannot be created; nothing changes.
@@ -111,13 +116,13 @@ def _begin(memory: Memory, path: Path, specs: Mapping[str, Spec]) -> Columns:
     missing = {name: spec for name, spec in specs.items() if name not in tensors.dtypes}
     tensors.check_room(str(path), missing.values())
     for name, spec in missing.items():
-        tensors.plan(name, dtype_of(tensors, name, "bfloat16" if spec.is_bfloat16 else spec.dtype.name), spec.shape)
+        tensors.plan(name, find_dtype(tensors, name, "bfloat16" if spec.is_bfloat16 else spec.dtype.name), spec.shape)
     memory.reset()
-    return tensors.store().columns
+    return tensors.allocate().columns
 
 
-def fill(memory: Memory, path: Path, specs: Mapping[str, Spec], reader: Reader) -> None:
-    """Reads tensors from a file, after dropping all rows.
+def read_tensors(memory: Memory, path: Path, specs: Mapping[str, Spec], reader: Reader) -> None:
+    """Drops all rows, and reads tensors from a file.
 
     Raises:
         ValueError: a tensor has another dtype or shape; nothing changes.
@@ -126,15 +131,23 @@ def fill(memory: Memory, path: Path, specs: Mapping[str, Spec], reader: Reader) 
         found, needed = reader.spec_of(name), (spec.dtype, (*memory._tensors.lead, *spec.shape))
         if found != needed:
             raise ValueError(f"tensor {name!r} is {found[0]} {found[1]}, needed is {needed[0]} {needed[1]}")
-    columns = _begin(memory, path, specs)
+    columns = _prepare_columns(memory, path, specs)
     for name in specs:
         columns.read_into(name, partial(reader.read_into, name))
 
 
-def put(memory: Memory, path: Path, specs: Mapping[str, Spec], rows: np.ndarray, values: Mapping[str, Any]) -> None:
-    """Writes the values of some rows, after dropping all rows; all other rows become unwritten."""
-    columns = _begin(memory, path, specs)
+def write_rows(memory: Memory, path: Path, specs: Mapping[str, Spec], rows: np.ndarray, found: Any) -> None:
+    """Drops all rows, and writes those that were found in a file; the others become unwritten.
+
+    Args:
+        memory: the memory.
+        path: the file.
+        specs: name -> spec of each tensor.
+        rows: int64 (n,), flat indexes.
+        found: name -> `(n, *shape)`; may be empty without rows.
+    """
+    columns = _prepare_columns(memory, path, specs)
     for name, spec in specs.items():
         columns.put_rows(name, slice(None), columns.value(name, spec.unwritten))
         if rows.size:
-            columns.put_rows(name, rows, columns.converted(name, values[name], spec))
+            columns.put_rows(name, rows, columns.converted(name, found[name], spec))

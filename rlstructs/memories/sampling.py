@@ -19,9 +19,9 @@ from rlstructs.replay.reading import Reading
 from rlstructs.replay.span import Span
 from rlstructs.replay.store import Storage
 
-# Says which rows a window may begin with, bool.
+# Returns which of these rows a window may begin with, bool.
 Fits = Callable[[np.ndarray], np.ndarray]
-# Draws the first rows of so many windows, and returns them with more fields of the selection.
+# Draws the first rows of n windows of a span; returns them and more fields of the selection.
 Draw = Callable[[Span, int, "Fits | None"], tuple[np.ndarray, dict[str, np.ndarray]]]
 
 NO_NAME = ""  # no tensor has it
@@ -89,12 +89,12 @@ class RandomMemory(memory.Memory):
             SpecError: an argument is invalid, or there is nothing to draw.
         """
         names, known = self._batches.check_names(names, self.strict)
-        n, storage = check_count("batch_size", batch_size), self._tensors.store()
+        n, storage = check_count("batch_size", batch_size), self._tensors.allocate()
         length = _check_length(storage, sequence_length, n_step, gamma, episode_ends)
         picked, arrays = storage.sample(
             n,
             lambda count: self._select(count, length, episode_ends),
-            lambda chosen: _read(storage, chosen, known, n_step, gamma),
+            lambda chosen: _read_windows(storage, chosen, known, n_step, gamma),
         )
         self.sampling_indexes = self.framework.as_indexes(picked.rows.reshape(-1))
         self._last = picked
@@ -103,7 +103,7 @@ class RandomMemory(memory.Memory):
             # A subclass returns rows in its own way, for example on another device: skrl's `sample` uses it too.
             return self.sample_by_index(names=names, indexes=self.sampling_indexes, mini_batches=mini_batches)
         if length > 1:
-            arrays = [array.reshape(-1, *array.shape[2:]) for array in arrays]
+            arrays = [array.reshape(picked.rows.size, *array.shape[2:]) for array in arrays]
         starts = None if mini_batches == 1 else np.arange(0, picked.rows.size, length)
         return self._batches.split(names, known, arrays, mini_batches, starts)
 
@@ -131,7 +131,7 @@ class RandomMemory(memory.Memory):
         return self._last
 
     def _select(self, n: int, length: int, ends: str) -> Selection:
-        return _select(self._tensors.store(), self._draw_anchors, n, length, ends)
+        return _draw_windows(self._tensors.allocate(), self._draw_anchors, n, length, ends)
 
     def _draw_anchors(self, span: Span, n: int, fits: Fits | None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Draws the first rows of `n` windows that fit; returns them and more fields of the selection."""
@@ -140,7 +140,7 @@ class RandomMemory(memory.Memory):
 
 def _check_length(storage: Storage, sequence_length: Any, n_step: Any, gamma: float, episode_ends: str) -> int:
     """Checks the arguments of `RandomMemory.sample` and returns the length of windows."""
-    # skrl takes 0 for 1.
+    # In skrl 0 means 1.
     length = 1 if sequence_length in (0, 1) else check_count("sequence_length", sequence_length)
     if n_step != 1 and check_count("n_step", n_step) > 1 and length > 1:
         raise SpecError("n_step and sequence_length cannot both be above 1")
@@ -165,7 +165,7 @@ def _draw_uniformly(uniform: Uniform, rng: np.random.Generator, span: Span, n: i
     return np.asarray(rng.choice(rows, min(n, rows.size), replace=False))
 
 
-def _select(storage: Storage, draw: Draw, n: int, length: int, ends: str) -> Selection:
+def _draw_windows(storage: Storage, draw: Draw, n: int, length: int, ends: str) -> Selection:
     """Draws `n` windows of `length` rows, treating the ends of episodes as `ends` says."""
     span, episodes = storage.span(length), storage.episodes
     fits = None
@@ -186,7 +186,7 @@ def _select(storage: Storage, draw: Draw, n: int, length: int, ends: str) -> Sel
     return Selection(window.rows, span, fields)
 
 
-def _read(storage: Storage, picked: Selection, names: Sequence[str], n_step: int, gamma: float) -> list[Any]:
+def _read_windows(storage: Storage, picked: Selection, names: Sequence[str], n_step: int, gamma: float) -> list[Any]:
     """Reads the drawn rows, and, with several steps, gamma to the number of them."""
     rows = picked.rows if picked.rows.shape[1] > 1 else picked.rows[:, 0]
     if n_step == 1:

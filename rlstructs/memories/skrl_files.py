@@ -1,8 +1,8 @@
-"""Files that skrl's own memories wrote: named tensors, and nothing of the cursor.
+"""Files that skrl's own memories wrote: named tensors without a cursor.
 
-Which rows are valid follows from them. A .csv has only those. The others have all rows, of which skrl fills those that
-were never written with NaN where they are floats: valid are all up to the last one with another number. Of a memory
-that was full it is not known which row is the oldest: the first one in the file is taken for it.
+A .csv holds the valid rows only. The other formats hold all rows; skrl fills the unwritten rows of float tensors with
+NaN, so the rows up to the last one with another number are valid. A full memory does not say which of its rows is the
+oldest: the first row of the file is taken as the oldest.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import io
 import math
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from rlstructs.errors import FileError, OutOfMemoryError
 from rlstructs.files.archives import READERS, Archive
 from rlstructs.files.opening import open_file
 from rlstructs.memories import csv_files
-from rlstructs.memories.restoring import check_complete, check_tensors, dtype_of, fill, put
+from rlstructs.memories.restoring import check_complete, check_tensors, find_dtype, read_tensors, write_rows
 from rlstructs.memories.tensors import Tensors
 from rlstructs.replay.columns import Spec
 
@@ -30,16 +31,16 @@ if TYPE_CHECKING:
     from rlstructs.memories.memory import Memory
 
 WHOLE = re.compile(r"[+-]?\d+")
-# Characters of the first line of a .csv: the names of its columns.
+# The most characters of the first line of a .csv, which names the columns.
 LONGEST_HEADER = 1 << 20
 
 
-def is_one(path: Path) -> bool:
+def is_skrl_file(path: Path) -> bool:
     """Whether a `.pt` or `.npz` file holds plain tensors without a header of ours."""
     try:
         with READERS[path.suffix](path) as archive:
             return not archive.text
-    except Exception:  # whatever it holds: who reads it as one of ours says what is wrong
+    except Exception:  # the reader of our own files then says what is wrong
         return False
 
 
@@ -52,24 +53,24 @@ def load(memory: Memory, path: Path) -> None:
     with READERS[path.suffix](path) as archive:
         try:
             archive.verify()
-            specs = check_tensors(memory._tensors, path, _tensors_in(memory._tensors, path, archive))
-            fill(memory, path, specs, archive)
+            specs = check_tensors(memory._tensors, path, _list_tensors(memory._tensors, path, archive))
+            read_tensors(memory, path, specs, archive)
         except (FileError, OutOfMemoryError):
             raise
-        except Exception as error:  # whatever it holds
+        except Exception as error:  # parsers may raise anything for arbitrary bytes
             raise FileError(f"{path}: not a file of tensors, or a damaged one: {clean_text(error)}") from error
-    _end(memory, _count_rows(memory._tensors, specs))
+    _set_valid_rows(memory, _count_rows(memory._tensors, specs))
 
 
-def _tensors_in(tensors: Tensors, path: Path, archive: Archive) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name -> name of the dtype, and shape of a row, of the tensors in an archive."""
+def _list_tensors(tensors: Tensors, path: Path, archive: Archive) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Lists the tensors in an archive: name -> name of the dtype, and shape of a row."""
     found = {}
     for name in archive.names():
         dtype, shape = archive.spec_of(name)
         if shape[:2] != tensors.lead:
             have = f"{tensors.lead} rows and environments"
             raise FileError(f"{path}: tensor {name!r} has shape {shape}, this memory has {have}")
-        is_bfloat16 = name in tensors.dtypes and tensors.spec(name).is_bfloat16  # the archive has its bits
+        is_bfloat16 = name in tensors.dtypes and tensors.spec_of(name).is_bfloat16  # int16 in the archive
         found[name] = "bfloat16" if is_bfloat16 and dtype == np.int16 else dtype.name, shape[2:]
     if not found and not tensors.dtypes:
         raise ValueError("it holds no tensor")
@@ -84,12 +85,12 @@ def _count_rows(tensors: Tensors, specs: Mapping[str, Spec]) -> int:
         return n
     written = np.zeros(n, bool)
     for name in floats:
-        values = tensors.numbers_at(name, np.arange(n))
+        values = tensors.read_numbers(name, np.arange(n))
         written |= ~np.isnan(values).all(axis=tuple(range(1, values.ndim)))
     return int(np.flatnonzero(written).max(initial=-1)) + 1
 
 
-def _end(memory: Memory, n_rows: int) -> None:
+def _set_valid_rows(memory: Memory, n_rows: int) -> None:
     """Makes the first rows by flat index the valid ones."""
     row, env = divmod(n_rows, memory.num_envs)
     is_full = row == memory.memory_size
@@ -100,23 +101,17 @@ def load_csv(memory: Memory, path: Path) -> None:
     """Restores a memory from a `.csv` file, which has the valid rows in the order of flat indexes.
 
     Raises:
-        ValueError, FileError, OutOfMemoryError: it is none, or does not fit; nothing changes.
+        ValueError, FileError, OutOfMemoryError: the file is no such file or does not fit; nothing changes.
     """
     with open_file(path) as raw, io.TextIOWrapper(io.BufferedReader(raw), encoding="utf-8", newline="") as file:  # type: ignore[type-var]
         tensors, sizes = memory._tensors, _read_names(file)
         check_complete(tensors, path, sizes)
-        specs: dict[str, Spec] = {}
-
-        def find_spec(name: str, cells: list[str]) -> Spec:
-            if name not in specs:
-                specs[name] = _choose_spec(tensors, name, cells)
-            return specs[name]
-
-        n_rows, found = csv_files.read_rows(file, sizes, tensors.storage.columns.n_rows, find_spec)
+        most, find_spec = tensors.storage.columns.n_rows, partial(_choose_spec, tensors)
+        n_rows, specs, found = csv_files.read_rows(file, sizes, most, find_spec)
     if not n_rows:
         raise ValueError("it has no rows, and so does not say what its tensors hold")
-    put(memory, path, specs, np.arange(n_rows), found)
-    _end(memory, n_rows)
+    write_rows(memory, path, specs, np.arange(n_rows), found)
+    _set_valid_rows(memory, n_rows)
 
 
 def _read_names(file: IO[str]) -> dict[str, int]:
@@ -134,12 +129,12 @@ def _read_names(file: IO[str]) -> dict[str, int]:
 
 
 def _choose_spec(tensors: Tensors, name: str, cells: list[str]) -> Spec:
-    """The spec of a tensor of this name, or of a new one by the first row of its numbers."""
+    """Returns the spec of a tensor; a new one gets the dtype that the cells of its first row suggest."""
     if name in tensors.dtypes:
-        known = tensors.spec(name)
+        known = tensors.spec_of(name)
         if math.prod(known.shape) != len(cells):
             raise ValueError(f"tensor {name!r} has {len(cells)} numbers per row, in this memory rows {known.shape}")
         return known
     dtype = "bool" if set(cells) <= {"True", "False"} else "int64" if all(map(WHOLE.fullmatch, cells)) else None
-    named = tensors.dtype(name, None) if dtype is None else dtype_of(tensors, name, dtype)
-    return tensors.new_spec(named, (len(cells),))
+    named = tensors.convert_dtype(name, None) if dtype is None else find_dtype(tensors, name, dtype)
+    return tensors.make_spec(named, (len(cells),))

@@ -55,7 +55,7 @@ class Tensors:
     Attributes:
         lead: the first two axes of every tensor, memory_size and num_envs.
         dtypes: name -> dtype of the library, in order of creation.
-        storage: the store; `store` allocates its columns first.
+        storage: the store; `allocate` makes its columns.
         planned: name -> spec of the tensors that are not allocated yet; the first use allocates them.
         exposed: names of the tensors that the program got or set: it may write to rows before it adds them.
     """
@@ -76,7 +76,7 @@ class Tensors:
         untracked = self.storage.episodes is None and any(name in ENDS for name in self.planned)
         return self.storage.nbytes + self.storage.columns.n_rows * (planned + BYTES_PER_ROW * untracked)
 
-    def store(self) -> Storage:
+    def allocate(self) -> Storage:
         """Returns the store, after allocating the tensors that are not allocated yet."""
         if self.planned:
             with self.storage.lock:
@@ -93,35 +93,35 @@ class Tensors:
         """Adds a tensor; see `Memory.create_tensor`."""
         if size is None:
             return False
-        named = self.dtype(name, dtype)
+        named = self.convert_dtype(name, dtype)
         shape = _as_shape(size) if keep_dimensions else (n_elements(size),)
         if name not in self.dtypes:
             self.plan(name, named, shape)
             return True
-        if shape != self.spec(name).shape:
-            raise SpecError(f"tensor {name!r} exists with rows of shape {self.spec(name).shape}, not {shape}")
+        if shape != self.spec_of(name).shape:
+            raise SpecError(f"tensor {name!r} exists with rows of shape {self.spec_of(name).shape}, not {shape}")
         if dtype is not None and named != self.dtypes[name]:
             raise SpecError(f"tensor {name!r} exists with dtype {self.dtypes[name]}, not {named}")
         return False
 
-    def dtype(self, name: str, dtype: Any, by_name: bool = False) -> Any:
-        """Converts the dtype of a tensor, or its name, to the library's.
+    def convert_dtype(self, name: str, dtype: Any, by_name: bool = False) -> Any:
+        """Converts the dtype of a new tensor, or the name of that dtype, to the library's.
 
         Raises:
-            SpecError: the store does not support it, or no tensor may have this name.
+            SpecError: the store does not support the dtype, or no tensor may have this name.
         """
         _check_name(name)
         try:
             named = self.framework.dtype_from_name(dtype) if by_name else self.framework.dtype(dtype)
-            self.new_spec(named, ())
+            self.make_spec(named, ())
         except SpecError as error:
             raise SpecError(f"tensor {name!r}: {error}") from error
         except TypeError as error:
             raise SpecError(f"tensor {name!r}: dtype {dtype} is not supported: {error}") from error
         return named
 
-    def new_spec(self, dtype: Any, shape: tuple[int, ...]) -> Spec:
-        """The spec of the column that stores a tensor of this dtype.
+    def make_spec(self, dtype: Any, shape: tuple[int, ...]) -> Spec:
+        """Makes the spec of the column that stores a tensor of this dtype.
 
         Raises:
             SpecError: columns cannot store it.
@@ -139,7 +139,7 @@ class Tensors:
         Raises:
             OutOfMemoryError: there is too little memory for it.
         """
-        spec = self.new_spec(dtype, shape)
+        spec = self.make_spec(dtype, shape)
         self.check_room(f"tensor {name!r}", [spec])
         self.planned[name], self.dtypes[name] = spec, dtype
 
@@ -151,7 +151,7 @@ class Tensors:
         if available is not None and needed > available:
             raise OutOfMemoryError(f"{owner}: {needed:,} bytes are needed, {available:,} are available")
 
-    def spec(self, name: str) -> Spec:
+    def spec_of(self, name: str) -> Spec:
         """The spec of a tensor."""
         return self.planned.get(name) or self.storage.columns.specs[name]
 
@@ -162,18 +162,18 @@ class Tensors:
         if name not in self.dtypes:
             raise MissingKeyError(f"no tensor {name!r} in this memory, there are {sorted(self.dtypes)}")
 
-    def live(self, name: str, keepdim: bool = True) -> Any:
-        """The tensor with this name over the store's memory; a copy in jax."""
-        columns = self.store().columns
+    def get_live(self, name: str, keepdim: bool = True) -> Any:
+        """Returns a tensor over the store's memory; a copy in jax."""
+        columns = self.allocate().columns
         self.exposed.add(name)
         rows = columns.cells[name].swapaxes(0, 1) if keepdim else columns.flat[name]
         return self.framework.live_array(rows, self.dtypes[name], repr(name))
 
-    def set(self, name: str, tensor: Any, strict: bool) -> None:
+    def set_values(self, name: str, tensor: Any, strict: bool) -> None:
         """Copies values into a tensor; see `Memory.set_tensor_by_name`."""
         self.check_known(name)
-        columns, spec = self.store().columns, self.spec(name)
-        values = encoded(name, self.convert(name, tensor, strict), spec)
+        columns, spec = self.allocate().columns, self.spec_of(name)
+        values = encoded(name, self.convert_values(name, tensor, strict), spec)
         shape = (*self.lead, *spec.shape)
         try:
             values = values.expand(shape) if isinstance(values, torch.Tensor) else np.broadcast_to(values, shape)
@@ -187,19 +187,19 @@ class Tensors:
             assert done is not None
             self.storage.rebuild_episodes(done)
 
-    def convert(self, name: str, value: Any, strict: bool) -> Any:
+    def convert_values(self, name: str, value: Any, strict: bool) -> Any:
         """Returns a value unchanged if its device and dtype are the tensor's; otherwise as a numpy array.
 
         Real numbers are cast, as in skrl. If `strict`, only floats may lose precision: 1.0 can be a bool, 0.5 cannot.
         """
         if name not in self.dtypes:
             return host_array(name, value)
-        columns, spec = self.storage.columns, self.spec(name)
+        columns, spec = self.storage.columns, self.spec_of(name)
         own = None if columns.on_host else columns.own(self.framework.to_torch(value), spec)
         cast = as_whole if strict else cast_freely
         return cast(host_array(name, value), spec) if own is None else own
 
-    def numbers_at(self, name: str, rows: np.ndarray) -> np.ndarray:
+    def read_numbers(self, name: str, rows: np.ndarray) -> np.ndarray:
         """Copies rows to the host by flat index, `(n, *data)`; bfloat16 becomes float32."""
         columns = self.storage.columns
         values = columns.host(name, columns.gather([name], rows)[0])
@@ -207,7 +207,7 @@ class Tensors:
 
     # Cursor
 
-    def cursor(self) -> Cursor:
+    def find_cursor(self) -> Cursor:
         """Finds where the next row is written."""
         ring, (memory_size, _) = self.storage.ring, self.lead
         low, high = int(ring.head.min()), int(ring.head.max())
@@ -220,8 +220,12 @@ class Tensors:
         return int((ring.head - ring.base).min()) // ring.capacity
 
     def set_cursor(self, **changes: Any) -> None:
-        """Adds the rows in the tensors up to a new cursor; drops all others if the cursor moves back."""
-        storage, lanes, cursor = self.store(), np.arange(self.lead[1]), self.cursor()
+        """Makes the rows up to a new cursor valid; drops all others if the cursor moves back.
+
+        Args:
+            changes: attributes of the cursor that change.
+        """
+        storage, lanes, cursor = self.allocate(), np.arange(self.lead[1]), self.find_cursor()
         now, then = cursor.count_rows(*self.lead), cursor._replace(**changes).count_rows(*self.lead)
         head = storage.ring.head
         starts_anew = np.ptp(head) > 1 or bool((then < now).any())
@@ -244,7 +248,7 @@ class Tensors:
 
 
 class LiveTensors(dict[str, Any]):
-    """Tensors by name, in order of creation.
+    """Live tensors by name, in order of creation: what `Memory.tensors` and `tensors_view` return.
 
     Args:
         names: names of the tensors.
