@@ -20,6 +20,7 @@ class Batches:
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
+        self._own_dtypes: dict[np.dtype, Any] = {}  # dtype of numpy -> the library's, which takes time to find
 
     def check_names(self, names: Sequence[str], strict: bool) -> tuple[list[str], list[str]]:
         """Returns the names as a list, and those among them that are names of tensors.
@@ -62,7 +63,7 @@ class Batches:
         return batches
 
     def _hand_over(self, names: list[str], known: list[str], arrays: list[Any]) -> list[Any]:
-        """The library's array of each name, None for unknown ones."""
+        """Returns the library's array of each name, None for unknown ones."""
         tensors = self._tensors
         made = tensors.framework.hand_over(arrays, [tensors.dtypes[name] for name in known], tensors.device)
         if len(names) == len(known):
@@ -71,6 +72,8 @@ class Batches:
         return [next(found) if name in known else None for name in names]
 
     def hand_over_one(self, array: np.ndarray) -> Any:
-        """A copy of an array that belongs to no tensor, in the library's dtype for its own."""
-        framework, copy = self._tensors.framework, np.array(array)
-        return framework.hand_over([copy], [framework.dtype(copy.dtype)], self._tensors.device)[0]
+        """Hands over an array that belongs to no tensor, and that nobody else holds."""
+        framework, dtypes = self._tensors.framework, self._own_dtypes
+        if array.dtype not in dtypes:
+            dtypes[array.dtype] = framework.dtype(array.dtype)
+        return framework.hand_over([array], [dtypes[array.dtype]], self._tensors.device)[0]
