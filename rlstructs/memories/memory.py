@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,13 +15,11 @@ from rlstructs.frameworks.framework import Framework
 from rlstructs.memories import files
 from rlstructs.memories.batches import Batches
 from rlstructs.memories.intake import Intake
-from rlstructs.memories.tensors import LiveTensors, Tensors
+from rlstructs.memories.tensors import LiveTensors, Tensors, choose_device
 from rlstructs.replay.claims import Claims, plain_state
 from rlstructs.replay.copies import CopiedWhole
 from rlstructs.replay.from_trajectories import NAMES, take_trajectories
 from rlstructs.replay.values import generator_of, row_ids
-
-LOG = logging.getLogger("rlstructs")
 
 
 class Memory(CopiedWhole, ABC):
@@ -63,7 +60,8 @@ class Memory(CopiedWhole, ABC):
         self.memory_size = check_count("memory_size", memory_size)
         self.num_envs = check_count("num_envs", num_envs)
         self.strict = strict
-        self._tensors = Tensors(self.framework, self.memory_size, self.num_envs, self._choose_device(device))
+        device = choose_device(type(self).__name__, self.framework, device, strict)
+        self._tensors = Tensors(self.framework, self.memory_size, self.num_envs, device)
         self._storage = self._tensors.storage
         self._intake, self._batches = Intake(self._tensors), Batches(self._tensors)
         self.export = export
@@ -71,16 +69,6 @@ class Memory(CopiedWhole, ABC):
         self.export_directory = export_directory
         self.sampling_indexes: Any = None
         self._rng = generator_of(self.framework.draw_seed() if seed is None else seed)
-
-    def _choose_device(self, device: Any) -> Any:
-        """Returns the library's device; for an unknown name its default device, as in skrl, unless `strict`."""
-        try:
-            return self.framework.device(device)
-        except SpecError as error:
-            if self.strict:
-                raise
-            LOG.warning("%s: %s; the default device takes its place", type(self).__name__, error)
-            return self.framework.device(None)
 
     def __len__(self) -> int:
         """Number of valid rows, over all environments."""
@@ -90,6 +78,10 @@ class Memory(CopiedWhole, ABC):
     def device(self) -> Any:
         """Device of batches."""
         return self._tensors.device
+
+    @device.setter
+    def device(self, device: Any) -> None:
+        self._tensors.device = device
 
     @property
     def nbytes(self) -> int:

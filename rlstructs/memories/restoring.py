@@ -37,10 +37,8 @@ def plan_restore(
     """
     tensors, sizes = memory._tensors, tuple(whole(name, state[name], 1) for name in ("memory_size", "num_envs"))
     if sizes != tensors.lead:
-        raise FileError(
-            f"{path}: holds memory_size {sizes[0]} and num_envs {sizes[1]}, "
-            f"this memory has {memory.memory_size} and {memory.num_envs}"
-        )
+        held = "memory_size {} and num_envs {}, this memory has {} and {}".format(*sizes, *tensors.lead)
+        raise FileError(f"{path}: holds {held}")
     specs = check_tensors(tensors, path, state["tensors"])
     claims = Claims(check_counters(more[RING], memory.num_envs, memory.memory_size), SLOT, specs)
     episodes = _check_episodes(memory, more, claims)

@@ -29,9 +29,7 @@ def n_elements(size: Any) -> int:
 def _n_elements_of_space(space: Any) -> int:
     from gymnasium import spaces
 
-    if isinstance(space, spaces.Discrete):
-        return 1
-    if isinstance(space, (spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete)):
+    if isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete)):
         return math.prod(space.shape)
     if isinstance(space, (spaces.Dict, spaces.Tuple)):
         members = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces

@@ -6,6 +6,7 @@ store with a head of its own, so environments may be at different rows.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ from rlstructs.replay.episodes import BYTES_PER_ROW
 from rlstructs.replay.roles import ENDS
 from rlstructs.replay.store import Storage
 from rlstructs.replay.values import as_whole, cast_freely, encoded, find_marks, from_bits, host_array
+
+LOG = logging.getLogger("rlstructs")
 
 
 class Cursor(NamedTuple):
@@ -272,6 +275,17 @@ class LiveTensors(dict[str, Any]):
     def __reduce__(self) -> Any:
         # Copies and pickles are independent of the memory; torch.load accepts an OrderedDict.
         return OrderedDict, (), None, None, iter(self.items())
+
+
+def choose_device(owner: str, framework: Framework, device: Any, strict: bool) -> Any:
+    """Returns the library's device; for an unknown name its default device, as in skrl, unless `strict`."""
+    try:
+        return framework.device(device)
+    except SpecError as error:
+        if strict:
+            raise
+        LOG.warning("%s: %s; the default device takes its place", owner, error)
+        return framework.device(None)
 
 
 def find_ends(block: Mapping[str, Any]) -> np.ndarray | None:
