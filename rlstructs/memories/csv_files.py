@@ -1,4 +1,4 @@
-"""Files of memories in text: a .csv with the valid rows, and a .json beside it with everything else."""
+"""Files of memories as text: a .csv of the valid rows, and a .json of everything else."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CHECKSUM, ROWS_CHECKSUM = "crc32", "rows_crc32"
 
 
 def save(memory: Memory, path: Path, bookkeeping: Mapping[str, np.ndarray]) -> None:
-    """Writes the valid rows of a memory to a .csv, and everything else to a .json beside it."""
+    """Writes the valid rows to a .csv, and everything else to a .json of the same name."""
     tensors, names = memory._tensors, memory.get_tensor_names()
     rows = tensors.allocate().span().by_step()
     more = {name: array.tolist() for name, array in bookkeeping.items()}
@@ -68,7 +68,7 @@ def _checksum_of(state: Mapping[str, Any]) -> int:
 
 
 def _verify(path: Path, state: Mapping[str, Any]) -> None:
-    """Raises ValueError or KeyError if one of the two files has changed since it was written."""
+    """Raises ValueError or KeyError if one of the two files was changed."""
     if state[CHECKSUM] != _checksum_of({key: value for key, value in state.items() if key != CHECKSUM}):
         raise ValueError("the checksum of the .json beside it is wrong")
     if state[ROWS_CHECKSUM] != _checksum_of_lines(path):
@@ -80,7 +80,7 @@ def _column_names(specs: Mapping[str, Spec]) -> list[str]:
 
 
 def load(memory: Memory, path: Path) -> None:
-    """Restores a memory from a .csv and the .json beside it; changes nothing if they do not fit."""
+    """Restores a memory from a .csv and its .json; changes nothing if they do not fit."""
     beside = path.with_suffix(".json")
     with open_file(path) as file, open_file(beside):
         nbytes = size_of(file)
@@ -119,7 +119,7 @@ def _parse_bookkeeping(values: Any, dtype: Any) -> np.ndarray:
 
 
 def _read_tensors(path: Path, nbytes: int, specs: Mapping[str, Spec], n_rows: int) -> dict[str, np.ndarray]:
-    """Reads the tensors of a file, each `(n_rows, *shape)`, after comparing their sizes with that of the file."""
+    """Compares sizes with that of the file, and reads its tensors, each `(n_rows, *shape)`."""
     sizes = {name: math.prod(spec.shape) for name, spec in specs.items()}
     n = 0
     for name, size in sizes.items():  # checked before anything as large as the file claims is allocated
@@ -193,7 +193,7 @@ def _read_cells(line: str, n: int) -> list[str]:
 
 
 def _parse(name: str, cells: list[list[str]], spec: Spec) -> np.ndarray:
-    """Converts the cells of some lines to numbers as a column of this spec holds them, `(lines, cells)`.
+    """Converts the cells of some lines to numbers of a column, `(lines, cells)`.
 
     Raises:
         ValueError: a text is no such number.

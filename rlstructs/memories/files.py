@@ -35,7 +35,7 @@ def check_format(name: Any) -> str:
 
 
 def choose_file(memory: Memory, given: str | Path, format: str | None) -> tuple[Path, str]:  # noqa: A002
-    """The path and format of a file to save: the given file, or a new one in the given folder.
+    """Returns the path and format of the file to save; in a folder it is a new one.
 
     Raises:
         SpecError: the format is unknown, or differs from the file's ending.
@@ -82,7 +82,7 @@ def load(memory: Memory, path: Path) -> None:
 
 
 def _load_csv(memory: Memory, path: Path) -> None:
-    """Restores a memory from a .csv: of ours if there is a .json beside it, otherwise of skrl's."""
+    """Restores a memory from a .csv: one of ours if it has a .json, otherwise one of skrl's."""
     with open_file(path):  # raises unless it is a regular file
         beside = path.with_suffix(".json")
     if beside.exists():

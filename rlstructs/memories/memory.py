@@ -319,7 +319,7 @@ class Memory(CopiedWhole, ABC):
     # Files and copies
 
     def save(self, directory: str | Path = "", format: str | None = None) -> Path:  # noqa: A002 - skrl's name
-        """Saves the memory to a file, completely or not at all, while other threads that add rows wait.
+        """Saves the memory to a file, completely or not at all; threads that add rows wait.
 
         Args:
             directory: a folder, whose subfolder `memories` gets a new file; or the path of a file that ends in .pt,

@@ -30,7 +30,7 @@ BOOKKEEPING = {RING: np.int64, EPISODES: np.int32, SYNCED: np.int64, DRAWN: np.i
 def plan_restore(
     memory: Memory, path: Path, state: Any, more: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, Spec], Callable[[], None]]:
-    """Checks a file; returns the specs of its tensors and a function that restores everything else.
+    """Checks a file; returns the specs of its tensors and a function that restores the rest.
 
     Raises:
         FileError, ValueError, KeyError, TypeError: the file does not fit the memory.
@@ -135,7 +135,7 @@ def read_tensors(memory: Memory, path: Path, specs: Mapping[str, Spec], reader: 
 
 
 def write_rows(memory: Memory, path: Path, specs: Mapping[str, Spec], rows: np.ndarray, found: Any) -> None:
-    """Drops all rows, and writes those that were found in a file; the others become unwritten.
+    """Drops all rows and writes those of a file; the others become unwritten.
 
     Args:
         memory: the memory.

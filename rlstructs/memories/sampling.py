@@ -108,20 +108,20 @@ class RandomMemory(memory.Memory):
         return self._batches.split(names, known, arrays, mini_batches, starts)
 
     def get_sampling_mask(self) -> Any:
-        """A mask of the valid rows of the last `sample`, bool, in the order of `get_sampling_indexes`."""
+        """A mask of the valid rows of the last `sample`, bool, like `get_sampling_indexes`."""
         picked = self._last_selection()
         mask = picked.fields.get("mask", np.ones(len(picked.rows), bool))
         return self._batches.hand_over_one(mask.flatten())
 
     def get_sampling_is_first(self) -> Any:
-        """A mask of the rows of the last `sample` that begin an episode, bool, in the same order."""
+        """A mask of the sampled rows that begin an episode, bool, in the same order."""
         picked = self._last_selection()
         if "is_first" not in picked.fields:
             raise StateError(NO_ENDS_ERROR)
         return self._batches.hand_over_one(picked.fields["is_first"].flatten())
 
     def get_sampling_discounts(self) -> Any:
-        """Gamma to the number of steps that each row of the last `sample` sums up, float32 (rows,)."""
+        """Gamma to the number of steps that each sampled row sums up, float32 (rows,)."""
         n = self._last_selection().rows.size
         return self._batches.hand_over_one(np.full(n, self._discounts, np.float32))
 

@@ -63,7 +63,7 @@ def load(memory: Memory, path: Path) -> None:
 
 
 def _list_tensors(tensors: Tensors, path: Path, archive: Archive) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Lists the tensors in an archive: name -> name of the dtype, and shape of a row."""
+    """Lists the tensors in an archive: name -> dtype by name, and shape of a row."""
     found = {}
     for name in archive.names():
         dtype, shape = archive.spec_of(name)
@@ -78,7 +78,7 @@ def _list_tensors(tensors: Tensors, path: Path, archive: Archive) -> dict[str, t
 
 
 def _count_rows(tensors: Tensors, specs: Mapping[str, Spec]) -> int:
-    """Counts the valid rows by flat index: up to the last one that is not NaN in all floats."""
+    """Counts the rows by flat index up to the last one that is not NaN in all floats."""
     n = tensors.storage.columns.n_rows
     floats = [name for name, spec in specs.items() if spec.dtype.kind == "f" or spec.is_bfloat16]
     if not floats:
@@ -93,12 +93,11 @@ def _count_rows(tensors: Tensors, specs: Mapping[str, Spec]) -> int:
 def _set_valid_rows(memory: Memory, n_rows: int) -> None:
     """Makes the first rows by flat index the valid ones."""
     row, env = divmod(n_rows, memory.num_envs)
-    is_full = row == memory.memory_size
-    memory._tensors.set_cursor(is_full=is_full, row=0 if is_full else row, env=env)
+    memory._tensors.set_cursor(is_full=row == memory.memory_size, row=row % memory.memory_size, env=env)
 
 
 def load_csv(memory: Memory, path: Path) -> None:
-    """Restores a memory from a `.csv` file, which has the valid rows in the order of flat indexes.
+    """Restores a memory from a `.csv` file of valid rows in the order of flat indexes.
 
     Raises:
         ValueError, FileError, OutOfMemoryError: the file is no such file or does not fit; nothing changes.
@@ -129,7 +128,7 @@ def _read_names(file: IO[str]) -> dict[str, int]:
 
 
 def _choose_spec(tensors: Tensors, name: str, cells: list[str]) -> Spec:
-    """Returns the spec of a tensor; a new one gets the dtype that the cells of its first row suggest."""
+    """Returns the spec of a tensor; a new one gets its dtype from its first row."""
     if name in tensors.dtypes:
         known = tensors.spec_of(name)
         if math.prod(known.shape) != len(cells):
