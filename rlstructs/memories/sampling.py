@@ -108,7 +108,7 @@ class RandomMemory(memory.Memory):
         return self._batches.split(names, known, arrays, mini_batches, starts)
 
     def get_sampling_mask(self) -> Any:
-        """A mask of the valid rows of the last `sample`, bool, like `get_sampling_indexes`."""
+        """A mask of the valid sampled rows, bool, in the order of `get_sampling_indexes`."""
         picked = self._last_selection()
         mask = picked.fields.get("mask", np.ones(len(picked.rows), bool))
         return self._batches.hand_over_one(mask.flatten())
