@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 KIND = "Memory"
 # Arrays in a file that are not tensors.
 RING, EPISODES = "__ring__", "__episodes__"
-BOOKKEEPING = {RING: np.int64, EPISODES: np.int32, SYNCED: np.int64, DRAWN: np.int64, LEAVES: np.float64}
+BOOKKEEPING = {
+    RING: np.int64, EPISODES: np.int32, SYNCED: np.int64, DRAWN: np.int64, LEAVES: np.float64,
+}  # fmt: skip
 
 
 def plan_restore(
