@@ -11,8 +11,7 @@ from frameworks import CUDA, EVERY_KIND, ON_HOST, array, flat, host, library, ma
 
 from rlstructs import DictTensor, OutOfMemoryError, TemporalDictTensor, Trajectories
 from rlstructs.errors import SpecError
-from rlstructs.memories import from_trajectories as adding
-from rlstructs.memories import tensors
+from rlstructs.memories import intake, tensors
 from rlstructs.replay import device_columns, from_trajectories, values
 from rlstructs.replay.columns import Columns, Spec
 from rlstructs.replay.device_columns import TensorColumns
@@ -133,7 +132,7 @@ def test_trajectories_on_the_device_do_not_pass_the_host(kind, monkeypatch):
     )
     seen = []
     plain = from_trajectories.host_array
-    for module in (adding, from_trajectories):
+    for module in (intake, from_trajectories):
         monkeypatch.setattr(module, "host_array", lambda name, value: seen.append(name) or plain(name, value))
     memory.add_trajectories(batch, {"x": "x", "b": "b", "terminated": "e"})
     assert seen == ["env_index", "lengths"]
