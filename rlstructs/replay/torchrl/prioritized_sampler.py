@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 
 from rlstructs.checks import check_count
-from rlstructs.errors import SpecError, StateError
+from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.public_names import set_module
 from rlstructs.replay.claims import Claims
 from rlstructs.replay.drawing import Selection
+from rlstructs.replay.given import flat_items
 from rlstructs.replay.priorities import LEAVES, Priorities, exponent, importance_weights
 from rlstructs.replay.store import Storage
 from rlstructs.replay.torchrl.part import check_neutral
-from rlstructs.replay.torchrl.samplers import WEIGHT, Sampler
+from rlstructs.replay.torchrl.samplers import INDEX, MASK, WEIGHT, Sampler
 from rlstructs.replay.values import host_array, real_numbers, row_ids
 
 # Of an even number of values torch's median is the lower of the two in the middle.
@@ -52,6 +53,8 @@ class PrioritizedSampler(Sampler):
     """
 
     fields = (WEIGHT,)
+    # The row ids of the last write, and their steps: an id alone may mean the row that was drawn before.
+    written: tuple[np.ndarray, np.ndarray] | None = None
 
     def __init__(
         self,
@@ -163,27 +166,26 @@ class PrioritizedSampler(Sampler):
             raise SpecError(f"priorities must be finite and at least 0, got {wrong}")
         return reduced(values, self.reduction)
 
-    def update(self, storage: Storage, index: Any, priorities: Any, steps: np.ndarray | None = None) -> None:
+    def update(self, storage: Storage, index: Any, priorities: Any) -> None:
         """Sets the priorities of rows; of equal ones the last counts, negative ones are left out.
 
         Args:
-            storage: where they lie.
-            index: int (n,), row ids.
+            storage: the rows.
+            index: int (n,), row ids: those of the last write mean its rows, others the rows that were drawn.
             priorities: as `checked` takes them.
-            steps: int64 (n,), which steps the ids mean, where that is known; None for those that they were drawn as.
 
         Raises:
-            SpecError, IndexError: something does not fit; nothing has changed.
+            SpecError, IndexError: something does not fit; nothing changes.
         """
         rows, span = host_array("index", index).reshape(-1), storage.span()
         if np.ndim(index) > 1 and np.shape(priorities) == np.shape(index):
             priorities = host_array("priorities", priorities).reshape(-1)
         values = self.checked(priorities, rows.size)
-        is_last = steps is not None or self._of().drawn.is_last(rows, span)
-        if steps is not None:
+        if self.written is not None and np.array_equal(rows, self.written[0]):
+            steps, is_last = self.written[1], True
             held = (rows >= 0) & (span.steps(rows) == steps) & (steps >= span.low[0])
             rows, values = rows[held], values[held]
-        elif not is_last:
+        elif not (is_last := self._of().drawn.is_last(rows, span)):
             held = rows >= 0 if rows.dtype.kind == "i" else np.ones(rows.shape, bool)
             rows, values = row_ids(rows[held], storage.columns.n_rows), values[held]
         self._of().update(span, rows, values + self.eps, is_last)
@@ -222,7 +224,7 @@ class PrioritizedSampler(Sampler):
         priorities = self._made(claims.n_rows, alpha).restored(arrays, state, claims)
 
         def restore() -> None:
-            self._alpha, self._beta, self._priorities = alpha, beta, priorities
+            self._alpha, self._beta, self._priorities, self.written = alpha, beta, priorities, None
             self.version += 1
 
         return restore
@@ -231,6 +233,9 @@ class PrioritizedSampler(Sampler):
     def nbytes(self) -> int:
         """Bytes of the priorities."""
         return 0 if self._priorities is None else Priorities.nbytes_of(self._priorities.tree.n_leaves, 1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "written": None}
 
     def _shown(self) -> dict[str, Any]:
         return {"alpha": self._alpha, "beta": self._beta, "eps": self.eps, "reduction": self.reduction}
@@ -255,6 +260,23 @@ def reduced(values: np.ndarray, reduction: str) -> np.ndarray:
     return np.asarray(REDUCTIONS[reduction](values, axis=axes)) if axes else values
 
 
-def reduced_inside(values: np.ndarray, inside: np.ndarray, reduction: str) -> np.ndarray:
-    """`(n, T, ...)` as float64 (n,): what the steps are reduced to that are `inside`, bool (n, T)."""
-    return np.array([reduced(own[at][None], reduction)[0] for own, at in zip(values, inside, strict=True)])
+def find_priorities(batch: Any, key: str, sampler: PrioritizedSampler) -> tuple[np.ndarray, np.ndarray]:
+    """The row ids of a batch, (n,), and the priorities in its column `key`, (n, ...), without padding.
+
+    Raises:
+        MissingKeyError: the batch has no `index`, or no such column.
+    """
+    flat = flat_items(batch, "update_tensordict_priority")
+    if absent := sorted({INDEX, key} - set(flat)):
+        raise MissingKeyError(f"update_tensordict_priority: no {absent} in the batch, there are {sorted(flat)}")
+    index, priorities = (host_array(name, flat[name]) for name in (INDEX, key))
+    mask = host_array(MASK, flat[MASK]).astype(bool) if MASK in sampler.fields and MASK in flat else None
+    if index.ndim > 1:  # slices, or rows of several steps that all have the same index: take that of the first step
+        index = index.reshape(len(index), -1)[:, 0]
+        if mask is not None and priorities.ndim > 1:
+            some = mask.reshape(len(mask), -1).any(axis=1)  # rows of several axes may be padding as a whole
+            own = zip(priorities[some], mask[some], strict=True)
+            return index[some], np.array([reduced(each[at][None], sampler.reduction)[0] for each, at in own])
+    elif mask is not None:
+        return index[mask], priorities[mask]
+    return index, priorities

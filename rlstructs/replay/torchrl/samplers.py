@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rlstructs.errors import SpecError
+from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.public_names import set_module
 from rlstructs.replay.claims import Claims, flag, whole
 from rlstructs.replay.drawing import Selection, Uniform
@@ -46,6 +46,12 @@ class Sampler(Part):
             SpecError: it cannot.
         """
         self.cleared()
+
+    def check_keys(self, names: Collection[str]) -> None:
+        """Raises MissingKeyError if `end_key` or `traj_key` is none of these columns."""
+        for argument, key in (("end_key", self.end_key), ("traj_key", self.traj_key)):
+            if key is not None and key not in names:
+                raise MissingKeyError(f"no {key!r}, the {argument} of the sampler; there are {sorted(names)}")
 
     def plan(self, batch_size: int) -> tuple[int, int]:
         """How many draws make such a batch, and how many rows are read for each."""

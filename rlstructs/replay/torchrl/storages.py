@@ -18,7 +18,7 @@ from rlstructs.public_names import set_module
 from rlstructs.replay.backing import Folder, FolderBlock
 from rlstructs.replay.columns import LANE, Columns
 from rlstructs.replay.device_columns import TensorColumns
-from rlstructs.replay.torchrl.batches import rows_of
+from rlstructs.replay.torchrl.given_rows import take_rows
 from rlstructs.replay.torchrl.part import ANY, Part, check_neutral
 
 # Rows that a store which grows begins with.
@@ -58,7 +58,7 @@ class ReplayStorage(Part):
         buffer = None if self._owner is None else self._owner()
         if buffer is not None:
             return len(buffer)
-        return 0 if self.data is None else rows_of(self.data, type(self).__name__).n
+        return 0 if self.data is None else take_rows(self.data, type(self).__name__).n
 
     def __getitem__(self, index: Any) -> Any:
         buffer = None if self._owner is None else self._owner()
@@ -176,7 +176,7 @@ class TensorStorage(ReplayStorage):
         if isinstance(storage, (int, float, np.integer, np.floating)) and max_size is None:
             storage, max_size = None, storage
         self._is_auto = device == AUTO
-        rows = None if storage is None else rows_of(storage, "TensorStorage")
+        rows = None if storage is None else take_rows(storage, "TensorStorage")
         if rows is not None:
             self.data, max_size = storage, rows.n if max_size is None else max_size
         super().__init__(check_size("max_size", max_size), ndim)

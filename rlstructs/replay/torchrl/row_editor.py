@@ -1,0 +1,175 @@
+"""Reads and changes the rows of a `DictTensorReplayBuffer` by index."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from rlstructs.errors import MissingKeyError, SpecError
+from rlstructs.replay.columns import Spec
+from rlstructs.replay.given import as_rows, flat_items
+from rlstructs.replay.torchrl.assembly import Assembly
+from rlstructs.replay.torchrl.given_rows import add_row_axis, take_rows
+from rlstructs.replay.torchrl.part import joined
+from rlstructs.replay.torchrl.row_intake import Intake, RowIntake
+from rlstructs.replay.torchrl.samplers import INDEX
+from rlstructs.replay.values import host_array, row_ids
+from rlstructs.structures.dict_tensor import DictTensor
+
+
+class RowEditor:
+    """Reads and changes rows; the public methods of `DictTensorReplayBuffer` say how.
+
+    Args:
+        parts: of the buffer.
+        rows: its intake of rows.
+        intake: adds columns.
+    """
+
+    def __init__(self, parts: Assembly, rows: RowIntake, intake: Intake) -> None:
+        self._parts, self._rows, self._intake = parts, rows, intake
+
+    def read(self, index: Any) -> Any:
+        """Rows or a column; see `DictTensorReplayBuffer.__getitem__`."""
+        if isinstance(index, (str, tuple)):
+            return self._read_column(joined(index))
+        parts = self._parts
+        with parts.lock:
+            rows = self._find_rows(index)
+            ids = np.atleast_1d(rows)
+            arrays = self._gather(list(parts.specs), ids)
+            if parts.axes is not None and parts.export.framework == "torch":  # torchrl's buffer has it as a column
+                arrays[INDEX] = ids.copy()
+            batch = parts.hand_over(arrays, max(rows.ndim, 1))
+        batch = parts.transform(batch)
+        return batch if rows.ndim else _take_first(batch)
+
+    def _read_column(self, key: str) -> Any:
+        parts = self._parts
+        nested = [name for name in parts.specs if name.startswith(f"{key}/")]
+        if not len(parts.transform) and key not in parts.specs and not nested:
+            raise MissingKeyError(f"no {key!r} in this buffer, there are {sorted(parts.specs)}")
+        names = list(parts.specs) if len(parts.transform) else [key] if key in parts.specs else nested
+        with parts.lock:
+            batch = parts.hand_over(self._gather(names, self._sort_by_id(np.arange(len(parts.store)))))
+        batch = parts.transform(batch)
+        if isinstance(batch, DictTensor) and key not in batch:
+            inside = batch.truncate_key(f"{key}/")
+            return batch[key] if inside.empty() else inside  # if neither is there, this raises
+        return batch[key if isinstance(batch, (DictTensor, dict)) else tuple(key.split("/"))]  # a tensordict is nested
+
+    def _gather(self, names: list[str], rows: np.ndarray) -> dict[str, Any]:
+        return dict(zip(names, self._parts.store.gather(names, rows), strict=True))
+
+    def change(self, index: Any, values: Any) -> None:
+        """Changes rows or a column; see `DictTensorReplayBuffer.__setitem__`."""
+        if isinstance(index, (str, tuple)):
+            self.change_columns(slice(None), {joined(index): values})
+        else:
+            self.change_columns(index, values, with_new=True)
+
+    def change_all(self, values: Any, keys: Collection[Any] | None) -> None:
+        """Changes some columns in all rows; see `DictTensorReplayBuffer.update_`."""
+        flat = flat_items(values, "update_")
+        names = list(flat) if keys is None else [joined(key) for key in keys]
+        if absent := sorted(set(names) - set(flat)):
+            raise MissingKeyError(f"update_: no {absent} among the values, there are {sorted(flat)}")
+        self.change_columns(slice(None), {name: flat[name] for name in names})
+
+    def change_columns(self, index: Any, values: Any, with_new: bool = False) -> None:
+        """Changes columns in some rows; if `with_new` and these are all rows, there may be new columns."""
+        parts = self._parts
+        with parts.lock:
+            parts.writer.refuse()
+            rows = self._find_rows(index)
+            given = flat_items(values, "[]")
+            reserved = parts.reserved_names()
+            if INDEX in given:  # a sample: no column has this name
+                if not parts.reading.is_plain:
+                    text = "samples of n steps or stacks are not what is stored: give columns without index"
+                    raise SpecError(f"[]: {text}")
+                reserved |= parts.sampler.marks(given, parts.specs)
+            flat = {name: value for name, value in given.items() if name not in reserved} or given
+            if not rows.ndim:
+                rows, flat = rows[None], {name: add_row_axis(name, value) for name, value in flat.items()}
+            if rows.ndim > 1:
+                raise IndexError(f"an index to write to must have one axis, got shape {rows.shape}")
+            inverted = self._rows.invert(take_rows(flat, "[]"), "[]")
+            if inverted is None or not rows.size:
+                return
+            new = inverted.values.keys() - parts.specs.keys() - reserved if with_new else ()
+            self._put(rows, inverted.values, new if new and np.unique(rows).size == len(parts.store) else ())
+
+    def _put(self, rows: np.ndarray, values: Mapping[str, Any], new: Collection[str]) -> None:
+        """Changes rows, and creates the columns in `new`."""
+        parts, store, block, made = self._parts, self._parts.store, {}, {}
+        for name, value in values.items():
+            given, spec = as_rows(name, value, parts.specs.get(name))
+            if name not in new:
+                block[name] = store.columns.check(name, given, rows.shape)
+                continue
+            if given.shape[:1] != rows.shape:
+                raise SpecError(f"{name!r} has shape {given.shape}, needed are {rows.size} rows")
+            block[name], made[name] = given, Spec(spec.dtype, given.shape[1:], 0, spec.is_bfloat16)
+        if made:
+            self._intake.add_columns(made)
+            block |= {name: store.columns.check(name, block[name], rows.shape) for name in made}
+            parts.quick = None
+            parts.marks.are_known |= parts.marks.are_in(made)
+        _, last = np.unique(rows[::-1], return_index=True)  # of equal row ids the last counts
+        last = rows.size - 1 - last
+        # This looks at every row, which takes long if there are many.
+        before = parts.marks.read() if parts.marks.are_in(block) else None
+        for name, checked in block.items():
+            store.put(name, rows[last], checked[last])
+        if before is not None:
+            parts.marks.recompute(*before)
+        parts.writer.changed()
+
+    def _find_rows(self, index: Any) -> np.ndarray:
+        """The row ids that an index means, int64; without an axis if it is an int."""
+        store = self._parts.store
+        n = len(store)
+        if isinstance(index, slice):
+            return self._sort_by_id(np.arange(n)[index])
+        at = host_array("index", index) if not isinstance(index, list) or index else np.zeros(0, np.int64)
+        if at.dtype.kind == "b" and at.ndim:
+            if at.shape != (n,):
+                raise IndexError(f"a mask must have a value for each of the {n} rows, got shape {at.shape}")
+            return self._sort_by_id(np.flatnonzero(at))
+        if at.dtype.kind not in "iu":
+            raise IndexError(f"an index must be row ids, a slice, a bool mask or a name, got {index!r}")
+        if at.ndim == 0 and at < 0:
+            if at < -n:
+                raise IndexError(f"index {int(at)} is out of range for {n} rows")
+            return self._sort_by_id(n + at.astype(np.int64))
+        rows = row_ids(at, store.columns.n_rows)
+        held = store.span().has(rows)
+        if not held.all():
+            raise IndexError(f"index {rows[~held][0]} holds no row")
+        return rows
+
+    def _sort_by_id(self, numbers: np.ndarray) -> np.ndarray:
+        """The row ids of row numbers that count in the order of row ids."""
+        span = self._parts.store.span()
+        first = int(span.low[0]) % span.columns.capacity
+        if not first or span.total == span.columns.capacity:
+            return numbers  # always, unless a write was cut short
+        return np.asarray(np.sort(span.every_row())[numbers])
+
+
+def _take_first(batch: Any) -> Any:
+    """The row of a batch of one; in warp, which has no scalars, numbers stay arrays of one."""
+    if isinstance(batch, DictTensor):
+        return batch.index(0)
+    if not isinstance(batch, dict):
+        return batch[0]
+    return type(batch)({name: _drop_axis(value) for name, value in batch.items()})
+
+
+def _drop_axis(value: Any) -> Any:
+    if type(value).__module__.partition(".")[0] == "warp":
+        return value.reshape(value.shape[1:]) if value.ndim > 1 else value
+    return value[0]
