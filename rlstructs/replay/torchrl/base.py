@@ -21,7 +21,7 @@ from rlstructs.replay.torchrl.row_intake import Intake, RowIntake
 from rlstructs.replay.torchrl.samplers import Sampler
 from rlstructs.replay.torchrl.storages import ReplayStorage
 from rlstructs.replay.torchrl.transforms import Compose
-from rlstructs.replay.torchrl.writers import Writer
+from rlstructs.replay.torchrl.writers import ImmutableWriter, RoundRobinWriter, Writer
 from rlstructs.replay.values import generator_of
 
 S = TypeVar("S", bound="DictTensorBase")
@@ -57,7 +57,8 @@ class DictTensorBase(Buffer):
         self._editor = RowEditor(parts, self._rows, intake)
         if (data := parts.storage.data) is not None:
             parts.storage.data = None
-            self._rows.store_initial(data)
+            writer = RoundRobinWriter() if isinstance(parts.writer, ImmutableWriter) else parts.writer
+            self._rows.store(take_rows(data, "TensorStorage"), "TensorStorage", writer=writer)
 
     @property
     def _rng(self) -> np.random.Generator:

@@ -169,7 +169,7 @@ class DictTensorReplayBuffer(DictTensorBase):
         """
         with self._parts.lock:
             rows = take_rows(tensordicts, "extend")
-            return torch.from_numpy(self._rows.store(rows, "extend", update_priority, came_as=tensordicts))
+            return torch.from_numpy(self._rows.store(rows, "extend", update_priority))
 
     def add_trajectories(self, trajectories: Trajectories, names: Mapping[str, str] | None = None) -> None:
         """Appends the valid steps of a batch of `RL_Batcher.get`, one trajectory after another.

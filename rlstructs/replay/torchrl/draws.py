@@ -41,20 +41,23 @@ class Place:
 
 
 class Draws:
-    """Draws rows and makes batches of them; only `finish` may be called without the lock of the parts.
+    """Draws rows and makes batches of them; only `finish` may be called without the lock.
 
     It keeps the sampler, the columns and the transforms that the buffer has now: another thread may exchange them
     before a batch is finished.
 
     Args:
         parts: of the buffer.
+        request: what a batch is made of.
         collate_fn: applied to a batch before all transforms; None for nothing.
         pin_memory: whether batches are in page-locked memory.
     """
 
-    def __init__(self, parts: Assembly, collate_fn: Callable[[Any], Any] | None, pin_memory: bool) -> None:
-        self._store, self._reading, self._rng = parts.store, parts.reading, parts.rng
-        self._collate_fn, self._pin_memory = collate_fn, pin_memory
+    def __init__(
+        self, parts: Assembly, request: Request, collate_fn: Callable[[Any], Any] | None, pin_memory: bool
+    ) -> None:
+        self.lock, self._store, self._reading, self._rng = parts.lock, parts.store, parts.reading, parts.rng
+        self.request, self._collate_fn, self._pin_memory = request, collate_fn, pin_memory
         self._sampler, self._transform = parts.sampler, parts.transform
         self._specs, self._axes, self._export = parts.specs, parts.axes, parts.export
 
@@ -67,9 +70,9 @@ class Draws:
         self._rng.bit_generator.state = place.generator
         self._sampler.go_to(place.position)
 
-    def draw(self, request: Request, rng: np.random.Generator | None = None) -> Selection:
+    def draw(self, rng: np.random.Generator | None = None) -> Selection:
         """Draws the rows of a batch; `rng` draws in place of the buffer's generator."""
-        return self._sampler.draw(self._store, *request[:2], self._rng if rng is None else rng)
+        return self._sampler.draw(self._store, *self.request[:2], self._rng if rng is None else rng)
 
     def note_drawn(self, picked: Selection) -> None:
         """Notes that these rows are handed out."""
@@ -79,9 +82,9 @@ class Draws:
         """The columns of drawn rows, name -> `(n, length, ...)`, private memory."""
         return self._reading.read(self._store, picked.span, list(self._specs), picked.rows)
 
-    def finish(self, request: Request, picked: Selection, arrays: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def finish(self, picked: Selection, arrays: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The batch, and what is known of its rows. Several threads may call this at once."""
-        with_info, sampler, specs, axes = request[2], self._sampler, self._specs, self._axes
+        with_info, sampler, specs, axes = self.request[2], self._sampler, self._specs, self._axes
         values = {name: sampler.flat(picked, array) for name, array in arrays.items()}
         n_axes = 1 if axes is None else axes[""]
         if n_axes > 1:  # a stack comes behind all axes of the batch

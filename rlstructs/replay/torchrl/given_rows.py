@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,18 +28,27 @@ class GivenRows:
         n: number of rows.
         done: bool (n,), where episodes end; None if only the columns say so.
         starts: bool (n,), where episodes start even if the one before has not ended; None for nowhere.
+        batch: the batch that they came as, which says in what form they leave.
+        is_one: whether the batch is a single row, without an axis of rows.
     """
 
     values: dict[str, Any]
     n: int
     done: np.ndarray | None = None
     starts: np.ndarray | None = None
+    batch: Any = None
+    is_one: bool = False
 
     @classmethod
     def from_steps(cls, steps: Steps) -> GivenRows:
         """Takes the steps of a single trajectory as rows."""
         done, starts = (None if marks is None else marks[0] for marks in (steps.done, steps.starts))
         return cls({name: each[0] for name, each in steps.values.items()}, steps.n_timesteps, done, starts)
+
+    @classmethod
+    def from_row(cls, batch: Any, values: Mapping[str, Any]) -> GivenRows:
+        """Takes the values of a single row, which came as `batch`."""
+        return cls({name: _to_array(name, value)[None] for name, value in values.items()}, 1, batch=batch, is_one=True)
 
 
 def take_rows(batch: Any, owner: str) -> GivenRows:
@@ -71,12 +80,7 @@ def take_rows(batch: Any, owner: str) -> GivenRows:
         n = value.shape[0] if name == first else n
         if value.shape[0] != n:
             raise SpecError(f"{owner}: {name!r} has {value.shape[0]} rows, {first!r} has {n}")
-    return GivenRows(flat, n)
-
-
-def add_row_axis(name: str, value: Any) -> Any:
-    """Adds the axis of rows to a value of a single row: `(1, ...)`."""
-    return _to_array(name, value)[None]
+    return GivenRows(flat, n, batch=batch)
 
 
 def _to_array(name: str, value: Any) -> Any:
@@ -104,4 +108,4 @@ def _stack(items: Sequence[Any], owner: str) -> GivenRows:
         except (ValueError, RuntimeError) as error:
             shapes = sorted({tuple(np.shape(value)) for value in column})
             raise SpecError(f"{owner}: {name!r} has not the same shape in all items, but {shapes}") from error
-    return GivenRows(values, len(flat))
+    return GivenRows(values, len(flat), batch=items)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from rlstructs.replay.drawing import Selection
-from rlstructs.replay.torchrl.draws import Draws, Place, Request
+from rlstructs.replay.torchrl.draws import Draws, Place
 
 # More threads than this would only wait for each other.
 MAX_THREADS = 8
@@ -30,37 +30,36 @@ MAX_THREADS = 8
 class Batch:
     """A batch that is being made; the first thread that comes does what is left to do."""
 
-    def __init__(self, draws: Draws, lock: Any, request: Request, picked: Selection) -> None:
+    def __init__(self, draws: Draws, picked: Selection) -> None:
         self.picked, self.after = picked, draws.place()
-        self._work: tuple[Draws, Any, Request] | None = (draws, lock, request)
+        self._draws: Draws | None = draws
         self._arrays: Any = None
         self.future: Future[Any] | None = None
 
     def read(self) -> None:
         """Reads the rows, unless that is done. The lock is held."""
-        if self._work is not None and self._arrays is None:
-            self._arrays = self._work[0].read(self.picked)
+        if self._draws is not None and self._arrays is None:
+            self._arrays = self._draws.read(self.picked)
 
     def drop(self) -> None:
         """Cancels it. The lock is held."""
         if self.future is not None:
             self.future.cancel()
-        self._work = None
+        self._draws = None
 
     def make(self) -> Any:
         """The batch; None if it was dropped."""
-        work = self._work
-        if work is None:
+        draws = self._draws
+        if draws is None:
             return None
-        draws, lock, request = work
-        with lock:
-            if self._work is None:
+        with draws.lock:
+            if self._draws is None:
                 return None
             self.read()
         try:
-            return draws.finish(request, self.picked, self._arrays)
+            return draws.finish(self.picked, self._arrays)
         finally:
-            self._work = self._arrays = None  # they would keep the rows alive
+            self._draws = self._arrays = None  # they would keep the rows alive
 
     def result(self) -> Any:
         """The batch, made here if no other thread has begun to make it."""
@@ -70,16 +69,14 @@ class Batch:
 
 
 class Prefetch:
-    """Batches that are made ahead.
+    """Batches that are made ahead. The lock of the rows is held whenever a method is called.
 
     Args:
-        lock: of the rows, held whenever a method is called.
         depth: number of batches.
     """
 
-    def __init__(self, lock: Any, depth: int) -> None:
+    def __init__(self, depth: int) -> None:
         self.depth = depth
-        self._lock = lock
         self._queue: deque[Batch] = deque()
         self._drawn_from: Any = None  # the request and the content that those in the queue were drawn from
         self._before: Place | None = None  # the place in the stream before the first of them
@@ -91,35 +88,35 @@ class Prefetch:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def take(self, draws: Draws, request: Request, content: Any) -> Batch:
+    def take(self, draws: Draws, content: Any) -> Batch:
         """The next batch.
 
         Args:
             draws: what it is drawn from.
-            request: what is asked for.
             content: a value that differs after every change of what is drawn from.
         """
         place = draws.place()
         self._forget_after_fork()
-        if self._drawn_from == (request, content) and (not self._queue or self._before == place):
+        drawn_from = draws.request, content
+        if self._drawn_from == drawn_from and (not self._queue or self._before == place):
             self._is_calm = True
         else:
             self._is_calm = not self._queue
             self.drop()
-        self._drawn_from = request, content
+        self._drawn_from = drawn_from
         if self._queue:
             batch = self._queue.popleft()
             draws.go_to(batch.after)
         else:
-            batch = Batch(draws, self._lock, request, draws.draw(request))
+            batch = Batch(draws, draws.draw())
         draws.note_drawn(batch.picked)
         batch.read()
         self._before = batch.after
         if self._is_calm:
-            self._fill(draws, request, self._queue[-1].after if self._queue else batch.after)
+            self._fill(draws, self._queue[-1].after if self._queue else batch.after)
         return batch
 
-    def _fill(self, draws: Draws, request: Request, last: Place) -> None:
+    def _fill(self, draws: Draws, last: Place) -> None:
         """Draws until there are enough; an error will come again when the batch is asked for."""
         here = draws.place()
         try:
@@ -127,7 +124,7 @@ class Prefetch:
                 while len(self._queue) < self.depth:
                     rng = self._generator(last.generator)
                     draws.go_to(Place(here.generator, last.position))
-                    batch = Batch(draws, self._lock, request, draws.draw(request, rng))
+                    batch = Batch(draws, draws.draw(rng))
                     batch.after.generator = rng.bit_generator.state
                     last = batch.after
                     batch.future = self._threads().submit(batch.make)

@@ -11,7 +11,7 @@ from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.given import as_rows, flat_items
 from rlstructs.replay.torchrl.assembly import Assembly
-from rlstructs.replay.torchrl.given_rows import add_row_axis, take_rows
+from rlstructs.replay.torchrl.given_rows import GivenRows, take_rows
 from rlstructs.replay.torchrl.part import joined
 from rlstructs.replay.torchrl.row_intake import Intake, RowIntake
 from rlstructs.replay.torchrl.samplers import INDEX
@@ -92,11 +92,10 @@ class RowEditor:
                     raise SpecError(f"[]: {text}")
                 reserved |= parts.sampler.marks(given, parts.specs)
             flat = {name: value for name, value in given.items() if name not in reserved} or given
-            if not rows.ndim:
-                rows, flat = rows[None], {name: add_row_axis(name, value) for name, value in flat.items()}
             if rows.ndim > 1:
                 raise IndexError(f"an index to write to must have one axis, got shape {rows.shape}")
-            inverted = self._rows.invert(take_rows(flat, "[]"), "[]")
+            taken = take_rows(flat, "[]") if rows.ndim else GivenRows.from_row(values, flat)
+            rows, inverted = np.atleast_1d(rows), self._rows.invert(taken, "[]")
             if inverted is None or not rows.size:
                 return
             new = inverted.values.keys() - parts.specs.keys() - reserved if with_new else ()

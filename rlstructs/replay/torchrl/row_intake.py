@@ -17,11 +17,11 @@ from rlstructs.replay.given import flat_items
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.store import Storage
 from rlstructs.replay.torchrl.assembly import Assembly
-from rlstructs.replay.torchrl.given_rows import GivenRows, add_row_axis, take_rows
+from rlstructs.replay.torchrl.given_rows import GivenRows, take_rows
 from rlstructs.replay.torchrl.prioritized_sampler import PrioritizedSampler
 from rlstructs.replay.torchrl.samplers import INDEX, WEIGHT
 from rlstructs.replay.torchrl.tensordicts import as_given, axes_of, refuse_tensorclass
-from rlstructs.replay.torchrl.writers import ImmutableWriter, RoundRobinWriter, Writer
+from rlstructs.replay.torchrl.writers import Writer
 from rlstructs.replay.values import host_array
 from rlstructs.structures.dict_tensor import DictTensor
 
@@ -55,8 +55,7 @@ class RowIntake:
         row = flat_items(data, "add")
         if (row_id := self.add_quickly(row)) is not None:  # now that it is flat
             return row_id
-        given = GivenRows({name: add_row_axis(name, value) for name, value in row.items()}, 1)
-        ids = self.store(given, "add", came_as=data, n_more=1)
+        ids = self.store(GivenRows.from_row(data, row), "add")
         return int(ids[0]) if ids.size else -1
 
     def add_quickly(self, row: Mapping[str, Any]) -> int | None:
@@ -79,7 +78,7 @@ class RowIntake:
             return head % capacity
 
     def store(
-        self, given: GivenRows, owner: str, update: bool | None = None, came_as: Any = None, n_more: int = 0
+        self, given: GivenRows, owner: str, update: bool | None = None, writer: Writer | None = None
     ) -> np.ndarray:
         """Writes rows.
 
@@ -87,38 +86,27 @@ class RowIntake:
             given: the rows.
             owner: name of the public method, for messages.
             update: as `update_priority` of `DictTensorReplayBuffer.extend`.
-            came_as: the batch that they were; the first one decides in what form batches leave.
-            n_more: number of axes that the rows have in front of those of that batch.
+            writer: writes them in place of the buffer's.
 
         Returns:
             The row ids, int64 (n,); -1 for rows that were not kept.
         """
-        with self._parts.lock:
-            return self._store(given, owner, self._parts.writer, update, came_as, n_more)
-
-    def store_initial(self, data: Any) -> None:
-        """Writes the rows that the storage was created with, even if the writer refuses all changes."""
-        writer = self._parts.writer
-        first = RoundRobinWriter() if isinstance(writer, ImmutableWriter) else writer
-        self._store(take_rows(data, "TensorStorage"), "TensorStorage", first, None, data, 0)
-
-    def _store(
-        self, given: GivenRows, owner: str, writer: Writer, update: bool | None, came_as: Any, n_more: int
-    ) -> np.ndarray:
         parts = self._parts
-        if not len(parts.store) and parts.export.framework == "torch":
-            parts.axes = axes_of(came_as, n_more)
-        writer.refuse()
-        inverted = self.invert(given, owner)
-        if inverted is None or not inverted.n:
-            return np.zeros(0, np.int64)
-        try:
-            return self._write(self._drop_reserved(inverted), update, writer)
-        except (SpecError, MissingKeyError):
-            if len(parts.store) or not parts.specs:
-                raise
-        with self._exchanging_columns():  # the buffer was emptied: these rows may be of another schema
-            return self._write(self._drop_reserved(inverted), update, writer)
+        with parts.lock:
+            if not len(parts.store) and parts.export.framework == "torch":
+                parts.axes = axes_of(given.batch, int(given.is_one))
+            writer = parts.writer if writer is None else writer
+            writer.refuse()
+            inverted = self.invert(given, owner)
+            if inverted is None or not inverted.n:
+                return np.zeros(0, np.int64)
+            try:
+                return self._write(self._drop_reserved(inverted), update, writer)
+            except (SpecError, MissingKeyError):
+                if len(parts.store) or not parts.specs:
+                    raise
+            with self._exchanging_columns():  # the buffer was emptied: these rows may be of another schema
+                return self._write(self._drop_reserved(inverted), update, writer)
 
     def _write(self, rows: GivenRows, update: bool | None, writer: Writer) -> np.ndarray:
         """Writes rows to the columns that there are, or creates them; nothing changes if it raises SpecError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,7 @@ class Sampling:
         self, parts: Assembly, collate_fn: Callable[[Any], Any] | None, pin_memory: bool, depth: int
     ) -> None:
         self._parts, self._collate_fn, self._pin_memory = parts, collate_fn, pin_memory
-        self.ahead = Prefetch(parts.lock, depth)
+        self.ahead = Prefetch(depth)
         self._in_pass = False  # of `next`
 
     def size(self, given: int | None) -> int:
@@ -47,15 +48,15 @@ class Sampling:
             request = self._request(n, with_info)
             if in_pass and not parts.sampler.remains(parts.store, request[0]):
                 return None
-            draws, batch = Draws(parts, self._collate_fn, self._pin_memory), None
+            draws, batch = Draws(parts, request, self._collate_fn, self._pin_memory), None
             if self.ahead.depth:
-                batch = self.ahead.take(draws, request, parts.content())
+                batch = self.ahead.take(draws, parts.content())
             else:
-                picked = draws.draw(request)
+                picked = draws.draw()
                 draws.note_drawn(picked)
                 arrays = draws.read(picked)
         made: tuple[Any, dict[str, Any]]
-        made = draws.finish(request, picked, arrays) if batch is None else batch.result()
+        made = draws.finish(picked, arrays) if batch is None else batch.result()
         return made
 
     def begin_pass(self) -> None:
@@ -74,16 +75,16 @@ class Sampling:
 
     def is_possible(self, batch_size: int | None) -> bool:
         """Whether a batch of this size could be made now; draws nothing."""
-        with self._parts.lock:
-            draws, n = Draws(self._parts, self._collate_fn, self._pin_memory), self.size(batch_size)
+        n = self.size(batch_size)
+        with self._parts.lock, contextlib.suppress(ValueError, RuntimeError):
+            draws = Draws(self._parts, self._request(n, with_info=False), None, False)
             before = draws.place()
             try:
-                draws.draw(self._request(n, with_info=False))
-            except (ValueError, RuntimeError):
-                return False
+                draws.draw()
+                return True
             finally:
                 draws.go_to(before)
-            return True
+        return False
 
     def _request(self, n: int, with_info: bool) -> Request:
         """What to draw for a batch of n rows."""
@@ -109,4 +110,4 @@ class Sampling:
         return {**vars(self), "ahead": self.ahead.depth}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, ahead=Prefetch(state["_parts"].lock, state["ahead"]))
+        vars(self).update(state, ahead=Prefetch(state["ahead"]))
