@@ -236,7 +236,7 @@ def test_rows_lie_where_the_first_of_them_do(monkeypatch):  # B1 device="auto"
         found.append(sorted(values))
         return torch.device("cpu")
 
-    monkeypatch.setattr(storages, "device_of", on_cpu)
+    monkeypatch.setattr(storages, "find_device", on_cpu)
     buffer = made(LazyTensorStorage(4, device="auto"), batch_size=4)
     assert buffer._storage.columns.on_host
     for start in (0, 3):

@@ -15,10 +15,10 @@ from rlstructs.replay.reading import DISCOUNT, Reading
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.store import Storage
 from rlstructs.replay.torchrl.episode_marks import EpisodeMarks
-from rlstructs.replay.torchrl.part import part
+from rlstructs.replay.torchrl.part import create_part
 from rlstructs.replay.torchrl.samplers import INDEX, RandomSampler, Sampler
 from rlstructs.replay.torchrl.storages import ReplayStorage
-from rlstructs.replay.torchrl.tensordicts import Axes, as_given
+from rlstructs.replay.torchrl.tensordicts import Axes, restore_form
 from rlstructs.replay.torchrl.transforms import Compose, Inverted, as_transform
 from rlstructs.replay.torchrl.writers import RoundRobinWriter, Writer
 
@@ -82,7 +82,7 @@ class Assembly:
 
     def hand_over(self, arrays: dict[str, Any], n_axes: int = 1) -> Any:
         """Makes a batch of private arrays, in the form in which rows came; `n_axes` is how many axes index rows."""
-        return as_given(self.export(arrays, self.specs), self.axes, n_axes)
+        return restore_form(self.export(arrays, self.specs), self.axes, n_axes)
 
     def content(self) -> Any:
         """A value that differs after every change that samples depend on."""
@@ -116,7 +116,7 @@ class Assembly:
 
     def set_sampler(self, sampler: Any, owner: Any) -> None:
         """Exchanges the sampler of the buffer `owner`."""
-        sampler = part("sampler", sampler, Sampler, RandomSampler)
+        sampler = create_part("sampler", sampler, Sampler, RandomSampler)
         with self.lock:
             self.check(sampler, self.writer, owner)
             if self.specs:
@@ -135,7 +135,7 @@ class Assembly:
 
     def set_writer(self, writer: Any, owner: Any) -> None:
         """Exchanges the writer of the buffer `owner`."""
-        writer = part("writer", writer, Writer, RoundRobinWriter)
+        writer = create_part("writer", writer, Writer, RoundRobinWriter)
         with self.lock:
             self.check(self.sampler, writer, owner)
             self.writer.belong(None)

@@ -15,7 +15,7 @@ from rlstructs.replay.claims import Claims
 from rlstructs.replay.torchrl import keeping
 from rlstructs.replay.torchrl.assembly import Assembly
 from rlstructs.replay.torchrl.given_rows import take_rows
-from rlstructs.replay.torchrl.part import joined
+from rlstructs.replay.torchrl.part import join_key
 from rlstructs.replay.torchrl.row_editor import RowEditor
 from rlstructs.replay.torchrl.row_intake import Intake, RowIntake
 from rlstructs.replay.torchrl.samplers import Sampler
@@ -83,7 +83,7 @@ class DictTensorBase(Buffer):
     @priority_key.setter
     def priority_key(self, priority_key: Any) -> None:
         with self._parts.lock:
-            self._parts.priority_key = joined(priority_key)
+            self._parts.priority_key = join_key(priority_key)
             self._parts.note_change()
 
     @property
@@ -194,12 +194,12 @@ class DictTensorBase(Buffer):
 
     def set_(self: S, key: Any, value: Any) -> S:
         """Changes a column in all rows, in the order of their ids; raises as `[]` does. Returns the buffer."""
-        self._editor.change_columns(slice(None), {joined(key): value})
+        self._editor.change_columns(slice(None), {join_key(key): value})
         return self
 
     def set_at_(self: S, key: Any, value: Any, index: Any) -> S:
         """Changes a column in some rows; `index` and errors as of `[]`. Returns the buffer."""
-        self._editor.change_columns(index, {joined(key): value})
+        self._editor.change_columns(index, {join_key(key): value})
         return self
 
     def update_(self: S, values: Any, clone: bool = False, *, keys_to_update: Sequence[Any] | None = None) -> S:

@@ -19,12 +19,12 @@ from rlstructs.replay.reading import Reading
 from rlstructs.replay.torchrl.assembly import Assembly
 from rlstructs.replay.torchrl.base import DictTensorBase
 from rlstructs.replay.torchrl.given_rows import GivenRows, take_rows
-from rlstructs.replay.torchrl.part import ANY, check_neutral, joined, part
+from rlstructs.replay.torchrl.part import ANY, check_neutral, create_part, join_key
 from rlstructs.replay.torchrl.prioritized_sampler import PrioritizedSampler, find_priorities
 from rlstructs.replay.torchrl.samplers import RandomSampler, Sampler
 from rlstructs.replay.torchrl.sampling import Sampling
 from rlstructs.replay.torchrl.storages import ListStorage, ReplayStorage
-from rlstructs.replay.torchrl.transforms import composed
+from rlstructs.replay.torchrl.transforms import compose
 from rlstructs.replay.torchrl.writers import RoundRobinWriter, Writer
 from rlstructs.structures.trajectories import Trajectories
 
@@ -118,15 +118,15 @@ class DictTensorReplayBuffer(DictTensorBase):
             raise SpecError("prefetch needs a batch_size: it says how large the batches are that are made ahead")
         if pin_memory and not torch.accelerator.is_available():
             raise StateError("pin_memory: torch sees no accelerator that page-locked memory would be for")
-        keys = None if stack_keys is None else tuple(joined(key) for key in check_names("stack_keys", stack_keys))
+        keys = None if stack_keys is None else tuple(join_key(key) for key in check_names("stack_keys", stack_keys))
         parts = Assembly(
-            part("storage", storage, ReplayStorage, partial(ListStorage, DEFAULT_SIZE)),
-            part("sampler", sampler, Sampler, RandomSampler),
-            part("writer", writer, Writer, RoundRobinWriter),
-            composed(transform),
+            create_part("storage", storage, ReplayStorage, partial(ListStorage, DEFAULT_SIZE)),
+            create_part("sampler", sampler, Sampler, RandomSampler),
+            create_part("writer", writer, Writer, RoundRobinWriter),
+            compose(transform),
             Reading(n_step, gamma, stack_num, keys),
             None if batch_size is None else check_count("batch_size", batch_size),
-            joined(priority_key),
+            join_key(priority_key),
         )
         super().__init__(parts, generator, framework, device)
         if pin_memory and (framework != "torch" or self._export.device is not None):
@@ -140,7 +140,7 @@ class DictTensorReplayBuffer(DictTensorBase):
         """Adds one row.
 
         Args:
-            data: a mapping of names to values without a batch axis; names of nested values are joined with `/`.
+            data: a mapping of names to values without a batch axis; names of nested values are join_key with `/`.
 
         Returns:
             Its row id; -1 if a transform or the writer dropped it.

@@ -14,7 +14,7 @@ from rlstructs.replay.drawing import Selection
 from rlstructs.replay.given import is_mapping
 from rlstructs.replay.torchrl import slice_marks, tensordicts
 from rlstructs.replay.torchrl.assembly import Assembly
-from rlstructs.replay.torchrl.part import joined
+from rlstructs.replay.torchrl.part import join_key
 from rlstructs.replay.torchrl.slice_samplers import SliceSampler
 from rlstructs.structures.dict_tensor import DictTensor
 
@@ -95,10 +95,10 @@ class Draws:
         if with_info and self._collate_fn is None:
             batch = self._export(values | known, specs)
             info = Known((name, batch[name]) for name in known)
-            batch = tensordicts.as_given(batch, axes)
+            batch = tensordicts.restore_form(batch, axes)
         else:
             info = Known(self._export(known, specs).items())
-            batch = tensordicts.as_given(self._export(values, specs), axes)
+            batch = tensordicts.restore_form(self._export(values, specs), axes)
             if self._collate_fn is not None:
                 batch = self._collate_fn(batch)
                 if not is_mapping(batch):
@@ -115,14 +115,14 @@ class Known(dict[str, Any]):
     """What is known of rows, by name; ("next", "truncated") stands for `next/truncated`, as in a tensordict."""
 
     def __getitem__(self, key: Any) -> Any:
-        return super().__getitem__(joined(key))
+        return super().__getitem__(join_key(key))
 
     def __contains__(self, key: object) -> bool:
-        return super().__contains__(joined(key))
+        return super().__contains__(join_key(key))
 
     def get(self, key: Any, default: Any = None) -> Any:
         """The value under a name, or the default."""
-        return super().get(joined(key), default)
+        return super().get(join_key(key), default)
 
 
 def _move_stack(array: Any, axis: int) -> Any:
@@ -136,7 +136,7 @@ def _add_columns(batch: Any, info: dict[str, Any]) -> Any:
         return batch
     if isinstance(batch, DictTensor):
         return DictTensor({**dict(batch.items()), **info})
-    if tensordicts.is_one(batch):  # which stays one
+    if tensordicts.is_tensordict(batch):  # which stays one
         for name, value in info.items():
             tensordicts.put(batch, name, value)
         return batch
@@ -144,7 +144,7 @@ def _add_columns(batch: Any, info: dict[str, Any]) -> Any:
 
 
 def _has(batch: Any, name: str) -> bool:
-    return tensordicts.has(batch, name) if tensordicts.is_one(batch) else name in batch
+    return tensordicts.has(batch, name) if tensordicts.is_tensordict(batch) else name in batch
 
 
 def _comparable(value: Any) -> Any:

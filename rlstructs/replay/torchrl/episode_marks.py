@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rlstructs.replay.columns import Columns
 from rlstructs.replay.roles import ends_among
 from rlstructs.replay.store import Storage
 from rlstructs.replay.torchrl.given_rows import GivenRows
@@ -56,11 +57,11 @@ class EpisodeMarks:
         done = [marks for marks in (rows.done, None if own is None else own[0]) if marks is not None]
         starts = [] if rows.starts is None else [rows.starts]
         for name in self.id_keys(block):
-            ids = self._to_host(name, block[name][0])
+            ids = to_host(self._store.columns, name, block[name][0])
             changes = _find_changes(ids)
             if n_rows := len(self._store):
                 newest = self._store.span().row_ids(np.array([n_rows - 1]))
-                changes[0] = (self._to_host(name, self._gather(name, newest))[0] != ids[0]).any()
+                changes[0] = (self._read_ids(name, newest)[0] != ids[0]).any()
             starts.append(changes)
         self.are_known |= bool(done or starts)
         return _join(done), _join(starts)
@@ -68,10 +69,10 @@ class EpisodeMarks:
     def read(self) -> tuple[np.ndarray, np.ndarray]:
         """What the columns say of every row, the oldest first: whether it ends an episode; whether its id is new."""
         rows, specs = self._store.span().every_row(), self._store.columns.specs
-        ends = find_marks({name: self._gather(name, rows) for name in self.end_keys(specs)}, 1)
+        ends = find_marks({name: self._store.gather([name], rows)[0] for name in self.end_keys(specs)}, 1)
         changes = np.zeros(rows.size, bool)
         for name in self.id_keys(specs):
-            changes |= _find_changes(self._to_host(name, self._gather(name, rows)))
+            changes |= _find_changes(self._read_ids(name, rows))
         return np.zeros(rows.size, bool) if ends is None else ends, changes
 
     def recompute(self, ends: np.ndarray, changes: np.ndarray) -> None:
@@ -87,12 +88,13 @@ class EpisodeMarks:
         self._store.rebuild_episodes(by_slot)
         self.sampler.reordered()
 
-    def _gather(self, name: str, rows: np.ndarray) -> Any:
-        return self._store.gather([name], rows)[0]
+    def _read_ids(self, name: str, rows: np.ndarray) -> np.ndarray:
+        return to_host(self._store.columns, name, self._store.gather([name], rows)[0])
 
-    def _to_host(self, name: str, values: Any) -> np.ndarray:
-        """Copies values of a column to host memory if they lie on a device."""
-        return values if isinstance(values, np.ndarray) else self._store.columns.host(name, values)
+
+def to_host(columns: Columns, name: str, values: Any) -> np.ndarray:
+    """Copies values of a column to host memory, if they are on a device."""
+    return values if isinstance(values, np.ndarray) else columns.host(name, values)
 
 
 def _join(marks: list[np.ndarray]) -> np.ndarray | None:

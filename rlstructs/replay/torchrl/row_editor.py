@@ -12,7 +12,7 @@ from rlstructs.replay.columns import Spec
 from rlstructs.replay.given import as_rows, flat_items
 from rlstructs.replay.torchrl.assembly import Assembly
 from rlstructs.replay.torchrl.given_rows import GivenRows, take_rows
-from rlstructs.replay.torchrl.part import joined
+from rlstructs.replay.torchrl.part import join_key
 from rlstructs.replay.torchrl.row_intake import Intake, RowIntake
 from rlstructs.replay.torchrl.samplers import INDEX
 from rlstructs.replay.values import host_array, row_ids
@@ -34,7 +34,7 @@ class RowEditor:
     def read(self, index: Any) -> Any:
         """Rows or a column; see `DictTensorReplayBuffer.__getitem__`."""
         if isinstance(index, (str, tuple)):
-            return self._read_column(joined(index))
+            return self._read_column(join_key(index))
         parts = self._parts
         with parts.lock:
             rows = self._find_rows(index)
@@ -66,14 +66,14 @@ class RowEditor:
     def change(self, index: Any, values: Any) -> None:
         """Changes rows or a column; see `DictTensorReplayBuffer.__setitem__`."""
         if isinstance(index, (str, tuple)):
-            self.change_columns(slice(None), {joined(index): values})
+            self.change_columns(slice(None), {join_key(index): values})
         else:
             self.change_columns(index, values, with_new=True)
 
     def change_all(self, values: Any, keys: Collection[Any] | None) -> None:
         """Changes some columns in all rows; see `DictTensorReplayBuffer.update_`."""
         flat = flat_items(values, "update_")
-        names = list(flat) if keys is None else [joined(key) for key in keys]
+        names = list(flat) if keys is None else [join_key(key) for key in keys]
         if absent := sorted(set(names) - set(flat)):
             raise MissingKeyError(f"update_: no {absent} among the values, there are {sorted(flat)}")
         self.change_columns(slice(None), {name: flat[name] for name in names})

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from rlstructs.replay.torchrl.assembly import Assembly
 from rlstructs.replay.torchrl.given_rows import GivenRows, take_rows
 from rlstructs.replay.torchrl.prioritized_sampler import PrioritizedSampler
 from rlstructs.replay.torchrl.samplers import INDEX, WEIGHT
-from rlstructs.replay.torchrl.tensordicts import as_given, axes_of, refuse_tensorclass
+from rlstructs.replay.torchrl.tensordicts import find_axes, refuse_tensorclass, restore_form
 from rlstructs.replay.torchrl.writers import Writer
 from rlstructs.replay.values import host_array
 from rlstructs.structures.dict_tensor import DictTensor
@@ -94,29 +93,28 @@ class RowIntake:
         parts = self._parts
         with parts.lock:
             if not len(parts.store) and parts.export.framework == "torch":
-                parts.axes = axes_of(given.batch, int(given.is_one))
+                parts.axes = find_axes(given.batch, int(given.is_one))
             writer = parts.writer if writer is None else writer
             writer.refuse()
             inverted = self.invert(given, owner)
             if inverted is None or not inverted.n:
                 return np.zeros(0, np.int64)
             try:
-                return self._write(self._drop_reserved(inverted), update, writer)
+                return self._write(inverted, update, writer)
             except (SpecError, MissingKeyError):
                 if len(parts.store) or not parts.specs:
                     raise
-            with self._exchanging_columns():  # the buffer was emptied: these rows may be of another schema
-                return self._write(self._drop_reserved(inverted), update, writer)
+            return self._write_anew(inverted, update, writer)
 
     def _write(self, rows: GivenRows, update: bool | None, writer: Writer) -> np.ndarray:
         """Writes rows to the columns that there are, or creates them; nothing changes if it raises SpecError."""
-        parts, store = self._parts, self._parts.store
+        parts, store, rows = self._parts, self._parts.store, self._drop_reserved(rows)
         if not parts.specs:
             self._check_names(rows.values)
         writer.check(rows.values, rows.n, parts.specs)
         priorities = self._find_priorities(rows, update)
         if not parts.specs and parts.storage.settle(rows.values):
-            store.take_columns(parts.storage.anew(store.columns))
+            store.take_columns(parts.storage.renew(store.columns))
             if parts.export.framework == "torch" and parts.export.device is None:
                 parts.export.device = parts.storage.device
         block = self._intake.convert({name: value[None] for name, value in rows.values.items()}, ERROR, ERROR)
@@ -133,20 +131,20 @@ class RowIntake:
                 parts.sampler.update(store, ids, priorities)
         return ids
 
-    @contextlib.contextmanager
-    def _exchanging_columns(self) -> Iterator[None]:
-        """Removes the columns of an empty buffer, and puts them back if the block raises."""
+    def _write_anew(self, rows: GivenRows, update: bool | None, writer: Writer) -> np.ndarray:
+        """Writes rows of another schema to a buffer that was emptied; puts its columns back if this fails."""
         store, storage, marks = self._parts.store, self._parts.storage, self._parts.marks
-        before, links = store.take_columns(storage.anew(store.columns))
+        before, links = store.take_columns(storage.renew(store.columns))
         were_known, marks.are_known = marks.are_known, False
         try:
-            yield
+            ids = self._write(rows, update, writer)
         except BaseException:
             failed, _ = store.take_columns(before, links)
-            storage.leave(failed)
+            storage.discard(failed)
             marks.are_known = were_known
             raise
-        storage.leave(before)
+        storage.discard(before)
+        return ids
 
     def invert(self, given: GivenRows, owner: str) -> GivenRows | None:
         """Passes rows through the inverse transforms; None if one of them drops the rows."""
@@ -156,7 +154,7 @@ class RowIntake:
         batch: Any = ArrayDict({name: np.array(host_array(name, value)) for name, value in given.values.items()})
         if parts.export.framework == "torch":
             tensors = {name: _copy_to_tensor(name, value) for name, value in given.values.items()}
-            batch = as_given(DictTensor(tensors), parts.axes)
+            batch = restore_form(DictTensor(tensors), parts.axes)
         batch = parts.transform.inv(batch)
         if batch is None:
             return None
@@ -189,7 +187,7 @@ class RowIntake:
         if not isinstance(sampler, PrioritizedSampler) or update is False:
             return None
         if key in rows.values:
-            return sampler.checked(rows.values[key], rows.n)
+            return sampler.check(rows.values[key], rows.n)
         if update:
             raise MissingKeyError(f"no {key!r} to update priorities with, got {sorted(rows.values)}")
         return None
