@@ -18,7 +18,7 @@ from rlstructs.replay.torchrl.given_rows import take_rows
 from rlstructs.replay.torchrl.part import join_key
 from rlstructs.replay.torchrl.row_editor import RowEditor
 from rlstructs.replay.torchrl.row_intake import Intake, RowIntake
-from rlstructs.replay.torchrl.samplers import Sampler
+from rlstructs.replay.torchrl.samplers import Arrays, Sampler, State
 from rlstructs.replay.torchrl.storages import ReplayStorage
 from rlstructs.replay.torchrl.transforms import Compose
 from rlstructs.replay.torchrl.writers import ImmutableWriter, RoundRobinWriter, Writer
@@ -42,15 +42,11 @@ class DictTensorBase(Buffer):
     def __init__(self, parts: Assembly, generator: Generator, framework: str, device: Any) -> None:
         parts.check(parts.sampler, parts.writer, self)
         self._parts = parts
+        device = parts.storage.device if device is None and framework == "torch" else device
         super().__init__(
-            1,
-            parts.storage.capacity,
-            seed=_find_seed(generator),
-            framework=framework,
-            device=parts.storage.device if device is None and framework == "torch" else device,
-            reading=parts.reading,
-            columns=parts.storage.columns(),
-        )
+            1, parts.storage.capacity, seed=_find_seed(generator), framework=framework, device=device,
+            reading=parts.reading, columns=parts.storage.columns(),
+        )  # fmt: skip
         parts.start(self._storage, self._export, self)
         intake = Intake(self._storage)
         self._rows = RowIntake(parts, intake)
@@ -59,16 +55,6 @@ class DictTensorBase(Buffer):
             parts.storage.data = None
             writer = RoundRobinWriter() if isinstance(parts.writer, ImmutableWriter) else parts.writer
             self._rows.store(take_rows(data, "TensorStorage"), "TensorStorage", writer=writer)
-
-    @property
-    def _rng(self) -> np.random.Generator:
-        return self._parts.rng
-
-    @_rng.setter
-    def _rng(self, rng: np.random.Generator) -> None:
-        self._parts.rng = rng
-
-    # The parts
 
     @property
     def batch_size(self) -> int | None:
@@ -113,32 +99,29 @@ class DictTensorBase(Buffer):
         A copy of a buffer, also in a forked process such as a worker of torch's `DataLoader`, continues the same
         stream and draws the same rows: give it another generator by `set_rng`.
         """
-        return self._rng
+        return self._parts.rng
 
     @generator.setter
     def generator(self, generator: Generator) -> None:
         with self._parts.lock:
-            self._rng = generator_of(_find_seed(generator))
+            self._parts.rng = generator_of(_find_seed(generator))
+
+    _rng = generator
 
     def set_rng(self, generator: Generator) -> None:
         """Sets `generator`."""
         self.generator = generator
 
     def append_transform(self: S, transform: Any, *, invert: bool = False) -> S:
-        """Adds a transform behind the others; with `invert`, its `forward` changes rows that are written.
+        """Adds a transform behind the others, and returns the buffer.
 
-        Returns:
-            The buffer.
+        With `invert`, its `forward` changes rows that are written, and its `inv` batches.
         """
         self._parts.insert(None, transform, invert)
         return self
 
     def insert_transform(self: S, index: int, transform: Any, *, invert: bool = False) -> S:
-        """Adds a transform before the `index`-th, as `append_transform` does behind the last.
-
-        Raises:
-            SpecError: there is no such place.
-        """
+        """Does the same before the `index`-th transform; raises SpecError if there is no such place."""
         self._parts.insert(index, transform, invert)
         return self
 
@@ -165,9 +148,8 @@ class DictTensorBase(Buffer):
 
         Args:
             index: an int: a row id, or below 0 a place counted back from the highest one. A list or array of row ids.
-                A slice of all rows, or a bool mask over them, in the order of their ids. A name of a column, or a
-                tuple of the parts of this name, for all rows in this order; a name that others are nested under
-                gives them all.
+                A slice of all rows, or a bool mask over them, in the order of their ids. The name of a column for all
+                rows in this order, or of several nested ones; a tuple stands for its parts joined with `/`.
 
         Returns:
             Every column; if rows came as `TensorDict`s also their `index`, as in a sample.
@@ -203,15 +185,12 @@ class DictTensorBase(Buffer):
         return self
 
     def update_(self: S, values: Any, clone: bool = False, *, keys_to_update: Sequence[Any] | None = None) -> S:
-        """Changes columns in all rows, in the order of their ids; raises as `[]` does.
+        """Changes columns in all rows, in the order of their ids; raises as `[]` does. Returns the buffer.
 
         Args:
             values: a mapping of names to `(len(self), ...)`.
             clone: changes nothing, as values are always copied.
-            keys_to_update: which of them; None for all.
-
-        Returns:
-            The buffer.
+            keys_to_update: the names to use; None for all.
         """
         self._editor.change_all(values, keys_to_update)
         return self
@@ -221,10 +200,9 @@ class DictTensorBase(Buffer):
         return self[:end]
 
     def write_all(self, data: Any, end: int | None = None) -> None:
-        """Changes the first rows, as many as `data` has or `end`; if these are all, there may be new columns.
+        """Changes the first rows, `end` or as many as `data` has; raises as `[]` does.
 
-        Raises:
-            IndexError, SpecError, MissingKeyError, StateError: as of `[]`.
+        If these are all rows, there may be new columns.
         """
         self[: take_rows(data, "write_all").n if end is None else end] = data
 
@@ -255,11 +233,7 @@ class DictTensorBase(Buffer):
         keeping.dump(self, Path(path))
 
     def loads(self, path: str | Path) -> None:
-        """Restores what `dumps` wrote.
-
-        Raises:
-            FileNotFoundError, FileError: as of `load`.
-        """
+        """Restores what `dumps` wrote; raises as `load` does."""
         self.load(keeping.find_file(path))
 
     dump = dumps
@@ -289,9 +263,7 @@ class DictTensorBase(Buffer):
     def _more_arrays(self) -> dict[str, np.ndarray]:
         return self._parts.sampler.arrays()
 
-    def _restorer(
-        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], claims: Claims
-    ) -> Callable[[], None]:
+    def _restorer(self, state: State, arrays: Arrays, claims: Claims) -> Callable[[], None]:
         return keeping.own_restorer(self._parts, self._rows, state, arrays, claims)
 
     def _locks(self) -> Sequence[Any]:

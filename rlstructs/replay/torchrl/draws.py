@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -58,25 +59,21 @@ class Draws:
     ) -> None:
         self.lock, self._store, self._reading, self._rng = parts.lock, parts.store, parts.reading, parts.rng
         self.request, self._collate_fn, self._pin_memory = request, collate_fn, pin_memory
-        self._sampler, self._transform = parts.sampler, parts.transform
+        self.sampler, self._transform = parts.sampler, parts.transform
         self._specs, self._axes, self._export = parts.specs, parts.axes, parts.export
 
     def place(self) -> Place:
         """The place in the stream of draws."""
-        return Place(self._rng.bit_generator.state, self._sampler.position())
+        return Place(self._rng.bit_generator.state, self.sampler.position())
 
     def go_to(self, place: Place) -> None:
         """Continues the stream of draws at a place."""
         self._rng.bit_generator.state = place.generator
-        self._sampler.go_to(place.position)
+        self.sampler.go_to(place.position)
 
     def draw(self, rng: np.random.Generator | None = None) -> Selection:
         """Draws the rows of a batch; `rng` draws in place of the buffer's generator."""
-        return self._sampler.draw(self._store, *self.request[:2], self._rng if rng is None else rng)
-
-    def note_drawn(self, picked: Selection) -> None:
-        """Notes that these rows are handed out."""
-        self._sampler.drawn(picked)
+        return self.sampler.draw(self._store, *self.request[:2], self._rng if rng is None else rng)
 
     def read(self, picked: Selection) -> dict[str, Any]:
         """The columns of drawn rows, name -> `(n, length, ...)`, private memory."""
@@ -84,7 +81,7 @@ class Draws:
 
     def finish(self, picked: Selection, arrays: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The batch, and what is known of its rows. Several threads may call this at once."""
-        with_info, sampler, specs, axes = self.request[2], self._sampler, self._specs, self._axes
+        with_info, sampler, specs, axes = self.request[2], self.sampler, self._specs, self._axes
         values = {name: sampler.flat(picked, array) for name, array in arrays.items()}
         n_axes = 1 if axes is None else axes[""]
         if n_axes > 1:  # a stack comes behind all axes of the batch
@@ -107,7 +104,8 @@ class Draws:
         if len(self._transform):
             batch = self._transform(batch)
             if with_info:  # a transform may have dropped columns
-                batch = _add_columns(batch, {name: value for name, value in info.items() if not _has(batch, name)})
+                has = tensordicts.has if tensordicts.is_tensordict(batch) else operator.contains
+                batch = _add_columns(batch, {name: value for name, value in info.items() if not has(batch, name)})
         return (batch.pin_memory() if self._pin_memory else batch), info
 
 
@@ -141,10 +139,6 @@ def _add_columns(batch: Any, info: dict[str, Any]) -> Any:
             tensordicts.put(batch, name, value)
         return batch
     return ArrayDict({**{key: batch[key] for key in batch.keys()}, **info})  # noqa: SIM118
-
-
-def _has(batch: Any, name: str) -> bool:
-    return tensordicts.has(batch, name) if tensordicts.is_tensordict(batch) else name in batch
 
 
 def _comparable(value: Any) -> Any:

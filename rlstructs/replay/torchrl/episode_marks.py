@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -32,17 +32,17 @@ class EpisodeMarks:
     def __init__(self, store: Storage, sampler: Sampler) -> None:
         self._store, self.sampler, self.are_known = store, sampler, False
 
-    def end_keys(self, names: Mapping[str, Any]) -> list[str]:
+    def end_keys(self, names: Collection[str]) -> list[str]:
         """The columns that end an episode where they are true."""
         more, ends = self.sampler.end_key, ends_among(names)
         return ends if more is None or more in ends or more not in names else [*ends, more]
 
-    def id_keys(self, names: Mapping[str, Any]) -> list[str]:
+    def id_keys(self, names: Collection[str]) -> list[str]:
         """The columns that begin an episode where they change."""
         own = self.sampler.traj_key
         return [name for name in (TRAJECTORY_IDS if own is None else (own,)) if name in names]
 
-    def are_in(self, names: Mapping[str, Any]) -> bool:
+    def are_in(self, names: Collection[str]) -> bool:
         """Whether one of these columns says where episodes end or begin."""
         return bool(self.end_keys(names) or self.id_keys(names))
 

@@ -17,6 +17,7 @@ from rlstructs.replay import saving
 from rlstructs.replay.claims import Claims, check_aligned, flag, whole
 from rlstructs.replay.torchrl.assembly import Assembly
 from rlstructs.replay.torchrl.row_intake import RowIntake
+from rlstructs.replay.torchrl.samplers import Arrays, State
 
 if TYPE_CHECKING:
     from rlstructs.replay.buffer import Buffer
@@ -132,7 +133,7 @@ def own_state(parts: Assembly, rows: RowIntake) -> dict[str, Any]:
 
 
 def own_restorer(
-    parts: Assembly, rows: RowIntake, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], claims: Claims
+    parts: Assembly, rows: RowIntake, state: State, arrays: Arrays, claims: Claims
 ) -> Callable[[], None]:
     """Checks what `own_state` said, and returns a function that restores it.
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.replay.columns import Spec
-from rlstructs.replay.given import as_rows, flat_items
+from rlstructs.replay.buffer import FILL, GROW
+from rlstructs.replay.given import flat_items
 from rlstructs.replay.torchrl.assembly import Assembly
 from rlstructs.replay.torchrl.given_rows import GivenRows, take_rows
 from rlstructs.replay.torchrl.part import join_key
@@ -98,33 +98,28 @@ class RowEditor:
             rows, inverted = np.atleast_1d(rows), self._rows.invert(taken, "[]")
             if inverted is None or not rows.size:
                 return
-            new = inverted.values.keys() - parts.specs.keys() - reserved if with_new else ()
-            self._put(rows, inverted.values, new if new and np.unique(rows).size == len(parts.store) else ())
+            new = inverted.values.keys() - parts.specs.keys()
+            if new and not (with_new and new.isdisjoint(reserved) and np.unique(rows).size == len(parts.store)):
+                raise MissingKeyError(f"no {min(new)!r} in this store, there are {sorted(parts.specs)}")
+            if inverted.n != rows.size:
+                raise SpecError(f"[]: {inverted.n} rows of values came for {rows.size} rows")
+            self._put(rows, inverted.values, new)
 
     def _put(self, rows: np.ndarray, values: Mapping[str, Any], new: Collection[str]) -> None:
         """Changes rows, and creates the columns in `new`."""
-        parts, store, block, made = self._parts, self._parts.store, {}, {}
-        for name, value in values.items():
-            given, spec = as_rows(name, value, parts.specs.get(name))
-            if name not in new:
-                block[name] = store.columns.check(name, given, rows.shape)
-                continue
-            if given.shape[:1] != rows.shape:
-                raise SpecError(f"{name!r} has shape {given.shape}, needed are {rows.size} rows")
-            block[name], made[name] = given, Spec(spec.dtype, given.shape[1:], 0, spec.is_bfloat16)
-        if made:
-            self._intake.add_columns(made)
-            block |= {name: store.columns.check(name, block[name], rows.shape) for name in made}
+        parts, marks = self._parts, self._parts.marks
+        block = self._intake.convert({name: value[None] for name, value in values.items()}, GROW, FILL)
+        if new:
             parts.quick = None
-            parts.marks.are_known |= parts.marks.are_in(made)
+            marks.are_known |= marks.are_in(new)
         _, last = np.unique(rows[::-1], return_index=True)  # of equal row ids the last counts
         last = rows.size - 1 - last
         # This looks at every row, which takes long if there are many.
-        before = parts.marks.read() if parts.marks.are_in(block) else None
-        for name, checked in block.items():
-            store.put(name, rows[last], checked[last])
+        before = marks.read() if marks.are_in(block) else None
+        for name, column in block.items():
+            parts.store.put(name, rows[last], column[0][last])
         if before is not None:
-            parts.marks.recompute(*before)
+            marks.recompute(*before)
         parts.writer.changed()
 
     def _find_rows(self, index: Any) -> np.ndarray:

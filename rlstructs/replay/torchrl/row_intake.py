@@ -200,8 +200,6 @@ class RowIntake:
         """
         store, storage = self._parts.store, self._parts.storage
         columns = store.columns
-        if columns.capacity == storage.max_size:
-            return
         capacity = storage.capacity_for(len(store) + n_rows)
         if capacity <= columns.capacity:
             return
