@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -174,7 +174,7 @@ class DictTensorReplayBuffer(DictTensorBase):
         Raises:
             TypeError, MissingKeyError, SpecError: something does not fit; nothing is added.
         """
-        steps = take_trajectories(trajectories, _keep_names if names is None else names)
+        steps = take_trajectories(trajectories, self._trajectory_names if names is None else names)
         self._rows.store(GivenRows.from_steps(steps), "add_trajectories")
 
     def empty(self, empty_write_count: bool = True) -> None:
@@ -324,10 +324,6 @@ class DictTensorPrioritizedReplayBuffer(DictTensorReplayBuffer):
         if "sampler" in settings:
             raise TypeError("sampler: this buffer has its own; give it to a DictTensorReplayBuffer")
         super().__init__(sampler=PrioritizedSampler(None, alpha, beta, eps, reduction=reduction), **settings)
-
-
-def _keep_names(keys: Collection[str]) -> dict[str, str]:
-    return {key: key for key in keys}
 
 
 def _dtype_name(spec: Spec) -> str:

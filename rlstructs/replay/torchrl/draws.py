@@ -21,6 +21,8 @@ from rlstructs.structures.dict_tensor import DictTensor
 
 # Number of draws, number of rows of each, and whether the batch holds what is known of its rows.
 Request = tuple[int, int, bool]
+# A batch, and what is known of its rows.
+Made = tuple[Any, dict[str, Any]]
 
 
 @dataclass
@@ -71,15 +73,15 @@ class Draws:
         self._rng.bit_generator.state = place.generator
         self.sampler.go_to(place.position)
 
-    def draw(self, rng: np.random.Generator | None = None) -> Selection:
-        """Draws the rows of a batch; `rng` draws in place of the buffer's generator."""
-        return self.sampler.draw(self._store, *self.request[:2], self._rng if rng is None else rng)
+    def draw(self) -> Selection:
+        """Draws the rows of a batch."""
+        return self.sampler.draw(self._store, *self.request[:2], self._rng)
 
     def read(self, picked: Selection) -> dict[str, Any]:
         """The columns of drawn rows, name -> `(n, length, ...)`, private memory."""
         return self._reading.read(self._store, picked.span, list(self._specs), picked.rows)
 
-    def finish(self, picked: Selection, arrays: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def finish(self, picked: Selection, arrays: dict[str, Any]) -> Made:
         """The batch, and what is known of its rows. Several threads may call this at once."""
         with_info, sampler, specs, axes = self.request[2], self.sampler, self._specs, self._axes
         values = {name: sampler.flat(picked, array) for name, array in arrays.items()}

@@ -28,8 +28,7 @@ class GivenRows:
         n: number of rows.
         done: bool (n,), where episodes end; None if only the columns say so.
         starts: bool (n,), where episodes start even if the one before has not ended; None for nowhere.
-        batch: the batch that they came as, which says in what form they leave.
-        is_one: whether the batch is a single row, without an axis of rows.
+        batch: the batch, or list of rows, that they came as: batches leave in its form.
     """
 
     values: dict[str, Any]
@@ -37,7 +36,6 @@ class GivenRows:
     done: np.ndarray | None = None
     starts: np.ndarray | None = None
     batch: Any = None
-    is_one: bool = False
 
     @classmethod
     def from_steps(cls, steps: Steps) -> GivenRows:
@@ -47,8 +45,8 @@ class GivenRows:
 
     @classmethod
     def from_row(cls, batch: Any, values: Mapping[str, Any]) -> GivenRows:
-        """Takes the values of a single row, which came as `batch`."""
-        return cls({name: _to_array(name, value)[None] for name, value in values.items()}, 1, batch=batch, is_one=True)
+        """Takes the values of a single row, which came as this batch without an axis of rows."""
+        return cls({name: _to_array(name, value)[None] for name, value in values.items()}, 1, batch=[batch])
 
 
 def take_rows(batch: Any, owner: str) -> GivenRows:

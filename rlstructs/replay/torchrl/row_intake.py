@@ -93,7 +93,7 @@ class RowIntake:
         parts = self._parts
         with parts.lock:
             if not len(parts.store) and parts.export.framework == "torch":
-                parts.axes = find_axes(given.batch, int(given.is_one))
+                parts.axes = find_axes(given.batch)
             writer = parts.writer if writer is None else writer
             writer.refuse()
             inverted = self.invert(given, owner)

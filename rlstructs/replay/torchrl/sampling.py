@@ -1,6 +1,6 @@
 """Makes the batches of a `DictTensorReplayBuffer`: one by one, in passes, and before they are asked for.
 
-    caller     draws ahead, from a copy of the generator   | takes a batch: only now the generator moves on
+    caller     draws ahead, then resets the generator      | takes a batch: only now the generator moves on
     threads    gather, transform and hand over             |
 
 The stream of batches is the same whether or not some are made ahead. A batch that was drawn ahead is what a later draw
@@ -14,17 +14,15 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
-
-import numpy as np
 
 from rlstructs.checks import check_count
 from rlstructs.errors import EmptyBufferError, MissingKeyError, SpecError, StateError
 from rlstructs.replay.drawing import Selection
 from rlstructs.replay.torchrl.assembly import Assembly
-from rlstructs.replay.torchrl.draws import Draws, Place, Request
+from rlstructs.replay.torchrl.draws import Draws, Made, Place, Request
 
 # More threads than this would only wait for each other.
 MAX_THREADS = 8
@@ -37,7 +35,7 @@ class Batch:
         self.picked, self.after = picked, draws.place()
         self._draws: Draws | None = draws
         self._arrays: Any = None
-        self.future: Future[Any] | None = None
+        self.future: Future[Made | None] | None = None
 
     def read(self) -> None:
         """Reads the rows, unless that is done. The lock is held."""
@@ -50,7 +48,7 @@ class Batch:
             self.future.cancel()
         self._draws = None
 
-    def make(self) -> Any:
+    def make(self) -> Made | None:
         """The batch; None if it was dropped."""
         draws = self._draws
         if draws is None:
@@ -64,7 +62,7 @@ class Batch:
         finally:
             self._draws = self._arrays = None  # they would keep the rows alive
 
-    def result(self) -> Any:
+    def result(self) -> Made | None:
         """The batch, made here if no other thread has begun to make it."""
         if self.future is None or self.future.cancel():
             return self.make()
@@ -84,7 +82,6 @@ class Prefetch:
         self._drawn_from: Any = None  # the request and the content that those in the queue were drawn from
         self._before: Place | None = None  # the place in the stream before the first of them
         self._is_calm = True
-        self._spare: np.random.Generator | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._pid = os.getpid()
 
@@ -125,23 +122,13 @@ class Prefetch:
         try:
             with contextlib.suppress(ValueError, RuntimeError):
                 while len(self._queue) < self.depth:
-                    rng = self._generator(last.generator)
-                    draws.go_to(Place(here.generator, last.position))
-                    batch = Batch(draws, draws.draw(rng))
-                    batch.after.generator = rng.bit_generator.state
+                    draws.go_to(last)
+                    batch = Batch(draws, draws.draw())
                     last = batch.after
                     batch.future = self._threads().submit(batch.make)
                     self._queue.append(batch)
         finally:
             draws.go_to(here)
-
-    def _generator(self, state: Mapping[str, Any]) -> np.random.Generator:
-        """A generator in this state, always the same one: to create one takes longer than a draw."""
-        name = state["bit_generator"]
-        if self._spare is None or type(self._spare.bit_generator).__name__ != name:
-            self._spare = np.random.Generator(getattr(np.random, name)(0))
-        self._spare.bit_generator.state = state
-        return self._spare
 
     def _threads(self) -> ThreadPoolExecutor:
         if self._pool is None:
@@ -196,7 +183,7 @@ class Sampling:
             raise StateError("batch_size not specified: give one to the constructor or to sample")
         return check_count("batch_size", own if given is None else given)
 
-    def make(self, n: int, with_info: bool = True, in_pass: bool = False) -> tuple[Any, dict[str, Any]] | None:
+    def make(self, n: int, with_info: bool = True, in_pass: bool = False) -> Made | None:
         """A batch of n rows, and what is known of them; None at the end of a pass, if `in_pass`."""
         parts = self._parts
         with parts.lock:
@@ -210,9 +197,7 @@ class Sampling:
                 picked = draws.draw()
                 draws.sampler.drawn(picked)
                 arrays = draws.read(picked)
-        made: tuple[Any, dict[str, Any]]
-        made = draws.finish(picked, arrays) if batch is None else batch.result()
-        return made
+        return draws.finish(picked, arrays) if batch is None else batch.result()
 
     def begin_pass(self) -> None:
         """Begins a pass over the rows."""

@@ -211,10 +211,10 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
 
         def fits(rows: np.ndarray) -> np.ndarray:
             n_steps = self._n_steps(storage, span, rows)
-            if self.strict_length:
-                return np.asarray(n_steps >= length)
-            begins = storage.track_episodes().begin(rows) | (span.steps(rows) == span.low[0])
-            return np.asarray((n_steps >= length) | ((n_steps > 0) & begins))
+            fit = n_steps >= length
+            if not self.strict_length:
+                fit |= (n_steps > 0) & (storage.track_episodes().begin(rows) | (span.steps(rows) == span.low[0]))
+            return np.asarray(fit)
 
         rows = self._of().draw_rows(span, n, rng, fits, f"episode of {length} steps")
         counts = np.minimum(self._n_steps(storage, span, rows), length)

@@ -33,14 +33,9 @@ def refuse_tensorclass(batch: Any, owner: str) -> None:
 
 
 def find_axes(batch: Any, n_more: int = 0) -> Axes | None:
-    """Counts the batch axes of a `TensorDict`, or of a list of them, each a row, once they are stacked.
+    """The batch axes of a `TensorDict`, and `n_more` in front; of a list of them, each a row, one more.
 
-    Args:
-        batch: whatever rows came as.
-        n_more: number of further axes in front.
-
-    Returns:
-        The numbers of axes; None for anything else, and if there is no axis.
+    None for anything else that rows may come as, and if there is no axis.
     """
     if isinstance(batch, Sequence) and batch and all(map(is_tensordict, batch)):
         return find_axes(batch[0], n_more + 1)
