@@ -12,11 +12,10 @@ import torch
 from rlstructs.files.layout import WRITERS, ending_of
 from rlstructs.replay.buffer import Buffer
 from rlstructs.replay.claims import Claims
-from rlstructs.replay.torchrl import keeping
+from rlstructs.replay.torchrl import editing, keeping
 from rlstructs.replay.torchrl.assembly import Assembly
 from rlstructs.replay.torchrl.given_rows import take_rows
 from rlstructs.replay.torchrl.part import join_key
-from rlstructs.replay.torchrl.row_editor import RowEditor
 from rlstructs.replay.torchrl.row_intake import Intake, RowIntake
 from rlstructs.replay.torchrl.samplers import Arrays, Sampler, State
 from rlstructs.replay.torchrl.storages import ReplayStorage
@@ -48,9 +47,7 @@ class DictTensorBase(Buffer):
             reading=parts.reading, columns=parts.storage.columns(),
         )  # fmt: skip
         parts.start(self._storage, self._export, self)
-        intake = Intake(self._storage)
-        self._rows = RowIntake(parts, intake)
-        self._editor = RowEditor(parts, self._rows, intake)
+        self._rows = RowIntake(parts, Intake(self._storage))
         if (data := parts.storage.data) is not None:
             parts.storage.data = None
             writer = RoundRobinWriter() if isinstance(parts.writer, ImmutableWriter) else parts.writer
@@ -157,7 +154,7 @@ class DictTensorBase(Buffer):
         Raises:
             IndexError, MissingKeyError: there is no such row or column.
         """
-        return self._editor.read(index)
+        return editing.read(self._parts, index)
 
     def __setitem__(self, index: Any, values: Any) -> None:
         """Changes rows in place; priorities stay, and so does which rows there are.
@@ -172,16 +169,16 @@ class DictTensorBase(Buffer):
         Raises:
             IndexError, SpecError, MissingKeyError, StateError: something does not fit; nothing changes.
         """
-        self._editor.change(index, values)
+        editing.change(self._rows, index, values)
 
     def set_(self: S, key: Any, value: Any) -> S:
         """Changes a column in all rows, in the order of their ids; raises as `[]` does. Returns the buffer."""
-        self._editor.change_columns(slice(None), {join_key(key): value})
+        editing.change_columns(self._rows, slice(None), {join_key(key): value})
         return self
 
     def set_at_(self: S, key: Any, value: Any, index: Any) -> S:
         """Changes a column in some rows; `index` and errors as of `[]`. Returns the buffer."""
-        self._editor.change_columns(index, {join_key(key): value})
+        editing.change_columns(self._rows, index, {join_key(key): value})
         return self
 
     def update_(self: S, values: Any, clone: bool = False, *, keys_to_update: Sequence[Any] | None = None) -> S:
@@ -192,7 +189,7 @@ class DictTensorBase(Buffer):
             clone: changes nothing, as values are always copied.
             keys_to_update: the names to use; None for all.
         """
-        self._editor.change_all(values, keys_to_update)
+        editing.change_all(self._rows, values, keys_to_update)
         return self
 
     def read_all_in_order(self, end: int | None = None) -> Any:

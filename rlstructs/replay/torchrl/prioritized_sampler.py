@@ -269,10 +269,9 @@ def find_priorities(batch: Any, key: str, sampler: PrioritizedSampler) -> tuple[
     mask = host_array(MASK, flat[MASK]).astype(bool) if MASK in sampler.fields and MASK in flat else None
     if index.ndim > 1:  # slices, or rows of several steps that all have the same index: take that of the first step
         index = index.reshape(len(index), -1)[:, 0]
-        if mask is not None and priorities.ndim > 1:
-            some = mask.reshape(len(mask), -1).any(axis=1)  # rows of several axes may be padding as a whole
-            own = zip(priorities[some], mask[some], strict=True)
-            return index[some], np.array([reduce_rows(each[at][None], sampler.reduction)[0] for each, at in own])
-    elif mask is not None:
-        return index[mask], priorities[mask]
-    return index, priorities
+        if mask is None or priorities.ndim == 1:
+            return index, priorities
+        some = mask.reshape(len(mask), -1).any(axis=1)  # rows of several axes may be padding as a whole
+        own = zip(priorities[some], mask[some], strict=True)
+        return index[some], np.array([reduce_rows(each[at][None], sampler.reduction)[0] for each, at in own])
+    return (index, priorities) if mask is None else (index[mask], priorities[mask])

@@ -26,9 +26,9 @@ from rlstructs.structures.dict_tensor import DictTensor
 
 
 class Intake(Buffer):
-    """Converts rows for the columns of a store, and adds columns."""
+    """Converts rows for the columns of a store, and adds missing columns."""
 
-    convert, add_columns = Buffer._checked, Buffer._make
+    convert = Buffer._checked
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -42,11 +42,16 @@ class RowIntake:
         intake: converts rows for its columns, and adds columns.
 
     Attributes:
+        parts: of the buffer.
         n_written: how many rows were kept since the buffer was made or emptied, overwritten ones included.
     """
 
     def __init__(self, parts: Assembly, intake: Intake) -> None:
-        self._parts, self._intake, self.n_written = parts, intake, 0
+        self.parts, self._intake, self.n_written = parts, intake, 0
+
+    def convert(self, values: Mapping[str, Any], unknown: str = ERROR, missing: str = ERROR) -> dict[str, Any]:
+        """Converts rows (n, ...) to what columns take, (1, n, ...); adds columns, as `Intake.convert` says."""
+        return self._intake.convert({name: value[None] for name, value in values.items()}, unknown, missing)
 
     def add(self, data: Any) -> int:
         """Adds one row; see `DictTensorReplayBuffer.add`."""
@@ -59,7 +64,7 @@ class RowIntake:
 
     def add_quickly(self, row: Mapping[str, Any]) -> int | None:
         """Adds one row if it only has to be copied, and returns its row id; None if `add` has to add it."""
-        parts = self._parts
+        parts = self.parts
         with parts.lock:
             quick = parts.quick
             # Users may have put a transform into the `Compose` that is there.
@@ -90,7 +95,7 @@ class RowIntake:
         Returns:
             The row ids, int64 (n,); -1 for rows that were not kept.
         """
-        parts = self._parts
+        parts = self.parts
         with parts.lock:
             if not len(parts.store) and parts.export.framework == "torch":
                 parts.axes = find_axes(given.batch)
@@ -108,7 +113,7 @@ class RowIntake:
 
     def _write(self, rows: GivenRows, update: bool | None, writer: Writer) -> np.ndarray:
         """Writes rows to the columns that there are, or creates them; nothing changes if it raises SpecError."""
-        parts, store, rows = self._parts, self._parts.store, self._drop_reserved(rows)
+        parts, store, rows = self.parts, self.parts.store, self._drop_reserved(rows)
         if not parts.specs:
             self._check_names(rows.values)
         writer.check(rows.values, rows.n, parts.specs)
@@ -117,7 +122,7 @@ class RowIntake:
             store.take_columns(parts.storage.renew(store.columns))
             if parts.export.framework == "torch" and parts.export.device is None:
                 parts.export.device = parts.storage.device
-        block = self._intake.convert({name: value[None] for name, value in rows.values.items()}, ERROR, ERROR)
+        block = self.convert(rows.values)
         done, starts = parts.marks.find(block, rows)
         self._make_room(rows.n)
         ids, replaced = writer.write(store, block, rows.n, done, starts)
@@ -133,7 +138,7 @@ class RowIntake:
 
     def _write_anew(self, rows: GivenRows, update: bool | None, writer: Writer) -> np.ndarray:
         """Writes rows of another schema to a buffer that was emptied; puts its columns back if this fails."""
-        store, storage, marks = self._parts.store, self._parts.storage, self._parts.marks
+        store, storage, marks = self.parts.store, self.parts.storage, self.parts.marks
         before, links = store.take_columns(storage.renew(store.columns))
         were_known, marks.are_known = marks.are_known, False
         try:
@@ -148,7 +153,7 @@ class RowIntake:
 
     def invert(self, given: GivenRows, owner: str) -> GivenRows | None:
         """Passes rows through the inverse transforms; None if one of them drops the rows."""
-        parts = self._parts
+        parts = self.parts
         if not parts.transform.has_inverse:
             return given
         batch: Any = ArrayDict({name: np.array(host_array(name, value)) for name, value in given.values.items()})
@@ -166,7 +171,7 @@ class RowIntake:
         index = rows.values.get(INDEX)
         if index is None or str(index.dtype).rpartition(".")[2] != "int64":
             return rows
-        parts = self._parts
+        parts = self.parts
         reserved = parts.reserved_names() | {WEIGHT}
         if parts.specs:
             reserved |= parts.sampler.marks(rows.values, parts.specs)
@@ -177,13 +182,13 @@ class RowIntake:
         """Raises SpecError or MissingKeyError if these cannot become the columns."""
         if not values:
             raise SpecError("a row needs a column, there is none")
-        if taken := sorted(self._parts.reserved_names() & set(values)):
+        if taken := sorted(self.parts.reserved_names() & set(values)):
             raise SpecError(f"key(s) {taken} cannot be stored: samples have {taken} of their own")
-        self._parts.sampler.check_keys(values)
+        self.parts.sampler.check_keys(values)
 
     def _find_priorities(self, rows: GivenRows, update: bool | None) -> np.ndarray | None:
         """The priorities among the rows, float64 (n,); None if there are none to be used."""
-        sampler, key = self._parts.sampler, self._parts.priority_key
+        sampler, key = self.parts.sampler, self.parts.priority_key
         if not isinstance(sampler, PrioritizedSampler) or update is False:
             return None
         if key in rows.values:
@@ -198,19 +203,21 @@ class RowIntake:
         Raises:
             OutOfMemoryError: the memory is not available.
         """
-        store, storage = self._parts.store, self._parts.storage
+        store, storage = self.parts.store, self.parts.storage
         columns = store.columns
+        if columns.capacity == storage.max_size:  # as nearly always; counting the rows takes longer
+            return
         capacity = storage.capacity_for(len(store) + n_rows)
-        if capacity <= columns.capacity:
+        if capacity == columns.capacity:
             return
         needed, available = columns.nbytes // columns.capacity * capacity, columns.available_bytes()
         if available is not None and needed > available:
             raise OutOfMemoryError(f"{capacity:,} rows: {needed:,} bytes are needed, {available:,} are available")
         store.grow(capacity)
-        self._parts.sampler.grown(columns.n_rows)
+        self.parts.sampler.grown(columns.n_rows)
 
     def _find_quick_way(self) -> StepWriter | bool:
-        parts = self._parts
+        parts = self.parts
         with_priority = isinstance(parts.sampler, PrioritizedSampler) and parts.priority_key in parts.specs
         is_plain = parts.writer.is_plain and not parts.transform.has_inverse and not with_priority
         if not is_plain or parts.marks.id_keys(parts.specs) or not parts.store.columns.on_host:
@@ -219,7 +226,7 @@ class RowIntake:
 
     def empty(self, with_count: bool) -> None:
         """Drops every row, and if `with_count` sets `n_written` to 0."""
-        parts = self._parts
+        parts = self.parts
         with parts.lock:
             parts.writer.refuse()
             parts.store.clear()

@@ -88,6 +88,9 @@ class Prefetch:
     def __len__(self) -> int:
         return len(self._queue)
 
+    def __reduce__(self) -> Any:
+        return Prefetch, (self.depth,)
+
     def take(self, draws: Draws, content: Any) -> Batch:
         """The next batch.
 
@@ -245,9 +248,3 @@ class Sampling:
         with self._parts.lock:
             wait = self.ahead.close()
         wait()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "ahead": self.ahead.depth}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, ahead=Prefetch(state["ahead"]))
