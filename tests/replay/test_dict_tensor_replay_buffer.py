@@ -1216,3 +1216,44 @@ def test_rows_without_a_column_are_an_error():
             with pytest.raises(MissingKeyError, match="^extend: rows need a column, there is none"):
                 buffer.extend(rows)
         assert len(buffer) == n and not len(buffer.extend([])) and not len(buffer.extend(TensorDict({}, [0])))
+
+
+def test_methods_that_a_program_overrides_are_called_where_others_use_them(tmp_path):
+    calls = []
+
+    class Watched(DictTensorPrioritizedReplayBuffer):
+        def __getitem__(self, index):
+            calls.append("[]")
+            return super().__getitem__(index)
+
+        def __setitem__(self, index, values):
+            calls.append("[]=")
+            super().__setitem__(index, values)
+
+        def update_priority(self, index, priority):
+            calls.append("update_priority")
+            super().update_priority(index, priority)
+
+        def dumps(self, path):
+            calls.append("dumps")
+            super().dumps(path)
+
+        def load(self, path):
+            calls.append("load")
+            super().load(path)
+
+    def called(call):
+        calls.clear()
+        call()
+        return calls
+
+    buffer = Watched(alpha=1.0, beta=1.0, batch_size=2)
+    buffer.extend(numbered(0, 4))
+    batch = buffer.sample()
+    batch.set("td_error", torch.ones(2))
+    assert called(lambda: buffer.storage[0]) == called(buffer.read_all_in_order) == ["[]"]
+    assert called(lambda: buffer.write_all(numbered(4, 4))) == ["[]="]
+    assert called(lambda: buffer.update_tensordict_priority(batch)) == ["update_priority"]
+    assert called(lambda: buffer.sampler.update_priority(0, 1.0)) == ["update_priority"]
+    assert called(lambda: buffer.save(tmp_path / "folder")) == ["dumps"]
+    assert called(lambda: buffer.loads(tmp_path / "folder")) == ["load"]

@@ -101,9 +101,7 @@ class Assembly:
         if sampler.drop_last and self.batch_size is None:
             raise SpecError("drop_last needs the batch_size of the buffer, or it is not known what is smaller")
         if not writer.keeps_order and (sampler.needs_episodes or not self.reading.is_plain):
-            raise SpecError(
-                f"the rows of a {type(writer).__name__} have no order: no slices, n_step or stacks can be made of them"
-            )
+            raise SpecError(f"the rows of a {type(writer).__name__} have no order: no slices, n_step or stacks of them")
 
     def insert(self, index: int | None, transform: Any, invert: bool) -> None:
         """Inserts a transform before the `index`-th, or behind the last one."""

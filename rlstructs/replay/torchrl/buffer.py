@@ -12,7 +12,6 @@ import torch
 from rlstructs.checks import check_count, check_names
 from rlstructs.errors import SpecError, StateError
 from rlstructs.public_names import set_module
-from rlstructs.replay.columns import Spec
 from rlstructs.replay.from_trajectories import take_trajectories
 from rlstructs.replay.reading import Reading
 from rlstructs.replay.torchrl.assembly import Assembly
@@ -296,7 +295,8 @@ class DictTensorReplayBuffer(DictTensorBase):
         return super().nbytes + self.sampler.nbytes
 
     def __repr__(self) -> str:
-        columns = [f"{name}={spec.shape} {_dtype_name(spec)}" for name, spec in self._specs.items()]
+        dtypes = {name: "bfloat16" if spec.is_bfloat16 else spec.dtype for name, spec in self._specs.items()}
+        columns = [f"{name}={self._specs[name].shape} {dtype}" for name, dtype in dtypes.items()]
         parts = [f"len={len(self)}", repr(self.storage), repr(self.sampler), repr(self.writer)]
         sizes = [] if self.batch_size is None else [f"batch_size={self.batch_size}"]
         return f"{type(self).__name__}({', '.join(parts + sizes + columns)})"
@@ -324,10 +324,6 @@ class DictTensorPrioritizedReplayBuffer(DictTensorReplayBuffer):
         if "sampler" in settings:
             raise TypeError("sampler: this buffer has its own; give it to a DictTensorReplayBuffer")
         super().__init__(sampler=PrioritizedSampler(None, alpha, beta, eps, reduction=reduction), **settings)
-
-
-def _dtype_name(spec: Spec) -> str:
-    return "bfloat16" if spec.is_bfloat16 else str(spec.dtype)
 
 
 TensorDictReplayBuffer = DictTensorReplayBuffer

@@ -33,12 +33,9 @@ def state_dict(buffer: Buffer) -> dict[str, Any]:
     """Copies the contents of a file of this buffer; `torch.load` takes them with `weights_only=True`."""
     with buffer._hold_locks():
         arrays, _, state = saving.contents(buffer)
-        return {
-            "class": type(buffer).__name__,
-            "version": VERSION,
-            "state": json.loads(json.dumps(state)),
-            "arrays": {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()},
-        }
+        tensors = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+        state = json.loads(json.dumps(state))
+        return {"class": type(buffer).__name__, "version": VERSION, "state": state, "arrays": tensors}
 
 
 def load_state_dict(buffer: Buffer, given: Mapping[str, Any]) -> None:
@@ -123,13 +120,10 @@ def _their_error(source: str, what: str) -> FileError:
 def own_state(parts: Assembly, rows: RowIntake) -> dict[str, Any]:
     """The settings and counters for the header of a file, as JSON."""
     return {
-        "max_size": parts.storage.max_size,
-        "n_rows": parts.store.columns.n_rows,
-        "n_written": rows.n_written,
-        "knows_episodes": parts.marks.are_known,
-        "axes": parts.axes,
+        "max_size": parts.storage.max_size, "n_rows": parts.store.columns.n_rows, "n_written": rows.n_written,
+        "knows_episodes": parts.marks.are_known, "axes": parts.axes,
         "sampler": {"class": type(parts.sampler).__name__, **parts.sampler.state()},
-    }
+    }  # fmt: skip
 
 
 def own_restorer(

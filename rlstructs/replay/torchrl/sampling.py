@@ -238,9 +238,8 @@ class Sampling:
         if absent := sorted(set(parts.reading.stack_keys or ()) - parts.specs.keys()):
             raise MissingKeyError(f"stack_keys: no {absent} in this buffer, there are {sorted(parts.specs)}")
         if not parts.marks.are_known and (parts.sampler.needs_episodes or not parts.reading.is_plain):
-            raise SpecError(
-                "nothing says where episodes end: no terminated, truncated or done, and no end_key or traj_key"
-            )
+            keys = "no terminated, truncated or done, and no end_key or traj_key"
+            raise SpecError(f"nothing says where episodes end: {keys}")
         return request
 
     def close(self) -> None:

@@ -151,10 +151,8 @@ class SliceSampler(Sampler):
 
     def lasts(self, picked: Selection) -> np.ndarray:
         """Which rows of a batch are the last of a slice, bool (n,)."""
-        inside = picked.fields[INSIDE]
-        last = np.zeros_like(inside)
-        last[:, -1] = inside[:, -1]
-        last[:, :-1] = inside[:, :-1] & ~inside[:, 1:]
+        last = picked.fields[INSIDE].copy()
+        last[:, :-1] &= ~last[:, 1:]
         return np.asarray(self.flat(picked, last))
 
     def cleared(self) -> None:
@@ -266,10 +264,8 @@ class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
         if not latest.size:
             raise SpecError(f"nothing to sample: no episode of {length} steps is stored")
         if self.drop_last and latest.size < n:
-            raise SpecError(
-                f"a batch is of {n} slices, there are {latest.size} episodes of {length} steps, "
-                "and drop_last drops what is smaller"
-            )
+            there = f"there are {latest.size} episodes of {length} steps"
+            raise SpecError(f"a batch is of {n} slices, {there}, and drop_last drops what is smaller")
         rows = span.columns.at_steps(0, latest)
         first = np.maximum(latest - episodes.times(rows), span.low[0])
         counts = np.minimum(np.minimum(episodes.remaining(rows), span.head[0] - latest), length)

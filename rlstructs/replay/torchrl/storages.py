@@ -49,9 +49,7 @@ class ReplayStorage(Part):
     def __init__(self, max_size: int, ndim: int = 1) -> None:
         self.max_size = self.capacity = check_size("max_size", max_size)
         if ndim != 1:
-            raise SpecError(
-                f"ndim must be 1, got {ndim}: rows have one axis; extend a TemporalDictTensor (B, T) by its steps"
-            )
+            raise SpecError(f"ndim must be 1, got {ndim}: rows have one axis; extend a TemporalDictTensor by its steps")
 
     def __len__(self) -> int:
         """Number of rows in the buffer; without a buffer, number of rows to begin with."""
@@ -123,10 +121,8 @@ class ListStorage(ReplayStorage):
     @property
     def alignment(self) -> int:
         """See `ReplayStorage`."""
-        largest = self.capacity
-        while 2 * largest < self.max_size:
-            largest *= 2
-        return math.lcm(largest, self.max_size)
+        last_but_one = self.capacity_for((self.max_size + 1) // 2)  # all before it divide it
+        return math.lcm(last_but_one, self.max_size)
 
     def capacity_for(self, n_rows: int) -> int:
         """See `ReplayStorage`."""

@@ -136,8 +136,7 @@ class FunctionTransform(Transform):
 
     def inv(self, batch: Any) -> Any:
         """See `Transform`."""
-        inverse = getattr(self.function, "inv", None)
-        return batch if inverse is None else inverse(batch)
+        return self.function.inv(batch) if hasattr(self.function, "inv") else batch
 
 
 def as_transform(given: Any) -> Transform:
