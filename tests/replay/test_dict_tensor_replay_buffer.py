@@ -529,7 +529,7 @@ BAD_ROWS = {
     "no mapping": (torch.zeros(3), TypeError, "needs a mapping of names to arrays, got Tensor"),
     "a key that is no string": ({3: torch.zeros(3)}, TypeError, "a key must be a string, got 3"),
     "items of other keys": ([{"obs": 1.0}, {"x": 2.0}], SpecError, "^extend: item 1: key"),
-    "items of other shapes": ([{"obs": [1.0]}, {"obs": [1.0, 2.0]}], SpecError, "not the same shape in all items"),
+    "items of other shapes": ([{"obs": [1.0]}, {"obs": [1.0, 2.0]}], SpecError, "has different shapes in the items"),
 }
 
 
@@ -1110,11 +1110,11 @@ def test_a_repr_says_what_there_is():
 
 
 def test_arguments_that_cannot_be_are_refused():
-    with pytest.raises(TypeError, match="^storage must be a ReplayStorage, or what makes one, got int$"):
+    with pytest.raises(TypeError, match="^storage must be a ReplayStorage, or a function that creates one, got int$"):
         DictTensorReplayBuffer(storage=100)
-    with pytest.raises(TypeError, match="^sampler must be a Sampler, or what makes one, got ListStorage$"):
+    with pytest.raises(TypeError, match="^sampler must be a Sampler, or a function that creates one, got ListStorage$"):
         DictTensorReplayBuffer(sampler=ListStorage)
-    with pytest.raises(TypeError, match="^a transform must take a batch, got int$"):
+    with pytest.raises(TypeError, match="^a transform must be a function of a batch, got int$"):
         made(transform=3)
     with pytest.raises(ValueError, match="^prefetch needs a batch_size"):
         made(prefetch=2)

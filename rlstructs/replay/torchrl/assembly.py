@@ -99,7 +99,7 @@ class Assembly:
         for each in (self.storage, sampler, writer):
             each.check_free(owner)
         if sampler.drop_last and self.batch_size is None:
-            raise SpecError("drop_last needs the batch_size of the buffer, or it is not known what is smaller")
+            raise SpecError("drop_last needs the batch_size of the buffer: it drops smaller batches")
         if not writer.keeps_order and (sampler.needs_episodes or not self.reading.is_plain):
             raise SpecError(f"the rows of a {type(writer).__name__} have no order: no slices, n_step or stacks of them")
 

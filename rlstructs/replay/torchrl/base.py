@@ -53,6 +53,8 @@ class DictTensorBase(Buffer):
             writer = RoundRobinWriter() if isinstance(parts.writer, ImmutableWriter) else parts.writer
             self._rows.store(take_rows(data, "TensorStorage"), "TensorStorage", writer=writer)
 
+    # The parts
+
     @property
     def batch_size(self) -> int | None:
         """Size of batches, unless `sample` is given another."""
@@ -145,8 +147,8 @@ class DictTensorBase(Buffer):
 
         Args:
             index: an int: a row id, or below 0 a place counted back from the highest one. A list or array of row ids.
-                A slice of all rows, or a bool mask over them, in the order of their ids. The name of a column for all
-                rows in this order, or of several nested ones; a tuple stands for its parts joined with `/`.
+                A slice of all rows, or a bool mask over them, in the order of their ids. The name of a column, or of
+                several nested ones, for all rows in this order; a tuple stands for its parts joined with `/`.
 
         Returns:
             Every column; if rows came as `TensorDict`s also their `index`, as in a sample.
@@ -157,7 +159,7 @@ class DictTensorBase(Buffer):
         return editing.read(self._parts, index)
 
     def __setitem__(self, index: Any, values: Any) -> None:
-        """Changes rows in place; priorities stay, and so does which rows there are.
+        """Changes rows in place; their priorities stay as they are.
 
         Args:
             index: as of `[]`.

@@ -77,8 +77,11 @@ class DictTensorReplayBuffer(DictTensorBase):
         >>> buffer = DictTensorReplayBuffer(storage=ListStorage(100), batch_size=4, generator=0)
         >>> buffer.extend({"obs": torch.arange(6.0), "next": {"reward": torch.ones(6)}})
         tensor([0, 1, 2, 3, 4, 5])
-        >>> buffer.sample()
+        >>> batch = buffer.sample()
+        >>> batch
         DictTensor(n_elems=4, device=cpu, obs=(4,) float32, next/reward=(4,) float32, index=(4,) int64)
+        >>> bool((batch["obs"] == batch["index"]).all())
+        True
     """
 
     def __init__(
@@ -106,12 +109,12 @@ class DictTensorReplayBuffer(DictTensorBase):
     ) -> None:
         check_neutral(type(self).__name__, others, NEUTRAL)
         if shared:
-            raise SpecError("shared must be False: a buffer is of one process; processes can share a RayReplay")
+            raise SpecError("shared must be False: a buffer belongs to one process; processes can share a RayReplay")
         depth = 0 if not prefetch else check_count("prefetch", prefetch)
         if prefetch and batch_size is None:
-            raise SpecError("prefetch needs a batch_size: it says how large the batches are that are made ahead")
+            raise SpecError("prefetch needs a batch_size: the size of the batches that are made ahead")
         if pin_memory and not torch.accelerator.is_available():
-            raise StateError("pin_memory: torch sees no accelerator that page-locked memory would be for")
+            raise StateError("pin_memory: torch sees no accelerator to copy page-locked memory to")
         keys = None if stack_keys is None else tuple(join_key(key) for key in check_names("stack_keys", stack_keys))
         parts = Assembly(
             create_part("storage", storage, ReplayStorage, partial(ListStorage, DEFAULT_SIZE)),
@@ -122,7 +125,7 @@ class DictTensorReplayBuffer(DictTensorBase):
         )  # fmt: skip
         super().__init__(parts, generator, framework, device)
         if pin_memory and (framework != "torch" or self._export.device is not None):
-            raise SpecError(f"pin_memory is of tensors on the host, not of {framework} on {self._export.device}")
+            raise SpecError(f"pin_memory needs tensors on the host, not {framework} on {self._export.device}")
         self._sampling = Sampling(parts, collate_fn, pin_memory, depth)
         self._has_warned = False
 

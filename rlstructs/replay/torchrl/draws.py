@@ -101,7 +101,7 @@ class Draws:
             if self._collate_fn is not None:
                 batch = self._collate_fn(batch)
                 if not is_mapping(batch):
-                    raise TypeError(f"collate_fn must give a batch with keys, got {type(batch).__name__}")
+                    raise TypeError(f"collate_fn must return a batch with keys, got {type(batch).__name__}")
                 batch = _add_columns(batch, info if with_info else {})
         if len(self._transform):
             batch = self._transform(batch)

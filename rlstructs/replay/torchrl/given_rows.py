@@ -105,5 +105,5 @@ def _stack(items: Sequence[Any], owner: str) -> GivenRows:
                 values[name] = np.stack([host_array(name, value) for value in column])
         except (ValueError, RuntimeError) as error:
             shapes = sorted({tuple(np.shape(value)) for value in column})
-            raise SpecError(f"{owner}: {name!r} has not the same shape in all items, but {shapes}") from error
+            raise SpecError(f"{owner}: {name!r} has different shapes in the items: {shapes}") from error
     return GivenRows(values, len(flat), batch=items)

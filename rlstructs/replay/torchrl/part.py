@@ -57,7 +57,7 @@ def create_part(name: str, given: Any, kind: type[P], default: Callable[[], P]) 
         return default()
     made = given() if callable(given) and not isinstance(given, kind) else given
     if not isinstance(made, kind):
-        raise TypeError(f"{name} must be a {kind.__name__}, or what makes one, got {type(made).__name__}")
+        raise TypeError(f"{name} must be a {kind.__name__}, or a function that creates one, got {type(made).__name__}")
     return made
 
 

@@ -192,7 +192,7 @@ class SamplerWithoutReplacement(Sampler):
         span = storage.span()
         steps = self._take(span, n, length, rng, lambda: int(span.low[0]) + np.arange(span.total))
         if self.drop_last and steps.size < n:
-            raise SpecError(f"batch_size is {n}, there are {steps.size} rows, and drop_last drops what is smaller")
+            raise SpecError(f"batch_size is {n}, there are {steps.size} rows, and drop_last drops smaller batches")
         return Selection(span.columns.at_steps(0, steps)[:, None], span)
 
     def _take(
@@ -281,9 +281,9 @@ class SamplerWithoutReplacement(Sampler):
             steps, marks = order.steps, order.replaced
             is_ours = marks is None or (marks.dtype == bool and marks.shape == (claims.n_rows,))
             if steps.dtype != np.int64 or steps.ndim != 1 or not is_ours:
-                raise ValueError("its order has another shape")
+                raise ValueError("its order has another dtype or shape")
             if not ((steps >= low) & (steps < claims.ring.head[0])).all():
-                raise ValueError("its order is of rows that there are not")
+                raise ValueError("its order names rows that it does not hold")
         return lambda: self.go_to((order, 0, ran_out))
 
     def _shown(self) -> dict[str, Any]:

@@ -253,7 +253,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
         self, *, drop_last: bool = False, shuffle: bool = True, replacement: bool = False, **slices: Any
     ) -> None:
         if "per" in slices:
-            raise TypeError("per: of every trajectory there is one slice")
+            raise TypeError("per: every trajectory gives one slice")
         SamplerWithoutReplacement.__init__(self, drop_last, shuffle, replacement=replacement)
         SliceSampler.__init__(self, per=TRAJECTORY, **slices)
 
@@ -265,7 +265,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
             raise SpecError(f"nothing to sample: no episode of {length} steps is stored")
         if self.drop_last and latest.size < n:
             there = f"there are {latest.size} episodes of {length} steps"
-            raise SpecError(f"a batch is of {n} slices, {there}, and drop_last drops what is smaller")
+            raise SpecError(f"a batch is of {n} slices, {there}, and drop_last drops smaller batches")
         rows = span.columns.at_steps(0, latest)
         first = np.maximum(latest - episodes.times(rows), span.low[0])
         counts = np.minimum(np.minimum(episodes.remaining(rows), span.head[0] - latest), length)

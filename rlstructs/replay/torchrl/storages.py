@@ -59,7 +59,7 @@ class ReplayStorage(Part):
 
     def __getitem__(self, index: Any) -> Any:
         if self.owner is None:
-            raise StateError(f"this {type(self).__name__} belongs to no buffer yet, which is what rows are read from")
+            raise StateError(f"this {type(self).__name__} belongs to no buffer yet, and has no rows to read")
         return self.owner[index]
 
     def get(self, index: Any) -> Any:

@@ -61,7 +61,7 @@ class Compose(Transform):
         for transform in self._transforms:
             batch = transform(batch)
             if batch is None:
-                raise TypeError(f"{_name(transform)} gave None, not a batch")
+                raise TypeError(f"{_name(transform)} returned None, not a batch")
         return batch
 
     def inv(self, batch: Any) -> Any:
@@ -148,7 +148,7 @@ def as_transform(given: Any) -> Transform:
     if isinstance(given, Transform):
         return given
     if not callable(given):
-        raise TypeError(f"a transform must take a batch, got {type(given).__name__}")
+        raise TypeError(f"a transform must be a function of a batch, got {type(given).__name__}")
     return FunctionTransform(given)
 
 
