@@ -128,15 +128,11 @@ class Prefetch:
                     draws.go_to(last)
                     batch = Batch(draws, draws.draw())
                     last = batch.after
-                    batch.future = self._threads().submit(batch.make)
+                    self._pool = self._pool or ThreadPoolExecutor(min(self.depth, MAX_THREADS), "rlstructs-prefetch")
+                    batch.future = self._pool.submit(batch.make)
                     self._queue.append(batch)
         finally:
             draws.go_to(here)
-
-    def _threads(self) -> ThreadPoolExecutor:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(min(self.depth, MAX_THREADS), "rlstructs-prefetch")
-        return self._pool
 
     def _forget_after_fork(self) -> None:
         """In a forked process, forgets the batches of threads that only its parent has."""
