@@ -113,7 +113,7 @@ def _torchrl():
         ),
         lambda made, number: made.add({"x": number}), draw,
         lambda made, rows, values: made.update_priority(rows, values),
-        lambda made: (made._storage, made._sampler._priorities),
+        lambda made: (made._storage, made.sampler._priorities),
     )  # fmt: skip
 
 
