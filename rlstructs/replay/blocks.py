@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -47,35 +47,54 @@ def lead_of(
     return lead
 
 
-def put_slots(
-    columns: Columns, skipped: Container[str], block: Mapping[str, Any], lanes: Any, slot: int, n_timesteps: int
+def write_block(
+    columns: Columns,
+    block: Mapping[str, Any],
+    lanes: slice | np.ndarray,
+    n_timesteps: int,
+    lengths: np.ndarray | None,
+    head: int | None,
 ) -> None:
-    """Writes a block (n, T, ...) to T slots of lanes from `slot` on; columns that it lacks become unwritten."""
+    """Writes T rows from each head on, before the heads are raised; columns that the block lacks become unwritten.
+
+    Args:
+        columns: with the counters.
+        block: name -> (n, T, ...), as the columns take it.
+        lanes: the n lanes.
+        n_timesteps: T, at most the capacity.
+        lengths: int64 (n,), how many of the T rows are valid; None for all.
+        head: of all these lanes, if they have the same.
+    """
+    if lengths is None and head is not None:
+        _put_slots(columns, block, lanes, head % columns.capacity, n_timesteps)
+    else:
+        steps = columns.ring.head[lanes][:, None] + np.arange(n_timesteps)
+        rows = columns.at_steps(np.arange(columns.n_lanes)[lanes][:, None], steps)
+        _put_rows(columns, block, rows, None if lengths is None else np.arange(n_timesteps) < lengths[:, None])
+    columns.write_links(block, lanes, n_timesteps, lengths)
+
+
+def _put_slots(columns: Columns, block: Mapping[str, Any], lanes: Any, slot: int, n_timesteps: int) -> None:
+    """Writes a block (n, T, ...) to T slots from `slot` on, around the end of the rings."""
     before_end = columns.capacity - slot
     parts: list[tuple[Any, Any]] = [(slice(slot, slot + n_timesteps), slice(0, before_end))]
     if n_timesteps == 1:
         parts = [(slot, 0)]
     elif n_timesteps > before_end:
         parts.append((slice(0, n_timesteps - before_end), slice(before_end, None)))
-    for name, spec in columns.specs.items():
-        if name in skipped:
-            continue
+    for name in columns.flat:
         values = block.get(name)
-        nothing = columns.value(name, spec.unwritten) if values is None else None
+        nothing = columns.value(name, columns.specs[name].unwritten) if values is None else None
         for slots, times in parts:
             columns.put_cells(name, lanes, slots, nothing if values is None else values[:, times])
 
 
-def put_rows(
-    columns: Columns, skipped: Container[str], block: Mapping[str, Any], rows: np.ndarray, valid: np.ndarray | None
-) -> None:
-    """Writes a block (n, T, ...), or what is `valid` of it, to rows (n, T) by their ids; else as `put_slots`."""
+def _put_rows(columns: Columns, block: Mapping[str, Any], rows: np.ndarray, valid: np.ndarray | None) -> None:
+    """Writes a block (n, T, ...), or its `valid` rows, to row ids (n, T)."""
     rows = rows if valid is None else rows[valid]
-    for name, spec in columns.specs.items():
-        if name in skipped:
-            continue
+    for name in columns.flat:
         if name not in block:
-            columns.put_rows(name, rows, columns.value(name, spec.unwritten))
+            columns.put_rows(name, rows, columns.value(name, columns.specs[name].unwritten))
         else:
             columns.put_rows(name, rows, block[name] if valid is None else block[name][valid])
 

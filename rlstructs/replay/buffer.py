@@ -177,6 +177,8 @@ class Buffer(CopiedWhole):
         source, storage = source_of(name), self._storage
         if source is None or made.get(source) != made[name] or made[name].nbytes < SMALLEST:
             return False
+        if self._is_linked(source, made):  # it has no rows of its own
+            return False
         return bool(storage.columns.on_host and storage.is_private and not len(storage))
 
     def _done(self, block: Mapping[str, Any]) -> np.ndarray | None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rlstructs.checks import DTYPES, MOST_AXES, clean_text
-from rlstructs.replay.columns import LANE, RowIds, Spec
+from rlstructs.replay.columns import RowIds, Spec
 from rlstructs.replay.episodes import LENGTH, TIME
 from rlstructs.replay.ring import N_COUNTERS, Ring
 
@@ -35,34 +34,23 @@ _BIT_GENERATORS: dict[str, dict[str, Any]] = {
 BIT_GENERATORS = tuple(_BIT_GENERATORS)
 
 
-@dataclass(frozen=True)
-class Claims:
-    """What is known of the rows of a file, when what is kept beside them is looked at.
+class Claims(RowIds):
+    """What is known of the rows of a file when other parts of the file are checked.
 
-    Attributes:
+    Args:
         ring: its counters, which make sense.
         order: of row ids, as of `Columns`.
         specs: of the columns in the file.
     """
 
-    ring: Ring
-    order: str
-    specs: Mapping[str, Spec]
-
-    @property
-    def n_rows(self) -> int:
-        """Rows there is room for."""
-        return self.ring.n_lanes * self.ring.capacity
+    def __init__(self, ring: Ring, order: str, specs: Mapping[str, Spec]) -> None:
+        super().__init__(ring.n_lanes, ring.capacity, order)
+        self.ring, self.specs = ring, specs
 
     def empty(self) -> np.ndarray:
-        """Which rows hold nothing, and held nothing when the counters were as they are, bool (n_rows,), by row id."""
-        ring, lanes = self.ring, np.arange(self.ring.n_lanes)[:, None]
-        is_empty = ring.steps_of(lanes, np.arange(ring.capacity), ring.head) < ring.base[:, None]
-        return np.asarray(is_empty if self.order == LANE else is_empty.T).reshape(-1)
-
-    def lanes(self, rows: np.ndarray) -> np.ndarray:
-        """The lanes of row ids."""
-        return RowIds(self.ring.n_lanes, self.ring.capacity, self.order).lanes(rows)
+        """Which rows are empty and were empty when the counters had these values, bool (n_rows,)."""
+        rows = np.arange(self.n_rows)
+        return np.asarray(self.steps(rows, self.ring.head - 1) < self.ring.base[self.lanes(rows)])
 
 
 def whole(name: str, value: Any, least: int = 0, most: int = MOST) -> int:
@@ -132,8 +120,8 @@ def check_episodes(pairs: np.ndarray, ring: Ring) -> None:
     n_slots = pairs.shape[1]
     if not n_slots or not len(ring):
         return
-    lanes, wide = np.arange(ring.n_lanes)[:, None], pairs.astype(np.int64)
-    steps = ring.steps_of(lanes, np.arange(n_slots), ring.head)
+    ids, wide = RowIds(ring.n_lanes, ring.capacity), pairs.astype(np.int64)
+    steps = ids.steps(ids.rows(np.arange(ring.n_lanes)[:, None], np.arange(n_slots)), ring.head - 1)
     time, length = wide[..., TIME], wide[..., LENGTH]
     there, has_next = steps >= ring.oldest()[:, None], steps + 1 < ring.head[:, None]
     next_time, next_length = np.roll(time, -1, axis=1), np.roll(length, -1, axis=1)

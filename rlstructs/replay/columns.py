@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from rlstructs.debug import is_on, poison
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay.backing import Backing, Block, Heap, SharedBlock, available_bytes
 from rlstructs.replay.objects import OBJECT, ObjectBlock, private_rows
+from rlstructs.replay.ring import Ring
 
 LANE, SLOT = "lane", "slot"
 # The bits of bfloat16's NaN: numpy has no such dtype, so that its columns hold integers.
@@ -152,6 +154,10 @@ class Columns(RowIds):
 
     # Whether `flat` and `cells` are arrays of numpy.
     on_host = True
+    # The linked columns by name; only `LinkedColumns` has any.
+    links: Mapping[str, Any] = MappingProxyType({})
+    # The counters, set by the store.
+    ring: Ring
 
     def __init__(self, n_lanes: int, capacity: int, order: str = LANE, backing: Backing | None = None) -> None:
         super().__init__(n_lanes, capacity, order)
@@ -162,7 +168,6 @@ class Columns(RowIds):
         self.has_objects = False
         self._backing = Heap() if backing is None else backing
         self._blocks: dict[str, Block] = {}
-        self._sparse: set[str] = set()
         self._map()
 
     def _map(self) -> None:
@@ -192,9 +197,7 @@ class Columns(RowIds):
         self._blocks[name] = self._block(name, spec)
 
     def _block(self, name: str, spec: Spec) -> Block:
-        if spec.is_object:
-            return ObjectBlock(self.n_rows)
-        return self._backing.allocate(name, spec.nbytes * self.n_rows, name in self._sparse)
+        return ObjectBlock(self.n_rows) if spec.is_object else self._backing.allocate(name, spec.nbytes * self.n_rows)
 
     @property
     def nbytes(self) -> int:
@@ -209,10 +212,8 @@ class Columns(RowIds):
         """Bytes there is room for where columns lie; None if that cannot be told."""
         return available_bytes()
 
-    def add(self, name: str, spec: Spec, sparse: bool = False) -> None:
-        """Adds a column, every row of it unwritten; the others are as they were. Of a sparse one few are ever set."""
-        if sparse:
-            self._sparse.add(name)
+    def add(self, name: str, spec: Spec) -> None:
+        """Adds a column, every row of which is unwritten."""
         self.layout += 1
         self._allocate(name, spec)
         self.specs, self.has_objects = {**self.specs, name: spec}, self.has_objects or spec.is_object
@@ -252,22 +253,13 @@ class Columns(RowIds):
         self._backing, self._blocks = backing, moved
         self._map()
 
-    def resize(self, capacity: int, held: Mapping[str, np.ndarray] | None = None) -> None:
-        """Makes room for more rows per lane, or for fewer; those that still fit keep their lanes and slots.
-
-        Args:
-            capacity: rows per lane.
-            held: name -> bool (n_lanes, rows per lane), which of its rows are anything; None and others: all.
-        """
+    def resize(self, capacity: int) -> None:
+        """Makes room for more rows per lane, or for fewer; those that still fit keep their lanes and slots."""
         old, n = dict(self.cells), min(self.capacity, capacity)
         RowIds.__init__(self, self.n_lanes, capacity, self.order)
-        for name, spec in self.specs.items():
-            self.add(name, spec)
-            if held is None or name not in held:
-                self.cells[name][:, :n] = old[name][:, :n]
-            else:  # of the others no page is touched
-                at = np.nonzero(held[name][:, :n])
-                self.cells[name][at] = old[name][at]
+        for name, cells in old.items():
+            self.add(name, self.specs[name])
+            self.cells[name][:, :n] = cells[:, :n]
 
     def gather(self, names: Iterable[str], rows: np.ndarray) -> list[Any]:
         """These rows of these columns, private memory of the columns' kind, `(*rows.shape, *shape)` each."""
@@ -319,6 +311,15 @@ class Columns(RowIds):
         """Writes to slots of lanes, an index of the first axes of `cells`; else as `put_rows`."""
         self.cells[name][lanes, slots] = values
 
+    def replace(self, name: str, rows: np.ndarray, values: Any) -> None:
+        """Overwrites valid rows, int64 (n,), no two the same; the other columns keep what they hold."""
+        self.put_rows(name, rows, values)
+
+    def write_links(
+        self, block: Mapping[str, Any], lanes: slice | np.ndarray, n_timesteps: int, lengths: np.ndarray | None = None
+    ) -> None:
+        """Writes the linked columns; here there are none."""
+
     def own(self, value: Any, spec: Spec) -> Any:
         """`value`, if it lies where columns do and is what one of this spec takes without passing the host; or None."""
         return None
@@ -353,7 +354,7 @@ class Columns(RowIds):
         return self.converted(name, values, spec)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key not in ("flat", "cells")}
+        return {key: value for key, value in vars(self).items() if key not in ("flat", "cells", "ring")}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)

@@ -86,8 +86,3 @@ class Ring:
     def is_full(self) -> np.ndarray:
         """Which lanes have wrapped since they were cleared, bool (n_lanes,)."""
         return np.asarray(self.head - self.base >= self.capacity)
-
-    def steps_of(self, lanes: np.ndarray, slots: np.ndarray, head: np.ndarray) -> np.ndarray:
-        """The newest step below `head` (n_lanes,) that lies in each of these slots."""
-        last = head[lanes] - 1
-        return np.asarray(last - (last - slots) % self.capacity)

@@ -29,7 +29,7 @@ from rlstructs.replay.claims import (
 )
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.episodes import BYTES_PER_ROW, EPISODE
-from rlstructs.replay.linked_columns import check_arrays, unlinked
+from rlstructs.replay.linked_columns import LinkedColumns, check_arrays, unlinked
 from rlstructs.replay.objects import OBJECT
 from rlstructs.replay.ring import HEAD, N_COUNTERS
 from rlstructs.replay.roles import source_of
@@ -66,9 +66,8 @@ def contents(buffer: Buffer) -> tuple[dict[str, Any], dict[str, str], dict[str, 
     columns, n_slots = storage.columns, _used_slots(buffer)
     arrays: dict[str, Any] = {RING: storage.ring.counters.copy()}
     for name in columns.specs:
-        if name in storage.links:
-            parts = storage.links[name].arrays(storage.ring)
-            arrays |= {f"{LINKS}{name}/{part}": array for part, array in parts.items()}
+        if isinstance(columns, LinkedColumns) and name in columns.links:
+            arrays |= {f"{LINKS}{name}/{part}": array for part, array in columns.link_arrays(name).items()}
         elif columns.specs[name].is_object:
             arrays[OBJECTS + name] = object_files.encoded(name, _held_objects(storage, name, n_slots))
         else:
@@ -77,14 +76,14 @@ def contents(buffer: Buffer) -> tuple[dict[str, Any], dict[str, str], dict[str, 
     arrays[EPISODES] = np.ascontiguousarray(storage.episodes.columns.cells[EPISODE][:, :n_slots])
     arrays |= {MORE + name: array for name, array in buffer._more_arrays().items()}
     bits = [name for name, spec in columns.specs.items() if spec.is_bfloat16]
-    dtypes = {ROWS + name: "bfloat16" for name in bits if name not in storage.links}
+    dtypes = {ROWS + name: "bfloat16" for name in bits if name not in columns.links}
     state: dict[str, Any] = {
         "n_lanes": columns.n_lanes,
         "capacity": columns.capacity,
         "alignment": storage.alignment,
         "n_slots": n_slots,
         "columns": {name: [spec.dtype.name, spec.shape, spec.is_bfloat16] for name, spec in columns.specs.items()},
-        "linked": {name: link.source for name, link in storage.links.items()},
+        "linked": {name: link.source for name, link in columns.links.items()},
         "rng": plain_state(buffer._rng),
         "own": buffer._state(),
         "inner": {},
@@ -269,12 +268,12 @@ def _restore_columns(
 ) -> None:
     """Reads the columns of a file into a store, in which other columns may be linked than in the file."""
     columns = storage.columns
-    for name in storage.links.keys() - links.keys():
-        del storage.links[name]  # from now on it stores its own rows
     for name, spec in specs.items():
-        if name in storage.links:
-            storage.links[name].restore(links[name], counters[HEAD])
-            continue
+        if isinstance(columns, LinkedColumns) and name in columns.links:
+            if name in links:
+                columns.restore_link(name, links[name], counters[HEAD])
+                continue
+            columns.unlink(name)
         array = _any(reader, ROWS + linked.get(name, name))
         if name in links:
             array = unlinked(array, links[name], counters, columns.capacity)

@@ -18,9 +18,8 @@ from torch import Tensor
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.episodes import EPISODE, LENGTH, TIME
 from rlstructs.replay.given import PYTHON
-from rlstructs.replay.linked_columns import Link
 from rlstructs.replay.roles import is_info
-from rlstructs.replay.store import Storage
+from rlstructs.replay.store import ALL, Storage
 
 END = np.dtype(bool)
 add = np.add  # looking up names is part of what a write costs
@@ -43,13 +42,10 @@ class StepWriter:
         # Name, shape and dtype of each column, and whether it is one of `ends`; none if there is nothing to be done.
         self._wanted: list[tuple[str, tuple[int, ...], np.dtype, bool]] = []
         self._rows: list[np.ndarray] = []
-        # What is stored through other columns, and which of the values are its own and its source's.
-        self._links: list[tuple[Link, int, int]] = []
         self._head = self._capacity = 0
         self._reserved = self._heads = self._episodes = self._open = np.zeros(0, np.int64)
         self._pairs = self._open_pairs = self._one_step = self._open  # pairs of int32 as one int64 each
         self._no_end = b""
-        self._lanes = self._open
         self._has_episodes = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -94,10 +90,11 @@ class StepWriter:
             self._version = -1  # until all is done: Ctrl-C may come between
             slot, following = self._head % self._capacity, self._head + 1
             self._reserved.fill(following)
-            for rows, value in zip(self._rows, values):  # noqa: B905 - linked ones, the last, have none
+            for rows, value in zip(self._rows, values):  # noqa: B905 - linked columns, the last, have none
                 rows[slot] = value
-            for link, own, source in self._links:
-                link.write(storage.ring, self._lanes, values[own][:, None], values[source][:, None])
+            if len(values) > len(self._rows):
+                block = {wanted[0]: value[:, None] for wanted, value in zip(self._wanted, values, strict=True)}
+                storage.columns.write_links(block, ALL, 1)
             if self._has_episodes:
                 open_pairs = self._open_pairs
                 self._pairs[slot] = open_pairs
@@ -135,17 +132,13 @@ class StepWriter:
                 and not any(spec.is_bfloat16 or spec.is_object for spec in columns.specs.values())
             )
             n, self._capacity = columns.n_lanes, columns.capacity
-            specs = dict(columns.specs) if usable else {}
-            for name in storage.links if usable else ():  # to the end: they have no rows to write to
-                specs[name] = specs.pop(name)
+            names = [*columns.flat, *columns.links] if usable else []
+            specs = {name: columns.specs[name] for name in names}
             self._one_row = OneRow(specs)
             self._wanted = [
                 (name, (n, *spec.shape), np.dtype(spec.dtype.str), name in self._ends) for name, spec in specs.items()
             ]
-            self._rows = [columns.cells[name].swapaxes(0, 1) for name in specs if name not in storage.links]
-            at = {name: number for number, name in enumerate(specs)}
-            self._links = [(link, at[name], at[link.source]) for name, link in storage.links.items() if usable]
-            self._lanes = np.arange(n)
+            self._rows = [columns.cells[name].swapaxes(0, 1) for name in columns.flat if usable]
             self._reserved, self._heads = storage.ring.reserved, storage.ring.head
             self._head = int(counters[2, 0])
             self._has_episodes = usable and storage.episodes is not None

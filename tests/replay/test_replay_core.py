@@ -17,7 +17,7 @@ from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay import expand
 from rlstructs.replay.backing import Folder, Heap, Shared
-from rlstructs.replay.columns import Columns, Spec
+from rlstructs.replay.columns import Columns, RowIds, Spec
 from rlstructs.replay.drawing import Selection, Uniform, draw_fitting
 from rlstructs.replay.episodes import LENGTH, NO_END, TIME, Episodes
 from rlstructs.replay.ring import N_COUNTERS, Ring
@@ -293,9 +293,10 @@ def test_clear_forgets_what_a_dead_writer_reserved():
     assert len(ring) == 2
 
 
-def test_steps_of_gives_the_newest_step_in_a_slot():
-    steps = make_ring().steps_of(np.array([0, 0, 0, 0, 1]), np.array([0, 1, 2, 3, 3]), np.array([6, 4]))
-    assert steps.tolist() == [4, 5, 2, 3, 3]
+def test_a_row_id_stands_for_the_newest_step_that_its_row_can_hold(order):
+    ids = RowIds(2, 4, order)
+    rows = ids.rows(np.array([0, 0, 0, 0, 1]), np.array([0, 1, 2, 3, 3]))
+    assert ids.steps(rows, np.array([5, 3])).tolist() == [4, 5, 2, 3, 3]
 
 
 # Writing

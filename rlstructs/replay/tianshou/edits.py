@@ -230,7 +230,7 @@ class EpisodeEdits(EpisodeReads):
             rebuild()
 
     def _put(self, name: str, at: np.ndarray, values: Any) -> None:
-        if name in self._storage.links:  # what it holds in rows that are not there is the next rows' affair
+        if name in self._storage.columns.links:  # what it holds in rows that are not there is the next rows' affair
             held = self._own_rows().has(at)
             at, values = at[held], values[held]
         self._storage.put(name, at, values)

@@ -57,7 +57,7 @@ class WholeColumns(EpisodeRows):
 
     def _column(self, name: str) -> np.ndarray | LazyColumn:
         """A column, `(maxsize, ...)`; where it is stored as it is a view."""
-        if name in self._storage.links:
+        if name in self._storage.columns.links:
             return self._gathered(name)
         whole = self._storage.columns.flat[name]
         whole = from_bits(whole) if self._specs[name].is_bfloat16 else whole
@@ -70,7 +70,7 @@ class WholeColumns(EpisodeRows):
 
     def _values_at(self, name: str, at: np.ndarray) -> np.ndarray:
         """What a column holds at row ids (n,), whether rows are there or not."""
-        if name in self._storage.links:
+        if name in self._storage.columns.links:
             rows, spec = self._own_rows(), self._specs[name]
             values, there = np.zeros((at.size, *spec.shape), spec.dtype), rows.has(at)
             [values[there]] = rows.gather([name], at[there])

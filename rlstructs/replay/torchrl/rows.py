@@ -193,13 +193,12 @@ class DictTensorRows(Buffer):
     def _exchanging_columns(self) -> Iterator[None]:
         """Has a buffer without rows be without columns; if what is done then fails, it has those of before."""
         storage = self._storage
-        before, links = storage.take_columns(self._settings.anew(storage.columns))
+        before = storage.take_columns(self._settings.anew(storage.columns))
         knew_episodes, self._knows_episodes = self._knows_episodes, False
         try:
             yield
         except BaseException:
-            failed, _ = storage.take_columns(before, links)
-            self._settings.leave(failed)
+            self._settings.leave(storage.take_columns(before))
             self._knows_episodes = knew_episodes
             raise
         self._settings.leave(before)

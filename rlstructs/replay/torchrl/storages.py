@@ -18,6 +18,7 @@ from rlstructs.public_names import set_module
 from rlstructs.replay.backing import Folder, FolderBlock
 from rlstructs.replay.columns import LANE, Columns
 from rlstructs.replay.device_columns import TensorColumns
+from rlstructs.replay.linked_columns import LinkedColumns
 from rlstructs.replay.torchrl.batches import rows_of
 from rlstructs.replay.torchrl.part import ANY, Part, check_neutral
 
@@ -91,7 +92,7 @@ class ReplayStorage(Part):
     def anew(self, columns: Columns) -> Columns:
         """Columns without a name yet that have as much room as these, and may take their place."""
         made = self.columns()
-        return Columns(1, columns.capacity) if made is None else made
+        return LinkedColumns(1, columns.capacity) if made is None else made
 
     def leave(self, columns: Columns) -> None:
         """Others have taken the place of these."""
@@ -263,7 +264,7 @@ class MemmapStorage(ReplayStorage):
         return {**super()._shown(), "scratch_dir": None if self.scratch_dir is None else str(self.scratch_dir)}
 
 
-class FolderColumns(Columns):
+class FolderColumns(LinkedColumns):
     """Columns that lie in the files of a folder."""
 
     def __init__(self, capacity: int, folder: Folder) -> None:
