@@ -16,6 +16,7 @@ import numpy as np
 from rlstructs.checks import DTYPES, MOST_AXES, clean_text
 from rlstructs.replay.columns import RowIds, Spec
 from rlstructs.replay.episodes import LENGTH, TIME
+from rlstructs.replay.objects import OBJECT
 from rlstructs.replay.ring import N_COUNTERS, Ring
 
 # Steps of all lanes of a store, and numbers of whatever is counted: half of what 64 bits hold, for there will be more.
@@ -69,6 +70,20 @@ def flag(name: str, value: Any) -> bool:
     if type(value) is not bool:
         raise ValueError(f"{name} is {clean_text(repr(value))}, needed is true or false")
     return value
+
+
+def spec_in(name: str, dtype: Any, shape: Any, is_bfloat16: Any) -> Spec:
+    """The spec of a column in a file.
+
+    Raises:
+        ValueError: there is no such column.
+    """
+    if dtype == OBJECT.name and shape == [] and is_bfloat16 is False:
+        return Spec(OBJECT)
+    spec = Spec(dtype_called(name, dtype), row_shape(name, shape), 0, flag("whether it is bfloat16", is_bfloat16))
+    if spec.is_bfloat16 and spec.dtype != np.int16:
+        raise ValueError(f"column {name!r} is bfloat16, which {spec.dtype} does not hold")
+    return spec
 
 
 def row_shape(name: str, value: Any) -> tuple[int, ...]:

@@ -175,7 +175,8 @@ class Columns(RowIds):
         self.flat: dict[str, np.ndarray] = {}
         self.cells: dict[str, np.ndarray] = {}
         for name in self.specs:
-            self._map_one(name)
+            if name not in self.links:
+                self._map_one(name)
 
     def _map_one(self, name: str) -> None:
         spec = self.specs[name]
@@ -310,6 +311,10 @@ class Columns(RowIds):
     def put_cells(self, name: str, lanes: Any, slots: Any, values: Any) -> None:
         """Writes to slots of lanes, an index of the first axes of `cells`; else as `put_rows`."""
         self.cells[name][lanes, slots] = values
+
+    def restore_slots(self, name: str, values: np.ndarray) -> None:
+        """Sets the first n slots of every lane, `values` (n_lanes, n, *shape) of the column's dtype."""
+        self.put_cells(name, slice(None), slice(0, values.shape[1]), self.converted(name, values, self.specs[name]))
 
     def replace(self, name: str, rows: np.ndarray, values: Any) -> None:
         """Overwrites valid rows, int64 (n,), no two the same; the other columns keep what they hold."""

@@ -21,6 +21,8 @@ from rlstructs.replay.columns import LANE, Columns, Spec
 SMALLEST = 256
 # Stands for no step.
 NONE = -2
+# The arrays that a file holds of a linked column.
+PARTS = ("at", "values", "newest")
 
 
 @dataclass
@@ -95,10 +97,6 @@ class LinkedColumns(Columns):
         del self.links[name]
         self._map_one(name)
         self.layout += 1
-
-    def _map_one(self, name: str) -> None:
-        if name not in self.links:
-            super()._map_one(name)
 
     def move(self, backing: Backing) -> None:
         """See `Columns.move`; raises StateError if a column is linked."""
@@ -225,21 +223,27 @@ class LinkedColumns(Columns):
         link.waiting[0], link.steps[0], link.steps[1] = arrays["newest"], head - 1, NONE
 
 
-def check_arrays(name: str, arrays: Mapping[str, np.ndarray], spec: Spec, shape: tuple[int, ...]) -> None:
-    """Raises ValueError unless `LinkedColumns.link_arrays` can have returned these arrays.
+def checked_arrays(
+    name: str, arrays: dict[str, np.ndarray], spec: Spec, shape: tuple[int, int]
+) -> dict[str, np.ndarray]:
+    """`arrays`, if `LinkedColumns.link_arrays` can have returned them.
 
     Args:
         name: of the linked column.
         arrays: by name.
         spec: of the column.
         shape: lanes, and rows of each.
+
+    Raises:
+        ValueError: it cannot.
     """
-    at, values, newest = arrays["at"], arrays["values"], arrays["newest"]
+    at, values, newest = (arrays[part] for part in PARTS)
     fit = at.shape[1:] == (2,) and values.shape == (len(at), *spec.shape) and newest.shape == (shape[0], *spec.shape)
     if not (fit and at.dtype.kind == "i" and values.dtype == newest.dtype == spec.dtype):
         raise ValueError(f"what belongs to {name!r} has other shapes or dtypes")
     if at.size and not ((at >= 0) & (at < shape)).all():
         raise ValueError(f"{name!r} has rows that there are not")
+    return arrays
 
 
 def unlinked(source: np.ndarray, arrays: Mapping[str, np.ndarray], counters: np.ndarray, capacity: int) -> np.ndarray:

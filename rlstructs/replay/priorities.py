@@ -321,6 +321,7 @@ class Priorities:
         """
         power = self.alpha if alpha is None else alpha
         new = Priorities(self.tree.n_leaves, self.synced.size, power, first=self.first, of_present=self.of_present)
+        new.lock = self.lock  # other threads may be waiting for it
         if LEAVES not in arrays:
             return new
         if alpha is None and state.get("alpha", self.alpha) != self.alpha:
