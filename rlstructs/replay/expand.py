@@ -74,25 +74,3 @@ def fits_to(span: Span, episodes: Episodes | None, anchors: np.ndarray, length: 
 def _across(episodes: Episodes | None, rows: np.ndarray) -> Window:
     is_first = np.zeros(rows.shape, bool) if episodes is None else episodes.begin(rows)
     return Window(rows, np.ones(rows.shape, bool), is_first)
-
-
-def stack(span: Span, episodes: Episodes, anchors: np.ndarray, length: int) -> Window:
-    """Each anchor after the `length - 1` rows before it; the first of its episode stands for those before that."""
-    depth = np.minimum(episodes.times(anchors), span.ages(anchors))
-    back = np.arange(length - 1, -1, -1)
-    mask = back <= depth[:, None]
-    rows = after(span, anchors, -np.minimum(back, depth[:, None]))
-    return Window(rows, mask, mask & episodes.begin(rows))
-
-
-def n_step(span: Span, episodes: Episodes, anchors: np.ndarray, length: int) -> tuple[Window, np.ndarray]:
-    """Each anchor and the rows after it, up to `length`, the end of its episode or the newest row.
-
-    Returns:
-        The window, and how many rows of it count, int64 (B,), at least 1. Rows beyond repeat the last.
-    """
-    counts = np.minimum(np.minimum(episodes.remaining(anchors), span.left(anchors)), length)
-    offsets = np.minimum(np.arange(length), counts[:, None] - 1)
-    mask = np.arange(length) < counts[:, None]
-    rows = after(span, anchors, offsets)
-    return Window(rows, mask, mask & episodes.begin(rows)), counts

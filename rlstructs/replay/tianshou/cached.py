@@ -17,7 +17,7 @@ from rlstructs.replay.columns import Spec
 from rlstructs.replay.from_trajectories import Steps
 from rlstructs.replay.info_columns import OBJECTS, Plan, adopt
 from rlstructs.replay.roles import is_info
-from rlstructs.replay.snapshot import Joined, Rows
+from rlstructs.replay.snapshot import AnySnapshot, JoinedSnapshot
 from rlstructs.replay.tianshou.lazy_column import LazyColumn, read_only
 from rlstructs.replay.tianshou.reads import Fields, Pick
 from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
@@ -110,8 +110,9 @@ class CachedReplayBuffer(VectorReplayBuffer):
         views[0], views[1:] = self.main_buffer, super().buffers
         return views
 
-    def _rows(self) -> Rows:
-        return Joined([self.main_buffer._own_rows(), self._own_rows()], [self.main_buffer.maxsize, super().maxsize])
+    def _rows(self) -> AnySnapshot:
+        parts, sizes = [self.main_buffer._own_rows(), self._own_rows()], [self.main_buffer.maxsize, super().maxsize]
+        return JoinedSnapshot(parts, sizes)
 
     def _column(self, name: str) -> np.ndarray | LazyColumn:
         column = self._gathered(name)

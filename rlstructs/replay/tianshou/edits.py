@@ -13,10 +13,11 @@ from rlstructs.replay.buffer import FILL, GROW
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.given import as_rows, is_mapping
 from rlstructs.replay.infos import info_items
+from rlstructs.replay.reading import Reading, read_sources
 from rlstructs.replay.roles import is_info
-from rlstructs.replay.snapshot import Rows
+from rlstructs.replay.snapshot import AnySnapshot
 from rlstructs.replay.tianshou import transitions
-from rlstructs.replay.tianshou.reading import How, read
+from rlstructs.replay.tianshou.reading import sources_of
 from rlstructs.replay.tianshou.reads import EpisodeReads
 from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT, RESERVED, REW, top
 from rlstructs.replay.values import from_bits, host_array
@@ -140,7 +141,7 @@ class EpisodeEdits(EpisodeReads):
             for name in other._names()
             if top(name) not in self._ignored and (name in other._specs or keeps_next)
         ]
-        arrays = read(other._rows(), other._specs, names, at, How())
+        arrays = read_sources(other._rows(), other._specs, sources_of(names, other._specs), at, Reading())
         return {name: transitions.raw_numbers(arrays[name], other._known_specs[name])[None] for name in names}
 
     def set_batch(self, batch: Any) -> None:
@@ -274,7 +275,7 @@ class EpisodeEdits(EpisodeReads):
         """Whether a row holds NaN."""
         return any(null.any() for _, null in self._nulls(self._rows()))
 
-    def _nulls(self, rows: Rows) -> Iterator[tuple[str, np.ndarray]]:
+    def _nulls(self, rows: AnySnapshot) -> Iterator[tuple[str, np.ndarray]]:
         """Name of each column of floats, and where its rows, in order, are NaN: bool (n, *shape)."""
         at = rows.every_row()
         for name, spec in self._specs.items():

@@ -13,9 +13,8 @@ from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.public_names import set_module
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.given import as_rows
-from rlstructs.replay.reading import discounted
-from rlstructs.replay.snapshot import Rows, Snapshot
-from rlstructs.replay.tianshou.reading import How, read
+from rlstructs.replay.reading import Reading, discounted, read_sources
+from rlstructs.replay.snapshot import AnySnapshot, Snapshot
 from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
 from rlstructs.replay.tianshou.transitions import OBS, OBS_NEXT, REW, top
 from rlstructs.replay.tianshou.vector import VectorReplayBuffer
@@ -119,7 +118,7 @@ class HERReplayBuffer(ReplayBuffer):
             if any(top(name) == first for name in specs) and (None in shapes or len(shapes) > 1):
                 raise ValueError(f"{first!r} has not two goals of one shape")
 
-    def _read(self, rows: Rows, frames: np.ndarray) -> dict[str, Any]:
+    def _read(self, rows: AnySnapshot, frames: np.ndarray) -> dict[str, Any]:
         assert isinstance(rows, Snapshot)
         arrays = super()._read(rows, frames)
         at = frames[:, -1]
@@ -153,7 +152,7 @@ class HERReplayBuffer(ReplayBuffer):
     def _achieved(self, rows: Snapshot, at: np.ndarray) -> np.ndarray:
         """What is achieved after these rows, (n, ...)."""
         name = f"{OBS_NEXT}/{ACHIEVED}"
-        values = read(rows, self._specs, [name], at, How())[name]
+        values = read_sources(rows, self._specs, {name: self._look().sources[name]}, at, Reading())[name]
         return from_bits(values) if self._known_specs[name].is_bfloat16 else np.asarray(values)
 
     def _rewarded(self, rows: Snapshot, at: np.ndarray, goals: np.ndarray) -> np.ndarray:

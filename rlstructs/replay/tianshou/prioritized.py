@@ -11,7 +11,7 @@ from rlstructs.errors import SpecError
 from rlstructs.public_names import set_module
 from rlstructs.replay.claims import Claims
 from rlstructs.replay.priorities import Priorities, exponent, importance_weights
-from rlstructs.replay.snapshot import Rows, Snapshot
+from rlstructs.replay.snapshot import AnySnapshot, Snapshot
 from rlstructs.replay.tianshou.reads import WANTED, Fields, Pick
 from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
 from rlstructs.replay.tianshou.vector import VectorReplayBuffer
@@ -125,12 +125,12 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         with self._priorities.lock:
             return super()._pick(n)
 
-    def _anchors(self, rows: Rows, n: int) -> tuple[np.ndarray, Fields]:
+    def _anchors(self, rows: AnySnapshot, n: int) -> tuple[np.ndarray, Fields]:
         assert isinstance(rows, Snapshot)
         at = self._priorities.draw_rows(rows.span, n, self._rng, self._fits(rows), WANTED)
         return at, {LEAVES: self._priorities.tree.values.take(at)}
 
-    def _picked(self, rows: Rows, at: np.ndarray, fields: Fields) -> Pick:
+    def _picked(self, rows: AnySnapshot, at: np.ndarray, fields: Fields) -> Pick:
         assert isinstance(rows, Snapshot)
         with self._priorities.lock:
             self._priorities.drawn.remember(rows.span, at)

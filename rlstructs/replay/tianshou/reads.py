@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlstructs.checks import check_count
 from rlstructs.errors import EmptyBufferError, MissingKeyError, SpecError
 from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.drawing import Selection, draw_fitting
-from rlstructs.replay.snapshot import Rows, Snapshot
-from rlstructs.replay.tianshou.reading import How, read
+from rlstructs.replay.reading import Reading, Source, read_sources
+from rlstructs.replay.snapshot import AnySnapshot, Snapshot
+from rlstructs.replay.tianshou.reading import sources_of
 from rlstructs.replay.tianshou.transitions import ADDED_EMPTY, OBS_NEXT, RESERVED, REW, top
 from rlstructs.replay.tianshou.whole_columns import WholeColumns
 from rlstructs.replay.values import host_array
@@ -27,7 +27,7 @@ WANTED = "row with so many others before it in its episode"
 class Pick(NamedTuple):
     """What was drawn: among which rows, which of them, int64 (n,), and what else is known of each."""
 
-    rows: Rows
+    rows: AnySnapshot
     at: np.ndarray
     fields: Fields
 
@@ -91,7 +91,7 @@ class EpisodeReads(WholeColumns):
 
     def _indexed(self, index: Any) -> Any:
         at = self._rows_at(index)
-        arrays = self._read_at(self._names(), at, How(self._stack_num))
+        arrays = self._read_at(self._look().sources, at, Reading(stack_num=self.stack_num))
         return self._hand_over(arrays | self._beside(at))
 
     def __iter__(self) -> Iterator[Any]:
@@ -119,11 +119,11 @@ class EpisodeReads(WholeColumns):
             MissingKeyError: there is no such key; of `info` and `policy` what was never stored is empty.
             SpecError, IndexError: no such row is there.
         """
-        how = How(self.stack_num if stack_num is None else check_count("stack_num", stack_num), stacked=None)
-        return self._of_one_layout(self._got, (index, key, default_value, how))
+        reading = Reading(stack_num=self.stack_num if stack_num is None else stack_num)
+        return self._of_one_layout(self._got, (index, key, default_value, reading))
 
-    def _got(self, given: tuple[Any, str, Any, How]) -> Any:
-        index, key, default_value, how = given
+    def _got(self, given: tuple[Any, str, Any, Reading]) -> Any:
+        index, key, default_value, reading = given
         names = [name for name in self._names() if name == key or name.startswith(f"{key}/")]
         if not names:
             if default_value is not None:
@@ -132,19 +132,19 @@ class EpisodeReads(WholeColumns):
                 self._rows_at(index)  # raises
                 return self._export({}, {})
             raise MissingKeyError(f"no {key!r} in this buffer, there are {self._names()}")
-        arrays = self._read_at(names, self._rows_at(index), how)
+        arrays = self._read_at(sources_of(names, self._specs, None), self._rows_at(index), reading)
         if names == [key]:
             return self._export.one(key, arrays[key], self._known_specs[key])
         start = len(key) + 1
         inside = {name[start:]: array for name, array in arrays.items()}
         return self._export.with_objects(inside, {name[start:]: self._known_specs[name] for name in names})
 
-    def _read_at(self, names: list[str], at: np.ndarray, how: How) -> dict[str, Any]:
-        """As `read`, with what stands in for the rewards."""
-        arrays = read(self._rows(), self._specs, names, at, how)
+    def _read_at(self, sources: Mapping[str, Source], at: np.ndarray, reading: Reading) -> dict[str, Any]:
+        """As `read_sources`, with what stands in for the rewards."""
+        arrays = read_sources(self._rows(), self._specs, sources, at, reading)
         if REW in arrays and self._stand_in is not None:
-            if how.stacked is None and how.stack_num > 1:
-                at = self._rows().frames(at.reshape(-1), how.stack_num).reshape(*at.shape, how.stack_num)
+            if sources[REW].is_stacked and reading.stack_num > 1:
+                at = self._rows().frames(at.reshape(-1), reading.stack_num).reshape(*at.shape, reading.stack_num)
             arrays[REW] = np.asarray(self._stand_in[at])
         return arrays
 
@@ -175,7 +175,7 @@ class EpisodeReads(WholeColumns):
             raise IndexError(f"index {given[outside].flat[0]} holds no row; {len(self)} of {self.maxsize} are there")
         return at
 
-    def _index_end(self, rows: Rows) -> int:
+    def _index_end(self, rows: AnySnapshot) -> int:
         """Behind the last row id; from it negative ones count. A writer that was interrupted leaves a gap."""
         return rows.total if rows.total in (0, self.maxsize) or rows.newest()[0] == rows.total - 1 else self.maxsize
 
@@ -316,7 +316,7 @@ class EpisodeReads(WholeColumns):
 
         return waiting[0].size, pick
 
-    def _candidates(self, rows: Rows) -> np.ndarray:
+    def _candidates(self, rows: AnySnapshot) -> np.ndarray:
         """The rows that may be drawn, in order."""
         at, fits = rows.every_row(), self._fits(rows)
         return at if fits is None else at[fits(at)]
@@ -325,15 +325,15 @@ class EpisodeReads(WholeColumns):
         rows = self._rows()
         return self._picked(rows, *self._anchors(rows, n))
 
-    def _picked(self, rows: Rows, at: np.ndarray, fields: Fields) -> Pick:
+    def _picked(self, rows: AnySnapshot, at: np.ndarray, fields: Fields) -> Pick:
         """What was drawn from these rows."""
         return Pick(rows, at, fields)
 
-    def _frames(self, rows: Rows, at: np.ndarray) -> np.ndarray:
+    def _frames(self, rows: AnySnapshot, at: np.ndarray) -> np.ndarray:
         """Of which rows the stacks of some are, (n, stack_num)."""
-        return at[:, None] if self._stack_num == 1 else rows.frames(at, self._stack_num)
+        return at[:, None] if self.stack_num == 1 else rows.frames(at, self.stack_num)
 
-    def _anchors(self, rows: Rows, n: int) -> tuple[np.ndarray, Fields]:
+    def _anchors(self, rows: AnySnapshot, n: int) -> tuple[np.ndarray, Fields]:
         """`n` rows, and what else is known of each."""
 
         def draw(count: int) -> np.ndarray:
@@ -342,9 +342,9 @@ class EpisodeReads(WholeColumns):
         fits = self._fits(rows)
         return draw(n) if fits is None else draw_fitting(draw, fits, n, self._rng.choice, rows, WANTED), {}
 
-    def _fits(self, rows: Rows) -> Callable[[np.ndarray], np.ndarray] | None:
+    def _fits(self, rows: AnySnapshot) -> Callable[[np.ndarray], np.ndarray] | None:
         """Which rows may be drawn; None for all."""
-        before = self._stack_num - 1
+        before = self.stack_num - 1
         return (lambda at: rows.depths(at) >= before) if self.sample_avail and before else None
 
     def _drawn(self, n: int, pick: Callable[[int], Pick]) -> tuple[np.ndarray, Fields, dict[str, Any]]:
@@ -369,10 +369,10 @@ class EpisodeReads(WholeColumns):
         picked, arrays = self._storage.sample(n, select, look)
         return picked.rows, picked.fields, dict(zip(names, arrays, strict=True))
 
-    def _read(self, rows: Rows, frames: np.ndarray) -> dict[str, Any]:
+    def _read(self, rows: AnySnapshot, frames: np.ndarray) -> dict[str, Any]:
         """What a sample holds of rows whose stacks are these."""
-        how = How(self._stack_num, self._reading.n_step, self._reading.gamma)
-        return read(rows, self._specs, self._names(), frames[:, -1], how, frames if self._stack_num > 1 else None)
+        stacks = frames if self.stack_num > 1 else None
+        return read_sources(rows, self._specs, self._look().sources, frames[:, -1], self._reading, stacks)
 
     def _beside(self, at: np.ndarray, fields: Fields | None = None) -> dict[str, Any]:
         """What a batch of these rows holds beside what is stored; `fields` is what was known as they were drawn."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -17,12 +18,13 @@ from rlstructs.replay.claims import MOST, Claims, check_aligned
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.from_trajectories import Steps
 from rlstructs.replay.given import plain_items
-from rlstructs.replay.reading import Reading
-from rlstructs.replay.snapshot import Rows, Snapshot
+from rlstructs.replay.reading import Reading, Source
+from rlstructs.replay.snapshot import AnySnapshot, Snapshot
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.tianshou import transitions
 from rlstructs.replay.tianshou.checked_rows import CheckedRows
 from rlstructs.replay.tianshou.foreign import check_arguments
+from rlstructs.replay.tianshou.reading import sources_of
 from rlstructs.replay.tianshou.running import Running
 from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT, REW
 from rlstructs.replay.values import generator_of, host_array
@@ -36,6 +38,7 @@ class _Known(NamedTuple):
     layout: int
     names: list[str]
     specs: dict[str, Spec]
+    sources: dict[str, Source]
 
 
 @set_module("rlstructs.replay")
@@ -103,11 +106,11 @@ class EpisodeRows(CheckedRows):
     @property
     def stack_num(self) -> int:
         """Number of rows that a read observation consists of; may be set at any time."""
-        return self._stack_num
+        return self._reading.stack_num
 
     @stack_num.setter
     def stack_num(self, stack_num: int) -> None:
-        self._stack_num = check_count("stack_num", stack_num)
+        self._reading = replace(self._reading, stack_num=check_count("stack_num", stack_num))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -135,7 +138,7 @@ class EpisodeRows(CheckedRows):
         """The first row id of each lane, and the end of the last lane, int64 (n_lanes + 1,)."""
         return np.arange(self._n_lanes + 1) * self._lane_size
 
-    def _rows(self) -> Rows:
+    def _rows(self) -> AnySnapshot:
         """A snapshot of the rows."""
         return self._own_rows()
 
@@ -157,7 +160,9 @@ class EpisodeRows(CheckedRows):
         if known is None or known.layout != columns.layout:
             layout, specs = columns.layout, columns.specs
             names = transitions.names_of(specs)
-            known = self._known = _Known(layout, names, transitions.specs_of(specs, names))
+            known = self._known = _Known(
+                layout, names, transitions.specs_of(specs, names), sources_of(names, specs)
+            )
         return known
 
     # Writing

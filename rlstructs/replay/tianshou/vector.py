@@ -9,7 +9,7 @@ import numpy as np
 from rlstructs.checks import check_count, check_size
 from rlstructs.errors import SpecError
 from rlstructs.public_names import set_module
-from rlstructs.replay.snapshot import Rows
+from rlstructs.replay.snapshot import AnySnapshot
 from rlstructs.replay.tianshou.reads import EpisodeReads
 from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
 from rlstructs.replay.tianshou.ring_view import RingView
@@ -84,7 +84,7 @@ class VectorReplayBuffer(ReplayBuffer):
     def _takes_any_environment(self) -> bool:
         return False
 
-    def _index_end(self, rows: Rows) -> int:
+    def _index_end(self, rows: AnySnapshot) -> int:
         return self.maxsize
 
     def _settings(self) -> dict[str, Any]:
