@@ -82,7 +82,7 @@ class Storage(CopiedWhole):
         counters = self._counters.bytes().view(np.int64).reshape(N_COUNTERS, self.columns.n_lanes)
         self.columns.ring = self.ring = Ring(counters, self.columns.capacity)
         if self.episodes is not None:
-            self.episodes.ring = self.ring
+            self.episodes.columns.ring = self.ring
 
     def __len__(self) -> int:
         return len(self.ring)

@@ -21,6 +21,7 @@ from rlstructs.replay.columns import Columns, RowIds, Spec
 from rlstructs.replay.drawing import Selection, Uniform, draw_fitting
 from rlstructs.replay.episodes import LENGTH, NO_END, TIME, Episodes
 from rlstructs.replay.ring import N_COUNTERS, Ring
+from rlstructs.replay.snapshot import Snapshot
 from rlstructs.replay.span import Span
 from rlstructs.replay.store import ALL, Storage
 
@@ -739,23 +740,22 @@ def check_windows(storage, model, length):
         whole = [model.remaining(window[0]) >= length for window in full]
         assert expand.fits(episodes, anchors, length).tolist() == whole
 
-    span = storage.span()
+    rows = Snapshot(storage)
     anchors = np.array(list(ids.values()), np.int64)
     if not ids:
         return
-    stacks, stack_masks, forward, forward_masks = [], [], [], []
+    stacks, forward, masks = [], [], []
     for lane in lanes:
         for i, row in enumerate(lane):
             past = [other for other in lane[max(i - length + 1, 0) : i + 1] if other[4] == row[4]]
             stacks.append([past[0]] * (length - len(past)) + past)
-            stack_masks.append([False] * (length - len(past)) + [True] * len(past))
             future = [other for other in lane[i : i + length] if other[4] == row[4]]
             forward.append(future + [future[-1]] * (length - len(future)))
-            forward_masks.append([True] * len(future) + [False] * (length - len(future)))
-    same(expand.stack(span, episodes, anchors, length), stacks, stack_masks)
-    window, counts = expand.n_step(span, episodes, anchors, length)
-    same(window, forward, forward_masks)
-    assert counts.tolist() == [sum(mask) for mask in forward_masks]
+            masks.append([True] * len(future) + [False] * (length - len(future)))
+    assert rows.frames(anchors, length).tolist() == expected(stacks, masks)[0]
+    window, mask, counts = rows.n_step(anchors, length)
+    assert (window.tolist(), mask.tolist()) == expected(forward, masks)[:2]
+    assert counts.tolist() == [sum(mask) for mask in masks]
 
 
 def flags(n, n_timesteps):
