@@ -21,7 +21,7 @@ from rlstructs.files.archives import checksum
 from rlstructs.files.opening import open_file, read_at, read_bytes, size_of
 from rlstructs.memories.restoring import EPISODES, KIND, RING, make_missing, plan_restore
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.priorities import DRAWN, LEAVES, SYNCED
+from rlstructs.replay.priorities import DRAWN_ROWS, FOLLOWED_STEPS, TREE_LEAVES
 from rlstructs.replay.ring import Ring
 from rlstructs.replay.span import Span
 from rlstructs.replay.values import from_bits, to_bits
@@ -130,7 +130,7 @@ def _parse_bookkeeping(values: Any, dtype: Any) -> np.ndarray:
     return array.astype(dtype)
 
 
-DTYPES = {RING: np.int64, EPISODES: np.int32, SYNCED: np.int64, DRAWN: np.int64, LEAVES: np.float64}
+DTYPES = {RING: np.int64, EPISODES: np.int32, FOLLOWED_STEPS: np.int64, DRAWN_ROWS: np.int64, TREE_LEAVES: np.float64}
 
 
 def _read_rows(path: Path, nbytes: int, specs: Mapping[str, Spec], n_rows: int) -> dict[str, np.ndarray]:

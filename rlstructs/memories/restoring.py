@@ -14,7 +14,7 @@ from rlstructs.memories.names import check_name
 from rlstructs.memories.tensors import spec_of
 from rlstructs.replay.claims import Claims, check_counters, check_episodes, dtype_called, generator_in, row_shape, whole
 from rlstructs.replay.columns import SLOT, Spec
-from rlstructs.replay.priorities import DRAWN, LEAVES, SYNCED
+from rlstructs.replay.priorities import DRAWN_ROWS, FOLLOWED_STEPS, TREE_LEAVES
 from rlstructs.replay.roles import ENDS
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 KIND = "Memory"
 # Arrays in a file that are not tensors.
 RING, EPISODES = "__ring__", "__episodes__"
-BOOKKEEPING = (RING, EPISODES, SYNCED, DRAWN, LEAVES)
+BOOKKEEPING = (RING, EPISODES, FOLLOWED_STEPS, DRAWN_ROWS, TREE_LEAVES)
 
 
 def plan_restore(

@@ -88,7 +88,7 @@ class RandomMemory(memory.Memory):
         n = check_count("batch_size", batch_size)
         length = _check_sampling(sequence_length, n_step, gamma, episode_ends)
         known, storage = self._drop_unknown(names), self._store()
-        if (episode_ends != expand.CROSS or n_step > 1) and storage.episodes is None:
+        if (episode_ends != expand.CROSS_ENDS or n_step > 1) and storage.episodes is None:
             raise StateError(NO_ENDS_ERROR)
         picked, arrays = storage.sample(
             n,
@@ -143,14 +143,14 @@ class RandomMemory(memory.Memory):
         storage = self._store()
         span, episodes = storage.span(length), storage.episodes
         fits = None
-        if ends == expand.NEVER and episodes is not None:
+        if ends == expand.AVOID_ENDS and episodes is not None:
             fits = partial(expand.fits, episodes, length=length)
         anchors, fields = self._draw_anchors(span, n, fits)
         if length == 1:
             if episodes is not None:
                 fields["is_first"] = episodes.begin(anchors)
             return Selection(anchors[:, None], span, fields)
-        if ends == expand.MASK and episodes is not None:
+        if ends == expand.MASK_ENDS and episodes is not None:
             window = expand.padded(span, episodes, anchors, length)
         else:
             window = expand.chunk(span, episodes, anchors, length)

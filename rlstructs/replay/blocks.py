@@ -1,4 +1,4 @@
-"""Blocks of rows that are given to a store: checked, split and written."""
+"""Checks, splits and writes the blocks of rows that a store is given."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def lead_of(
     done: np.ndarray | None,
     starts: np.ndarray | None,
 ) -> tuple[int, int]:
-    """The axes (n, T) of a block; arguments as of `Storage.write`.
+    """Returns the axes (n, T) of a block after checking the arguments of `Storage.write`.
 
     Raises:
-        SpecError: it does not fit the lanes, or the rest does not fit it.
+        SpecError: an argument does not fit the others.
     """
     if isinstance(lanes, slice):
         n = len(range(n_lanes)[lanes])
@@ -100,7 +100,7 @@ def _put_rows(columns: Columns, block: Mapping[str, Any], rows: np.ndarray, vali
 
 
 def rounds(lanes: np.ndarray) -> Iterator[Any]:
-    """Which rows to write together, so that none of them are of one lane; in order."""
+    """Indexes of rows to write together, so that no lane occurs twice, in order."""
     if np.unique(lanes).size == lanes.size:
         if lanes.size:
             yield slice(None)
@@ -114,6 +114,6 @@ def rounds(lanes: np.ndarray) -> Iterator[Any]:
 
 
 def as_slice(lanes: np.ndarray) -> Any:
-    """Lanes that follow one another as a slice: then a block is one copy."""
+    """Returns consecutive lanes as a slice, with which a block is written in one copy; others unchanged."""
     first = int(lanes[0])
     return slice(first, first + lanes.size) if (np.diff(lanes) == 1).all() else lanes

@@ -72,12 +72,12 @@ class LinkedColumns(Columns):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all columns, of linked ones only what is stored beside their sources."""
-        stored = [
-            link.is_separate.nbytes + link.waiting.nbytes + int(link.is_separate.sum()) * self.specs[name].nbytes
-            for name, link in self.links.items()
-        ]
-        return super().nbytes - sum(map(self.nbytes_of, self.links)) + sum(stored)
+        """Bytes of all columns; of linked columns only what is not stored through their sources."""
+        total = super().nbytes
+        for name, link in self.links.items():
+            n_shared = self.n_rows - int(link.is_separate.sum())
+            total += link.is_separate.nbytes + link.waiting.nbytes - n_shared * self.specs[name].nbytes
+        return total
 
     def link(self, name: str, source: str) -> None:
         """Adds a column like `source`, which must be empty, or empties the linked column of this name."""

@@ -25,7 +25,7 @@ LARGEST = 1e300
 # Relative error of powers and roots.
 ROUNDED = 1e-9
 # Names of the arrays of priorities in a file.
-LEAVES, SYNCED, DRAWN = "__leaves__", "__synced__", "__drawn__"
+TREE_LEAVES, FOLLOWED_STEPS, DRAWN_ROWS = "__leaves__", "__synced__", "__drawn__"
 
 
 def exponent(name: str, value: Any) -> float:
@@ -299,7 +299,7 @@ class Priorities:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The arrays of a file."""
-        return {LEAVES: self.tree.values, SYNCED: self.synced, DRAWN: self.drawn.array()}
+        return {TREE_LEAVES: self.tree.values, FOLLOWED_STEPS: self.synced, DRAWN_ROWS: self.drawn.array()}
 
     def restored(
         self,
@@ -322,18 +322,18 @@ class Priorities:
         power = self.alpha if alpha is None else alpha
         new = Priorities(self.tree.n_leaves, self.synced.size, power, first=self.first, of_present=self.of_present)
         new.lock = self.lock  # other threads may be waiting for it
-        if LEAVES not in arrays:
+        if TREE_LEAVES not in arrays:
             return new
         if alpha is None and state.get("alpha", self.alpha) != self.alpha:
             raise ValueError(f"its priorities are to the power of {state['alpha']}, here alpha is {self.alpha}")
-        leaves, synced = arrays[LEAVES], arrays[SYNCED]
+        leaves, synced = arrays[TREE_LEAVES], arrays[FOLLOWED_STEPS]
         wanted = (new.tree.values, new.synced)
         if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip((leaves, synced), wanted, strict=True)):
             raise ValueError("its priorities have other shapes")
         new.max_priority, new.synced = new._check_max_priority(state["max_priority"], leaves), synced
         if claims is not None:
             _check_rows(leaves, synced, claims)
-        new.drawn = DrawnRows.restored(arrays[DRAWN], leaves.size)
+        new.drawn = DrawnRows.restored(arrays[DRAWN_ROWS], leaves.size)
         new.tree.fill(leaves)
         return new
 

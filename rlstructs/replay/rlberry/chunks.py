@@ -14,7 +14,7 @@ from rlstructs.public_names import set_module
 from rlstructs.replay import expand
 from rlstructs.replay.claims import Claims
 from rlstructs.replay.drawing import Selection, Uniform, draw_fitting
-from rlstructs.replay.expand import CROSS, EPISODE_ENDS, MASK, NEVER, Window
+from rlstructs.replay.expand import AVOID_ENDS, CROSS_ENDS, EPISODE_ENDS, MASK_ENDS, Window
 from rlstructs.replay.priorities import Priorities, exponent, importance_weights
 from rlstructs.replay.reading import Reading
 from rlstructs.replay.rlberry.tagged import TaggedBuffer
@@ -99,7 +99,7 @@ class ChunkReplayBuffer(TaggedBuffer):
         n_lanes: int = 1,
         framework: str = "numpy",
         device: Any = None,
-        episode_ends: str = CROSS,
+        episode_ends: str = CROSS_ENDS,
         n_step: int = 1,
         gamma: float = 0.99,
         stack_num: int = 1,
@@ -251,12 +251,12 @@ class ChunkReplayBuffer(TaggedBuffer):
 def _uniform(storage: Storage, n: int, length: int, ends: str, rng: np.random.Generator) -> Selection:
     """`n` chunks, each as likely as any other; see `_by_priority` for the arguments."""
     span, episodes = storage.span(length), storage.track_episodes()
-    if ends == NEVER:
+    if ends == AVOID_ENDS:
         fits = partial(expand.fits, episodes, length=length)
         anchors = draw_fitting(lambda k: EVENLY.draw(span, k, rng), fits, n, rng.choice, span, _wanted(ends, length))
     else:
         anchors = EVENLY.draw(span, n, rng)
-    window = (expand.padded if ends == MASK else expand.chunk)(span, episodes, anchors, length)
+    window = (expand.padded if ends == MASK_ENDS else expand.chunk)(span, episodes, anchors, length)
     return _selection(window, span, np.ones(n, np.float32))
 
 
@@ -279,11 +279,11 @@ def _by_priority(
         SpecError: there is none to draw.
     """
     span, episodes = storage.span(), storage.track_episodes()
-    fits = partial(expand.fits_to, span, episodes if ends == NEVER else None, length=length)
+    fits = partial(expand.fits_to, span, episodes if ends == AVOID_ENDS else None, length=length)
     anchors = priorities.draw_rows(span, n, rng, fits if length > 1 else None, _wanted(ends, length))
     tree = priorities.tree
     weights = importance_weights(tree.values.take(anchors), tree.minimum, beta)
-    window = (expand.padded_to if ends == MASK else expand.chunk_to)(span, episodes, anchors, length)
+    window = (expand.padded_to if ends == MASK_ENDS else expand.chunk_to)(span, episodes, anchors, length)
     return _selection(window, span, weights)
 
 
@@ -292,4 +292,4 @@ def _selection(window: Window, span: Span, weights: np.ndarray) -> Selection:
 
 
 def _wanted(ends: str, length: int) -> str:
-    return f"window of {length} rows" + (" within one episode" if ends == NEVER else "")
+    return f"window of {length} rows" + (" within one episode" if ends == AVOID_ENDS else "")

@@ -14,7 +14,7 @@ from rlstructs.errors import SpecError, StateError
 from rlstructs.public_names import set_module
 from rlstructs.replay.claims import Claims
 from rlstructs.replay.drawing import Selection
-from rlstructs.replay.priorities import LEAVES, Priorities, exponent, importance_weights
+from rlstructs.replay.priorities import TREE_LEAVES, Priorities, exponent, importance_weights
 from rlstructs.replay.store import Storage
 from rlstructs.replay.torchrl.part import check_neutral
 from rlstructs.replay.torchrl.samplers import WEIGHT, Sampler
@@ -217,7 +217,7 @@ class PrioritizedSampler(Sampler):
     ) -> Callable[[], None]:
         """See `Sampler`."""
         alpha, beta = exponent("alpha", state["alpha"]), exponent("beta", state["beta"])
-        if LEAVES not in arrays:
+        if TREE_LEAVES not in arrays:
             raise ValueError("it has no priorities")
         priorities = self._made(claims.n_rows, alpha).restored(arrays, state, claims)
 
