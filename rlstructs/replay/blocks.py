@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from rlstructs.errors import SpecError
 from rlstructs.replay.columns import Columns
+from rlstructs.replay.ring import ALL
 
 
 def lead_of(
@@ -65,38 +66,27 @@ def write_block(
         lengths: int64 (n,), how many of the T rows are valid; None for all.
         head: of all these lanes, if they have the same.
     """
+    put: Callable[..., None] = columns.put_cells
     if lengths is None and head is not None:
-        _put_slots(columns, block, lanes, head % columns.capacity, n_timesteps)
+        slot = head % columns.capacity
+        n_before = columns.capacity - slot  # slots up to the end of the rings
+        # Where rows are written, and which of the block's.
+        parts: list[tuple[Any, Any]] = [((lanes, slice(slot, slot + n_timesteps)), (ALL, slice(0, n_before)))]
+        if n_timesteps == 1:
+            parts = [((lanes, slot), (ALL, 0))]
+        elif n_timesteps > n_before:
+            parts.append(((lanes, slice(0, n_timesteps - n_before)), (ALL, slice(n_before, None))))
     else:
+        valid: Any = ... if lengths is None else np.arange(n_timesteps) < lengths[:, None]
         steps = columns.ring.head[lanes][:, None] + np.arange(n_timesteps)
         rows = columns.at_steps(np.arange(columns.n_lanes)[lanes][:, None], steps)
-        _put_rows(columns, block, rows, None if lengths is None else np.arange(n_timesteps) < lengths[:, None])
-    columns.write_links(block, lanes, n_timesteps, lengths)
-
-
-def _put_slots(columns: Columns, block: Mapping[str, Any], lanes: Any, slot: int, n_timesteps: int) -> None:
-    """Writes a block (n, T, ...) to T slots from `slot` on, around the end of the rings."""
-    before_end = columns.capacity - slot
-    parts: list[tuple[Any, Any]] = [(slice(slot, slot + n_timesteps), slice(0, before_end))]
-    if n_timesteps == 1:
-        parts = [(slot, 0)]
-    elif n_timesteps > before_end:
-        parts.append((slice(0, n_timesteps - before_end), slice(before_end, None)))
+        put, parts = columns.put_rows, [((rows[valid],), valid)]
     for name in columns.flat:
         values = block.get(name)
-        nothing = columns.value(name, columns.specs[name].unwritten) if values is None else None
-        for slots, times in parts:
-            columns.put_cells(name, lanes, slots, nothing if values is None else values[:, times])
-
-
-def _put_rows(columns: Columns, block: Mapping[str, Any], rows: np.ndarray, valid: np.ndarray | None) -> None:
-    """Writes a block (n, T, ...), or its `valid` rows, to row ids (n, T)."""
-    rows = rows if valid is None else rows[valid]
-    for name in columns.flat:
-        if name not in block:
-            columns.put_rows(name, rows, columns.value(name, columns.specs[name].unwritten))
-        else:
-            columns.put_rows(name, rows, block[name] if valid is None else block[name][valid])
+        unwritten = columns.value(name, columns.specs[name].unwritten) if values is None else None
+        for at, index in parts:
+            put(name, *at, unwritten if values is None else values[index])
+    columns.write_links(block, lanes, n_timesteps, lengths)
 
 
 def rounds(lanes: np.ndarray) -> Iterator[Any]:

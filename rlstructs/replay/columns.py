@@ -313,7 +313,7 @@ class Columns(RowIds):
         self.cells[name][lanes, slots] = values
 
     def restore_slots(self, name: str, values: np.ndarray) -> None:
-        """Sets the first n slots of every lane, `values` (n_lanes, n, *shape) of the column's dtype."""
+        """Sets the first n slots of every lane to `values`, (n_lanes, n, *shape) of the column's dtype."""
         self.put_cells(name, slice(None), slice(0, values.shape[1]), self.converted(name, values, self.specs[name]))
 
     def replace(self, name: str, rows: np.ndarray, values: Any) -> None:

@@ -1,9 +1,8 @@
-"""Episodes: where each row stands in its own, without a scan.
+"""Episodes: the position of each row in its episode, and the episode's length.
 
-Two int32 per row: `time`, the position in the episode, and `length`, the number of steps of the episode,
-0 while it goes on. So the episode's first step is `step - time` and its last `step - time + length - 1`.
-What is open at the head follows from the newest row alone: there is no third place that could disagree
-after a writer was killed.
+There are two int32 per row: `time`, the position in the episode, and `length`, the number of steps of the episode, 0
+while it goes on. So the first step of the episode is `step - time`, and the last is `step - time + length - 1`. The
+newest row tells whether an episode is unfinished: nothing else has to agree with it after a writer was killed.
 """
 
 from __future__ import annotations
@@ -15,13 +14,12 @@ import numpy as np
 from rlstructs.replay.backing import Backing
 from rlstructs.replay.blocks import rounds, write_block
 from rlstructs.replay.columns import Columns, Spec
-from rlstructs.replay.ring import Ring
+from rlstructs.replay.ring import ALL, Ring
 
 EPISODE = "episode"
 PAIR = Spec(np.dtype(np.int32), (2,))
 TIME, LENGTH = 0, 1  # of a pair
 BYTES_PER_ROW = PAIR.nbytes
-ALL = slice(None)
 # Later than any step.
 NO_END = np.iinfo(np.int64).max
 
@@ -155,7 +153,7 @@ class Episodes:
             self.columns.cells[EPISODE][lane, slots] = np.stack([time, length], axis=1)
 
     def times(self, rows: np.ndarray) -> np.ndarray:
-        """Positions in their episodes, int64."""
+        """The positions of rows in their episodes, int64."""
         return self.columns.flat[EPISODE].take(rows, axis=0)[..., TIME].astype(np.int64)
 
     def begin(self, rows: np.ndarray) -> np.ndarray:
@@ -164,13 +162,13 @@ class Episodes:
         return np.asarray(pairs.take(rows, mode="clip").view(np.int32)[..., TIME::2] == 0)
 
     def end(self, rows: np.ndarray | None = None) -> np.ndarray:
-        """Which rows are the last of an episode that has ended, bool; None for all, in the order of row ids."""
+        """Which rows end an episode, bool; None for all rows, by row id."""
         pairs = self.columns.flat[EPISODE]
         pairs = pairs if rows is None else pairs.take(rows, axis=0)
         return np.asarray(pairs[..., TIME] + 1 == pairs[..., LENGTH])
 
     def remaining(self, rows: np.ndarray) -> np.ndarray:
-        """Steps from each row to the end of its episode, itself included; `NO_END` while it goes on."""
+        """Steps from each row to the end of its episode, including the row; `NO_END` if it goes on."""
         pairs = self.columns.flat[EPISODE].take(rows, axis=0).astype(np.int64)
         return np.where(pairs[..., LENGTH] > 0, pairs[..., LENGTH] - pairs[..., TIME], NO_END)
 
@@ -183,7 +181,12 @@ def _find_first(done: np.ndarray, starts: np.ndarray | None, valid: np.ndarray) 
 
 
 def _times(carried: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """Where T rows stand in their episodes, int64 (n, T): after `carried` (n,), where `first` (n, T) says from 0 on."""
+    """The positions of T rows in their episodes, int64 (n, T).
+
+    Args:
+        carried: (n,), the position of the first row unless it begins an episode.
+        first: bool (n, T), which rows begin an episode.
+    """
     index = np.arange(first.shape[1])
     origin = np.where(first, index, -NO_END)
     origin[:, 0] = np.where(first[:, 0], 0, -carried)

@@ -1,7 +1,7 @@
-"""Priorities of rows in a sum tree, which rows are drawn in proportion to.
+"""Priorities of rows, in a sum tree, and draws of rows in proportion to them.
 
-Schaul et al., Prioritized Experience Replay (2016): P(i) = p_i^alpha / sum of p_k^alpha, and the weight
-(N P(i))^-beta over the largest of them, which is (min_k p_k^alpha / p_i^alpha)^beta.
+Schaul et al., Prioritized Experience Replay (2016): P(i) = p_i^alpha / sum of p_k^alpha. The weight (N P(i))^-beta,
+divided by the largest weight, is (min_k p_k^alpha / p_i^alpha)^beta.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Priorities:
             return
         self._snapshot = span.snapshot
         if (self.synced < span.low).any() or (self.synced > span.head).any():
-            # Lanes were cleared, or have wrapped since.
+            # Lanes were cleared or have wrapped since.
             self._drop(np.flatnonzero((self.synced < span.low) | (self.synced > span.head)), span)
         rows = span.newer(self.synced)
         self._update_max_priority(rows)
@@ -134,7 +134,7 @@ class Priorities:
             self.max_priority = max(self.max_priority, given)
             return
         leaves, largest = self.tree.values, self.max_priority
-        # Powers and roots round. With alpha 0 leaves do not tell priorities.
+        # The factor allows for rounded powers. With alpha 0 leaves do not tell priorities.
         if self.alpha and rows.size and leaves[rows].max() >= 0.999999 * largest**self.alpha:
             others = np.ones(leaves.size, bool)
             others[rows] = False
@@ -160,7 +160,7 @@ class Priorities:
         """Draws `n` rows of a span in proportion to their priorities, int64 (n,).
 
         Args:
-            span: of the store; rows that it has no more are not drawn.
+            span: of the store; only its rows are drawn.
             n: how many.
             rng: the generator.
             fits: returns which rows may be drawn, bool; None for all.
@@ -349,7 +349,7 @@ class Priorities:
 def _check_rows(leaves: np.ndarray, synced: np.ndarray, claims: Claims) -> None:
     """Raises ValueError if empty rows have priorities."""
     ring = claims.ring
-    # Lanes that were cleared or overwritten since do not count: `follow` drops all their priorities.
+    # Lanes that were cleared or have wrapped since do not count: `follow` drops their priorities.
     followed = (synced >= ring.oldest()) & (synced <= ring.head)
     if (synced < 0).any() or followed[claims.lanes(np.flatnonzero((leaves > 0) & claims.empty()))].any():
-        raise ValueError("it has priorities of rows that it has not")
+        raise ValueError("it has priorities of empty rows")

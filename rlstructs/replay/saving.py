@@ -73,7 +73,7 @@ def contents(buffer: Buffer) -> tuple[dict[str, Any], dict[str, str], dict[str, 
         if isinstance(columns, LinkedColumns) and name in columns.links:
             arrays |= {f"{LINKS}{name}/{part}": array for part, array in columns.link_arrays(name).items()}
         elif spec.is_object:
-            arrays[OBJECTS + name] = object_files.encoded(name, _held_objects(storage, name, n_slots))
+            arrays[OBJECTS + name] = object_files.to_json(name, _held_objects(storage, name, n_slots))
         else:
             arrays[ROWS + name] = columns.slots_to_file(name, n_slots)
             dtypes |= {ROWS + name: "bfloat16"} if spec.is_bfloat16 else {}
@@ -239,7 +239,7 @@ def _restorer(buffer: Buffer, path: Any, arrays: _Arrays, header: Mapping[str, A
     more = {name: arrays.read(MORE + name) for name in arrays.inside(MORE).specs}
     generator = generator_in(state["rng"])
     restore_own = buffer._restorer(state["own"], more, claims)
-    values = {name: object_files.decoded(name, text, (n_lanes, n_slots)) for name, text in objects.items()}
+    values = {name: object_files.from_json(name, text, (n_lanes, n_slots)) for name, text in objects.items()}
     restore_inner = _inner_restorers(buffer, path, arrays, state)
 
     def restore() -> None:

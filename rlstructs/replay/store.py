@@ -24,10 +24,11 @@ from rlstructs.replay.copies import CopiedWhole, renew_lock_after_fork
 from rlstructs.replay.drawing import Selection
 from rlstructs.replay.episodes import EPISODE, Episodes
 from rlstructs.replay.linked_columns import LinkedColumns
-from rlstructs.replay.ring import N_COUNTERS, Ring
+from rlstructs.replay.ring import ALL, N_COUNTERS, Ring
 from rlstructs.replay.span import Span
 
-ALL = slice(None)
+__all__ = ["ALL", "MAX_REDRAWS", "Storage"]
+
 # A reader that loses this often against the writers reads from a ring too small to be read at all.
 MAX_REDRAWS = 100
 
