@@ -263,7 +263,7 @@ class Columns(RowIds):
             self.cells[name][:, :n] = cells[:, :n]
 
     def gather(self, names: Iterable[str], rows: np.ndarray) -> list[Any]:
-        """Copies of some rows of some columns, `(*rows.shape, *shape)` each, in the columns' kind of memory."""
+        """Copies of some rows of columns that are not linked, `(*rows.shape, *shape)` each, in their kind of memory."""
         # mode="clip" skips numpy's check of the indices; row ids are in range.
         taken = [self.flat[name].take(rows, axis=0, mode="clip") for name in names]
         if self.has_objects:

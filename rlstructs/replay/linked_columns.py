@@ -62,7 +62,7 @@ class LinkedColumns(Columns):
         >>> columns.put_cells("obs", slice(None), slice(0, 3), block["obs"])
         >>> columns.write_links(block, slice(None), 3)
         >>> columns.ring.head[:] = 3
-        >>> columns.gather(["obs_next"], np.arange(3)), columns.links["obs_next"].is_separate.tolist()
+        >>> columns.gather_linked(["obs_next"], np.arange(3)), columns.links["obs_next"].is_separate.tolist()
         ([array([2, 3, 6])], [False, True, False, False])
     """
 
@@ -156,11 +156,9 @@ class LinkedColumns(Columns):
         if different.any():
             self._rows_of(name)[rows[different]] = values[different]
 
-    def gather(self, names: Iterable[str], rows: np.ndarray) -> list[Any]:
-        """See `Columns.gather`."""
-        if not self.links:
-            return super().gather(names, rows)
-        plain = iter(super().gather([name for name in names if name not in self.links], rows))
+    def gather_linked(self, names: Iterable[str], rows: np.ndarray) -> list[Any]:
+        """Does what `gather` does, also for linked columns; a lock must keep writers away."""
+        plain = iter(self.gather([name for name in names if name not in self.links], rows))
         return [self._gather_link(name, rows) if name in self.links else next(plain) for name in names]
 
     def _gather_link(self, name: str, rows: np.ndarray) -> np.ndarray:

@@ -187,7 +187,7 @@ class Priorities:
         Raises:
             SpecError: every priority is zero.
         """
-        if not self.tree.total > 0:
+        if not self.tree.sums[-1] > 0:
             raise SpecError("nothing to sample: no row has a priority above zero")
         return self.tree.draw_evenly(n, rng)
 

@@ -68,7 +68,7 @@ def contents(buffer: Buffer) -> tuple[dict[str, Any], dict[str, str], dict[str, 
         EPISODES: np.ascontiguousarray(storage.episodes.columns.cells[EPISODE][:, :n_slots]),
         **{MORE + name: array for name, array in buffer._more_arrays().items()},
     }
-    dtypes = {}
+    dtypes: dict[str, str] = {}
     for name, spec in columns.specs.items():
         if isinstance(columns, LinkedColumns) and name in columns.links:
             arrays |= {f"{LINKS}{name}/{part}": array for part, array in columns.link_arrays(name).items()}

@@ -35,7 +35,7 @@ class StepWriter:
     def __init__(self, storage: Storage, ends: Iterable[str]) -> None:
         self._storage = storage
         self._every_end = tuple(ends)
-        self._version = -1  # of the store when `_prepare` was called
+        self._version, self._head = -1, 0  # the store's when `_prepare` was called, and after each write
 
     def __getstate__(self) -> dict[str, Any]:
         return {"storage": self._storage, "ends": self._every_end}  # the rest follows from them
@@ -131,17 +131,18 @@ class StepWriter:
                 for name, spec in ((name, columns.specs[name]) for name in names)
             ]
             self._rows = [columns.cells[name].swapaxes(0, 1) for name in columns.flat if usable]
-            self._reserved, self._heads, self._head = ring.reserved, ring.head, int(ring.head[0])
-            self._has_episodes, self._no_end = storage.episodes is not None, bytes(n)
+            self._reserved, self._heads = ring.reserved, ring.head
+            self._head = int(ring.head[0])
+            self._has_episodes: bool = storage.episodes is not None
+            self._no_end: bytes = bytes(n)
             if usable and storage.episodes is not None:
                 # Pairs of time and length, of int32 and as one int64 each.
                 self._episodes = storage.episodes.columns.cells[EPISODE].swapaxes(0, 1)
-                self._pairs = self._episodes.view(np.int64)[..., 0]
+                self._pairs: ndarray = self._episodes.view(np.int64)[..., 0]
                 self._open = np.zeros((n, 2), np.int32)  # those of the next rows
                 self._open[:, TIME] = storage.episodes.open_lengths(ALL, self._head)
-                one = np.zeros_like(self._open)
-                one[:, TIME] = 1
-                self._open_pairs, self._one_step = self._open.view(np.int64)[:, 0], one.view(np.int64)[:, 0]
+                self._open_pairs: ndarray = self._open.view(np.int64)[:, 0]
+                self._one_step: ndarray = np.array([1, 0], np.int32).view(np.int64)  # TIME is the first of a pair
 
 
 class OneRow:

@@ -232,7 +232,7 @@ class Storage(CopiedWhole):
         if not self.columns.links:
             return self.columns.gather(names, rows)
         with self.lock:  # a write moves values that wait for their following row
-            return self.columns.gather(names, rows)
+            return cast(LinkedColumns, self.columns).gather_linked(names, rows)
 
     def put(self, name: str, rows: np.ndarray, values: Any) -> None:
         """Overwrites rows of a column; the same rows stay valid.

@@ -104,7 +104,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         """
         rows, given = host_array("index", index), real_numbers("priorities", new_weight)
         with self._priorities.lock:
-            if rows.dtype.kind == "i":
+            if rows.dtype.kind == "i" and (rows < 0).any():
                 rows = np.where(rows < 0, rows.astype(np.int64) + self._index_end(self._own_rows()), rows)
             self._priorities.set(self._storage, rows, np.abs(given) + EPSILON, may_be_of_now=True)
 

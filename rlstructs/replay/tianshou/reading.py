@@ -20,13 +20,11 @@ def sources_of(
     """
     sources = {}
     for name in names:
-        first, stored = top(name), (stored_as(name, columns),)
-        place = LAST if first == OBS_NEXT or name in FLAGS else ANCHOR
-        if name == DONE:
-            place, stored = LAST, FLAGS
-        elif name == REW:
+        first, place = top(name), ANCHOR
+        if name == REW:
             place = SUM
-        elif name not in columns:
-            place = NEXT
+        elif name in (DONE, *FLAGS) or first == OBS_NEXT:
+            place = LAST if name == DONE or name in columns else NEXT
+        stored = FLAGS if name == DONE else (stored_as(name, columns),)
         sources[name] = Source(stored, place, stacked is None or first in stacked)
     return sources

@@ -331,7 +331,8 @@ class EpisodeReads(WholeColumns):
 
     def _frames(self, rows: AnySnapshot, at: np.ndarray) -> np.ndarray:
         """Of which rows the stacks of some are, (n, stack_num)."""
-        return at[:, None] if self.stack_num == 1 else rows.frames(at, self.stack_num)
+        n = self._reading.stack_num
+        return at[:, None] if n == 1 else rows.frames(at, n)
 
     def _anchors(self, rows: AnySnapshot, n: int) -> tuple[np.ndarray, Fields]:
         """`n` rows, and what else is known of each."""
@@ -344,7 +345,7 @@ class EpisodeReads(WholeColumns):
 
     def _fits(self, rows: AnySnapshot) -> Callable[[np.ndarray], np.ndarray] | None:
         """Which rows may be drawn; None for all."""
-        before = self.stack_num - 1
+        before = self._reading.stack_num - 1
         return (lambda at: rows.depths(at) >= before) if self.sample_avail and before else None
 
     def _drawn(self, n: int, pick: Callable[[int], Pick]) -> tuple[np.ndarray, Fields, dict[str, Any]]:
@@ -371,7 +372,7 @@ class EpisodeReads(WholeColumns):
 
     def _read(self, rows: AnySnapshot, frames: np.ndarray) -> dict[str, Any]:
         """What a sample holds of rows whose stacks are these."""
-        stacks = frames if self.stack_num > 1 else None
+        stacks = frames if self._reading.stack_num > 1 else None
         return read_sources(rows, self._specs, self._look().sources, frames[:, -1], self._reading, stacks)
 
     def _beside(self, at: np.ndarray, fields: Fields | None = None) -> dict[str, Any]:
