@@ -83,7 +83,10 @@ class Episodes:
         pairs = np.zeros((*done.shape, 2), np.int32)
         if starts is None and lengths is None and not done.any():
             pairs[..., TIME] = carried[:, None] + index
-            write_block(self.columns, {EPISODE: pairs}, lanes, n_timesteps, None, head)
+            if n_timesteps == 1 and head is not None:  # as nearly always
+                self.columns.put_cells(EPISODE, lanes, head % self.columns.capacity, pairs[:, 0])
+            else:
+                write_block(self.columns, {EPISODE: pairs}, lanes, n_timesteps, None, head)
             return
         valid = index < (n_timesteps if lengths is None else lengths[:, None])
         first = _find_first(done, starts, valid)

@@ -16,6 +16,7 @@ import numpy as np
 from rlstructs.errors import StateError
 from rlstructs.replay.backing import Backing
 from rlstructs.replay.columns import LANE, Columns, Spec
+from rlstructs.replay.ring import ALL
 
 # Columns with smaller rows (bytes) are not linked: looking up where a value is stored would cost more than it saves.
 SMALLEST = 256
@@ -124,30 +125,38 @@ class LinkedColumns(Columns):
             lengths: int64 (n,), how many of the T rows are valid; None for all.
         """
         lanes = np.arange(self.n_lanes)[lanes]
-        parts = [(slice(None), n_timesteps)]
-        if lengths is not None:
-            parts = [(slice(at, at + 1), int(lengths[at])) for at in range(len(lanes))]
         for name, link in self.links.items():
-            spec = self.specs[name]
-            zeros = np.broadcast_to(np.zeros((), spec.dtype), (len(lanes), n_timesteps, *spec.shape))
-            values, following = block.get(name, zeros), block.get(link.source, zeros)
-            for part, n in parts:
-                if n:
-                    self._write_link(name, lanes[part], values[part, :n], following[part, :n])
+            values, following = (self._find_values(block, each, lanes, n_timesteps) for each in (name, link.source))
+            if lengths is None:
+                self._write_link(name, lanes, values, following)
+                continue
+            for at in np.flatnonzero(lengths):
+                part, n = slice(at, at + 1), int(lengths[at])
+                self._write_link(name, lanes[part], values[part, :n], following[part, :n])
+
+    def _find_values(self, block: Mapping[str, Any], name: str, lanes: np.ndarray, n_timesteps: int) -> np.ndarray:
+        """The values (n, T, *shape) of a column in a block; zeros if there are none."""
+        if name in block:
+            return np.asarray(block[name])
+        spec = self.specs[name]
+        return np.broadcast_to(np.zeros((), spec.dtype), (len(lanes), n_timesteps, *spec.shape))
 
     def _write_link(self, name: str, lanes: np.ndarray, values: np.ndarray, following: np.ndarray) -> None:
         """Writes values (n, T, *shape), of which the source holds `following`, of the same shape."""
-        link, head, n_more = self.links[name], self.ring.head, values.shape[1] - 1
-        at, steps = link.find_newest(head, lanes), head[lanes][:, None] + np.arange(-1, n_more)
-        rows = self.at_steps(lanes[:, None], steps)
+        link, head, n_more = self.links[name], self.ring.head[lanes], values.shape[1] - 1
+        if n_more < 0:
+            return
         # The newest rows have a following one now.
-        had = head[lanes] > self.ring.base[lanes]
-        self._store(name, rows[had, 0], link.waiting[at[had], lanes[had]], following[had, 0])
+        at, old = link.find_newest(self.ring.head, lanes), head > self.ring.base[lanes]
+        had: Any = ALL if old.all() else old
+        newest = self.at_steps(lanes[had], head[had] - 1)
+        self._store(name, newest, link.waiting[at[had], lanes[had]], following[had, 0])
         if n_more:
+            rows = self.at_steps(lanes[:, None], head[:, None] + np.arange(n_more)).ravel()
             before, after = (each.reshape(-1, *each.shape[2:]) for each in (values[:, :-1], following[:, 1:]))
-            self._store(name, rows[:, 1:].ravel(), before, after)
+            self._store(name, rows, before, after)
         link.waiting[1 - at, lanes] = values[:, -1]
-        link.steps[1 - at, lanes] = head[lanes] + n_more
+        link.steps[1 - at, lanes] = head + n_more
 
     def _store(self, name: str, rows: np.ndarray, values: np.ndarray, following: np.ndarray) -> None:
         """Stores values (n, *shape) of rows unless the source holds the same in the following rows."""
@@ -175,8 +184,8 @@ class LinkedColumns(Columns):
     def _find_newest(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Which of these rows (n,) are the newest of their lanes, bool (n,), and the lanes of those."""
         ring, lanes = self.ring, self.lanes(rows)
-        newest = self.at_steps(np.arange(self.n_lanes), ring.head - 1)
-        is_newest = (rows == newest[lanes]) & (ring.head > ring.base)[lanes]
+        newest = np.where(ring.head > ring.base, self.at_steps(np.arange(self.n_lanes), ring.head - 1), -1)
+        is_newest = np.asarray(rows == newest[lanes])
         return is_newest, lanes[is_newest]
 
     def replace(self, name: str, rows: np.ndarray, values: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -95,9 +96,10 @@ class Reading:
         return read_sources(Snapshot(storage, span), specs, sources, rows, self, discount=discount)
 
     def _find_source(self, name: str, specs: Mapping[str, Spec]) -> Source:
-        before, is_stacked = source_of(name), self.stacks(name)
+        is_stacked = self.stacks(name)
         place = SUM if is_reward(name) else LAST if is_after(name) else ANCHOR
-        return Source((name,), place, is_stacked, before if is_stacked and before in specs else None)
+        before = source_of(name) if is_stacked else None
+        return Source((name,), place, is_stacked, before if before in specs else None)
 
     def earliest(self, storage: Storage, span: Span, rows: np.ndarray) -> np.ndarray:
         """The first row that is read for each of these, of the same shape."""
@@ -107,8 +109,9 @@ class Reading:
 
     def stacks(self, name: str) -> bool:
         """Whether a column is read in stacks."""
-        is_meant = is_observation(name) if self.stack_keys is None else name in self.stack_keys
-        return self.stack_num > 1 and is_meant
+        if self.stack_num == 1:
+            return False
+        return is_observation(name) if self.stack_keys is None else name in self.stack_keys
 
 
 def read_sources(
@@ -154,7 +157,7 @@ def read_sources(
     for key, source, place, group in found:
         array = group[source.columns[0]]
         if len(source.columns) > 1:
-            array = np.logical_or.reduce([group[column] for column in source.columns])
+            array = reduce(np.logical_or, [group[column] for column in source.columns])
         elif place == SUM:
             array = discounted(key, array, specs[key], places.inside, reading.gamma)
         elif source.seen is not None:
@@ -171,7 +174,8 @@ class _Places:
 
     def __init__(self, rows: AnySnapshot, anchors: np.ndarray, reading: Reading, frames: np.ndarray | None) -> None:
         self._rows, self._stack_num = rows, reading.stack_num
-        self._found = {(ANCHOR, False): anchors, (LAST, False): anchors}
+        self._last = LAST if reading.n_step > 1 else ANCHOR
+        self._found = {(ANCHOR, False): anchors}
         if frames is not None:
             self._found[ANCHOR, True] = frames
         if reading.n_step > 1:
@@ -181,8 +185,13 @@ class _Places:
     def find(self, place: str, is_stacked: bool) -> np.ndarray:
         """Row ids (n,), the windows (n, n_step) of `SUM`, or stacks (n, stack_num)."""
         if (place, is_stacked) not in self._found:
-            rows = self.find(place if is_stacked else LAST, False)
-            found = self._rows.frames(rows, self._stack_num) if is_stacked else self._rows.next(rows)
+            if not is_stacked:
+                found = self._rows.next(self.find(self._last, False))
+            elif place == NEXT:  # those of the rows before, one further
+                frames, rows = self.find(self._last, True), self.find(NEXT, False)[:, None]
+                found = np.where(rows == frames[:, -1:], frames, np.concatenate([frames[:, 1:], rows], axis=1))
+            else:
+                found = self._rows.frames(self.find(place, False), self._stack_num)
             self._found[place, is_stacked] = found
         return self._found[place, is_stacked]
 

@@ -84,8 +84,8 @@ class StepWriter:
             self._reserved.fill(following)
             for rows, value in zip(self._rows, values):  # noqa: B905 - linked columns, the last, have none
                 rows[slot] = value
-            if len(values) > len(self._rows):
-                block = {wanted[0]: value[:, None] for wanted, value in zip(self._wanted, values, strict=True)}
+            if self._linked:
+                block = {name: values[at][:, None] for name, at in self._linked}
                 storage.columns.write_links(block, ALL, 1)
             if self._has_episodes:
                 open_pairs = self._open_pairs
@@ -130,6 +130,9 @@ class StepWriter:
                 (name, (n, *spec.shape), np.dtype(spec.dtype.str), name in self._ends)
                 for name, spec in ((name, columns.specs[name]) for name in names)
             ]
+            # The linked columns and their sources, and where their values are among all.
+            linked = {*columns.links, *(link.source for link in columns.links.values())}
+            self._linked: list[tuple[str, int]] = [(name, at) for at, name in enumerate(names) if name in linked]
             self._rows = [columns.cells[name].swapaxes(0, 1) for name in columns.flat if usable]
             self._reserved, self._heads = ring.reserved, ring.head
             self._head = int(ring.head[0])
@@ -142,7 +145,9 @@ class StepWriter:
                 self._open = np.zeros((n, 2), np.int32)  # those of the next rows
                 self._open[:, TIME] = storage.episodes.open_lengths(ALL, self._head)
                 self._open_pairs: ndarray = self._open.view(np.int64)[:, 0]
-                self._one_step: ndarray = np.array([1, 0], np.int32).view(np.int64)  # TIME is the first of a pair
+                one = np.zeros_like(self._open)
+                one[:, TIME] = 1
+                self._one_step: ndarray = one.view(np.int64)[:, 0]
 
 
 class OneRow:
