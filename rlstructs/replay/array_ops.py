@@ -146,7 +146,7 @@ def array(value: Any) -> Any:
 
 
 def array_of(values: Sequence[Any]) -> Any:
-    """Converts a list to an array, or to a tensor if it holds tensors; to an array of objects if shapes differ."""
+    """Converts a list to an array or tensor; to an array of objects if the shapes differ."""
     try:
         if values and all(isinstance(value, torch.Tensor) for value in values):
             return torch.stack(list(values))

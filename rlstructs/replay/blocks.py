@@ -104,6 +104,6 @@ def rounds(lanes: np.ndarray) -> Iterator[Any]:
 
 
 def as_slice(lanes: np.ndarray) -> Any:
-    """Returns consecutive lanes as a slice, with which a block is written in one copy; others unchanged."""
+    """Converts consecutive lanes to a slice, for which a block is written in one copy."""
     first = int(lanes[0])
     return slice(first, first + lanes.size) if (np.diff(lanes) == 1).all() else lanes

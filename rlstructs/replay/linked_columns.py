@@ -49,7 +49,7 @@ class Link:
 
 
 class LinkedColumns(Columns):
-    """Columns in host memory, some of which may be linked: these have no entry in `flat` and `cells`.
+    """Columns in host memory, some of which may be linked; those are not in `flat` and `cells`.
 
     `ring` must be set before a linked column is written or read.
 
@@ -182,7 +182,7 @@ class LinkedColumns(Columns):
         return np.asarray(values.reshape(*rows.shape, *values.shape[1:]))
 
     def _find_newest(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which of these rows (n,) are the newest of their lanes, bool (n,), and the lanes of those."""
+        """Which of these rows (n,) are the newest of their lanes, bool (n,), and their lanes."""
         ring, lanes = self.ring, self.lanes(rows)
         newest = np.where(ring.head > ring.base, self.at_steps(np.arange(self.n_lanes), ring.head - 1), -1)
         is_newest = np.asarray(rows == newest[lanes])

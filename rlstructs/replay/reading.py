@@ -197,10 +197,17 @@ class _Places:
 
 
 def discounted(name: str, rewards: Any, spec: Spec, inside: np.ndarray, gamma: float) -> Any:
-    """The sum over t of gamma^t rewards (B, n, ...) where inside (B, n), of numpy or torch as they are.
+    """The discounted sums of rewards, (B, ...), a numpy array or tensor like the rewards.
+
+    Args:
+        name: of the column, for messages.
+        rewards: (B, n, ...), as the column stores them.
+        spec: of the column.
+        inside: bool (B, n), which steps count.
+        gamma: discount per step.
 
     Raises:
-        SpecError: they are no floats.
+        SpecError: the rewards are no floats.
     """
     is_bits = spec.is_bfloat16
     if not is_bits and spec.dtype.kind not in "fc":
@@ -209,6 +216,6 @@ def discounted(name: str, rewards: Any, spec: Spec, inside: np.ndarray, gamma: f
     numbers = stored.view(torch.bfloat16) if is_bits else stored
     factors = torch.from_numpy(gamma ** np.arange(inside.shape[1]) * inside).to(stored.device)
     factors = factors.reshape(*factors.shape, *(1,) * (stored.ndim - 2))
-    # What lies outside may be NaN, which times zero is NaN.
+    # Rewards outside may be NaN, and NaN times zero is NaN.
     summed = torch.where(factors > 0, numbers * factors, 0).sum(dim=1).to(numbers.dtype).view(stored.dtype)
     return summed if stored is rewards else summed.numpy()

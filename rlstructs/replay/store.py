@@ -95,7 +95,7 @@ class Storage(CopiedWhole):
         return self.columns.nbytes + episodes + self.ring.counters.nbytes
 
     def add_columns(self, specs: Mapping[str, Spec], linked: Mapping[str, str] | None = None) -> None:
-        """Adds columns, every row of which is unwritten.
+        """Adds columns; all of their rows are unwritten.
 
         Args:
             specs: name -> spec.
@@ -128,7 +128,12 @@ class Storage(CopiedWhole):
             return before
 
     def restore(self, counters: np.ndarray, episodes: np.ndarray | None) -> None:
-        """Takes over counters (3, n_lanes) and episodes (n_lanes, n_slots, 2) of a file; None: each lane is one."""
+        """Sets the counters and episodes of a file.
+
+        Args:
+            counters: int64 (3, n_lanes).
+            episodes: int32 (n_lanes, n_slots, 2); None if the rows of each lane are one episode.
+        """
         with self.lock:
             self.version += 1
             self.ring.counters[...] = counters
