@@ -189,7 +189,7 @@ class Priorities:
         """
         if not self.tree.sums[-1] > 0:
             raise SpecError("nothing to sample: no row has a priority above zero")
-        return self.tree.draw_evenly(n, rng)
+        return self.tree.draw(n, rng)
 
     def choose(self, rows: np.ndarray, n: int, rng: np.random.Generator) -> np.ndarray:
         """Draws `n` of these row ids in proportion to their priorities.

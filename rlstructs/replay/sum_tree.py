@@ -39,17 +39,12 @@ def _draw(
     n = count[0]
     zero = wp.float64(0.0)
     share = masses[n]
-    if share > zero:  # the masses are fractions of equal shares of the total
-        for i in range(n):
-            masses[i] = (wp.float64(i) + masses[i]) * share
-    in_order = wp.int32(1)
-    for i in range(1, n):
-        in_order = wp.where(masses[i] < masses[i - 1], 0, in_order)
-    # Sorted masses are found by one walk along a level of a few hundred sums, instead of the levels above it.
+    for i in range(n):  # each mass is a fraction of its share of the total
+        masses[i] = (wp.float64(i) + masses[i]) * share
+    # The masses ascend: one walk along a level of a few hundred sums finds all of them, instead of the levels above it.
     top = offsets.shape[0] - 1
-    if in_order == 1:
-        while top > 0 and offsets[top] - offsets[top - 1] <= 256:
-            top = top - 1
+    while top > 0 and offsets[top] - offsets[top - 1] <= 256:
+        top = top - 1
     start = offsets[top]
     last = wp.int32(0)
     if top < offsets.shape[0] - 1:
@@ -157,7 +152,7 @@ class SumTree:
     Example:
         >>> tree = SumTree(3)
         >>> tree.update(np.array([0, 1, 2]), np.array([1.0, 0.0, 2.0]))
-        >>> tree.total, tree.minimum, tree.draw(np.array([0.5, 1.5, 2.5])).tolist()
+        >>> tree.total, tree.minimum, tree.draw(3, np.random.default_rng(0)).tolist()
         (3.0, 1.0, [0, 2, 2])
     """
 
@@ -192,23 +187,14 @@ class SumTree:
         """The values, float64 (n_leaves,), a view that must not be written to."""
         return self.sums[: self.n_leaves]
 
-    def draw(self, masses: np.ndarray) -> np.ndarray:
-        """The leaves of masses, int64 (B,): where the cumulative sum of the values passes each mass.
+    def draw(self, n: int, rng: np.random.Generator) -> np.ndarray:
+        """Draws a leaf from each n-th of the total, in proportion to the values, int64 (n,), in ascending order.
 
-        Args:
-            masses: float64 (B,), in [0, total). The leaf of a mass is never zero, unless all leaves are.
+        None of them is zero, unless all leaves are.
         """
-        buffer, leaves = self._buffers("draw", len(masses))
-        buffer[: len(masses)] = masses
-        buffer[len(masses)] = 0.0
-        self._launch("draw", len(masses))
-        return leaves[: len(masses)].copy()
-
-    def draw_evenly(self, n: int, rng: np.random.Generator) -> np.ndarray:
-        """Draws a leaf from each n-th of the total, in proportion to the values, int64 (n,)."""
         buffer, leaves = self._buffers("draw", n)
         rng.random(out=buffer[:n])
-        buffer[n] = self.sums[-1] / n
+        buffer[n] = self.sums[-1] / max(n, 1)
         self._launch("draw", n)
         return leaves[:n].copy()
 
