@@ -138,14 +138,13 @@ def _cell(name: str, value: Any) -> np.ndarray | torch.Tensor | Object:
 def _columns(rows: Sequence[Cells]) -> dict[str, Any]:
     """Joins the values of several environments by name; those nested only in some environments become objects."""
     names = list(dict.fromkeys(name for row in rows for name in row))
-    whole = {name for name in names if any(other.startswith(f"{name}/") for other in names)}
-    said = {name for name in whole if not all(is_nothing(row[name]) for row in rows if name in row)}
-    names, whole = [name for name in names if name not in whole or name in said], said
+    parents = {name for name in names if any(other.startswith(f"{name}/") for other in names)}
+    joined = {name for name in parents if not all(is_nothing(row[name]) for row in rows if name in row)}
     columns = {}
     for name in names:
-        if name in whole:
+        if name in joined:
             columns[name] = _column([nested(name, row) for row in rows])
-        elif not any(name.startswith(f"{each}/") for each in whole):
+        elif name not in parents and not any(name.startswith(f"{each}/") for each in joined):
             columns[name] = _column([row.get(name) for row in rows])
     return columns
 

@@ -120,4 +120,4 @@ def objects_in(values: Any, n_lead: int) -> np.ndarray:
 
 def _is_python(dtype: np.dtype) -> bool:
     """Whether Python has such values."""
-    return dtype.kind in "bUS" or (dtype.kind in "iufc" and dtype.itemsize <= (16 if dtype.kind == "c" else 8))
+    return dtype.kind in "biufcUS" and (dtype.kind in "US" or dtype.itemsize <= (16 if dtype.kind == "c" else 8))
