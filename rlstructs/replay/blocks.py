@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from rlstructs.errors import SpecError
 from rlstructs.replay.columns import Columns
-from rlstructs.replay.ring import ALL
 
 
 def lead_of(
@@ -66,27 +65,29 @@ def write_block(
         lengths: int64 (n,), how many of the T rows are valid; None for all.
         head: of all these lanes, if they have the same.
     """
-    put: Callable[..., None] = columns.put_cells
     if lengths is None and head is not None:
         slot = head % columns.capacity
         n_before = columns.capacity - slot  # slots up to the end of the rings
-        # Where rows are written, and which of the block's.
-        parts: list[tuple[Any, Any]] = [((lanes, slice(slot, slot + n_timesteps)), (ALL, slice(0, n_before)))]
+        # Slots, and which of the T rows are written to them.
+        parts: list[tuple[Any, Any]] = [(slice(slot, slot + n_timesteps), slice(0, n_before))]
         if n_timesteps == 1:
-            parts = [((lanes, slot), (ALL, 0))]
+            parts = [(slot, 0)]
         elif n_timesteps > n_before:
-            parts.append(((lanes, slice(0, n_timesteps - n_before)), (ALL, slice(n_before, None))))
+            parts.append((slice(0, n_timesteps - n_before), slice(n_before, None)))
+        for name in columns.flat:
+            values = block.get(name)
+            unwritten = columns.value(name, columns.specs[name].unwritten) if values is None else None
+            for slots, times in parts:
+                columns.put_cells(name, lanes, slots, unwritten if values is None else values[:, times])
     else:
         valid: Any = ... if lengths is None else np.arange(n_timesteps) < lengths[:, None]
         steps = columns.ring.head[lanes][:, None] + np.arange(n_timesteps)
-        rows = columns.at_steps(np.arange(columns.n_lanes)[lanes][:, None], steps)
-        put, parts = columns.put_rows, [((rows[valid],), valid)]
-    for name in columns.flat:
-        values = block.get(name)
-        unwritten = columns.value(name, columns.specs[name].unwritten) if values is None else None
-        for at, index in parts:
-            put(name, *at, unwritten if values is None else values[index])
-    columns.write_links(block, lanes, n_timesteps, lengths)
+        rows = columns.at_steps(np.arange(columns.n_lanes)[lanes][:, None], steps)[valid]
+        for name in columns.flat:
+            unwritten = None if name in block else columns.value(name, columns.specs[name].unwritten)
+            columns.put_rows(name, rows, block[name][valid] if name in block else unwritten)
+    if columns.links:
+        columns.write_links(block, lanes, n_timesteps, lengths)
 
 
 def rounds(lanes: np.ndarray) -> Iterator[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,9 +97,8 @@ class Reading:
 
     def _find_source(self, name: str, specs: Mapping[str, Spec]) -> Source:
         is_stacked = self.stacks(name)
-        place = SUM if is_reward(name) else LAST if is_after(name) else ANCHOR
         before = source_of(name) if is_stacked else None
-        return Source((name,), place, is_stacked, before if before in specs else None)
+        return Source((name,), _usual_place(name), is_stacked, before if before in specs else None)
 
     def earliest(self, storage: Storage, span: Span, rows: np.ndarray) -> np.ndarray:
         """The first row that is read for each of these, of the same shape."""
@@ -112,6 +111,12 @@ class Reading:
         if self.stack_num == 1:
             return False
         return is_observation(name) if self.stack_keys is None else name in self.stack_keys
+
+
+@lru_cache
+def _usual_place(name: str) -> str:
+    """Where a column of this name is read."""
+    return SUM if is_reward(name) else LAST if is_after(name) else ANCHOR
 
 
 def read_sources(

@@ -225,7 +225,8 @@ class Storage(CopiedWhole):
                 self.episodes.reopen(lanes)
         ring.reserve(lanes, count)
         heads = ring.head[lanes]
-        head = int(heads[0]) if heads.size and (heads == heads[0]).all() else None
+        first = int(heads[0]) if heads.size else 0
+        head = first if heads.size == 1 or (heads == first).all() else None
         write_block(self.columns, block, lanes, n_timesteps, lengths, head)
         if self.episodes is not None:
             assert done is not None
