@@ -15,7 +15,7 @@ from rlstructs.files.archives import Reader
 from rlstructs.memories.tensors import Tensors
 from rlstructs.replay.claims import Claims, check_counters, check_episodes, dtype_called, generator_in, row_shape, whole
 from rlstructs.replay.columns import SLOT, Columns, Spec
-from rlstructs.replay.priorities import DRAWN, LEAVES, SYNCED
+from rlstructs.replay.priorities import DRAWN_ROWS, FOLLOWED_STEPS, TREE_LEAVES
 from rlstructs.replay.roles import ENDS
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ KIND = "Memory"
 # Arrays in a file that are not tensors.
 RING, EPISODES = "__ring__", "__episodes__"
 BOOKKEEPING = {
-    RING: np.int64, EPISODES: np.int32, SYNCED: np.int64, DRAWN: np.int64, LEAVES: np.float64,
+    RING: np.int64, EPISODES: np.int32, FOLLOWED_STEPS: np.int64, DRAWN_ROWS: np.int64, TREE_LEAVES: np.float64,
 }  # fmt: skip
 
 

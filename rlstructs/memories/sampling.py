@@ -147,7 +147,7 @@ def _check_length(storage: Storage, sequence_length: Any, n_step: Any, gamma: fl
     check_gamma(gamma)
     if episode_ends not in EPISODE_ENDS:
         raise SpecError(f"episode_ends must be one of {EPISODE_ENDS}, got {episode_ends!r}")
-    if (episode_ends != expand.CROSS or n_step > 1) and storage.episodes is None:
+    if (episode_ends != expand.CROSS_ENDS or n_step > 1) and storage.episodes is None:
         raise StateError(NO_ENDS_ERROR)
     return length
 
@@ -169,14 +169,14 @@ def _draw_windows(storage: Storage, draw: Draw, n: int, length: int, ends: str) 
     """Draws `n` windows of `length` rows, treating the ends of episodes as `ends` says."""
     span, episodes = storage.span(length), storage.episodes
     fits = None
-    if ends == expand.NEVER and episodes is not None:
+    if ends == expand.AVOID_ENDS and episodes is not None:
         fits = partial(expand.fits, episodes, length=length)
     anchors, fields = draw(span, n, fits)
     if length == 1:
         if episodes is not None:
             fields["is_first"] = episodes.begin(anchors)
         return Selection(anchors[:, None], span, fields)
-    if ends == expand.MASK and episodes is not None:
+    if ends == expand.MASK_ENDS and episodes is not None:
         window = expand.padded(span, episodes, anchors, length)
     else:
         window = expand.chunk(span, episodes, anchors, length)

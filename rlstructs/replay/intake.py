@@ -143,6 +143,8 @@ class Intake:
         source, storage = source_of(name), self.storage
         if source is None or made.get(source) != made[name] or made[name].nbytes < SMALLEST:
             return False
+        if self.can_link(source, made):  # it has no rows of its own
+            return False
         return bool(storage.columns.on_host and storage.is_private and not len(storage))
 
     def find_ends(self, block: Mapping[str, Any]) -> np.ndarray | None:

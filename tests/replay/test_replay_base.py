@@ -76,7 +76,7 @@ def test_a_next_observation_stored_through_the_next_row_reads_as_it_was_written(
             model.capacity += 3
             buffer._storage.grow(model.capacity)
             buffer._storage.alignment = model.capacity
-        assert "obs_next" in buffer._storage.links
+        assert "obs_next" in buffer._storage.columns.links
         rows, _ = buffer._span().by_lane(1)
         expected = [row for lane in model.lanes for row in lane]
         for name, at in (("obs", 0), ("obs_next", 1)):
@@ -97,6 +97,18 @@ def test_a_frame_is_stored_once():
     np.testing.assert_array_equal(buffer._storage.gather(["obs_next"], rows)[0], following[0, rows])
 
 
+def test_the_next_of_a_next_observation_is_not_stored_through_a_column_that_is_linked_itself(tmp_path):
+    buffer = Buffer(1, 8, seed=0)
+    obs, following, after = (np.full((1, 5, WIDE), start) + np.arange(5.0)[None, :, None] for start in (0.0, 1.0, 2.0))
+    buffer._intake.write({"obs": obs, "next_obs": following, "next_next_obs": after})
+    for name, expected in (("obs", obs), ("next_obs", following), ("next_next_obs", after)):
+        np.testing.assert_array_equal(buffer._storage.gather([name], np.arange(5))[0], expected[0])
+    buffer.save(tmp_path / "x.npz")
+    other = Buffer(1, 8, seed=0)
+    other.load(tmp_path / "x.npz")
+    np.testing.assert_array_equal(other._storage.gather(["next_next_obs"], np.arange(5))[0], after[0])
+
+
 def test_bits_decide_what_is_the_same_observation():
     buffer = Buffer(1, 8, seed=0)
     obs = np.zeros((1, 3, WIDE), np.float32)
@@ -107,7 +119,7 @@ def test_bits_decide_what_is_the_same_observation():
     buffer._intake.write({"obs": obs, "obs_next": following, "rew": np.zeros((1, 3))})
     [values] = buffer._storage.gather(["obs_next"], np.arange(3))
     np.testing.assert_array_equal(values.view(np.uint32), following[0].view(np.uint32))
-    assert buffer._storage.links["obs_next"].is_beside.tolist() == [[True] + [False] * 7]
+    assert buffer._storage.columns.links["obs_next"].is_separate.tolist() == [True] + [False] * 7
 
 
 def test_a_store_that_grows_keeps_rows_episodes_and_row_ids():
@@ -222,7 +234,7 @@ def test_a_file_may_have_stored_next_observations_in_another_way(n, tmp_path):
             buffer._intake.write({**rows, "obs_next": frames([[-t]])} if t % 4 == 3 else rows, np.array([0]))
             if t % 2:
                 buffer._intake.write(rows, np.array([1]))
-        assert bool(buffer._storage.links) == link
+        assert bool(buffer._storage.columns.links) == link
         return buffer
 
     def read(buffer):

@@ -18,7 +18,7 @@ from rlstructs.replay import expand
 from rlstructs.replay.buffer import Arrays, Buffer, Restore
 from rlstructs.replay.claims import Claims
 from rlstructs.replay.drawing import Selection, Uniform, draw_fitting
-from rlstructs.replay.expand import CROSS, EPISODE_ENDS, MASK, NEVER, Window
+from rlstructs.replay.expand import AVOID_ENDS, CROSS_ENDS, EPISODE_ENDS, MASK_ENDS, Window
 from rlstructs.replay.given import spec_of
 from rlstructs.replay.priorities import Priorities, exponent, importance_weights
 from rlstructs.replay.reading import DISCOUNT, Reading
@@ -99,8 +99,8 @@ class ChunkReplayBuffer(Buffer):
     def __init__(
         self, max_replay_size: int, rng: np.random.Generator | int, max_episode_steps: float | None = None,
         enable_prioritized: bool = False, alpha: float = 0.5, beta: float = 0.5, *, n_lanes: int = 1,
-        framework: str = "numpy", device: Any = None, episode_ends: str = CROSS, n_step: int = 1, gamma: float = 0.99,
-        stack_num: int = 1, stack_keys: Sequence[str] | None = None,
+        framework: str = "numpy", device: Any = None, episode_ends: str = CROSS_ENDS, n_step: int = 1,
+        gamma: float = 0.99, stack_num: int = 1, stack_keys: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
         # The private one has rlberry's name, which its programs read.
         self.max_replay_size = self._max_replay_size = check_count("max_replay_size", max_replay_size)
@@ -335,12 +335,12 @@ class ChunkReplayBuffer(Buffer):
 def _draw_uniform(storage: Storage, n: int, length: int, ends: str, rng: np.random.Generator) -> Selection:
     """Draws `n` chunks, each as likely as any other; see `_draw_by_priority` for the arguments."""
     span, episodes = storage.span(length), storage.track_episodes()
-    if ends == NEVER:
+    if ends == AVOID_ENDS:
         fits = partial(expand.fits, episodes, length=length)
         anchors = draw_fitting(lambda k: EVENLY.draw(span, k, rng), fits, n, rng.choice, span, _wanted(ends, length))
     else:
         anchors = EVENLY.draw(span, n, rng)
-    window = (expand.padded if ends == MASK else expand.chunk)(span, episodes, anchors, length)
+    window = (expand.padded if ends == MASK_ENDS else expand.chunk)(span, episodes, anchors, length)
     return _selection(window, span, np.ones(n, np.float32))
 
 
@@ -362,11 +362,11 @@ def _draw_by_priority(
         SpecError: there is no chunk to draw.
     """
     span, episodes = storage.span(), storage.track_episodes()
-    fits = partial(expand.fits_to, span, episodes if ends == NEVER else None, length=length)
+    fits = partial(expand.fits_to, span, episodes if ends == AVOID_ENDS else None, length=length)
     anchors = priorities.draw_rows(span, n, rng, fits if length > 1 else None, _wanted(ends, length))
     tree = priorities.tree
     weights = importance_weights(tree.values.take(anchors), tree.minimum, beta)
-    window = (expand.padded_to if ends == MASK else expand.chunk_to)(span, episodes, anchors, length)
+    window = (expand.padded_to if ends == MASK_ENDS else expand.chunk_to)(span, episodes, anchors, length)
     return _selection(window, span, weights)
 
 
@@ -375,4 +375,4 @@ def _selection(window: Window, span: Span, weights: np.ndarray) -> Selection:
 
 
 def _wanted(ends: str, length: int) -> str:
-    return f"window of {length} rows" + (" within one episode" if ends == NEVER else "")
+    return f"window of {length} rows" + (" within one episode" if ends == AVOID_ENDS else "")

@@ -17,7 +17,7 @@ from rlstructs.replay.columns import Spec
 from rlstructs.replay.from_trajectories import Steps
 from rlstructs.replay.info_columns import OBJECTS, Plan, adopt
 from rlstructs.replay.roles import is_info
-from rlstructs.replay.snapshot import Joined, Rows
+from rlstructs.replay.snapshot import AnySnapshot, JoinedSnapshot
 from rlstructs.replay.store import Storage
 from rlstructs.replay.tianshou.editor import Editor
 from rlstructs.replay.tianshou.intake import MalformedBufferError, TransitionIntake, as_float64
@@ -61,8 +61,9 @@ class JoinedTable(Table):
     def edges(self) -> np.ndarray:
         return np.concatenate([[0], self.main.maxsize + super().edges])
 
-    def rows(self) -> Rows:
-        return Joined([self.main.own_rows(), self.own_rows()], [self.main.maxsize, super().maxsize])
+    def rows(self) -> AnySnapshot:
+        parts, sizes = [self.main.own_rows(), self.own_rows()], [self.main.maxsize, super().maxsize]
+        return JoinedSnapshot(parts, sizes)
 
     def column(self, name: str) -> np.ndarray | LazyColumn:
         column = self.gather_lazily(name)

@@ -12,11 +12,12 @@ from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.given import as_rows, is_mapping
 from rlstructs.replay.infos import info_items
+from rlstructs.replay.reading import Reading, read_sources
 from rlstructs.replay.roles import is_info
-from rlstructs.replay.snapshot import Rows
+from rlstructs.replay.snapshot import AnySnapshot
 from rlstructs.replay.tianshou import transitions
 from rlstructs.replay.tianshou.intake import TransitionIntake
-from rlstructs.replay.tianshou.reading import How, read
+from rlstructs.replay.tianshou.reading import sources_of
 from rlstructs.replay.tianshou.table import Table
 from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT, RESERVED, REW, as_column, top
 from rlstructs.replay.values import from_bits, host_array
@@ -69,7 +70,7 @@ class Editor:
         keeps_next = any(top(name) == OBS_NEXT for name in self.table.columns)
         names = [name for name in other.specs if name in other.columns or keeps_next]
         names = [name for name in names if top(name) not in self.intake.ignored]
-        arrays = read(other.rows(), other.columns, names, at, How())
+        arrays = read_sources(other.rows(), other.columns, sources_of(names, other.columns), at, Reading())
         return {name: transitions.raw_numbers(arrays[name], other.specs[name])[None] for name in names}
 
     # Columns
@@ -162,7 +163,7 @@ class Editor:
 
     def put(self, name: str, at: np.ndarray, values: Any) -> None:
         """Sets rows of a column."""
-        if name in self.table.storage.links:  # in empty rows it has no bytes of its own
+        if name in self.table.storage.columns.links:  # in empty rows it has no bytes of its own
             held = self.table.own_rows().has(at)
             at, values = at[held], values[held]
         self.table.storage.put(name, at, values)
@@ -206,7 +207,7 @@ class Editor:
         """Whether a row holds NaN."""
         return any(null.any() for _, null in self._nulls(self.table.rows()))
 
-    def _nulls(self, rows: Rows) -> Iterator[tuple[str, np.ndarray]]:
+    def _nulls(self, rows: AnySnapshot) -> Iterator[tuple[str, np.ndarray]]:
         """The name of each column of floats, and where its rows, in order, are NaN: bool (n, *shape)."""
         at = rows.every_row()
         for name, spec in self.table.columns.items():

@@ -12,12 +12,11 @@ from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.public_names import set_module
 from rlstructs.replay.given import as_rows
-from rlstructs.replay.reading import discounted
-from rlstructs.replay.snapshot import Rows, Snapshot
+from rlstructs.replay.reading import Reading, discounted, read_sources
+from rlstructs.replay.snapshot import AnySnapshot, Snapshot
 from rlstructs.replay.tianshou import files
 from rlstructs.replay.tianshou.options import forward
 from rlstructs.replay.tianshou.reader import Reader
-from rlstructs.replay.tianshou.reading import How, read
 from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
 from rlstructs.replay.tianshou.transitions import OBS, OBS_NEXT, REW, top
 from rlstructs.replay.tianshou.vector import VectorReplayBuffer
@@ -71,7 +70,7 @@ class HindsightReader(Reader):
         self.compute_reward_fn = compute_reward_fn
         self.horizon, self.future_k = check_count("horizon", horizon), float(future_k)
 
-    def read(self, rows: Rows, frames: np.ndarray) -> dict[str, Any]:
+    def read(self, rows: AnySnapshot, frames: np.ndarray) -> dict[str, Any]:
         assert isinstance(rows, Snapshot)
         arrays = super().read(rows, frames)
         at = frames[:, -1]
@@ -105,7 +104,7 @@ class HindsightReader(Reader):
     def _achieved(self, rows: Snapshot, at: np.ndarray) -> np.ndarray:
         """The goals that are achieved after these rows, (n, ...)."""
         name = f"{OBS_NEXT}/{ACHIEVED}"
-        values = read(rows, self.table.columns, [name], at, How())[name]
+        values = read_sources(rows, self.table.columns, {name: self.table.sources[name]}, at, Reading())[name]
         return from_bits(values) if self.table.specs[name].is_bfloat16 else np.asarray(values)
 
     def _rewards_of(self, rows: Snapshot, at: np.ndarray, goals: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from rlstructs.checks import check_count, check_size
 from rlstructs.errors import SpecError
 from rlstructs.replay.intake import ERROR, FILL, GROW
+from rlstructs.replay.reading import Reading
 
 # The settings that tianshou has as well, in the order in which its `options` has them.
 THEIRS = ("stack_num", "ignore_obs_next", "save_only_last_obs", "sample_avail")
@@ -56,6 +58,16 @@ class Options:
                 f"new_keys must be {ERROR!r} or {GROW!r} and missing_keys {ERROR!r} or {FILL!r}, "
                 f"got {self.new_keys!r} and {self.missing_keys!r}"
             )
+
+    @property
+    def reading(self) -> Reading:
+        """How samples are read."""
+        return _reading_of(self.n_step, self.gamma, self.stack_num)
+
+
+@lru_cache
+def _reading_of(n_step: int, gamma: float, stack_num: int) -> Reading:
+    return Reading(n_step, gamma, stack_num)
 
 
 def check_lane_size(size: Any) -> int:

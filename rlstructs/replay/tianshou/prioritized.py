@@ -12,7 +12,7 @@ from rlstructs.public_names import set_module
 from rlstructs.replay.buffer import Arrays, Restore
 from rlstructs.replay.claims import Claims
 from rlstructs.replay.priorities import Priorities, exponent, importance_weights
-from rlstructs.replay.snapshot import Rows, Snapshot
+from rlstructs.replay.snapshot import AnySnapshot, Snapshot
 from rlstructs.replay.tianshou.editor import Editor
 from rlstructs.replay.tianshou.options import forward
 from rlstructs.replay.tianshou.reader import WANTED, Fields, Pick, Reader
@@ -52,7 +52,7 @@ class PrioritizedReader(Reader):
         with self.priorities.lock:
             return super().pick(n)
 
-    def draw_rows(self, rows: Rows, n: int) -> tuple[np.ndarray, Fields]:
+    def draw_rows(self, rows: AnySnapshot, n: int) -> tuple[np.ndarray, Fields]:
         assert isinstance(rows, Snapshot)
         at = self.priorities.draw_rows(rows.span, n, self.rng, self.fits(rows), WANTED)
         return at, {LEAVES: self.priorities.tree.values.take(at)}
@@ -84,7 +84,7 @@ class PrioritizedReader(Reader):
         """Sets priorities; see `PrioritizedReplayBuffer.update_weight`."""
         rows, given = host_array("index", index), real_numbers("priorities", new_weight)
         with self.priorities.lock:
-            if rows.dtype.kind == "i":
+            if rows.dtype.kind == "i" and (rows < 0).any():
                 rows = np.where(rows < 0, rows.astype(np.int64) + self.table.index_end(self.table.rows()), rows)
             self.priorities.set(self.table.storage, rows, np.abs(given) + EPSILON, may_be_of_now=True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -12,10 +12,11 @@ from rlstructs.errors import EmptyBufferError, MissingKeyError, SpecError
 from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.drawing import Selection, draw_fitting
 from rlstructs.replay.export import Exporter
+from rlstructs.replay.reading import Reading, Source, read_sources
 from rlstructs.replay.sampling import sample_arrays
-from rlstructs.replay.snapshot import Rows, Snapshot
+from rlstructs.replay.snapshot import AnySnapshot, Snapshot
 from rlstructs.replay.tianshou.options import Options
-from rlstructs.replay.tianshou.reading import How, read
+from rlstructs.replay.tianshou.reading import sources_of
 from rlstructs.replay.tianshou.table import Table
 from rlstructs.replay.tianshou.transitions import ADDED_EMPTY, REW, TransitionDict
 
@@ -29,7 +30,7 @@ WANTED = "row with so many others before it in its episode"
 class Pick(NamedTuple):
     """Drawn rows: the snapshot that they are from, their ids, int64 (n,), and more values of each."""
 
-    rows: Rows
+    rows: AnySnapshot
     at: np.ndarray
     fields: Fields
 
@@ -55,12 +56,12 @@ class Reader:
     def select(self, index: Any) -> Any:
         """Reads rows as a batch; see `ReplayBuffer.__getitem__`."""
         at = self.table.locate(index)
-        arrays = self._read_at(self.table.specs, at, How(self.options.stack_num))
+        arrays = self._read_at(self.table.sources, at, Reading(stack_num=self.options.stack_num))
         return self._hand_over(arrays | self.compute_beside(at))
 
     def get(self, index: Any, key: str, default_value: Any, stack_num: int) -> Any:
         """Reads one key of some rows; see `ReplayBuffer.get`."""
-        how, table = How(stack_num, stacked=None), self.table
+        table = self.table
         names = [name for name in table.specs if name == key or name.startswith(f"{key}/")]
         if not names:
             if default_value is not None:
@@ -69,24 +70,25 @@ class Reader:
                 table.locate(index)  # raises
                 return self.export({}, {})
             raise MissingKeyError(f"no {key!r} in this buffer, there are {list(table.specs)}")
-        arrays = self._read_at(names, table.locate(index), how)
+        sources = sources_of(names, table.columns, None)
+        arrays = self._read_at(sources, table.locate(index), Reading(stack_num=stack_num))
         if names == [key]:
             return self.export.one(key, arrays[key], table.specs[key])
         start = len(key) + 1
         inside = {name[start:]: array for name, array in arrays.items()}
         return self.export.with_objects(inside, {name[start:]: table.specs[name] for name in names})
 
-    def _read_at(self, names: Collection[str], at: np.ndarray, how: How) -> dict[str, Any]:
-        """Does what `read` does, with the values that stand in for rewards."""
+    def _read_at(self, sources: Mapping[str, Source], at: np.ndarray, reading: Reading) -> dict[str, Any]:
+        """Does what `read_sources` does, with the values that stand in for rewards."""
         rows, stand_in = self.table.rows(), self.table.stand_in
-        arrays = read(rows, self.table.columns, names, at, how)
+        arrays = read_sources(rows, self.table.columns, sources, at, reading)
         if REW in arrays and stand_in is not None:
-            if how.stacked is None and how.stack_num > 1:
-                at = rows.frames(at.reshape(-1), how.stack_num).reshape(*at.shape, how.stack_num)
+            if sources[REW].is_stacked and reading.stack_num > 1:
+                at = rows.frames(at.reshape(-1), reading.stack_num).reshape(*at.shape, reading.stack_num)
             arrays[REW] = np.asarray(stand_in[at])
         return arrays
 
-    def step(self, index: Any, move: Callable[[Rows, np.ndarray], np.ndarray]) -> Any:
+    def step(self, index: Any, move: Callable[[AnySnapshot, np.ndarray], np.ndarray]) -> Any:
         """The rows to which `move` leads from those of an index, int64 of the same shape."""
         at = self.table.locate(index)
         return move(self.table.rows(), at.reshape(-1)).reshape(at.shape)[()]
@@ -155,7 +157,7 @@ class Reader:
 
         return at.size, self._pick_first(self.table.rows(), at, draw_again)
 
-    def _pick_first(self, rows: Rows, at: np.ndarray, again: Callable[[int], Pick]) -> Callable[[int], Pick]:
+    def _pick_first(self, rows: AnySnapshot, at: np.ndarray, again: Callable[[int], Pick]) -> Callable[[int], Pick]:
         """Returns a function that picks these rows, and draws those again that were overwritten meanwhile."""
         waiting = [at]
         return lambda count: self.remember(Pick(rows, waiting.pop(), {})) if waiting else again(count)
@@ -170,12 +172,12 @@ class Reader:
             raise EmptyBufferError("Cannot sample from an empty storage.")
         return self.rng.choice(at, size)
 
-    def list_candidates(self, rows: Rows, at: np.ndarray) -> np.ndarray:
+    def list_candidates(self, rows: AnySnapshot, at: np.ndarray) -> np.ndarray:
         """Those of some rows that may be drawn, in order."""
         fits = self.fits(rows)
         return at if fits is None else at[fits(at)]
 
-    def fits(self, rows: Rows) -> Callable[[np.ndarray], np.ndarray] | None:
+    def fits(self, rows: AnySnapshot) -> Callable[[np.ndarray], np.ndarray] | None:
         """Returns a function that says which rows may be drawn; None for all."""
         before = self.options.stack_num - 1
         return (lambda at: rows.depths(at) >= before) if self.options.sample_avail and before else None
@@ -185,7 +187,7 @@ class Reader:
         rows = self.table.rows()
         return self.remember(Pick(rows, *self.draw_rows(rows, n)))
 
-    def draw_rows(self, rows: Rows, n: int) -> tuple[np.ndarray, Fields]:
+    def draw_rows(self, rows: AnySnapshot, n: int) -> tuple[np.ndarray, Fields]:
         """Draws `n` of these rows, int64 (n,), and more values of each."""
 
         def draw(count: int) -> np.ndarray:
@@ -222,16 +224,16 @@ class Reader:
         picked, arrays = sample_arrays(storage, n, select, look)
         return picked.rows, picked.fields, arrays
 
-    def find_frames(self, rows: Rows, at: np.ndarray) -> np.ndarray:
+    def find_frames(self, rows: AnySnapshot, at: np.ndarray) -> np.ndarray:
         """The rows of the stacks of some rows, (n, stack_num)."""
         stack_num = self.options.stack_num
         return at[:, None] if stack_num == 1 else rows.frames(at, stack_num)
 
-    def read(self, rows: Rows, frames: np.ndarray) -> dict[str, Any]:
+    def read(self, rows: AnySnapshot, frames: np.ndarray) -> dict[str, Any]:
         """Reads a sample of the rows whose stacks are these."""
-        options = self.options
-        how, stacks = How(options.stack_num, options.n_step, options.gamma), frames if options.stack_num > 1 else None
-        return read(rows, self.table.columns, self.table.specs, frames[:, -1], how, stacks)
+        reading, table = self.options.reading, self.table
+        stacks = frames if reading.stack_num > 1 else None
+        return read_sources(rows, table.columns, table.sources, frames[:, -1], reading, stacks)
 
     def compute_beside(self, at: np.ndarray, fields: Fields | None = None) -> dict[str, Any]:
         """The keys of a batch that are not stored; `fields` has the values of each row from when it was drawn."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
@@ -12,15 +12,33 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.snapshot import Rows, Snapshot
+from rlstructs.replay.reading import Source
+from rlstructs.replay.snapshot import AnySnapshot, Snapshot
 from rlstructs.replay.store import MAX_REDRAWS, Storage
 from rlstructs.replay.tianshou import transitions
+from rlstructs.replay.tianshou.reading import sources_of
 from rlstructs.replay.tianshou.transitions import ADDED_EMPTY, DONE, FLAGS, REW
 from rlstructs.replay.values import from_bits, host_array
 
-# The keys of a batch before the columns were looked at; no layout has this number.
-UNKNOWN: tuple[int, dict[str, Spec]] = (-1, {})
 R = TypeVar("R")
+
+
+class Keys(NamedTuple):
+    """The keys of a batch: the columns, and keys that are computed from them.
+
+    Attributes:
+        layout: of the columns that they are valid for.
+        specs: spec of each key.
+        sources: how each is read.
+    """
+
+    layout: int
+    specs: dict[str, Spec]
+    sources: dict[str, Source]
+
+
+# Before the columns were looked at; no layout has this number.
+UNKNOWN = Keys(-1, {}, {})
 
 
 class Table:
@@ -42,7 +60,7 @@ class Table:
         self.storage, self.lane_size, self.is_stacked = storage, lane_size, is_stacked
         self.n_lanes = storage.columns.n_lanes
         self.stand_in: np.ndarray | None = None
-        self._keys: tuple[int, dict[str, Spec]] = UNKNOWN  # valid for the columns of a layout
+        self._keys = UNKNOWN
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "stand_in": None, "_keys": UNKNOWN}
@@ -59,7 +77,7 @@ class Table:
         """The first row id of each lane, and the end of the last lane, int64 (n_lanes + 1,)."""
         return np.arange(self.n_lanes + 1) * self.lane_size
 
-    def rows(self) -> Rows:
+    def rows(self) -> AnySnapshot:
         """A snapshot of the rows."""
         return self.own_rows()
 
@@ -92,7 +110,7 @@ class Table:
             raise IndexError(f"index {given[outside].flat[0]} holds no row; {rows.total} of {maxsize} are there")
         return at
 
-    def index_end(self, rows: Rows) -> int:
+    def index_end(self, rows: AnySnapshot) -> int:
         """The end of the row ids, from which negative ones count. An interrupted write leaves a gap before it."""
         if self.is_stacked:
             return self.maxsize
@@ -108,11 +126,20 @@ class Table:
     @property
     def specs(self) -> dict[str, Spec]:
         """The specs of the keys of a batch: the columns, and keys that are computed from them."""
-        (layout, specs), columns = self._keys, self.storage.columns
-        if layout != columns.layout:
-            layout, specs = columns.layout, transitions.specs_of(columns.specs)
-            self._keys = layout, specs
-        return specs
+        return self._look().specs
+
+    @property
+    def sources(self) -> dict[str, Source]:
+        """How the keys of a batch are read."""
+        return self._look().sources
+
+    def _look(self) -> Keys:
+        keys, columns = self._keys, self.storage.columns
+        if keys.layout != columns.layout:
+            layout, stored = columns.layout, columns.specs
+            specs = transitions.specs_of(stored)
+            keys = self._keys = Keys(layout, specs, sources_of(specs, stored))
+        return keys
 
     def find(self, name: str) -> Any:
         """Returns what the buffer has as an attribute of this name: a column, or nested columns; None for nothing."""
@@ -133,7 +160,7 @@ class Table:
 
     def column(self, name: str) -> np.ndarray | LazyColumn:
         """A column, `(maxsize, ...)`; a view if it stores its own rows."""
-        if name in self.storage.links:
+        if name in self.storage.columns.links:
             return self.gather_lazily(name)
         whole = self.storage.columns.flat[name]
         whole = from_bits(whole) if self.columns[name].is_bfloat16 else whole
@@ -147,7 +174,7 @@ class Table:
     def read_column(self, name: str, at: np.ndarray) -> np.ndarray:
         """The values of a column at row ids (n,), whether or not these hold rows."""
         spec = self.columns[name]
-        if name in self.storage.links:
+        if name in self.storage.columns.links:
             rows = self.own_rows()
             values, held = np.zeros((at.size, *spec.shape), spec.dtype), rows.has(at)
             [values[held]] = rows.gather([name], at[held])

@@ -90,10 +90,10 @@ def specs_of(columns: Mapping[str, Spec]) -> dict[str, Spec]:
     if not any(top(name) == OBS_NEXT for name in names):
         names += [OBS_NEXT + name[len(OBS) :] for name in names if top(name) == OBS]
     names.sort(key=lambda name: RESERVED.index(top(name)) if top(name) in RESERVED else len(RESERVED))
-    return {name: columns[_stored_as(name, columns)] for name in names}
+    return {name: columns[stored_as(name, columns)] for name in names}
 
 
-def _stored_as(name: str, columns: Collection[str]) -> str:
+def stored_as(name: str, columns: Collection[str]) -> str:
     """The column from which a key is read."""
     if name in columns:
         return name

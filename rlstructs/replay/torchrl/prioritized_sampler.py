@@ -15,7 +15,7 @@ from rlstructs.public_names import set_module
 from rlstructs.replay.claims import Claims
 from rlstructs.replay.drawing import Selection
 from rlstructs.replay.given import flat_items
-from rlstructs.replay.priorities import LEAVES, Priorities, exponent, importance_weights
+from rlstructs.replay.priorities import TREE_LEAVES, Priorities, exponent, importance_weights
 from rlstructs.replay.store import Storage
 from rlstructs.replay.torchrl.part import check_neutral
 from rlstructs.replay.torchrl.samplers import INDEX, MASK, WEIGHT, Arrays, Sampler, State
@@ -215,7 +215,7 @@ class PrioritizedSampler(Sampler):
     def restorer(self, state: State, arrays: Arrays, claims: Claims) -> Callable[[], None]:
         """See `Sampler`."""
         alpha, beta = exponent("alpha", state["alpha"]), exponent("beta", state["beta"])
-        if LEAVES not in arrays:
+        if TREE_LEAVES not in arrays:
             raise ValueError("it has no priorities")
         priorities = self._create(claims.n_rows, alpha).restored(arrays, state, claims)
 

@@ -129,13 +129,12 @@ class RowIntake:
     def _write_anew(self, rows: GivenRows, update: bool | None, writer: Writer) -> np.ndarray:
         """Writes rows of another schema to a buffer that was emptied; puts its columns back if this fails."""
         store, storage, marks = self.parts.store, self.parts.storage, self.parts.marks
-        before, links = store.take_columns(storage.renew(store.columns))
+        before = store.take_columns(storage.renew(store.columns))
         were_known, marks.are_known = marks.are_known, False
         try:
             ids = self._write(rows, update, writer)
         except BaseException:
-            failed, _ = store.take_columns(before, links)
-            storage.discard(failed)
+            storage.discard(store.take_columns(before))
             marks.are_known = were_known
             raise
         storage.discard(before)

@@ -18,6 +18,7 @@ from rlstructs.public_names import set_module
 from rlstructs.replay.backing import Folder, FolderBlock
 from rlstructs.replay.columns import LANE, Columns
 from rlstructs.replay.device_columns import TensorColumns
+from rlstructs.replay.linked_columns import LinkedColumns
 from rlstructs.replay.torchrl.given_rows import take_rows
 from rlstructs.replay.torchrl.part import ANY, Part, check_neutral
 
@@ -86,7 +87,7 @@ class ReplayStorage(Part):
 
     def renew(self, columns: Columns) -> Columns:
         """Empty columns of the same capacity, which may replace these."""
-        return self.columns() or Columns(1, columns.capacity)
+        return self.columns() or LinkedColumns(1, columns.capacity)
 
     def discard(self, columns: Columns) -> None:
         """Removes what these columns, which were replaced, have in files."""
@@ -256,7 +257,7 @@ class MemmapStorage(ReplayStorage):
         return {**super()._shown(), "scratch_dir": None if self.scratch_dir is None else str(self.scratch_dir)}
 
 
-class FolderColumns(Columns):
+class FolderColumns(LinkedColumns):
     """Columns in the files of a folder."""
 
     def __init__(self, capacity: int, folder: Folder) -> None:
