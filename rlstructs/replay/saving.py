@@ -141,7 +141,9 @@ class _Arrays:
         if self.specs[name] != (dtype, shape):
             raise ValueError(f"{name!r} is {self.specs[name]}, needed is {np.dtype(dtype)} {shape}")
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, *needed: Any) -> np.ndarray:
+        if needed:
+            self.check(name, *needed)
         dtype, shape = self.specs[name]
         array = np.empty(shape, dtype)
         self._reader.read_into(self._prefix + name, array)
@@ -220,15 +222,11 @@ def _restorer(buffer: Buffer, path: Any, arrays: _Arrays, header: Mapping[str, A
     specs, linked = _columns_in(buffer, path, arrays, state)
     objects = {name: arrays.read(OBJECTS + name) for name, spec in specs.items() if spec.dtype == OBJECT}
     n_bytes = arrays.nbytes + sum(map(object_files.nbytes_of, objects.values()))
-    if not columns.specs:  # they have to be made
-        own = [spec for name, spec in specs.items() if name not in linked or not buffer._is_linked(name, specs)]
-        n_bytes += sum(spec.nbytes for spec in own) * n_lanes * capacity
-    _require_room(path, n_bytes)
+    _require_room(path, n_bytes + _nbytes_per_new_row(buffer, specs, linked) * n_lanes * capacity)
     if alignment % capacity or (alignment != capacity and not buffer._may_be_aligned):
         raise ValueError(f"its alignment is {alignment}, its capacity {capacity}")
-    arrays.check(RING, np.int64, (N_COUNTERS, n_lanes))
-    arrays.check(EPISODES, np.int32, (n_lanes, n_slots, 2))
-    counters, episodes = arrays.read(RING), arrays.read(EPISODES)
+    counters = arrays.read(RING, np.int64, (N_COUNTERS, n_lanes))
+    episodes = arrays.read(EPISODES, np.int32, (n_lanes, n_slots, 2))
     claims = Claims(check_counters(counters, n_lanes, capacity), columns.order, specs)
     check_slots(n_slots, claims.ring)
     if not specs and len(claims.ring):
@@ -260,6 +258,13 @@ def _restorer(buffer: Buffer, path: Any, arrays: _Arrays, header: Mapping[str, A
         restore_own()
 
     return restore
+
+
+def _nbytes_per_new_row(buffer: Buffer, specs: Mapping[str, Spec], linked: Mapping[str, str]) -> int:
+    """Bytes per row of the columns that a buffer without columns has to create; 0 if it has columns."""
+    if buffer._storage.columns.specs:
+        return 0
+    return sum(spec.nbytes for name, spec in specs.items() if name not in linked or not buffer._is_linked(name, specs))
 
 
 def _inner_restorers(

@@ -44,14 +44,11 @@ class StepWriter:
         self.__init__(**state)  # type: ignore[misc]
 
     def write(self, tensors: Mapping[str, Any], is_row: bool = False) -> Mapping[str, Any] | None:
-        """Appends a row to every lane, and returns its arrays.
+        """Appends a row to every lane and returns its arrays; returns None if `Storage.write` has to do it.
 
         Args:
             tensors: name -> `(n_lanes, ...)`, arrays of numpy or torch.
             is_row: whether these are plain numbers and arrays without an axis for lanes, of a store with one lane.
-
-        Returns:
-            None if nothing was written because `Storage.write` is needed.
         """
         storage = self._storage
         if self._version != storage.version:
@@ -85,8 +82,7 @@ class StepWriter:
             for rows, value in zip(self._rows, values):  # noqa: B905 - linked columns, the last, have none
                 rows[slot] = value
             if self._linked:
-                block = {name: values[at][:, None] for name, at in self._linked}
-                storage.columns.write_links(block, ALL, 1)
+                storage.columns.write_links({name: values[at][:, None] for name, at in self._linked}, ALL, 1)
             if self._has_episodes:
                 open_pairs = self._open_pairs
                 self._pairs[slot] = open_pairs
