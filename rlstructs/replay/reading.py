@@ -148,22 +148,19 @@ def read_sources(
     for key, source in sources.items():
         place = source.place if n_step > 1 or source.place == NEXT else ANCHOR
         is_stacked = reading.stack_num > 1 and source.is_stacked and source.seen is None and place != SUM
-        group = groups.setdefault((place, is_stacked), {})
-        group.update(dict.fromkeys(source.columns))
+        (group := groups.setdefault((place, is_stacked), {})).update(dict.fromkeys(source.columns))
         found.append((key, source, place, group))
     for where, group in groups.items():
         group.update(zip(group, rows.gather(list(group), places.find(*where)), strict=True))
     arrays: dict[str, Any] = {}
     for key, source, place, group in found:
-        array = group[source.columns[0]]
-        if len(source.columns) > 1:
-            array = reduce(np.logical_or, [group[column] for column in source.columns])
-        elif place == SUM:
-            array = discounted(key, array, specs[key], places.inside, reading.gamma)
+        arrays[key] = array = reduce(np.logical_or, [group[column] for column in source.columns])
+        if place == SUM:
+            arrays[key] = discounted(key, array, specs[key], places.inside, reading.gamma)
         elif source.seen is not None:
             [seen] = rows.gather([source.seen], places.find(place, True)[:, 1:])
-            array = (np.concatenate if isinstance(array, np.ndarray) else torch.cat)([seen, array[:, None]], 1)
-        arrays[key] = array
+            join: Any = np.concatenate if isinstance(array, np.ndarray) else torch.cat
+            arrays[key] = join([seen, array[:, None]], 1)
     if n_step > 1:
         arrays[discount] = (reading.gamma**places.counts).astype(np.float32)
     return arrays if at.ndim == 1 else {k: array.reshape((*at.shape, *array.shape[1:])) for k, array in arrays.items()}

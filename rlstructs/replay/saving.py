@@ -141,7 +141,9 @@ class _Arrays:
         if self.specs[name] != (dtype, shape):
             raise ValueError(f"{name!r} is {self.specs[name]}, needed is {np.dtype(dtype)} {shape}")
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, *needed: Any) -> np.ndarray:
+        if needed:
+            self.check(name, *needed)
         dtype, shape = self.specs[name]
         array = np.empty(shape, dtype)
         self._reader.read_into(self._prefix + name, array)
@@ -223,15 +225,15 @@ def _restorer(buffer: Buffer, path: Any, arrays: _Arrays, header: Mapping[str, A
     _require_room(path, n_bytes + _nbytes_per_new_row(buffer, specs, linked) * n_lanes * capacity)
     if alignment % capacity or (alignment != capacity and not buffer._may_be_aligned):
         raise ValueError(f"its alignment is {alignment}, its capacity {capacity}")
-    arrays.check(RING, np.int64, (N_COUNTERS, n_lanes))
-    arrays.check(EPISODES, np.int32, (n_lanes, n_slots, 2))
-    counters, episodes = arrays.read(RING), arrays.read(EPISODES)
+    counters = arrays.read(RING, np.int64, (N_COUNTERS, n_lanes))
+    episodes = arrays.read(EPISODES, np.int32, (n_lanes, n_slots, 2))
     claims = Claims(check_counters(counters, n_lanes, capacity), columns.order, specs)
     check_slots(n_slots, claims.ring)
     if not specs and len(claims.ring):
         raise ValueError(f"it has {len(claims.ring)} rows of no column")
     check_episodes(episodes, claims.ring)
-    links = _links_in(arrays, linked, specs, (n_lanes, capacity))
+    found = {name: {part: arrays.read(f"{LINKS}{name}/{part}") for part in PARTS} for name in linked}
+    links = {name: checked_arrays(name, parts, specs[name], (n_lanes, capacity)) for name, parts in found.items()}
     more = {name: arrays.read(MORE + name) for name in arrays.inside(MORE).specs}
     generator = generator_in(state["rng"])
     restore_own = buffer._restorer(state["own"], more, claims)
@@ -259,19 +261,11 @@ def _restorer(buffer: Buffer, path: Any, arrays: _Arrays, header: Mapping[str, A
 
 
 def _nbytes_per_new_row(buffer: Buffer, specs: Mapping[str, Spec], linked: Mapping[str, str]) -> int:
-    """Bytes per row of the columns that a buffer without columns has to make; 0 if it has some."""
+    """Bytes per row of the columns that a buffer without columns has to create; 0 if it has columns."""
     if buffer._storage.columns.specs:
         return 0
     can_link = buffer._intake.can_link
     return sum(spec.nbytes for name, spec in specs.items() if name not in linked or not can_link(name, specs))
-
-
-def _links_in(
-    arrays: _Arrays, linked: Iterable[str], specs: Mapping[str, Spec], shape: tuple[int, int]
-) -> dict[str, dict[str, np.ndarray]]:
-    """The arrays of the linked columns of a file, checked."""
-    found = {name: {part: arrays.read(f"{LINKS}{name}/{part}") for part in PARTS} for name in linked}
-    return {name: checked_arrays(name, parts, specs[name], shape) for name, parts in found.items()}
 
 
 def _inner_restorers(

@@ -44,7 +44,7 @@ class StepWriter:
         self.__init__(**state)  # type: ignore[misc]
 
     def write(self, tensors: Mapping[str, Any], is_row: bool = False) -> Mapping[str, Any] | None:
-        """Appends a row to every lane, and returns its arrays; or None, without writing, if `Storage.write` is needed.
+        """Appends a row to every lane and returns its arrays; returns None if `Storage.write` has to do it.
 
         Args:
             tensors: name -> `(n_lanes, ...)`, arrays of numpy or torch.
