@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.replay.buffer import FILL, GROW
 from rlstructs.replay.given import flat_items
+from rlstructs.replay.intake import FILL, GROW
 from rlstructs.replay.store import Storage
 from rlstructs.replay.torchrl.assembly import Assembly
 from rlstructs.replay.torchrl.given_rows import GivenRows, take_rows
