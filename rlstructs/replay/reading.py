@@ -120,9 +120,14 @@ def _usual_place(name: str) -> str:
 
 
 def read_sources(
-    rows: AnySnapshot, specs: Mapping[str, Spec], sources: Mapping[str, Source], at: np.ndarray, reading: Reading,
-    frames: np.ndarray | None = None, discount: str = DISCOUNT,
-) -> dict[str, Any]:  # fmt: skip
+    rows: AnySnapshot,
+    specs: Mapping[str, Spec],
+    sources: Mapping[str, Source],
+    at: np.ndarray,
+    reading: Reading,
+    frames: np.ndarray | None = None,
+    discount: str = DISCOUNT,
+) -> dict[str, Any]:
     """Reads the keys of a sample, private memory.
 
     Args:
