@@ -205,7 +205,7 @@ def _buffer(suffix: str) -> Subject:
             frames = np.full((2, 1, 40), t % 3, np.float32)  # so wide that the next one is stored once
             half = torch.full((2, 1), float(t)).bfloat16()
             ends = np.full((2, 1), t % 3 == 2)
-            buffer._write({"obs": frames, "obs_next": frames + 1, "half": half, "terminated": ends})
+            buffer._intake.write({"obs": frames, "obs_next": frames + 1, "half": half, "terminated": ends})
         return buffer
 
     def save(folder: Path) -> list[Path]:

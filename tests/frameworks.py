@@ -39,11 +39,13 @@ def _variant(library: str, where: str):
                 return torch.from_dlpack(value) if library == "jax" else wp.to_torch(value)
             return super().to_torch(value)
 
-    made = {"framework": Framework(), "__module__": __name__}
+    made, kind = {"framework": Framework(), "__module__": __name__}, f"{library.title()}{where.title()}"
     classes = {}
     for name in module.__all__:
-        own = f"{name}Of{library.title()}{where.title()}"
+        own = f"{name}Of{kind}"
         classes[name] = globals()[own] = type(own, (getattr(module, name),), made | {"__qualname__": own})
+    Framework.__qualname__ = f"FrameworkOf{kind}"  # memories are pickled with theirs
+    globals()[Framework.__qualname__] = Framework
     return SimpleNamespace(**classes)
 
 

@@ -136,7 +136,7 @@ def _memory(kind: str, cls: str, suffix: str) -> Subject:
         memory.reset()
 
     def content(memory: Any) -> Any:
-        arrays = {**memory_files._tensors(memory), **memory_files._bookkeeping(memory)}
+        arrays = {**memory_files._collect_tensors(memory), **memory_files._collect_bookkeeping(memory)}
         return memory._state(), {name: np.asarray(values).tobytes() for name, values in arrays.items()}
 
     return Subject(save, lambda: filled(3), load, use, content)

@@ -33,11 +33,11 @@ def listed(added):
 
 def state_of(buffer):
     """All that a buffer holds and knows, so that two states can be compared."""
-    state = {name: np.copy(buffer._column(name)).tolist() for name in buffer._specs}
+    state = {name: np.copy(buffer._table.column(name)).tolist() for name in buffer._specs}
     storage = buffer._storage
     state["counters"] = storage.ring.counters.tolist()
     state["episodes"] = storage.episodes.columns.flat["episode"].tolist()
-    state["running"] = {name: array.tolist() for name, array in buffer._running.arrays().items()}
+    state["running"] = {name: array.tolist() for name, array in buffer._intake.running.arrays().items()}
     state["rng"] = str(buffer._rng.bit_generator.state)
     state["more"] = {name: np.copy(array).tolist() for name, array in buffer._more_arrays().items()}
     if inner := buffer._inner():

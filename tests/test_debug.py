@@ -131,11 +131,11 @@ def test_rows_that_a_buffer_does_not_hold_are_poisoned(monkeypatch):
 def test_columns_that_come_later_hold_zeros_in_the_rows_before_and_poison_in_the_rest(monkeypatch):
     monkeypatch.setenv("RLSTRUCTS_DEBUG", "1")
     buffer = Buffer(1, 4)
-    buffer._write({"x": np.ones((1, 2), np.int32)})
-    buffer._write({"x": np.ones((1, 1), np.int32), "y": np.ones((1, 1), np.int32)}, unknown="grow")
+    buffer._intake.write({"x": np.ones((1, 2), np.int32)})
+    buffer._intake.write({"x": np.ones((1, 1), np.int32), "y": np.ones((1, 1), np.int32)}, unknown="grow")
     least = np.iinfo(np.int32).min
     assert buffer._storage.columns.flat["y"].tolist() == [0, 0, 1, least]
-    buffer._write({"x": np.ones((1, 1), np.int32)}, missing="fill")
+    buffer._intake.write({"x": np.ones((1, 1), np.int32)}, missing="fill")
     assert buffer._storage.columns.flat["y"].tolist() == [0, 0, 1, 0]  # as documented
     buffer._storage.grow(6)
     assert buffer._storage.columns.flat["y"].tolist() == [0, 0, 1, 0, least, least]

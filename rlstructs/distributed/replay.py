@@ -26,7 +26,7 @@ from rlstructs.distributed.shard_pool import ShardPool
 from rlstructs.errors import ClosedError, MissingKeyError, SpecError, StateError
 from rlstructs.public_names import set_module
 from rlstructs.replay.columns import Spec, cast
-from rlstructs.replay.expand import NEVER
+from rlstructs.replay.expand import AVOID_ENDS
 from rlstructs.replay.from_trajectories import NAMES, Steps, take_trajectories
 from rlstructs.replay.priorities import exponent, importance_weights, largest_of, limit_of
 from rlstructs.replay.values import host_array, real_numbers
@@ -348,7 +348,7 @@ class RayReplay:
     def _draw(self, n: int, names: list[str], settings: dict[str, Any]) -> tuple[Dtypes, list[Columns]]:
         """Draws `n` rows or sequences; returns the dtypes of the tensors, and the columns of each shard."""
         length = settings["sequence_length"]
-        counts = self._pool.split_draws(n, (length, length > 1 and settings["episode_ends"] == NEVER), self._rng)
+        counts = self._pool.split_draws(n, (length, length > 1 and settings["episode_ends"] == AVOID_ENDS), self._rng)
         shards = [shard for shard, count in enumerate(counts) if count]
         self._pool.ask_idle(shards)  # otherwise this trainer might never see what others add to the rest
         asked = [self._pool.ask("sample", names, counts[shard], settings, only=[shard])[0] for shard in shards]

@@ -14,7 +14,6 @@ import torch
 
 from rlstructs.distributed.actor import Columns
 from rlstructs.errors import FileError
-from rlstructs.memories.from_trajectories import add_steps
 from rlstructs.memories.torch import PrioritizedMemory
 from rlstructs.replay import expand
 from rlstructs.replay.from_trajectories import Steps
@@ -97,13 +96,13 @@ class ShardMemory(PrioritizedMemory):
         Returns:
             For each kind the sum over the rows that a draw may begin with; and the smallest power of all rows.
         """
-        self._priorities.follow(self._store().span())
+        self._priorities.follow(self._storage.span())
         tree = self._priorities.tree
         return {ROW: float(tree.total), **{kind: self._sum(*kind) for kind in kinds}}, float(tree.minimum)
 
     def _sum(self, length: int, is_whole: bool) -> float:
         """Sums up the priorities of rows that a draw of this kind may begin with."""
-        store, tree = self._store(), self._priorities.tree
+        store, tree = self._storage, self._priorities.tree
         span = store.span(length)
         if is_whole and store.episodes is not None:
             return float(tree.values[self._find_whole(span)].sum())
@@ -114,7 +113,7 @@ class ShardMemory(PrioritizedMemory):
     def _find_whole(self, span: Span) -> np.ndarray:
         """The ids of rows that begin a window of the span's length in one episode; kept until the next write."""
         if self._found is None or self._found[:2] != (span.length, span.snapshot):
-            every, episodes = span.every_row(), self._store().episodes
+            every, episodes = span.every_row(), self._storage.episodes
             assert episodes is not None
             self._found = (span.length, span.snapshot, every[expand.fits(episodes, every, span.length)])
         return self._found[2]
@@ -128,17 +127,18 @@ class ShardMemory(PrioritizedMemory):
     def largest(self, largest: float) -> None:
         self._priorities.max_priority = max(largest, self._priorities.max_priority)
 
+    def add_steps(self, steps: Steps) -> None:
+        """Appends steps of trajectories."""
+        self._intake.add_steps(steps, self._write)
+
     def describe_sample(self) -> Columns:
         """The columns that describe the rows of the last `sample`."""
         picked = self._last_selection()
-        known = {
-            MASK: self.get_sampling_mask(),
-            DISCOUNT: self.get_sampling_discounts(),
-        }
+        known = {MASK: self.get_sampling_mask(), DISCOUNT: self.get_sampling_discounts()}
         if IS_FIRST in picked.fields:
             known[IS_FIRST] = self.get_sampling_is_first()
         rows = self.get_sampling_indexes().numpy()
-        index = rows + self._turns(self._store().span().steps(rows)) * self._n_rows
+        index = rows + self._turns(self._storage.span().steps(rows)) * self._storage.columns.n_rows
         return {INDEX: index, LEAF: picked.fields["leaves"], **{name: each.numpy() for name, each in known.items()}}
 
     def update_sampled(self, index: np.ndarray, priorities: np.ndarray) -> None:
@@ -147,17 +147,13 @@ class ShardMemory(PrioritizedMemory):
         Raises:
             IndexError: an index is of a row that was not written yet.
         """
-        turns, rows = np.divmod(index, self._n_rows)
-        span = self._store().span()
+        turns, rows = np.divmod(index, self._storage.columns.n_rows)
+        span = self._storage.span()
         steps = span.steps(rows)
         if (turns > self._turns(steps)).any() or (steps < 0).any():
             raise IndexError("update_priorities: an index is not from a sample")
         held = (turns == self._turns(steps)) & span.holds(rows, steps)
         self._priorities.update(span, rows[held], priorities[held], is_last=True)
-
-    @property
-    def _n_rows(self) -> int:
-        return self.memory_size * self.num_envs
 
     def _turns(self, steps: np.ndarray) -> np.ndarray:
         """How often the rows that hold these steps were written before."""
@@ -211,7 +207,7 @@ class Shard:
         n_timesteps = int(next(iter(values.values())).shape[1])
         self._memory.largest = largest
         marks = columns[LENGTHS], columns[LANES], columns.get(DONE), columns.get(STARTS)
-        add_steps(self._memory, Steps(values, n_timesteps, *marks))
+        self._memory.add_steps(Steps(values, n_timesteps, *marks))
 
     def sample(self, names: Sequence[str], n: int, settings: Mapping[str, Any]) -> ShardSample:
         """Draws rows or sequences.

@@ -21,7 +21,7 @@ from typing import BinaryIO, Protocol
 import numpy as np
 import torch
 
-from rlstructs.checks import DTYPES, MOST_AXES, is_size
+from rlstructs.checks import DTYPES, MOST_AXES, MOST_NUMBERS
 from rlstructs.files.opening import open_file, read_at, read_into, size_of
 from rlstructs.files.pickled import BITS, StoredTensor, Unpickler
 from rlstructs.files.zip_directory import Entry, data_offset, read_directory
@@ -214,6 +214,8 @@ NPY = re.compile(
 )
 # The most bytes of this header; with 32 axes it has at most a quarter of that.
 LONGEST_NPY = 4096
+# The bytes of nearly every one, with what stands before it.
+USUAL_NPY = 128
 
 
 def read_npy_header(file: BinaryIO, start: int, entry: Entry) -> tuple[np.dtype, tuple[int, ...], int]:
@@ -224,16 +226,17 @@ def read_npy_header(file: BinaryIO, start: int, entry: Entry) -> tuple[np.dtype,
     """
     if entry.nbytes < 10:
         raise ValueError(f"{entry.name}: it is not an array")
-    magic = read_at(file, start, 10)
-    n = int.from_bytes(magic[8:], "little")
-    if magic[:8] != b"\x93NUMPY\1\0" or n > LONGEST_NPY or 10 + n > entry.nbytes:
+    data = read_at(file, start, min(entry.nbytes, USUAL_NPY))
+    n = int.from_bytes(data[8:10], "little")
+    if data[:8] != b"\x93NUMPY\1\0" or n > LONGEST_NPY or 10 + n > entry.nbytes:
         raise ValueError(f"{entry.name}: it is not an array in version 1 of numpy's format")
-    match = NPY.fullmatch(text := read_at(file, start + 10, n))
+    text = data[10 : 10 + n] if 10 + n <= len(data) else read_at(file, start + 10, n)
+    match = NPY.fullmatch(text)
     if match is None:
         raise ValueError(f"{entry.name}: {text[:200]!r} is not an array of plain numbers")
     dtype = _DTYPES_OF_CODES.get(match[1].decode())
     shape = tuple(int(length) for length in match[3].split(b",") if length.strip())
-    if dtype is None or match[2] != b"False" or len(shape) > MOST_AXES or not all(map(is_size, shape)):
+    if dtype is None or match[2] != b"False" or len(shape) > MOST_AXES or max(shape, default=0) > MOST_NUMBERS:
         raise ValueError(f"{entry.name}: {text.strip()[:200]!r} is not an array of plain numbers")
     return dtype, shape, 10 + n
 

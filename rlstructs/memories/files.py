@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +14,28 @@ from rlstructs.files import layout
 from rlstructs.files.archives import Reader
 from rlstructs.files.opening import open_file
 from rlstructs.memories import csv_files, skrl_files
-from rlstructs.memories.names import FORMATS, check_format
-from rlstructs.memories.restoring import BOOKKEEPING, EPISODES, KIND, RING, make_missing, plan_restore
+from rlstructs.memories.restoring import BOOKKEEPING, EPISODES, KIND, RING, plan_restore, read_tensors
 from rlstructs.replay.episodes import EPISODE
 
 if TYPE_CHECKING:
     from rlstructs.memories.memory import Memory
 
+FORMATS = ("pt", "npz", "csv")
+
+
+def check_format(name: Any) -> str:
+    """Returns `name` if it is a file format.
+
+    Raises:
+        SpecError: it is not one.
+    """
+    if name not in FORMATS:
+        raise SpecError(f"the format must be one of {FORMATS}, got {name!r}")
+    return str(name)
+
 
 def choose_file(memory: Memory, given: str | Path, format: str | None) -> tuple[Path, str]:  # noqa: A002
-    """The path and format of a file to save: the given file, or a new one in the given folder.
+    """Returns the path and format of the file to save; in a folder it is a new one.
 
     Raises:
         SpecError: the format is unknown, or differs from the file's ending.
@@ -44,10 +55,10 @@ def save(memory: Memory, path: Path, format: str) -> Path:  # noqa: A002
     """Writes a memory to a file and returns its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if format == "csv":
-        csv_files.save(memory, path, _bookkeeping(memory))
+        csv_files.save(memory, path, _collect_bookkeeping(memory))
     else:
-        dtypes = {name: "bfloat16" for name in memory._dtypes if memory._spec(name).is_bfloat16}
-        layout.write(path, KIND, {**_tensors(memory), **_bookkeeping(memory)}, dtypes, memory._state())
+        dtypes = {name: "bfloat16" for name in memory._tensors.dtypes if memory._tensors.spec_of(name).is_bfloat16}
+        layout.write(path, KIND, {**_collect_tensors(memory), **_collect_bookkeeping(memory)}, dtypes, memory._state())
     return path
 
 
@@ -58,29 +69,21 @@ def load(memory: Memory, path: Path) -> None:
         return
     if path.suffix[1:] not in FORMATS:
         raise FileError(f"{path}: the name must end in one of .{', .'.join(FORMATS)}")
-    if skrl_files.is_one(path):
+    if skrl_files.is_skrl_file(path):
         skrl_files.load(memory, path)
         return
     with layout.open_reader(path) as (reader, header):
         layout.check_class(path, header, KIND)
         reader.verify()
-        state = header["state"]
-        more = {name: _array(reader, name) for name in BOOKKEEPING if name in header["arrays"]}
-        specs, restore = plan_restore(memory, path, state, more)
-        for name, spec in specs.items():
-            dtype, shape = reader.spec_of(name)
-            if dtype != spec.dtype or shape != (memory.memory_size, memory.num_envs, *spec.shape):
-                raise ValueError(f"tensor {name!r} is {dtype} {shape}, its header says otherwise")
-        make_missing(memory, path, state, specs)
-        columns = memory._store().columns
-        for name in specs:
-            columns.read_into(name, partial(reader.read_into, name))
+        more = {name: _read_array(reader, name) for name in BOOKKEEPING if name in header["arrays"]}
+        specs, restore = plan_restore(memory, path, header["state"], more)
+        read_tensors(memory, path, specs, reader)
         restore()
 
 
 def _load_csv(memory: Memory, path: Path) -> None:
-    """Restores a memory from a .csv: of ours if there is a .json beside it, otherwise of skrl's."""
-    with open_file(path):  # refuses what is no regular file
+    """Restores a memory from a .csv: one of ours if it has a .json, otherwise one of skrl's."""
+    with open_file(path):  # raises unless it is a regular file
         beside = path.with_suffix(".json")
     if beside.exists():
         csv_files.load(memory, path)
@@ -89,26 +92,26 @@ def _load_csv(memory: Memory, path: Path) -> None:
         skrl_files.load_csv(memory, path)
     except OutOfMemoryError:
         raise
-    except Exception as error:  # whatever text
+    except Exception as error:  # parsers may raise anything for arbitrary text
         alone = f"without it this is no file of skrl's either: {clean_text(error)}"
         raise FileNotFoundError(f"{beside}: no such file; {alone}") from error
 
 
-def _tensors(memory: Memory) -> dict[str, Any]:
-    lead = (memory.memory_size, memory.num_envs)
-    columns, names = memory._store().columns, memory.get_tensor_names()  # sorted, as in skrl's files
-    return {name: columns.to_file(name, (*lead, *columns.specs[name].shape)) for name in names}
+def _collect_tensors(memory: Memory) -> dict[str, Any]:
+    columns, lead = memory._tensors.allocate().columns, memory._tensors.lead
+    # Sorted by name, as in skrl's files.
+    return {name: columns.to_file(name, (*lead, *columns.specs[name].shape)) for name in memory.get_tensor_names()}
 
 
-def _bookkeeping(memory: Memory) -> dict[str, np.ndarray]:
-    storage = memory._store()
+def _collect_bookkeeping(memory: Memory) -> dict[str, np.ndarray]:
+    storage = memory._tensors.allocate()
     arrays = {RING: storage.ring.counters.copy(), **memory._more_arrays()}
     if storage.episodes is not None:
         arrays[EPISODES] = storage.episodes.columns.flat[EPISODE]
     return arrays
 
 
-def _array(reader: Reader, name: str) -> np.ndarray:
+def _read_array(reader: Reader, name: str) -> np.ndarray:
     dtype, shape = reader.spec_of(name)
     array = np.empty(shape, dtype)
     reader.read_into(name, array)

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rlstructs.checks import check_count
-from rlstructs.errors import MissingKeyError, SpecError
+from rlstructs.errors import SpecError
+from rlstructs.frameworks.framework import Framework
 from rlstructs.memories import files
-from rlstructs.memories.from_trajectories import add_steps
-from rlstructs.memories.names import find_ends
-from rlstructs.memories.tensors import NamedTensors
+from rlstructs.memories.batches import Batches
+from rlstructs.memories.intake import Intake
+from rlstructs.memories.tensors import LiveTensors, Tensors, choose_device
 from rlstructs.replay.claims import Claims, plain_state
-from rlstructs.replay.columns import Spec
+from rlstructs.replay.copies import CopiedWhole
 from rlstructs.replay.from_trajectories import NAMES, take_trajectories
-from rlstructs.replay.roles import ENDS
-from rlstructs.replay.values import encoded, row_ids
+from rlstructs.replay.values import generator_of, row_ids
 
 
-class Memory(NamedTensors, ABC):
+class Memory(CopiedWhole, ABC):
     """Named tensors `(memory_size, num_envs, *data)` that hold the newest rows of every environment.
 
     Methods of skrl's memories take arguments by name, or by position as before skrl 2.
@@ -36,12 +36,192 @@ class Memory(NamedTensors, ABC):
         export_directory: folder to save to, in a subfolder `memories`.
         seed: of the random generator; None draws a seed from the library's global generator.
         strict: whether unknown names, None values, numbers that do not fit their tensor's dtype and unknown devices are
-            errors. Otherwise the former are skipped and numbers are cast, as in skrl; the default device, with a
-            warning in the log, takes the place of one that is unknown.
+            errors. If not, such names and values are skipped and numbers are cast, as in skrl, and the default device
+            replaces an unknown one, with a warning in the log.
 
     Raises:
         TypeError, SpecError: an argument is invalid.
     """
+
+    framework: Framework
+
+    def __init__(
+        self,
+        memory_size: int,
+        num_envs: int = 1,
+        device: Any = None,
+        export: bool = False,
+        export_format: str = "pt",
+        export_directory: str | Path = "",
+        *,
+        seed: int | None = None,
+        strict: bool = False,
+    ) -> None:
+        self.memory_size = check_count("memory_size", memory_size)
+        self.num_envs = check_count("num_envs", num_envs)
+        self.strict = strict
+        device = choose_device(type(self).__name__, self.framework, device, strict)
+        self._tensors = Tensors(self.framework, self.memory_size, self.num_envs, device)
+        self._storage = self._tensors.storage
+        self._intake, self._batches = Intake(self._tensors), Batches(self._tensors)
+        self.export = export
+        self.export_format = files.check_format(export_format)
+        self.export_directory = export_directory
+        self.sampling_indexes: Any = None
+        self._rng = generator_of(self.framework.draw_seed() if seed is None else seed)
+
+    def __len__(self) -> int:
+        """Number of valid rows, over all environments."""
+        return len(self._storage)
+
+    @property
+    def device(self) -> Any:
+        """Device of batches."""
+        return self._tensors.device
+
+    @device.setter
+    def device(self, device: Any) -> None:
+        self._tensors.device = device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the tensors take once rows have been written."""
+        return self._tensors.nbytes
+
+    # The next three can be set: subclasses of skrl's memories write to the tensors themselves.
+
+    @property
+    def filled(self) -> bool:
+        """Whether every environment has filled all its rows."""
+        return self._tensors.find_cursor().is_full
+
+    @filled.setter
+    def filled(self, value: bool) -> None:
+        self._tensors.set_cursor(is_full=bool(value))
+
+    @property
+    def memory_index(self) -> int:
+        """The row that is written next; that of the furthest environment if they are more than a row apart."""
+        return self._tensors.find_cursor().row
+
+    @memory_index.setter
+    def memory_index(self, value: int) -> None:
+        self._tensors.set_cursor(row=_check_most("memory_index", value, self.memory_size))
+
+    @property
+    def env_index(self) -> int:
+        """Number of environments whose row `memory_index` is written; 0 if they are more than a row apart."""
+        return self._tensors.find_cursor().env
+
+    @env_index.setter
+    def env_index(self, value: int) -> None:
+        self._tensors.set_cursor(env=_check_most("env_index", value, self.num_envs))
+
+    # Tensors
+
+    def create_tensor(self, name: str, size: Any, dtype: Any = None, keep_dimensions: bool = False) -> bool:
+        """Adds a tensor: NaN in unwritten rows if it is a float one, zeros otherwise.
+
+        Args:
+            name: name of the tensor.
+            size: numbers per row: an int, a list of ints (their product), a gymnasium space, or None to create no
+                tensor.
+            dtype: a dtype of the library; None for its default float.
+            keep_dimensions: whether rows have the shape `size`; if not, they have one axis.
+
+        Returns:
+            Whether a tensor was added: False for a size of None, or if the tensor exists already.
+
+        Raises:
+            TypeError, SpecError: size or dtype is invalid, or the tensor exists with another size or dtype.
+            OutOfMemoryError: the machine has too little memory for the tensor.
+        """
+        return self._tensors.create(name, size, dtype, keep_dimensions)
+
+    def get_tensor_names(self) -> list[str]:
+        """Names in alphabetical order."""
+        return sorted(self._tensors.dtypes)
+
+    def get_tensor_by_name(self, name: str, keepdim: bool = True) -> Any:
+        """The live tensor `(memory_size, num_envs, *data)`, unwritten rows included; a copy in jax.
+
+        Args:
+            name: name of the tensor.
+            keepdim: False for `(memory_size * num_envs, *data)`.
+
+        Raises:
+            MissingKeyError: there is no such tensor.
+        """
+        self._tensors.check_known(name)
+        return self._live(name, keepdim)
+
+    def _live(self, name: str, keepdim: bool = True) -> Any:
+        return self._tensors.get_live(name, keepdim)
+
+    def set_tensor_by_name(self, name: str, tensor: Any) -> None:
+        """Copies values into a tensor, with broadcasting; the same rows stay valid.
+
+        Raises:
+            MissingKeyError, SpecError: there is no such tensor, or the value does not fit.
+        """
+        self._tensors.set_values(name, tensor, self.strict)
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """Name -> live tensor; assignment copies values, like `set_tensor_by_name`.
+
+        Assignment of `(memory_size, num_envs, *data)` to a new name creates a tensor, which subclasses of skrl's
+        memories rely on.
+        """
+
+        def put(name: str, values: Any) -> None:
+            tensors, shape = self._tensors, tuple(getattr(values, "shape", ()))
+            if name not in tensors.dtypes and len(shape) > 2 and shape[:2] == tensors.lead:
+                tensors.plan(name, tensors.convert_dtype(name, values.dtype), shape[2:])
+            self.set_tensor_by_name(name, values)
+
+        return LiveTensors(self._tensors.dtypes, self._live, put)
+
+    @property
+    def tensors_view(self) -> dict[str, Any]:
+        """Name -> live tensor by flat index, `(memory_size * num_envs, *data)`; assignment copies values."""
+
+        def put(name: str, values: Any) -> None:
+            self._tensors.check_known(name)
+            self.set_tensor_by_name(name, values.reshape((*self._tensors.lead, *values.shape[1:])))
+
+        return LiveTensors(self._tensors.dtypes, lambda name: self._live(name, keepdim=False), put)
+
+    def __getattr__(self, name: str) -> Any:
+        tensor = name.removeprefix("_tensor_")
+        if tensor != name and "_tensors" in vars(self) and tensor in self._tensors.dtypes:
+            return self.get_tensor_by_name(tensor)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def tensors_keep_dimensions(self) -> dict[str, bool]:
+        """Name -> whether rows have more or fewer axes than one; for programs written for skrl 1."""
+        return {name: len(self._tensors.spec_of(name).shape) != 1 for name in self._tensors.dtypes}
+
+    @property
+    def all_sequence_indexes(self) -> np.ndarray:
+        """Every flat index, one environment after another, int64."""
+        return np.arange(self.memory_size * self.num_envs).reshape(self.memory_size, self.num_envs).T.ravel()
+
+    def share_memory(self) -> None:
+        """Moves the memory to shared memory, for processes that are started with this object.
+
+        Each environment may be written by one process and read by all. Tensors that are created later stay in the
+        process that creates them. Live tensors from before this call no longer follow the memory.
+
+        Raises:
+            StateError: the rows lie on a GPU.
+        """
+        self._tensors.allocate().share()
+
+    def reset(self) -> None:
+        """Drops every row."""
+        self._storage.clear()
 
     # Writing
 
@@ -55,125 +235,18 @@ class Memory(NamedTensors, ABC):
         - `(n, ...)` with a single environment: n rows.
         - no leading axis: one row for the next environment.
 
+        A call whose names are all unknown adds nothing.
+
         Args:
             tensors: name -> `(n, *data)` or `(*data)`; single numbers may be given without a data axis.
                 Rows of omitted tensors become unwritten. But tensors that the program got by `get_tensor_by_name` or
-                `tensors`, or set by `set_tensor_by_name`, keep what it wrote to these rows.
+                `tensors`, or set by `set_tensor_by_name`, keep what the program wrote to these rows.
 
         Raises:
-            SpecError: a tensor does not fit; nothing is added. Nor is it if there is no tensor of any of these names.
+            SpecError: a tensor does not fit; nothing is added.
         """
-        if not self.export and self._write_quickly(tensors):
-            return
-        given = self._check_given(tensors)
-        n = self._count_rows(given) if given else 0
-        if n == 0:
-            return
-        lanes, lead = self._choose_lanes(1 if n is None else n)
-        specs, rows = self._store().columns.specs, () if n is None else (n,)
-        block = {}
-        for name, values in given.items():
-            if name in specs:
-                block[name] = self._check_shape(name, values, rows, specs[name]).reshape(lead + specs[name].shape)
-        block |= self._read_next_rows(self._exposed - block.keys(), lanes, lead[1])
-        self._write(block, lanes, find_ends(block))
-
-    def _write_quickly(self, tensors: Mapping[str, Any]) -> bool:
-        """Writes a row of each environment without conversion; returns False if that is impossible.
-
-        skrl's agents give values for tensors that do not exist, and omit those that they compute later.
-        """
-        if self._planned:  # they have no bytes yet
-            return False
-        if self._step_writer.write(tensors) is not None:
-            return True
-        if self.strict:
-            return False
-        known = {name: value for name, value in tensors.items() if value is not None and name in self._dtypes}
-        missing = self._dtypes.keys() - known.keys()
-        if missing.intersection(ENDS) or not known:
-            return False
-        columns, slot = self._storage.columns, int(self._storage.ring.head[0]) % self.memory_size
-        for name in missing:
-            spec = self._spec(name)
-            if name in self._exposed:
-                known[name] = columns.cells[name][:, slot]
-            else:
-                known[name] = np.full((self.num_envs, *spec.shape), spec.unwritten, spec.dtype)
-        return (bool(missing) or len(known) < len(tensors)) and self._step_writer.write(known) is not None
-
-    def _read_next_rows(self, names: Iterable[str], lanes: Any, n_timesteps: int) -> dict[str, Any]:
-        """Reads the next rows of these environments, name -> (n, n_timesteps, *data)."""
-        columns, heads = self._storage.columns, self._storage.ring.head[lanes]
-        first = int(heads[0]) % self.memory_size
-        end = first + n_timesteps
-        if isinstance(lanes, slice) and end <= self.memory_size and (heads == heads[0]).all():
-            return {name: columns.cells[name][:, first:end] for name in names}  # no index goes to a GPU
-        steps, names = heads[:, None] + np.arange(n_timesteps), list(names)
-        rows = columns.at_steps(np.arange(self.num_envs)[lanes][:, None], steps)
-        return dict(zip(names, columns.gather(names, rows), strict=True))
-
-    def _write(self, block: Mapping[str, Any], lanes: Any, done: np.ndarray | None, **more: Any) -> None:
-        storage = self._store()
-        before = self._n_laps() if self.export else 0
-        storage.write(block, lanes, done=done, **more)
-        if self.export and self._n_laps() > before:
-            self.save(self.export_directory, format=self.export_format)
-
-    def _n_laps(self) -> int:
-        """Counts how often every environment has filled all its rows."""
-        ring = self._storage.ring
-        return int((ring.head - ring.base).min()) // self.memory_size
-
-    def _check_given(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Arrays of the tensors, and of what else says how many rows there are; none if there is no tensor of these."""
-        if not tensors:
-            raise SpecError("add_samples: needs at least one tensor, got none")
-        given = {name: value for name, value in tensors.items() if value is not None}
-        if self.strict:
-            if unknown := sorted(set(tensors) - set(self._dtypes)):
-                raise MissingKeyError(f"add_samples: no tensor(s) {unknown}, there are {self.get_tensor_names()}")
-            if nothing := sorted(set(tensors) - set(given)):
-                raise SpecError(f"add_samples: {nothing} are None")
-        if not given and not self._dtypes.keys().isdisjoint(tensors):
-            raise SpecError("add_samples: every tensor is None")
-        if self._dtypes.keys().isdisjoint(given):
-            return {}
-        # Values without a tensor are ignored, except those whose shape gives the number of rows.
-        first = "observations" if "observations" in given else next(iter(given))
-        return {n: self._convert(n, value) for n, value in given.items() if n in self._dtypes or n == first}
-
-    def _count_rows(self, given: Mapping[str, Any]) -> int | None:
-        """Counts the given rows; returns None for a single row without an axis for rows."""
-        name = "observations" if "observations" in given else next(iter(given))
-        values = given[name]
-        n_data_axes = len(self._spec(name).shape) if name in self._dtypes else 1
-        if values.ndim == n_data_axes + 1:
-            return len(values)
-        if values.ndim == 1 and name in self._dtypes and self._spec(name).shape == (1,) and len(values) != 1:
-            return len(values)
-        if values.ndim == n_data_axes:
-            return None
-        raise SpecError(f"add_samples: {name!r} has shape {tuple(values.shape)}, needed is (n, *data) or (*data)")
-
-    def _choose_lanes(self, n: int) -> tuple[Any, tuple[int, int]]:
-        """Chooses the environments that take `n` rows; returns them and the leading axes (environments, rows)."""
-        if n == self.num_envs:
-            return slice(None), (n, 1)
-        if self.num_envs == 1:
-            return slice(None), (1, n)
-        if n > self.num_envs:
-            raise SpecError(f"add_samples: {n} rows are more than the {self.num_envs} environments")
-        head = self._storage.ring.head
-        behind = np.flatnonzero(head == head.min())
-        if n > len(behind):
-            raise SpecError(f"add_samples: {n} rows do not fit, {len(behind)} environments are left in this row")
-        return behind[:n], (n, 1)
-
-    def _check_shape(self, name: str, values: Any, rows: tuple[int, ...], spec: Spec) -> Any:
-        if values.shape != rows + spec.shape and not (spec.shape == (1,) and values.shape == rows):
-            raise SpecError(f"add_samples: {name!r} has shape {tuple(values.shape)}, needed is {rows + spec.shape}")
-        return encoded(name, values, spec)
+        if self.export or not self._intake.write_quickly(tensors, self.strict):
+            self._intake.add_rows(tensors, self.strict, self._write)
 
     def add_trajectories(self, batch: Any, names: Mapping[str, str] | None = None) -> None:
         """Appends the valid steps of a batch of `RL_Batcher.get`, each to the environment in `env_index`.
@@ -187,9 +260,27 @@ class Memory(NamedTensors, ABC):
             MissingKeyError, SpecError: a tensor does not fit; nothing is added.
         """
         names = NAMES if names is None else names
-        add_steps(self, take_trajectories(batch, names, self.num_envs, limit="the memory's num_envs"))
+        steps = take_trajectories(batch, names, self.num_envs, limit="the memory's num_envs")
+        self._intake.add_steps(steps, self._write)
+
+    def _write(self, block: Mapping[str, Any], lanes: Any, **marks: Any) -> None:
+        """Calls `Storage.write`; with `export`, saves the memory if it has filled up."""
+        before = self._tensors.count_laps() if self.export else 0
+        self._storage.write(block, lanes, **marks)
+        if self.export and self._tensors.count_laps() > before:
+            self.save(self.export_directory, format=self.export_format)
 
     # Reading
+
+    @abstractmethod
+    def sample(
+        self, names: Sequence[str], batch_size: int, mini_batches: int = 1, sequence_length: int = 1
+    ) -> list[list[Any]]:
+        """Draws rows at random: for each mini-batch a list of copies, in the order of `names`."""
+
+    def get_sampling_indexes(self) -> Any:
+        """The flat indexes of the last `sample`, int64; None before it."""
+        return self.sampling_indexes
 
     def sample_by_index(self, names: Sequence[str], indexes: Any, mini_batches: int = 1) -> list[list[Any]]:
         """Copies of the rows with these flat indexes.
@@ -206,9 +297,8 @@ class Memory(NamedTensors, ABC):
             IndexError, SpecError: an index is out of range or not an integer.
         """
         rows = np.atleast_1d(row_ids(indexes, self.memory_size * self.num_envs))
-        names = self._check_names(names)
-        known = self._drop_unknown(names)
-        return self._batches(names, known, self._store().columns.gather(known, rows), len(rows), mini_batches)
+        names, known = self._batches.check_names(names, self.strict)
+        return self._batches.split(names, known, self._tensors.allocate().columns.gather(known, rows), mini_batches)
 
     def sample_all(self, names: Sequence[str], mini_batches: int = 1, sequence_length: int = 1) -> list[list[Any]]:
         """Copies of all valid rows, each once: ordered by time, or for sequences by environment.
@@ -219,70 +309,17 @@ class Memory(NamedTensors, ABC):
             sequence_length: rows per sequence; parts hold whole sequences. The last one of an environment may be
                 shorter.
         """
-        names = self._check_names(names)
+        names, known = self._batches.check_names(names, self.strict)
         check_count("sequence_length", max(sequence_length, 1) if isinstance(sequence_length, int) else sequence_length)
-        storage = self._store()
+        storage = self._tensors.allocate()
         span = storage.span()
         rows, starts = (span.by_step(), None) if sequence_length <= 1 else span.by_lane(sequence_length)
-        known = self._drop_unknown(names)
-        return self._batches(names, known, storage.columns.gather(known, rows), rows.size, mini_batches, starts)
+        return self._batches.split(names, known, storage.columns.gather(known, rows), mini_batches, starts)
 
-    @abstractmethod
-    def sample(
-        self, names: Sequence[str], batch_size: int, mini_batches: int = 1, sequence_length: int = 1
-    ) -> list[list[Any]]:
-        """Draws rows at random: for each mini-batch a list of copies, in the order of `names`."""
-
-    def get_sampling_indexes(self) -> Any:
-        """The flat indexes of the last `sample`, int64; None before it."""
-        return self.sampling_indexes
-
-    def _check_names(self, names: Sequence[str]) -> list[str]:
-        if isinstance(names, str):
-            raise TypeError(f"names must be a list of names, got the string {names!r}")
-        if self.strict and (unknown := sorted(set(names) - set(self._dtypes))):
-            raise MissingKeyError(f"no tensor(s) {unknown} in this memory, there are {self.get_tensor_names()}")
-        return list(names)
-
-    def _drop_unknown(self, names: list[str]) -> list[str]:
-        dtypes = self._dtypes
-        return [name for name in names if name in dtypes]
-
-    def _batches(
-        self,
-        names: list[str],
-        known: list[str],
-        arrays: list[Any],
-        n_rows: int,
-        mini_batches: int,
-        starts: np.ndarray | None = None,
-    ) -> list[list[Any]]:
-        """Hands arrays over in `mini_batches` parts, each of which begins at one of `starts` if they are given."""
-        if isinstance(mini_batches, bool) or not hasattr(mini_batches, "__index__"):
-            raise TypeError(f"mini_batches must be an int, got {mini_batches!r}")
-        dtypes = [self._dtypes[name] for name in known]
-        if mini_batches <= 1:
-            return [self._place_by_name(names, known, self.framework.hand_over(arrays, dtypes, self.device))]
-        bounds = np.arange(n_rows + 1) if starts is None else np.append(starts, n_rows)
-        batches = []
-        for part in np.array_split(np.arange(len(bounds) - 1), mini_batches):
-            low, high = (bounds[part[0]], bounds[part[-1] + 1]) if part.size else (n_rows, n_rows)
-            parts = self.framework.hand_over([array[low:high] for array in arrays], dtypes, self.device)
-            batches.append(self._place_by_name(names, known, parts))
-        return batches
-
-    @staticmethod
-    def _place_by_name(names: list[str], known: list[str], tensors: list[Any]) -> list[Any]:
-        """Returns the tensor of each name, None for unknown ones."""
-        if len(names) == len(known):
-            return tensors
-        found = iter(tensors)
-        return [next(found) if name in known else None for name in names]
-
-    # Files
+    # Files and copies
 
     def save(self, directory: str | Path = "", format: str | None = None) -> Path:  # noqa: A002 - skrl's name
-        """Saves the memory to a file, completely or not at all, while other threads that add rows wait.
+        """Saves the memory to a file, completely or not at all; threads that add rows wait.
 
         Args:
             directory: a folder, whose subfolder `memories` gets a new file; or the path of a file that ends in .pt,
@@ -304,24 +341,27 @@ class Memory(NamedTensors, ABC):
     def load(self, path: str | Path) -> None:
         """Restores rows, length, cursor and random stream from a file of `save`; creates missing tensors.
 
-        Of a file that skrl's memory wrote it restores the rows: those that are not NaN in every float tensor, the
-        first one as the oldest. The random stream goes on.
+        Other threads that add rows wait until all is restored.
+
+        From a file that skrl's memory wrote it restores the rows that are not NaN in every float tensor, the first
+        as the oldest; the random stream goes on.
 
         Raises:
             FileNotFoundError: there is no such file, or no .json beside a .csv that is not skrl's.
             FileError: the file is damaged, of another version, or of a memory of another size; nothing changes.
         """
-        files.load(self, Path(path))
+        with self._hold_locks():
+            files.load(self, Path(path))
 
     def _state(self) -> dict[str, Any]:
         """Sizes, dtypes and random state, for the header of a file."""
-        name_of = self.framework.dtype_name
-        tensors = {name: [name_of(dtype), self._spec(name).shape] for name, dtype in self._dtypes.items()}
+        name_of, spec = self.framework.dtype_name, self._tensors.spec_of
+        tensors = {name: [name_of(dtype), spec(name).shape] for name, dtype in self._tensors.dtypes.items()}
         sizes = {"memory_size": self.memory_size, "num_envs": self.num_envs}
         return {**sizes, "tensors": tensors, "rng": plain_state(self._rng)}
 
     def _more_arrays(self) -> dict[str, np.ndarray]:
-        """The arrays that a subclass adds to a file."""
+        """More arrays that a subclass saves."""
         return {}
 
     def _plan_more(
@@ -334,3 +374,14 @@ class Memory(NamedTensors, ABC):
         """
         return lambda: None
 
+    def _locks(self) -> Sequence[Any]:
+        return [self._storage.lock]
+
+    def _content(self) -> Any:
+        return self._storage._content()
+
+
+def _check_most(name: str, value: Any, most: int) -> int:
+    if check_count(name, value, 0) > most:
+        raise SpecError(f"{name} must be at most {most}, got {value}")
+    return int(value)

@@ -47,7 +47,6 @@ class PrioritizedMemory(RandomMemory):
         self.n_samples = 0
         self._smallest = self._beta = 0.0  # as of the last sample
         self._priorities = Priorities(self.memory_size * self.num_envs, self.num_envs, self._alpha)
-        self._float32 = [self.framework.dtype(np.dtype(np.float32))]
 
     @property
     def alpha(self) -> float:
@@ -76,8 +75,7 @@ class PrioritizedMemory(RandomMemory):
         """The importance weights of the last `sample`, float32 (batch_size,), one for each row or sequence."""
         leaves = self._last_selection().fields["leaves"]
         smallest = leaves.min() if self.normalize == "batch" else self._smallest
-        weights = importance_weights(leaves, smallest, self._beta)
-        return self.framework.hand_over([weights], self._float32, self.device)[0]
+        return self._batches.hand_over_one(importance_weights(leaves, smallest, self._beta))
 
     def update_priorities(self, indexes: Any, priorities: Any) -> None:
         """Sets the priorities of rows; if an index is repeated, its last priority counts.
@@ -91,7 +89,7 @@ class PrioritizedMemory(RandomMemory):
         Raises:
             IndexError, SpecError: an argument is invalid; nothing changes.
         """
-        self._priorities.set(self._store(), indexes, priorities)
+        self._priorities.set(self._tensors.allocate(), indexes, priorities)
 
     def _locks(self) -> Sequence[Any]:
         return [self._priorities.lock, *super()._locks()]
@@ -106,6 +104,7 @@ class PrioritizedMemory(RandomMemory):
         self, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any], claims: Claims
     ) -> Callable[[], None]:
         priorities = self._priorities.restored(arrays, state, claims)
+        priorities.lock = self._priorities.lock  # other threads wait for it
         n_samples = whole("n_samples", state.get("n_samples", 0))
 
         def restore() -> None:

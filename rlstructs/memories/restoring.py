@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +11,11 @@ import numpy as np
 
 from rlstructs.checks import clean_text
 from rlstructs.errors import FileError
-from rlstructs.memories.names import check_name
-from rlstructs.memories.tensors import spec_of
+from rlstructs.files.archives import Reader
+from rlstructs.memories.tensors import Tensors
 from rlstructs.replay.claims import Claims, check_counters, check_episodes, dtype_called, generator_in, row_shape, whole
-from rlstructs.replay.columns import SLOT, Spec
-from rlstructs.replay.priorities import DRAWN, LEAVES, SYNCED
+from rlstructs.replay.columns import SLOT, Columns, Spec
+from rlstructs.replay.priorities import DRAWN_ROWS, FOLLOWED_STEPS, TREE_LEAVES
 from rlstructs.replay.roles import ENDS
 
 if TYPE_CHECKING:
@@ -23,45 +24,71 @@ if TYPE_CHECKING:
 KIND = "Memory"
 # Arrays in a file that are not tensors.
 RING, EPISODES = "__ring__", "__episodes__"
-BOOKKEEPING = (RING, EPISODES, SYNCED, DRAWN, LEAVES)
+BOOKKEEPING = {
+    RING: np.int64, EPISODES: np.int32, FOLLOWED_STEPS: np.int64, DRAWN_ROWS: np.int64, TREE_LEAVES: np.float64,
+}  # fmt: skip
 
 
 def plan_restore(
     memory: Memory, path: Path, state: Any, more: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, Spec], Callable[[], None]]:
-    """Checks a file; returns the specs of its tensors and a function that restores everything else.
+    """Checks a file; returns the specs of its tensors and a function that restores the rest.
 
     Raises:
         FileError, ValueError, KeyError, TypeError: the file does not fit the memory.
     """
-    sizes = tuple(whole(name, state[name], 1) for name in ("memory_size", "num_envs"))
-    if sizes != (memory.memory_size, memory.num_envs):
-        raise FileError(
-            f"{path}: holds memory_size {sizes[0]} and num_envs {sizes[1]}, "
-            f"this memory has {memory.memory_size} and {memory.num_envs}"
-        )
-    if missing := sorted(set(memory._dtypes) - set(state["tensors"])):
-        raise FileError(clean_text(f"{path}: has no tensor(s) {missing}, it has {sorted(state['tensors'])}"))
-    specs = {name: _spec(memory, name, *each) for name, each in state["tensors"].items()}
-    for name, theirs in specs.items():
-        if name in memory._dtypes and (spec := memory._spec(name)) != theirs:
-            raise FileError(
-                f"{path}: tensor {name!r} is {theirs.dtype} {theirs.shape}, in this memory {spec.dtype} {spec.shape}"
-            )
+    tensors, sizes = memory._tensors, tuple(whole(name, state[name], 1) for name in ("memory_size", "num_envs"))
+    if sizes != tensors.lead:
+        held = "memory_size {} and num_envs {}, this memory has {} and {}".format(*sizes, *tensors.lead)
+        raise FileError(f"{path}: holds {held}")
+    specs = check_tensors(tensors, path, state["tensors"])
     claims = Claims(check_counters(more[RING], memory.num_envs, memory.memory_size), SLOT, specs)
     episodes = _check_episodes(memory, more, claims)
     generator = generator_in(state["rng"])
     restore_more = memory._plan_more(more, state, claims)
 
     def restore() -> None:
-        memory._store().restore(claims.ring.counters, episodes)  # none if it is from before episodes were tracked
+        tensors.storage.restore(claims.ring.counters, episodes)  # old files have no episodes
         memory._rng = generator
         restore_more()
 
     return specs, restore
 
 
+def check_complete(tensors: Tensors, path: Path, found: Iterable[str]) -> None:
+    """Raises FileError if a file lacks a tensor that there is."""
+    if missing := sorted(set(tensors.dtypes) - set(found)):
+        raise FileError(clean_text(f"{path}: has no tensor(s) {missing}, it has {sorted(found)}"))
+
+
+def check_tensors(tensors: Tensors, path: Path, found: Mapping[str, Any]) -> dict[str, Spec]:
+    """Returns the specs of the tensors in a file.
+
+    Args:
+        tensors: the tensors that there are.
+        path: the file.
+        found: name -> name of the dtype, and shape of a row.
+
+    Raises:
+        FileError, ValueError, TypeError: a tensor is missing or does not fit.
+    """
+    check_complete(tensors, path, found)
+    specs = {}
+    for name, (dtype, shape) in found.items():
+        specs[name] = new = tensors.make_spec(find_dtype(tensors, name, dtype), row_shape(name, shape))
+        own = tensors.spec_of(name) if name in tensors.dtypes else new
+        if own != new:
+            ours = f"in this memory {own.dtype} {own.shape}"
+            raise FileError(f"{path}: tensor {name!r} is {new.dtype} {new.shape}, {ours}")
+    return specs
+
+
 def _check_episodes(memory: Memory, more: Mapping[str, np.ndarray], claims: Claims) -> np.ndarray | None:
+    """Returns the episodes of a file, int32 (num_envs, memory_size, 2); None if it has none.
+
+    Raises:
+        ValueError: they are missing, or make no sense.
+    """
     if EPISODES not in more:
         if ends := [name for name in claims.specs if name in ENDS]:
             raise ValueError(f"it has no episodes, but a tensor {ends[0]!r}")
@@ -74,20 +101,53 @@ def _check_episodes(memory: Memory, more: Mapping[str, np.ndarray], claims: Clai
     return episodes
 
 
-def _spec(memory: Memory, name: str, dtype: Any, shape: Any) -> Spec:
-    return spec_of(memory.framework, dtype_of(memory, name, dtype), row_shape(name, shape))
+def find_dtype(tensors: Tensors, name: str, dtype: Any) -> Any:
+    """The library's dtype for a tensor in a file, by the name of its dtype there."""
+    return tensors.convert_dtype(name, dtype if dtype == "bfloat16" else dtype_called(name, dtype).name, by_name=True)
 
 
-def dtype_of(memory: Memory, name: str, dtype: Any) -> Any:
-    """The library's dtype for the name of a dtype in a file."""
-    return memory.framework.dtype_from_name(dtype if dtype == "bfloat16" else dtype_called(name, dtype).name)
+def _prepare_columns(memory: Memory, path: Path, specs: Mapping[str, Spec]) -> Columns:
+    """Creates missing tensors, drops all rows, and returns the columns, which are then filled.
+
+    Raises:
+        SpecError, OutOfMemoryError: a tensor cannot be created; nothing changes.
+    """
+    tensors = memory._tensors
+    missing = {name: spec for name, spec in specs.items() if name not in tensors.dtypes}
+    tensors.check_room(str(path), missing.values())
+    for name, spec in missing.items():
+        tensors.plan(name, find_dtype(tensors, name, "bfloat16" if spec.is_bfloat16 else spec.dtype.name), spec.shape)
+    memory.reset()
+    return tensors.allocate().columns
 
 
-def make_missing(memory: Memory, path: Path, state: Mapping[str, Any], specs: Mapping[str, Spec]) -> None:
-    """Creates the tensors of a file that a memory lacks, after checking that all of them fit."""
-    missing = [name for name in specs if name not in memory._dtypes]
-    for name in missing:
-        check_name(name)
-    memory._check_room(str(path), [specs[name] for name in missing])
-    for name in missing:
-        memory._plan_tensor(name, dtype_of(memory, name, state["tensors"][name][0]), specs[name].shape)
+def read_tensors(memory: Memory, path: Path, specs: Mapping[str, Spec], reader: Reader) -> None:
+    """Drops all rows, and reads tensors from a file.
+
+    Raises:
+        ValueError: a tensor has another dtype or shape; nothing changes.
+    """
+    for name, spec in specs.items():
+        found, needed = reader.spec_of(name), (spec.dtype, (*memory._tensors.lead, *spec.shape))
+        if found != needed:
+            raise ValueError(f"tensor {name!r} is {found[0]} {found[1]}, needed is {needed[0]} {needed[1]}")
+    columns = _prepare_columns(memory, path, specs)
+    for name in specs:
+        columns.read_into(name, partial(reader.read_into, name))
+
+
+def write_rows(memory: Memory, path: Path, specs: Mapping[str, Spec], rows: np.ndarray, found: Any) -> None:
+    """Drops all rows and writes those of a file; the others become unwritten.
+
+    Args:
+        memory: the memory.
+        path: the file.
+        specs: name -> spec of each tensor.
+        rows: int64 (n,), flat indexes.
+        found: name -> `(n, *shape)`; may be empty without rows.
+    """
+    columns = _prepare_columns(memory, path, specs)
+    for name, spec in specs.items():
+        columns.put_rows(name, slice(None), columns.value(name, spec.unwritten))
+        if rows.size:
+            columns.put_rows(name, rows, columns.converted(name, found[name], spec))

@@ -1,4 +1,4 @@
-"""`RandomMemory`, which draws rows uniformly."""
+"""`RandomMemory`, which draws rows, or windows of rows, uniformly."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ from rlstructs.replay.drawing import Selection, Uniform, draw_fitting
 from rlstructs.replay.expand import EPISODE_ENDS
 from rlstructs.replay.reading import Reading
 from rlstructs.replay.span import Span
+from rlstructs.replay.store import Storage
 
+# Returns which of these rows a window may begin with, bool.
 Fits = Callable[[np.ndarray], np.ndarray]
+# Draws the first rows of n windows of a span; returns them and more fields of the selection.
+Draw = Callable[[Span, int, "Fits | None"], tuple[np.ndarray, dict[str, np.ndarray]]]
 
 NO_NAME = ""  # no tensor has it
 NO_ENDS_ERROR = "no tensor 'terminated' or 'truncated' says where episodes end"
@@ -84,16 +88,13 @@ class RandomMemory(memory.Memory):
         Raises:
             SpecError: an argument is invalid, or there is nothing to draw.
         """
-        names = self._check_names(names)
-        n = check_count("batch_size", batch_size)
-        length = _check_sampling(sequence_length, n_step, gamma, episode_ends)
-        known, storage = self._drop_unknown(names), self._store()
-        if (episode_ends != expand.CROSS or n_step > 1) and storage.episodes is None:
-            raise StateError(NO_ENDS_ERROR)
+        names, known = self._batches.check_names(names, self.strict)
+        n, storage = check_count("batch_size", batch_size), self._tensors.allocate()
+        length = _check_length(storage, sequence_length, n_step, gamma, episode_ends)
         picked, arrays = storage.sample(
             n,
             lambda count: self._select(count, length, episode_ends),
-            lambda chosen: self._read(known, chosen, n_step, gamma),
+            lambda chosen: _read_windows(storage, chosen, known, n_step, gamma),
         )
         self.sampling_indexes = self.framework.as_indexes(picked.rows.reshape(-1))
         self._last = picked
@@ -101,92 +102,94 @@ class RandomMemory(memory.Memory):
         if n_step == 1 and type(self).sample_by_index is not memory.Memory.sample_by_index:
             # A subclass returns rows in its own way, for example on another device: skrl's `sample` uses it too.
             return self.sample_by_index(names=names, indexes=self.sampling_indexes, mini_batches=mini_batches)
-        return self._batches_of_sequences(names, known, arrays, len(picked.rows), length, mini_batches)
-
-    def _batches_of_sequences(
-        self, names: list[str], known: list[str], arrays: list[Any], n: int, length: int, mini_batches: int
-    ) -> list[list[Any]]:
-        """Hands over arrays `(n, length, ...)`, or `(n, ...)` for a length of 1, in parts of whole sequences."""
         if length > 1:
-            arrays = [array.reshape(n * length, *array.shape[2:]) for array in arrays]
-        starts = None if mini_batches == 1 else np.arange(0, n * length, length)
-        return self._batches(names, known, arrays, n * length, mini_batches, starts)
+            arrays = [array.reshape(picked.rows.size, *array.shape[2:]) for array in arrays]
+        starts = None if mini_batches == 1 else np.arange(0, picked.rows.size, length)
+        return self._batches.split(names, known, arrays, mini_batches, starts)
 
     def get_sampling_mask(self) -> Any:
-        """A mask of the valid rows of the last `sample`, bool, in the order of `get_sampling_indexes`."""
+        """A mask of the valid sampled rows, bool, in the order of `get_sampling_indexes`."""
         picked = self._last_selection()
-        mask = picked.fields.get("mask")
-        return self._hand_over(np.ones(picked.rows.shape[0], bool) if mask is None else mask.reshape(-1))
+        mask = picked.fields.get("mask", np.ones(len(picked.rows), bool))
+        return self._batches.hand_over_one(mask.flatten())
 
     def get_sampling_is_first(self) -> Any:
-        """A mask of the rows of the last `sample` that begin an episode, bool, in the same order."""
+        """A mask of the sampled rows that begin an episode, bool, in the same order."""
         picked = self._last_selection()
         if "is_first" not in picked.fields:
             raise StateError(NO_ENDS_ERROR)
-        return self._hand_over(picked.fields["is_first"].reshape(-1))
+        return self._batches.hand_over_one(picked.fields["is_first"].flatten())
 
     def get_sampling_discounts(self) -> Any:
-        """Gamma to the number of steps that each row of the last `sample` sums up, float32 (rows,)."""
+        """Gamma to the number of steps that each sampled row sums up, float32 (rows,)."""
         n = self._last_selection().rows.size
-        return self._hand_over(np.full(n, self._discounts, np.float32))
+        return self._batches.hand_over_one(np.full(n, self._discounts, np.float32))
 
     def _last_selection(self) -> Selection:
         if self._last is None:
             raise StateError("call sample first")
         return self._last
 
-    def _hand_over(self, array: np.ndarray) -> Any:
-        array = np.array(array)
-        return self.framework.hand_over([array], [self.framework.dtype(array.dtype)], self.device)[0]
-
     def _select(self, n: int, length: int, ends: str) -> Selection:
-        storage = self._store()
-        span, episodes = storage.span(length), storage.episodes
-        fits = None
-        if ends == expand.NEVER and episodes is not None:
-            fits = partial(expand.fits, episodes, length=length)
-        anchors, fields = self._draw_anchors(span, n, fits)
-        if length == 1:
-            if episodes is not None:
-                fields["is_first"] = episodes.begin(anchors)
-            return Selection(anchors[:, None], span, fields)
-        if ends == expand.MASK and episodes is not None:
-            window = expand.padded(span, episodes, anchors, length)
-        else:
-            window = expand.chunk(span, episodes, anchors, length)
-        fields["mask"] = window.mask
-        if episodes is not None:
-            fields["is_first"] = window.is_first
-        return Selection(window.rows, span, fields)
+        return _draw_windows(self._tensors.allocate(), self._draw_anchors, n, length, ends)
 
     def _draw_anchors(self, span: Span, n: int, fits: Fits | None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Draws the first rows of `n` sequences that fit; returns them and more fields of the selection."""
-        uniform, rng = self._uniform, self._rng
-        if fits is None:
-            return uniform.draw(span, n, rng), {}
-        if uniform.replacement is not False:
-            return draw_fitting(lambda k: uniform.draw(span, k, rng), fits, n, rng.choice, span), {}
-        rows = span.every_row()
-        rows = rows[fits(rows)]
-        if not rows.size:
-            raise SpecError("nothing to sample: no window of this length is stored")
-        return np.asarray(rng.choice(rows, min(n, rows.size), replace=False)), {}
-
-    def _read(self, names: Sequence[str], picked: Selection, n_step: int, gamma: float) -> list[Any]:
-        """Reads the drawn rows, and, with several steps, gamma to the number of them."""
-        rows = picked.rows if picked.rows.shape[1] > 1 else picked.rows[:, 0]
-        if n_step == 1:
-            return self._storage.columns.gather(names, rows)
-        found = Reading(n_step, gamma).read(self._storage, picked.span, names, rows, discount=NO_NAME)
-        return [found[name] for name in (*names, NO_NAME)]
+        """Draws the first rows of `n` windows that fit; returns them and more fields of the selection."""
+        return _draw_uniformly(self._uniform, self._rng, span, n, fits), {}
 
 
-def _check_sampling(sequence_length: Any, n_step: Any, gamma: float, episode_ends: str) -> int:
-    # skrl takes 0 for 1.
+def _check_length(storage: Storage, sequence_length: Any, n_step: Any, gamma: float, episode_ends: str) -> int:
+    """Checks the arguments of `RandomMemory.sample` and returns the length of windows."""
+    # In skrl 0 means 1.
     length = 1 if sequence_length in (0, 1) else check_count("sequence_length", sequence_length)
     if n_step != 1 and check_count("n_step", n_step) > 1 and length > 1:
         raise SpecError("n_step and sequence_length cannot both be above 1")
     check_gamma(gamma)
     if episode_ends not in EPISODE_ENDS:
         raise SpecError(f"episode_ends must be one of {EPISODE_ENDS}, got {episode_ends!r}")
+    if (episode_ends != expand.CROSS_ENDS or n_step > 1) and storage.episodes is None:
+        raise StateError(NO_ENDS_ERROR)
     return length
+
+
+def _draw_uniformly(uniform: Uniform, rng: np.random.Generator, span: Span, n: int, fits: Fits | None) -> np.ndarray:
+    """Draws the first rows of `n` windows that fit; without replacement there may be fewer."""
+    if fits is None:
+        return uniform.draw(span, n, rng)
+    if uniform.replacement is not False:
+        return draw_fitting(lambda k: uniform.draw(span, k, rng), fits, n, rng.choice, span)
+    rows = span.every_row()
+    rows = rows[fits(rows)]
+    if not rows.size:
+        raise SpecError("nothing to sample: no window of this length is stored")
+    return np.asarray(rng.choice(rows, min(n, rows.size), replace=False))
+
+
+def _draw_windows(storage: Storage, draw: Draw, n: int, length: int, ends: str) -> Selection:
+    """Draws `n` windows of `length` rows, treating the ends of episodes as `ends` says."""
+    span, episodes = storage.span(length), storage.episodes
+    fits = None
+    if ends == expand.AVOID_ENDS and episodes is not None:
+        fits = partial(expand.fits, episodes, length=length)
+    anchors, fields = draw(span, n, fits)
+    if length == 1:
+        if episodes is not None:
+            fields["is_first"] = episodes.begin(anchors)
+        return Selection(anchors[:, None], span, fields)
+    if ends == expand.MASK_ENDS and episodes is not None:
+        window = expand.padded(span, episodes, anchors, length)
+    else:
+        window = expand.chunk(span, episodes, anchors, length)
+    fields["mask"] = window.mask
+    if episodes is not None:
+        fields["is_first"] = window.is_first
+    return Selection(window.rows, span, fields)
+
+
+def _read_windows(storage: Storage, picked: Selection, names: Sequence[str], n_step: int, gamma: float) -> list[Any]:
+    """Reads the drawn rows, and, with several steps, gamma to the number of them."""
+    rows = picked.rows if picked.rows.shape[1] > 1 else picked.rows[:, 0]
+    if n_step == 1:
+        return storage.columns.gather(names, rows)
+    found = Reading(n_step, gamma).read(storage, picked.span, names, rows, discount=NO_NAME)
+    return [found[name] for name in (*names, NO_NAME)]

@@ -12,9 +12,10 @@ from rlstructs.errors import SpecError
 
 
 def n_elements(size: Any) -> int:
-    """Counts the numbers in a row: an int, the product of a list of ints, or the numbers of a space.
+    """Counts the numbers in a row of this size.
 
-    A Discrete space has one number, its value; Dict and Tuple spaces have the sum of their members.
+    The size is an int, a list of ints, whose product counts, or a space. A Discrete space has one number, its value;
+    Dict and Tuple spaces have the sum of their members.
 
     Raises:
         TypeError, SpecError: the size is something else.
@@ -29,9 +30,7 @@ def n_elements(size: Any) -> int:
 def _n_elements_of_space(space: Any) -> int:
     from gymnasium import spaces
 
-    if isinstance(space, spaces.Discrete):
-        return 1
-    if isinstance(space, (spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete)):
+    if isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete)):
         return math.prod(space.shape)
     if isinstance(space, (spaces.Dict, spaces.Tuple)):
         members = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from rlstructs.replay.rlberry.chunks import ChunkBatch, ChunkReplayBuffer
     from rlstructs.replay.tianshou.cached import CachedReplayBuffer
     from rlstructs.replay.tianshou.hindsight import HERReplayBuffer, HERVectorReplayBuffer
+    from rlstructs.replay.tianshou.intake import MalformedBufferError
     from rlstructs.replay.tianshou.prioritized import PrioritizedReplayBuffer, PrioritizedVectorReplayBuffer
     from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
-    from rlstructs.replay.tianshou.rows import MalformedBufferError
     from rlstructs.replay.tianshou.vector import VectorReplayBuffer
     from rlstructs.replay.torchrl.buffer import (
         DictTensorPrioritizedReplayBuffer,
@@ -67,7 +67,7 @@ _EXPORTS = {
     "LazyMemmapStorage": "torchrl.storages",
     "LazyTensorStorage": "torchrl.storages",
     "ListStorage": "torchrl.storages",
-    "MalformedBufferError": "tianshou.rows",
+    "MalformedBufferError": "tianshou.intake",
     "MaxValueWriter": "torchrl.writers",
     "MemmapStorage": "torchrl.storages",
     "PrioritizedReplayBuffer": "tianshou.prioritized",

@@ -1,4 +1,4 @@
-"""`ArrayDict`: what a batch is when it is no `DictTensor`; it has what users of tianshou's `Batch` rely on."""
+"""`ArrayDict`: a batch of arrays of any library, with the methods of tianshou's `Batch`."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ NOTHING: Any = object()
 
 @set_module("rlstructs.replay")
 class ArrayDict(ArrayValues):
-    """Arrays by name, with a row each: its length is theirs, and an index that is no name picks rows.
+    """Arrays by name, whose first axis is the rows: `len` counts rows, and an index that is no name takes rows.
 
-    `Batch` is another name of it. What is nested has names joined with `/`, and is reached as such too. Attributes are
-    items. As of a `DictTensor`, iterating gives the names. Lists become arrays, or a tensor if they are of tensors.
-    Those of mappings, and arrays of such, are rows of what is nested. What is nested and empty is a name of its own
-    until something is put there.
+    `Batch` is another name of this class. Nested names are joined with `/`; `batch["a"]` is a batch of all that is
+    nested in `a`. Items are also attributes. Like a `DictTensor`, it iterates over its names. Lists become arrays, or
+    tensors if they hold tensors. Lists and arrays of mappings become nested rows. An empty nested batch has a name of
+    its own until something is put into it.
 
     Args:
         given: a mapping, or pairs of name and array; or a list or an array of mappings, each a row.
-        copy: whether all of it is copied, rather than shared.
+        copy: whether the arrays are copied rather than shared.
         named: more arrays by name.
 
     Raises:
@@ -74,7 +74,7 @@ class ArrayDict(ArrayValues):
 
     @classmethod
     def trusted(cls: type[A], items: Any) -> A:
-        """Makes one of names that are joined already and arrays, unchecked."""
+        """Creates a batch of joined names and arrays, without checks."""
         made = cls.__new__(cls)
         dict.__init__(made, items)
         return made
@@ -82,11 +82,11 @@ class ArrayDict(ArrayValues):
     # Names
 
     def __getitem__(self, index: Any) -> Any:
-        """What is under a name; or rows, of all arrays that have some.
+        """Returns what is under a name, or takes rows of all arrays.
 
         Raises:
-            KeyError, IndexError: there is nothing.
-            SpecError: there is a distribution of torch of which rows cannot be taken.
+            KeyError, IndexError: there is no such name or row.
+            SpecError: rows of a distribution of torch cannot be taken.
         """
         if isinstance(index, str):
             found = super().__getitem__(index)
@@ -102,7 +102,7 @@ class ArrayDict(ArrayValues):
         return _Nested(self, name)
 
     def _inside(self, name: str) -> dict[str, Any]:
-        """What is nested there, by the rest of its name."""
+        """What is nested under a name, by the rest of its name."""
         start = f"{name}/"
         return {key[len(start) :]: value for key, value in self.items() if key.startswith(start)}
 
@@ -110,16 +110,16 @@ class ArrayDict(ArrayValues):
         return super().__contains__(name) or any(key.startswith(f"{name}/") for key in self)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """What is there under a name, or `default`."""
+        """Returns what is under a name, or `default`."""
         try:
             return self[key]
         except KeyError:
             return default
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Puts something under a name, in the place of what was nested there; what is nested gets names of its own.
+        """Sets what is under a name, and replaces what was nested there; mappings are flattened.
 
-        An index that is no name puts rows: `value` is a mapping of the same names.
+        An index that is no name sets rows; then `value` is a mapping with the same names.
 
         Raises:
             ValueError: the names are others.
@@ -153,7 +153,7 @@ class ArrayDict(ArrayValues):
 
     def _set(self, name: str, value: Any) -> None:
         for around in array_ops.around(name):
-            if isinstance(super().get(around), ArrayDict):  # it is empty no more
+            if isinstance(super().get(around), ArrayDict):  # no longer empty
                 super().__delitem__(around)
         super().__setitem__(name, array_ops.array_of(value) if isinstance(value, (list, tuple)) else value)
 
@@ -164,7 +164,7 @@ class ArrayDict(ArrayValues):
         super().__delitem__(name)
 
     def __delitem__(self, name: str) -> None:
-        """Takes away what is there under a name, all that is nested too.
+        """Removes what is under a name, and all that is nested there.
 
         Raises:
             KeyError: there is nothing.
@@ -176,7 +176,7 @@ class ArrayDict(ArrayValues):
             self._delete(each)
 
     def pop(self, key: str, default: Any = NOTHING) -> Any:
-        """Takes out what is there under a name, all that is nested too; the default if there is nothing.
+        """Removes and returns what is under a name, and all that is nested there; `default` if there is nothing.
 
         Raises:
             KeyError: there is nothing, and no default.
@@ -189,12 +189,12 @@ class ArrayDict(ArrayValues):
         return found
 
     def update(self, given: Any = (), /, **named: Any) -> None:
-        """Puts what is under each name."""
+        """Sets the arrays of a mapping."""
         for name, value in dict(given, **named).items():
             self[name] = value
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what copy and numpy ask for
+        if name.startswith("__"):  # copy and numpy look for such methods
             raise AttributeError(name)
         try:
             return self[name]
@@ -217,12 +217,12 @@ class ArrayDict(ArrayValues):
     # Rows
 
     def split(self: A, size: int, shuffle: bool = True, merge_last: bool = False) -> Iterator[A]:
-        """Rows in parts.
+        """Splits rows into parts.
 
         Args:
-            size: rows of each, the last may have fewer; -1 for all at once.
-            shuffle: whether their order is random, by numpy's global generator.
-            merge_last: whether a part that would be smaller goes with the one before.
+            size: rows of each part, the last may have fewer; -1 for a single part.
+            shuffle: whether the order is random, by numpy's global generator.
+            merge_last: whether a smaller last part is merged with the one before.
 
         Raises:
             ValueError: `size` is neither -1 nor at least 1.
@@ -238,16 +238,16 @@ class ArrayDict(ArrayValues):
         return (self[order[start:end]] for start, end in zip([0, *ends], ends, strict=False))
 
     def set_array_at_key(self, arr: Any, key: str, index: Any = None, default_value: Any = None) -> None:
-        """Puts an array under a name, or values to some rows of it.
+        """Sets an array, or some rows of it.
 
         Args:
-            arr: values, a row each.
+            arr: values, one per row.
             key: the name.
             index: of the rows; None for all.
-            default_value: of all other rows, where the name is new.
+            default_value: of the other rows of a new array.
 
         Raises:
-            ValueError, TypeError: the values are not as many as the rows, or there can be no such default.
+            ValueError, TypeError: the number of values is not that of the rows, or the default does not fit.
         """
         if index is None:
             if len(arr) != len(self):
@@ -263,11 +263,11 @@ class ArrayDict(ArrayValues):
         self[key][index] = arr
 
     def to_list_of_dicts(self) -> list[dict[str, Any]]:
-        """A dict for each row."""
+        """Returns a dict for each row."""
         return [self[row].to_dict() for row in range(len(self))]
 
     def to_dict(self, recursive: bool = True) -> dict[str, Any]:
-        """What is nested as dicts in a dict; as they are here if not `recursive`."""
+        """Returns a dict, with nested dicts if `recursive`."""
         found: dict[str, Any] = {}
         for name, value in self.items():
             *path, last = name.split("/") if recursive else [name]
@@ -278,7 +278,7 @@ class ArrayDict(ArrayValues):
         return found
 
     def dropnull(self: A) -> A:
-        """The rows without such."""
+        """Returns the rows without NaN and None."""
         found = np.zeros(len(self), bool)
         for value in self.values():
             if array_ops.shape(value):
@@ -291,12 +291,12 @@ class ArrayDict(ArrayValues):
 
     @staticmethod
     def cat(batches: Iterable[Mapping[str, Any]]) -> ArrayDict:
-        """Batches of the same names one behind another."""
+        """Concatenates batches with the same names."""
         return _join(list(batches), array_ops.cat)
 
     @staticmethod
     def stack(batches: Iterable[Mapping[str, Any]], axis: int = 0) -> ArrayDict:
-        """Batches of the same names and shapes along a new axis; infos may differ, and are objects where they do."""
+        """Stacks batches with the same names and shapes; infos that differ become objects."""
         listed = [ArrayDict(batch) for batch in batches]
         odd = _find_odd_infos(listed) if axis == 0 else []
         columns = {name: array_ops.stacked([batch._arrays().get(name) for batch in listed]) for name in odd}
@@ -309,15 +309,15 @@ class ArrayDict(ArrayValues):
         return made
 
     def cat_(self, batches: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Puts one or several batches behind this one."""
+        """Appends one or several batches."""
         more = [batches] if isinstance(batches, Mapping) else list(batches)
         self.update(ArrayDict.cat([*([self] if self else []), *more]))
 
     def stack_(self, batches: Sequence[Mapping[str, Any]], axis: int = 0) -> None:
-        """Stacks this one and others along a new axis."""
+        """Stacks this batch and others along a new axis."""
         self.update(ArrayDict.stack([*([self] if self else []), *batches], axis))
 
-    # Else
+    # Comparison and display
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mapping):
@@ -327,7 +327,7 @@ class ArrayDict(ArrayValues):
             np.array_equal(array_ops.array(value), array_ops.array(others[name])) for name, value in self.items()
         )
 
-    def __ne__(self, other: object) -> bool:  # or it would be that of a dict
+    def __ne__(self, other: object) -> bool:  # instead of that of dict
         return not self == other
 
     __hash__ = None  # type: ignore[assignment] # as of a dict
@@ -341,7 +341,7 @@ class ArrayDict(ArrayValues):
 
 
 class _Nested(ArrayDict):
-    """What is nested under a name of a batch: what is put here is put there."""
+    """What is nested under a name of a batch, which follows changes of this object."""
 
     def __init__(self, outer: ArrayDict, name: str) -> None:
         dict.__init__(self, outer._inside(name))
@@ -366,7 +366,7 @@ class _Nested(ArrayDict):
 
 
 def _as_rows(name: str, value: Any) -> Any:
-    """Mappings, a row each, as a batch; those of infos that differ as an array of objects."""
+    """Converts mappings, one per row, to a batch; infos that differ become an array of objects."""
     try:
         return ArrayDict(value)
     except ValueError:
@@ -376,7 +376,7 @@ def _as_rows(name: str, value: Any) -> Any:
 
 
 def _find_odd_infos(batches: list[ArrayDict]) -> list[str]:
-    """The names of infos that not all of these batches have, or not in the same shape."""
+    """The names of infos that some batches lack or have in another shape."""
     infos = dict.fromkeys(name for batch in batches for name in batch._arrays() if is_info(name))
     return [name for name in infos if len({np.shape(b.get(name)) if name in b else None for b in batches}) > 1]
 

@@ -1,4 +1,4 @@
-"""`ArrayValues`: conversion, arithmetic and clearing of the arrays of a batch, whatever their names."""
+"""`ArrayValues`: converts, calculates with and clears the arrays of a batch."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ V = TypeVar("V", bound="ArrayValues")
 
 
 class ArrayValues(dict[str, Any]):
-    """The part of `ArrayDict` that looks at values, whatever names they have."""
+    """Base class of `ArrayDict`, for what depends on values and not on names."""
 
     def _arrays(self) -> dict[str, Any]:
-        """All but what is empty."""
+        """All values except empty batches, by name."""
         raise NotImplementedError
 
     def _set(self, name: str, value: Any) -> None:
-        """Puts an array under a name."""
+        """Sets an array."""
         raise NotImplementedError
 
     def _like(self: V, items: Any) -> V:
-        """Another batch of this kind."""
+        """Creates another batch of this kind."""
         raise NotImplementedError
 
     def _of_same_names(self, given: Any) -> dict[str, Any]:
-        """The arrays of another batch, which must have the names of these.
+        """Returns the arrays of another batch.
 
         Raises:
-            ValueError: it has others.
+            ValueError: its names are others.
         """
         raise NotImplementedError
 
@@ -47,19 +47,19 @@ class ArrayValues(dict[str, Any]):
         return sizes[0]
 
     def __bool__(self) -> bool:
-        """Whether it holds anything, of which there may be no rows, or a single one without an axis for rows."""
+        """Whether it has arrays, even without rows."""
         return bool(self._arrays())
 
     @property
     def shape(self) -> list[int]:
-        """The axes that all arrays have."""
+        """The shortest length of each axis that all arrays have."""
         shapes = [array_ops.shape(value) or () for value in self._arrays().values()]
         return [min(sizes) for sizes in zip(*shapes, strict=False)]
 
     # Conversion
 
     def apply_values_transform(self: V, values_transform: Callable[[Any], Any], inplace: bool = False) -> V | None:
-        """Each array put through a function; a new batch, or with `inplace` this one, and then None is returned."""
+        """Applies a function to each array; returns a new batch, or None if `inplace`."""
         made = self._mapped(values_transform)
         if not inplace:
             return made
@@ -71,23 +71,23 @@ class ArrayValues(dict[str, Any]):
         return made
 
     def to_torch(self: V, dtype: torch.dtype | None = None, device: torch.device | str | int = "cpu") -> V:
-        """Numbers as tensors of this dtype (None: as they are) and device; those of numpy share their memory."""
+        """Converts numbers to tensors, which share numpy's memory; `dtype` None keeps their dtypes."""
         return self._mapped(lambda value: array_ops.tensor(value, dtype, device))
 
     def to_torch_(self, dtype: torch.dtype | None = None, device: torch.device | str | int = "cpu") -> None:
-        """`to_torch` of this one."""
+        """Does what `to_torch` does, in place."""
         self.apply_values_transform(lambda value: array_ops.tensor(value, dtype, device), inplace=True)
 
     def to_numpy(self: V) -> V:
-        """Tensors as arrays of numpy, which share the memory of those on the CPU."""
+        """Converts tensors to numpy arrays, which share memory on the CPU."""
         return self._mapped(array_ops.array)
 
     def to_numpy_(self) -> None:
-        """`to_numpy` of this one."""
+        """Does what `to_numpy` does, in place."""
         self.apply_values_transform(array_ops.array, inplace=True)
 
     def isnull(self: V) -> V:
-        """Where values are NaN or None: arrays of bools."""
+        """Where values are NaN or None, as arrays of bool."""
         return self._mapped(array_ops.nulls)
 
     def hasnull(self) -> bool:
@@ -97,15 +97,15 @@ class ArrayValues(dict[str, Any]):
     # Arithmetic
 
     def __add__(self: V, other: Any) -> V:
-        """Sums with the arrays of another batch, or with a number."""
+        """Adds the arrays of another batch, or a number."""
         return self._with(operator.add, other)
 
     def __mul__(self: V, other: Any) -> V:
-        """Products, likewise."""
+        """Multiplies by the arrays of another batch, or by a number."""
         return self._with(operator.mul, other)
 
     def __truediv__(self: V, other: Any) -> V:
-        """Quotients, likewise."""
+        """Divides by the arrays of another batch, or by a number."""
         return self._with(operator.truediv, other)
 
     def __iadd__(self: V, other: Any) -> V:
@@ -132,11 +132,11 @@ class ArrayValues(dict[str, Any]):
 
     @staticmethod
     def empty(batch: V, index: Any = None) -> V:
-        """A copy of a batch in which some rows, or all, are zeros."""
+        """Returns a copy of a batch with zeros in some rows, or in all."""
         return copy.deepcopy(batch).empty_(index)
 
     def empty_(self: V, index: Any = None) -> V:
-        """Fills rows with zeros, those of objects with None; what is no array becomes 0, or None.
+        """Fills rows with zeros, or with None for objects; values that are no arrays become 0 or None.
 
         Args:
             index: of the rows; None for all.

@@ -1,4 +1,4 @@
-"""Where the bytes of a store lie: ordinary memory, memory shared between processes, or a file each."""
+"""Where the bytes of a store are: in ordinary memory, in memory that processes share, or in files."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["Backing", "Block", "Heap", "Shared", "available_bytes"]
 
 
 class Backing(Protocol):
-    """Gives out zeroed bytes."""
+    """Allocates zeroed bytes."""
 
     def allocate(self, name: str, nbytes: int, sparse: bool = False) -> Block:
-        """A block of `nbytes` zeros; of a sparse one most will never be touched, and take no memory."""
+        """Allocates `nbytes` zeros. Most bytes of a sparse block are never touched and take no memory."""
 
 
 class Block(Protocol):
-    """Some bytes; what is pickled in their place says how to get at them again."""
+    """Some bytes; they are pickled by value or by reference."""
 
     def bytes(self) -> np.ndarray:
         """uint8 (nbytes,), the memory itself."""
@@ -42,14 +42,14 @@ class HeapBlock:
         try:
             self._bytes = np.zeros(nbytes, np.uint8)
         except MemoryError as error:
-            raise OutOfMemoryError(f"{nbytes:,} bytes are needed, which there are not: {error}") from error
+            raise OutOfMemoryError(f"{nbytes:,} bytes are needed, more than are available: {error}") from error
 
     def bytes(self) -> np.ndarray:
         return self._bytes
 
 
 class SparseBlock:
-    """Ordinary memory of which only the small pages are taken that are touched; pickled as those."""
+    """Ordinary memory of which only touched pages are taken, and pickled."""
 
     def __init__(self, nbytes: int) -> None:
         self._bytes = _small_pages(nbytes)
@@ -73,15 +73,15 @@ class SparseBlock:
 
 def _small_pages(nbytes: int) -> np.ndarray:
     memory = mmap.mmap(-1, max(nbytes, 1))
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # a huge page would take 2 MB for each row that is written
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # a huge page would take 2 MB per written row
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory, np.uint8, nbytes)
 
 
 class SharedBlock:
-    """Anonymous shared memory: a process that is started with it sees the same bytes."""
+    """Anonymous shared memory; a process that is started with it sees the same bytes."""
 
-    # The bytes as torch maps shared memory.
+    # torch's storage of the bytes.
     _storage: Any = None
 
     def __init__(self, nbytes: int) -> None:
@@ -93,11 +93,11 @@ class SharedBlock:
         return np.frombuffer(self._arena.map(), np.uint8, self._nbytes)
 
     def storage(self) -> Any:
-        """torch's storage of the same bytes, for tensors whose `is_shared` is true, and which it sends uncopied."""
+        """torch's storage of the same bytes: its tensors are `is_shared`, and are sent without a copy."""
         if self._storage is None:
-            import torch  # a store needs it for nothing else
+            import torch  # only needed here
 
-            # By this torch maps in one process what another has sent; its stubs do not have it.
+            # torch uses it to map what another process has sent; its stubs lack it.
             kind: Any = torch.UntypedStorage
             self._storage = kind._new_shared_fd_cpu(self._arena.fileno(), self._arena.nbytes)
         return self._storage
@@ -114,21 +114,21 @@ class Heap:
 
 
 class Shared:
-    """Memory shared between the processes that a store is given to as they start."""
+    """Memory that a store shares with the processes that are started with it."""
 
     def allocate(self, name: str, nbytes: int, sparse: bool = False) -> Block:
         return SharedBlock(nbytes)
 
 
 class Folder:
-    """Gives out the bytes of files in a folder, made with the first; pickled, it is a temporary one with copies.
+    """Files in a folder, which is created with the first file; a pickle holds copies, for a temporary folder.
 
     Args:
-        path: None for a temporary one, which goes with this object.
-        overwrite: whether files of another such folder may be there.
+        path: the folder; None for a temporary one, which is removed with this object.
+        overwrite: whether the files of an earlier `Folder` may be overwritten.
 
     Raises:
-        SpecError: there is something in it.
+        SpecError: the folder is not empty.
     """
 
     def __init__(self, path: Path | None = None, overwrite: bool = False) -> None:
@@ -138,14 +138,14 @@ class Folder:
             weakref.finalize(self, _remove, self.path, os.getpid())
             return
         self.path = path
-        if path.exists():  # better told now than with the first row
+        if path.exists():  # rather than with the first row
             self._ours()
 
     def made(self) -> Path:
-        """The folder, which there is from now on, and in which nothing is at first.
+        """Creates the folder, empties it before the first file, and returns its path.
 
         Raises:
-            SpecError: something was put into it meanwhile.
+            SpecError: other files were put into it meanwhile.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         if not self._n:
@@ -154,7 +154,7 @@ class Folder:
         return self.path
 
     def _ours(self) -> list[Path]:
-        """Files of an earlier one that may be overwritten; raises SpecError if there is anything else."""
+        """Files that may be overwritten; raises SpecError if there are others."""
         found = sorted(self.path.iterdir())
         ours = [file for file in found if self._overwrite and re.fullmatch(r"\d{4}\.bin", file.name)]
         if others := [file.name for file in found if file not in ours]:
@@ -162,21 +162,21 @@ class Folder:
         return ours
 
     def allocate(self, name: str, nbytes: int, sparse: bool = False) -> Block:
-        """A file of `nbytes` zeros, of which only the touched pages are taken."""
+        """Creates a file of `nbytes` zeros, of which only the touched pages are taken."""
         self.made()
-        self._n += 1  # names may hold anything, file names not
+        self._n += 1  # not the name, which may hold any character
         return FolderBlock(self, self.path / f"{self._n:04d}.bin", nbytes)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_n": self._n}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc] # a new one
+        self.__init__()  # type: ignore[misc] # a new temporary folder
         vars(self).update(state)
 
 
 class FolderBlock:
-    """A file mapped into memory, which keeps its folder; pickled by value."""
+    """A file mapped into memory; pickled by value."""
 
     def __init__(self, folder: Folder, path: Path, nbytes: int) -> None:
         self._folder, self._path, self._nbytes = folder, path, nbytes
@@ -187,7 +187,7 @@ class FolderBlock:
         return np.memmap(self._path, np.uint8, "r+", shape=(max(self._nbytes, 1),))[: self._nbytes]
 
     def remove(self) -> None:
-        """Removes the file; what is mapped stays until it is let go."""
+        """Removes the file; mapped memory stays valid."""
         self._path.unlink(missing_ok=True)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -199,5 +199,5 @@ class FolderBlock:
 
 
 def _remove(path: Path, made_by: int) -> None:
-    if os.getpid() == made_by:  # a forked process ends, too
+    if os.getpid() == made_by:  # not in a forked process
         shutil.rmtree(path, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""Blocks of rows that are given to a store: checked, split and written."""
+"""Checks, splits and writes the blocks of rows that a store is given."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,10 @@ def lead_of(
     done: np.ndarray | None,
     starts: np.ndarray | None,
 ) -> tuple[int, int]:
-    """The axes (n, T) of a block; arguments as of `Storage.write`.
+    """Returns the axes (n, T) of a block after checking the arguments of `Storage.write`.
 
     Raises:
-        SpecError: it does not fit the lanes, or the rest does not fit it.
+        SpecError: an argument does not fit the others.
     """
     if isinstance(lanes, slice):
         n = len(range(n_lanes)[lanes])
@@ -47,41 +47,51 @@ def lead_of(
     return lead
 
 
-def put_slots(
-    columns: Columns, skipped: Container[str], block: Mapping[str, Any], lanes: Any, slot: int, n_timesteps: int
+def write_block(
+    columns: Columns,
+    block: Mapping[str, Any],
+    lanes: slice | np.ndarray,
+    n_timesteps: int,
+    lengths: np.ndarray | None,
+    head: int | None,
 ) -> None:
-    """Writes a block (n, T, ...) to T slots of lanes from `slot` on; columns that it lacks become unwritten."""
-    before_end = columns.capacity - slot
-    parts: list[tuple[Any, Any]] = [(slice(slot, slot + n_timesteps), slice(0, before_end))]
-    if n_timesteps == 1:
-        parts = [(slot, 0)]
-    elif n_timesteps > before_end:
-        parts.append((slice(0, n_timesteps - before_end), slice(before_end, None)))
-    for name, spec in columns.specs.items():
-        if name in skipped:
-            continue
-        values = block.get(name)
-        nothing = columns.value(name, spec.unwritten) if values is None else None
-        for slots, times in parts:
-            columns.put_cells(name, lanes, slots, nothing if values is None else values[:, times])
+    """Writes T rows from each head on, before the heads are raised; columns that the block lacks become unwritten.
 
-
-def put_rows(
-    columns: Columns, skipped: Container[str], block: Mapping[str, Any], rows: np.ndarray, valid: np.ndarray | None
-) -> None:
-    """Writes a block (n, T, ...), or what is `valid` of it, to rows (n, T) by their ids; else as `put_slots`."""
-    rows = rows if valid is None else rows[valid]
-    for name, spec in columns.specs.items():
-        if name in skipped:
-            continue
-        if name not in block:
-            columns.put_rows(name, rows, columns.value(name, spec.unwritten))
-        else:
-            columns.put_rows(name, rows, block[name] if valid is None else block[name][valid])
+    Args:
+        columns: with the counters.
+        block: name -> (n, T, ...), as the columns take it.
+        lanes: the n lanes.
+        n_timesteps: T, at most the capacity.
+        lengths: int64 (n,), how many of the T rows are valid; None for all.
+        head: of all these lanes, if they have the same.
+    """
+    if lengths is None and head is not None:
+        slot = head % columns.capacity
+        n_before = columns.capacity - slot  # slots up to the end of the rings
+        # Slots, and which of the T rows are written to them.
+        parts: list[tuple[Any, Any]] = [(slice(slot, slot + n_timesteps), slice(0, n_before))]
+        if n_timesteps == 1:
+            parts = [(slot, 0)]
+        elif n_timesteps > n_before:
+            parts.append((slice(0, n_timesteps - n_before), slice(n_before, None)))
+        for name in columns.flat:
+            values = block.get(name)
+            unwritten = columns.value(name, columns.specs[name].unwritten) if values is None else None
+            for slots, times in parts:
+                columns.put_cells(name, lanes, slots, unwritten if values is None else values[:, times])
+    else:
+        valid: Any = ... if lengths is None else np.arange(n_timesteps) < lengths[:, None]
+        steps = columns.ring.head[lanes][:, None] + np.arange(n_timesteps)
+        rows = columns.at_steps(np.arange(columns.n_lanes)[lanes][:, None], steps)[valid]
+        for name in columns.flat:
+            unwritten = None if name in block else columns.value(name, columns.specs[name].unwritten)
+            columns.put_rows(name, rows, block[name][valid] if name in block else unwritten)
+    if columns.links:
+        columns.write_links(block, lanes, n_timesteps, lengths)
 
 
 def rounds(lanes: np.ndarray) -> Iterator[Any]:
-    """Which rows to write together, so that none of them are of one lane; in order."""
+    """Indexes of rows to write together, so that no lane occurs twice, in order."""
     if np.unique(lanes).size == lanes.size:
         if lanes.size:
             yield slice(None)
@@ -95,6 +105,6 @@ def rounds(lanes: np.ndarray) -> Iterator[Any]:
 
 
 def as_slice(lanes: np.ndarray) -> Any:
-    """Lanes that follow one another as a slice: then a block is one copy."""
+    """Converts consecutive lanes to a slice, for which a block is written in one copy."""
     first = int(lanes[0])
     return slice(first, first + lanes.size) if (np.diff(lanes) == 1).all() else lanes

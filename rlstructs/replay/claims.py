@@ -1,27 +1,27 @@
-"""What a file says of a store in numbers, checked before anything is changed: counters, episodes, random streams.
+"""Checks the numbers in files: counters, episodes and random streams, before a store is changed.
 
-A number may be of the right type and still make no sense: counters so large that the next row overflows them, episodes
-that go on behind the newest row, a random generator that never gives another number than 0. Methods that are called
-later would fail of these, or never end.
+A number may have the right type and still make no sense: counters so large that the next row overflows them, episodes
+that do not continue from row to row, a random generator that only returns 0. Later calls would fail or never end.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rlstructs.checks import DTYPES, MOST_AXES, clean_text
-from rlstructs.replay.columns import LANE, RowIds, Spec
+from rlstructs.replay.columns import RowIds, Spec
 from rlstructs.replay.episodes import LENGTH, TIME
+from rlstructs.replay.objects import OBJECT
 from rlstructs.replay.ring import N_COUNTERS, Ring
 
-# Steps of all lanes of a store, and numbers of whatever is counted: half of what 64 bits hold, for there will be more.
+# The largest count: half of what int64 holds, as counts go on.
 MOST = 1 << 62
-# Of numpy; of each what a state has beside "bit_generator": how many numbers, and below what each is.
+# numpy's bit generators -> the entries of their states beside "bit_generator": how many numbers (None for a plain one),
+# and the exclusive upper limit of each.
 WORD, LONG, WIDE = 1 << 32, 1 << 64, 1 << 128
 _PCG = {"state": {"state": (None, WIDE), "inc": (None, WIDE)}, "has_uint32": (None, 2), "uinteger": (None, WORD)}
 _BIT_GENERATORS: dict[str, dict[str, Any]] = {
@@ -35,41 +35,30 @@ _BIT_GENERATORS: dict[str, dict[str, Any]] = {
 BIT_GENERATORS = tuple(_BIT_GENERATORS)
 
 
-@dataclass(frozen=True)
-class Claims:
-    """What is known of the rows of a file, when what is kept beside them is looked at.
+class Claims(RowIds):
+    """What is known of the rows of a file when other parts of the file are checked.
 
-    Attributes:
+    Args:
         ring: its counters, which make sense.
         order: of row ids, as of `Columns`.
         specs: of the columns in the file.
     """
 
-    ring: Ring
-    order: str
-    specs: Mapping[str, Spec]
-
-    @property
-    def n_rows(self) -> int:
-        """Rows there is room for."""
-        return self.ring.n_lanes * self.ring.capacity
+    def __init__(self, ring: Ring, order: str, specs: Mapping[str, Spec]) -> None:
+        super().__init__(ring.n_lanes, ring.capacity, order)
+        self.ring, self.specs = ring, specs
 
     def empty(self) -> np.ndarray:
-        """Which rows hold nothing, and held nothing when the counters were as they are, bool (n_rows,), by row id."""
-        ring, lanes = self.ring, np.arange(self.ring.n_lanes)[:, None]
-        is_empty = ring.steps_of(lanes, np.arange(ring.capacity), ring.head) < ring.base[:, None]
-        return np.asarray(is_empty if self.order == LANE else is_empty.T).reshape(-1)
-
-    def lanes(self, rows: np.ndarray) -> np.ndarray:
-        """The lanes of row ids."""
-        return RowIds(self.ring.n_lanes, self.ring.capacity, self.order).lanes(rows)
+        """Which rows are empty and were empty when the counters had these values, bool (n_rows,)."""
+        rows = np.arange(self.n_rows)
+        return np.asarray(self.steps(rows, self.ring.head - 1) < self.ring.base[self.lanes(rows)])
 
 
 def whole(name: str, value: Any, least: int = 0, most: int = MOST) -> int:
-    """`value`, a whole number in these limits.
+    """Returns `value`, an int from `least` to `most`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is something else.
     """
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{name} is {clean_text(repr(value))}, needed is a whole number from {least} to {most}")
@@ -77,17 +66,31 @@ def whole(name: str, value: Any, least: int = 0, most: int = MOST) -> int:
 
 
 def flag(name: str, value: Any) -> bool:
-    """`value`, which is true or false; raises ValueError if it is not."""
+    """Returns `value`, a bool; raises ValueError if it is something else."""
     if type(value) is not bool:
         raise ValueError(f"{name} is {clean_text(repr(value))}, needed is true or false")
     return value
 
 
-def row_shape(name: str, value: Any) -> tuple[int, ...]:
-    """The shape of a column's rows.
+def spec_in(name: str, dtype: Any, shape: Any, is_bfloat16: Any) -> Spec:
+    """Returns the spec of a column, from its entries in a file.
 
     Raises:
-        ValueError: it is none.
+        ValueError: an entry is invalid.
+    """
+    if dtype == OBJECT.name and shape == [] and is_bfloat16 is False:
+        return Spec(OBJECT)
+    spec = Spec(dtype_called(name, dtype), row_shape(name, shape), 0, flag("whether it is bfloat16", is_bfloat16))
+    if spec.is_bfloat16 and spec.dtype != np.int16:
+        raise ValueError(f"column {name!r} is bfloat16, which {spec.dtype} does not hold")
+    return spec
+
+
+def row_shape(name: str, value: Any) -> tuple[int, ...]:
+    """Returns the shape of a column's rows.
+
+    Raises:
+        ValueError: it is invalid.
     """
     if not isinstance(value, (list, tuple)) or len(value) > MOST_AXES - 2:
         raise ValueError(f"{name!r} has the shape {clean_text(repr(value))}, which is none")
@@ -98,14 +101,14 @@ def row_shape(name: str, value: Any) -> tuple[int, ...]:
 
 
 def dtype_called(name: str, value: Any) -> np.dtype:
-    """The dtype of a column, by its name; raises ValueError if it is not one of those that columns have."""
+    """The dtype of this name; raises ValueError if columns have no such dtype."""
     if type(value) is not str or value not in DTYPES:
         raise ValueError(f"{name!r} has the dtype {clean_text(repr(value))}, needed is one of {', '.join(DTYPES)}")
     return DTYPES[value]
 
 
 def check_counters(counters: np.ndarray, n_lanes: int, capacity: int) -> Ring:
-    """The ring of these counters.
+    """Returns a ring with these counters.
 
     Raises:
         ValueError: they make no sense.
@@ -123,17 +126,17 @@ def check_counters(counters: np.ndarray, n_lanes: int, capacity: int) -> Ring:
 
 
 def check_episodes(pairs: np.ndarray, ring: Ring) -> None:
-    """Raises ValueError unless episodes go on from row to row.
+    """Raises ValueError unless episodes continue from row to row.
 
     Args:
-        pairs: int32 (n_lanes, n_slots, 2), of all slots in which there are rows.
+        pairs: int32 (n_lanes, n_slots, 2), all slots that hold rows.
         ring: the counters.
     """
     n_slots = pairs.shape[1]
     if not n_slots or not len(ring):
         return
-    lanes, wide = np.arange(ring.n_lanes)[:, None], pairs.astype(np.int64)
-    steps = ring.steps_of(lanes, np.arange(n_slots), ring.head)
+    ids, wide = RowIds(ring.n_lanes, ring.capacity), pairs.astype(np.int64)
+    steps = ids.steps(ids.rows(np.arange(ring.n_lanes)[:, None], np.arange(n_slots)), ring.head - 1)
     time, length = wide[..., TIME], wide[..., LENGTH]
     there, has_next = steps >= ring.oldest()[:, None], steps + 1 < ring.head[:, None]
     next_time, next_length = np.roll(time, -1, axis=1), np.roll(length, -1, axis=1)
@@ -141,7 +144,7 @@ def check_episodes(pairs: np.ndarray, ring: Ring) -> None:
     goes_on = ~ends & (next_time == time + 1) & (next_length == length)
     fits = (time >= 0) & (time <= steps) & ((length == 0) | (length > time))
     fits &= np.where(has_next, goes_on | (ends & (next_time == 0)), True)
-    # A writer that was killed may have said that an episode ends with rows that it did not come to.
+    # A killed writer may have recorded that an episode ends in rows that it did not write.
     was_killed = (ring.reserved > ring.head)[:, None]
     fits &= has_next | ends | (length == 0) | was_killed
     if not fits[there].all():
@@ -149,7 +152,7 @@ def check_episodes(pairs: np.ndarray, ring: Ring) -> None:
 
 
 def check_slots(n_slots: int, ring: Ring) -> None:
-    """Raises ValueError unless all rows lie in the first so many slots of their lanes."""
+    """Raises ValueError unless all rows are in the first `n_slots` slots of their lanes."""
     used = ring.head > ring.oldest()
     first, stop = ring.oldest() % ring.capacity, ring.reserved - ring.base
     in_front = (ring.base % ring.capacity == 0) & (stop <= n_slots) & (first < ring.capacity)
@@ -158,16 +161,16 @@ def check_slots(n_slots: int, ring: Ring) -> None:
 
 
 def check_aligned(ring: Ring) -> None:
-    """Raises ValueError unless each lane's rows began in its first slot, as where row ids count rows."""
+    """Raises ValueError unless the rows of each lane began in its first slot."""
     if (ring.base % ring.capacity).any():
         raise ValueError("its counters make no sense: its rows begin in the middle of a lane")
 
 
 def generator_in(state: Any) -> np.random.Generator:
-    """A generator in this state.
+    """Returns a generator in this state.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the state is invalid.
     """
     name = state["bit_generator"] if isinstance(state, Mapping) and "bit_generator" in state else None
     if type(name) is not str or name not in _BIT_GENERATORS:
@@ -198,7 +201,7 @@ def _check_state(name: str, found: Any, needed: dict[str, Any]) -> None:
 
 
 def plain_state(generator: np.random.Generator) -> dict[str, Any]:
-    """The state of a generator as JSON has it."""
+    """The state of a generator in the types of JSON."""
     state: dict[str, Any] = _plain(generator.bit_generator.state)
     return state
 

@@ -1,8 +1,8 @@
 """Columns: named arrays with a row for each lane and slot.
 
-A row id is `lane * lane_stride + slot * slot_stride`, int64. The order of a store says which is which:
-"lane" (strides capacity and 1) keeps a lane's rows together, "slot" (1 and n_lanes) the rows of one
-time. Only this module knows it.
+A row id is `lane * lane_stride + slot * slot_stride`, int64. The order of a store sets the strides: "lane" (capacity
+and 1) keeps the rows of a lane together, "slot" (1 and n_lanes) the rows of one time. Only `RowIds` calculates with
+row ids.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,21 +19,22 @@ from rlstructs.debug import is_on, poison
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay.backing import Backing, Block, Heap, SharedBlock, available_bytes
 from rlstructs.replay.objects import OBJECT, ObjectBlock, private_rows
+from rlstructs.replay.ring import Ring
 
 LANE, SLOT = "lane", "slot"
-# The bits of bfloat16's NaN: numpy has no such dtype, so that its columns hold integers.
+# The bits of NaN in bfloat16, which numpy lacks: such columns hold int16.
 BFLOAT16_NAN = 0x7FC0
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a column holds in a row.
+    """The type of a column's rows.
 
     Attributes:
-        dtype: of numpy; that of objects for rows of Python's objects, of shape ().
+        dtype: numpy's; object for rows that are Python objects, whose shape is ().
         shape: of one row.
-        fill: what a row holds of a column that it was written without; None for `unwritten`.
-        is_bfloat16: whether what the dtype, int16, holds are the bits of bfloat16.
+        fill: the value of rows that are written without this column; None for the default, see `unwritten`.
+        is_bfloat16: whether the rows, int16, are the bits of bfloat16.
     """
 
     dtype: np.dtype
@@ -47,19 +49,19 @@ class Spec:
 
     @property
     def is_object(self) -> bool:
-        """Whether a row is one of Python's objects."""
+        """Whether rows are Python objects."""
         return bool(self.dtype == OBJECT)
 
     @property
     def unwritten(self) -> Any:
-        """The value of what was never written: `fill`, or NaN in floats and zero in others; in debug mode poison."""
+        """The value of unwritten rows: `fill`, or NaN for floats and zero for others; poison in debug mode."""
         if self.fill is not None or self.is_object:
             return self.fill
         return self.poison if is_on() or self.is_bfloat16 or self.dtype.kind in "fc" else 0
 
     @property
     def poison(self) -> Any:
-        """The value of what is not to be read."""
+        """The value of rows that must not be read."""
         if self.is_object:
             return None
         return BFLOAT16_NAN if self.is_bfloat16 else poison(self.dtype)
@@ -69,7 +71,7 @@ class RowIds:
     """The row ids of a store.
 
     Args:
-        n_lanes: rings.
+        n_lanes: number of rings.
         capacity: rows per lane.
         order: "lane" or "slot".
     """
@@ -81,7 +83,7 @@ class RowIds:
 
     @property
     def n_rows(self) -> int:
-        """Rows there is room for."""
+        """Number of row ids."""
         return self.n_lanes * self.capacity
 
     def rows(self, lanes: Any, slots: Any) -> np.ndarray:
@@ -89,7 +91,7 @@ class RowIds:
         return np.asarray(lanes * self.lane_stride + slots * self.slot_stride)
 
     def at_steps(self, lanes: Any, steps: Any) -> np.ndarray:
-        """Row ids of the rows that hold these steps, or will; lanes are an index of all."""
+        """Row ids of the rows for these steps; `lanes` is an index, or an array of the shape of the steps."""
         if self.n_lanes == 1:
             return np.asarray(steps % self.capacity)
         slots = steps % self.capacity
@@ -105,7 +107,7 @@ class RowIds:
         return np.asarray(rows // self.capacity if self.order == LANE else rows % self.n_lanes)
 
     def numbered(self, index: np.ndarray, low: int, n: int) -> np.ndarray:
-        """Row ids by number, if each lane has `n` rows from the step `low` on: by lane, or in order "slot" by step."""
+        """Row ids by number if each lane has `n` rows from the step `low` on; they are in the order of the store."""
         if self.order == LANE:
             lanes, ages = np.divmod(index, n) if self.n_lanes > 1 else (0, index)
             return self.at_steps(lanes, low + ages)
@@ -113,32 +115,39 @@ class RowIds:
 
     def steps(self, rows: np.ndarray, last: Any) -> np.ndarray:
         """The newest steps that rows can hold, up to `last`: one step for all lanes, or int64 (n_lanes,)."""
-        slots = rows  # in order "lane" equal to their slots, modulo the capacity
+        slots = rows  # modulo the capacity, in order "lane"
         if self.order != LANE or isinstance(last, np.ndarray):
             lanes, slots = self.places(rows)
             last = last[lanes] if isinstance(last, np.ndarray) else last
         return np.asarray(last - (last - slots) % self.capacity)
 
     def shifted(self, rows: np.ndarray, by: Any) -> np.ndarray:
-        """Row ids of the rows so many steps after these in their lanes; offsets (L,) for rows (B, 1) must rise."""
+        """Row ids of the rows so many steps after these in their lanes; `by` (L,) for rows (B, 1) must be ascending."""
         lanes, slots = (0, rows) if self.n_lanes == 1 else self.places(rows)
-        if self.order == LANE and rows.size and rows.ndim == 2 and np.ndim(by) == 1:  # the same offsets, which rise
+        if self.order == LANE and rows.size and rows.ndim == 2 and np.ndim(by) == 1:
             low, high = slots.min() + by[0], slots.max() + by[-1]
-            if low >= 0 and high < self.capacity:  # none goes around the end of its ring, as nearly always
+            if low >= 0 and high < self.capacity:  # nearly always: none crosses the end of its ring
                 return np.asarray(rows + by)
         return self.at_steps(lanes, slots + by)
 
 
 class Columns(RowIds):
-    """Named arrays over bytes of one kind.
+    """Named arrays in memory of one kind.
 
-    What is written goes through `converted` or `check`, and then `put_rows` or `put_cells`.
+    Values are converted by `converted` or `check`, and then written by `put_rows` or `put_cells`.
 
     Args:
-        n_lanes: rings.
+        n_lanes: number of rings.
         capacity: rows per lane.
         order: "lane" or "slot".
-        backing: where the bytes lie.
+        backing: where the bytes are stored.
+
+    Attributes:
+        specs: name -> spec; replaced by another dict at each change, because other threads may be reading it.
+        flat: name -> (n_rows, *shape), by row id.
+        cells: name -> (n_lanes, capacity, *shape), the same memory.
+        layout: counts changes of the columns, twice each; odd during a change.
+        has_objects: whether a column holds objects.
 
     Example:
         >>> columns = Columns(n_lanes=2, capacity=3, order="slot")
@@ -150,27 +159,28 @@ class Columns(RowIds):
         [1.0, 2.0]
     """
 
-    # Whether `flat` and `cells` are arrays of numpy.
+    # Whether `flat` and `cells` are numpy arrays.
     on_host = True
+    # The linked columns by name; only `LinkedColumns` has any.
+    links: Mapping[str, Any] = MappingProxyType({})
+    # The counters, set by the store.
+    ring: Ring
 
     def __init__(self, n_lanes: int, capacity: int, order: str = LANE, backing: Backing | None = None) -> None:
         super().__init__(n_lanes, capacity, order)
-        # Another dict with each change, as others may be looking at it.
         self.specs: dict[str, Spec] = {}
-        # How often columns came, went or changed, twice each; odd while one does.
         self.layout = 0
         self.has_objects = False
         self._backing = Heap() if backing is None else backing
         self._blocks: dict[str, Block] = {}
-        self._sparse: set[str] = set()
         self._map()
 
     def _map(self) -> None:
-        # name -> (n_rows, *shape) in the order of row ids, and (n_lanes, capacity, *shape): the same memory.
         self.flat: dict[str, np.ndarray] = {}
         self.cells: dict[str, np.ndarray] = {}
         for name in self.specs:
-            self._map_one(name)
+            if name not in self.links:
+                self._map_one(name)
 
     def _map_one(self, name: str) -> None:
         spec = self.specs[name]
@@ -192,27 +202,19 @@ class Columns(RowIds):
         self._blocks[name] = self._block(name, spec)
 
     def _block(self, name: str, spec: Spec) -> Block:
-        if spec.is_object:
-            return ObjectBlock(self.n_rows)
-        return self._backing.allocate(name, spec.nbytes * self.n_rows, name in self._sparse)
+        return ObjectBlock(self.n_rows) if spec.is_object else self._backing.allocate(name, spec.nbytes * self.n_rows)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all columns."""
         return sum(spec.nbytes for spec in self.specs.values()) * self.n_rows
 
-    def nbytes_of(self, name: str) -> int:
-        """Bytes of one column."""
-        return self.specs[name].nbytes * self.n_rows
-
     def available_bytes(self) -> int | None:
-        """Bytes there is room for where columns lie; None if that cannot be told."""
+        """Bytes that are available for more columns; None if unknown."""
         return available_bytes()
 
-    def add(self, name: str, spec: Spec, sparse: bool = False) -> None:
-        """Adds a column, every row of it unwritten; the others are as they were. Of a sparse one few are ever set."""
-        if sparse:
-            self._sparse.add(name)
+    def add(self, name: str, spec: Spec) -> None:
+        """Adds a column; all of its rows are unwritten."""
         self.layout += 1
         self._allocate(name, spec)
         self.specs, self.has_objects = {**self.specs, name: spec}, self.has_objects or spec.is_object
@@ -222,9 +224,9 @@ class Columns(RowIds):
             self.put_rows(name, slice(None), self.value(name, spec.unwritten))
 
     def exchange(self, made: Mapping[str, tuple[Spec, np.ndarray]], gone: Iterable[str] = ()) -> None:
-        """Gives columns other specs and values, `(n_rows, *shape)` in the order of row ids, and takes others away.
+        """Gives columns other specs and values, `(n_rows, *shape)` by row id, and removes others.
 
-        Who reads meanwhile has the old ones or the new ones; `layout` tells whether they were exchanged.
+        A thread that reads meanwhile gets the old or the new ones; `layout` tells whether they were exchanged.
         """
         blocks = {name: self._block(name, spec) for name, (spec, _) in made.items()}
         for name, (spec, values) in made.items():
@@ -242,64 +244,55 @@ class Columns(RowIds):
         self.layout += 1
 
     def move(self, backing: Backing) -> None:
-        """Copies every column to bytes of another kind; views of the old ones no longer follow."""
-        moved = {}
+        """Copies all columns to memory of another kind; views of the old memory no longer follow."""
         if objects := [name for name, spec in self.specs.items() if spec.is_object]:
             raise StateError(f"{objects[0]!r} holds objects, which cannot be moved to where processes share them")
+        moved = {}
         for name, spec in self.specs.items():
             moved[name] = backing.allocate(name, spec.nbytes * self.n_rows)
             moved[name].bytes()[...] = self._blocks[name].bytes()
         self._backing, self._blocks = backing, moved
         self._map()
 
-    def resize(self, capacity: int, held: Mapping[str, np.ndarray] | None = None) -> None:
-        """Makes room for more rows per lane, or for fewer; those that still fit keep their lanes and slots.
-
-        Args:
-            capacity: rows per lane.
-            held: name -> bool (n_lanes, rows per lane), which of its rows are anything; None and others: all.
-        """
+    def resize(self, capacity: int) -> None:
+        """Changes the number of rows per lane; rows that still fit keep their lanes and slots."""
         old, n = dict(self.cells), min(self.capacity, capacity)
         RowIds.__init__(self, self.n_lanes, capacity, self.order)
-        for name, spec in self.specs.items():
-            self.add(name, spec)
-            if held is None or name not in held:
-                self.cells[name][:, :n] = old[name][:, :n]
-            else:  # of the others no page is touched
-                at = np.nonzero(held[name][:, :n])
-                self.cells[name][at] = old[name][at]
+        for name, cells in old.items():
+            self.add(name, self.specs[name])
+            self.cells[name][:, :n] = cells[:, :n]
 
     def gather(self, names: Iterable[str], rows: np.ndarray) -> list[Any]:
-        """These rows of these columns, private memory of the columns' kind, `(*rows.shape, *shape)` each."""
-        # mode="clip" reads without a look at every index first; row ids from here are in range.
+        """Copies of some rows of columns that are not linked, `(*rows.shape, *shape)` each, in their kind of memory."""
+        # mode="clip" skips numpy's check of the indices; row ids are in range.
         taken = [self.flat[name].take(rows, axis=0, mode="clip") for name in names]
         if self.has_objects:
             return [private_rows(values) if values.dtype == OBJECT else values for values in taken]
         return taken
 
     def host(self, name: str, values: Any) -> np.ndarray:
-        """What `gather` gave, in host memory."""
+        """Values of a column, as `gather` returns them, in host memory."""
         return np.asarray(values)
 
     def to_file(self, name: str, shape: tuple[int, ...]) -> Any:
-        """A column in this shape: an array, or what becomes one in host memory when it is asked for."""
+        """A column in this shape, for a file: an array, or an object that numpy turns into one."""
         return self.flat[name].reshape(shape)
 
     def slots_to_file(self, name: str, n: int) -> Any:
-        """The first n slots of every lane, `(n_lanes, n, *shape)`, as `to_file` gives a column."""
+        """The first n slots of every lane, `(n_lanes, n, *shape)`, for a file; see `to_file`."""
         return np.ascontiguousarray(self.cells[name][:, :n])
 
     def shared_storage(self, name: str) -> Any:
-        """torch's storage of a column that lies in shared memory; None of any other."""
+        """torch's storage of a column in shared memory; None for any other."""
         block = self._blocks.get(name)
         return block.storage() if isinstance(block, SharedBlock) else None
 
     def read_into(self, name: str, read: Callable[[np.ndarray], None]) -> None:
-        """Has `read` fill an array of the size of a column, which becomes the column."""
+        """Fills a column by a function that fills an array (n_rows, *shape)."""
         read(self.flat[name])
 
     def value(self, name: str, number: Any) -> Any:
-        """One number of a column's dtype as `put_rows` takes it."""
+        """Converts a number for a column, for `put_rows`."""
         spec = self.specs[name]
         if spec.dtype.kind != "u" or number == 0:
             return number
@@ -311,20 +304,33 @@ class Columns(RowIds):
         Args:
             name: of the column.
             rows: an index of the first axis of `flat`.
-            values: what `converted` or `check` gave, or one number.
+            values: what `converted` or `check` returned, or one number.
         """
         self.flat[name][rows] = values
 
     def put_cells(self, name: str, lanes: Any, slots: Any, values: Any) -> None:
-        """Writes to slots of lanes, an index of the first axes of `cells`; else as `put_rows`."""
+        """Writes to slots of lanes, an index of the first two axes of `cells`; see `put_rows`."""
         self.cells[name][lanes, slots] = values
 
+    def restore_slots(self, name: str, values: np.ndarray) -> None:
+        """Sets the first n slots of every lane to `values`, (n_lanes, n, *shape) of the column's dtype."""
+        self.put_cells(name, slice(None), slice(0, values.shape[1]), self.converted(name, values, self.specs[name]))
+
+    def replace(self, name: str, rows: np.ndarray, values: Any) -> None:
+        """Overwrites valid rows, int64 (n,), no two the same; the other columns keep what they hold."""
+        self.put_rows(name, rows, values)
+
+    def write_links(
+        self, block: Mapping[str, Any], lanes: slice | np.ndarray, n_timesteps: int, lengths: np.ndarray | None = None
+    ) -> None:
+        """Writes the linked columns; here there are none."""
+
     def own(self, value: Any, spec: Spec) -> Any:
-        """`value`, if it lies where columns do and is what one of this spec takes without passing the host; or None."""
+        """Returns a value that a column of this spec takes without passing through the host; otherwise None."""
         return None
 
     def converted(self, name: str, values: Any, spec: Spec) -> Any:
-        """`values` as a column of this spec takes them, in the columns' kind of memory.
+        """Converts values for a column of this spec, to the columns' kind of memory.
 
         Raises:
             SpecError: the dtype does not fit.
@@ -332,7 +338,7 @@ class Columns(RowIds):
         return values if values.dtype == spec.dtype else cast(name, values, spec.dtype)
 
     def check(self, name: str, values: Any, lead: tuple[int, ...]) -> Any:
-        """`values` as what the column takes, `(*lead, *shape)`.
+        """Converts values `(*lead, *shape)` for a column.
 
         Raises:
             MissingKeyError, SpecError: there is no such column, or the shape or dtype does not fit.
@@ -343,7 +349,7 @@ class Columns(RowIds):
         return self.fitted(name, values, lead, spec)
 
     def fitted(self, name: str, values: Any, lead: tuple[int, ...], spec: Spec) -> Any:
-        """As `check`, for a column of this spec, which need not be there yet.
+        """Converts values `(*lead, *shape)` for a column of this spec, which need not exist yet.
 
         Raises:
             SpecError: the shape or dtype does not fit.
@@ -353,7 +359,7 @@ class Columns(RowIds):
         return self.converted(name, values, spec)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key not in ("flat", "cells")}
+        return {key: value for key, value in vars(self).items() if key not in ("flat", "cells", "ring")}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
@@ -361,10 +367,10 @@ class Columns(RowIds):
 
 
 def cast(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """`values` in another dtype; only the precision of floats may be lost.
+    """Converts values to another dtype; only the precision of floats may be lost.
 
     Raises:
-        SpecError: something else would be.
+        SpecError: values would change in other ways.
     """
     whole = "biu"
     if np.can_cast(values.dtype, dtype, "safe"):

@@ -1,7 +1,7 @@
-"""Columns that are torch tensors on a device: rows are written and drawn there, without a way through the host.
+"""Columns that are torch tensors on a device, where rows are written and drawn without passing through the host.
 
-What a thread writes and another draws is ordered by the stream of the device that both use; those that use
-streams of their own see to their order themselves.
+The stream of the device orders writes and draws of several threads. Threads with streams of their own must synchronise
+themselves.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlstructs.replay.backing import Backing
 from rlstructs.replay.columns import LANE, Columns, Spec
 from rlstructs.structures.arrays import tensor_to_array
 
-# What torch cannot index, and what numpy has no name for, is stored as the bits of these.
+# Dtypes that torch cannot index or numpy lacks, and those that their bits are stored as.
 STORED = {
     torch.uint16: torch.int16,
     torch.uint32: torch.int32,
@@ -30,10 +30,10 @@ class TensorColumns(Columns):
     """Named tensors; see `Columns`.
 
     Args:
-        n_lanes: rings.
+        n_lanes: number of rings.
         capacity: rows per lane.
         order: "lane" or "slot".
-        device: where they lie.
+        device: where the tensors are.
 
     Example:
         >>> columns = TensorColumns(2, 3, "slot", torch.device("cpu"))
@@ -53,29 +53,29 @@ class TensorColumns(Columns):
         super().__init__(n_lanes, capacity, order)
 
     def available_bytes(self) -> int | None:
-        """Bytes that the device has free, what torch keeps for later included."""
+        """Free bytes of the device, including those that torch has reserved but does not use."""
         if self.device.type != "cuda":
             return super().available_bytes()
         kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return int(torch.cuda.mem_get_info(self.device)[0]) + kept
 
     def move(self, backing: Backing) -> None:
-        """Raises StateError: no other memory takes tensors of a device."""
+        """Raises StateError: tensors of a device cannot be moved."""
         raise StateError(f"the rows lie on {self.device} and cannot be moved; make the memory with device='cpu'")
 
     def gather(self, names: Iterable[str], rows: np.ndarray) -> list[Any]:
-        """These rows of these columns, new tensors `(*rows.shape, *shape)`."""
+        """Some rows of some columns, new tensors `(*rows.shape, *shape)`."""
         index = self._moved(rows.reshape(-1))
         found = [self.flat[name].index_select(0, index) for name in names]
         return found if rows.ndim == 1 else [each.reshape(*rows.shape, *each.shape[1:]) for each in found]
 
     def host(self, name: str, values: torch.Tensor) -> np.ndarray:
-        """What `gather` gave, in host memory."""
+        """See `Columns.host`."""
         array: np.ndarray = values.cpu().numpy().view(self.specs[name].dtype)
         return array
 
     def to_file(self, name: str, shape: tuple[int, ...]) -> Any:
-        """A column in this shape, which is copied to the host when an array is asked for."""
+        """See `Columns.to_file`; the column is copied to the host when numpy asks for an array."""
         return OnDemand(self.flat[name].reshape(shape), self.specs[name].dtype)
 
     def slots_to_file(self, name: str, n: int) -> Any:
@@ -83,7 +83,7 @@ class TensorColumns(Columns):
         return OnDemand(self.cells[name][:, :n], self.specs[name].dtype)
 
     def read_into(self, name: str, read: Callable[[np.ndarray], None]) -> None:
-        """Has `read` fill an array in host memory, which is then copied to the column."""
+        """See `Columns.read_into`; the array is in host memory and is then copied."""
         array = np.empty((self.n_rows, *self.specs[name].shape), self.specs[name].dtype)
         read(array)
         self.put_rows(name, slice(None), self.converted(name, array, self.specs[name]))
@@ -97,13 +97,13 @@ class TensorColumns(Columns):
         self.cells[name][self._index(lanes), slots] = values
 
     def own(self, value: Any, spec: Spec) -> torch.Tensor | None:
-        """`value`, if it is a tensor on this device with the dtype that such a column has."""
+        """Returns a tensor on this device that has the dtype of such a column; otherwise None."""
         if isinstance(value, torch.Tensor) and value.device == self.device and value.dtype is _named(spec):
             return value.detach()
         return None
 
     def converted(self, name: str, values: Any, spec: Spec) -> torch.Tensor:
-        """`values` as a column of this spec takes them, a tensor on this device."""
+        """See `Columns.converted`; a tensor on this device."""
         stored = STORED.get(_named(spec), _named(spec))
         if isinstance(values, torch.Tensor):
             if values.dtype in (stored, _named(spec)):
@@ -122,7 +122,7 @@ class TensorColumns(Columns):
     def _rows_of(self, name: str) -> Any:
         return self._tensors[name]
 
-    # Tensors that are made in inference mode cannot be written to outside of it.
+    # Tensors that are created in inference mode cannot be written to outside of it.
 
     @torch.inference_mode(False)
     def _map_one(self, name: str) -> None:
@@ -135,7 +135,7 @@ class TensorColumns(Columns):
         self._tensors[name] = torch.zeros(shape, dtype=STORED.get(dtype, dtype), device=self.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        # By value, as ordinary memory is: torch would share its own with a process that is started.
+        # By value, like ordinary memory: torch would share its memory with a started process.
         arrays = {name: tensor.cpu().numpy() for name, tensor in self._tensors.items()}
         return {**super().__getstate__(), "_tensors": arrays}
 
@@ -147,11 +147,11 @@ class TensorColumns(Columns):
 
 
 class OnDemand:
-    """A tensor of a device that becomes an array in host memory whenever numpy asks for one.
+    """A tensor on a device that is copied to the host whenever numpy asks for an array.
 
     Args:
-        tensor: any.
-        dtype: numpy's, of the same size.
+        tensor: the tensor.
+        dtype: of the array, of the same size.
     """
 
     def __init__(self, tensor: torch.Tensor, dtype: np.dtype) -> None:
@@ -163,5 +163,5 @@ class OnDemand:
 
 
 def _named(spec: Spec) -> torch.dtype:
-    """torch's name of what a column holds: numpy has none for bfloat16, of which it holds the bits."""
+    """The dtype in torch of a column of this spec."""
     return torch.bfloat16 if spec.is_bfloat16 else cast("torch.dtype", getattr(torch, spec.dtype.name))

@@ -1,4 +1,4 @@
-"""Draws of rows, uniform or restricted to rows that fit."""
+"""Draws rows uniformly, or only rows that fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What row ids meant when they were drawn: when their priorities come, others may have taken their place."""
+"""Remembers what drawn row ids stood for: rows may be overwritten before their new priorities arrive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REPLACED = np.iinfo(np.int64).max
 
 @dataclass
 class Draw:
-    """Row ids that were drawn, and the steps that they held: `known`, or those of `span`."""
+    """Drawn row ids, and the steps they stood for: `known`, or those of `span`."""
 
     rows: np.ndarray
     span: Span | None
@@ -25,7 +25,7 @@ class Draw:
     sorted_rows: tuple[np.ndarray, np.ndarray] | None = None
 
     def steps(self) -> np.ndarray:
-        """The steps that the rows held when they were drawn, int64."""
+        """The steps of the rows at the time of the draw, int64."""
         if self.known is None:
             assert self.span is not None
             self.known = self.span.steps(self.rows)
@@ -39,7 +39,7 @@ class Draw:
         return self.sorted_rows
 
     def was_held(self, rows: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """Whether these rows held these steps at the time of the draw, bool."""
+        """Whether these rows already held these steps at the time of the draw, bool."""
         if self.span is None:
             return np.zeros(rows.shape, bool)
         return np.asarray(steps < self.span.head[self.span.columns.lanes(rows)])
@@ -54,7 +54,7 @@ class DrawnRows:
 
     def remember(self, span: Span, rows: np.ndarray) -> None:
         """Remembers a draw of rows of any shape, so that `find_unchanged` recognises what was overwritten since."""
-        if rows.size:  # a copy: what goes out may be written to
+        if rows.size:  # a copy, because the caller may write to the rows
             self._draws = (Draw(rows.flatten(), span), *self._draws[: N_DRAWS - 1])
 
     def is_last(self, rows: np.ndarray, span: Span) -> bool:
@@ -120,7 +120,7 @@ class DrawnRows:
         return meant
 
     def replace(self, rows: np.ndarray) -> None:
-        """Notes that others have come in the place of these rows."""
+        """Records that these rows were replaced by others."""
         for draw in self._draws:
             steps = draw.steps().copy()
             steps[np.isin(draw.rows, rows)] = REPLACED
@@ -155,4 +155,4 @@ def _check_draws(drawn: np.ndarray, n_rows: int) -> None:
         raise ValueError("its draws have other shapes")
     rows, _, numbers = drawn
     if not ((rows >= 0) & (rows < n_rows) & (numbers >= 0) & (numbers < N_DRAWS)).all() or (np.diff(numbers) < 0).any():
-        raise ValueError("its draws are of rows that there are not, or out of order")
+        raise ValueError("its draws are of unknown rows, or out of order")

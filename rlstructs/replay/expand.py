@@ -1,6 +1,6 @@
-"""From anchors to the rows of a sample, and which of them count. Never draws.
+"""Expands drawn rows to sequences: the rows of each sample, and which of them count.
 
-Each takes row ids (B,) that lie in `span`, and gives row ids (B, L).
+Each function takes row ids (B,) that are in the span. None of them draws.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import numpy as np
 from rlstructs.replay.episodes import Episodes
 from rlstructs.replay.span import Span
 
-# What sequences do at the ends of episodes: go across, have what lies beyond masked, or never hold one inside.
-CROSS, MASK, NEVER = EPISODE_ENDS = ("cross", "mask", "never")
+# How sequences treat the end of an episode: they go on behind it, mask what lies behind it, or never hold one inside.
+CROSS_ENDS, MASK_ENDS, AVOID_ENDS = EPISODE_ENDS = ("cross", "mask", "never")
 
 
 @dataclass(frozen=True)
 class Window:
-    """L rows around or after each anchor.
+    """L consecutive rows for each anchor.
 
     Attributes:
-        rows: int64 (B, L).
-        mask: bool (B, L), which count.
-        is_first: bool (B, L), where an episode begins.
+        rows: int64 (B, L), row ids.
+        mask: bool (B, L), which rows count.
+        is_first: bool (B, L), which rows count and begin an episode.
     """
 
     rows: np.ndarray
@@ -31,18 +31,15 @@ class Window:
     is_first: np.ndarray
 
 
-def after(span: Span, anchors: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """The rows `offsets` (B, L), or (L,) that rise, steps after each anchor, of the same lane, as row ids (B, L)."""
-    return span.columns.shifted(anchors[:, None], offsets)
-
-
-def chunk(span: Span, episodes: Episodes | None, anchors: np.ndarray, length: int) -> Window:
-    """Each anchor and the `length - 1` rows after it, across the ends of episodes."""
-    return _across(episodes, after(span, anchors, np.arange(length)))
+def chunk(span: Span, episodes: Episodes | None, anchors: np.ndarray, length: int, first: int = 0) -> Window:
+    """The `length` rows from `first` steps after each anchor on, across the ends of episodes."""
+    rows = span.columns.shifted(anchors[:, None], np.arange(first, first + length))
+    is_first = np.zeros(rows.shape, bool) if episodes is None else episodes.begin(rows)
+    return Window(rows, np.ones(rows.shape, bool), is_first)
 
 
 def padded(span: Span, episodes: Episodes, anchors: np.ndarray, length: int) -> Window:
-    """As `chunk`; what comes after the end of the anchor's episode does not count."""
+    """Each anchor and the `length - 1` rows after it; a mask excludes those after the end of the anchor's episode."""
     window = chunk(span, episodes, anchors, length)
     mask = np.arange(length) < episodes.remaining(anchors)[:, None]
     return Window(window.rows, mask, window.is_first & mask)
@@ -54,45 +51,18 @@ def fits(episodes: Episodes, anchors: np.ndarray, length: int) -> np.ndarray:
 
 
 def chunk_to(span: Span, episodes: Episodes | None, anchors: np.ndarray, length: int) -> Window:
-    """Each anchor after the `length - 1` rows before it, across the ends of episodes."""
-    return _across(episodes, after(span, anchors, np.arange(1 - length, 1)))
+    """The `length - 1` rows before each anchor, and the anchor, across the ends of episodes."""
+    return chunk(span, episodes, anchors, length, 1 - length)
 
 
 def padded_to(span: Span, episodes: Episodes, anchors: np.ndarray, length: int) -> Window:
-    """As `chunk_to`; what comes before the anchor's episode does not count."""
+    """The same, with a mask that excludes the rows before the anchor's episode."""
     window = chunk_to(span, episodes, anchors, length)
     mask = np.arange(length - 1, -1, -1) <= episodes.times(anchors)[:, None]
     return Window(window.rows, mask, window.is_first & mask)
 
 
 def fits_to(span: Span, episodes: Episodes | None, anchors: np.ndarray, length: int) -> np.ndarray:
-    """Which anchors have `length - 1` rows before them, of the same episode if there are any, bool (B,)."""
+    """Which anchors have `length - 1` rows before them, of the same episode if episodes are given, bool (B,)."""
     fit = span.ages(anchors) >= length - 1
     return np.asarray(fit if episodes is None else fit & (episodes.times(anchors) >= length - 1))
-
-
-def _across(episodes: Episodes | None, rows: np.ndarray) -> Window:
-    is_first = np.zeros(rows.shape, bool) if episodes is None else episodes.begin(rows)
-    return Window(rows, np.ones(rows.shape, bool), is_first)
-
-
-def stack(span: Span, episodes: Episodes, anchors: np.ndarray, length: int) -> Window:
-    """Each anchor after the `length - 1` rows before it; the first of its episode stands for those before that."""
-    depth = np.minimum(episodes.times(anchors), span.ages(anchors))
-    back = np.arange(length - 1, -1, -1)
-    mask = back <= depth[:, None]
-    rows = after(span, anchors, -np.minimum(back, depth[:, None]))
-    return Window(rows, mask, mask & episodes.begin(rows))
-
-
-def n_step(span: Span, episodes: Episodes, anchors: np.ndarray, length: int) -> tuple[Window, np.ndarray]:
-    """Each anchor and the rows after it, up to `length`, the end of its episode or the newest row.
-
-    Returns:
-        The window, and how many rows of it count, int64 (B,), at least 1. Rows beyond repeat the last.
-    """
-    counts = np.minimum(np.minimum(episodes.remaining(anchors), span.left(anchors)), length)
-    offsets = np.minimum(np.arange(length), counts[:, None] - 1)
-    mask = np.arange(length) < counts[:, None]
-    rows = after(span, anchors, offsets)
-    return Window(rows, mask, mask & episodes.begin(rows)), counts

@@ -1,4 +1,4 @@
-"""How samples leave: as torch's, numpy's, jax's or warp's."""
+"""Converts samples to the arrays of torch, numpy, jax or warp."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ UNSIGNED = {"uint16": torch.uint16, "uint32": torch.uint32, "uint64": torch.uint
 
 
 class Exporter:
-    """Hands private arrays over.
+    """Converts private arrays to batches.
 
     Args:
         framework: "torch" (a `DictTensor`), "numpy", "jax" or "warp" (an `ArrayDict` of its arrays).
-        device: of torch, jax or warp; None for the CPU in torch, else the library's default one. numpy has the CPU.
+        device: of torch, jax or warp; None for the CPU in torch, and for the default device of jax and warp.
 
     Raises:
-        SpecError: no such framework, or not on that device.
+        SpecError: there is no such framework, or the device of numpy is not the CPU.
     """
 
     def __init__(self, framework: str, device: Any = None) -> None:
@@ -42,22 +42,22 @@ class Exporter:
         self._library: Any = None
 
     def __call__(self, arrays: Mapping[str, Any], specs: Mapping[str, Spec]) -> Any:
-        """A batch of arrays that nobody else holds; those without a spec are what they say they are."""
+        """Returns a batch of arrays that nobody else holds; without a spec, an array is of its own dtype."""
         if self.framework == "torch":
             return DictTensor.trusted({name: self._tensor(array, specs.get(name)) for name, array in arrays.items()})
         return ArrayDict.trusted(zip(arrays, self._converted(arrays, specs), strict=True))
 
     def with_objects(self, arrays: Mapping[str, Any], specs: Mapping[str, Spec]) -> Any:
-        """The same, where some may be arrays of objects: these stay numpy's, and a `DictTensor` is without them."""
+        """The same, with arrays of objects, which remain numpy arrays; a `DictTensor` omits them."""
         objects = {name for name, array in arrays.items() if array.dtype == OBJECT}
         batch = self({name: array for name, array in arrays.items() if name not in objects}, specs)
         if self.framework == "torch":
             return batch
-        # Of a single row they are what it holds.
+        # [()] of a single row is its object.
         return ArrayDict.trusted((n, a[()] if n in objects else batch[n]) for n, a in arrays.items())
 
     def one(self, name: str, array: Any, spec: Spec | None = None) -> Any:
-        """One array; that of objects as it is, or if it has no axes what it holds."""
+        """Converts one array; one of objects remains a numpy array, or its object if it has no axes."""
         if array.dtype == OBJECT:
             return array[()]
         return self({name: array}, {} if spec is None else {name: spec})[name]
@@ -66,7 +66,7 @@ class Exporter:
         tensor: torch.Tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
         if spec is not None and spec.is_bfloat16:
             tensor = tensor.view(torch.bfloat16)
-        elif spec is not None and spec.dtype.name in UNSIGNED:  # on a device they lie as signed ones
+        elif spec is not None and spec.dtype.name in UNSIGNED:  # stored as signed on a device
             tensor = tensor.view(UNSIGNED[spec.dtype.name])
         return tensor if self.device is None else tensor.to(self.device)
 
@@ -75,13 +75,13 @@ class Exporter:
         host = {name: _host(a, specs.get(name)) if isinstance(a, torch.Tensor) else a for name, a in arrays.items()}
         if self.framework == "numpy":
             return [from_bits(array) if name in bits else array for name, array in host.items()]
-        library = self._of_library()
+        library = self._find_library()
         if self.framework == "jax":
             host = {name: fit_to_jax(name, array) for name, array in host.items()}
         dtypes = [library.dtype_from_name("bfloat16") if n in bits else library.dtype(a.dtype) for n, a in host.items()]
         return list(library.hand_over(list(host.values()), dtypes, library.device(self.device)))
 
-    def _of_library(self) -> Any:
+    def _find_library(self) -> Any:
         if self._library is None:
             if self.framework == "jax":
                 from rlstructs.frameworks.jax import Jax
@@ -98,6 +98,6 @@ class Exporter:
 
 
 def _host(tensor: torch.Tensor, spec: Spec | None) -> np.ndarray:
-    """A tensor of a column as numpy has it."""
+    """Converts a tensor of a column to a numpy array."""
     array: np.ndarray = tensor.cpu().numpy()
     return array if spec is None else array.view(spec.dtype)

@@ -1,4 +1,4 @@
-"""Takes in trajectories for every surface: columns, lanes, lengths, and where episodes end and begin."""
+"""Turns trajectories into steps for every surface: columns, lanes, lengths, and where episodes end and begin."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ NAMES = {
     "terminated": "_observation/terminated",
     "truncated": "_observation/truncated",
 }
-# Columns and their keys, or what finds them among the keys that there are.
+# Columns and their keys, or a function that finds them among the given keys.
 Names = Mapping[str, str] | Callable[[Collection[str]], Mapping[str, str]]
 
 
 def named_steps(names: Mapping[str, str], keys: Collection[str]) -> dict[str, str]:
-    """Which key of trajectories is what here, where some of the keys are nested.
+    """Replaces keys that are nested in the trajectories by the keys below them.
 
     Args:
-        names: name here -> key; `observation/frame` stands for whatever an environment shows.
-        keys: of the trajectories: of a Dict or Tuple of actions `action/action/left`, and of observations
-            `observation/image`, beside what else there is.
+        names: name -> key; `observation/frame` stands for any observation.
+        keys: of the trajectories, among them `action/action/left` for a Dict or Tuple of actions, and
+            `observation/image` for one of observations.
 
     Returns:
-        name here -> key; `actions` is then `actions/left` and so on. What is not there at all is left as it is.
+        Name -> key; `actions` becomes `actions/left` and so on. A key that is absent stays.
 
     Example:
         >>> named_steps({"actions": "action/action"}, ["action/action/left", "action/action/right", "action/value"])
@@ -59,12 +59,12 @@ def named_steps(names: Mapping[str, str], keys: Collection[str]) -> dict[str, st
 
 
 def _inside(key: str, keys: Collection[str]) -> list[str]:
-    """What is nested under a key, by the rest of its name."""
+    """The names of the keys that are nested under a key, without its own."""
     return [each[len(key) + 1 :] for each in keys if each.startswith(f"{key}/")]
 
 
 def key_of(name: str, names: Mapping[str, str]) -> str:
-    """The key of trajectories of a name, one that is nested too: of `actions/left` that of `actions` and `/left`."""
+    """The key of trajectories for a name; for a nested one, `actions/left`, the key of `actions` with `/left`."""
     first, slash, rest = name.partition("/")
     if name in names or first not in names:
         return names.get(name, name)
@@ -80,9 +80,9 @@ class Steps:
         values: column -> (B, T, ...).
         n_timesteps: T.
         lengths: int64 (B,), how many of the T steps are valid.
-        lanes: int64 (B,), the lane of each trajectory; several of one lane follow one another.
-        done: bool (B, T), where episodes end; None if nothing says so.
-        starts: bool (B, T), where one begins whatever came before; None for nowhere.
+        lanes: int64 (B,), the lane of each trajectory; those of one lane follow one another.
+        done: bool (B, T), where episodes end; None if no key says so.
+        starts: bool (B, T), where one begins even if the one before has not ended; None for nowhere.
     """
 
     values: dict[str, Any]
@@ -93,7 +93,7 @@ class Steps:
     starts: np.ndarray | None = None
 
     def valid(self) -> np.ndarray:
-        """Which steps are no padding, bool (B, T)."""
+        """Which steps are valid, bool (B, T)."""
         return np.asarray(np.arange(self.n_timesteps) < self.lengths[:, None])
 
     def at(self, index: Any) -> Steps:
@@ -103,10 +103,10 @@ class Steps:
         return Steps(values, self.n_timesteps, self.lengths[index], self.lanes[index], done, starts)
 
     def one_after_another(self) -> Steps:
-        """All valid steps as one trajectory (1, n, ...) of lane 0, with a start where each of these began."""
+        """Joins all valid steps to one trajectory (1, n, ...) of lane 0, with a start where each of them began."""
         inside = self.valid()
         starts = np.zeros(inside.shape, bool) if self.starts is None else self.starts.copy()
-        starts[:, :1] = True  # what lies before it in the buffer is of another trajectory
+        starts[:, :1] = True  # the row before it in the buffer belongs to another trajectory
         marks = None if inside.all() else torch.from_numpy(inside)
         values = {
             name: (each.flatten(0, 1) if marks is None else each[marks.to(each.device)])[None]
@@ -116,7 +116,7 @@ class Steps:
         return Steps(values, n, np.array([n]), np.zeros(1, np.int64), done, starts[inside][None])
 
     def for_column(self, name: str, spec: Spec | None) -> Any:
-        """The values of a column of this spec: where it has to cast them, padding is zero, which always fits."""
+        """The values for a column of this spec; where they have to be cast, padding becomes zero, which always fits."""
         values, inside = self.values[name], self.valid()
         is_same = spec is None or spec.is_bfloat16 or spec.dtype.name == str(values.dtype).removeprefix("torch.")
         if is_same or inside.all():
@@ -125,7 +125,7 @@ class Steps:
         return np.where(inside.reshape(*inside.shape, *[1] * (array.ndim - 2)), array, array.dtype.type(0))
 
     def with_ends(self, done: np.ndarray | None) -> Steps:
-        """The same, with more ends of episodes: bool (B, T), or None for no more."""
+        """Adds ends of episodes: bool (B, T), or None for no more."""
         both = [marks for marks in (self.done, done) if marks is not None]
         return replace(self, done=np.logical_or.reduce(both) if both else None)
 
@@ -133,8 +133,8 @@ class Steps:
         """Writes these steps.
 
         Args:
-            block: column -> (B, T, ...), the values as columns take them.
-            write: takes what `Storage.write` does; it is called again for a lane that occurs again.
+            block: column -> (B, T, ...), the converted values.
+            write: takes the arguments of `Storage.write`; it is called again for a lane that occurs again.
         """
         marks = replace(self, values={})
         for part in rounds(self.lanes):
@@ -151,18 +151,18 @@ def take_trajectories(
     owner: str = "add_trajectories",
     limit: str = "the lanes of this buffer",
 ) -> Steps:
-    """The steps of a batch of `RL_Batcher.get`, without trajectories that have none.
+    """The steps of a batch of `RL_Batcher.get`, without empty trajectories.
 
     Args:
         trajectories: the batch.
-        names: column -> key, as `named_steps` takes them.
-        n_lanes: how many lanes there are, to which `env_index` says what belongs; None to append one trajectory
-            after another to a single lane.
-        owner: begins the messages of errors.
-        limit: what `n_lanes` is, for them.
+        names: column -> key, as for `named_steps`.
+        n_lanes: number of lanes, of which `env_index` names one; None to append one trajectory after another to a
+            single lane.
+        owner: caller, for messages.
+        limit: meaning of `n_lanes`, for messages.
 
     Raises:
-        TypeError: these are no `Trajectories`.
+        TypeError: the batch is no `Trajectories`.
         MissingKeyError, SpecError: a key is missing, or an `env_index` is not in [0, n_lanes).
     """
     if not isinstance(trajectories, Trajectories):
@@ -176,7 +176,7 @@ def take_trajectories(
 
 
 def take_steps(steps: TemporalDictTensor, names: Mapping[str, str], lanes: np.ndarray | None = None) -> Steps:
-    """Does what `take_trajectories` does, of keys and lanes (B,) that are there."""
+    """Does what `take_trajectories` does, for existing keys and lanes (B,)."""
     lengths, tensors = host_array("lengths", steps.lengths), dict(steps.items())
     found = Steps(
         {name: tensors[key].detach() for name, key in names.items()},

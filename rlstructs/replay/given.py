@@ -1,4 +1,4 @@
-"""What users give to a buffer, as flat names and arrays."""
+"""Converts what users give to a buffer to flat names and arrays."""
 
 from __future__ import annotations
 
@@ -16,45 +16,40 @@ from rlstructs.replay.widening import is_too_wide
 from rlstructs.structures.tree import TensorMap
 
 BFLOAT16 = np.dtype(np.int16)
-# Dtypes of columns, as numpy writes them: of this machine's byte order, and no longer than other libraries have them.
+# Dtypes of columns, as numpy writes them: in this machine's byte order, and those that other libraries have too.
 PLAIN = frozenset(np.dtype(code).str for code in "?bhilqBHILQefdFD")
-# numpy's kind -> what Python calls such numbers.
+# Kind of numpy -> type of such numbers in Python.
 PYTHON: dict[str, type] = {"b": bool, "i": int, "u": int, "f": float}
 
 
 def plain_items(batch: Mapping[str, Any]) -> dict[str, Any] | None:
-    """As `flat_items`, of dicts in dicts, and the rest as it is; None if a key is no string, or given twice."""
+    """Does what `flat_items` does, for dicts only; returns None if a key is no string or is given twice."""
     flat: dict[str, Any] = {}
-    n = 0
     for key, value in batch.items():
-        if type(key) is not str:
+        inside = plain_items(value) if type(value) is dict else {"": value}
+        if type(key) is not str or inside is None:
             return None
-        if type(value) is dict:
-            inside = plain_items(value)
-            if inside is None:
+        for name, each in inside.items():
+            flat_name = f"{key}/{name}" if type(value) is dict else key
+            if flat_name in flat:
                 return None
-            n += len(inside)
-            for name, each in inside.items():
-                flat[f"{key}/{name}"] = each
-        else:
-            n += 1
-            flat[key] = value
-    return flat if n == len(flat) else None
+            flat[flat_name] = each
+    return flat
 
 
 def flat_items(batch: Any, owner: str) -> dict[str, Any]:
-    """A batch as one dict, nested names joined with `/`; the values as they are.
+    """Flattens a batch to one dict, nested names joined with `/`; values stay as they are.
 
-    A list or an array of mappings, as environments give their infos, is as one of arrays with a row for each; what some
-    of them lack is zero there.
+    A list or an array of mappings, such as the infos of environments, becomes arrays with a row for each mapping, zero
+    where a mapping lacks the key.
 
     Args:
-        batch: a mapping, a `DictTensor`, or whatever has `keys` and `[]` as tensordict's and tianshou's have.
-        owner: who asks, for messages.
+        batch: a mapping, a `DictTensor`, or any object with `keys` and `[]`, such as tensordict's and tianshou's.
+        owner: caller, for messages.
 
     Raises:
-        TypeError: it is nothing of these, or a key is no string.
-        SpecError: two keys are the same once joined, or mappings of a list do not fit.
+        TypeError: it is none of these, or a key is no string.
+        SpecError: two keys are the same once joined, or the mappings of a list differ in shape.
     """
     if isinstance(batch, TensorMap):
         return dict(batch.items())
@@ -64,11 +59,8 @@ def flat_items(batch: Any, owner: str) -> dict[str, Any]:
     for key in batch.keys():  # noqa: SIM118 - not every batch iterates over its keys
         if not isinstance(key, str):
             raise TypeError(f"{owner}: a key must be a string, got {key!r}")
-        value = batch[key]
-        if is_mapping(value):
-            inside = _prefixed(key, flat_items(value, owner))
-        else:
-            inside = _prefixed(key, _stacked(value, owner)) if are_mappings(value) else {key: value}
+        value = _stacked(batch[key], owner) if are_mappings(batch[key]) else batch[key]
+        inside = _prefixed(key, flat_items(value, owner)) if is_mapping(value) else {key: value}
         if twice := flat.keys() & inside.keys():
             raise SpecError(f"{owner}: key {sorted(twice)[0]!r} is given twice")
         flat |= inside
@@ -87,7 +79,7 @@ def are_mappings(value: Any) -> bool:
 
 
 def _stacked(values: Iterable[Any], owner: str) -> dict[str, Any]:
-    """Mappings as one of arrays, with a row for each."""
+    """Stacks mappings to arrays, with a row for each mapping."""
     rows = [{k: v for k, v in flat_items(value, owner).items() if v is not None} for value in values]
     stacked = {}
     for name in dict.fromkeys(itertools.chain.from_iterable(rows)):
@@ -106,15 +98,18 @@ def _prefixed(key: str, inside: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_rows(name: str, value: Any, spec: Spec | None) -> tuple[Any, Spec]:
-    """A value as an array that a column takes but for a cast, and the spec of a column for it, without rows' shape.
+    """Converts a value to an array that a column can take after a cast.
 
     Args:
         name: of the column.
-        value: any library's array, or numbers.
-        spec: of the column, if it is there.
+        value: an array of any library, or numbers.
+        spec: of the column; None if it does not exist yet.
+
+    Returns:
+        The array, and the spec of a new column for it, with the shape ().
 
     Raises:
-        SpecError: it is not made of numbers.
+        SpecError: it does not consist of numbers.
     """
     if type(value) is np.ndarray and value.dtype.str in PLAIN and not (spec and spec.is_bfloat16):
         return value, Spec(value.dtype)
@@ -133,10 +128,10 @@ def spec_of(name: str, dtype: Any) -> Spec:
 
     Args:
         name: of the column.
-        dtype: what numpy takes for one, or torch's.
+        dtype: of torch, or anything that numpy takes for a dtype.
 
     Raises:
-        SpecError: it is none, or none of numbers.
+        SpecError: it is no dtype of numbers.
     """
     named = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
     if named == "bfloat16" or getattr(dtype, "__name__", getattr(dtype, "name", "")) == "bfloat16":  # or jax's

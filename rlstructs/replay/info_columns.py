@@ -6,14 +6,14 @@ longer is, its columns become one column of dicts. Everything is planned before 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from rlstructs.errors import OutOfMemoryError
-from rlstructs.replay.columns import Spec
+from rlstructs.replay.columns import Columns, Spec
 from rlstructs.replay.given import as_rows
 from rlstructs.replay.infos import is_nothing, nested
 from rlstructs.replay.objects import OBJECT, objects_in, objects_of
@@ -138,17 +138,30 @@ def adopt(storage: Storage, plan: Plan) -> None:
     folded = {name: below for name, below in plan.folded.items() if any(key in storage.columns.specs for key in below)}
     if not made and not folded:
         return
-    columns = storage.columns
-    needed = sum(spec.nbytes for spec in [*made.values(), *(OBJECTS for _ in folded)]) * columns.n_rows
-    available = columns.available_bytes()
-    if available is not None and needed > available:
-        raise OutOfMemoryError(f"{sorted([*made, *folded])}: {needed:,} bytes are needed, {available:,} are available")
+    changed = {**made, **dict.fromkeys(folded, OBJECTS)}
+    require_bytes(storage.columns, changed, changed)
     with storage.lock:
         rows = storage.span().every_row()
         values = {name: (spec, _convert_column(storage, rows, name, spec)) for name, spec in made.items()}
         for name, below in folded.items():
             values[name] = OBJECTS, _fold_columns(storage, rows, name, below)
         storage.exchange(values, [key for below in folded.values() for key in below])
+
+
+def require_bytes(columns: Columns, stored: Mapping[str, Spec], names: Iterable[str]) -> None:
+    """Checks that there is room for new columns.
+
+    Args:
+        columns: of the store.
+        stored: spec of each new column that takes bytes.
+        names: all new columns, for the message.
+
+    Raises:
+        OutOfMemoryError: there is none.
+    """
+    needed, available = sum(spec.nbytes for spec in stored.values()) * columns.n_rows, columns.available_bytes()
+    if available is not None and needed > available:
+        raise OutOfMemoryError(f"{sorted(names)}: {needed:,} bytes are needed, {available:,} are available")
 
 
 def _convert_column(storage: Storage, rows: np.ndarray, name: str, spec: Spec) -> np.ndarray:

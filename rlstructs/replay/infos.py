@@ -1,7 +1,7 @@
-"""Infos as environments give them, as flat names and rows: numbers where they are such, objects elsewhere.
+"""Converts infos of environments to flat names and rows: numbers if possible, otherwise objects.
 
-Of a single environment an info is a mapping, of several one of arrays with a row for each, or a list or an array of
-mappings. What is nested has names joined with `/`. A mapping that is empty, or whose keys are no strings, is an object.
+The info of one environment is a mapping. That of several is a mapping of arrays with a row for each, or a list or array
+of mappings. Nested names are joined with `/`. A mapping that is empty, or has keys that are no strings, is an object.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ NUMBERS = (bool, int, float, complex, np.bool_, np.number)
 
 
 class Object(NamedTuple):
-    """What a row holds that is no number."""
+    """A value of a row that is no number."""
 
     value: Any
 
 
-# Of a row: numbers, without an axis for it, or an object.
+# The values of a row by name: numbers without an axis for the row, or objects.
 Cells = dict[str, "np.ndarray | torch.Tensor | Object"]
 
 
 def info_items(name: str, value: Any, n_axes: int, owner: str) -> dict[str, Any]:
-    """An info, or a part of it, as columns take it.
+    """Converts an info, or a part of it, to rows of columns.
 
     Args:
-        name: of it.
-        value: as it was given.
-        n_axes: how many axes its arrays have in front of those of a row: 0 or 1.
-        owner: who asks, for messages.
+        name: of the info.
+        value: the info.
+        n_axes: number of axes of its arrays in front of those of a row: 0 or 1.
+        owner: name of the caller, for messages.
 
     Returns:
-        name -> `(n, ...)`, numbers of whichever library or numpy's objects; n is 1 for `n_axes` 0.
+        name -> `(n, ...)`, numbers of any library or an array of objects; n is 1 for `n_axes` 0.
 
     Raises:
-        SpecError: there should be an axis of rows, and is none; or a name is given twice.
+        SpecError: an axis of rows is missing, or a name is given twice.
     """
     if n_axes == 0:
         return {key: _column([cell]) for key, cell in _cells(name, value, owner).items()}
@@ -61,7 +61,7 @@ def info_items(name: str, value: Any, n_axes: int, owner: str) -> dict[str, Any]
 def _is_nested(value: Any) -> bool:
     if not is_mapping(value):
         return False
-    keys = list(value.keys())  # not every batch iterates over them
+    keys = list(value.keys())  # not every batch iterates over its keys
     return bool(keys) and all(isinstance(key, str) for key in keys)
 
 
@@ -75,23 +75,22 @@ def _join(parts: Iterable[dict[str, Any]], owner: str) -> dict[str, Any]:
 
 
 def _cells(name: str, value: Any, owner: str) -> Cells:
-    """What one environment says, by flat names."""
+    """The values of one environment's info, by flat names."""
     if _is_nested(value):
         return _join([_cells(f"{name}/{key}", value[key], owner) for key in value.keys()], owner)  # noqa: SIM118
-    if are_mappings(value):  # of several agents, as arrays if they are alike
+    if are_mappings(value):  # of several agents
         inside = _columns([_cells(name, each, owner) for each in value])
         if not any(array.dtype == object for array in inside.values()):
             return dict(inside)
-    numbers = _numbers(name, value)
-    return {name: Object(value) if numbers is None else numbers}
+    return {name: _cell(name, value)}
 
 
 def _numbers(name: str, value: Any) -> np.ndarray | torch.Tensor | None:
-    """Numbers as an array, a tensor as it is; None if they are none, or none that a column holds."""
+    """Converts numbers to an array or a tensor; returns None if a column cannot hold them."""
     if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16:
         return value.detach()
     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.element_size() == 1:
-        value = value.float()  # numpy has not such floats
+        value = value.float()  # numpy lacks float8
     if not isinstance(value, NUMBERS) and not hasattr(value, "dtype") and type(value) not in (list, tuple):
         return None
     try:
@@ -107,14 +106,14 @@ def _numbers(name: str, value: Any) -> np.ndarray | torch.Tensor | None:
 
 
 def _holds(array: np.ndarray, given: Sequence[Any]) -> bool:
-    """Whether whole numbers among floats kept their values."""
+    """Whether ints in a list of floats kept their values."""
     return array.dtype.kind not in "fc" or array.ndim > 1 or array.tolist() == [as_object(each) for each in given] or (
         not any(isinstance(each, (int, np.integer)) and abs(int(each)) > 2**53 for each in given)
     )
 
 
 def _rows(name: str, value: Any, owner: str) -> Any:
-    """The rows (n, ...) of what several environments say, which is not nested."""
+    """Converts the values of several environments, which are not nested, to rows (n, ...)."""
     if is_mapping(value):
         wrong = next(key for key in value.keys() if not isinstance(key, str))  # noqa: SIM118
         raise TypeError(f"{owner}: a key must be a string, got {wrong!r} in {name!r}")
@@ -137,22 +136,21 @@ def _cell(name: str, value: Any) -> np.ndarray | torch.Tensor | Object:
 
 
 def _columns(rows: Sequence[Cells]) -> dict[str, Any]:
-    """Rows of several environments by name; what is nested in some of them and not in others as objects."""
+    """Joins the values of several environments by name; those nested only in some environments become objects."""
     names = list(dict.fromkeys(name for row in rows for name in row))
-    whole = {name for name in names if any(other.startswith(f"{name}/") for other in names)}
-    said = {name for name in whole if not all(is_nothing(row[name]) for row in rows if name in row)}
-    names, whole = [name for name in names if name not in whole or name in said], said
+    parents = {name for name in names if any(other.startswith(f"{name}/") for other in names)}
+    joined = {name for name in parents if not all(is_nothing(row[name]) for row in rows if name in row)}
     columns = {}
     for name in names:
-        if name in whole:
+        if name in joined:
             columns[name] = _column([nested(name, row) for row in rows])
-        elif not any(name.startswith(f"{each}/") for each in whole):
+        elif name not in parents and not any(name.startswith(f"{each}/") for each in joined):
             columns[name] = _column([row.get(name) for row in rows])
     return columns
 
 
 def nested(name: str, row: Mapping[str, Any]) -> Any:
-    """What a row holds under a name and within it, as one object; None if it holds nothing."""
+    """Joins what a row holds under a name and nested in it to one object; None if it holds nothing."""
     if name in row:
         return row[name]
     found: dict[str, Any] = {}
@@ -167,13 +165,13 @@ def nested(name: str, row: Mapping[str, Any]) -> Any:
 
 
 def is_nothing(cell: Any) -> bool:
-    """Whether a row says None, or a mapping without entries."""
+    """Whether a value is None or an empty mapping."""
     value = cell.value if isinstance(cell, Object) else cell
     return value is None or (isinstance(value, Mapping) and not value)
 
 
 def _column(cells: Sequence[Any]) -> Any:
-    """Cells as the rows of a column; None stands for a row that has none: zero among numbers."""
+    """Joins values to rows of a column; a missing value, None, becomes zero among numbers."""
     given = [cell for cell in cells if cell is not None]
     if len(cells) == len(given) == 1 and not isinstance(cells[0], Object):
         return cells[0][None]
@@ -188,7 +186,7 @@ def _column(cells: Sequence[Any]) -> Any:
 
 
 def _dtype_of(arrays: Sequence[np.ndarray]) -> np.dtype | None:
-    """The dtype of a column of these; None if they cannot be one."""
+    """The dtype of a column of these arrays; None if they do not fit in one."""
     if not arrays or any(array.shape != arrays[0].shape for array in arrays):
         return None
     dtype: np.dtype | None = arrays[0].dtype

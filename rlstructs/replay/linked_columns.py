@@ -1,4 +1,4 @@
-"""Stores a next observation once, as the observation of the following row.
+"""Columns of next observations, which are stored once: as the observation of the following row.
 
 Except at the end of an episode, the next observation of a step is the observation of the following step. A linked
 column stores nothing where the following row holds the same bits in its source. Other values are stored separately, in
@@ -7,199 +7,258 @@ sparse memory. The newest row of a lane has no following row yet, so its value w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rlstructs.replay.columns import Columns, Spec
-from rlstructs.replay.ring import Ring
+from rlstructs.errors import StateError
+from rlstructs.replay.backing import Backing
+from rlstructs.replay.columns import LANE, Columns, Spec
+from rlstructs.replay.ring import ALL
 
 # Columns with smaller rows (bytes) are not linked: looking up where a value is stored would cost more than it saves.
 SMALLEST = 256
 # Stands for no step.
 NONE = -2
+# The arrays that a file holds of a linked column.
+PARTS = ("at", "values", "newest")
 
 
+@dataclass
 class Link:
-    """A linked column, whose values are stored in the following rows of its source.
+    """Where the values of a linked column are stored.
 
-    Args:
-        columns: get a sparse column `name` for values that are stored separately.
-        name: of the linked column.
-        source: the column that holds most of its values.
+    Attributes:
+        source: the column that holds most of them, in the following rows.
+        is_separate: bool (n_rows,), the rows whose values are stored separately.
+        waiting: (2, n_lanes, *shape), values of two rows per lane. The newest row's value is never overwritten before
+            the head has passed the next row, so an interrupted write changes nothing.
+        steps: int64 (2, n_lanes), the steps of these rows.
     """
 
-    def __init__(self, columns: Columns, name: str, source: str) -> None:
-        self.name, self.source = name, source
-        self._columns = columns
-        spec = columns.specs[source]
-        # Empty rows are not even marked as unwritten, so that sparse memory stays untouched.
-        columns.add(name, Spec(spec.dtype, spec.shape, 0, spec.is_bfloat16), sparse=True)
-        self.is_beside = np.zeros((columns.n_lanes, columns.capacity), bool)
-        # The values and steps of two rows per lane. The value of the newest row stays here until the head has passed
-        # the next row: an interrupted write changes nothing.
-        self._waiting = np.zeros((2, columns.n_lanes, *spec.shape), spec.dtype)
-        self._steps = np.full((2, columns.n_lanes), NONE)
+    source: str
+    is_separate: np.ndarray
+    waiting: np.ndarray
+    steps: np.ndarray
+
+    def find_newest(self, head: np.ndarray, lanes: np.ndarray) -> np.ndarray:
+        """Which of the two waiting values is that of the newest row, 0 or 1 for each of these lanes."""
+        return np.asarray(self.steps[1, lanes] == head[lanes] - 1, np.intp)
+
+
+class LinkedColumns(Columns):
+    """Columns in host memory, some of which may be linked; those are not in `flat` and `cells`.
+
+    `ring` must be set before a linked column is written or read.
+
+    Example:
+        >>> from rlstructs.replay.ring import Ring
+        >>> columns = LinkedColumns(n_lanes=1, capacity=4)
+        >>> columns.ring = Ring(np.zeros((3, 1), np.int64), 4)
+        >>> columns.add("obs", Spec(np.dtype(np.int64)))
+        >>> columns.link("obs_next", "obs")
+        >>> block = {"obs": np.array([[1, 2, 5]]), "obs_next": np.array([[2, 3, 6]])}  # an episode ends with 3
+        >>> columns.put_cells("obs", slice(None), slice(0, 3), block["obs"])
+        >>> columns.write_links(block, slice(None), 3)
+        >>> columns.ring.head[:] = 3
+        >>> columns.gather_linked(["obs_next"], np.arange(3)), columns.links["obs_next"].is_separate.tolist()
+        ([array([2, 3, 6])], [False, True, False, False])
+    """
+
+    def __init__(self, n_lanes: int, capacity: int, order: str = LANE, backing: Backing | None = None) -> None:
+        self.links: dict[str, Link] = {}
+        super().__init__(n_lanes, capacity, order, backing)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the linked column, without its source."""
-        row = self._columns.specs[self.name].nbytes
-        return self.is_beside.nbytes + self._waiting.nbytes + int(self.is_beside.sum()) * row
+        """Bytes of all columns; of linked columns only what is not stored through their sources."""
+        total = super().nbytes
+        for name, link in self.links.items():
+            n_shared = self.n_rows - int(link.is_separate.sum())
+            total += link.is_separate.nbytes + link.waiting.nbytes - n_shared * self.specs[name].nbytes
+        return total
 
-    def write(self, ring: Ring, lanes: np.ndarray, values: np.ndarray, following: np.ndarray) -> None:
-        """Takes T values of the rows from each head on, before it is raised.
+    def link(self, name: str, source: str) -> None:
+        """Adds a column like `source`, which must be empty, or empties the linked column of this name."""
+        spec = self.specs[source]
+        waiting = np.zeros((2, self.n_lanes, *spec.shape), spec.dtype)
+        steps = np.full((2, self.n_lanes), NONE)
+        self.layout += 1
+        # Empty rows are not even marked as unwritten, so that sparse memory stays untouched.
+        self._blocks[name] = self._backing.allocate(name, self.n_rows * spec.nbytes, sparse=True)
+        self.links[name] = Link(source, np.zeros(self.n_rows, bool), waiting, steps)
+        self.specs = {**self.specs, name: Spec(spec.dtype, spec.shape, 0, spec.is_bfloat16)}
+        self.layout += 1
 
-        Args:
-            ring: the counters.
-            lanes: int (n,).
-            values: (n, T, *shape), T at least 1.
-            following: what the source holds in these rows, (n, T, *shape).
-        """
-        head, capacity = ring.head[lanes], ring.capacity
-        n_following = values.shape[1] - 1
-        # The newest rows have a next one now.
-        old, at = head > ring.base[lanes], self._at(ring, lanes)
-        self._settle(lanes[old], (head[old] - 1) % capacity, self._waiting[at[old], lanes[old]], following[old, 0])
-        if n_following:
-            slots = (head[:, None] + np.arange(n_following)) % capacity
-            rows = np.broadcast_to(lanes[:, None], slots.shape)
-            before, after = (x.reshape(-1, *x.shape[2:]) for x in (values[:, :-1], following[:, 1:]))
-            self._settle(rows.ravel(), slots.ravel(), before, after)
-        self._waiting[1 - at, lanes] = values[:, -1]
-        self._steps[1 - at, lanes] = head + n_following
+    def unlink(self, name: str) -> None:
+        """Has a column store its own rows; all of them must be written anew."""
+        self.layout += 1
+        del self.links[name]
+        self._map_one(name)
+        self.layout += 1
 
-    def _at(self, ring: Ring, lanes: np.ndarray) -> np.ndarray:
-        """Where the values of the newest rows of these lanes wait, 0 or 1."""
-        return np.asarray(self._steps[1, lanes] == ring.head[lanes] - 1, np.intp)
-
-    def zeros(self, n: int, n_timesteps: int) -> np.ndarray:
-        """Values that nobody gave, (n, T, *shape)."""
-        spec = self._columns.specs[self.name]
-        return np.broadcast_to(np.zeros((), spec.dtype), (n, n_timesteps, *spec.shape))
-
-    def _settle(self, lanes: np.ndarray, slots: np.ndarray, values: np.ndarray, following: np.ndarray) -> None:
-        different = _differ(values, following)
-        self.is_beside[lanes, slots] = different
-        if different.any():
-            self._columns.cells[self.name][lanes[different], slots[different]] = values[different]
-
-    def read(self, ring: Ring, rows: np.ndarray) -> np.ndarray:
-        """The values of these rows, `(*rows.shape, *shape)`."""
-        columns = self._columns
-        flat_rows = rows.reshape(-1)
-        lanes, slots = columns.places(flat_rows)
-        values = columns.flat[self.source].take(columns.shifted(flat_rows, 1), axis=0)
-        beside = self.is_beside[lanes, slots]
-        if beside.any():
-            values[beside] = columns.flat[self.name][flat_rows[beside]]
-        newest = (ring.head[lanes] > ring.base[lanes]) & (slots == (ring.head[lanes] - 1) % columns.capacity)
-        if newest.any():
-            lanes = lanes[newest]
-            values[newest] = self._waiting[self._at(ring, lanes), lanes]
-        return np.asarray(values.reshape(*rows.shape, *values.shape[1:]))
-
-    def put(self, ring: Ring, rows: np.ndarray, values: Any) -> None:
-        """Changes values of rows that are there."""
-        lanes, slots = self._columns.places(rows)
-        newest = slots == (ring.head[lanes] - 1) % ring.capacity
-        self.is_beside[lanes, slots] = ~newest
-        self._columns.flat[self.name][rows[~newest]] = values[~newest]
-        lanes = lanes[newest]
-        self._waiting[self._at(ring, lanes), lanes] = values[newest]
-
-    def keep(self, ring: Ring, rows: np.ndarray) -> None:
-        """Keeps what the rows before these hold, whose sources in these rows are about to be changed."""
-        columns = self._columns
-        lanes, slots = columns.places(rows)
-        before = columns.shifted(rows, -1)
-        steps = ring.steps_of(lanes, slots, ring.head)
-        before = before[steps - 1 >= ring.oldest()[lanes]]
-        values = self.read(ring, before)
-        self.put(ring, before, values)
+    def move(self, backing: Backing) -> None:
+        """See `Columns.move`; raises StateError if a column is linked."""
+        if self.links:
+            raise StateError("a store with linked columns cannot be shared")
+        super().move(backing)
 
     def resize(self, capacity: int) -> None:
-        """Makes room for more rows of lanes none of which has wrapped, or for fewer."""
-        resized, n = np.zeros((len(self.is_beside), capacity), bool), min(capacity, self.is_beside.shape[1])
-        resized[:, :n] = self.is_beside[:, :n]
-        self.is_beside = resized
+        """See `Columns.resize`; no lane may have wrapped."""
+        held = {name: self.link_arrays(name) for name in self.links}
+        super().resize(capacity)
+        for name, arrays in held.items():
+            self.link(name, self.links[name].source)
+            self.restore_link(name, arrays, self.ring.head)
 
-    def arrays(self, ring: Ring) -> dict[str, np.ndarray]:
-        """What a file needs: which rows lie beside, their values, and the newest ones."""
-        at = np.ascontiguousarray(np.argwhere(self.is_beside))  # files take nothing else
-        every = np.arange(ring.n_lanes)
-        newest = self._waiting[self._at(ring, every), every]
-        return {"at": at, "values": self._columns.cells[self.name][at[:, 0], at[:, 1]], "newest": newest}
+    def write_links(
+        self, block: Mapping[str, Any], lanes: slice | np.ndarray, n_timesteps: int, lengths: np.ndarray | None = None
+    ) -> None:
+        """Writes the linked columns of the T rows from each head on, before the heads are raised.
 
-    def restore(self, arrays: Mapping[str, np.ndarray], head: np.ndarray) -> None:
-        """Takes back what `arrays` gave, when the heads were these.
-
-        Raises:
-            ValueError: it does not fit.
+        Args:
+            block: name -> (n, T, ...); linked columns and sources that it lacks become zero.
+            lanes: the n lanes.
+            n_timesteps: T.
+            lengths: int64 (n,), how many of the T rows are valid; None for all.
         """
-        check_arrays(self.name, arrays, self._columns.specs[self.name], self.is_beside.shape)
-        at, values, newest = arrays["at"], arrays["values"], arrays["newest"]
-        self.is_beside[...] = False
-        self.is_beside[at[:, 0], at[:, 1]] = True
-        self._columns.cells[self.name][at[:, 0], at[:, 1]] = values
-        self._waiting[0], self._steps[0], self._steps[1] = newest, head - 1, NONE
+        lanes = np.arange(self.n_lanes)[lanes]
+        for name, link in self.links.items():
+            values, following = (self._find_values(block, each, lanes, n_timesteps) for each in (name, link.source))
+            if lengths is None:
+                self._write_link(name, lanes, values, following)
+                continue
+            for at in np.flatnonzero(lengths):
+                part, n = slice(at, at + 1), int(lengths[at])
+                self._write_link(name, lanes[part], values[part, :n], following[part, :n])
+
+    def _find_values(self, block: Mapping[str, Any], name: str, lanes: np.ndarray, n_timesteps: int) -> np.ndarray:
+        """The values (n, T, *shape) of a column in a block; zeros if there are none."""
+        if name in block:
+            return np.asarray(block[name])
+        spec = self.specs[name]
+        return np.broadcast_to(np.zeros((), spec.dtype), (len(lanes), n_timesteps, *spec.shape))
+
+    def _write_link(self, name: str, lanes: np.ndarray, values: np.ndarray, following: np.ndarray) -> None:
+        """Writes values (n, T, *shape), of which the source holds `following`, of the same shape."""
+        link, head, n_more = self.links[name], self.ring.head[lanes], values.shape[1] - 1
+        if n_more < 0:
+            return
+        # The newest rows have a following one now.
+        at, old = link.find_newest(self.ring.head, lanes), head > self.ring.base[lanes]
+        had: Any = ALL if old.all() else old
+        newest = self.at_steps(lanes[had], head[had] - 1)
+        self._store(name, newest, link.waiting[at[had], lanes[had]], following[had, 0])
+        if n_more:
+            rows = self.at_steps(lanes[:, None], head[:, None] + np.arange(n_more)).ravel()
+            before, after = (each.reshape(-1, *each.shape[2:]) for each in (values[:, :-1], following[:, 1:]))
+            self._store(name, rows, before, after)
+        link.waiting[1 - at, lanes] = values[:, -1]
+        link.steps[1 - at, lanes] = head + n_more
+
+    def _store(self, name: str, rows: np.ndarray, values: np.ndarray, following: np.ndarray) -> None:
+        """Stores values (n, *shape) of rows unless the source holds the same in the following rows."""
+        different = _differ(values, following)
+        self.links[name].is_separate[rows] = different
+        if different.any():
+            self._rows_of(name)[rows[different]] = values[different]
+
+    def gather_linked(self, names: Iterable[str], rows: np.ndarray) -> list[Any]:
+        """Does what `gather` does, also for linked columns; a lock must keep writers away."""
+        plain = iter(self.gather([name for name in names if name not in self.links], rows))
+        return [self._gather_link(name, rows) if name in self.links else next(plain) for name in names]
+
+    def _gather_link(self, name: str, rows: np.ndarray) -> np.ndarray:
+        link, ids = self.links[name], rows.reshape(-1)
+        values = self.flat[link.source].take(self.shifted(ids, 1), axis=0)
+        is_separate = link.is_separate[ids]
+        if is_separate.any():
+            values[is_separate] = self._rows_of(name)[ids[is_separate]]
+        newest, lanes = self._find_newest(ids)
+        if lanes.size:
+            values[newest] = link.waiting[link.find_newest(self.ring.head, lanes), lanes]
+        return np.asarray(values.reshape(*rows.shape, *values.shape[1:]))
+
+    def _find_newest(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which of these rows (n,) are the newest of their lanes, bool (n,), and their lanes."""
+        ring, lanes = self.ring, self.lanes(rows)
+        newest = np.where(ring.head > ring.base, self.at_steps(np.arange(self.n_lanes), ring.head - 1), -1)
+        is_newest = np.asarray(rows == newest[lanes])
+        return is_newest, lanes[is_newest]
+
+    def replace(self, name: str, rows: np.ndarray, values: Any) -> None:
+        """See `Columns.replace`; values that were stored through these rows stay as they are."""
+        if name in self.links:
+            self._replace_link(name, rows, values)
+            return
+        for each, link in self.links.items():
+            if link.source == name:
+                is_first = self.steps(rows, self.ring.head - 1) <= self.ring.oldest()[self.lanes(rows)]
+                before = self.shifted(rows[~is_first], -1)
+                self._replace_link(each, before, self._gather_link(each, before))
+        super().replace(name, rows, values)
+
+    def _replace_link(self, name: str, rows: np.ndarray, values: np.ndarray) -> None:
+        link, (newest, lanes) = self.links[name], self._find_newest(rows)
+        link.is_separate[rows] = ~newest
+        self._rows_of(name)[rows[~newest]] = values[~newest]
+        link.waiting[link.find_newest(self.ring.head, lanes), lanes] = values[newest]
+
+    def link_arrays(self, name: str) -> dict[str, np.ndarray]:
+        """What a file holds of a linked column.
+
+        Returns:
+            `at`: int64 (n, 2), the lanes and slots of the values that are stored separately. `values`: (n, *shape).
+            `newest`: (n_lanes, *shape), those of the newest rows.
+        """
+        link, every = self.links[name], np.arange(self.n_lanes)
+        rows = np.flatnonzero(link.is_separate)
+        at = np.stack(self.places(rows), axis=1)
+        newest = link.waiting[link.find_newest(self.ring.head, every), every]
+        return {"at": at, "values": self._rows_of(name)[rows], "newest": newest}
+
+    def restore_link(self, name: str, arrays: Mapping[str, np.ndarray], head: np.ndarray) -> None:
+        """Restores a linked column from what `link_arrays` returned when the heads were these, int64 (n_lanes,)."""
+        link, (lanes, slots) = self.links[name], arrays["at"].T
+        fits = slots < self.capacity
+        rows = self.rows(lanes, slots)[fits]
+        link.is_separate[...] = False
+        link.is_separate[rows] = True
+        self._rows_of(name)[rows] = arrays["values"][fits]
+        link.waiting[0], link.steps[0], link.steps[1] = arrays["newest"], head - 1, NONE
 
 
-def put_linked(
-    links: Mapping[str, Link],
-    ring: Ring,
-    block: Mapping[str, Any],
-    lanes: np.ndarray,
-    n_timesteps: int,
-    lengths: np.ndarray | None,
-) -> None:
-    """Takes what a block, as of `Storage.write`, holds of linked columns; zeros where it holds nothing.
-
-    Args:
-        links: by name.
-        ring: the counters, before the heads are raised.
-        block: name -> (n, T, ...).
-        lanes: int (n,).
-        n_timesteps: T.
-        lengths: int64 (n,), how many of the T rows are valid; None for all.
-    """
-    for link in links.values():
-        values, following = (
-            block[name] if name in block else link.zeros(len(lanes), n_timesteps) for name in (link.name, link.source)
-        )
-        if lengths is None:
-            if n_timesteps:
-                link.write(ring, lanes, values, following)
-            continue
-        for at in np.flatnonzero(lengths):
-            one, n = slice(at, at + 1), int(lengths[at])
-            link.write(ring, lanes[one], values[one, :n], following[one, :n])
-
-
-def check_arrays(name: str, arrays: Mapping[str, np.ndarray], spec: Spec, shape: tuple[int, ...]) -> None:
-    """Raises ValueError unless these are what a link gives.
+def checked_arrays(
+    name: str, arrays: dict[str, np.ndarray], spec: Spec, shape: tuple[int, int]
+) -> dict[str, np.ndarray]:
+    """`arrays`, if `LinkedColumns.link_arrays` can have returned them.
 
     Args:
         name: of the linked column.
-        arrays: as of `Link.arrays`.
+        arrays: by name.
         spec: of the column.
         shape: lanes, and rows of each.
+
+    Raises:
+        ValueError: it cannot.
     """
-    at, values, newest = arrays["at"], arrays["values"], arrays["newest"]
+    at, values, newest = (arrays[part] for part in PARTS)
     fit = at.shape[1:] == (2,) and values.shape == (len(at), *spec.shape) and newest.shape == (shape[0], *spec.shape)
     if not (fit and at.dtype.kind == "i" and values.dtype == newest.dtype == spec.dtype):
         raise ValueError(f"what belongs to {name!r} has other shapes or dtypes")
     if at.size and not ((at >= 0) & (at < shape)).all():
         raise ValueError(f"{name!r} has rows that there are not")
+    return arrays
 
 
 def unlinked(source: np.ndarray, arrays: Mapping[str, np.ndarray], counters: np.ndarray, capacity: int) -> np.ndarray:
-    """What a column that was linked holds, for a store in which it is not.
+    """The values of a column that is linked in a file, for a store in which it is not.
 
     Args:
         source: the first slots of the column that it was stored through, (n_lanes, n_slots, *shape).
-        arrays: as of `Link.arrays`.
+        arrays: as of `LinkedColumns.link_arrays`.
         counters: of the ring, int64 (3, n_lanes).
         capacity: rows per lane.
 

@@ -1,6 +1,6 @@
-"""Objects as text of JSON, for files: what Python says in plain values, and arrays of numbers.
+"""Converts objects to JSON and back, for files: plain values of Python, and arrays of numbers.
 
-    None, bool, int, float, str        as they are
+    None, bool, int, float, str        unchanged
     [...]                              a list
     {"dict": {...}}                    a dict of strings
     {"tuple": [...]}                   a tuple
@@ -9,7 +9,7 @@
     {"array": [dtype, shape, "..."]}   an array of numbers, its bytes base64
     {"objects": [shape, [...]]}        an array of objects
 
-Nothing else is written, and nothing else is read; reading calls nothing that a file names.
+Nothing else is written or read. Reading calls nothing that a file names.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ import numpy as np
 from rlstructs.errors import FileError, SpecError
 
 KINDS = "biufc"
-# Digits of a whole number: what takes more takes time in proportion to their square.
+# The most digits of an int: parsing takes time in proportion to their square.
 LONGEST_NUMBER = 4300
-# Bytes that a value may take in memory, for each comma and bracket of its text.
+# The most bytes in memory per comma and bracket of a text.
 PER_VALUE = 128
 
 
 class _Unfit(Exception):
-    """A value that no file holds."""
+    """A file cannot hold this value."""
 
 
-def encoded(name: str, values: np.ndarray) -> np.ndarray:
-    """A column of objects as uint8 (n,), the bytes of a text.
+def to_json(name: str, values: np.ndarray) -> np.ndarray:
+    """Converts a column of objects to a text, uint8 (n,).
 
     Args:
         name: of the column.
         values: objects.
 
     Raises:
-        SpecError: one is nothing that JSON holds.
+        SpecError: a file cannot hold one of them.
     """
     plain = []
     for value in values.flat:
         try:
             plain.append(_plain(value))
         except (_Unfit, RecursionError) as error:
-            what = "what holds itself" if isinstance(error, RecursionError) else str(error)
+            what = "an object that contains itself" if isinstance(error, RecursionError) else str(error)
             raise SpecError(
                 f"save: {name!r} holds {what}, which a file cannot: it holds numbers, text, None, arrays, and lists, "
                 "tuples and dicts of them; leave this key out of the infos, or pickle the buffer"
@@ -91,23 +91,20 @@ def _plain_array(array: np.ndarray) -> dict[str, Any]:
 
 
 def nbytes_of(text: np.ndarray) -> int:
-    """The most bytes that the values of a text may take."""
+    """The most bytes that the values of a text take in memory."""
     return int(text.size + PER_VALUE * np.isin(text, np.frombuffer(b",[{", np.uint8)).sum())
 
 
-def decoded(name: str, text: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """What `encoded` was given, in a shape.
+def from_json(name: str, text: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Converts a text of `to_json` to an array of objects.
 
     Raises:
-        FileError, ValueError: it is no such text, or of another size.
+        FileError, ValueError: the text is not one of `to_json`, or of an array of another size.
     """
     values = json.loads(text.tobytes(), parse_int=_whole)
     if not isinstance(values, list) or len(values) != math.prod(shape):
         raise FileError(f"column {name!r} has not one object for each of its {math.prod(shape)} rows")
-    found = np.empty(len(values), object)
-    for at, value in enumerate(values):
-        found[at] = _value(value)
-    return found.reshape(shape)
+    return _objects(shape, values)
 
 
 def _whole(digits: str) -> int:
@@ -134,13 +131,13 @@ def _value(plain: Any) -> Any:
         return _array(*inside)
     if tag == "objects":
         return _objects(*inside)
-    raise ValueError(f"an object of the kind {tag!r} cannot be")
+    raise ValueError(f"there are no objects of the kind {tag!r}")
 
 
 def _array(dtype: str, shape: Any, data: str) -> np.ndarray:
     kind = np.dtype(str(dtype))
     if kind.kind not in KINDS:
-        raise ValueError(f"an array of {dtype!r} cannot be")
+        raise ValueError(f"there are no arrays of {dtype!r}")
     flat = np.frombuffer(base64.b64decode(data, validate=True), kind)
     return flat.reshape(_sizes(shape)).astype(kind.newbyteorder("="))
 
@@ -155,5 +152,5 @@ def _objects(shape: Any, values: Any) -> np.ndarray:
 def _sizes(shape: Any) -> tuple[int, ...]:
     sizes = tuple(shape)
     if any(type(n) is not int or n < 0 for n in sizes):
-        raise ValueError(f"an array of shape {sizes} cannot be")
+        raise ValueError(f"there are no arrays of shape {sizes}")
     return sizes

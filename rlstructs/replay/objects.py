@@ -1,7 +1,7 @@
-"""What is no number in the rows of a column: kept as Python's objects, each row one.
+"""Columns of Python objects, one per row, for what is no number.
 
-What goes in and what comes out shares no container and no array with anybody: a list that an environment
-lets grow is in each row what it was then. Objects of other kinds are kept as they are, by reference.
+Containers and arrays are copied when they are stored and when they are read: a list that an environment keeps appending
+to is stored as it was at each step. Other objects are kept by reference.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any
 import numpy as np
 
 OBJECT = np.dtype(object)
-# What nobody can change.
+# Immutable types, whose values need no copy.
 IMMUTABLE = frozenset([type(None), bool, int, float, complex, str, bytes])
 
 
 class ObjectBlock:
-    """Room for one object in each row; pickled by value.
+    """One object per row; pickled by value.
 
     Args:
-        n_rows: how many rows; each holds None at first.
+        n_rows: number of rows, which hold None at first.
     """
 
     def __init__(self, n_rows: int) -> None:
         self.values = np.full(n_rows, None, object)
 
     def bytes(self) -> np.ndarray:
-        """Raises TypeError: objects are no bytes."""
-        raise TypeError("a column of objects lies in no bytes")
+        """Raises TypeError: objects have no bytes."""
+        raise TypeError("a column of objects has no bytes")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ObjectBlock:
         made = memo[id(self)] = type(self).__new__(type(self))
@@ -40,7 +40,7 @@ class ObjectBlock:
 
 
 def private(value: Any) -> Any:
-    """A copy of a container or an array, and of all those in it; anything else as it is."""
+    """Copies a container or an array, and all those in it; returns other objects unchanged."""
     kind = type(value)
     if kind in IMMUTABLE:
         return value
@@ -58,15 +58,15 @@ def private(value: Any) -> Any:
 
 
 def _is_tensor(value: Any) -> bool:
-    """Whether it is one of torch, which is loaded if there is one."""
+    """Whether it is a tensor of torch, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def private_rows(values: np.ndarray) -> np.ndarray:
-    """An array of objects, each of them `private`; those that hold themselves are deep-copied."""
+    """Copies an array of objects by `private`; objects that contain themselves are deep-copied."""
     found = np.empty(values.shape, object)
-    flat = found.reshape(-1)  # a view: it is new
+    flat = found.reshape(-1)  # a view
     for at, value in enumerate(values.flat):
         try:
             flat[at] = value if type(value) in IMMUTABLE else private(value)
@@ -76,7 +76,7 @@ def private_rows(values: np.ndarray) -> np.ndarray:
 
 
 def as_object(value: Any) -> Any:
-    """A value of an info as a row keeps it: numpy's scalars and arrays without axes are Python's, tensors arrays."""
+    """Converts a value of an info: tensors to arrays, numpy's scalars and arrays without axes to Python's numbers."""
     if _is_tensor(value) or (hasattr(value, "__array__") and hasattr(value, "ndim")):
         value = _host(value)
     if isinstance(value, np.ndarray) and not value.ndim:
@@ -88,7 +88,7 @@ def as_object(value: Any) -> Any:
 
 
 def _host(value: Any) -> Any:
-    """An array of any library as numpy's; as it is where numpy cannot have it."""
+    """Converts an array of any library to numpy; returns it unchanged if numpy lacks its dtype."""
     try:
         if _is_tensor(value):
             value = value.detach().cpu()
@@ -100,7 +100,7 @@ def _host(value: Any) -> Any:
 
 
 def objects_of(values: Iterable[Any]) -> np.ndarray:
-    """Values as a column of objects, (n,): copies."""
+    """Copies values into an array of objects, (n,)."""
     listed = list(values)
     found = np.empty(len(listed), object)
     for at, value in enumerate(listed):
@@ -109,16 +109,15 @@ def objects_of(values: Iterable[Any]) -> np.ndarray:
 
 
 def objects_in(values: Any, n_lead: int) -> np.ndarray:
-    """An array whose first axes are those of rows as objects of that shape, each what is behind those axes."""
+    """Splits an array by its first `n_lead` axes into an array of objects of that shape."""
     values = _host(values)
     lead = values.shape[:n_lead]
     flat = values.reshape(int(np.prod(lead)), *values.shape[n_lead:])
-    if flat.ndim == 1:  # as Python has its numbers, if it has them
-        return objects_of(flat if flat.dtype == object else flat.tolist() if _is_python(flat.dtype) else flat).reshape(
-            lead
-        )
+    if flat.ndim == 1 and _is_python(flat.dtype):
+        flat = flat.tolist()
     return objects_of(flat).reshape(lead)
 
 
 def _is_python(dtype: np.dtype) -> bool:
-    return dtype.kind in "bUS" or (dtype.kind in "iufc" and dtype.itemsize <= (16 if dtype.kind == "c" else 8))
+    """Whether Python has such values."""
+    return dtype.kind in "biufcUS" and (dtype.kind in "US" or dtype.itemsize <= (16 if dtype.kind == "c" else 8))

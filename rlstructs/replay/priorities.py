@@ -1,7 +1,7 @@
-"""Priorities of rows in a sum tree, which rows are drawn in proportion to.
+"""Priorities of rows, in a sum tree, and draws of rows in proportion to them.
 
-Schaul et al., Prioritized Experience Replay (2016): P(i) = p_i^alpha / sum of p_k^alpha, and the weight
-(N P(i))^-beta over the largest of them, which is (min_k p_k^alpha / p_i^alpha)^beta.
+Schaul et al., Prioritized Experience Replay (2016): P(i) = p_i^alpha / sum of p_k^alpha. The weight (N P(i))^-beta,
+divided by the largest weight, is (min_k p_k^alpha / p_i^alpha)^beta.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LARGEST = 1e300
 # Relative error of powers and roots.
 ROUNDED = 1e-9
 # Names of the arrays of priorities in a file.
-LEAVES, SYNCED, DRAWN = "__leaves__", "__synced__", "__drawn__"
+TREE_LEAVES, FOLLOWED_STEPS, DRAWN_ROWS = "__leaves__", "__synced__", "__drawn__"
 
 
 def exponent(name: str, value: Any) -> float:
@@ -121,7 +121,7 @@ class Priorities:
             return
         self._snapshot = span.snapshot
         if (self.synced < span.low).any() or (self.synced > span.head).any():
-            # Lanes were cleared, or have wrapped since.
+            # Lanes were cleared or have wrapped since.
             self._drop(np.flatnonzero((self.synced < span.low) | (self.synced > span.head)), span)
         rows = span.newer(self.synced)
         self._update_max_priority(rows)
@@ -134,7 +134,7 @@ class Priorities:
             self.max_priority = max(self.max_priority, given)
             return
         leaves, largest = self.tree.values, self.max_priority
-        # Powers and roots round. With alpha 0 leaves do not tell priorities.
+        # The factor allows for rounded powers. With alpha 0 leaves do not tell priorities.
         if self.alpha and rows.size and leaves[rows].max() >= 0.999999 * largest**self.alpha:
             others = np.ones(leaves.size, bool)
             others[rows] = False
@@ -160,7 +160,7 @@ class Priorities:
         """Draws `n` rows of a span in proportion to their priorities, int64 (n,).
 
         Args:
-            span: of the store; rows that it has no more are not drawn.
+            span: of the store; only its rows are drawn.
             n: how many.
             rng: the generator.
             fits: returns which rows may be drawn, bool; None for all.
@@ -187,9 +187,9 @@ class Priorities:
         Raises:
             SpecError: every priority is zero.
         """
-        if not self.tree.total > 0:
+        if not self.tree.sums[-1] > 0:
             raise SpecError("nothing to sample: no row has a priority above zero")
-        return self.tree.draw_evenly(n, rng)
+        return self.tree.draw(n, rng)
 
     def choose(self, rows: np.ndarray, n: int, rng: np.random.Generator) -> np.ndarray:
         """Draws `n` of these row ids in proportion to their priorities.
@@ -299,7 +299,7 @@ class Priorities:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The arrays of a file."""
-        return {LEAVES: self.tree.values, SYNCED: self.synced, DRAWN: self.drawn.array()}
+        return {TREE_LEAVES: self.tree.values, FOLLOWED_STEPS: self.synced, DRAWN_ROWS: self.drawn.array()}
 
     def restored(
         self,
@@ -321,18 +321,19 @@ class Priorities:
         """
         power = self.alpha if alpha is None else alpha
         new = Priorities(self.tree.n_leaves, self.synced.size, power, first=self.first, of_present=self.of_present)
-        if LEAVES not in arrays:
+        new.lock = self.lock  # other threads may be waiting for it
+        if TREE_LEAVES not in arrays:
             return new
         if alpha is None and state.get("alpha", self.alpha) != self.alpha:
             raise ValueError(f"its priorities are to the power of {state['alpha']}, here alpha is {self.alpha}")
-        leaves, synced = arrays[LEAVES], arrays[SYNCED]
+        leaves, synced = arrays[TREE_LEAVES], arrays[FOLLOWED_STEPS]
         wanted = (new.tree.values, new.synced)
         if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip((leaves, synced), wanted, strict=True)):
             raise ValueError("its priorities have other shapes")
         new.max_priority, new.synced = new._check_max_priority(state["max_priority"], leaves), synced
         if claims is not None:
             _check_rows(leaves, synced, claims)
-        new.drawn = DrawnRows.restored(arrays[DRAWN], leaves.size)
+        new.drawn = DrawnRows.restored(arrays[DRAWN_ROWS], leaves.size)
         new.tree.fill(leaves)
         return new
 
@@ -348,7 +349,7 @@ class Priorities:
 def _check_rows(leaves: np.ndarray, synced: np.ndarray, claims: Claims) -> None:
     """Raises ValueError if empty rows have priorities."""
     ring = claims.ring
-    # Lanes that were cleared or overwritten since do not count: `follow` drops all their priorities.
+    # Lanes that were cleared or have wrapped since do not count: `follow` drops their priorities.
     followed = (synced >= ring.oldest()) & (synced <= ring.head)
     if (synced < 0).any() or followed[claims.lanes(np.flatnonzero((leaves > 0) & claims.empty()))].any():
-        raise ValueError("it has priorities of rows that it has not")
+        raise ValueError("it has priorities of empty rows")

@@ -1,24 +1,44 @@
-"""From drawn rows to what a sample holds: n-step targets and stacks of frames are made when rows are read."""
+"""Reads rows for samples: n-step returns, stacks of frames, and keys that are made of stored columns."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache, reduce
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from rlstructs.checks import check_count, check_gamma
 from rlstructs.errors import SpecError, StateError
-from rlstructs.replay import expand
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.roles import is_after, is_observation, is_reward, source_of
+from rlstructs.replay.snapshot import AnySnapshot, Snapshot
 from rlstructs.replay.span import Span
 from rlstructs.replay.store import Storage
 
-# The column of gamma to the number of steps, which n-step samples have beside those that are stored.
+# The key of gamma to the number of steps in n-step samples.
 DISCOUNT = "discount"
+# Where a key is read: in the drawn row, in the last of the n steps from it, or in the row after those; or its
+# discounted sum over the n steps.
+ANCHOR, LAST, NEXT, SUM = "anchor", "last", "next", "sum"
+
+
+class Source(NamedTuple):
+    """How a key of a sample is read.
+
+    Attributes:
+        columns: one, or several, whose flags are joined by "or".
+        place: `ANCHOR`, `LAST`, `NEXT` or `SUM`.
+        is_stacked: whether it becomes a stack, unless the reading has none or it is summed.
+        seen: the column of all frames of a stack but the last; None for the same column.
+    """
+
+    columns: tuple[str, ...]
+    place: str = ANCHOR
+    is_stacked: bool = False
+    seen: str | None = None
 
 
 @dataclass(frozen=True)
@@ -26,15 +46,15 @@ class Reading:
     """How rows are read.
 
     Attributes:
-        n_step: rewards become the discounted sum of so many steps, up to the end of the episode or the newest
-            row; what comes after a step comes from the last of them.
+        n_step: rewards become the discounted sum of so many steps, up to the end of the episode or the newest row; what
+            comes after a step is read in the last of them.
         gamma: discount per step.
-        stack_num: observations become the last so many of their episode, its first one repeated before that,
-            on a new axis in front of their own.
-        stack_keys: which observations; None for all.
+        stack_num: observations become the last so many of their episode, the first one repeated before that, on a new
+            axis in front of their own.
+        stack_keys: the columns that are stacked; None for all observations.
 
     Raises:
-        TypeError, SpecError: a number is not what is needed.
+        TypeError, SpecError: a number is invalid.
     """
 
     n_step: int = 1
@@ -55,69 +75,141 @@ class Reading:
     def read(
         self, storage: Storage, span: Span, names: Sequence[str], rows: np.ndarray, discount: str = DISCOUNT
     ) -> dict[str, Any]:
-        """What these columns hold for these rows.
+        """Reads columns by the usual meaning of their names; see `read_sources`.
 
         Args:
-            storage: where they lie.
-            span: the counters as they were when they were drawn.
+            storage: the store.
+            span: the counters at the time of the draw.
             names: of columns.
             rows: int64, of any shape.
-            discount: the name of gamma to the number of steps.
+            discount: the key of gamma to the number of steps.
 
-        Returns:
-            name -> `(*rows.shape, *shape)`, stacked ones `(*rows.shape, stack_num, *shape)`; and `discount`,
-            float32 `rows.shape`, if n_step is above 1.
+        Raises:
+            StateError: the store does not track episodes, and rows are not read as they are stored.
         """
         if self.is_plain:
             return dict(zip(names, storage.gather(names, rows), strict=True))
-        episodes = storage.episodes
-        if episodes is None:
+        if storage.episodes is None:
             raise StateError("nothing says where episodes end")
-        anchors = rows.reshape(-1)
-        window, counts = expand.n_step(span, episodes, anchors, self.n_step)
-        last = window.rows[:, -1]
-        arrays: dict[str, Any] = {}
-        for name in names:
-            if self.n_step > 1 and is_reward(name):
-                [rewards] = storage.gather([name], window.rows)
-                arrays[name] = discounted(name, rewards, storage.columns.specs[name], window.mask, self.gamma)
-            else:
-                arrays[name] = self._stacked(storage, span, name, last if is_after(name) else anchors)
-        arrays = {name: array.reshape(*rows.shape, *array.shape[1:]) for name, array in arrays.items()}
-        if self.n_step > 1:
-            arrays[discount] = (self.gamma**counts).astype(np.float32).reshape(rows.shape)
-        return arrays
+        specs = storage.columns.specs
+        sources = {name: self._find_source(name, specs) for name in names}
+        return read_sources(Snapshot(storage, span), specs, sources, rows, self, discount=discount)
+
+    def _find_source(self, name: str, specs: Mapping[str, Spec]) -> Source:
+        is_stacked = self.stacks(name)
+        before = source_of(name) if is_stacked else None
+        return Source((name,), _usual_place(name), is_stacked, before if before in specs else None)
 
     def earliest(self, storage: Storage, span: Span, rows: np.ndarray) -> np.ndarray:
         """The first row that is read for each of these, of the same shape."""
         if self.stack_num == 1 or storage.episodes is None:
             return rows
-        frames = expand.stack(span, storage.episodes, rows.reshape(-1), self.stack_num).rows
-        return frames[:, 0].reshape(rows.shape)
+        return Snapshot(storage, span).frames(rows.reshape(-1), self.stack_num)[:, 0].reshape(rows.shape)
 
     def stacks(self, name: str) -> bool:
         """Whether a column is read in stacks."""
-        is_meant = is_observation(name) if self.stack_keys is None else name in self.stack_keys
-        return self.stack_num > 1 and is_meant
+        if self.stack_num == 1:
+            return False
+        return is_observation(name) if self.stack_keys is None else name in self.stack_keys
 
-    def _stacked(self, storage: Storage, span: Span, name: str, rows: np.ndarray) -> Any:
-        if not self.stacks(name) or storage.episodes is None:
-            return storage.gather([name], rows)[0]
-        source = source_of(name)
-        frames = expand.stack(span, storage.episodes, rows, self.stack_num).rows
-        if source is None or source not in storage.columns.specs:
-            return storage.gather([name], frames)[0]
-        # What was seen last comes after the step; what was seen before it, up to the step itself.
-        [before] = storage.gather([source], frames[:, 1:])
-        [after] = storage.gather([name], rows[:, None])
-        return (np.concatenate if isinstance(after, np.ndarray) else torch.cat)([before, after], 1)
+
+@lru_cache
+def _usual_place(name: str) -> str:
+    """Where a column of this name is read."""
+    return SUM if is_reward(name) else LAST if is_after(name) else ANCHOR
+
+
+def read_sources(
+    rows: AnySnapshot,
+    specs: Mapping[str, Spec],
+    sources: Mapping[str, Source],
+    at: np.ndarray,
+    reading: Reading,
+    frames: np.ndarray | None = None,
+    discount: str = DISCOUNT,
+) -> dict[str, Any]:
+    """Reads the keys of a sample, private memory.
+
+    Args:
+        rows: the rows that are there.
+        specs: of the columns.
+        sources: key -> how it is read.
+        at: int64, of any shape, row ids.
+        reading: the n steps and stacks.
+        frames: int64 (n, stack_num), the row ids of the stacks of `at` if they are known.
+        discount: the key of gamma to the number of steps.
+
+    Returns:
+        key -> `(*at.shape, *shape)`, stacked ones `(*at.shape, stack_num, *shape)`; and `discount`, gamma to the number
+        of steps, float32 `at.shape`, if n_step is above 1.
+
+    Raises:
+        SpecError: what is to be summed is no float.
+    """
+    places, n_step = _Places(rows, at.reshape(-1), reading, frames), reading.n_step
+    # The columns that are gathered from the same rows, by where these are and whether in stacks.
+    groups: dict[tuple[str, bool], dict[str, Any]] = {}
+    found = []
+    for key, source in sources.items():
+        place = source.place if n_step > 1 or source.place == NEXT else ANCHOR
+        is_stacked = reading.stack_num > 1 and source.is_stacked and source.seen is None and place != SUM
+        (group := groups.setdefault((place, is_stacked), {})).update(dict.fromkeys(source.columns))
+        found.append((key, source, place, group))
+    for where, group in groups.items():
+        group.update(zip(group, rows.gather(list(group), places.find(*where)), strict=True))
+    arrays: dict[str, Any] = {}
+    for key, source, place, group in found:
+        arrays[key] = array = reduce(np.logical_or, [group[column] for column in source.columns])
+        if place == SUM:
+            arrays[key] = discounted(key, array, specs[key], places.inside, reading.gamma)
+        elif source.seen is not None:
+            [seen] = rows.gather([source.seen], places.find(place, True)[:, 1:])
+            join: Any = np.concatenate if isinstance(array, np.ndarray) else torch.cat
+            arrays[key] = join([seen, array[:, None]], 1)
+    if n_step > 1:
+        arrays[discount] = (reading.gamma**places.counts).astype(np.float32)
+    return arrays if at.ndim == 1 else {k: array.reshape((*at.shape, *array.shape[1:])) for k, array in arrays.items()}
+
+
+class _Places:
+    """The rows that are read for each anchor; each kind is found once."""
+
+    def __init__(self, rows: AnySnapshot, anchors: np.ndarray, reading: Reading, frames: np.ndarray | None) -> None:
+        self._rows, self._stack_num = rows, reading.stack_num
+        self._last = LAST if reading.n_step > 1 else ANCHOR
+        self._found = {(ANCHOR, False): anchors}
+        if frames is not None:
+            self._found[ANCHOR, True] = frames
+        if reading.n_step > 1:
+            window, self.inside, self.counts = rows.n_step(anchors, reading.n_step)
+            self._found |= {(SUM, False): window, (LAST, False): window[:, -1]}
+
+    def find(self, place: str, is_stacked: bool) -> np.ndarray:
+        """Row ids (n,), the windows (n, n_step) of `SUM`, or stacks (n, stack_num)."""
+        if (place, is_stacked) not in self._found:
+            if not is_stacked:
+                found = self._rows.next(self.find(self._last, False))
+            elif place == NEXT:  # those of the rows before, one further
+                frames, rows = self.find(self._last, True), self.find(NEXT, False)[:, None]
+                found = np.where(rows == frames[:, -1:], frames, np.concatenate([frames[:, 1:], rows], axis=1))
+            else:
+                found = self._rows.frames(self.find(place, False), self._stack_num)
+            self._found[place, is_stacked] = found
+        return self._found[place, is_stacked]
 
 
 def discounted(name: str, rewards: Any, spec: Spec, inside: np.ndarray, gamma: float) -> Any:
-    """The sum over t of gamma^t rewards (B, n, ...) where inside (B, n), of numpy or torch as they are.
+    """The discounted sums of rewards, (B, ...), a numpy array or tensor like the rewards.
+
+    Args:
+        name: of the column, for messages.
+        rewards: (B, n, ...), as the column stores them.
+        spec: of the column.
+        inside: bool (B, n), which steps count.
+        gamma: discount per step.
 
     Raises:
-        SpecError: they are no floats.
+        SpecError: the rewards are no floats.
     """
     is_bits = spec.is_bfloat16
     if not is_bits and spec.dtype.kind not in "fc":
@@ -126,6 +218,6 @@ def discounted(name: str, rewards: Any, spec: Spec, inside: np.ndarray, gamma: f
     numbers = stored.view(torch.bfloat16) if is_bits else stored
     factors = torch.from_numpy(gamma ** np.arange(inside.shape[1]) * inside).to(stored.device)
     factors = factors.reshape(*factors.shape, *(1,) * (stored.ndim - 2))
-    # What lies outside may be NaN, which times zero is NaN.
+    # Rewards outside may be NaN, and NaN times zero is NaN.
     summed = torch.where(factors > 0, numbers * factors, 0).sum(dim=1).to(numbers.dtype).view(stored.dtype)
     return summed if stored is rewards else summed.numpy()

@@ -1,16 +1,15 @@
-"""The clock of a store: how many rows each lane has had, and which of them are there.
+"""The counters of a store: how many rows each lane has had, and which of them are valid.
 
-A lane's steps are numbered from 0 and never again; step s lies in slot `s % capacity`. Three counters
-per lane, int64, in memory that other processes may share:
+The steps of a lane are numbered from 0, and no number is used twice; step s is in slot `s % capacity`. There are three
+counters per lane, int64, in memory that other processes may share:
 
-    base       steps before it were cleared
-    reserved   raised before rows are written: what it has passed is about to be overwritten
-    head       raised after rows are written: what it has passed can be read
+    base       the end of the cleared steps
+    reserved   raised before rows are written: the end of the steps that may be incomplete
+    head       raised after rows are written: the end of the complete steps
 
-Valid are the steps `[max(base, reserved - capacity), head)`. A reader that gathers without a lock looks
-at `reserved` again afterwards: what fell out meanwhile may be torn. With one counter instead of two it
-could not know. A writer killed in between loses what it was about to overwrite; the next one starts at
-`head`. This order of loads and stores is what x86 keeps by itself.
+The steps `[max(base, reserved - capacity), head)` are valid. A reader without a lock looks at `reserved` again after
+it has gathered rows: rows that are no longer valid may be torn. If a writer is killed while it writes, the rows that it
+was about to overwrite are lost, and the next writer starts at `head`. x86 keeps this order of loads and stores.
 """
 
 from __future__ import annotations
@@ -55,39 +54,34 @@ class Ring:
         return np.asarray(np.maximum(self.base, self.reserved - self.capacity))
 
     def reserve(self, lanes: slice | np.ndarray, n: int | np.ndarray) -> None:
-        """Announces that `n` rows from `head` on will be written to each of these lanes."""
+        """Announces a write of `n` rows from `head` on to each of these lanes."""
         self.reserved[lanes] = np.maximum(self.reserved[lanes], self.head[lanes] + n)
 
     def skip_lost(self, lanes: slice | np.ndarray) -> None:
-        """Clears lanes of which a dead writer had announced to overwrite every row."""
+        """Clears lanes in which a killed writer had announced to overwrite every row."""
         lost = self.reserved[lanes] - self.capacity >= self.head[lanes]
         if lost.any():
             self.base[lanes] = np.where(lost, self.head[lanes], self.base[lanes])
 
     def publish(self, lanes: slice | np.ndarray, n: int | np.ndarray) -> None:
-        """Says that they are written."""
+        """Announces that `n` rows are complete in each of these lanes."""
         self.head[lanes] += n
 
     def clear(self, alignment: int | None = None, lanes: slice | np.ndarray = ALL) -> None:
-        """Drops every row of some lanes; the next one lies in slot 0, and old steps never come back.
+        """Drops all rows of some lanes; the next row is written to slot 0.
 
         Args:
-            alignment: what the next step is a multiple of; None for the capacity, of which it must be one.
-            lanes: which.
+            alignment: the next step is a multiple of it; itself a multiple of the capacity, or None for the capacity.
+            lanes: the lanes.
         """
         alignment = self.capacity if alignment is None else alignment
-        # One past every step of these lanes: they stay in step, and who follows the heads sees that they moved.
+        # Above all steps of these lanes: they stay in step, and those who follow the heads notice.
         start = (int(np.maximum(self.head, self.reserved)[lanes].max()) // alignment + 1) * alignment
-        # Head last: until then a reader sees nothing rather than rows that are not there.
+        # The head last: until then a reader finds no rows rather than invalid ones.
         self.base[lanes] = start
         self.reserved[lanes] = start
         self.head[lanes] = start
 
     def is_full(self) -> np.ndarray:
-        """Which lanes have wrapped since they were cleared, bool (n_lanes,)."""
+        """Which lanes are full, bool (n_lanes,)."""
         return np.asarray(self.head - self.base >= self.capacity)
-
-    def steps_of(self, lanes: np.ndarray, slots: np.ndarray, head: np.ndarray) -> np.ndarray:
-        """The newest step below `head` (n_lanes,) that lies in each of these slots."""
-        last = head[lanes] - 1
-        return np.asarray(last - (last - slots) % self.capacity)

@@ -1,4 +1,4 @@
-"""What the names of columns mean, in the words of every interface that this library has.
+"""The meanings of column names, in the vocabulary of every interface.
 
     observation             next observation            reward          where an episode ends
     obs                     obs_next                    rew             terminated, truncated, done
@@ -15,35 +15,35 @@ REWARDS = ("rew", "reward", "rewards")
 ENDS = ("terminated", "truncated", "done", "dones")
 NEXT_PARENTS = ("next/", "_observation/")
 SEEN = ("obs", "observation", "observations", "pixels")
-# What a batcher's observations hold beside what the environment shows, and the last action.
+# Entries of a batcher's observations that the environment does not show, beside the last action.
 BESIDE = ("reward", "raw_reward", "done", "terminated", "truncated", "initial_state")
 INFO = "info/"
 
 
 def is_info(name: str) -> bool:
-    """Whether a column holds what an environment says beside all else, whatever that is."""
+    """Whether a column holds an info of an environment."""
     return name.startswith("info") and name.partition("/")[0] == "info"
 
 
 def is_reward(name: str) -> bool:
-    """Whether a column holds the reward of its step, and not one that was seen before it."""
+    """Whether a column holds the reward of its step, and not an observed reward."""
     last = name.rpartition("/")[2]
     return last in REWARDS and (name == f"_observation/{last}" or not _is_seen(name))
 
 
 def is_end(name: str) -> bool:
-    """Whether the truth of a column ends an episode."""
+    """Whether an episode ends where a column is true."""
     parent, _, last = name.rpartition("/")
     return last in ENDS and (not parent or f"{parent}/" in NEXT_PARENTS)
 
 
 def is_after(name: str) -> bool:
-    """Whether a column holds what is there after its step."""
+    """Whether a column holds what comes after its step."""
     return is_end(name) or (source_of(name) is not None and not is_reward(name))
 
 
 def source_of(name: str) -> str | None:
-    """The column that holds in the next row what this one holds in its own, or None: `obs` of `obs_next`."""
+    """The column whose next row holds the same, such as `obs` for `obs_next`; None if there is none."""
     first, slash, rest = name.partition("/")
     if first == "obs_next":
         return f"obs{slash}{rest}"
@@ -57,13 +57,13 @@ def source_of(name: str) -> str | None:
 
 
 def is_observation(name: str) -> bool:
-    """Whether a column holds what an environment showed, or shows after its step."""
+    """Whether a column holds what an environment shows, before or after the step."""
     shown = (source_of(name) or name).removeprefix("observation/")
     return _is_seen(name) and not is_beside(shown)
 
 
 def is_beside(key: str) -> bool:
-    """Whether an entry of a batcher's observations is nothing that the environment shows."""
+    """Whether the environment does not show this entry of a batcher's observations."""
     first = key.partition("/")[0]
     return first in BESIDE or first.startswith("last_action") or key.startswith(INFO)
 
@@ -73,9 +73,9 @@ def _is_seen(name: str) -> bool:
 
 
 def ends_among(names: Iterable[str]) -> list[str]:
-    """Those whose truth ends an episode.
+    """The columns that end an episode where they are true.
 
-    Beside `next/done` a `done` is what was there before the step, as torchrl has it, and ends nothing.
+    In torchrl a `done` beside `next/done` belongs to the time before the step and ends nothing.
     """
     ends = [name for name in names if is_end(name)]
     return [name for name in ends if "/" in name] or ends

@@ -1,11 +1,11 @@
-"""Slices: runs of consecutive steps of one episode, drawn without looking at every row.
+"""Draws slices, which are consecutive steps of one episode, without looking at every row.
 
-    starts   s0       s1            s2      s3         the steps with which episodes begin, as far as rows are there
-    rows   ----|-------|-------------|-------|-----    the oldest may have lost its start, the newest may go on
+    starts   s0       s1            s2      s3         the steps with which episodes begin, of valid rows
+    rows   ----|-------|-------------|-------|-----    the oldest episode may lack its start, the newest may go on
              low                                head
 
-Beside each start lies how much all episodes before it weigh, so that a number below the sum of all weights
-finds its episode by bisection. Both follow the head: a draw costs what was written since the last one.
+Each start has the sum of the weights of all episodes before it, so that bisection finds the episode of a random number.
+A draw only updates both for the rows that were written since the last draw.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Slices:
     """Draws slices from the rows of a store of one lane.
 
     Args:
-        per: every "window" of the wanted length is as likely as any other, or every "trajectory" is, and
-            then every window in it.
+        per: "window" if all windows of the wanted length are equally likely; "trajectory" if all episodes are, and
+            all windows in one.
         strict: whether slices are never shorter; otherwise an episode that is too short is one slice.
 
     Raises:
-        SpecError: `per` is something else.
+        SpecError: `per` is invalid.
 
     Example:
         >>> from rlstructs.replay.store import Storage
@@ -48,13 +48,13 @@ class Slices:
         if per not in MEASURES:
             raise SpecError(f"per must be one of {MEASURES}, got {per!r}")
         self.per, self.strict = per, strict
-        self._length = 0  # for which weights are known
-        # Starts that are there lie at [_first, _end), and beside each how much the episodes before it weigh.
+        self._length = 0  # of the slices that the weights are for
+        # Valid starts are at [_first, _end), each with the weight of the episodes before it.
         self._starts = self._before = np.zeros(0, np.int64)
         self.forget()
 
     def forget(self) -> None:
-        """Looks at every row again when next something is drawn."""
+        """Makes the next draw look at every row again."""
         self._first = self._end = 0
         self._low = self._head = 0
         self._snapshot = b""
@@ -62,14 +62,17 @@ class Slices:
     def draw(
         self, span: Span, episodes: Episodes, n: int, length: int, rng: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """`n` slices of `length` steps.
+        """Draws `n` slices of `length` steps.
 
         Args:
-            span: every row that is there.
-            episodes: of its lane.
+            span: all valid rows.
+            episodes: of their lane.
+            n: number of slices.
+            length: steps of each.
+            rng: the generator.
 
         Returns:
-            Row ids (n, length), and which of them count, bool (n, length); those that do not repeat the last.
+            Row ids (n, length), and a mask of those that count, bool (n, length); the others repeat the last row.
 
         Raises:
             SpecError: no episode is that long.
@@ -97,7 +100,7 @@ class Slices:
         return window(span, first + number, np.minimum(n_steps, length), length)
 
     def _weight(self, n_steps: Any) -> Any:
-        """How much an episode of so many steps weighs, int64."""
+        """The weight of an episode with so many steps, int64."""
         if self.per == TRAJECTORY:
             return np.where(n_steps >= (self._length if self.strict else 1), 1, 0)
         return np.maximum(n_steps - self._length + 1, np.where(n_steps > 0, 0 if self.strict else 1, 0))
@@ -109,7 +112,7 @@ class Slices:
         if span.snapshot == self._snapshot:
             return
         low, head = int(span.low[0]), int(span.head[0])
-        if not low <= self._head <= head:  # all that was known is gone
+        if not low <= self._head <= head:  # all known rows are gone
             self._first = self._end = 0
             self._head = low
         rows = span.newer(np.array([self._head]))
@@ -133,7 +136,7 @@ class Slices:
         self._weigh(new)
 
     def _weigh(self, new: int) -> None:
-        """Works out what the episodes before each start from the `new`-th on weigh."""
+        """Computes the weights of the episodes before each start from the `new`-th on."""
         if new <= self._first < self._end:
             self._before[self._first] = 0
             new = self._first + 1
@@ -143,12 +146,12 @@ class Slices:
 
 
 def window(span: Span, steps: np.ndarray, counts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row ids (n, length): so many rows of a single lane from each step on, then the last again; and a mask of them.
+    """The rows from each step on, in a store of one lane, and a mask of those that count, (n, length) each.
 
     Args:
-        span: every row that is there.
-        steps: int64 (n,).
-        counts: int64 (n,), at least 1.
+        span: all valid rows.
+        steps: int64 (n,), the first steps.
+        counts: int64 (n,), at least 1, how many rows count; the others repeat the last.
         length: of every window.
     """
     index = np.arange(length)

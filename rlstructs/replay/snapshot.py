@@ -1,4 +1,4 @@
-"""The rows of a buffer as they stood at one time, and which of them is before and after each in its episode."""
+"""The rows of a buffer at one time, and their neighbours in their episodes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from rlstructs.replay import expand
 from rlstructs.replay.span import Span
 from rlstructs.replay.store import Storage
 
@@ -17,7 +16,7 @@ class Snapshot:
     """The rows of one store.
 
     Args:
-        storage: the store, which keeps the bookkeeping of episodes.
+        storage: the store, which tracks episodes.
         span: its counters at that time; None for now.
     """
 
@@ -36,19 +35,19 @@ class Snapshot:
         return self.span.row_ids(index)
 
     def has(self, rows: np.ndarray) -> np.ndarray:
-        """Which of these are there, bool."""
+        """Which of these are valid, bool."""
         return self.span.has(rows)
 
     def oldest(self) -> np.ndarray:
-        """The oldest row of each lane, int64 (n_lanes,); without a meaning in an empty one."""
+        """The oldest row of each lane, int64 (n_lanes,); meaningless in an empty lane."""
         return self._rows_of(self.span.low)
 
     def newest(self) -> np.ndarray:
-        """The newest row of each lane, int64 (n_lanes,); the first slot of an empty one."""
+        """The newest row of each lane, int64 (n_lanes,); the first slot of an empty lane."""
         return self._rows_of(np.maximum(self.span.head - 1, self.span.low))
 
     def unfinished(self) -> np.ndarray:
-        """The newest rows of those lanes whose episodes go on, int64."""
+        """The newest rows of the lanes whose episodes go on, int64."""
         newest = self.newest()[self.span.counts() > 0]
         return np.asarray(newest[~self.episodes.end(newest)])
 
@@ -56,17 +55,17 @@ class Snapshot:
         return self.span.columns.at_steps(np.arange(self.span.columns.n_lanes), steps)
 
     def prev(self, rows: np.ndarray) -> np.ndarray:
-        """The row before each in its episode, or the row itself if none is there."""
+        """The row before each in its episode, or the row itself if there is none."""
         stays = self.episodes.begin(rows) | self._are(self.oldest(), rows)
         return self.shifted(rows, stays - np.int64(1))
 
     def next(self, rows: np.ndarray) -> np.ndarray:
-        """The row after each in its episode, or the row itself if none is there."""
+        """The row after each in its episode, or the row itself if there is none."""
         stays = self.episodes.end(rows) | self._are(self.newest(), rows)
         return self.shifted(rows, ~stays)
 
     def _are(self, ends: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Which of these rows are the ones among `ends` of their lanes."""
+        """Which of these rows are in `ends`, (n_lanes,), one row of each lane."""
         return np.asarray(rows == (ends[0] if ends.size == 1 else ends[self.span.columns.lanes(rows)]))
 
     def shifted(self, rows: np.ndarray, by: np.ndarray) -> np.ndarray:
@@ -74,15 +73,15 @@ class Snapshot:
         return self.span.columns.shifted(rows, by)
 
     def depths(self, rows: np.ndarray) -> np.ndarray:
-        """How many rows of its episode are there before each, int64."""
+        """The number of valid rows before each in its episode, int64."""
         return np.asarray(np.minimum(self.episodes.times(rows), self.span.ages(rows)))
 
     def following(self, rows: np.ndarray) -> np.ndarray:
-        """How many rows of its episode are there after each (B,), int64."""
+        """The number of valid rows after each (B,) in its episode, int64."""
         return np.asarray(np.minimum(self.episodes.remaining(rows), self.span.left(rows)) - 1)
 
     def frames(self, rows: np.ndarray, n: int) -> np.ndarray:
-        """Each row (B,) after the n - 1 before it, (B, n); the first of its episode stands for those that are not."""
+        """Each row (B,) after the n - 1 before it in its episode, (B, n); the first valid one is repeated."""
         back = np.minimum(np.arange(n - 1, -1, -1), self.depths(rows)[:, None])
         return self.shifted(rows[:, None], -back)
 
@@ -90,13 +89,13 @@ class Snapshot:
         """Each row (B,) and those after it, up to n, the end of its episode or the newest row.
 
         Returns:
-            Rows (B, n), the last one repeated; which count, bool (B, n); and how many do, int64 (B,).
+            Rows (B, n), the last one repeated; a mask of those that count, bool (B, n); their number, int64 (B,).
         """
-        window, counts = expand.n_step(self.span, self.episodes, rows, n)
-        return window.rows, window.mask, counts
+        counts, index = np.minimum(self.following(rows) + 1, n), np.arange(n)
+        return self.shifted(rows[:, None], np.minimum(index, counts[:, None] - 1)), index < counts[:, None], counts
 
     def episodes_of(self, rows: np.ndarray) -> np.ndarray:
-        """A number for each row (B,) that rows of the same episode share, and others do not, int64."""
+        """A number for each row (B,) that only rows of the same episode share, int64."""
         columns = self.span.columns
         first = self.span.steps(rows) - self.episodes.times(rows)
         return np.asarray(first * columns.n_lanes + columns.lanes(rows))
@@ -106,11 +105,11 @@ class Snapshot:
         return self.storage.gather(names, rows)
 
 
-class Joined:
-    """The rows of several stores, one behind the other.
+class JoinedSnapshot:
+    """The rows of several stores, one after another; its methods are those of `Snapshot`.
 
     Args:
-        parts: of which each has the rows of one.
+        parts: one of each store.
         sizes: how many row ids each takes.
     """
 
@@ -122,8 +121,16 @@ class Joined:
     def every_row(self) -> np.ndarray:
         return self._join([part.every_row() for part in self.parts])
 
+    def newest(self) -> np.ndarray:
+        return self._join([part.newest() for part in self.parts])
+
+    def unfinished(self) -> np.ndarray:
+        return self._join([part.unfinished() for part in self.parts])
+
+    def _join(self, rows: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate([own + offset for own, offset in zip(rows, self.offsets, strict=False)])
+
     def numbered(self, index: np.ndarray) -> np.ndarray:
-        """As of `Snapshot`; the rows of the first part come first."""
         rows, start = np.zeros(index.shape, np.int64), 0
         for part, offset in zip(self.parts, self.offsets, strict=False):
             inside = (index >= start) & (index < start + part.total)
@@ -133,34 +140,20 @@ class Joined:
         return rows
 
     def has(self, rows: np.ndarray) -> np.ndarray:
-        found = np.zeros(rows.shape, bool)
-        for part, at, own, _ in self._parts_of(rows):
-            found[at] = part.has(own)
-        return found
-
-    def newest(self) -> np.ndarray:
-        return self._join([part.newest() for part in self.parts])
-
-    def unfinished(self) -> np.ndarray:
-        return self._join([part.unfinished() for part in self.parts])
-
-    def prev(self, rows: np.ndarray) -> np.ndarray:
-        return self._map_rows(rows, Snapshot.prev)
-
-    def next(self, rows: np.ndarray) -> np.ndarray:
-        return self._map_rows(rows, Snapshot.next)
+        return self._fill(np.zeros(rows.shape, bool), rows, lambda part, own, _: part.has(own))
 
     def depths(self, rows: np.ndarray) -> np.ndarray:
-        depths = np.zeros_like(rows)
-        for part, at, own, _ in self._parts_of(rows):
-            depths[at] = part.depths(own)
-        return depths
+        return self._fill(np.zeros_like(rows), rows, lambda part, own, _: part.depths(own))
+
+    def prev(self, rows: np.ndarray) -> np.ndarray:
+        return self._fill(np.zeros_like(rows), rows, lambda part, own, offset: part.prev(own) + offset)
+
+    def next(self, rows: np.ndarray) -> np.ndarray:
+        return self._fill(np.zeros_like(rows), rows, lambda part, own, offset: part.next(own) + offset)
 
     def frames(self, rows: np.ndarray, n: int) -> np.ndarray:
         frames = np.zeros((*rows.shape, n), np.int64)
-        for part, at, own, offset in self._parts_of(rows):
-            frames[at] = part.frames(own, n) + offset
-        return frames
+        return self._fill(frames, rows, lambda part, own, offset: part.frames(own, n) + offset)
 
     def n_step(self, rows: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         window, mask = np.zeros((*rows.shape, n), np.int64), np.zeros((*rows.shape, n), bool)
@@ -177,21 +170,20 @@ class Joined:
                 array[at] = values
         return arrays
 
-    def _map_rows(self, rows: np.ndarray, move: Callable[[Snapshot, np.ndarray], np.ndarray]) -> np.ndarray:
-        moved = np.zeros_like(rows)
+    def _fill(
+        self, found: np.ndarray, rows: np.ndarray, find: Callable[[Snapshot, np.ndarray, int], np.ndarray]
+    ) -> np.ndarray:
+        """Fills an array with what `find` returns for a part, its own row ids, and their offset."""
         for part, at, own, offset in self._parts_of(rows):
-            moved[at] = move(part, own) + offset
-        return moved
-
-    def _join(self, rows: Sequence[np.ndarray]) -> np.ndarray:
-        return np.concatenate([own + offset for own, offset in zip(rows, self.offsets, strict=False)])
+            found[at] = find(part, own, offset)
+        return found
 
     def _parts_of(self, rows: np.ndarray) -> Iterator[tuple[Snapshot, np.ndarray, np.ndarray, int]]:
-        """The parts in which some rows lie, where in `rows` those are, their own ids, and what was taken off."""
+        """The parts of these rows: where its rows are in `rows`, bool; their ids in the part; and their offset."""
         for part, (start, stop) in zip(self.parts, itertools.pairwise(self.offsets), strict=True):
             inside = (rows >= start) & (rows < stop)
             if inside.any():
                 yield part, inside, rows[inside] - start, start
 
 
-Rows = Snapshot | Joined
+AnySnapshot = Snapshot | JoinedSnapshot

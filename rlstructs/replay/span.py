@@ -1,4 +1,4 @@
-"""The rows that can be drawn, as row ids. `expand` adds the rows around a drawn one."""
+"""The rows that can be drawn, as row ids; `expand` adds the rows around a drawn row."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The quick way to write one row to every lane, which is what nearly every write is.
+"""Writes one row to every lane quickly, as nearly every write does.
 
-It does what `Storage.write` does, when nothing is to be converted or left out: every column comes with its
-own dtype and shape, all lanes are in step, and no other process writes. What `Storage.write` finds out each
-time is then known from the last time. Everything else is left to it.
+`StepWriter` does what `Storage.write` does if nothing has to be converted: every column is given in its own dtype and
+shape, the lanes are in step, and no other process writes. It remembers what `Storage.write` finds out at each call.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from torch import Tensor
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.episodes import EPISODE, LENGTH, TIME
 from rlstructs.replay.given import PYTHON
-from rlstructs.replay.linked_columns import Link
 from rlstructs.replay.roles import is_info
-from rlstructs.replay.store import Storage
+from rlstructs.replay.store import ALL, Storage
 
 END = np.dtype(bool)
 add = np.add  # looking up names is part of what a write costs
@@ -31,43 +29,30 @@ class StepWriter:
 
     Args:
         storage: the store.
-        ends: columns whose truth ends an episode, if there are such.
+        ends: columns that end an episode where they are true, if the store has them.
     """
 
     def __init__(self, storage: Storage, ends: Iterable[str]) -> None:
         self._storage = storage
         self._every_end = tuple(ends)
-        self._ends: list[str] = []
-        self._one_row = OneRow({})
-        self._version = -1
-        # Name, shape and dtype of each column, and whether it is one of `ends`; none if there is nothing to be done.
-        self._wanted: list[tuple[str, tuple[int, ...], np.dtype, bool]] = []
-        self._rows: list[np.ndarray] = []
-        # What is stored through other columns, and which of the values are its own and its source's.
-        self._links: list[tuple[Link, int, int]] = []
-        self._head = self._capacity = 0
-        self._reserved = self._heads = self._episodes = self._open = np.zeros(0, np.int64)
-        self._pairs = self._open_pairs = self._one_step = self._open  # pairs of int32 as one int64 each
-        self._no_end = b""
-        self._lanes = self._open
-        self._has_episodes = False
+        self._version, self._head = -1, 0  # the store's when `_prepare` was called, and after each write
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"storage": self._storage, "ends": self._every_end}  # the rest are views of its bytes
+        return {"storage": self._storage, "ends": self._every_end}  # the rest follows from them
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
     def write(self, tensors: Mapping[str, Any], is_row: bool = False) -> Mapping[str, Any] | None:
-        """Appends a row to every lane and returns its arrays; None if nothing has changed and `Storage.write` is to.
+        """Appends a row to every lane and returns its arrays; returns None if `Storage.write` has to do it.
 
         Args:
             tensors: name -> `(n_lanes, ...)`, arrays of numpy or torch.
-            is_row: whether they are plain numbers and arrays without an axis for lanes, of which there is one.
+            is_row: whether these are plain numbers and arrays without an axis for lanes, of a store with one lane.
         """
         storage = self._storage
         if self._version != storage.version:
-            self._look()
+            self._prepare()
         if is_row:
             tensors = self._one_row(tensors) or {}
         if len(tensors) != len(self._wanted) or not tensors:
@@ -80,9 +65,9 @@ class StepWriter:
                     return None
                 try:
                     value = value.numpy()
-                except (RuntimeError, TypeError):  # it has a gradient, or is on another device
+                except (RuntimeError, TypeError):  # it has a gradient or is on another device
                     return None
-            # What was pickled has an equal dtype, which is not the same object.
+            # A pickled dtype is equal, but another object.
             if (value.dtype is not dtype and value.dtype != dtype) or value.shape != shape:
                 return None
             if is_end and value.tobytes() != self._no_end:
@@ -91,13 +76,13 @@ class StepWriter:
         with storage.lock:
             if self._version != storage.version:
                 return None
-            self._version = -1  # until all is done: Ctrl-C may come between
+            self._version = -1  # until all is done, in case of Ctrl-C
             slot, following = self._head % self._capacity, self._head + 1
             self._reserved.fill(following)
-            for rows, value in zip(self._rows, values):  # noqa: B905 - linked ones, the last, have none
+            for rows, value in zip(self._rows, values):  # noqa: B905 - linked columns, the last, have none
                 rows[slot] = value
-            for link, own, source in self._links:
-                link.write(storage.ring, self._lanes, values[own][:, None], values[source][:, None])
+            if self._linked:
+                storage.columns.write_links({name: values[at][:, None] for name, at in self._linked}, ALL, 1)
             if self._has_episodes:
                 open_pairs = self._open_pairs
                 self._pairs[slot] = open_pairs
@@ -119,52 +104,52 @@ class StepWriter:
             episodes.set_length(lane, total - 1, total, 1)
             self._open[lane, TIME] = 0
 
-    def _look(self) -> None:
-        """Finds out anew what is known from the last time."""
+    def _prepare(self) -> None:
+        """Finds out what is needed to write to the store as it is now."""
         storage, columns = self._storage, self._storage.columns
         with storage.lock:
             self._version = storage.version
-            counters = storage.ring.counters
+            ring, n, self._capacity = storage.ring, columns.n_lanes, columns.capacity
             self._ends = [name for name in self._every_end if name in columns.specs]
             usable = (
                 columns.on_host
                 and storage.is_private
-                and bool((counters == counters[:, :1]).all())
-                and int(counters[1, 0]) == int(counters[2, 0])
+                and bool((ring.counters == ring.counters[:, :1]).all())
+                and bool((ring.reserved == ring.head).all())
                 and all(columns.specs[name].dtype == END and columns.specs[name].nbytes == 1 for name in self._ends)
                 and not any(spec.is_bfloat16 or spec.is_object for spec in columns.specs.values())
             )
-            n, self._capacity = columns.n_lanes, columns.capacity
-            specs = dict(columns.specs) if usable else {}
-            for name in storage.links if usable else ():  # to the end: they have no rows to write to
-                specs[name] = specs.pop(name)
-            self._one_row = OneRow(specs)
+            names = [*columns.flat, *columns.links] if usable else []
+            self._one_row = OneRow({name: columns.specs[name] for name in names})
+            # Name, shape and dtype of each column, and whether it ends episodes; empty if nothing can be written.
             self._wanted = [
-                (name, (n, *spec.shape), np.dtype(spec.dtype.str), name in self._ends) for name, spec in specs.items()
+                (name, (n, *spec.shape), np.dtype(spec.dtype.str), name in self._ends)
+                for name, spec in ((name, columns.specs[name]) for name in names)
             ]
-            self._rows = [columns.cells[name].swapaxes(0, 1) for name in specs if name not in storage.links]
-            at = {name: number for number, name in enumerate(specs)}
-            self._links = [(link, at[name], at[link.source]) for name, link in storage.links.items() if usable]
-            self._lanes = np.arange(n)
-            self._reserved, self._heads = storage.ring.reserved, storage.ring.head
-            self._head = int(counters[2, 0])
-            self._has_episodes = usable and storage.episodes is not None
+            # The linked columns and their sources, and where their values are among all.
+            linked = {*columns.links, *(link.source for link in columns.links.values())}
+            self._linked: list[tuple[str, int]] = [(name, at) for at, name in enumerate(names) if name in linked]
+            self._rows = [columns.cells[name].swapaxes(0, 1) for name in columns.flat if usable]
+            self._reserved, self._heads = ring.reserved, ring.head
+            self._head = int(ring.head[0])
+            self._has_episodes: bool = storage.episodes is not None
+            self._no_end: bytes = bytes(n)
             if usable and storage.episodes is not None:
-                pairs = storage.episodes.columns.cells[EPISODE]
-                self._episodes = pairs.swapaxes(0, 1)
-                self._pairs = pairs.view(np.int64)[..., 0].swapaxes(0, 1)
-                self._open = np.zeros((n, 2), np.int32)  # what the next rows get: their times, and no length yet
-                self._open[:, TIME] = storage.episodes.open_lengths(slice(None), self._head)
+                # Pairs of time and length, of int32 and as one int64 each.
+                self._episodes = storage.episodes.columns.cells[EPISODE].swapaxes(0, 1)
+                self._pairs: ndarray = self._episodes.view(np.int64)[..., 0]
+                self._open = np.zeros((n, 2), np.int32)  # those of the next rows
+                self._open[:, TIME] = storage.episodes.open_lengths(ALL, self._head)
+                self._open_pairs: ndarray = self._open.view(np.int64)[:, 0]
                 one = np.zeros_like(self._open)
                 one[:, TIME] = 1
-                self._open_pairs, self._one_step = self._open.view(np.int64)[:, 0], one.view(np.int64)[:, 0]
-                self._no_end = bytes(n)
+                self._one_step: ndarray = one.view(np.int64)[:, 0]
 
 
 class OneRow:
-    """Makes arrays with one row of plain numbers and arrays, where a glance shows that they fit.
+    """Converts plain numbers and arrays to arrays with one row, if it is obvious that they fit.
 
-    A column of infos, which may widen, takes a number only if its dtype holds it exactly.
+    A column of infos, which may be widened, takes a number only if its dtype holds it exactly.
 
     Args:
         specs: of the columns.
@@ -176,18 +161,18 @@ class OneRow:
     """
 
     def __init__(self, specs: Mapping[str, Spec]) -> None:
-        # Of numpy's own objects: a dtype that was pickled is equal to one, but not the same.
+        # numpy's own dtype objects, which are compared by identity.
         self._known = {name: (np.dtype(spec.dtype.str), _limits(spec, is_info(name))) for name, spec in specs.items()}
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
-        """name -> `(1, ...)`; None if it takes more than a glance."""
+        """Returns name -> `(1, ...)`; None if it is not obvious that all values fit."""
         rows = {}
         for name, value in row.items():
             if name not in self._known:
                 return None
             try:
-                array = _at_a_glance(value, *self._known[name])
-            except (TypeError, IndexError):  # there are lists in it, or no numbers
+                array = _convert(value, *self._known[name])
+            except (TypeError, IndexError):  # it is a list, or no number
                 return None
             if array is None:
                 return None
@@ -195,16 +180,14 @@ class OneRow:
         return rows
 
 
-def _at_a_glance(value: Any, dtype: np.dtype, limits: Mapping[type, tuple[Any, Any]]) -> Any:
-    # As nearly always; asking whether it is a tensor takes longer than all else.
+def _convert(value: Any, dtype: np.dtype, limits: Mapping[type, tuple[Any, Any]]) -> Any:
+    # First, because it is nearly always so, and the check for a tensor is slow.
     kind: Any = type(value)
     if issubclass(kind, (np.ndarray, np.generic)) and value.dtype is dtype:
         return value[None]
     if isinstance(value, torch.Tensor):
         return value[None]
     if isinstance(value, np.ndarray):
-        if value.dtype is dtype:
-            return value[None]
         between = limits.get(PYTHON.get(value.dtype.kind, object))
         fits = between and value.size and between[0] <= value.min().item() and value.max().item() <= between[1]
         return value.astype(dtype)[None] if fits else None
@@ -216,7 +199,7 @@ def _at_a_glance(value: Any, dtype: np.dtype, limits: Mapping[type, tuple[Any, A
 
 
 def _limits(spec: Spec, exactly: bool) -> dict[type, tuple[Any, Any]]:
-    """Python's type -> between what its numbers certainly keep their value, and if `exactly` floats their precision."""
+    """Python type -> the range of its numbers that a column holds; with `exactly`, without rounding floats."""
     kind, dtype = spec.dtype.kind, spec.dtype
     if kind == "c" or spec.is_bfloat16 or spec.is_object:
         return {}

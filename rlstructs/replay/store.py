@@ -11,23 +11,24 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from rlstructs.debug import is_on
 from rlstructs.errors import StateError
 from rlstructs.replay.backing import Backing, Block, Heap, Shared
-from rlstructs.replay.blocks import lead_of, put_rows, put_slots
+from rlstructs.replay.blocks import lead_of, write_block
 from rlstructs.replay.columns import LANE, Columns, Spec
 from rlstructs.replay.copies import CopiedWhole, renew_lock_after_fork
 from rlstructs.replay.drawing import Selection
 from rlstructs.replay.episodes import EPISODE, Episodes
-from rlstructs.replay.linked_columns import Link, put_linked
-from rlstructs.replay.ring import N_COUNTERS, Ring
+from rlstructs.replay.linked_columns import LinkedColumns
+from rlstructs.replay.ring import ALL, N_COUNTERS, Ring
 from rlstructs.replay.span import Span
 
-ALL = slice(None)
+__all__ = ["ALL", "MAX_REDRAWS", "Storage"]
+
 # A reader that loses this often against the writers reads from a ring too small to be read at all.
 MAX_REDRAWS = 100
 
@@ -64,9 +65,8 @@ class Storage(CopiedWhole):
         columns: Columns | None = None,
     ) -> None:
         backing = Heap() if backing is None else backing
-        self.columns = Columns(n_lanes, capacity, order, backing) if columns is None else columns
+        self.columns = LinkedColumns(n_lanes, capacity, order, backing) if columns is None else columns
         self.episodes: Episodes | None = None
-        self.links: dict[str, Link] = {}
         # Clearing the store continues the steps at a multiple of this.
         self.alignment = capacity
         self._backing = backing
@@ -81,9 +81,9 @@ class Storage(CopiedWhole):
 
     def _map(self) -> None:
         counters = self._counters.bytes().view(np.int64).reshape(N_COUNTERS, self.columns.n_lanes)
-        self.ring = Ring(counters, self.columns.capacity)
+        self.columns.ring = self.ring = Ring(counters, self.columns.capacity)
         if self.episodes is not None:
-            self.episodes.ring = self.ring
+            self.episodes.columns.ring = self.ring
 
     def __len__(self) -> int:
         return len(self.ring)
@@ -92,17 +92,22 @@ class Storage(CopiedWhole):
     def nbytes(self) -> int:
         """Bytes of columns and bookkeeping."""
         episodes = 0 if self.episodes is None else self.episodes.nbytes
-        saved = sum(self.columns.nbytes_of(name) - link.nbytes for name, link in self.links.items())
-        return self.columns.nbytes - saved + episodes + self.ring.counters.nbytes
+        return self.columns.nbytes + episodes + self.ring.counters.nbytes
 
     def add_columns(self, specs: Mapping[str, Spec], linked: Mapping[str, str] | None = None) -> None:
-        """Adds columns, every row of them unwritten; `linked` names the sources of those that `link` is to add."""
+        """Adds columns; all of their rows are unwritten.
+
+        Args:
+            specs: name -> spec.
+            linked: names among these -> the columns in whose following rows they are stored; see `LinkedColumns`. The
+                store must be empty, and its columns `LinkedColumns`.
+        """
         linked = linked or {}
         with self.lock:
             self.version += 1
             for name in sorted(specs, key=linked.__contains__):  # sources first
                 if name in linked:
-                    self.link(name, linked[name])
+                    cast(LinkedColumns, self.columns).link(name, linked[name])
                 else:
                     self.columns.add(name, specs[name])
             self.poison(specs)
@@ -114,15 +119,21 @@ class Storage(CopiedWhole):
             self.columns.exchange(made, gone)
             self.poison(made)
 
-    def take_columns(self, columns: Columns, links: dict[str, Link] | None = None) -> tuple[Columns, dict[str, Link]]:
-        """Takes other columns of this size, with their links; returns those that it had."""
+    def take_columns(self, columns: Columns) -> Columns:
+        """Replaces the columns by others of the same size and order; returns the old ones."""
         with self.lock:
             self.version += 1
-            before, self.columns, self.links = (self.columns, self.links), columns, links or {}
+            columns.ring = self.ring
+            before, self.columns = self.columns, columns
             return before
 
     def restore(self, counters: np.ndarray, episodes: np.ndarray | None) -> None:
-        """Takes over counters (3, n_lanes) and episodes (n_lanes, n_slots, 2) of a file; None: each lane is one."""
+        """Sets the counters and episodes of a file.
+
+        Args:
+            counters: int64 (3, n_lanes).
+            episodes: int32 (n_lanes, n_slots, 2); None if the rows of each lane are one episode.
+        """
         with self.lock:
             self.version += 1
             self.ring.counters[...] = counters
@@ -130,17 +141,6 @@ class Storage(CopiedWhole):
                 self.track_episodes().columns.cells[EPISODE][:, : episodes.shape[1]] = episodes
             elif self.episodes is not None:
                 self.rebuild_episodes(np.zeros((self.columns.n_lanes, self.columns.capacity), bool))
-
-    def link(self, name: str, source: str) -> None:
-        """Adds a column whose values are stored in the next rows of another; see `linked_columns`.
-
-        Raises:
-            StateError: the store is on a device, shared with other processes, or not empty.
-        """
-        if not (self.columns.on_host and self.is_private and not len(self)):
-            raise StateError(f"{name!r} cannot be stored through {source!r}: only in an empty store of one process")
-        self.links[name] = Link(self.columns, name, source)
-        self.version += 1
 
     def track_episodes(self) -> Episodes:
         """Records episodes from now on; the rows already in a lane become one episode."""
@@ -217,39 +217,28 @@ class Storage(CopiedWhole):
         done: np.ndarray | None,
         starts: np.ndarray | None,
     ) -> None:
-        ring, columns = self.ring, self.columns
+        ring = self.ring
         count = n_timesteps if lengths is None else lengths
         if (ring.reserved[lanes] > ring.head[lanes]).any():  # a writer was killed
             ring.skip_lost(lanes)
             if self.episodes is not None:
                 self.episodes.reopen(lanes)
         ring.reserve(lanes, count)
-        head = ring.head[lanes]
-        first = int(head[0]) if head.size else 0
-        in_step = head.size == 1 or bool((head == first).all())
-        if lengths is None and in_step:
-            put_slots(columns, self.links, block, lanes, first % columns.capacity, n_timesteps)
-        else:
-            steps = head[:, None] + np.arange(n_timesteps)
-            rows = columns.at_steps(np.arange(columns.n_lanes)[lanes][:, None], steps)
-            valid = None if lengths is None else np.arange(n_timesteps) < lengths[:, None]
-            put_rows(columns, self.links, block, rows, valid)
-        if self.links:
-            put_linked(self.links, ring, block, np.arange(columns.n_lanes)[lanes], n_timesteps, lengths)
+        heads = ring.head[lanes]
+        first = int(heads[0]) if heads.size else 0
+        head = first if heads.size == 1 or (heads == first).all() else None
+        write_block(self.columns, block, lanes, n_timesteps, lengths, head)
         if self.episodes is not None:
             assert done is not None
-            self.episodes.write(lanes, done, starts, lengths, first if in_step and head.size else None)
+            self.episodes.write(lanes, done, starts, lengths, head)
         ring.publish(lanes, count)
 
     def gather(self, names: Sequence[str], rows: np.ndarray) -> list[Any]:
         """Copies of some rows of some columns, `(*rows.shape, *shape)` each."""
-        if not any(name in self.links for name in names):
+        if not self.columns.links:
             return self.columns.gather(names, rows)
-        with self.lock:  # a write moves values that wait for their next row
-            return [
-                self.links[name].read(self.ring, rows) if name in self.links else self.columns.gather([name], rows)[0]
-                for name in names
-            ]
+        with self.lock:  # a write moves values that wait for their following row
+            return cast(LinkedColumns, self.columns).gather_linked(names, rows)
 
     def put(self, name: str, rows: np.ndarray, values: Any) -> None:
         """Overwrites rows of a column; the same rows stay valid.
@@ -265,13 +254,7 @@ class Storage(CopiedWhole):
         values = self.columns.check(name, values, rows.shape)
         with self.lock:
             self.version += 1
-            if name in self.links:
-                self.links[name].put(self.ring, rows, values)
-                return
-            for link in self.links.values():
-                if link.source == name:
-                    link.keep(self.ring, rows)
-            self.columns.put_rows(name, rows, values)
+            self.columns.replace(name, rows, values)
 
     def grow(self, capacity: int) -> None:
         """Raises the capacity per lane. No lane may have wrapped; row ids stay the same in a store of one lane.
@@ -287,11 +270,9 @@ class Storage(CopiedWhole):
             raise StateError(f"a store with rows cannot shrink from {self.columns.capacity} to {capacity} per lane")
         with self.lock:
             self.version += 1
-            self.columns.resize(capacity, {name: link.is_beside for name, link in self.links.items()})
+            self.columns.resize(capacity)
             if self.episodes is not None:
                 self.episodes.columns.resize(capacity)
-            for link in self.links.values():
-                link.resize(capacity)
             self._map()
             self.poison(self.columns.specs)
 
@@ -306,13 +287,11 @@ class Storage(CopiedWhole):
         """In debug mode, fills the empty rows of these columns with poison."""
         if not is_on():
             return
-        ring, columns = self.ring, self.columns
-        every = np.arange(columns.n_lanes)[lanes][:, None]
-        steps = ring.steps_of(every, np.arange(columns.capacity), ring.head)
-        at = steps < ring.oldest()[every]
-        rows = columns.rows(every, np.arange(columns.capacity))[at]
+        columns = self.columns
+        rows = columns.rows(np.arange(columns.n_lanes)[lanes][:, None], np.arange(columns.capacity)).ravel()
+        rows = rows[columns.steps(rows, self.ring.head - 1) < self.ring.oldest()[columns.lanes(rows)]]
         for name in names:
-            if name not in self.links:  # in a linked column only rows that are read are ever written
+            if name in columns.flat:  # only rows that are read are ever written to a linked column
                 columns.put_rows(name, rows, columns.value(name, columns.specs[name].poison))
 
     def span(self, length: int = 1) -> Span:
@@ -366,13 +345,11 @@ class Storage(CopiedWhole):
         """Moves everything to shared memory, for processes that are started with this object.
 
         Raises:
-            StateError: the columns lie on a device; nothing has changed.
+            StateError: the columns are on a device, linked, or of objects; nothing changes.
         """
         if not self.is_private:  # it is shared already, and other processes map it
             return
         backing = Shared()
-        if self.links:
-            raise StateError("a store with linked columns cannot be shared")
         self.columns.move(backing)
         self.version += 1
         counters = backing.allocate("counters", self.ring.counters.nbytes)

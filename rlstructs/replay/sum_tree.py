@@ -1,11 +1,11 @@
 # mypy: disable-error-code="valid-type,untyped-decorator,attr-defined"
-"""Sums and minima over priorities, in trees that draw in proportion and update in batches.
+"""Trees of sums and minima of priorities, which draw leaves in proportion and are updated in batches.
 
-Two Warp kernels in float64, level by level: a draw walks all its masses down one level before the next
-(the loads of one level overlap, those of one walk cannot), an update writes leaves and then each level's
-parents from their children. A parent is always the sum of its children as they are: nothing drifts.
-A node has eight children, which share a cache line: of a million leaves that is 1 MB above the lowest
-level, so that a draw waits for memory about once, and not four times as with two children.
+There are two Warp kernels in float64, which go level by level. A draw moves all of its masses down one level before the
+next, because the loads of a level overlap. An update writes leaves, and then computes the parents of each level from
+their children: a parent is always the sum of its children, so errors do not accumulate. A node has eight children,
+which share a cache line. With a million leaves the levels above take 1 MB, so that a draw waits for memory about once;
+with two children per node it would be four times.
 """
 
 from __future__ import annotations
@@ -39,17 +39,12 @@ def _draw(
     n = count[0]
     zero = wp.float64(0.0)
     share = masses[n]
-    if share > zero:  # what lies there are fractions, of one share of the total each
-        for i in range(n):
-            masses[i] = (wp.float64(i) + masses[i]) * share
-    in_order = wp.int32(1)
-    for i in range(1, n):
-        in_order = wp.where(masses[i] < masses[i - 1], 0, in_order)
-    # Masses that come in order walk along a level of a few hundred, in place of those above it.
+    for i in range(n):  # each mass is a fraction of its share of the total
+        masses[i] = (wp.float64(i) + masses[i]) * share
+    # The masses ascend: one walk along a level of a few hundred sums finds all of them, instead of the levels above it.
     top = offsets.shape[0] - 1
-    if in_order == 1:
-        while top > 0 and offsets[top] - offsets[top - 1] <= 256:
-            top = top - 1
+    while top > 0 and offsets[top] - offsets[top - 1] <= 256:
+        top = top - 1
     start = offsets[top]
     last = wp.int32(0)
     if top < offsets.shape[0] - 1:
@@ -67,18 +62,18 @@ def _draw(
     for down in range(top):
         level = offsets[top - 1 - down]
         if offsets[top - down] - level > 65536:
-            # No cache of a core holds it: have all lines on their way before the first is waited for.
+            # The level does not fit in a core's cache: load all lines before waiting for the first.
             touched = zero
             for i in range(n):
                 touched = touched + sums[level + 8 * wp.int32(leaves[i])]
-            masses[n] = touched  # or it would be left out
+            masses[n] = touched  # or the compiler would omit the loads
         for i in range(n):
             first = 8 * wp.int32(leaves[i])
             at = level + first
-            # Without a branch: a wrong guess costs more than the step, and holds up the loads of the next draws.
+            # Without branches: a mispredicted one costs more than the step, and delays the loads of the next draws.
             mass = masses[i]
             s = nodes[at / 8]
-            # Into the upper half of the node or not, then of that half, then of that quarter.
+            # Chooses a half of the node, then a quarter, then a child.
             end = (s[0] + s[1]) + (s[2] + s[3])
             upper = mass >= end
             before = wp.where(upper, end, zero)
@@ -93,7 +88,7 @@ def _draw(
             upper = mass >= end
             before = wp.where(upper, end, before)
             child = child + wp.where(upper, 1, 0)
-            # A sum that is zero is never entered, wherever a mass was rounded to; this branch is all but never taken.
+            # A sum of zero is never entered, even if a mass was rounded; this branch is hardly ever taken.
             if not sums[at + child] > zero:
                 end = zero
                 before = zero
@@ -130,11 +125,11 @@ def _update(
         previous = wp.int32(-1)
         for i in range(n):
             parent = wp.int32(leaves[i]) / 8
-            if parent != previous:  # neighbours share a parent: leaves that come in order cost little
+            if parent != previous:  # consecutive leaves share parents, so that sorted leaves cost little
                 s = nodes[first_node + parent]
-                # In pairs, which can be added side by side.
+                # In pairs, which the processor can add in parallel.
                 sums[here + parent] = ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]))
-                if level == 0:  # the minimum of a leaf is itself; an empty one is none
+                if level == 0:  # leaves have no minima; a zero does not count
                     for c in range(8):
                         s[c] = wp.where(s[c] > zero, s[c], inf)
                 else:
@@ -149,15 +144,15 @@ def _update(
 
 
 class SumTree:
-    """`n_leaves` values, float64, all zero at first.
+    """A tree over `n_leaves` values, float64, initially zero.
 
     Args:
-        n_leaves: how many.
+        n_leaves: number of values.
 
     Example:
         >>> tree = SumTree(3)
         >>> tree.update(np.array([0, 1, 2]), np.array([1.0, 0.0, 2.0]))
-        >>> tree.total, tree.minimum, tree.draw(np.array([0.5, 1.5, 2.5])).tolist()
+        >>> tree.total, tree.minimum, tree.draw(3, np.random.default_rng(0)).tolist()
         (3.0, 1.0, [0, 2, 2])
     """
 
@@ -173,7 +168,7 @@ class SumTree:
 
     @staticmethod
     def nbytes_of(n_leaves: int) -> int:
-        """Bytes that a tree takes."""
+        """Bytes of a tree."""
         sizes = _level_sizes(n_leaves)
         return 8 * (sum(sizes) + sum(sizes[1:]))
 
@@ -184,36 +179,27 @@ class SumTree:
 
     @property
     def minimum(self) -> float:
-        """The smallest value above zero, infinity if there is none."""
+        """The smallest value above zero; infinity if there is none."""
         return float(self.minima[-1])
 
     @property
     def values(self) -> np.ndarray:
-        """float64 (n_leaves,), a view: to be read only."""
+        """The values, float64 (n_leaves,), a view that must not be written to."""
         return self.sums[: self.n_leaves]
 
-    def draw(self, masses: np.ndarray) -> np.ndarray:
-        """The leaves in which these masses lie, int64 (B,).
+    def draw(self, n: int, rng: np.random.Generator) -> np.ndarray:
+        """Draws a leaf from each n-th of the total, in proportion to the values, int64 (n,), in ascending order.
 
-        Args:
-            masses: float64 (B,), in [0, total). None ends in a leaf of value zero unless all are.
+        None of them is zero, unless all leaves are.
         """
-        buffer, leaves = self._buffers("draw", len(masses))
-        buffer[: len(masses)] = masses
-        buffer[len(masses)] = 0.0
-        self._launch("draw", len(masses))
-        return leaves[: len(masses)].copy()
-
-    def draw_evenly(self, n: int, rng: np.random.Generator) -> np.ndarray:
-        """A leaf from each n-th of the total, in proportion, int64 (n,)."""
         buffer, leaves = self._buffers("draw", n)
         rng.random(out=buffer[:n])
-        buffer[n] = self.sums[-1] / n
+        buffer[n] = self.sums[-1] / max(n, 1)
         self._launch("draw", n)
         return leaves[:n].copy()
 
     def update(self, leaves: np.ndarray, values: np.ndarray) -> None:
-        """Sets values; of equal leaves the last counts.
+        """Sets values; if a leaf is repeated, its last value counts.
 
         Args:
             leaves: int (B,), in [0, n_leaves).
@@ -225,19 +211,19 @@ class SumTree:
         self._launch("update", len(leaves))
 
     def fill(self, values: np.ndarray) -> None:
-        """Sets every value."""
+        """Sets all values, float64 (n_leaves,)."""
         self.sums[: self.n_leaves] = values
         least = np.where(self.sums > 0, self.sums, np.inf)[: self._offsets[1]]
         for below, here in itertools.pairwise(self._offsets.tolist()):
             n = (here - below) // FAN_OUT
-            pairs = self.sums[below:here].reshape(n, 4, 2).sum(axis=2)  # as an update adds: both give the same bits
+            pairs = self.sums[below:here].reshape(n, 4, 2).sum(axis=2)  # in the order of the kernel: the same bits
             self.sums[here : here + n] = (pairs[:, 0] + pairs[:, 1]) + (pairs[:, 2] + pairs[:, 3])
             start = here - self._offsets[1]
             self.minima[start : start + n] = least.reshape(n, FAN_OUT).min(axis=1)
             least = self.minima[start : start + -(-n // FAN_OUT) * FAN_OUT]
 
     def _buffers(self, kind: str, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """Arrays of n + 1 and n that a launch was recorded with; kept, for making them costs more than the launch."""
+        """The arrays (n + 1,) and (n,) of a recorded launch; kept, because creating them costs more than the launch."""
         if kind not in self._launches or len(self._launches[kind][2]) < n:
             size = max(n, 256)
             values, leaves, count = np.zeros(size + 1), np.zeros(size, np.int64), np.zeros(1, np.int32)
@@ -257,7 +243,7 @@ class SumTree:
 
     def _launch(self, kind: str, n: int) -> None:
         command, _, _, count = self._launches[kind]
-        count[0] = n  # not a parameter of its own: setting one costs more than this
+        count[0] = n  # in an array, because setting a parameter of a launch costs more
         command.launch()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -269,19 +255,19 @@ def _view(array: np.ndarray) -> Any:
 
 
 def _nodes(array: np.ndarray) -> Any:
-    n = array.size // FAN_OUT  # the root is none
+    n = array.size // FAN_OUT  # without the root
     return wp.array(array[: n * FAN_OUT].reshape(n, FAN_OUT), dtype=Node, copy=False, device="cpu")
 
 
 def _aligned(n: int) -> np.ndarray:
-    """n zeros that begin with a cache line."""
+    """n zeros, aligned to a cache line."""
     space = np.zeros(n + CACHE_LINE // 8)
     start = -space.ctypes.data % CACHE_LINE // 8
     return space[start : start + n]
 
 
 def _level_sizes(n_leaves: int) -> list[int]:
-    """Entries of each level from the leaves up, so many that every node has all its children; the last is the root."""
+    """The sizes of the levels from the leaves to the root, padded so that every node has all of its children."""
     if n_leaves < 1:
         raise SpecError(f"a sum tree needs at least 1 leaf, got {n_leaves}")
     sizes: list[int] = []

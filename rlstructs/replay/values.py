@@ -33,11 +33,15 @@ def host_array(name: str, value: Any) -> np.ndarray:
 
 
 def find_marks(columns: Mapping[str, Any], n_lead: int = 2) -> np.ndarray | None:
-    """Where a number of one of these columns is not zero, bool, with their first `n_lead` axes; None of no column."""
+    """Finds the rows in which one of these columns is not zero.
+
+    Returns:
+        bool, of the first `n_lead` axes of the columns; None if there are no columns.
+    """
     marks = []
     for name, values in columns.items():
         if isinstance(values, torch.Tensor) and not values.is_cpu:
-            values = values != 0  # there: a bool is less to copy
+            values = values != 0  # on the device, because bools are smaller to copy
         mark = host_array(name, values) != 0
         marks.append(mark.any(axis=tuple(range(n_lead, mark.ndim))))
     return np.asarray(np.logical_or.reduce(marks)) if marks else None

@@ -1,4 +1,4 @@
-"""Which dtype holds both what a column holds and what is to be written, without losing a value."""
+"""Finds a dtype that holds the values of a column and new ones exactly."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
-# Kinds of numbers, each of which holds those before it.
-ORDER = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
+# numpy's kinds of numbers; those of a higher rank hold those of a lower one.
+RANKS = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
 
 
 def widened(old: np.ndarray, new: np.ndarray, dtype: np.dtype) -> np.dtype | None:
-    """The dtype of a column that takes more values; None if no dtype of numbers holds all of them.
+    """Returns a dtype that holds old and new values; None if no dtype of numbers does.
 
     Args:
-        old: what it holds.
-        new: what is to be written.
+        old: the values of a column.
+        new: the values to write.
         dtype: of the column.
 
     Example:
@@ -26,8 +26,8 @@ def widened(old: np.ndarray, new: np.ndarray, dtype: np.dtype) -> np.dtype | Non
 
 
 def _candidates(dtype: np.dtype, new: np.dtype) -> Iterator[np.dtype]:
-    """Dtypes that might do, the one that there is first, and the others from the narrowest on."""
-    here, there = ORDER[dtype.kind], ORDER[new.kind]
+    """Dtypes to try: the old one, then others from the narrowest on."""
+    here, there = RANKS[dtype.kind], RANKS[new.kind]
     if there < here or (there == here and (here < 2 or new.itemsize <= dtype.itemsize)):
         yield dtype
     both = np.promote_types(dtype, new)
@@ -39,12 +39,12 @@ def _candidates(dtype: np.dtype, new: np.dtype) -> Iterator[np.dtype]:
 
 
 def is_too_wide(dtype: np.dtype) -> bool:
-    """Whether numbers are longer than other libraries have them."""
+    """Whether a dtype is longer than those of other libraries, such as float128."""
     return bool(dtype.itemsize > (16 if dtype.kind == "c" else 8))
 
 
 def is_exact(values: np.ndarray, dtype: np.dtype) -> bool:
-    """Whether numbers keep their values in a dtype of the same kind, or of one that comes after it."""
+    """Whether a dtype of the same or a higher rank holds these numbers exactly."""
     kind = values.dtype.kind
     if not values.size or kind == "b" or values.dtype == dtype:
         return True

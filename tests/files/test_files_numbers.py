@@ -131,7 +131,7 @@ def test_priorities_are_of_rows_that_are_there(tmp_path):
     made.sample(["x"], batch_size=2)
     path = made.save(tmp_path, format="npz")
     rewritten(path, arrays={"__leaves__": put((7, 1.0))})
-    refused(memory(2).load, path, "priorities of rows that it has not")
+    refused(memory(2).load, path, "priorities of empty rows")
 
 
 def vector(n):

@@ -8,6 +8,7 @@ import gc
 import logging
 import multiprocessing
 import pickle
+import sys
 import weakref
 from functools import partial
 
@@ -36,6 +37,7 @@ from frameworks import (
 from gymnasium import spaces
 from helpers import create_gym, rollout
 from processes import LIMIT
+from walk import Walk
 
 from rlstructs import DictTensor, RandomAgent, RL_Batcher, TemporalDictTensor, Trajectories
 from rlstructs.errors import MissingKeyError, SpecError, StateError
@@ -1502,6 +1504,18 @@ def test_missing_tensors_get_the_dtype_of_the_trajectories(kind, name):  # R31
     [[x]] = memory.sample_all(["x"], sequence_length=2)
     assert (dtype_name(kind, x), host(x).shape) == (name_of(kind, name), (4, 3))
     assert host(x).tolist() == values.reshape(4, 3).tolist()
+
+
+def test_only_new_tensors_are_compared_with_free_memory():
+    memory, batch, asked = make("torch", 4, 2), trajectories([2, 2], [0, 1], x=grid(2, 2)), []
+    for _ in range(2):
+        sys.setprofile(walk := Walk())
+        try:
+            memory.add_trajectories(batch, {"x": "x"})
+        finally:
+            sys.setprofile(None)
+        asked.append("workers/limits.py" in walk.relative_files())
+    assert asked == [True, False]
 
 
 def test_tensors_that_are_there_keep_their_shape_and_dtype(kind):

@@ -11,11 +11,11 @@ from frameworks import CUDA, EVERY_KIND, ON_HOST, array, flat, host, library, ma
 
 from rlstructs import DictTensor, OutOfMemoryError, TemporalDictTensor, Trajectories
 from rlstructs.errors import SpecError
-from rlstructs.memories import from_trajectories as adding
-from rlstructs.memories import tensors
+from rlstructs.memories import intake, tensors
 from rlstructs.replay import device_columns, from_trajectories, values
-from rlstructs.replay.columns import Columns, Spec
+from rlstructs.replay.columns import Spec
 from rlstructs.replay.device_columns import TensorColumns
+from rlstructs.replay.linked_columns import LinkedColumns
 from rlstructs.replay.store import Storage
 
 NAMES = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
@@ -133,7 +133,7 @@ def test_trajectories_on_the_device_do_not_pass_the_host(kind, monkeypatch):
     )
     seen = []
     plain = from_trajectories.host_array
-    for module in (adding, from_trajectories):
+    for module in (intake, from_trajectories):
         monkeypatch.setattr(module, "host_array", lambda name, value: seen.append(name) or plain(name, value))
     memory.add_trajectories(batch, {"x": "x", "b": "b", "terminated": "e"})
     assert seen == ["env_index", "lengths"]
@@ -166,7 +166,7 @@ def test_tensors_beyond_what_the_device_has_are_refused(kind, monkeypatch):
 
 
 def test_the_columns_of_a_memory_lie_where_its_device_is():
-    assert type(make("torch", 2, 1)._storage.columns) is Columns
+    assert type(make("torch", 2, 1)._storage.columns) is LinkedColumns
     assert type(make("torch-tensors", 2, 1)._storage.columns) is TensorColumns
     framework = type(make("torch", 2, 1)).framework
     assert framework.device_of_rows(torch.device("cuda:1")) == torch.device("cuda:1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 import threading
 
 import numpy as np
@@ -99,9 +100,48 @@ def test_a_copy_is_of_between_two_writes(kind, way, tmp_path):
             assert first.size == 500 and (np.diff(first) == 1).all()
             assert (first == second).all() and (first == third).all()
             if kind is Tianshous:
-                assert (copied._running.lengths == first[-1] + 1).all()
-                assert (copied._running.returns == first[-1] * (first[-1] + 1) / 2).all()
+                assert (copied._intake.running.lengths == first[-1] + 1).all()
+                assert (copied._intake.running.returns == first[-1] * (first[-1] + 1) / 2).all()
     finally:
         stop.set()
         thread.join()
     assert len(pickle.loads(pickle.dumps(made.buffer))) == len(made.buffer)
+
+
+class Intruder:
+    """A profile function: the versions of a store at which another thread could have written to it."""
+
+    def __init__(self, storage):
+        self.storage, self.versions = storage, {storage.version}
+
+    def __call__(self, frame, event, _):
+        if event == "return" and self.storage.version not in self.versions and self.could_write():
+            self.versions.add(self.storage.version)
+
+    def could_write(self):
+        taken = []
+
+        def take():
+            taken.append(self.storage.lock.acquire(blocking=False))
+            if taken[0]:
+                self.storage.lock.release()
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        thread.join()
+        return taken[0]
+
+
+@pytest.mark.parametrize("kind", [Torchrls, Tianshous])
+def test_no_row_is_written_while_a_file_is_loaded(kind, tmp_path):
+    writer, other = kind(), kind()
+    for each in (writer, other):
+        each.write()
+    writer.buffer.save(tmp_path / "buffer.npz")
+    intruder = Intruder(other.buffer._storage)
+    sys.setprofile(intruder)
+    try:
+        other.buffer.load(tmp_path / "buffer.npz")
+    finally:
+        sys.setprofile(None)
+    assert len(intruder.versions) == 2  # before and after

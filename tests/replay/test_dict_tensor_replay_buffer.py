@@ -68,7 +68,7 @@ def numbered(start, n):
 
 def held(buffer):
     """The numbers of the rows, the oldest first."""
-    return buffer["next/reward"][buffer._chronological(np.arange(len(buffer)))].tolist()
+    return buffer["next/reward"][buffer._span().row_ids(np.arange(len(buffer)))].tolist()
 
 
 def by_id(start, stop, size, first=0):
@@ -379,7 +379,7 @@ def test_one_row_at_a_time_fills_and_wraps_a_list_storage():
     buffer = made(max_size=2000)
     assert [buffer.add({"x": t, "done": t % 7 == 6}) for t in range(2500)] == [t % 2000 for t in range(2500)]
     assert buffer["x"].tolist() == by_id(500, 2500, 2000)
-    assert (buffer._storage.episodes.times(buffer._chronological(np.arange(2000))) == np.arange(500, 2500) % 7).all()
+    assert (buffer._storage.episodes.times(buffer._span().row_ids(np.arange(2000))) == np.arange(500, 2500) % 7).all()
 
 
 class Filling(torch.nn.Module):
@@ -529,7 +529,7 @@ BAD_ROWS = {
     "no mapping": (torch.zeros(3), TypeError, "needs a mapping of names to arrays, got Tensor"),
     "a key that is no string": ({3: torch.zeros(3)}, TypeError, "a key must be a string, got 3"),
     "items of other keys": ([{"obs": 1.0}, {"x": 2.0}], SpecError, "^extend: item 1: key"),
-    "items of other shapes": ([{"obs": [1.0]}, {"obs": [1.0, 2.0]}], SpecError, "not the same shape in all items"),
+    "items of other shapes": ([{"obs": [1.0]}, {"obs": [1.0, 2.0]}], SpecError, "has different shapes in the items"),
 }
 
 
@@ -1057,7 +1057,7 @@ def test_episodes_follow_ends_that_are_changed(storage):
     buffer = made(storage, 10)
     t = torch.arange(9)
     buffer.extend({"obs": t.float(), "next": {"reward": torch.ones(9), "done": t % 3 == 2}})
-    times = lambda: buffer._storage.episodes.times(buffer._chronological(np.arange(9))).tolist()  # noqa: E731
+    times = lambda: buffer._storage.episodes.times(buffer._span().row_ids(np.arange(9))).tolist()  # noqa: E731
     assert times() == [0, 1, 2] * 3
     buffer[2] = {"next/done": False}
     assert times() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
@@ -1110,11 +1110,11 @@ def test_a_repr_says_what_there_is():
 
 
 def test_arguments_that_cannot_be_are_refused():
-    with pytest.raises(TypeError, match="^storage must be a ReplayStorage, or what makes one, got int$"):
+    with pytest.raises(TypeError, match="^storage must be a ReplayStorage, or a function that creates one, got int$"):
         DictTensorReplayBuffer(storage=100)
-    with pytest.raises(TypeError, match="^sampler must be a Sampler, or what makes one, got ListStorage$"):
+    with pytest.raises(TypeError, match="^sampler must be a Sampler, or a function that creates one, got ListStorage$"):
         DictTensorReplayBuffer(sampler=ListStorage)
-    with pytest.raises(TypeError, match="^a transform must take a batch, got int$"):
+    with pytest.raises(TypeError, match="^a transform must be a function of a batch, got int$"):
         made(transform=3)
     with pytest.raises(ValueError, match="^prefetch needs a batch_size"):
         made(prefetch=2)
@@ -1216,3 +1216,44 @@ def test_rows_without_a_column_are_an_error():
             with pytest.raises(MissingKeyError, match="^extend: rows need a column, there is none"):
                 buffer.extend(rows)
         assert len(buffer) == n and not len(buffer.extend([])) and not len(buffer.extend(TensorDict({}, [0])))
+
+
+def test_methods_that_a_program_overrides_are_called_where_others_use_them(tmp_path):
+    calls = []
+
+    class Watched(DictTensorPrioritizedReplayBuffer):
+        def __getitem__(self, index):
+            calls.append("[]")
+            return super().__getitem__(index)
+
+        def __setitem__(self, index, values):
+            calls.append("[]=")
+            super().__setitem__(index, values)
+
+        def update_priority(self, index, priority):
+            calls.append("update_priority")
+            super().update_priority(index, priority)
+
+        def dumps(self, path):
+            calls.append("dumps")
+            super().dumps(path)
+
+        def load(self, path):
+            calls.append("load")
+            super().load(path)
+
+    def called(call):
+        calls.clear()
+        call()
+        return calls
+
+    buffer = Watched(alpha=1.0, beta=1.0, batch_size=2)
+    buffer.extend(numbered(0, 4))
+    batch = buffer.sample()
+    batch.set("td_error", torch.ones(2))
+    assert called(lambda: buffer.storage[0]) == called(buffer.read_all_in_order) == ["[]"]
+    assert called(lambda: buffer.write_all(numbered(4, 4))) == ["[]="]
+    assert called(lambda: buffer.update_tensordict_priority(batch)) == ["update_priority"]
+    assert called(lambda: buffer.sampler.update_priority(0, 1.0)) == ["update_priority"]
+    assert called(lambda: buffer.save(tmp_path / "folder")) == ["dumps"]
+    assert called(lambda: buffer.loads(tmp_path / "folder")) == ["load"]

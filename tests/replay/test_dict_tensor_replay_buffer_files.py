@@ -429,16 +429,16 @@ def test_as_many_batches_are_made_ahead_as_were_asked_for():  # R44: "prefetch=1
 
         buffer = prefetching(depth=depth, transform=watched)
         buffer.sample()
-        assert len(buffer._ahead) == depth
-        for batch in list(buffer._ahead._queue):
+        assert buffer.stats()["prefetch_queue_size"] == depth
+        for batch in list(buffer._sampling.ahead._queue):
             batch.future.result()
         assert len(made_by) == depth + 1 and sum(name.startswith("rlstructs-prefetch") for name in made_by) >= depth
         where += made_by
         buffer.extend(rows(0, 1))
         buffer.sample()  # nothing that was made counts, and what changes now would not either
-        assert len(buffer._ahead) == 0
+        assert buffer.stats()["prefetch_queue_size"] == 0
         buffer.sample()
-        assert len(buffer._ahead) == depth
+        assert buffer.stats()["prefetch_queue_size"] == depth
         buffer.close()
     assert threading.main_thread().name in where
 
@@ -473,7 +473,7 @@ def test_a_buffer_that_was_closed_makes_nothing_ahead():
             assert not set(own_threads()) - before
         for stream, each in zip(streams, (buffer, plain), strict=True):
             stream.append(each.sample()["x"].tolist())
-    assert streams[0] == streams[1] and len(buffer._ahead) == 0
+    assert streams[0] == streams[1] and buffer.stats()["prefetch_queue_size"] == 0
 
 
 @pytest.mark.parametrize("way", ["pickle", "deepcopy", "state_dict", "npz"])
@@ -484,7 +484,7 @@ def test_what_is_restored_while_batches_are_made_goes_on_in_the_same_stream(way,
     restored = WAYS[way](buffer, prefetching("without replacement"), tmp_path)
     for _ in range(5):
         assert restored.sample()["x"].tolist() == buffer.sample()["x"].tolist()
-    assert restored._ahead.depth == 3
+    assert restored._sampling.ahead.depth == 3
     buffer.close()
     restored.close()
 

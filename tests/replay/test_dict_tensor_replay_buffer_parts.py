@@ -69,7 +69,7 @@ def test_torchrls_names_are_the_same_classes():
 def test_a_part_is_given_as_it_is_or_as_what_makes_it(given):  # B0
     buffer = DictTensorReplayBuffer(storage=given, sampler=RandomSampler, writer=lambda: MaxValueWriter("x"))
     assert type(buffer.storage) is ListStorage and type(buffer.writer) is MaxValueWriter
-    with pytest.raises(TypeError, match="^writer must be a Writer, or what makes one, got RandomSampler$"):
+    with pytest.raises(TypeError, match="^writer must be a Writer, or a function that creates one, got RandomSampler$"):
         DictTensorReplayBuffer(writer=RandomSampler)
 
 
@@ -236,7 +236,7 @@ def test_rows_lie_where_the_first_of_them_do(monkeypatch):  # B1 device="auto"
         found.append(sorted(values))
         return torch.device("cpu")
 
-    monkeypatch.setattr(storages, "device_of", on_cpu)
+    monkeypatch.setattr(storages, "find_device", on_cpu)
     buffer = made(LazyTensorStorage(4, device="auto"), batch_size=4)
     assert buffer._storage.columns.on_host
     for start in (0, 3):
@@ -312,7 +312,7 @@ def test_what_else_torchrl_takes_must_ask_for_nothing():
 
 
 def test_what_a_buffer_is_not_says_what_is():
-    with pytest.raises(SpecError, match="^shared must be False: a buffer is of one process; processes can share a Ray"):
+    with pytest.raises(SpecError, match="^shared must be False: a buffer belongs to one process; .* a RayReplay$"):
         DictTensorReplayBuffer(shared=True)
     for kind in (LazyTensorStorage, LazyMemmapStorage):
         with pytest.raises(SpecError, match="^ndim must be 1, got 2: rows have one axis; extend a TemporalDictTensor"):
@@ -633,7 +633,7 @@ def test_transforms_are_appended_and_inserted():  # B6
     for index in (4, -4):
         with pytest.raises(ValueError, match=rf"^index {index} is not in \[-3, 3\]: there are 3 transforms$"):
             buffer.insert_transform(index, doubled)
-    with pytest.raises(TypeError, match="^a transform must take a batch, got str$"):
+    with pytest.raises(TypeError, match="^a transform must be a function of a batch, got str$"):
         buffer.append_transform("double")
     assert buffer["reward"].tolist() == [2, 4, 6]
 
@@ -778,7 +778,7 @@ def test_a_transform_that_raises_leaves_the_buffer_alive(prefetch):  # B4
 def test_what_gives_no_batch_is_an_error():
     buffer = made(transform=lambda batch: None)
     buffer.extend(numbers(0, 3))
-    with pytest.raises(TypeError, match="^<lambda> gave None, not a batch$"):
+    with pytest.raises(TypeError, match="^<lambda> returned None, not a batch$"):
         buffer.sample(2)
 
 
@@ -816,7 +816,7 @@ def test_a_batch_is_collated_before_it_is_transformed():  # B4
     assert set(batch.keys()) == {"reward"} and set(info) == {"index"}
     wrong = made(collate_fn=lambda batch: 3)
     wrong.extend(numbers(0, 3))
-    with pytest.raises(TypeError, match="^collate_fn must give a batch with keys, got int$"):
+    with pytest.raises(TypeError, match="^collate_fn must return a batch with keys, got int$"):
         wrong.sample(2)
 
 

@@ -143,7 +143,7 @@ def test_a_batch_of_more_than_there_is():  # B3
     assert [sorted(batch) for batch in one_pass(buffer)] == [list(range(10))]
     strict = made(SamplerWithoutReplacement(drop_last=True), batch_size=20)
     strict.extend(numbers(0, 10))
-    with pytest.raises(ValueError, match="^batch_size is 20, there are 10 rows, and drop_last drops what is smaller$"):
+    with pytest.raises(ValueError, match="^batch_size is 20, there are 10 rows, and drop_last drops smaller batches$"):
         strict.sample()
     with pytest.raises(ValueError, match="^drop_last needs the batch_size of the buffer"):  # B6 test_batch_errors
         made(SamplerWithoutReplacement(drop_last=True))
@@ -887,7 +887,7 @@ def test_the_number_of_steps_must_be_one_of_whole_slices():  # B3
         SliceSampler(slice_len=2, per="episode")
     with pytest.raises(TypeError, match="^per: priorities say where slices begin$"):
         PrioritizedSliceSampler(slice_len=2, per="window")
-    with pytest.raises(TypeError, match="^per: of every trajectory there is one slice$"):
+    with pytest.raises(TypeError, match="^per: every trajectory gives one slice$"):
         SliceSamplerWithoutReplacement(slice_len=2, per="trajectory")
 
 

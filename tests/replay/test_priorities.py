@@ -79,7 +79,10 @@ def _tianshou(make_buffer, stacked):
         batch, rows = made.sample(n)
         return rows, batch.weight
 
-    return Surface("obs", make_buffer, add, draw, lambda made, rows, values: made.update_weight(rows, values))
+    return Surface(
+        "obs", make_buffer, add, draw, lambda made, rows, values: made.update_weight(rows, values),
+        lambda made: (made._storage, made._reader.priorities),
+    )  # fmt: skip
 
 
 def _chunks():
@@ -110,7 +113,7 @@ def _torchrl():
         ),
         lambda made, number: made.add({"x": number}), draw,
         lambda made, rows, values: made.update_priority(rows, values),
-        lambda made: (made._storage, made._sampler._priorities),
+        lambda made: (made._storage, made.sampler._priorities),
     )  # fmt: skip
 
 

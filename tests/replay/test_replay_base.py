@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import subprocess
 import sys
 import textwrap
+import weakref
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from surfaces import SURFACES
 
 from rlstructs import DictTensor, FileError, SpecError, TemporalDictTensor, Trajectories
 from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.buffer import Buffer
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.drawing import Selection
 from rlstructs.replay.reading import Reading
 from rlstructs.replay.store import Storage
 
@@ -53,7 +55,7 @@ def test_a_next_observation_stored_through_the_next_row_reads_as_it_was_written(
         lengths = np.array([data.draw(st.integers(0, n_timesteps)) for _ in range(n_lanes)])
         ragged = data.draw(st.booleans())
         block = {"obs": frames(obs), "obs_next": frames(following), "terminated": np.zeros(obs.shape, bool)}
-        buffer._write(block, lengths=lengths if ragged else None)
+        buffer._intake.write(block, lengths=lengths if ragged else None)
         for lane in range(n_lanes):
             n = lengths[lane] if ragged else n_timesteps
             model.write(lane, list(zip(obs[lane, :n].tolist(), following[lane, :n].tolist(), strict=True)))
@@ -74,7 +76,7 @@ def test_a_next_observation_stored_through_the_next_row_reads_as_it_was_written(
             model.capacity += 3
             buffer._storage.grow(model.capacity)
             buffer._storage.alignment = model.capacity
-        assert "obs_next" in buffer._storage.links
+        assert "obs_next" in buffer._storage.columns.links
         rows, _ = buffer._span().by_lane(1)
         expected = [row for lane in model.lanes for row in lane]
         for name, at in (("obs", 0), ("obs_next", 1)):
@@ -89,10 +91,22 @@ def test_a_frame_is_stored_once():
     buffer = Buffer(1, n, seed=0)
     following = video[:, 1:].copy()
     following[done] += 1  # the true final observation is not what the next episode begins with
-    buffer._write({"obs": video[:, :-1], "obs_next": following, "terminated": done})
+    buffer._intake.write({"obs": video[:, :-1], "obs_next": following, "terminated": done})
     assert buffer.nbytes < n * (size + 16) + 11 * size
     rows = np.arange(n)[::-1]
     np.testing.assert_array_equal(buffer._storage.gather(["obs_next"], rows)[0], following[0, rows])
+
+
+def test_the_next_of_a_next_observation_is_not_stored_through_a_column_that_is_linked_itself(tmp_path):
+    buffer = Buffer(1, 8, seed=0)
+    obs, following, after = (np.full((1, 5, WIDE), start) + np.arange(5.0)[None, :, None] for start in (0.0, 1.0, 2.0))
+    buffer._intake.write({"obs": obs, "next_obs": following, "next_next_obs": after})
+    for name, expected in (("obs", obs), ("next_obs", following), ("next_next_obs", after)):
+        np.testing.assert_array_equal(buffer._storage.gather([name], np.arange(5))[0], expected[0])
+    buffer.save(tmp_path / "x.npz")
+    other = Buffer(1, 8, seed=0)
+    other.load(tmp_path / "x.npz")
+    np.testing.assert_array_equal(other._storage.gather(["next_next_obs"], np.arange(5))[0], after[0])
 
 
 def test_bits_decide_what_is_the_same_observation():
@@ -102,10 +116,10 @@ def test_bits_decide_what_is_the_same_observation():
     following[0, 0] = -0.0
     following[0, 1] = np.nan
     obs[0, 2] = np.nan
-    buffer._write({"obs": obs, "obs_next": following, "rew": np.zeros((1, 3))})
+    buffer._intake.write({"obs": obs, "obs_next": following, "rew": np.zeros((1, 3))})
     [values] = buffer._storage.gather(["obs_next"], np.arange(3))
     np.testing.assert_array_equal(values.view(np.uint32), following[0].view(np.uint32))
-    assert buffer._storage.links["obs_next"].is_beside.tolist() == [[True] + [False] * 7]
+    assert buffer._storage.columns.links["obs_next"].is_separate.tolist() == [True] + [False] * 7
 
 
 def test_a_store_that_grows_keeps_rows_episodes_and_row_ids():
@@ -128,10 +142,9 @@ def test_a_store_that_grows_keeps_rows_episodes_and_row_ids():
     assert storage.span().every_row().tolist() == [0]
 
 
-def sample(buffer, rows, reading=None):
-    rows = np.asarray(rows)
-    span = buffer._span()
-    _, arrays = buffer._sample(len(rows), lambda n: Selection(rows.reshape(len(rows), -1), span), reading=reading)
+def sample(buffer, rows, reading):
+    rows, names = np.asarray(rows), list(buffer._specs)
+    arrays = reading.read(buffer._storage, buffer._span(), names, rows.reshape(len(rows), -1))
     return {name: np.asarray(array)[:, 0] if rows.ndim == 1 else np.asarray(array) for name, array in arrays.items()}
 
 
@@ -139,7 +152,7 @@ def episodes_buffer(**arguments):
     """Episodes of 3 steps of one lane, 8 steps; observation and what follows count on."""
     buffer = Buffer(1, 16, seed=0, **arguments)
     t = np.arange(8)[None]
-    buffer._write({
+    buffer._intake.write({
         "obs": t * 1.0, "obs_next": t + 1.0, "rew": np.ones((1, 8), np.float32), "act": t,
         "terminated": t == 2, "truncated": t == 5,
     })  # fmt: skip
@@ -184,7 +197,7 @@ def test_a_file_restores_everything(suffix, n, tmp_path):
 
     first, second = made(), made()
     for t in range(n):
-        first._write({
+        first._intake.write({
             "obs": frames([[t % 3]] * 2), "obs_next": frames([[(t + 1) % 3]] * 2), "flag": np.ones((2, 1), bool),
             "half": torch.full((2, 1), t, dtype=torch.bfloat16), "terminated": np.full((2, 1), t % 4 == 3),
         })  # fmt: skip
@@ -197,7 +210,7 @@ def test_a_file_restores_everything(suffix, n, tmp_path):
     for a, b in zip(*(x._storage.gather(list(first._specs), rows) for x in (first, second)), strict=True):
         np.testing.assert_array_equal(a, b)
     for buffer in (first, second):
-        buffer._write({
+        buffer._intake.write({
             "obs": frames([[1], [2]]), "obs_next": frames([[5], [5]]), "flag": np.zeros((2, 1), bool),
             "half": torch.zeros(2, 1, dtype=torch.bfloat16), "terminated": np.zeros((2, 1), bool),
         })  # fmt: skip
@@ -212,16 +225,16 @@ def test_a_file_may_have_stored_next_observations_in_another_way(n, tmp_path):
     def filled(link, start, n):
         buffer = Buffer(2, 5, seed=1)
         first = {"obs": frames([[start]] * 2), "terminated": np.zeros((2, 1), bool)}
-        buffer._write({**first, "obs_next": frames([[start]] * 2)} if link else first)
+        buffer._intake.write({**first, "obs_next": frames([[start]] * 2)} if link else first)
         if not link:  # there are rows when it comes: it is a column of its own
-            buffer._write({**first, "obs_next": frames([[start]] * 2)}, unknown="grow")
+            buffer._intake.write({**first, "obs_next": frames([[start]] * 2)}, unknown="grow")
         buffer._storage.clear()
         for t in range(start, start + n):  # of the second lane fewer, and what lies beside in the first
             rows = {"obs": frames([[t]]), "obs_next": frames([[t + 1]]), "terminated": np.array([[t % 4 == 3]])}
-            buffer._write({**rows, "obs_next": frames([[-t]])} if t % 4 == 3 else rows, np.array([0]))
+            buffer._intake.write({**rows, "obs_next": frames([[-t]])} if t % 4 == 3 else rows, np.array([0]))
             if t % 2:
-                buffer._write(rows, np.array([1]))
-        assert bool(buffer._storage.links) == link
+                buffer._intake.write(rows, np.array([1]))
+        assert bool(buffer._storage.columns.links) == link
         return buffer
 
     def read(buffer):
@@ -235,19 +248,19 @@ def test_a_file_may_have_stored_next_observations_in_another_way(n, tmp_path):
         for buffer in (saved, other):
             for t in (90, 91):
                 rows = {"obs": frames([[t], [t]]), "obs_next": frames([[t + 1], [7]])}
-                buffer._write({**rows, "terminated": np.zeros((2, 1), bool)})
+                buffer._intake.write({**rows, "terminated": np.zeros((2, 1), bool)})
         assert read(other) == read(saved)
 
 
 def test_a_file_of_another_size_changes_nothing(tmp_path):
     episodes_buffer().save(tmp_path / "x.npz")
     other = Buffer(1, 17, seed=0)
-    other._write({"x": np.zeros((1, 2))})
+    other._intake.write({"x": np.zeros((1, 2))})
     with pytest.raises(FileError, match="holds 1 lanes of 16 rows, this buffer has 1 of 17"):
         other.load(tmp_path / "x.npz")
     assert len(other) == 2
     same = Buffer(1, 16, seed=0)
-    same._write({"x": np.zeros((1, 2))})
+    same._intake.write({"x": np.zeros((1, 2))})
     with pytest.raises(FileError, match="has columns act"):
         same.load(tmp_path / "x.npz")
     assert len(same) == 2 and list(same._specs) == ["x"]
@@ -274,7 +287,7 @@ def test_trajectories_come_in_with_valid_steps_only(n_lanes):
 @pytest.mark.parametrize("framework", ["torch", "numpy", "jax", "warp"])
 def test_samples_leave_as_arrays_of_the_framework(framework):
     buffer = Buffer(1, 4, seed=0, framework=framework)
-    buffer._write({
+    buffer._intake.write({
         "obs/x": np.array([[[1.0, 2.0]]], np.float64), "n": np.array([[7]]), "ok": np.array([[True]]),
         "half": torch.full((1, 1), 1.5, dtype=torch.bfloat16),
     })  # fmt: skip
@@ -308,16 +321,16 @@ def test_integers_that_do_not_fit_jax_are_an_error():
 )
 def test_rows_that_do_not_fit_change_nothing(rows, message):
     buffer = Buffer(1, 4, seed=0)
-    buffer._write({"a": np.zeros((1, 1)), "b": np.zeros((1, 1))})
+    buffer._intake.write({"a": np.zeros((1, 1)), "b": np.zeros((1, 1))})
     with pytest.raises(SpecError, match=message):
-        buffer._write(rows)
+        buffer._intake.write(rows)
     assert len(buffer) == 1 and list(buffer._specs) == ["a", "b"]
 
 
 def test_columns_that_come_later_are_zero_in_the_rows_before():
     buffer = Buffer(1, 4, seed=0)
-    buffer._write({"a": np.ones((1, 1))})
-    buffer._write({"b": np.ones((1, 1))}, unknown="grow", missing="fill")
+    buffer._intake.write({"a": np.ones((1, 1))})
+    buffer._intake.write({"b": np.ones((1, 1))}, unknown="grow", missing="fill")
     assert [a.tolist() for a in buffer._storage.gather(["a", "b"], np.arange(2))] == [[1, 0], [0, 1]]
 
 
@@ -340,7 +353,7 @@ def test_what_lies_beside_takes_small_pages_only(subprocess_env):
 
         buffer, steps = Buffer(1, 4000, seed=0), with_finals()
         before = psutil.Process().memory_info().rss
-        buffer._write(steps)
+        buffer._intake.write(steps)
         taken = psutil.Process().memory_info().rss - before
         # Huge pages would take 2 MB for each of the 80 that lie beside.
         assert taken < 1.15 * steps["obs"].nbytes, taken
@@ -351,10 +364,23 @@ def test_what_lies_beside_takes_small_pages_only(subprocess_env):
 
 def test_what_lies_beside_is_pickled_as_small_pages():
     buffer, steps = Buffer(1, 4000, seed=0), with_finals()
-    buffer._write(steps)
+    buffer._intake.write(steps)
     data = pickle.dumps(buffer)
     assert len(data) < 1.1 * steps["obs"].nbytes
     copy = pickle.loads(data)
     np.testing.assert_array_equal(copy._storage.gather(["obs_next"], np.arange(4000))[0], steps["obs_next"][0])
-    copy._write({name: values[:, :1] for name, values in steps.items()})
+    copy._intake.write({name: values[:, :1] for name, values in steps.items()})
     assert len(copy) == 4000
+
+
+@pytest.mark.parametrize("surface", SURFACES.values(), ids=SURFACES)
+def test_a_buffer_that_nobody_holds_frees_its_rows_at_once(surface):
+    buffer = surface.make()
+    stores = [weakref.ref(store) for store in surface.stores(buffer)]
+    gc.collect()
+    gc.disable()  # no part may hold the buffer: a cycle waits for the collector
+    try:
+        del buffer
+        assert [store() for store in stores] == [None] * len(stores)
+    finally:
+        gc.enable()

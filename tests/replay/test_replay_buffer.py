@@ -425,7 +425,7 @@ def test_a_failed_first_add_leaves_an_empty_buffer(what):
 
 def test_what_goes_on_is_what_went_on_when_it_was_looked_at():
     buffer = fill(ReplayBuffer(4), 1, ends=[0])
-    rows_then = buffer._rows()
+    rows_then = buffer._table.rows()
     buffer.add(row(1))  # by another thread
     assert rows_then.unfinished().tolist() == [] and buffer.unfinished_index().tolist() == [1]
 

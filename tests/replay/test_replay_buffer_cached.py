@@ -145,7 +145,7 @@ def test_frames_are_stored_once_and_move_with_what_followed_them():
         done = t % 7 == 6
         after = video[[t + 1, t + 1]] + done
         buffer.add({**rows([t, t], [done] * 2), "obs": video[[t, t]], "obs_next": after})
-    assert buffer._storage.links and buffer.main_buffer._storage.links
+    assert buffer._storage.columns.links and buffer.main_buffer._storage.columns.links
     batch = buffer[:]
     assert batch.act.tolist() == [*range(7), *range(7), *range(7, 14), *range(7, 14), *range(14, 20), *range(14, 20)]
     np.testing.assert_array_equal(batch.obs, video[batch.act])

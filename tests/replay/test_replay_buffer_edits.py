@@ -246,7 +246,7 @@ def test_columns_may_be_replaced_all_at_once_and_others_be_with_them():  # as ca
         buffer.add({**row(t, t == 2), "obs": frames[t], "obs_next": frames[t + 1], "info": {"n": t, "x": nan}})
     before, n_bytes = state_of(buffer), buffer.nbytes
     buffer._meta = ArrayDict(**buffer._meta.__dict__, returns=np.arange(5.0))
-    assert buffer._storage.links and buffer.nbytes - n_bytes < 100  # no frame is stored again
+    assert buffer._storage.columns.links and buffer.nbytes - n_bytes < 100  # no frame is stored again
     assert buffer.returns.tolist() == [0, 1, 2, 3, 4] and buffer.sample(0)[0].returns.tolist() == [0, 1, 2, 3, 4]
     after = state_of(buffer)
     del after["returns"]
@@ -305,7 +305,7 @@ def test_a_changed_next_observation_is_read_as_it_is_and_so_is_the_one_before_a_
     buffer = ReplayBuffer(8)
     for t in range(3):
         buffer.add({**row(t), "obs": frames[t], "obs_next": frames[t + 1]})
-    assert buffer._storage.links
+    assert buffer._storage.columns.links
     buffer.set_array_at_key(np.zeros((1, 300), int), "obs", index=[1])
     buffer.set_array_at_key(np.ones((2, 300), int), "obs_next", index=[1, 2])
     batch = buffer[:]

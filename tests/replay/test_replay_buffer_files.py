@@ -106,7 +106,7 @@ def test_what_comes_out_goes_on_as_the_original_does(made, tmp_path):  # A21.2: 
             more = {name: np.zeros(shape, np.uint8) for name, shape in more.items()}
             if isinstance(same, VectorReplayBuffer):
                 found.append(listed(same.add(rows([t, t], [t % 3 == 0, 0], half=torch.ones(2, dtype=torch.bfloat16)))))
-            elif same._storage.links:
+            elif same._storage.columns.links:
                 obs = np.full(80, t, np.float32)
                 found.append(listed(same.add({**row(t, t % 3 == 0), "obs": obs, "obs_next": obs + 1})))
             else:

@@ -372,8 +372,8 @@ class BufferMachine(RuleBasedStateMachine):
         assert buffer.unfinished_index().tolist() == [
             self.id(at, len(lane.rows) - 1) for at, lane in enumerate(self.lanes) if lane.goes_on()
         ]  # fmt: skip
-        assert buffer._running.lengths.tolist() == [lane.ep_len for lane in self.lanes]
-        np.testing.assert_allclose(buffer._running.returns, [lane.ep_return for lane in self.lanes])
+        assert buffer._intake.running.lengths.tolist() == [lane.ep_len for lane in self.lanes]
+        np.testing.assert_allclose(buffer._intake.running.returns, [lane.ep_return for lane in self.lanes])
         if places:
             assert buffer.done[ids].tolist() == [self.lanes[at].rows[step].done for at, step in places]
         if self.prioritized:

@@ -17,10 +17,11 @@ from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay import expand
 from rlstructs.replay.backing import Folder, Heap, Shared
-from rlstructs.replay.columns import Columns, Spec
+from rlstructs.replay.columns import Columns, RowIds, Spec
 from rlstructs.replay.drawing import Selection, Uniform, draw_fitting
 from rlstructs.replay.episodes import LENGTH, NO_END, TIME, Episodes
 from rlstructs.replay.ring import N_COUNTERS, Ring
+from rlstructs.replay.snapshot import Snapshot
 from rlstructs.replay.span import Span
 from rlstructs.replay.store import ALL, Storage
 
@@ -293,9 +294,10 @@ def test_clear_forgets_what_a_dead_writer_reserved():
     assert len(ring) == 2
 
 
-def test_steps_of_gives_the_newest_step_in_a_slot():
-    steps = make_ring().steps_of(np.array([0, 0, 0, 0, 1]), np.array([0, 1, 2, 3, 3]), np.array([6, 4]))
-    assert steps.tolist() == [4, 5, 2, 3, 3]
+def test_a_row_id_stands_for_the_newest_step_that_its_row_can_hold(order):
+    ids = RowIds(2, 4, order)
+    rows = ids.rows(np.array([0, 0, 0, 0, 1]), np.array([0, 1, 2, 3, 3]))
+    assert ids.steps(rows, np.array([5, 3])).tolist() == [4, 5, 2, 3, 3]
 
 
 # Writing
@@ -738,23 +740,22 @@ def check_windows(storage, model, length):
         whole = [model.remaining(window[0]) >= length for window in full]
         assert expand.fits(episodes, anchors, length).tolist() == whole
 
-    span = storage.span()
+    rows = Snapshot(storage)
     anchors = np.array(list(ids.values()), np.int64)
     if not ids:
         return
-    stacks, stack_masks, forward, forward_masks = [], [], [], []
+    stacks, forward, masks = [], [], []
     for lane in lanes:
         for i, row in enumerate(lane):
             past = [other for other in lane[max(i - length + 1, 0) : i + 1] if other[4] == row[4]]
             stacks.append([past[0]] * (length - len(past)) + past)
-            stack_masks.append([False] * (length - len(past)) + [True] * len(past))
             future = [other for other in lane[i : i + length] if other[4] == row[4]]
             forward.append(future + [future[-1]] * (length - len(future)))
-            forward_masks.append([True] * len(future) + [False] * (length - len(future)))
-    same(expand.stack(span, episodes, anchors, length), stacks, stack_masks)
-    window, counts = expand.n_step(span, episodes, anchors, length)
-    same(window, forward, forward_masks)
-    assert counts.tolist() == [sum(mask) for mask in forward_masks]
+            masks.append([True] * len(future) + [False] * (length - len(future)))
+    assert rows.frames(anchors, length).tolist() == expected(stacks, masks)[0]
+    window, mask, counts = rows.n_step(anchors, length)
+    assert (window.tolist(), mask.tolist()) == expected(forward, masks)[:2]
+    assert counts.tolist() == [sum(mask) for mask in masks]
 
 
 def flags(n, n_timesteps):

@@ -21,16 +21,12 @@ WIDE = 80  # float32: more bytes than from which on a next observation is stored
 def test_resized_columns_keep_lanes_and_slots(order, capacity):
     columns = Columns(3, 4, order)
     columns.add("x", Spec(np.dtype(np.int64), fill=-1))
-    columns.add("y", Spec(np.dtype(np.int64)))
     before = np.arange(12).reshape(3, 4)
-    for name in ("x", "y"):
-        columns.put_cells(name, slice(None), slice(None), before)
-    held = np.array([[True, False, True, True]] * 3)
-    columns.resize(capacity, {"y": held})
+    columns.put_cells("x", slice(None), slice(None), before)
+    columns.resize(capacity)
     n = min(capacity, 4)
     assert columns.cells["x"].tolist() == [[*row[:n], *[-1] * (capacity - n)] for row in before.tolist()]
-    assert columns.cells["y"][:, :n].tolist() == np.where(held, before, 0)[:, :n].tolist()
-    assert list(columns.specs) == ["x", "y"] and columns.n_rows == 3 * capacity
+    assert list(columns.specs) == ["x"] and columns.n_rows == 3 * capacity
     rows = columns.rows(np.array([2]), np.array([1]))
     assert columns.gather(["x"], rows)[0].tolist() == [9]
 
@@ -40,11 +36,12 @@ def test_what_lies_beside_a_linked_column_is_there_after_it_has_grown():
     frames = np.repeat(np.arange(5, dtype=np.float32)[:, None], WIDE, axis=1)[None]
     following = frames[:, 1:].copy()
     following[0, 1] = 7  # the last step of an episode
-    buffer._write({"obs": frames[:, :-1], "obs_next": following})
-    buffer._storage.columns.cells["obs_next"][0, 2] = 9  # not where it is read from
+    buffer._intake.write({"obs": frames[:, :-1], "obs_next": following})
+    columns = buffer._storage.columns
+    columns._rows_of("obs_next")[2] = 9  # not where it is read from
     buffer._storage.grow(8)
     assert buffer._storage.gather(["obs_next"], np.arange(4))[0][:, 0].tolist() == [1, 7, 3, 4]
-    assert buffer._storage.columns.cells["obs_next"][0, :, 0].tolist() == [0, 7, 0, 0, 0, 0, 0, 0]
+    assert columns._rows_of("obs_next")[:, 0].tolist() == [0, 7, 0, 0, 0, 0, 0, 0]
 
 
 def test_only_an_empty_store_shrinks():

@@ -394,4 +394,4 @@ def test_a_file_whose_objects_are_no_such_text_is_refused(tmp_path):
     for text in (b"[1]", b"{}", b"[", b'[{"run": "os"}, 1]', b'[{"array": ["O", [1], ""]}, 1]', b"[1, 2, 3]",
                  b'[{"array": ["<f8", [2], "AAAA"]}, 1]', b"[" * 10**5, b'[{"a": 1, "b": 2}, 1]'):  # fmt: skip
         with pytest.raises((FileError, ValueError, TypeError, RecursionError)):
-            object_files.decoded("info/x", np.frombuffer(text, np.uint8), (2,))
+            object_files.from_json("info/x", np.frombuffer(text, np.uint8), (2,))

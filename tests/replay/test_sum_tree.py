@@ -44,26 +44,41 @@ def filled(values):
     return tree
 
 
-def searched(values, masses):
+class Fractions:
+    """A generator that returns these numbers."""
+
+    def __init__(self, numbers):
+        self.numbers = numbers
+
+    def random(self, out):
+        out[:] = self.numbers
+
+
+def drawn(tree, fractions):
+    """Leaves at these fractions of equal shares of the total."""
+    return tree.draw(len(fractions), Fractions(fractions))
+
+
+def searched(values, fractions):
     """The leaves that numpy finds."""
+    masses = (np.arange(len(fractions)) + fractions) * (values.sum() / max(len(fractions), 1))
     return np.searchsorted(np.cumsum(values), masses, side="right")
 
 
 def test_draw_finds_the_leaf_in_which_a_mass_lies(n_leaves):
     values = whole_numbers(n_leaves)
-    tree, total = filled(values), values.sum()
-    assert (tree.total, tree.n_leaves) == (total, n_leaves)
-    masses = np.random.default_rng(1).random(5000) * total
-    leaves = tree.draw(masses)
+    tree, fractions = filled(values), np.random.default_rng(1).random(5000)
+    assert (tree.total, tree.n_leaves) == (values.sum(), n_leaves)
+    leaves = drawn(tree, fractions)
     assert leaves.dtype == np.int64
-    np.testing.assert_array_equal(leaves, searched(values, masses))
+    np.testing.assert_array_equal(leaves, searched(values, fractions))
 
 
-def test_a_mass_on_a_boundary_lies_in_the_next_leaf_that_is_not_zero(n_leaves):
-    values = whole_numbers(n_leaves)
-    ends = np.unique(np.cumsum(values))[-2000:-1]
-    masses = np.concatenate([[0.0], ends, np.nextafter(ends, 0)])
-    np.testing.assert_array_equal(filled(values).draw(masses), searched(values, masses))
+@pytest.mark.parametrize("fraction", [0.0, 1 - 2.0**-20])
+def test_a_mass_on_a_boundary_lies_in_the_next_leaf_that_is_not_zero(n_leaves, fraction):
+    values = np.minimum(whole_numbers(n_leaves), 3.0)
+    fractions = np.full(int(values.sum()), fraction)  # shares of 1: on every whole number, or a little below it
+    np.testing.assert_array_equal(drawn(filled(values), fractions), searched(values, fractions))
 
 
 def test_fill_and_updates_make_the_same_tree(n_leaves):
@@ -89,31 +104,32 @@ ZEROS = {
 def test_a_leaf_of_value_zero_is_never_drawn(values, scale):
     values = np.array(values) * scale
     tree = filled(values)
-    total = tree.total
-    masses = np.concatenate([[0.0, total, np.nextafter(total, 0), np.nextafter(total, np.inf)], np.cumsum(values)])
-    assert (values[tree.draw(masses)] > 0).all()
+    for fraction in [0.0, 1.0, np.nextafter(1, 0), *np.cumsum(values) / tree.total]:
+        for n in (1, 2, 3, 5, 9, 64):
+            assert (values[drawn(tree, np.full(n, fraction))] > 0).all()
 
 
 def test_no_zero_is_drawn_where_sums_are_rounded():
     rng = np.random.default_rng(3)
     values = rng.random(999) ** 8 * (rng.random(999) > 0.5) * 10.0 ** rng.integers(-9, 9, 999)
     tree = filled(values)
-    masses = np.concatenate([rng.random(20_000) * tree.total, np.cumsum(values), [tree.total]])
-    assert (values[tree.draw(masses)] > 0).all()
+    assert (values[tree.draw(20_000, rng)] > 0).all()
+    for fraction in np.cumsum(values) / tree.total:
+        assert (values[drawn(tree, [fraction])] > 0).all()
 
 
 def test_a_tree_of_zeros_draws_leaves_that_are_there(n_leaves):
     tree = SumTree(n_leaves)
     assert (tree.total, tree.minimum) == (0.0, np.inf)
-    leaves = tree.draw(np.zeros(5))
+    leaves = drawn(tree, np.zeros(5))
     assert ((leaves >= 0) & (leaves < n_leaves)).all()
 
 
 def test_draws_are_in_proportion():
     values = np.array([1.0, 0.0, 2.0, 3.0, 4.0])
-    masses = np.random.default_rng(0).random(100_000) * 10
-    counts = np.bincount(filled(values).draw(masses), minlength=5)
-    expected = values * 10_000
+    tree, rng = filled(values), np.random.default_rng(0)
+    counts = np.bincount([tree.draw(1, rng)[0] for _ in range(20_000)], minlength=5)
+    expected = values * 2000
     assert counts[1] == 0
     assert ((counts - expected)[expected > 0] ** 2 / expected[expected > 0]).sum() < 16.3  # 3 degrees, p = 0.001
 
@@ -151,22 +167,22 @@ def test_the_minimum_is_the_smallest_value_above_zero():
 @pytest.mark.parametrize("n", [0, 1, 256, 257, 1000])
 def test_batches_may_be_of_any_size_and_grow(n):
     values = whole_numbers(700)
-    tree, masses = SumTree(700), np.random.default_rng(5).random(n) * values.sum()
+    tree, fractions = SumTree(700), np.random.default_rng(5).random(n)
     tree.update(np.arange(3), values[:3])
     tree.update(np.resize(np.arange(700), n), values[np.resize(np.arange(700), n)])
     written = np.zeros(700)
     written[: max(3, min(n, 700))] = values[: max(3, min(n, 700))]
     np.testing.assert_array_equal(tree.values, written)
     tree.fill(values)
-    tree.draw(np.zeros(2))
-    np.testing.assert_array_equal(tree.draw(masses), searched(values, masses))
+    drawn(tree, np.zeros(2))
+    np.testing.assert_array_equal(drawn(tree, fractions), searched(values, fractions))
 
 
 def test_what_was_drawn_is_private():
     tree = filled(np.ones(4))
-    first = tree.draw(np.array([0.5, 1.5]))
-    tree.draw(np.array([3.5, 2.5]))
-    assert first.tolist() == [0, 1]
+    first = drawn(tree, [0.25, 0.25])
+    drawn(tree, [0.75, 0.75])
+    assert first.tolist() == [0, 2]
 
 
 def test_update_leaves_its_arguments_alone():
@@ -183,14 +199,14 @@ def pickled(tree):
 def test_a_copy_draws_the_same_and_stands_alone(n_leaves, duplicate):
     values = whole_numbers(n_leaves)
     tree = filled(values)
-    masses = np.random.default_rng(6).random(50) * values.sum()
-    drawn = tree.draw(masses).tolist()
+    fractions = np.random.default_rng(6).random(50)
+    leaves = drawn(tree, fractions).tolist()
     twin = duplicate(tree)
-    assert twin.draw(masses).tolist() == drawn
+    assert drawn(twin, fractions).tolist() == leaves
     twin.update(np.arange(n_leaves), np.zeros(n_leaves))
     twin.update(np.array([n_leaves - 1]), np.array([2.0]))
-    assert set(twin.draw(np.zeros(3)).tolist()) == {n_leaves - 1}
-    assert (tree.draw(masses).tolist(), tree.total) == (drawn, values.sum())
+    assert set(drawn(twin, np.zeros(3)).tolist()) == {n_leaves - 1}
+    assert (drawn(tree, fractions).tolist(), tree.total) == (leaves, values.sum())
 
 
 @pytest.mark.parametrize("n", [0, -1])

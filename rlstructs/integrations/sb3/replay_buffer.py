@@ -167,7 +167,7 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
     def _column(self, name: str) -> np.ndarray:
         """A view of a column, (buffer_size, n_envs, ...); a copy of one that is stored through another."""
         columns = self._storage.columns
-        if name in self._storage.links:
+        if name in columns.links:
             slots = np.arange(self.buffer_size)[:, None]
             return np.asarray(self._storage.gather([name], columns.rows(np.arange(self.n_envs), slots))[0])
         return np.asarray(columns.cells[name]).swapaxes(0, 1)

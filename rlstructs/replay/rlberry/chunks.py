@@ -1,26 +1,33 @@
-"""`ChunkReplayBuffer`: rlberry's replay buffer, which gives chunks of T consecutive steps."""
+"""`ChunkReplayBuffer`: rlberry's replay buffer, which samples chunks of T consecutive steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from rlstructs.checks import check_count, check_names
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.public_names import set_module
 from rlstructs.replay import expand
+from rlstructs.replay.buffer import Arrays, Buffer, Restore
 from rlstructs.replay.claims import Claims
 from rlstructs.replay.drawing import Selection, Uniform, draw_fitting
-from rlstructs.replay.expand import CROSS, EPISODE_ENDS, MASK, NEVER, Window
+from rlstructs.replay.expand import AVOID_ENDS, CROSS_ENDS, EPISODE_ENDS, MASK_ENDS, Window
+from rlstructs.replay.given import spec_of
 from rlstructs.replay.priorities import Priorities, exponent, importance_weights
-from rlstructs.replay.reading import Reading
-from rlstructs.replay.rlberry.tagged import TaggedBuffer
+from rlstructs.replay.reading import DISCOUNT, Reading
+from rlstructs.replay.rlberry.intake import StoredRows, TaggedIntake, dtype_name
+from rlstructs.replay.sampling import sample_arrays
 from rlstructs.replay.span import Span
 from rlstructs.replay.store import Storage
 from rlstructs.replay.values import host_array
+from rlstructs.structures.trajectories import Trajectories
 
 UNIFORM, PRIORITIZED = MODES = ("uniform", "prioritized")
 EVENLY = Uniform()
@@ -28,7 +35,7 @@ EVENLY = Uniform()
 
 @set_module("rlstructs.replay")
 class ChunkBatch(NamedTuple):
-    """What `ChunkReplayBuffer.sample` gives.
+    """A sample of a `ChunkReplayBuffer`.
 
     Attributes:
         data: tag -> `(B, T, ...)`; and `discount`, gamma to the number of steps, if n_step is above 1.
@@ -41,37 +48,37 @@ class ChunkBatch(NamedTuple):
 
 
 @set_module("rlstructs.replay")
-class ChunkReplayBuffer(TaggedBuffer):
-    """A replay buffer that gives chunks of T consecutive steps, uniformly or in proportion to priorities.
+class ChunkReplayBuffer(Buffer):
+    """A replay buffer of which chunks of T consecutive steps are drawn, uniformly or in proportion to priorities.
 
-    A chunk never goes from the newest row on to the oldest. Episodes end where `end_episode` is called, and
-    with rows of which a tag says so (`terminated`, `truncated`, `done` or `dones`).
+    A chunk never goes from the newest row on to the oldest. Episodes end where `end_episode` is called, and at rows in
+    which a tag says so (`terminated`, `truncated`, `done` or `dones`).
 
-    In proportion to priorities the last rows of chunks are drawn, so that every row can be, but for the oldest
-    T - 1. A new row has the largest priority that was ever given, at first 1. Schaul et al., Prioritized
-    Experience Replay (2016), section 3.
+    Prioritised draws draw the last row of a chunk, so that every row can be drawn except the oldest T - 1. A new row
+    has the largest priority that was ever given, at first 1. Schaul et al., Prioritized Experience Replay (2016),
+    section 3.
 
     Args:
-        max_replay_size: rows; the oldest are overwritten. Several lanes share it, rounded up to as many for each.
+        max_replay_size: number of rows; the oldest are overwritten. Several lanes share it, in equal parts, rounded up.
         rng: a generator, which the buffer then draws from, or an int to seed one with.
-        max_episode_steps: an episode ends with so many rows; of trajectories, which say where theirs end, a longer
-            one is an error. None or infinity for no limit.
+        max_episode_steps: an episode ends after so many rows; a longer episode in trajectories, which mark their ends,
+            is an error. None or infinity for no limit.
         enable_prioritized: whether there are priorities.
         alpha: exponent of priorities, at least 0; 0 draws uniformly.
-        beta: exponent of importance weights, at least 0; may be set anew at any time.
-        n_lanes: environments that are stepped side by side; each has rows and episodes of its own.
-        framework: what samples are made of, "numpy", "torch", "jax" or "warp".
-        device: where samples are wanted.
-        episode_ends: whether chunks "cross" the ends of episodes; do, and `mask` leaves out what is of another
-            episode than the first row, or than the drawn last one ("mask"); or "never" do.
+        beta: exponent of importance weights, at least 0; may be set.
+        n_lanes: number of environments that are stepped side by side; each has rows and episodes of its own.
+        framework: library of the samples, "numpy", "torch", "jax" or "warp".
+        device: of samples.
+        episode_ends: whether chunks "cross" the ends of episodes, or "never" do; or cross them, and `mask` leaves out
+            the rows of other episodes than that of the first row, or of the drawn last one ("mask").
         n_step: rewards become the discounted sum of so many steps, up to the end of the episode or the newest
             row; `next_observations` and the like come from the last of them.
         gamma: discount per step.
         stack_num: observations become the last so many of their episode, on a new axis `(B, T, stack_num, ...)`.
-        stack_keys: which tags are stacked; None for those that are observations.
+        stack_keys: which tags are stacked; None for all observations.
 
     Raises:
-        TypeError, SpecError: an argument is not what is needed.
+        TypeError, SpecError: an argument is invalid.
 
     Example:
         >>> buffer = ChunkReplayBuffer(1000, rng=0, enable_prioritized=True)
@@ -87,25 +94,15 @@ class ChunkReplayBuffer(TaggedBuffer):
         >>> buffer.update_priorities(batch.info["indices"], errors)
     """
 
+    _intake: TaggedIntake
+
     def __init__(
-        self,
-        max_replay_size: int,
-        rng: np.random.Generator | int,
-        max_episode_steps: float | None = None,
-        enable_prioritized: bool = False,
-        alpha: float = 0.5,
-        beta: float = 0.5,
-        *,
-        n_lanes: int = 1,
-        framework: str = "numpy",
-        device: Any = None,
-        episode_ends: str = CROSS,
-        n_step: int = 1,
-        gamma: float = 0.99,
-        stack_num: int = 1,
-        stack_keys: Sequence[str] | None = None,
-    ) -> None:
-        # The other one is rlberry's name of it, which its programs read.
+        self, max_replay_size: int, rng: np.random.Generator | int, max_episode_steps: float | None = None,
+        enable_prioritized: bool = False, alpha: float = 0.5, beta: float = 0.5, *, n_lanes: int = 1,
+        framework: str = "numpy", device: Any = None, episode_ends: str = CROSS_ENDS, n_step: int = 1,
+        gamma: float = 0.99, stack_num: int = 1, stack_keys: Sequence[str] | None = None,
+    ) -> None:  # fmt: skip
+        # The private one has rlberry's name, which its programs read.
         self.max_replay_size = self._max_replay_size = check_count("max_replay_size", max_replay_size)
         self.n_lanes = check_count("n_lanes", n_lanes)
         if rng is None:
@@ -113,20 +110,23 @@ class ChunkReplayBuffer(TaggedBuffer):
         if episode_ends not in EPISODE_ENDS:
             raise SpecError(f"episode_ends must be one of {EPISODE_ENDS}, got {episode_ends!r}")
         keys = None if stack_keys is None else check_names("stack_keys", stack_keys, "tags")
-        super().__init__(
-            self.n_lanes,
-            -(-self.max_replay_size // self.n_lanes),
-            max_episode_steps,
-            seed=rng,
-            framework=framework,
-            device=device,
-            reading=Reading(n_step, gamma, stack_num, keys),
-        )
+        capacity, reading = -(-self.max_replay_size // self.n_lanes), Reading(n_step, gamma, stack_num, keys)
+        super().__init__(self.n_lanes, capacity, seed=rng, framework=framework, device=device, reading=reading)
+        # rlberry's agents give infinity for an environment without a limit.
+        has_limit = max_episode_steps is not None and max_episode_steps != math.inf
+        limit = check_count("max_episode_steps", max_episode_steps) if has_limit else None
+        self._intake = TaggedIntake(self._storage, type(self).__name__, limit)
         self._episode_ends = episode_ends
         self._alpha, self.beta = exponent("alpha", alpha), beta
         self._priorities: Priorities | None = None
         if enable_prioritized:
             self._priorities = Priorities(self._storage.columns.n_rows, self.n_lanes, self._alpha)
+
+    def __repr__(self) -> str:
+        tags = ", ".join(f"{tag} {dtype_name(spec)}" for tag, spec in self._intake.tags.items())
+        lanes = "" if self.n_lanes == 1 else f" in {self.n_lanes} lanes"
+        n_rows = self._storage.columns.n_rows
+        return f"{type(self).__name__}({len(self)} of {n_rows} rows{lanes}: {tags or 'no tags'})"
 
     @property
     def alpha(self) -> float:
@@ -144,24 +144,108 @@ class ChunkReplayBuffer(TaggedBuffer):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that rows, what is kept about them, and priorities take."""
+        """Bytes of rows, bookkeeping and priorities."""
         columns = self._storage.columns
         tree = 0 if self._priorities is None else Priorities.nbytes_of(columns.n_rows, columns.n_lanes)
         return super().nbytes + tree
 
-    def sample(self, batch_size: int, chunk_size: int, sampling_mode: str = UNIFORM) -> ChunkBatch | None:
-        """Chunks drawn at random, private copies.
+    # Writing
+
+    @property
+    def data(self) -> Mapping[str, np.ndarray]:
+        """Tag -> the stored rows, `(len, ...)`, each a copy made on access.
+
+        They are sorted by lane and then by slot: with one lane, `data[tag][indices]` is what a sample holds.
+        """
+        return StoredRows(self._intake)
+
+    @property
+    def tags(self) -> list[str]:
+        """Tags in the order in which they were set up."""
+        return list(self._intake.tags)
+
+    @property
+    def dtypes(self) -> dict[str, Any]:
+        """Tag -> dtype of numpy, or torch's bfloat16, which numpy lacks."""
+        return {tag: torch.bfloat16 if spec.is_bfloat16 else spec.dtype for tag, spec in self._intake.tags.items()}
+
+    @property
+    def max_episode_steps(self) -> int | None:
+        """The most steps of an episode; None for no limit."""
+        return self._intake.max_episode_steps
+
+    def setup_entry(self, tag: str, dtype: Any) -> None:
+        """Adds a tag, of which every row will hold a value. The first value gives the shape.
 
         Args:
-            batch_size: chunks, B.
-            chunk_size: consecutive rows of each, T.
+            tag: its name.
+            dtype: in which values are stored and returned.
+
+        Raises:
+            SpecError: the tag exists already, or the dtype is not one of numbers.
+            StateError: there are rows already, which have no such value.
+        """
+        if not isinstance(tag, str) or not tag:
+            raise SpecError(f"setup_entry: a tag must be a string, got {tag!r}")
+        if tag in self._intake.tags:
+            raise SpecError(f"setup_entry: {tag!r} is there already")
+        if tag == DISCOUNT and self._reading.n_step > 1:
+            raise SpecError(f"setup_entry: {tag!r} is what a sample with n_step above 1 holds beside its tags")
+        if len(self):
+            raise StateError(f"setup_entry: {tag!r} comes too late, there are rows; call clear first")
+        self._intake.set_tags({**self._intake.tags, tag: spec_of(tag, dtype)})
+
+    def append(self, data: Mapping[str, Any], lane: int | None = None) -> None:
+        """Copies a row into the buffer.
+
+        Args:
+            data: tag -> value, of any library, one for each tag; only the precision of floats may be lost, so that a
+                tag of whole numbers takes a float of 1.0, but not 0.5. Where several lanes get a row, values are
+                `(n_lanes, ...)`.
+            lane: which lane gets it; None for every lane.
+
+        Raises:
+            MissingKeyError, SpecError, TypeError: an argument does not fit; nothing changes.
+            StateError: there is no tag yet.
+        """
+        self._intake.append(data, lane)
+
+    def end_episode(self, lane: int | None = None) -> None:
+        """Ends the unfinished episode of a lane, if there is one; None for every lane."""
+        self._storage.end_episodes(self._intake.choose_lanes(lane))
+
+    def add_trajectories(self, trajectories: Trajectories, names: Mapping[str, str] | None = None) -> None:
+        """Appends the valid steps of a batch of `RL_Batcher.get`.
+
+        The lane of a trajectory is its `env_index`; a buffer of one lane appends one trajectory after another. If no
+        tag is set up yet, those of `names` are, with the dtypes of the trajectories.
+
+        Args:
+            trajectories: the batch.
+            names: tag -> key of the trajectories; None for the names of rlberry's agents (`observations`,
+                `next_observations`, `actions`, `rewards`, `terminated`, `truncated`, `dones`), as far as they are set
+                up.
+
+        Raises:
+            TypeError, MissingKeyError, SpecError: an argument does not fit; nothing is added.
+        """
+        super().add_trajectories(trajectories, names)
+
+    # Sampling
+
+    def sample(self, batch_size: int, chunk_size: int, sampling_mode: str = UNIFORM) -> ChunkBatch | None:
+        """Draws chunks, private copies.
+
+        Args:
+            batch_size: number of chunks, B.
+            chunk_size: number of consecutive rows of each, T.
             sampling_mode: "uniform", every chunk as likely as any other, or "prioritized".
 
         Returns:
             A `ChunkBatch`; None if no lane has `chunk_size` rows.
 
         Raises:
-            SpecError: an argument is not what is needed, or no chunk is there that could be drawn.
+            SpecError: an argument is invalid, or there is no chunk to draw.
             StateError: there are no priorities.
         """
         length = check_count("chunk_size", chunk_size)
@@ -170,25 +254,26 @@ class ChunkReplayBuffer(TaggedBuffer):
         if sampling_mode == PRIORITIZED and self._priorities is None:
             raise StateError("sample: there are no priorities; construct the buffer with enable_prioritized=True")
         n = check_count("batch_size", batch_size)
-        if unknown := set(self._reading.stack_keys or ()) - set(self._tags):
+        if unknown := set(self._reading.stack_keys or ()) - self._intake.tags.keys():
             raise MissingKeyError(f"stack_keys: no {sorted(unknown)} among the tags {self.tags}")
-        if not self._span(length).total:
+        if not self._storage.span(length).total:
             return None
-        picked, arrays = self._sample(n, partial(self._select, length=length, mode=sampling_mode))
+        select = partial(self._select, length=length, mode=sampling_mode)
+        picked, arrays = sample_arrays(self._storage, n, select, self._read)
         return ChunkBatch(self._hand_over(arrays), self._export({"indices": picked.rows, **picked.fields}, {}))
 
     def update_priorities(self, indices: Any, new_priorities: Any) -> None:
         """Sets the priorities of rows; of equal indices the last counts.
 
-        Priorities of rows that were overwritten since they were drawn are dropped. The indices of a whole batch
-        mean the rows of that batch, if it is one of the last 32; others what they meant when they were last drawn.
+        Priorities of rows that were overwritten since they were drawn are dropped. The indices of a whole batch mean
+        the rows of that batch, if it is one of the last 32; other indices mean the rows when they were last drawn.
 
         Args:
-            indices: int (B, T), as `info["indices"]` has them.
+            indices: int (B, T), of `info["indices"]`.
             new_priorities: (B, T), finite, at least 0.
 
         Raises:
-            IndexError, SpecError: something is not so; nothing has changed.
+            IndexError, SpecError: an argument does not fit; nothing changes.
             StateError: there are no priorities.
         """
         if self._priorities is None:
@@ -203,23 +288,24 @@ class ChunkReplayBuffer(TaggedBuffer):
 
     def clear(self) -> None:
         """Drops every row, their priorities and the largest of them; tags and the generator stay."""
-        super().clear()
+        self._storage.clear()
         if self._priorities is not None:
             self._priorities.clear()
 
-    # Reading
-
     def _select(self, n: int, length: int, mode: str) -> Selection:
-        storage, ends, rng = self._storage, self._episode_ends, self._rng
-        if self._priorities is None:
-            return _uniform(storage, n, length, ends, rng)
-        with self._priorities.lock:
-            if mode == UNIFORM:
-                picked = _uniform(storage, n, length, ends, rng)
+        storage, priorities, ends, rng = self._storage, self._priorities, self._episode_ends, self._rng
+        with contextlib.nullcontext() if priorities is None else priorities.lock:
+            if priorities is None or mode == UNIFORM:
+                picked = _draw_uniform(storage, n, length, ends, rng)
             else:
-                picked = _by_priority(storage, self._priorities, n, length, ends, self._beta, rng)
-            self._priorities.drawn.remember(picked.span, picked.rows)
+                picked = _draw_by_priority(storage, priorities, n, length, ends, self._beta, rng)
+            if priorities is not None:
+                priorities.drawn.remember(picked.span, picked.rows)
+        picked.earliest = self._reading.earliest(storage, picked.span, picked.rows[:, 0])
         return picked
+
+    def _read(self, picked: Selection) -> Mapping[str, Any]:
+        return self._reading.read(self._storage, picked.span, list(self._specs), picked.rows)
 
     # Files and copies
 
@@ -229,61 +315,58 @@ class ChunkReplayBuffer(TaggedBuffer):
 
     def _state(self) -> dict[str, Any]:
         own = {"alpha": self._alpha, "max_priority": 1.0} if self._priorities is None else self._priorities.state()
-        return {**super()._state(), **own}
+        return {**self._intake.state(), **own}
 
     def _more_arrays(self) -> dict[str, np.ndarray]:
         return {} if self._priorities is None else self._priorities.arrays()
 
-    def _restorer(
-        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], claims: Claims
-    ) -> Callable[[], None]:
-        restore_tags, priorities = super()._restorer(state, arrays, claims), self._priorities
+    def _restorer(self, state: Mapping[str, Any], arrays: Arrays, claims: Claims) -> Restore:
+        tags, priorities = self._intake.tags_in(state, claims), self._priorities
         if priorities is not None:
             priorities = priorities.restored(arrays, state, claims)
 
         def restore() -> None:
-            restore_tags()
+            self._intake.set_tags(tags)
             self._priorities = priorities
 
         return restore
 
 
-def _uniform(storage: Storage, n: int, length: int, ends: str, rng: np.random.Generator) -> Selection:
-    """`n` chunks, each as likely as any other; see `_by_priority` for the arguments."""
+def _draw_uniform(storage: Storage, n: int, length: int, ends: str, rng: np.random.Generator) -> Selection:
+    """Draws `n` chunks, each as likely as any other; see `_draw_by_priority` for the arguments."""
     span, episodes = storage.span(length), storage.track_episodes()
-    if ends == NEVER:
+    if ends == AVOID_ENDS:
         fits = partial(expand.fits, episodes, length=length)
         anchors = draw_fitting(lambda k: EVENLY.draw(span, k, rng), fits, n, rng.choice, span, _wanted(ends, length))
     else:
         anchors = EVENLY.draw(span, n, rng)
-    window = (expand.padded if ends == MASK else expand.chunk)(span, episodes, anchors, length)
+    window = (expand.padded if ends == MASK_ENDS else expand.chunk)(span, episodes, anchors, length)
     return _selection(window, span, np.ones(n, np.float32))
 
 
-def _by_priority(
+def _draw_by_priority(
     storage: Storage, priorities: Priorities, n: int, length: int, ends: str, beta: float, rng: np.random.Generator
 ) -> Selection:
-    """`n` chunks that end with rows drawn in proportion to their priorities.
+    """Draws `n` chunks that end with rows drawn in proportion to their priorities.
 
     Args:
-        storage: which tracks episodes.
+        storage: the store, which tracks episodes.
         priorities: of its rows.
-        n: how many chunks.
+        n: number of chunks.
         length: rows of each.
-        ends: whether chunks "cross" the ends of episodes, have what is of another episode masked ("mask"),
-            or "never" hold one inside.
+        ends: as `episode_ends` of the buffer.
         beta: exponent of the weights.
-        rng: what draws.
+        rng: the generator.
 
     Raises:
-        SpecError: there is none to draw.
+        SpecError: there is no chunk to draw.
     """
     span, episodes = storage.span(), storage.track_episodes()
-    fits = partial(expand.fits_to, span, episodes if ends == NEVER else None, length=length)
+    fits = partial(expand.fits_to, span, episodes if ends == AVOID_ENDS else None, length=length)
     anchors = priorities.draw_rows(span, n, rng, fits if length > 1 else None, _wanted(ends, length))
     tree = priorities.tree
     weights = importance_weights(tree.values.take(anchors), tree.minimum, beta)
-    window = (expand.padded_to if ends == MASK else expand.chunk_to)(span, episodes, anchors, length)
+    window = (expand.padded_to if ends == MASK_ENDS else expand.chunk_to)(span, episodes, anchors, length)
     return _selection(window, span, weights)
 
 
@@ -292,4 +375,4 @@ def _selection(window: Window, span: Span, weights: np.ndarray) -> Selection:
 
 
 def _wanted(ends: str, length: int) -> str:
-    return f"window of {length} rows" + (" within one episode" if ends == NEVER else "")
+    return f"window of {length} rows" + (" within one episode" if ends == AVOID_ENDS else "")

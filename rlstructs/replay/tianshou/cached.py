@@ -1,9 +1,9 @@
-"""`CachedReplayBuffer`: unfinished episodes wait in caches of their own."""
+"""`CachedReplayBuffer`: unfinished episodes wait in caches; its parts join the main buffer and these."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,11 +17,15 @@ from rlstructs.replay.columns import Spec
 from rlstructs.replay.from_trajectories import Steps
 from rlstructs.replay.info_columns import OBJECTS, Plan, adopt
 from rlstructs.replay.roles import is_info
-from rlstructs.replay.snapshot import Joined, Rows
-from rlstructs.replay.tianshou.lazy_column import LazyColumn, read_only
-from rlstructs.replay.tianshou.reads import Fields, Pick
+from rlstructs.replay.snapshot import AnySnapshot, JoinedSnapshot
+from rlstructs.replay.store import Storage
+from rlstructs.replay.tianshou.editor import Editor
+from rlstructs.replay.tianshou.intake import MalformedBufferError, TransitionIntake, as_float64
+from rlstructs.replay.tianshou.options import Options
+from rlstructs.replay.tianshou.reader import Reader
 from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
-from rlstructs.replay.tianshou.rows import Added, MalformedBufferError
+from rlstructs.replay.tianshou.running import Added
+from rlstructs.replay.tianshou.table import LazyColumn, Table, read_only
 from rlstructs.replay.tianshou.transitions import REW
 from rlstructs.replay.tianshou.vector import VectorReplayBuffer
 from rlstructs.replay.widening import widened
@@ -29,26 +33,237 @@ from rlstructs.replay.widening import widened
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Bytes of a row up to which a column is joined when it is read, as compiled code and torch need it: those of a reward,
-# of flags, of a small action or observation.
+# Most bytes of a row of a column that is joined when it is read, as compiled code and torch need it: a reward, a flag,
+# a small action or observation.
 LARGEST_JOINED = 64
+
+
+class JoinedTable(Table):
+    """The rows of the main buffer, and after them those of the caches.
+
+    Args:
+        main: the table of the main buffer.
+        storage: the store of the caches, one lane each.
+        lane_size: rows of a cache.
+    """
+
+    is_joined = True
+
+    def __init__(self, main: Table, storage: Storage, lane_size: int) -> None:
+        super().__init__(storage, lane_size, is_stacked=True)
+        self.main = main
+
+    @property
+    def maxsize(self) -> int:
+        return self.main.maxsize + super().maxsize
+
+    @property
+    def edges(self) -> np.ndarray:
+        return np.concatenate([[0], self.main.maxsize + super().edges])
+
+    def rows(self) -> AnySnapshot:
+        parts, sizes = [self.main.own_rows(), self.own_rows()], [self.main.maxsize, super().maxsize]
+        return JoinedSnapshot(parts, sizes)
+
+    def column(self, name: str) -> np.ndarray | LazyColumn:
+        column = self.gather_lazily(name)
+        if column.dtype.itemsize * math.prod(column.shape[1:]) > LARGEST_JOINED:
+            return column
+        return read_only(np.concatenate([self.main.column(name), super().column(name)]))
+
+    def read_column(self, name: str, at: np.ndarray) -> np.ndarray:
+        edge = self.main.maxsize
+        is_own = at >= edge
+        own = super().read_column(name, at[is_own] - edge)
+        values = np.empty((at.size, *own.shape[1:]), own.dtype)
+        values[is_own] = own
+        if not is_own.all():
+            values[~is_own] = self.main.read_column(name, at[~is_own])
+        return values
+
+
+class CachedIntake(TransitionIntake):
+    """Writes to the caches, and moves episodes that have ended to the main buffer.
+
+    Args:
+        table: the rows of both.
+        owner, options: as of `TransitionIntake`.
+        main: the intake of the main buffer.
+    """
+
+    table: JoinedTable
+
+    def __init__(self, table: JoinedTable, owner: str, options: Options, main: TransitionIntake) -> None:
+        super().__init__(table, owner, options)
+        self.main = main
+        if main.specs:
+            super().add_columns(dict(main.specs))
+
+    # Columns
+
+    def add_columns(self, made: dict[str, Spec]) -> None:
+        theirs = self.main.specs
+        for name, one in made.items():
+            if (its := theirs.get(name, one)) != one:
+                text = f"{one.dtype}{list(one.shape)}, in the main buffer {its.dtype}{list(its.shape)}"
+                raise SpecError(f"{name!r} is {text}")
+        if lacking := {name: spec for name, spec in made.items() if name not in theirs}:
+            self.main.add_columns(lacking)
+        super().add_columns(made)
+
+    def plan_columns(self, rows: Mapping[str, Any], n_lead: int) -> Plan:
+        self._unify_infos()
+        return super().plan_columns(rows, n_lead)
+
+    def read_held(self, name: str) -> np.ndarray:
+        return np.concatenate([self.main.read_held(name), super().read_held(name)])
+
+    def adopt(self, plan: Plan) -> None:
+        self.main.adopt(plan)
+        super().adopt(plan)
+
+    def _unify_infos(self) -> None:
+        """Gives columns of infos one dtype in both, after the main buffer was changed on its own."""
+        main, own = self.main.specs, self.specs
+        for name in [name for name in own if is_info(name) and main.get(name, own[name]) != own[name]]:
+            theirs, ours = self.main.read_held(name), super().read_held(name)
+            numbers = not (main[name].is_object or own[name].is_object) and main[name].shape == own[name].shape
+            dtype = widened(theirs, ours, theirs.dtype) if numbers else None
+            spec = OBJECTS if dtype is None else Spec(dtype, own[name].shape, 0)
+            for intake in (self.main, self):
+                if intake.specs[name] != spec:
+                    adopt(intake.storage, Plan({}, {name: spec}))
+
+    # Rows
+
+    def check_room(self, lanes: np.ndarray, done: np.ndarray) -> None:
+        steps = self.storage.ring.head[lanes] - self.running.begins[lanes]
+        if (steps + len(lanes) > self.table.lane_size).any():  # one may have no room; it costs more to know
+            self.check_steps(Steps({}, 1, np.ones(len(lanes), np.int64), lanes, done[:, None]))
+
+    def check_steps(self, steps: Steps) -> None:
+        longest, limit = self.find_longest(steps), self.table.lane_size
+        if (longest > limit).any():
+            raise MalformedBufferError(
+                f"environment {steps.lanes[longest > limit][0]}: an episode of {longest.max()} steps or more is longer "
+                f"than max_episode_length, {limit}"
+            )
+
+    def add_quickly(self, batch: Any, without_ids: bool) -> Added | None:
+        return None
+
+    def split(self, lanes: np.ndarray) -> Iterable[Any]:
+        # A repeated lane is written row by row, so that episodes move in the order in which they end.
+        return [[at] for at in range(lanes.size)] if len(set(lanes.tolist())) < lanes.size else [slice(None)]
+
+    def settle(self, added: Added, lanes: np.ndarray, done: np.ndarray) -> Added:
+        index, ep_return, ep_len, start = added
+        index, start = index + self.main.table.maxsize, start + self.main.table.maxsize
+        for at in np.flatnonzero(done):
+            start[at], index[at] = self._move(int(lanes[at]))
+        return index, ep_return, ep_len, start
+
+    def _move(self, lane: int) -> tuple[int, int]:
+        """Moves the episode in a cache to the main buffer; returns its first and last row id there, -1 for none."""
+        main, rows = self.main.storage, self.table.own_rows()
+        at = rows.every_row()
+        at = at[self.storage.columns.lanes(at) == lane]
+        placed = np.array([-1])
+        if self.main.table.lane_size:
+            names = list(self.specs)
+            block = {name: values[None] for name, values in zip(names, rows.gather(names, at), strict=True)}
+            done = np.zeros((1, at.size), bool)
+            done[0, -1] = True
+            capacity = main.columns.capacity
+            placed = main.columns.at_steps(0, main.ring.head[0] + np.arange(at.size)[-capacity:])
+            main.write(block, done=done, starts=(rows.prev(at) == at)[None])
+            self.main.running.clear()
+            self.main.running.find_begins()
+        self.storage.clear(np.array([lane]))
+        self.running.find_begins()
+        return int(placed[0]), int(placed[-1])
+
+    def write_steps(self, block: Mapping[str, Any], steps: Steps) -> None:
+        rewards, lanes, done = as_float64(steps.values[REW]), steps.lanes, steps.done
+        assert done is not None, "there are flags"
+        for part in rounds(lanes):
+            for t in range(int(steps.lengths[part].max(initial=0))):
+                at = np.arange(len(lanes))[part]
+                at = at[t < steps.lengths[at]]
+                if steps.starts is not None:
+                    self._drop(lanes[at[steps.starts[at, t]]])
+                rows = {name: values[at, t : t + 1] for name, values in block.items()}
+                self.write_rows(rows, lanes[at], rewards[at, t], done[at, t])
+
+    def _drop(self, lanes: np.ndarray) -> None:
+        """Drops episodes that another one cuts short."""
+        if lanes.size:
+            self.storage.clear(lanes)
+            self.running.find_begins()
+            self.running.clear(lanes)
+
+    def reset(self, keep_statistics: bool) -> None:
+        self.main.reset(keep_statistics)
+        super().reset(keep_statistics)
+
+
+class CachedEditor(Editor):
+    """Changes rows of both.
+
+    Args:
+        table: the rows of both.
+        intake: their intake.
+        main: the editor of the main buffer.
+    """
+
+    def __init__(self, table: JoinedTable, intake: CachedIntake, main: Editor) -> None:
+        super().__init__(table, intake)
+        self.main = main
+
+    def set_batch(self, batch: Any) -> None:
+        if not self.table.rows().total:
+            raise StateError("set_batch: an empty CachedReplayBuffer has no rows to be changed")
+        super().set_batch(batch)
+
+    def put(self, name: str, at: np.ndarray, values: Any) -> None:
+        edge = self.main.table.maxsize
+        in_main = at < edge
+        if in_main.any():
+            self.main.put(name, at[in_main], values[in_main])
+        super().put(name, at[~in_main] - edge, values[~in_main])
+
+    def fill(self, name: str, value: Any) -> None:
+        self.main.fill(name, value)
+        super().fill(name, value)
+
+    def prepare_rebuild(self) -> Callable[[], None]:
+        rebuild_main, rebuild_caches = self.main.prepare_rebuild(), super().prepare_rebuild()
+
+        def rebuild() -> None:
+            rebuild_main()
+            rebuild_caches()
+
+        return rebuild
+
+    def drop_nulls(self) -> np.ndarray | None:
+        self.main.drop_nulls()
+        return super().drop_nulls()
 
 
 @set_module("rlstructs.replay")
 class CachedReplayBuffer(VectorReplayBuffer):
     """A `ReplayBuffer` of complete episodes only, each in one piece, and a cache for each of several environments.
 
-    Rows are added to the caches. With the row that ends an episode all of it moves to the main buffer. Row ids are
-    those of the main buffer, and after them those of one cache after the other. Samples are of all rows. It is for one
-    thread: episodes move.
+    Rows are added to the caches. The row that ends an episode moves all of it to the main buffer. Row ids count from
+    the main buffer to the caches. Samples are of all rows. It is for one thread: episodes move.
 
     Args:
-        main_buffer: a plain `ReplayBuffer`, of size 0 if complete episodes are not to be kept. What it holds stays.
-        cached_buffer_num: environments.
-        max_episode_length: rows of a cache; an episode that is longer is an error.
+        main_buffer: a plain `ReplayBuffer`, which keeps its rows; of size 0 to drop complete episodes.
+        cached_buffer_num: number of environments.
+        max_episode_length: rows of a cache; a longer episode is an error.
 
     Raises:
-        TypeError, SpecError: an argument is not what is needed.
+        TypeError, SpecError: an argument is invalid.
 
     Example:
         >>> buffer = CachedReplayBuffer(ReplayBuffer(10), cached_buffer_num=2, max_episode_length=5)
@@ -57,7 +272,7 @@ class CachedReplayBuffer(VectorReplayBuffer):
         ...     return buffer.add(
         ...         {"obs": [1, 2], "act": zeros, "rew": [1, 1], "terminated": terminated, "truncated": zeros}
         ...     )
-        >>> add([0, 0])[0], add([0, 1])[0]  # where they lie now
+        >>> add([0, 0])[0], add([0, 1])[0]  # row ids
         (array([10, 15]), array([11,  1]))
         >>> buffer.sample_indices(0), buffer.unfinished_index(), len(buffer.main_buffer)
         (array([ 0,  1, 10, 11]), array([11]), 2)
@@ -68,13 +283,13 @@ class CachedReplayBuffer(VectorReplayBuffer):
             raise TypeError(f"main_buffer must be a plain ReplayBuffer, got {type(main_buffer).__name__}")
         n = check_count("cached_buffer_num", cached_buffer_num)
         length = check_count("max_episode_length", max_episode_length)
-        settings = main_buffer._settings()
-        del settings["size"]
         self.main_buffer = main_buffer
         seed, device = int(main_buffer._rng.integers(2**63 - 1)), main_buffer._export.device
-        super().__init__(n * length, n, random_seed=seed, device=device, **settings)
-        if main_buffer._specs:
-            super()._make(dict(main_buffer._specs))
+        super().__init__(n * length, n, random_seed=seed, device=device, **vars(main_buffer._options))
+        self._table = table = JoinedTable(main_buffer._table, self._storage, length)
+        self._intake = CachedIntake(table, type(self).__name__, self._options, main_buffer._intake)
+        self._reader = Reader(table, self._options, self._export, self._rng)
+        self._editor = CachedEditor(table, self._intake, main_buffer._editor)
 
     def __len__(self) -> int:
         return len(self.main_buffer) + super().__len__()
@@ -84,202 +299,21 @@ class CachedReplayBuffer(VectorReplayBuffer):
         return self.main_buffer.nbytes + super().nbytes
 
     @property
-    def maxsize(self) -> int:
-        """Rows there is room for, in the main buffer and in the caches."""
-        return self.main_buffer.maxsize + super().maxsize
-
-    @property
     def cached_buffer_num(self) -> int:
-        """How many caches there are."""
+        """Number of caches."""
         return self._n_lanes
 
     @property
     def max_episode_length(self) -> int:
         """Rows of a cache."""
-        return self._lane_size
-
-    @property
-    def subbuffer_edges(self) -> np.ndarray:
-        """Where the main buffer and each cache begin among the row ids, and where the last one ends."""
-        return np.concatenate([[0], self.main_buffer.maxsize + super().subbuffer_edges])
+        return self._table.lane_size
 
     @property
     def buffers(self) -> np.ndarray:
-        """The main buffer, and the caches as views; as of `VectorReplayBuffer`."""
+        """The main buffer, and the caches as views; see `VectorReplayBuffer`."""
         views = np.empty(1 + self._n_lanes, object)
         views[0], views[1:] = self.main_buffer, super().buffers
         return views
-
-    def _rows(self) -> Rows:
-        return Joined([self.main_buffer._own_rows(), self._own_rows()], [self.main_buffer.maxsize, super().maxsize])
-
-    def _column(self, name: str) -> np.ndarray | LazyColumn:
-        column = self._gathered(name)
-        if column.dtype.itemsize * math.prod(column.shape[1:]) > LARGEST_JOINED:
-            return column
-        return read_only(np.concatenate([self.main_buffer._column(name), super()._column(name)]))
-
-    def _values_at(self, name: str, at: np.ndarray) -> np.ndarray:
-        edge = self.main_buffer.maxsize
-        is_own = at >= edge
-        own = super()._values_at(name, at[is_own] - edge)
-        values = np.empty((at.size, *own.shape[1:]), own.dtype)
-        values[is_own] = own
-        if not is_own.all():
-            values[~is_own] = self.main_buffer._values_at(name, at[~is_own])
-        return values
-
-    # Writing
-
-    def _make(self, made: dict[str, Spec]) -> None:
-        theirs = self.main_buffer._specs
-        if other := [name for name, spec in made.items() if theirs.get(name, spec) != spec]:
-            one, its = made[other[0]], theirs[other[0]]
-            raise SpecError(
-                f"{other[0]!r} is {one.dtype}{list(one.shape)}, in the main buffer {its.dtype}{list(its.shape)}"
-            )
-        if lacking := {name: spec for name, spec in made.items() if name not in self.main_buffer._specs}:
-            self.main_buffer._make(lacking)
-        super()._make(made)
-
-    def _planned(self, rows: Mapping[str, Any], n_lead: int) -> Plan:
-        self._agree()
-        return super()._planned(rows, n_lead)
-
-    def _held(self, name: str) -> np.ndarray:
-        return np.concatenate([self.main_buffer._held(name), super()._held(name)])
-
-    def _adopt(self, plan: Plan) -> None:
-        self.main_buffer._adopt(plan)
-        super()._adopt(plan)
-
-    def _agree(self) -> None:
-        """Has the caches take what somebody let the main buffer hold of infos, and the other way round."""
-        main, own = self.main_buffer._specs, self._specs
-        for name in [name for name in own if is_info(name) and main.get(name, own[name]) != own[name]]:
-            theirs, ours = self.main_buffer._held(name), super()._held(name)
-            numbers = not (main[name].is_object or own[name].is_object) and main[name].shape == own[name].shape
-            dtype = widened(theirs, ours, theirs.dtype) if numbers else None
-            spec = OBJECTS if dtype is None else Spec(dtype, own[name].shape, 0)
-            for buffer in (self.main_buffer, self):
-                if buffer._specs[name] != spec:
-                    adopt(buffer._storage, Plan({}, {name: spec}))
-
-    def _check_room(self, lanes: np.ndarray, done: np.ndarray) -> None:
-        steps = self._storage.ring.head[lanes] - self._begins[lanes]
-        if (steps + len(lanes) > self._lane_size).any():  # it may be that one has no room; it costs more to know
-            self._check_steps(Steps({}, 1, np.ones(len(lanes), np.int64), lanes, done[:, None]))
-
-    def _check_steps(self, steps: Steps) -> None:
-        longest = self._find_longest(steps)
-        if (longest > self._lane_size).any():
-            lane = steps.lanes[longest > self._lane_size][0]
-            raise MalformedBufferError(
-                f"environment {lane}: an episode of {longest.max()} steps or more is longer than max_episode_length, "
-                f"{self._lane_size}"
-            )
-
-    def _add_quickly(self, batch: Any, buffer_ids: Any) -> Added | None:
-        return None
-
-    def _write_rows(self, block: Mapping[str, Any], lanes: np.ndarray, rewards: np.ndarray, done: np.ndarray) -> Added:
-        counts = np.empty((3, len(lanes)), np.int64)
-        added = counts[0], np.empty(rewards.shape), counts[1], counts[2]
-        # If one comes several times then row by row, so that episodes move in the order in which they end.
-        several = len(set(lanes.tolist())) < lanes.size
-        parts: list[Any] = [[at] for at in range(lanes.size)] if several else [slice(None)]
-        for part in parts:
-            rows = {name: values[part] for name, values in block.items()}
-            index, ep_return, ep_len, start = super()._write_rows(rows, lanes[part], rewards[part], done[part])
-            index, start = index + self.main_buffer.maxsize, start + self.main_buffer.maxsize
-            for at in np.flatnonzero(done[part]):
-                start[at], index[at] = self._move(int(lanes[part][at]))
-            for whole, own in zip(added, (index, ep_return, ep_len, start), strict=True):
-                whole[part] = own
-        return added
-
-    def _move(self, lane: int) -> tuple[int, int]:
-        """Moves the episode in a cache to the main buffer; where its first and last rows are then, -1 if nowhere."""
-        main, rows = self.main_buffer._storage, self._own_rows()
-        at = rows.every_row()
-        at = at[self._storage.columns.lanes(at) == lane]
-        placed = np.array([-1])
-        if self.main_buffer.maxsize:
-            names = list(self._specs)
-            block = {name: values[None] for name, values in zip(names, rows.gather(names, at), strict=True)}
-            done = np.zeros((1, at.size), bool)
-            done[0, -1] = True
-            capacity = main.columns.capacity
-            placed = main.columns.at_steps(0, main.ring.head[0] + np.arange(at.size)[-capacity:])
-            main.write(block, done=done, starts=(rows.prev(at) == at)[None])
-            self.main_buffer._running.clear()
-            self.main_buffer._find_begins()
-        self._storage.clear(np.array([lane]))
-        self._find_begins()
-        return int(placed[0]), int(placed[-1])
-
-    def _write_steps(self, block: Mapping[str, Any], steps: Steps) -> None:
-        rewards, lanes, done = self._rewards(steps.values[REW]), steps.lanes, steps.done
-        assert done is not None, "there are flags"
-        for part in rounds(lanes):
-            for t in range(int(steps.lengths[part].max(initial=0))):
-                at = np.arange(len(lanes))[part]
-                at = at[t < steps.lengths[at]]
-                for lane in [] if steps.starts is None else lanes[at[steps.starts[at, t]]]:
-                    self._drop(int(lane))
-                rows = {name: values[at, t : t + 1] for name, values in block.items()}
-                self._write_rows(rows, lanes[at], rewards[at, t], done[at, t])
-
-    def _drop(self, lane: int) -> None:
-        """Forgets an episode that another one cut short."""
-        self._storage.clear(np.array([lane]))
-        self._find_begins()
-        self._running.returns[lane] = 0
-        self._running.lengths[lane] = 0
-
-    def reset(self, keep_statistics: bool = False) -> None:
-        self.main_buffer.reset(keep_statistics)
-        super().reset(keep_statistics)
-
-    reset.__doc__ = ReplayBuffer.reset.__doc__
-
-    # Reading and changing
-
-    def _drawn(self, n: int, pick: Callable[[int], Pick]) -> tuple[np.ndarray, Fields, dict[str, Any]]:
-        picked = pick(n)
-        frames = self._frames(picked.rows, picked.at)
-        return frames, picked.fields, self._read(picked.rows, frames)
-
-    def set_batch(self, batch: Any) -> None:
-        """As of `ReplayBuffer`; there must be rows: caches cannot be filled so."""
-        if not len(self):
-            raise StateError("set_batch: an empty CachedReplayBuffer has no rows to be changed")
-        super().set_batch(batch)
-
-    def _put(self, name: str, at: np.ndarray, values: Any) -> None:
-        in_main = at < self.main_buffer.maxsize
-        if in_main.any():
-            self.main_buffer._put(name, at[in_main], values[in_main])
-        super()._put(name, at[~in_main] - self.main_buffer.maxsize, values[~in_main])
-
-    def _fill(self, name: str, value: Any) -> None:
-        self.main_buffer._fill(name, value)
-        super()._fill(name, value)
-
-    def _rebuilder(self) -> Callable[[], None]:
-        rebuild_main, rebuild_caches = self.main_buffer._rebuilder(), super()._rebuilder()
-
-        def rebuild() -> None:
-            rebuild_main()
-            rebuild_caches()
-
-        return rebuild
-
-    def dropnull(self) -> None:
-        self.main_buffer.dropnull()
-        super().dropnull()
-
-    dropnull.__doc__ = ReplayBuffer.dropnull.__doc__
 
     # Files
 
@@ -287,13 +321,12 @@ class CachedReplayBuffer(VectorReplayBuffer):
         return {"main": self.main_buffer}
 
     def _settings(self) -> dict[str, Any]:
-        own = {"cached_buffer_num": self._n_lanes, "max_episode_length": self._lane_size, "stack_num": self.stack_num}
-        return {"main": self.main_buffer._settings(), **own}
+        own = {"cached_buffer_num": self._n_lanes, "max_episode_length": self.max_episode_length}
+        return {"main": self.main_buffer._settings(), **own, "stack_num": self.stack_num}
 
     @classmethod
     def _of_settings(cls, settings: Any, given: Mapping[str, Any]) -> Self:
-        buffer = cls(
-            ReplayBuffer(**settings["main"], **given), settings["cached_buffer_num"], settings["max_episode_length"]
-        )
+        main = ReplayBuffer(**settings["main"], **given)
+        buffer = cls(main, settings["cached_buffer_num"], settings["max_episode_length"])
         buffer.stack_num = settings["stack_num"]
         return buffer

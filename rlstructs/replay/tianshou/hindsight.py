@@ -1,4 +1,4 @@
-"""Buffers that pretend, as rows are read, that what was reached later was the goal."""
+"""Buffers that relabel samples: goals that were reached later take the place of those that were wanted."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import numpy as np
 from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.public_names import set_module
-from rlstructs.replay.columns import Spec
 from rlstructs.replay.given import as_rows
-from rlstructs.replay.reading import discounted
-from rlstructs.replay.snapshot import Rows, Snapshot
-from rlstructs.replay.tianshou.reading import How, read
+from rlstructs.replay.reading import Reading, discounted, read_sources
+from rlstructs.replay.snapshot import AnySnapshot, Snapshot
+from rlstructs.replay.tianshou import files
+from rlstructs.replay.tianshou.options import forward
+from rlstructs.replay.tianshou.reader import Reader
 from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
 from rlstructs.replay.tianshou.transitions import OBS, OBS_NEXT, REW, top
 from rlstructs.replay.tianshou.vector import VectorReplayBuffer
@@ -28,25 +29,118 @@ ACHIEVED, DESIRED = "achieved_goal", "desired_goal"
 Reward = Callable[[np.ndarray, np.ndarray], Any]
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+
+
+def check_goals(shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises MissingKeyError or SpecError unless observations have two goals of one shape.
+
+    Args:
+        shapes: name -> shape of a row.
+    """
+    for first in (OBS, OBS_NEXT):
+        names = [name for name in shapes if top(name) == first]
+        goals = [f"{first}/{goal}" for goal in (ACHIEVED, DESIRED)]
+        if names and (lacking := [goal for goal in goals if goal not in names]):
+            raise MissingKeyError(f"key(s) {lacking} are missing, got {sorted(names)}")
+        if names and shapes[goals[0]] != shapes[goals[1]]:
+            raise SpecError(f"{goals[0]!r} has shape {shapes[goals[0]]}, {goals[1]!r} has {shapes[goals[1]]}")
+
+
+class HindsightReader(Reader):
+    """Relabels samples.
+
+    Args:
+        plain: the reader of the buffer so far.
+        compute_reward_fn, horizon, future_k: as of `HERReplayBuffer`; may be set.
+
+    Raises:
+        TypeError, SpecError: an argument is invalid.
+    """
+
+    relabels = True
+
+    def __init__(self, plain: Reader, compute_reward_fn: Reward, horizon: int, future_k: float) -> None:
+        super().__init__(plain.table, plain.options, plain.export, plain.rng)
+        if not callable(compute_reward_fn):
+            raise TypeError(f"compute_reward_fn must be callable, got {compute_reward_fn!r}")
+        if not _is_number(future_k) or not future_k >= 1:
+            raise SpecError(f"future_k must be a number of at least 1, got {future_k!r}")
+        self.compute_reward_fn = compute_reward_fn
+        self.horizon, self.future_k = check_count("horizon", horizon), float(future_k)
+
+    def read(self, rows: AnySnapshot, frames: np.ndarray) -> dict[str, Any]:
+        assert isinstance(rows, Snapshot)
+        arrays = super().read(rows, frames)
+        at = frames[:, -1]
+        if not at.size:
+            return arrays
+        relabelled, sources = self._futures(rows, at)
+        if relabelled.any():
+            goals = self._achieved(rows, sources[relabelled])
+            for first in (OBS, OBS_NEXT):
+                name = f"{first}/{DESIRED}"
+                spec = self.table.specs[name]
+                values = rows.storage.columns.converted(name, as_rows(name, goals, spec)[0], spec)
+                stacked = arrays[name].ndim > values.ndim
+                arrays[name][relabelled] = values[:, None] if stacked else values
+            arrays[REW][relabelled] = self._rewards_of(rows, at[relabelled], goals)
+        return arrays
+
+    def _futures(self, rows: Snapshot, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which of these rows are relabelled, bool (n,), and the rows whose achieved goals they get, int64 (n,)."""
+        _, group = np.unique(rows.episodes_of(at), return_inverse=True)
+        n_groups = int(group.max()) + 1
+        # The mean is the share wanted, even of a single episode.
+        n_chosen = int(n_groups * (1 - 1 / self.future_k) + self.rng.random())
+        chosen = np.zeros(n_groups, bool)
+        chosen[self.rng.choice(n_groups, n_chosen, replace=False)] = True
+        last = np.lexsort((rows.span.steps(at), group))[np.cumsum(np.bincount(group)) - 1]  # the latest of each group
+        reach = np.minimum(rows.following(at[last]), self.horizon - 1)
+        sources = rows.shifted(at[last], np.rint(self.rng.random(n_groups) * reach).astype(np.int64))
+        return chosen[group], sources[group]
+
+    def _achieved(self, rows: Snapshot, at: np.ndarray) -> np.ndarray:
+        """The goals that are achieved after these rows, (n, ...)."""
+        name = f"{OBS_NEXT}/{ACHIEVED}"
+        values = read_sources(rows, self.table.columns, {name: self.table.sources[name]}, at, Reading())[name]
+        return from_bits(values) if self.table.specs[name].is_bfloat16 else np.asarray(values)
+
+    def _rewards_of(self, rows: Snapshot, at: np.ndarray, goals: np.ndarray) -> np.ndarray:
+        """The rewards of these rows for these goals, as stored in their column."""
+        n_step, gamma = self.options.n_step, self.options.gamma
+        window, inside, _ = rows.n_step(at, n_step)
+        achieved = self._achieved(rows, window.reshape(-1))
+        given = self.compute_reward_fn(achieved, np.repeat(goals, n_step, axis=0))
+        found, spec = host_array("compute_reward_fn", given), self.table.columns[REW]
+        if found.shape[:1] != (window.size,) or found.size != window.size * int(np.prod(spec.shape)):
+            raise SpecError(f"compute_reward_fn: gave shape {found.shape}, needed is {(window.size, *spec.shape)}")
+        values, _ = as_rows(REW, found.reshape(*window.shape, *spec.shape), spec)
+        rewards = rows.storage.columns.converted(REW, values, spec)
+        if n_step == 1:
+            return np.asarray(rewards[:, 0])
+        return np.asarray(discounted(REW, rewards, spec, inside, gamma))
+
+
 @set_module("rlstructs.replay")
 class HERReplayBuffer(ReplayBuffer):
     """A `ReplayBuffer` whose samples are relabelled: Andrychowicz et al., Hindsight Experience Replay (2017).
 
-    `obs` holds `achieved_goal` and `desired_goal`, of one shape. Of the episodes that are in a sample a share of
-    1 - 1 / future_k gets a new goal: what is achieved after one of the steps from its last drawn row on, at most
-    `horizon` - 1 after that. All rows of the episode that were drawn have that goal then, in `obs` and `obs_next`, and
-    rewards that fit it, those of an n-step sum too. `terminated` stays. What is stored never changes: indexing and
-    `get` give what was added.
+    `obs` holds `achieved_goal` and `desired_goal`, of one shape. Of the episodes in a sample, a share of
+    1 - 1 / future_k gets a new goal: one achieved after a step from its last drawn row on, at most `horizon` - 1 steps
+    later. All drawn rows of the episode then have this goal, in `obs` and `obs_next`, and rewards that fit it, those of
+    an n-step sum too. `terminated` stays. Stored rows never change: indexing and `get` return them as they were added.
 
     Args:
-        size: how many rows.
+        size: number of rows.
         compute_reward_fn: from achieved goals after n steps and desired goals, (n, ...) each, to n rewards.
         horizon: most steps of an episode.
-        future_k: how many relabelled episodes come for one that is not, plus one; at least 1.
+        future_k: number of relabelled episodes for each other one, plus one; at least 1.
         settings: as of `ReplayBuffer`.
 
     Raises:
-        TypeError, SpecError: an argument is not what is needed.
+        TypeError, SpecError: an argument is invalid.
 
     Example:
         >>> def reached(achieved, desired):
@@ -63,22 +157,18 @@ class HERReplayBuffer(ReplayBuffer):
         array([9., 9., 9.])
     """
 
+    _reader: HindsightReader
+
     def __init__(
-        self,
-        size: int,
-        compute_reward_fn: Reward,
-        horizon: int,
-        future_k: float = 8.0,
-        *args: Any,
-        **settings: Any,
+        self, size: int, compute_reward_fn: Reward, horizon: int, future_k: float = 8.0, *args: Any, **settings: Any
     ) -> None:
         super().__init__(size, *args, **settings)
-        if not callable(compute_reward_fn):
-            raise TypeError(f"compute_reward_fn must be callable, got {compute_reward_fn!r}")
-        if isinstance(future_k, bool) or not isinstance(future_k, (int, float, np.number)) or not future_k >= 1:
-            raise SpecError(f"future_k must be a number of at least 1, got {future_k!r}")
-        self.compute_reward_fn = compute_reward_fn
-        self.horizon, self.future_k = check_count("horizon", horizon), float(future_k)
+        self._reader = HindsightReader(self._reader, compute_reward_fn, horizon, future_k)
+        self._intake.check_shapes = check_goals
+
+    compute_reward_fn: Reward = forward("_reader", "compute_reward_fn", "Computes rewards of goals.")
+    horizon: int = forward("_reader", "horizon", "Most steps of an episode.")
+    future_k: float = forward("_reader", "future_k", "Number of relabelled episodes for each other one, plus one.")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -92,84 +182,9 @@ class HERReplayBuffer(ReplayBuffer):
 
     @future_p.setter
     def future_p(self, future_p: float) -> None:
-        if isinstance(future_p, bool) or not isinstance(future_p, (int, float, np.number)) or not 0 <= future_p <= 1:
+        if not _is_number(future_p) or not 0 <= future_p <= 1:
             raise SpecError(f"future_p must be a number in [0, 1], got {future_p!r}")
         self.future_k = 1 / (1 - float(future_p)) if future_p < 1 else float("inf")
-
-    @property
-    def _is_as_indexed(self) -> bool:
-        return False
-
-    def _checked(self, rows: Mapping[str, Any], unknown: str, missing: str) -> dict[str, Any]:
-        for first in (OBS, OBS_NEXT):
-            names = [name for name in rows if top(name) == first]
-            goals = [f"{first}/{goal}" for goal in (ACHIEVED, DESIRED)]
-            if names and (lacking := [goal for goal in goals if goal not in names]):
-                raise MissingKeyError(f"key(s) {lacking} are missing, got {sorted(names)}")
-            if names and rows[goals[0]].shape != rows[goals[1]].shape:
-                shapes = [tuple(rows[goal].shape[2:]) for goal in goals]
-                raise SpecError(f"{goals[0]!r} has shape {shapes[0]}, {goals[1]!r} has {shapes[1]}")
-        return super()._checked(rows, unknown, missing)
-
-    def _check_columns(self, specs: Mapping[str, Spec]) -> None:
-        super()._check_columns(specs)
-        for first in (OBS, OBS_NEXT):
-            goals = [specs.get(f"{first}/{goal}") for goal in (ACHIEVED, DESIRED)]
-            shapes = {None if goal is None else goal.shape for goal in goals}
-            if any(top(name) == first for name in specs) and (None in shapes or len(shapes) > 1):
-                raise ValueError(f"{first!r} has not two goals of one shape")
-
-    def _read(self, rows: Rows, frames: np.ndarray) -> dict[str, Any]:
-        assert isinstance(rows, Snapshot)
-        arrays = super()._read(rows, frames)
-        at = frames[:, -1]
-        if not at.size:
-            return arrays
-        relabelled, sources = self._futures(rows, at)
-        if relabelled.any():
-            goals = self._achieved(rows, sources[relabelled])
-            for first in (OBS, OBS_NEXT):
-                name = f"{first}/{DESIRED}"
-                values, _ = as_rows(name, goals, self._known_specs[name])
-                values = self._storage.columns.converted(name, values, self._known_specs[name])
-                stacked = arrays[name].ndim > values.ndim
-                arrays[name][relabelled] = values[:, None] if stacked else values
-            arrays[REW][relabelled] = self._rewarded(rows, at[relabelled], goals)
-        return arrays
-
-    def _futures(self, rows: Snapshot, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which of these rows are relabelled, bool (n,), and the rows whose achieved goals are theirs, int64 (n,)."""
-        _, group = np.unique(rows.episodes_of(at), return_inverse=True)
-        n_groups = int(group.max()) + 1
-        # In the mean the share that it should be, of a single episode too.
-        n_chosen = int(n_groups * self.future_p + self._rng.random())
-        chosen = np.zeros(n_groups, bool)
-        chosen[self._rng.choice(n_groups, n_chosen, replace=False)] = True
-        last = np.lexsort((rows.span.steps(at), group))[np.cumsum(np.bincount(group)) - 1]  # of each group, its latest
-        reach = np.minimum(rows.following(at[last]), self.horizon - 1)
-        sources = rows.shifted(at[last], np.rint(self._rng.random(n_groups) * reach).astype(np.int64))
-        return chosen[group], sources[group]
-
-    def _achieved(self, rows: Snapshot, at: np.ndarray) -> np.ndarray:
-        """What is achieved after these rows, (n, ...)."""
-        name = f"{OBS_NEXT}/{ACHIEVED}"
-        values = read(rows, self._specs, [name], at, How())[name]
-        return from_bits(values) if self._known_specs[name].is_bfloat16 else np.asarray(values)
-
-    def _rewarded(self, rows: Snapshot, at: np.ndarray, goals: np.ndarray) -> np.ndarray:
-        """The rewards of these rows if these are their goals, as their column holds them."""
-        n_step, gamma = self._reading.n_step, self._reading.gamma
-        window, inside, _ = rows.n_step(at, n_step)
-        achieved = self._achieved(rows, window.reshape(-1))
-        found = host_array("compute_reward_fn", self.compute_reward_fn(achieved, np.repeat(goals, n_step, axis=0)))
-        spec = self._specs[REW]
-        if found.shape[:1] != (window.size,) or found.size != window.size * int(np.prod(spec.shape)):
-            raise SpecError(f"compute_reward_fn: gave shape {found.shape}, needed is {(window.size, *spec.shape)}")
-        values, _ = as_rows(REW, found.reshape(*window.shape, *spec.shape), spec)
-        rewards = self._storage.columns.converted(REW, values, spec)
-        if n_step == 1:
-            return np.asarray(rewards[:, 0])
-        return np.asarray(discounted(REW, rewards, spec, inside, gamma))
 
     # Files
 
@@ -177,8 +192,8 @@ class HERReplayBuffer(ReplayBuffer):
     def load_hdf5(  # type: ignore[override]
         cls, path: str | Path, compute_reward_fn: Reward, device: Any = None
     ) -> Self:
-        """As of `ReplayBuffer`; the function is in no file."""
-        return cls._loaded(path, {"compute_reward_fn": compute_reward_fn, "device": device})
+        """Does what `ReplayBuffer.load_hdf5` does; the function is in no file."""
+        return files.load(cls, path, {"compute_reward_fn": compute_reward_fn, "device": device})
 
     def _settings(self) -> dict[str, Any]:
         return {**super()._settings(), "horizon": self.horizon, "future_k": self.future_k}

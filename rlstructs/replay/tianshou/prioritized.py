@@ -2,24 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from rlstructs.errors import SpecError
 from rlstructs.public_names import set_module
+from rlstructs.replay.buffer import Arrays, Restore
 from rlstructs.replay.claims import Claims
 from rlstructs.replay.priorities import Priorities, exponent, importance_weights
-from rlstructs.replay.snapshot import Rows, Snapshot
-from rlstructs.replay.tianshou.reads import WANTED, Fields, Pick
+from rlstructs.replay.snapshot import AnySnapshot, Snapshot
+from rlstructs.replay.tianshou.editor import Editor
+from rlstructs.replay.tianshou.options import forward
+from rlstructs.replay.tianshou.reader import WANTED, Fields, Pick, Reader
 from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
 from rlstructs.replay.tianshou.vector import VectorReplayBuffer
 from rlstructs.replay.values import host_array, real_numbers
 
-# What is added to the absolute value of a priority, so that every row may be drawn.
+# Added to the absolute value of a priority, so that every row may be drawn.
 EPSILON = float(np.finfo(np.float32).eps)
 LEAVES, WEIGHT = "leaves", "weight"
+
+
+class PrioritizedReader(Reader):
+    """Draws in proportion to priorities, and adds the importance weights that follow from them.
+
+    Args:
+        plain: the reader of the buffer so far.
+        alpha, beta, weight_norm: as of `PrioritizedReplayBuffer`.
+
+    Raises:
+        TypeError, SpecError: an exponent is invalid.
+    """
+
+    def __init__(self, plain: Reader, alpha: float, beta: float, weight_norm: bool) -> None:
+        super().__init__(plain.table, plain.options, plain.export, plain.rng)
+        self.alpha = exponent("alpha", alpha)
+        if not self.alpha:
+            raise SpecError("alpha must be above 0; a ReplayBuffer draws uniformly")
+        self.beta, self.weight_norm = exponent("beta", beta), bool(weight_norm)
+        self.priorities = Priorities(self.table.storage.columns.n_rows, self.table.n_lanes, self.alpha)
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that a plain buffer lacks."""
+        return {"alpha": self.alpha, "beta": self.beta, "weight_norm": self.weight_norm}
+
+    def pick(self, n: int) -> Pick:
+        with self.priorities.lock:
+            return super().pick(n)
+
+    def draw_rows(self, rows: AnySnapshot, n: int) -> tuple[np.ndarray, Fields]:
+        assert isinstance(rows, Snapshot)
+        at = self.priorities.draw_rows(rows.span, n, self.rng, self.fits(rows), WANTED)
+        return at, {LEAVES: self.priorities.tree.values.take(at)}
+
+    def remember(self, pick: Pick) -> Pick:
+        assert isinstance(pick.rows, Snapshot)
+        with self.priorities.lock:
+            self.priorities.drawn.remember(pick.rows.span, pick.at)
+        return pick
+
+    def compute_beside(self, at: np.ndarray, fields: Fields | None = None) -> dict[str, Any]:
+        leaves = fields[LEAVES] if fields else self.read_leaves(at)
+        smallest = leaves.min(initial=np.inf) if self.weight_norm else self.priorities.tree.minimum
+        return {WEIGHT: importance_weights(leaves, smallest, self.beta)}
+
+    def read_leaves(self, at: Any) -> np.ndarray:
+        """The priorities of rows to the power of alpha, float64, copies; new rows get theirs first."""
+        with self.priorities.lock:
+            self.priorities.follow(self.table.own_rows().span)
+            return np.array(self.priorities.tree.values[at])
+
+    def get_weight(self, index: Any) -> Any:
+        """The weights of rows, over the largest in the buffer, float64 of the shape of `index`."""
+        rows = self.table.locate(index)
+        with self.priorities.lock:
+            return (self.read_leaves(rows) / self.priorities.tree.minimum) ** -self.beta
+
+    def update_weight(self, index: Any, new_weight: Any) -> None:
+        """Sets priorities; see `PrioritizedReplayBuffer.update_weight`."""
+        rows, given = host_array("index", index), real_numbers("priorities", new_weight)
+        with self.priorities.lock:
+            if rows.dtype.kind == "i" and (rows < 0).any():
+                rows = np.where(rows < 0, rows.astype(np.int64) + self.table.index_end(self.table.rows()), rows)
+            self.priorities.set(self.table.storage, rows, np.abs(given) + EPSILON, may_be_of_now=True)
+
+    def drop_nulls(self, editor: Editor) -> None:
+        """Drops rows, and keeps the priorities of the others, which get new ids."""
+        with self.priorities.lock:
+            leaves = self.read_leaves(slice(None))
+            if (kept := editor.drop_nulls()) is not None:
+                now = self.table.own_rows()
+                self.priorities.follow(now.span)
+                self.priorities.tree.update(now.every_row(), leaves[kept])
 
 
 @set_module("rlstructs.replay")
@@ -27,18 +103,18 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     """A `ReplayBuffer` that draws in proportion to priorities: Schaul et al., Prioritized Experience Replay (2016).
 
     P(i) = p_i^alpha / sum of p_k^alpha; a draw of n takes one row from each n-th of the sum, in the order of row ids. A
-    new row has the largest priority that was ever given, at first 1. What is read has a key `weight`, float32:
+    new row has the largest priority that was ever given, at first 1. Batches have a key `weight`, float32:
     (N P(i))^-beta over the largest of them.
 
     Args:
-        size: how many rows.
+        size: number of rows.
         alpha: exponent of priorities, above 0.
         beta: exponent of weights, at least 0.
-        weight_norm: weights are divided by the largest of the batch; otherwise by that of the buffer.
+        weight_norm: whether weights are divided by the largest of the batch, or by that of the buffer.
         settings: as of `ReplayBuffer`.
 
     Raises:
-        TypeError, SpecError: an argument is not what is needed.
+        TypeError, SpecError: an argument is invalid.
 
     Example:
         >>> buffer = PrioritizedReplayBuffer(8, alpha=1.0, beta=1.0)
@@ -49,34 +125,34 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         array([1.  , 0.25], dtype=float32)
     """
 
+    _reader: PrioritizedReader
+
     def __init__(
         self, size: int, alpha: float, beta: float, weight_norm: bool = True, *args: Any, **settings: Any
     ) -> None:
         super().__init__(size, *args, **settings)
-        self._alpha = exponent("alpha", alpha)
-        if not self._alpha:
-            raise SpecError("alpha must be above 0; a ReplayBuffer draws uniformly")
-        self.set_beta(beta)
-        self.weight_norm = bool(weight_norm)
-        self._priorities = Priorities(self._storage.columns.n_rows, self._n_lanes, self._alpha)
+        self._reader = PrioritizedReader(self._reader, alpha, beta, weight_norm)
+        self._intake.beside.add(WEIGHT)
 
     @property
     def options(self) -> dict[str, Any]:
-        return {**super().options, "alpha": self._alpha, "beta": self._beta, "weight_norm": self.weight_norm}
+        return {**super().options, **self._reader.settings()}
 
     @property
     def alpha(self) -> float:
         """Exponent of priorities."""
-        return self._alpha
+        return self._reader.alpha
 
     @property
     def beta(self) -> float:
         """Exponent of weights."""
-        return self._beta
+        return self._reader.beta
 
     def set_beta(self, beta: float) -> None:
         """Sets the exponent of weights, at least 0."""
-        self._beta = exponent("beta", beta)
+        self._reader.beta = exponent("beta", beta)
+
+    weight_norm: bool = forward("_reader", "weight_norm", "Whether weights are divided by the largest of the batch.")
 
     @property
     def nbytes(self) -> int:
@@ -84,110 +160,57 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
     @property
     def weight(self) -> np.ndarray:
-        """The priorities of all rows to the power of alpha, float64 (maxsize,), 0 where there is none; a copy."""
-        with self._priorities.lock:
-            self._priorities.follow(self._own_rows().span)
-            return self._priorities.tree.values[: self.maxsize].copy()
+        """The priorities of all rows to the power of alpha, float64 (maxsize,), 0 in empty rows; a copy."""
+        return self._reader.read_leaves(slice(0, self.maxsize))
 
     def update_weight(self, index: Any, new_weight: Any) -> None:
         """Sets priorities to |new_weight| and a little more; of equal rows the last counts.
 
-        Those of rows that were overwritten since they were drawn are dropped. Rows that were added since the last draw,
-        and all rows together, are meant as they are now.
+        Priorities of rows that were overwritten since they were drawn are dropped. Rows that were added since the last
+        draw, and all rows together, are meant as they are now.
 
         Args:
             index: int (n,), row ids.
             new_weight: (n,), of any library, finite.
 
         Raises:
-            SpecError, IndexError: something is not so; nothing has changed.
+            SpecError, IndexError: an argument does not fit; nothing changes.
         """
-        rows, given = host_array("index", index), real_numbers("priorities", new_weight)
-        with self._priorities.lock:
-            if rows.dtype.kind == "i":
-                rows = np.where(rows < 0, rows.astype(np.int64) + self._index_end(self._own_rows()), rows)
-            self._priorities.set(self._storage, rows, np.abs(given) + EPSILON, may_be_of_now=True)
+        self._reader.update_weight(index, new_weight)
 
     def get_weight(self, index: Any) -> Any:
         """The importance weights of rows, over the largest in the buffer, float64 of the shape of `index`."""
-        rows, tree = self._rows_at(index), self._priorities.tree
-        with self._priorities.lock:
-            self._priorities.follow(self._own_rows().span)
-            return (tree.values[rows] / tree.minimum) ** -self._beta
+        return self._reader.get_weight(index)
 
     def reset(self, keep_statistics: bool = False) -> None:
         super().reset(keep_statistics)
-        self._priorities.clear()
-
-    reset.__doc__ = ReplayBuffer.reset.__doc__
-
-    def _pick(self, n: int) -> Pick:
-        with self._priorities.lock:
-            return super()._pick(n)
-
-    def _anchors(self, rows: Rows, n: int) -> tuple[np.ndarray, Fields]:
-        assert isinstance(rows, Snapshot)
-        at = self._priorities.draw_rows(rows.span, n, self._rng, self._fits(rows), WANTED)
-        return at, {LEAVES: self._priorities.tree.values.take(at)}
-
-    def _picked(self, rows: Rows, at: np.ndarray, fields: Fields) -> Pick:
-        assert isinstance(rows, Snapshot)
-        with self._priorities.lock:
-            self._priorities.drawn.remember(rows.span, at)
-        return super()._picked(rows, at, fields)
-
-    def _beside(self, at: np.ndarray, fields: Fields | None = None) -> dict[str, Any]:
-        if not fields:
-            with self._priorities.lock:
-                self._priorities.follow(self._own_rows().span)
-                fields = {LEAVES: np.asarray(self._priorities.tree.values[at])}
-        leaves = fields[LEAVES]
-        if not leaves.size:
-            return {WEIGHT: np.zeros(leaves.shape, np.float32)}
-        smallest = leaves.min() if self.weight_norm else self._priorities.tree.minimum
-        return {WEIGHT: importance_weights(leaves, smallest, self._beta)}
-
-    def _beside_names(self) -> set[str]:
-        return super()._beside_names() | {WEIGHT}
+        self._reader.priorities.clear()
 
     def dropnull(self) -> None:
-        with self._priorities.lock:
-            self._priorities.follow(self._own_rows().span)  # or the newest rows would have no priority to keep
-            super().dropnull()
-
-    dropnull.__doc__ = ReplayBuffer.dropnull.__doc__
-
-    def _were_kept(self, rows: np.ndarray) -> None:
-        leaves = self._priorities.tree.values[rows]  # those of rows whose ids have changed
-        now = self._own_rows()
-        self._priorities.follow(now.span)
-        self._priorities.tree.update(now.every_row(), leaves)
+        self._reader.drop_nulls(self._editor)
 
     # Files and copies
 
     def _locks(self) -> Sequence[Any]:
-        return [self._priorities.lock, *super()._locks()]
+        return [self._reader.priorities.lock, *super()._locks()]
 
     def _settings(self) -> dict[str, Any]:
-        own = {"alpha": self._alpha, "beta": self._beta, "weight_norm": self.weight_norm}
-        return {**super()._settings(), **own}
+        return {**super()._settings(), **self._reader.settings()}
 
     def _state(self) -> dict[str, Any]:
-        return {**super()._state(), **self._priorities.state()}
+        return {**super()._state(), **self._reader.priorities.state()}
 
     def _more_arrays(self) -> dict[str, np.ndarray]:
-        return {**super()._more_arrays(), **self._priorities.arrays()}
+        return {**super()._more_arrays(), **self._reader.priorities.arrays()}
 
-    def _restorer(
-        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], claims: Claims
-    ) -> Callable[[], None]:
-        restore_rest = super()._restorer(state, arrays, claims)
+    def _restorer(self, state: Mapping[str, Any], arrays: Arrays, claims: Claims) -> Restore:
+        restore_rest, reader = super()._restorer(state, arrays, claims), self._reader
         alpha, beta = (exponent(name, state["settings"][name]) for name in ("alpha", "beta"))
-        priorities = self._priorities.restored(arrays, state, claims, alpha)
+        priorities = reader.priorities.restored(arrays, state, claims, alpha)
 
         def restore() -> None:
             restore_rest()
-            self._priorities, self._alpha, self._beta = priorities, alpha, beta
+            reader.priorities, reader.alpha, reader.beta = priorities, alpha, beta
 
         return restore
 

@@ -1,127 +1,30 @@
-"""How transitions are read: with `obs_next` and `done`, which need not be stored, sums over n steps and stacks."""
+"""How transitions are read: with `obs_next` and `done`, which need not be stored."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterable
 
-import numpy as np
-
-from rlstructs.replay.columns import Spec
-from rlstructs.replay.reading import DISCOUNT, discounted
-from rlstructs.replay.snapshot import Rows
-from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS, OBS_NEXT, REW, STACKED, top
-
-# Where something is read: in the drawn rows, in the last of the n steps from there, or in the next row after those.
-ANCHORS, LAST, NEXT = "anchors", "last", "next"
+from rlstructs.replay.reading import ANCHOR, LAST, NEXT, SUM, Source
+from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT, REW, STACKED, stored_as, top
 
 
-@dataclass(frozen=True)
-class How:
-    """How transitions are read.
-
-    Attributes:
-        stack_num: what is stacked becomes that of so many rows, on a new axis in front of its own.
-        n_step: rewards become the discounted sum of so many steps, up to the end of the episode or the newest
-            row; what comes after a step comes from the last of them.
-        gamma: discount per step.
-        stacked: what is; None for everything.
-    """
-
-    stack_num: int = 1
-    n_step: int = 1
-    gamma: float = 1.0
-    stacked: Collection[str] | None = STACKED
-
-
-def read(
-    rows: Rows,
-    specs: Mapping[str, Spec],
-    names: Sequence[str],
-    at: np.ndarray,
-    how: How,
-    frames: np.ndarray | None = None,
-) -> dict[str, Any]:
-    """What some rows hold, private memory.
+def sources_of(
+    names: Iterable[str], columns: Collection[str], stacked: Collection[str] | None = STACKED
+) -> dict[str, Source]:
+    """How keys of a batch are read.
 
     Args:
-        rows: among which they are.
-        specs: of the columns.
         names: of columns, or of what is made of them.
-        at: int64, of any shape: which rows.
-        how: how.
-        frames: int64 (n, how.stack_num), of which rows their stacks are, where that is known.
-
-    Returns:
-        name -> `(*at.shape, *shape)`, stacked ones `(*at.shape, stack_num, *shape)`; and `discount`, gamma to the
-        number of steps, float32 `at.shape`, if `how.n_step` is above 1.
+        columns: the names of all columns.
+        stacked: the first parts of the names that are stacked; None for all names.
     """
-    places = _Places(rows, at.reshape(-1), how, frames)
-    arrays: dict[str, Any] = dict.fromkeys(names)  # in their order
-    groups: dict[tuple[str, bool], list[str]] = {}
+    sources = {}
     for name in names:
-        if name == REW and how.n_step > 1:
-            [rewards] = rows.gather([name], places.window)
-            arrays[name] = discounted(name, rewards, specs[name], places.inside, how.gamma)
-        elif name != DONE:
-            groups.setdefault(places.kind_of(name, specs), []).append(name)
-    for (kind, is_stacked), group in groups.items():
-        stored = [OBS + name[len(OBS_NEXT) :] for name in group] if kind == NEXT else group
-        arrays.update(zip(group, rows.gather(stored, places.of(kind, is_stacked)), strict=True))
-    if DONE in arrays:
-        arrays[DONE] = np.logical_or(*_flags(rows, arrays, places))
-    if how.n_step > 1:
-        arrays[DISCOUNT] = (how.gamma**places.counts).astype(np.float32)
-    if at.ndim == 1:
-        return arrays
-    return {name: array.reshape((*at.shape, *array.shape[1:])) for name, array in arrays.items()}
-
-
-def _flags(rows: Rows, arrays: Mapping[str, Any], places: _Places) -> list[Any]:
-    if all(flag in arrays for flag in FLAGS):
-        return [arrays[flag] for flag in FLAGS]
-    return rows.gather(FLAGS, places.of(LAST, places.is_stacked(DONE)))
-
-
-class _Places:
-    """Where to read; each is worked out once."""
-
-    def __init__(self, rows: Rows, anchors: np.ndarray, how: How, frames: np.ndarray | None) -> None:
-        self._rows, self._how = rows, how
-        self._rows_at = {ANCHORS: anchors, LAST: anchors}
-        self._frames: dict[str, np.ndarray] = {} if frames is None else {ANCHORS: frames, LAST: frames}
-        if how.n_step > 1:
-            self.window, self.inside, self.counts = rows.n_step(anchors, how.n_step)
-            self._rows_at[LAST] = self.window[:, -1]
-            self._frames.pop(LAST, None)
-
-    def kind_of(self, name: str, specs: Mapping[str, Spec]) -> tuple[str, bool]:
-        """Where what has this name is read, and whether it is stacked."""
-        first = top(name)
-        is_stacked = self.is_stacked(first)
-        if first == OBS_NEXT:
-            return (LAST if name in specs else NEXT), is_stacked
-        return (LAST if name in FLAGS else ANCHORS), is_stacked
-
-    def is_stacked(self, first: str) -> bool:
-        """Whether what begins with this name is."""
-        return self._how.stack_num > 1 and (self._how.stacked is None or first in self._how.stacked)
-
-    def of(self, kind: str, is_stacked: bool) -> np.ndarray:
-        """The rows (n,) of this kind, or their stacks (n, stack_num)."""
-        if kind not in self._rows_at:
-            self._rows_at[kind] = self._rows.next(self._rows_at[LAST])
-        if not is_stacked:
-            return self._rows_at[kind]
-        if kind not in self._frames:
-            if kind == NEXT and LAST in self._frames:
-                self._frames[kind] = self._following(self._frames[LAST], self._rows_at[NEXT])
-            else:
-                self._frames[kind] = self._rows.frames(self._rows_at[kind], self._how.stack_num)
-        return self._frames[kind]
-
-    def _following(self, frames: np.ndarray, after: np.ndarray) -> np.ndarray:
-        """The stacks of the next rows: one further, or the same where there is none."""
-        further = np.concatenate([frames[:, 1:], after[:, None]], axis=1)
-        return np.where((after == frames[:, -1])[:, None], frames, further)
+        first, place = top(name), ANCHOR
+        if name == REW:
+            place = SUM
+        elif name in (DONE, *FLAGS) or first == OBS_NEXT:
+            place = LAST if name == DONE or name in columns else NEXT
+        stored = FLAGS if name == DONE else (stored_as(name, columns),)
+        sources[name] = Source(stored, place, stacked is None or first in stacked)
+    return sources

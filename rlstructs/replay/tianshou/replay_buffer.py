@@ -2,61 +2,62 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
+import numpy as np
 
-from rlstructs.checks import clean_text
-from rlstructs.errors import FileError, SpecError
+from rlstructs.checks import check_count
 from rlstructs.public_names import set_module
 from rlstructs.replay import saving
-from rlstructs.replay.buffer import FILL, GROW
-from rlstructs.replay.given import flat_items
-from rlstructs.replay.tianshou import transitions
-from rlstructs.replay.tianshou.edits import EpisodeEdits
-from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT
-from rlstructs.replay.values import host_array
+from rlstructs.replay.array_dict import ArrayDict
+from rlstructs.replay.buffer import Arrays, Buffer, Restore
+from rlstructs.replay.claims import Claims
+from rlstructs.replay.intake import FILL, GROW
+from rlstructs.replay.reading import Reading
+from rlstructs.replay.tianshou import files, transitions
+from rlstructs.replay.tianshou.editor import Editor, StoredColumns
+from rlstructs.replay.tianshou.intake import TransitionIntake
+from rlstructs.replay.tianshou.options import THEIRS, Options, check_arguments, check_lane_size, forward, hint_of
+from rlstructs.replay.tianshou.reader import Reader
+from rlstructs.replay.tianshou.running import Added
+from rlstructs.replay.tianshou.table import Table
+from rlstructs.replay.tianshou.transitions import RESERVED
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-HDF5 = ".h5"
-
 
 @set_module("rlstructs.replay")
-class ReplayBuffer(EpisodeEdits):
-    """The newest `size` transitions of one environment, and which episodes they are of.
+class ReplayBuffer(Buffer):
+    """The newest `size` transitions of one environment, and which episodes they belong to.
 
-    Each key of a transition is a column that comes with the first row, with its dtype and shape; nested ones have
-    names joined with `/`. A row id is the slot of a row, in [0, size). What is read is copied. One thread writes;
-    others may `sample`.
+    Each key of a transition is a column; the first row gives it its dtype and shape. Nested keys are joined with `/`.
+    A row id is the slot of a row, in [0, size). Reads return copies. One thread may write while others `sample`.
 
-    Infos are in each row what the environment said in that step. Their numbers widen (bool, int, float, complex; longer
-    ones), as long as no value is lost; what cannot be one column of numbers (text, None, lists that grow, dicts that
-    were numbers) becomes one of objects, which are sampled in numpy's arrays of objects. Rows without such a key hold 0
-    in numbers and None in objects. `save` writes what JSON holds. All other keys keep their dtype and shape.
+    Infos stay what the environment said. Their numbers widen (bool, int, float, complex; more bits) while no value is
+    lost; those that fit no column of numbers (text, None, lists that grow, dicts that were numbers) become objects, in
+    numpy's arrays of objects. Rows without such a key hold 0, or None. `save` writes the objects that JSON can hold.
 
     Args:
-        size: how many; 0 for a placeholder that takes none.
-        stack_num: of how many rows `obs`, `obs_next`, `info` and `policy` are made when they are read; the first row
-            of the episode stands for those before it. May be assigned later.
-        ignore_obs_next: do not store it: it is then the `obs` of the next row, or the row's own where none follows.
-            So it is too as long as it is never given.
+        size: number of rows; 0 for a placeholder that takes none.
+        stack_num: how many rows `obs`, `obs_next`, `info` and `policy` are stacked from when they are read; the first
+            row of the episode stands for those before it. May be set later.
+        ignore_obs_next: do not store `obs_next`: then, and if it is never given, it is the `obs` of the next row, or
+            the row's own if none follows.
         save_only_last_obs: observations come as stacks; store the last of each.
         sample_avail: draw only rows that have `stack_num - 1` others before them in their episode.
-        random_seed: a generator, an int, or None for one from torch's global generator.
-        framework: what samples are made of: "numpy" (a dict of arrays with attributes), "torch" (a `DictTensor`,
-            which is without objects; `get` has them), "jax" or "warp". Row ids and objects are numpy's in any case.
-        device: where samples are wanted.
-        n_step, gamma: what `sample` makes of rewards, see there.
-        new_keys: keys that there were not before "grow" a column, zero in the rows before; or are an "error".
-        missing_keys: keys that there were before "fill" with zeros; or are an "error".
+        random_seed: a generator, an int, or None to draw a seed from torch's global generator.
+        framework: library of the samples: "numpy" (a dict of arrays with attributes), "torch" (a `DictTensor` without
+            objects, which `get` returns), "jax" or "warp". Row ids and objects are numpy's in any case.
+        device: of samples.
+        n_step, gamma: how `sample` sums rewards, see there.
+        new_keys: whether unknown keys "grow" a column, zero in the rows before, or are an "error".
+        missing_keys: whether to "fill" missing keys with zeros, or whether they are an "error".
 
     Raises:
-        TypeError, SpecError: an argument is not what is needed.
+        TypeError, SpecError: an argument is invalid.
 
     Example:
         >>> buffer = ReplayBuffer(size=4)
@@ -71,9 +72,33 @@ class ReplayBuffer(EpisodeEdits):
         >>> batch, rows = buffer.sample(0)  # all, in order
         >>> rows, batch.obs, batch.obs_next
         (array([1, 2, 3, 0]), array([1, 2, 3, 4]), array([2, 2, 4, 4]))
-        >>> buffer
-        ReplayBuffer(4 of 4 rows: obs int64, act int64, rew float64, terminated bool, truncated bool)
     """
+
+    # tianshou's attributes, for programs that read them; other keys of a batch become columns too.
+    _reserved_keys, _required_keys_for_add = RESERVED, transitions.REQUIRED
+    # Number of lanes, which subclasses set before they call this constructor; whether batches have an axis for them.
+    _n_lanes, _is_stacked = 1, False
+    _intake: TransitionIntake
+
+    def __init__(
+        self, size: int | None = None, stack_num: int = 1, ignore_obs_next: bool = False,
+        save_only_last_obs: bool = False, sample_avail: bool = False,
+        random_seed: np.random.Generator | int | None = 42, *, framework: str = "numpy", device: Any = None,
+        n_step: int = 1, gamma: float = 0.99, new_keys: str = GROW, missing_keys: str = FILL, **unknown: NoReturn,
+    ) -> None:  # fmt: skip
+        check_arguments(type(self).__name__, size, stack_num, unknown)
+        lane_size = check_lane_size(size)
+        self._options = Options(
+            stack_num, ignore_obs_next, save_only_last_obs, sample_avail, framework, n_step, gamma, new_keys,
+            missing_keys,
+        )  # fmt: skip
+        reading = Reading(n_step, gamma)
+        capacity = max(lane_size, 1)  # of a placeholder too: no store has none
+        super().__init__(self._n_lanes, capacity, seed=random_seed, framework=framework, device=device, reading=reading)
+        self._table = Table(self._storage, lane_size, self._is_stacked)
+        self._intake = TransitionIntake(self._table, type(self).__name__, self._options)
+        self._reader = Reader(self._table, self._options, self._export, self._rng)
+        self._editor = Editor(self._table, self._intake)
 
     @classmethod
     def from_data(
@@ -84,108 +109,290 @@ class ReplayBuffer(EpisodeEdits):
 
         Args:
             obs, act, rew, terminated, truncated: (n, ...).
-            done: (n,), where episodes end. An end that is not terminated is one that was truncated; None for the ends
-                that the flags say.
+            done: (n,), where episodes end, truncated if not terminated; None for the ends that the flags mark.
             obs_next: (n, ...), or None.
-            settings: of the constructor, but `size`.
+            settings: of the constructor, except `size`.
 
         Raises:
-            MissingKeyError, SpecError: one is missing, or they have not all n rows.
+            MissingKeyError, SpecError: an array is missing, or does not have n rows.
         """
-        given = {"obs": obs, "act": act, "rew": rew, "terminated": terminated, "truncated": truncated,
-                 OBS_NEXT: obs_next}  # fmt: skip
-        arrays = {
-            name: value if isinstance(value, torch.Tensor) else host_array(name, value)
-            for name, value in flat_items({key: value for key, value in given.items() if value is not None}, "").items()
-        }
-        transitions.check_required(arrays)
-        n = len(transitions.as_column(FLAGS[0], arrays[FLAGS[0]], 1))
-        buffer = cls(n, **settings)
-        rows = transitions.as_transitions(arrays, "from_data", buffer._ignored, 1, buffer.save_only_last_obs)
-        if wrong := [name for name, values in rows.items() if len(values) != n]:
-            raise SpecError(f"{wrong[0]!r} has {len(rows[wrong[0]])} rows, 'terminated' has {n}")
-        if done is not None:
-            ends = transitions.as_flags(DONE, host_array(DONE, done))
-            if ends.shape != (n,):
-                raise SpecError(f"'done' has shape {ends.shape}, needed is ({n},)")
-            rows[FLAGS[1]] = rows[FLAGS[1]] | (ends & ~rows[FLAGS[0]])
-        if n:
-            buffer._write({name: values[None] for name, values in rows.items()}, unknown=GROW, missing=FILL)
-            buffer._recount()
-        return buffer
+        names = zip(RESERVED, (obs, act, rew, terminated, truncated, None, obs_next), strict=False)
+        return files.from_arrays(cls, dict(names), done, settings)
 
-    # Files
+    stack_num: int = forward("_options", "stack_num", "How many rows a read observation consists of.", check_count)
+    ignore_obs_next: bool = forward("_options", "ignore_obs_next", "Whether `obs_next` is not stored.")
+    save_only_last_obs: bool = forward("_options", "save_only_last_obs", "Whether the last of each stack is stored.")
+    sample_avail: bool = forward("_options", "sample_avail", "Whether only rows with whole stacks are drawn.")
 
-    def save_hdf5(self, path: str | Path, compression: str | None = None) -> None:
-        """Writes all that there is to an HDF5 file, whole or not at all; needs the extra `hdf5`.
+    @property
+    def options(self) -> dict[str, Any]:
+        """The current values of tianshou's settings."""
+        return {name: getattr(self._options, name) for name in THEIRS}
 
-        Args:
-            path: with any ending.
-            compression: None, "gzip" or "lzf".
-        """
-        saving.save(self, Path(path), HDF5, compression)
+    @property
+    def maxsize(self) -> int:
+        """Capacity in rows."""
+        return self._table.maxsize
 
-    @classmethod
-    def load_hdf5(cls, path: str | Path, device: Any = None) -> Self:
-        """A buffer just as it was when `save_hdf5` wrote it: the next samples are those that would have come then.
+    _size = property(len)  # tianshou's name
 
-        Of a subclass its constructor is called if it takes the same arguments. What it has of its own is in no file.
+    @property
+    def last_index(self) -> np.ndarray:
+        """The newest row of each lane, int64 (n_lanes,); the first slot of an empty lane."""
+        return self._table.rows().newest()
 
-        Args:
-            path: of the file.
-            device: where samples are wanted.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            FileError: it is damaged, of another version, or of another class.
-        """
-        return cls._loaded(path, {"device": device})
-
-    @classmethod
-    def _loaded(cls, path: str | Path, given: Mapping[str, Any]) -> Self:
-        settings = saving.own_state(Path(path), cls.__name__, HDF5).get("settings")
-        try:
-            buffer = cls._of_settings(settings, given)
-        except (ImportError, MemoryError):
-            raise
-        except Exception as error:  # whatever they are
-            raise FileError(f"{path}: its settings do not make a {cls.__name__}: {clean_text(error)}") from error
-        saving.load(buffer, Path(path), HDF5)
-        return buffer
-
-    @classmethod
-    def _of_settings(cls, settings: Any, given: Mapping[str, Any]) -> Self:
-        """A buffer with settings from a file, and others."""
-        arguments = {**settings, **given}
-        try:
-            inspect.signature(cls).bind(**arguments)
-        except TypeError:  # of a subclass: those of its constructor are in no file
-            buffer, ours = cls.__new__(cls), f"{__name__.partition('.')[0]}."
-            known: Any = next(kind for kind in cls.__mro__ if kind.__module__.startswith(ours))
-            known.__init__(buffer, **arguments)
-            return buffer
-        return cls(**arguments)
-
-    def _settings(self) -> dict[str, Any]:
-        """The arguments of the constructor, as JSON has them."""
-        reading = self._reading
-        return {
-            "size": self._lane_size,
-            "stack_num": self.stack_num,
-            "ignore_obs_next": self.ignore_obs_next,
-            "save_only_last_obs": self.save_only_last_obs,
-            "sample_avail": self.sample_avail,
-            "framework": self.framework,
-            "n_step": reading.n_step,
-            "gamma": reading.gamma,
-            "new_keys": self._unknown,
-            "missing_keys": self._missing,
-        }
-
-    def _state(self) -> dict[str, Any]:
-        return {"settings": self._settings()}
+    @property
+    def subbuffer_edges(self) -> np.ndarray:
+        """The first row id of each lane, and the end of the last lane, int64 (n_lanes + 1,)."""
+        return self._table.edges
 
     def __repr__(self) -> str:
         shown = [f"{name} {spec.dtype}{list(spec.shape) or ''}" for name, spec in self._specs.items()]
         columns = f": {', '.join(shown)}" if shown else ""
         return f"{type(self).__name__}({len(self)} of {self.maxsize} rows{columns})"
+
+    def add(self, batch: Any, buffer_ids: Any = None) -> Added:
+        """Appends one transition to each of some lanes.
+
+        Args:
+            batch: a mapping with `obs`, `act`, `rew`, `terminated`, `truncated`, and any other keys; arrays of numbers
+                of any library, possibly nested, and `info` of anything. `done` is ignored: it follows from the others.
+            buffer_ids: the lane of each row of `batch`, whose arrays have a first axis for them; None for each lane
+                once. A repeated lane gets its rows in order. For a buffer of one lane, None if the arrays have no
+                such axis, or `[0]` if they have.
+
+        Returns:
+            Four arrays with one entry per row: its row id, int64; the return of the episode that ends with it, float64,
+            and the length of that episode, int64, both 0 if none ends; and the row id of the oldest present row of its
+            episode, int64. Return and length count all rows of the episode, overwritten ones too.
+
+        Raises:
+            SpecError, MissingKeyError, IndexError: an argument does not fit; nothing is added.
+            StateError: the size is 0.
+        """
+        return self._intake.add(batch, buffer_ids)
+
+    def update(self, buffer: ReplayBuffer) -> np.ndarray:
+        """Appends every row of another buffer, in order, and keeps its episodes.
+
+        Returns:
+            The new row ids, int64 (n,); negative ones that indexing refuses for rows without room.
+
+        Raises:
+            TypeError, SpecError: it is no other buffer like this, or its rows do not fit; nothing changes.
+        """
+        if not isinstance(buffer, ReplayBuffer):
+            raise TypeError(f"update: needs a ReplayBuffer, got {type(buffer).__name__}")
+        return self._editor.append(buffer._editor)
+
+    def reset(self, keep_statistics: bool = False) -> None:
+        """Drops every row; `keep_statistics` continues the returns and lengths of unfinished episodes."""
+        self._intake.reset(keep_statistics)
+
+    def __getattr__(self, name: str) -> Any:
+        """A whole column, `(maxsize, ...)`, as a read-only array of numpy; nested columns as a dict of arrays.
+
+        `info` and `policy` are empty dicts if they were never stored. Empty rows hold zeros, or old values. Later
+        writes may change an array: copy it to keep it. A column without bytes of its own, such as next observations
+        that are stored once, is a `LazyColumn`, which gathers the rows that are indexed.
+        """
+        is_column = "_table" in vars(self) and not name.startswith("_")
+        found = self._table.read_whole(self._table.find, name) if is_column else None
+        if found is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint_of(name)}")
+        return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in RESERVED:  # it would hide the column
+            raise AttributeError(f"{name!r} is a column of this buffer; use set_array_at_key or set_batch")
+        super().__setattr__(name, value)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Rows as a batch, private copies; observations, infos and policies in stacks of `stack_num`.
+
+        Args:
+            index: a row id, a list or array of row ids of any shape, a mask over all row ids, or a slice of the
+                rows in order: lane by lane, from the oldest to the newest. Negative ids count from the end.
+
+        Raises:
+            SpecError, IndexError: the index is invalid, or a row is empty.
+        """
+        return self._table.read_whole(self._reader.select, index)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Each row, in the order of row ids."""
+        # Without it Python would count indexes up to the first empty row: to the end of the first lane.
+        return (self[row] for row in np.sort(self._table.rows().every_row()))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The buffer as one object: numpy would take it for a sequence otherwise."""
+        whole = np.empty((), object)
+        whole[()] = self
+        return whole
+
+    def get(self, index: Any, key: str, default_value: Any = None, stack_num: int | None = None) -> Any:
+        """One key of some rows, private copies.
+
+        Args:
+            index: as for indexing.
+            key: the name of an array, or of nested arrays.
+            default_value: returned if there is no such key; None for an error.
+            stack_num: number of rows, each row after those before it in its episode, on a new axis behind those of
+                `index`; the first of the episode stands for missing ones. None for the buffer's own.
+
+        Raises:
+            MissingKeyError, SpecError, IndexError: there is no such key, or no such row.
+        """
+        stack_num = self.stack_num if stack_num is None else check_count("stack_num", stack_num)
+        return self._table.read_whole(self._reader.get, index, key, default_value, stack_num)
+
+    def prev(self, index: Any) -> Any:
+        """The row before each in its episode, or the row itself if there is none; int64 of the shape of `index`."""
+        return self._reader.step(index, lambda rows, at: rows.prev(at))
+
+    def next(self, index: Any) -> Any:
+        """The row after each in its episode, or the row itself if there is none; int64 of the shape of `index`."""
+        return self._reader.step(index, lambda rows, at: rows.next(at))
+
+    def unfinished_index(self) -> np.ndarray:
+        """The newest rows of unfinished episodes, int64, at most one for each lane."""
+        return self._table.rows().unfinished()
+
+    def get_buffer_indices(self, start: int, stop: int) -> np.ndarray:
+        """The rows from `start` to before `stop` in one lane, around its end if `stop` comes first, int64.
+
+        `start == stop` is empty, unless one episode fills the lane and begins, or what is left of it, at `start`.
+
+        Raises:
+            SpecError: they are not in one lane.
+        """
+        return self._reader.list_between(start, stop)
+
+    def sample(self, batch_size: int | None) -> tuple[Any, np.ndarray]:
+        """Draws rows and reads them as indexing does.
+
+        With an `n_step` above 1, `rew` is the discounted sum of so many rewards, values from after a step come from
+        the last of them, and `discount` is gamma to the number of steps. A subclass may override `sample_indices` and
+        `__getitem__`.
+
+        Args:
+            batch_size: as of `sample_indices`.
+
+        Returns:
+            A batch, private copies, and its row ids, int64 (n,).
+
+        Raises:
+            EmptyBufferError, SpecError: as of `sample_indices`; or a subclass reads by index where that differs.
+        """
+        own = type(self)
+        by_index = own.__getitem__ is not ReplayBuffer.__getitem__
+        if by_index or own.sample_indices is not ReplayBuffer.sample_indices:
+            return self._table.read_whole(self._reader.sample_by, self, batch_size, by_index)
+        return self._table.read_whole(self._reader.sample, batch_size)
+
+    def sample_indices(self, batch_size: int | None) -> np.ndarray:
+        """Draws rows; with `sample_avail` only those that have `stack_num - 1` others before them in their episode.
+
+        Args:
+            batch_size: how many, uniformly and with replacement; None for every row once, in random order; 0 for
+                every row in order, lane by lane and from the oldest on; below 0 for none.
+
+        Returns:
+            Row ids, int64 (n,).
+
+        Raises:
+            EmptyBufferError, SpecError: the buffer is empty, or no row has enough others before it.
+        """
+        return self._reader.sample_indices(batch_size)
+
+    @property
+    def _meta(self) -> ArrayDict:
+        """The columns as tianshou calls them, for programs that change them so.
+
+        A value that is set under a name is stored; see `StoredColumns`. Columns that replace all of these include them.
+        """
+        return StoredColumns(self)
+
+    @_meta.setter
+    def _meta(self, columns: Any) -> None:
+        self._editor.set_columns(columns)
+
+    def set_batch(self, batch: Any) -> None:
+        """Replaces columns, by copies.
+
+        Args:
+            batch: some of the keys that `add` knows, `(maxsize, ...)` each. An empty buffer is full then, the first row
+                of each lane its oldest; otherwise the same rows remain, and other columns keep their values.
+
+        Raises:
+            SpecError: something does not fit; nothing changes.
+        """
+        self._editor.set_batch(batch)
+
+    def set_array_at_key(self, seq: Any, key: str, index: Any = None, default_value: Any = None) -> None:
+        """Sets a column, or some rows of it.
+
+        Args:
+            seq: (n, ...).
+            key: name of an array, which is added if there is none.
+            index: n rows, as for indexing; None for all of the `maxsize`.
+            default_value: of a new column in the other rows; None for NaN, which only floats have.
+
+        Raises:
+            MissingKeyError: the buffer never had a row, so its columns are unknown.
+            TypeError, SpecError, IndexError: something does not fit; nothing changes.
+        """
+        self._editor.set_array(seq, key, index, default_value)
+
+    def isnull(self) -> Any:
+        """Where rows are NaN: a batch of bools, of all rows in order."""
+        return self._export(self._editor.find_nulls(), {})
+
+    def hasnull(self) -> bool:
+        """Whether a row holds NaN."""
+        return self._editor.has_nulls()
+
+    def dropnull(self) -> None:
+        """Drops the rows that hold NaN; the rows before and after one belong to different episodes then."""
+        self._editor.drop_nulls()
+
+    # Files
+
+    def save_hdf5(self, path: str | Path, compression: str | None = None) -> None:
+        """Writes an HDF5 file, atomically; needs the extra `hdf5`. `compression` is "gzip", "lzf" or None."""
+        saving.save(self, Path(path), files.HDF5, compression)
+
+    @classmethod
+    def load_hdf5(cls, path: str | Path, device: Any = None) -> Self:
+        """Makes a buffer of a file of `save_hdf5`; the next samples are those that would have followed the save.
+
+        The constructor of a subclass is called if it takes the same arguments. Its own attributes are in no file.
+
+        Raises:
+            FileNotFoundError, FileError: there is no such file, or it is damaged, or of another version or class.
+        """
+        return files.load(cls, path, {"device": device})
+
+    @classmethod
+    def _of_settings(cls, settings: Any, given: Mapping[str, Any]) -> Self:
+        """Makes a buffer with the settings of a file, and others."""
+        return files.construct(cls, {**settings, **given})
+
+    def _settings(self) -> dict[str, Any]:
+        """The arguments of the constructor that JSON can hold."""
+        return {"size": self._table.lane_size, **vars(self._options)}
+
+    def _state(self) -> dict[str, Any]:
+        return {"settings": self._settings()}
+
+    def _more_arrays(self) -> dict[str, np.ndarray]:
+        return self._intake.running.arrays()
+
+    def _restorer(self, state: Mapping[str, Any], arrays: Arrays, claims: Claims) -> Restore:
+        restore_intake = self._intake.restorer(arrays, claims)
+
+        def restore() -> None:
+            restore_intake()
+            self._reader.rng = self._rng
+
+        return restore

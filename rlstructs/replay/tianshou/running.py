@@ -1,88 +1,109 @@
-"""Returns and lengths of the episodes that go on, one per lane."""
+"""The episodes that are running, one per lane: their returns and lengths, and where they began."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from rlstructs.replay.store import Storage
+
+# What `add` returns: row ids, returns, lengths, and the first rows of the episodes.
+Added = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
 
 class Running:
-    """Sums over episodes, of which rows may have been overwritten already.
+    """Sums over running episodes, whose first rows may have been overwritten already.
 
     Args:
-        n_lanes: how many lanes.
+        storage: the store, which tracks episodes.
 
     Attributes:
         returns: float64 (n_lanes, *shape of a reward).
         lengths: int64 (n_lanes,).
+        begins: int64 (n_lanes,), the first step of the running episode of each lane, or of its next one.
 
     Example:
-        >>> running = Running(2)
+        >>> storage = Storage(2, 4)
+        >>> _ = storage.track_episodes()
+        >>> running = Running(storage)
         >>> for done in (False, True):
-        ...     found = running.add(slice(None), np.array([1.0, 2.0]), np.array([done, False]))
-        >>> found  # return and length of what has ended
+        ...     added = running.add(slice(None), storage.ring.head, np.array([1.0, 2.0]), np.array([done, False]))
+        >>> added[1], added[2]  # return and length of the episode that has ended
         (array([2., 0.]), array([2, 0]))
     """
 
-    def __init__(self, n_lanes: int) -> None:
-        self.returns = np.zeros(n_lanes)
-        self.lengths = np.zeros(n_lanes, np.int64)
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self.returns = np.zeros(storage.columns.n_lanes)
+        self.lengths = np.zeros(storage.columns.n_lanes, np.int64)
+        self.find_begins()
 
-    def clear(self) -> None:
-        """Begins anew in every lane."""
-        self.returns[...] = 0
-        self.lengths[...] = 0
+    def find_begins(self) -> None:
+        """Finds the first step of each episode, after rows have changed."""
+        self.begins = self._storage.ring.head - self._storage.track_episodes().open_lengths(slice(None))
+
+    def clear(self, lanes: slice | np.ndarray = slice(None)) -> None:
+        """Sets returns and lengths to zero."""
+        self.returns[lanes] = 0
+        self.lengths[lanes] = 0
 
     def shape(self, shape: tuple[int, ...]) -> None:
-        """Makes rewards have this shape, if they have another one."""
+        """Sets the shape of a reward; if it was another, returns become zero."""
         if self.returns.shape[1:] != shape:
             self.returns = np.zeros((len(self.lengths), *shape))
 
-    def add(
-        self, lanes: slice | np.ndarray, rewards: np.ndarray, done: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Takes one more step of each of some lanes.
+    def add(self, lanes: slice | np.ndarray, heads: np.ndarray, rewards: np.ndarray, done: np.ndarray) -> Added:
+        """Adds one more row of each of some lanes, which have been written.
 
         Args:
             lanes: n, no two the same.
+            heads: int64 (n,), the heads of these lanes before.
             rewards: (n, *shape).
             done: bool (n,), which episodes end with it.
 
         Returns:
-            Return and length of those that do, zeros for the others, float64 (n, *shape) and int64 (n,).
+            As of `ReplayBuffer.add`.
         """
+        columns, begins = self._storage.columns, self.begins[lanes]
+        starts = np.maximum(begins, self._storage.ring.oldest()[lanes])
+        self.begins[lanes] = np.where(done, heads + 1, begins)
+        index, first = columns.at_steps(lanes, heads), columns.at_steps(lanes, starts)
         totals, lengths = self.returns[lanes] + rewards, self.lengths[lanes] + 1
         if not done.any():
             self.returns[lanes], self.lengths[lanes] = totals, lengths
-            return np.zeros(totals.shape), np.zeros(lengths.shape, np.int64)
+            return index, np.zeros(totals.shape), np.zeros(lengths.shape, np.int64), first
         ends = done.reshape(done.shape + (1,) * (totals.ndim - 1))
         self.returns[lanes], self.lengths[lanes] = np.where(ends, 0, totals), np.where(done, 0, lengths)
-        return np.where(ends, totals, 0), np.where(done, lengths, 0)
+        return index, np.where(ends, totals, 0), np.where(done, lengths, 0), first
 
-    def add_one(self, reward: float, done: bool) -> tuple[float, int]:
-        """As `add`, for a single lane whose rewards are single numbers."""
+    def add_one(self, head: int, reward: float, done: bool) -> Added:
+        """Does what `add` does, for a single lane whose rewards are single numbers, in a third of the time."""
+        capacity = self._storage.ring.capacity
         total, length = self.returns.item() + reward, self.lengths.item() + 1
+        start = max(self.begins.item(), head + 1 - capacity)
+        if done:
+            self.begins[0] = head + 1
         self.returns[0], self.lengths[0] = (0.0, 0) if done else (total, length)
-        return (total, length) if done else (0.0, 0)
+        ended = (total, length) if done else (0.0, 0)
+        return np.array([head % capacity]), np.array(ended[:1]), np.array(ended[1:]), np.array([start % capacity])
 
-    def add_many(
-        self, lanes: np.ndarray, rewards: np.ndarray, open_lengths: np.ndarray, goes_on: np.ndarray
-    ) -> None:
-        """Takes many steps at once.
+    def add_many(self, lanes: np.ndarray, rewards: np.ndarray, goes_on: np.ndarray) -> None:
+        """Adds many rows at once, which have been written; `find_begins` first.
 
         Args:
-            lanes: int64 (n,), of each step, those of a lane in order.
+            lanes: int64 (n,), of each row, those of a lane in order.
             rewards: (n, *shape).
-            open_lengths: int (n_lanes,), how many steps the episodes have that go on afterwards.
-            goes_on: bool (n_lanes,), in which lanes all of the steps belong to the episode that went on before.
+            goes_on: bool (n_lanes,), in which lanes all of the rows belong to the episode that was running before.
         """
+        self.shape(rewards.shape[1:])
+        open_lengths = self._storage.ring.head - self.begins
         n_new = np.bincount(lanes, minlength=len(self.lengths))
         order = np.argsort(lanes, kind="stable")
-        to_end = np.cumsum(n_new)[lanes[order]] - np.arange(len(order))  # 1 for the last one of a lane
+        to_end = np.cumsum(n_new)[lanes[order]] - np.arange(len(order))  # 1 for the last row of a lane
         inside = order[to_end <= open_lengths[lanes[order]]]
         self.returns[~goes_on] = 0
         np.add.at(self.returns, lanes[inside], rewards[inside])
         self.lengths = np.where(goes_on, self.lengths + n_new, open_lengths).astype(np.int64)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What a file needs."""
+        """The arrays of a file."""
         return {"returns": self.returns, "lengths": self.lengths}

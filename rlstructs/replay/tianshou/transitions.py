@@ -1,9 +1,9 @@
-"""What a transition holds in tianshou's words, and what users give as rows of columns.
+"""The keys of a transition in tianshou, and how rows that users give become rows of columns.
 
-    obs, act, rew, terminated, truncated     must be there
-    done                                     terminated or truncated; made when it is read
-    obs_next                                 may be there; if not, it is made of the obs of the next row
-    info, policy, and any other key          may be there
+    obs, act, rew, terminated, truncated     are required
+    done                                     is terminated or truncated; computed when it is read
+    obs_next                                 is optional; without it, it is the obs of the next row
+    info, policy, and any other key          are optional
 
 Each may be nested: `obs` is then `obs/image`, `obs/speed` and so on.
 """
@@ -29,9 +29,11 @@ OBS, ACT, REW, DONE, OBS_NEXT = "obs", "act", "rew", "done", "obs_next"
 FLAGS = ("terminated", "truncated")
 REQUIRED = (OBS, ACT, REW, *FLAGS)
 RESERVED = (*REQUIRED, DONE, OBS_NEXT, "info", "policy")
-# What may be added without a value, and is empty then.
+# Keys that may be added without a value, and are empty then.
 ADDED_EMPTY = ("info", "policy")
-# What `get` and indexing give stacks of.
+# Keys that a batch has even if they were never stored.
+MAY_BE_EMPTY = (*ADDED_EMPTY, OBS_NEXT)
+# Keys that are read in stacks.
 STACKED = (OBS, OBS_NEXT, "info", "policy")
 
 
@@ -40,30 +42,66 @@ def top(name: str) -> str:
     return name.partition("/")[0]
 
 
-def names_of(columns: Iterable[str]) -> list[str]:
-    """What a batch of rows of these columns holds, in tianshou's order: these, and what is made of them."""
+class TransitionDict(ArrayDict):
+    """An `ArrayDict` with tianshou's keys.
+
+    `info`, `policy` and `obs_next` are there until they are taken out, empty if they were never stored. `keys` are
+    those at the top; iterating gives the names of all arrays, nested ones joined with `/`.
+
+    Example:
+        >>> batch = TransitionDict({"obs/x": 1})
+        >>> batch.obs.x, batch.info, "info" in batch, list(batch.keys()), list(batch)
+        (1, ArrayDict(), True, ['obs', 'obs_next', 'info', 'policy'], ['obs/x'])
+    """
+
+    def __missing__(self, name: str) -> Any:
+        return self._nested(name) if name in self._given_empty() else super().__missing__(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._given_empty() or super().__contains__(name)
+
+    def __delitem__(self, name: str) -> None:
+        given = self._given_empty()
+        if name not in given or dict.__contains__(self, name) or self._inside(name):
+            super().__delitem__(name)
+        vars(self)["_given"] = tuple(each for each in given if each != name)
+
+    def _given_empty(self) -> tuple[str, ...]:
+        """The names that are there even if nothing is."""
+        given: tuple[str, ...] = vars(self).get("_given", MAY_BE_EMPTY)
+        return given
+
+    def _like(self, items: Any) -> Any:
+        made = super()._like(items)
+        vars(made).update(vars(self))
+        return made
+
+    def keys(self) -> Any:
+        """The names at the top, in tianshou's order."""
+        names = dict.fromkeys([*map(top, self), *self._given_empty()])
+        return dict.fromkeys([*(name for name in RESERVED if name in names), *names]).keys()
+
+
+def specs_of(columns: Mapping[str, Spec]) -> dict[str, Spec]:
+    """The keys of a batch, in tianshou's order, and their specs: the columns, and keys that are computed from them."""
     names = list(columns)
     if names:
         names.append(DONE)
     if not any(top(name) == OBS_NEXT for name in names):
         names += [OBS_NEXT + name[len(OBS) :] for name in names if top(name) == OBS]
-    return sorted(names, key=lambda name: RESERVED.index(top(name)) if top(name) in RESERVED else len(RESERVED))
-
-
-def specs_of(columns: Mapping[str, Spec], names: Iterable[str]) -> dict[str, Spec]:
-    """The specs of what a batch holds."""
+    names.sort(key=lambda name: RESERVED.index(top(name)) if top(name) in RESERVED else len(RESERVED))
     return {name: columns[stored_as(name, columns)] for name in names}
 
 
-def stored_as(name: str, columns: Iterable[str]) -> str:
-    """The column from which something is read."""
+def stored_as(name: str, columns: Collection[str]) -> str:
+    """The column from which a key is read."""
     if name in columns:
         return name
     return FLAGS[0] if name == DONE else OBS + name[len(OBS_NEXT) :]
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raises SpecError if one is a leaf of another: `obs` beside `obs/image`."""
+    """Raises SpecError if one name is nested in another: `obs/image` in `obs`."""
     every = set(names)
     for name in every:
         parents = {name[:end] for end, letter in enumerate(name) if letter == "/"}
@@ -76,7 +114,7 @@ def check_specs(specs: Mapping[str, Spec], taken: Iterable[str]) -> None:
 
     Args:
         specs: by name.
-        taken: what else a batch of them holds.
+        taken: other keys of their batches.
     """
     check_names(specs)
     check_required(specs)
@@ -88,7 +126,7 @@ def check_specs(specs: Mapping[str, Spec], taken: Iterable[str]) -> None:
 
 
 def check_required(names: Iterable[str]) -> None:
-    """Raises SpecError unless all is there that a transition needs."""
+    """Raises MissingKeyError or SpecError unless the required keys are among these names."""
     every = set(names)
     tops = {top(name) for name in every}
     if lacking := [name for name in REQUIRED if name not in tops]:
@@ -99,21 +137,21 @@ def check_required(names: Iterable[str]) -> None:
 
 
 def as_transitions(batch: Any, owner: str, ignored: Iterable[str], n_axes: int, only_last: bool) -> dict[str, Any]:
-    """A batch as rows of columns.
+    """Converts a batch to rows of columns.
 
     Args:
-        batch: what `flat_items` takes; what is None, or an array of nothing else, is left out, but of infos.
-        owner: who asks, for messages.
+        batch: as for `flat_items`; values that are None in every row are left out, except infos.
+        owner: caller, for messages.
         ignored: keys that are left out.
-        n_axes: how many axes its arrays have in front of those of a row: 0 or 1.
-        only_last: whether of observations only the last along the next axis is taken.
+        n_axes: number of axes in front of those of a row: 0 or 1.
+        only_last: whether to take only the last of each stack of observations.
 
     Returns:
-        name -> `(n, *shape)`, of numpy or whatever they came as; flags are bool and rewards floats; infos as of
-            `info_items`.
+        Name -> `(n, *shape)`, of the library of the values; flags are bool and rewards floats; infos as of
+        `info_items`.
 
     Raises:
-        TypeError, SpecError: it is no batch, or something does not fit.
+        TypeError, SpecError: it is no batch, or a value does not fit.
     """
     rows: dict[str, Any] = {}
     others, infos = _split_infos(batch, owner)
@@ -132,25 +170,25 @@ def as_transitions(batch: Any, owner: str, ignored: Iterable[str], n_axes: int, 
 
 
 def _split_infos(batch: Any, owner: str) -> tuple[Any, dict[str, Any]]:
-    """A batch without its infos, and these by name, as they were given."""
+    """Splits a batch into all but its infos, and its infos by name, unconverted."""
     if not is_mapping(batch) or not any(isinstance(key, str) and is_info(key) for key in batch.keys()):  # noqa: SIM118
         return batch, {}
     if isinstance(batch, ArrayDict):
-        batch = dict(dict.items(batch))  # or what is nested would come twice
+        batch = dict(dict.items(batch))  # or nested arrays would come twice
     items = {key: batch[key] for key in batch.keys()}  # noqa: SIM118
     infos = {key: items.pop(key) for key in list(items) if isinstance(key, str) and is_info(key)}
     return items, infos
 
 
 def _is_nothing(value: Any) -> bool:
-    """Whether it is None, or so in every row."""
+    """Whether it is None, or None in every row."""
     if type(value) is np.ndarray and value.dtype == object and value.size:
         return all(each is None for each in value.flat)
     return value is None
 
 
 def as_column(name: str, value: Any, n_axes: int, only_last: bool = False) -> Any:
-    """One value with `n_axes` axes in front of those of a row, as its column takes it but for a cast."""
+    """Converts a value with `n_axes` axes in front of those of a row; its column can take it after a cast."""
     is_array = all(hasattr(value, attribute) for attribute in ("__getitem__", "ndim", "__array__"))
     if not is_array or isinstance(value, np.flexible):
         value = host_array(name, value)  # numbers, texts, lists, and warp's arrays, which have no plain indexing
@@ -161,14 +199,14 @@ def as_column(name: str, value: Any, n_axes: int, only_last: bool = False) -> An
             raise SpecError(f"{name!r} has shape {tuple(value.shape)}: there is no axis of which to save the last")
         value = value[(slice(None),) * n_axes + (-1,)]
     if name in FLAGS:
-        if math.prod(value.shape[n_axes:]) != 1:  # further axes come of single environments that give arrays
+        if math.prod(value.shape[n_axes:]) != 1:  # single environments that return arrays have further axes
             raise SpecError(f"{name!r} has shape {tuple(value.shape)}, needed is one bool for each row")
         return as_flags(name, value).reshape(value.shape[:n_axes])
     return as_rewards(name, value) if top(name) == REW else value
 
 
 def as_flags(name: str, value: Any) -> np.ndarray:
-    """Numbers that are 0 or 1 as bool."""
+    """Converts numbers that are 0 or 1 to bool."""
     flags = host_array(name, value)
     if flags.dtype == bool:
         return flags
@@ -178,7 +216,7 @@ def as_flags(name: str, value: Any) -> np.ndarray:
 
 
 def as_rewards(name: str, value: Any) -> Any:
-    """Numbers as floats: float64, unless they are floats already."""
+    """Converts numbers to float64, unless they are floats already."""
     if type(value) is np.ndarray and value.dtype.kind == "f":
         return value
     if (isinstance(value, torch.Tensor) and value.is_floating_point()) or "bfloat16" in str(value.dtype):
@@ -190,7 +228,7 @@ def as_rewards(name: str, value: Any) -> Any:
 
 
 def trajectory_names(keys: Collection[str], ignores_next: bool) -> dict[str, str]:
-    """Which key of a batcher's trajectories is what here."""
+    """Column -> key of a batcher's trajectories."""
     start, following = "observation/", "_observation/"
     seen = [key[len(start) :] for key in keys if key.startswith(start) and not is_beside(key[len(start) :])]
     at = {"": "frame"} if seen == ["frame"] else {f"/{key}": key for key in seen}
@@ -203,7 +241,7 @@ def trajectory_names(keys: Collection[str], ignores_next: bool) -> dict[str, str
 
 
 def raw_numbers(raw: Any, spec: Spec) -> Any:
-    """What a column holds as what may be given to another: bits of bfloat16 as the numbers that they are."""
+    """Converts stored values for another column: bits of bfloat16 become numbers."""
     if not spec.is_bfloat16:
         return raw
     tensor = raw if isinstance(raw, torch.Tensor) else torch.from_numpy(raw)

@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from rlstructs.checks import check_count, check_size
-from rlstructs.errors import SpecError
 from rlstructs.public_names import set_module
-from rlstructs.replay.snapshot import Rows
-from rlstructs.replay.tianshou.reads import EpisodeReads
+from rlstructs.replay.tianshou.reader import checked_size
 from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
-from rlstructs.replay.tianshou.ring_view import RingView
-from rlstructs.replay.values import host_array
+from rlstructs.replay.tianshou.table import as_integers
 
 
 @set_module("rlstructs.replay")
 class VectorReplayBuffer(ReplayBuffer):
     """The newest transitions of several environments, each in a ring of its own.
 
-    Row ids are those of all rings one behind the other, and in `[0, maxsize)`. Samples are uniform over all rows.
+    Row ids count from ring to ring, in `[0, maxsize)`. Samples are uniform over all rows.
 
     Args:
-        total_size: how many, of all environments; rounded up to a multiple of `buffer_num`.
-        buffer_num: environments.
+        total_size: rows of all environments; rounded up to a multiple of `buffer_num`.
+        buffer_num: number of environments.
         settings: as of `ReplayBuffer`.
 
     Raises:
-        TypeError, SpecError: an argument is not what is needed.
+        TypeError, SpecError: an argument is invalid.
 
     Example:
         >>> buffer = VectorReplayBuffer(total_size=10, buffer_num=2)
         >>> batch = {"obs": [1, 2], "act": [0, 0], "rew": [1, 1], "terminated": [0, 1], "truncated": [0, 0]}
-        >>> buffer.add(batch)  # where they lie, return and length of what has ended, where it began
+        >>> buffer.add(batch)  # row ids, returns and lengths of ended episodes, their first rows
         (array([0, 5]), array([0., 1.]), array([0, 1]), array([0, 5]))
         >>> _ = buffer.add({name: [value[1]] for name, value in batch.items()}, buffer_ids=[1])
         >>> buffer.sample_indices(0), buffer.unfinished_index(), buffer.subbuffer_edges
@@ -48,45 +46,121 @@ class VectorReplayBuffer(ReplayBuffer):
 
     @property
     def buffer_num(self) -> int:
-        """How many rings there are."""
+        """Number of rings."""
         return self._n_lanes
 
     @property
     def buffers(self) -> np.ndarray:
         """The rings as views, an array of objects: each is read as a `ReplayBuffer`, with row ids of its own."""
         views = np.empty(self._n_lanes, object)
-        for lane in range(self._n_lanes):
-            views[lane] = RingView(self, lane, int(self.subbuffer_edges[-1]) - (self._n_lanes - lane) * self._lane_size)
+        views[:] = [RingView(self, lane) for lane in range(self._n_lanes)]
         return views
 
-    def update(self, buffer: EpisodeReads) -> np.ndarray:
-        """Not for several environments: whose would the rows be?"""
+    def update(self, buffer: ReplayBuffer) -> np.ndarray:
+        """Raises NotImplementedError: it is unknown which environment the rows are of."""
         raise NotImplementedError(f"{type(self).__name__} cannot be updated; add to one of its rings")
 
     @classmethod
     def from_data(cls, *args: Any, **settings: Any) -> Any:
-        """Not for several environments: whose would the rows be?"""
+        """Raises NotImplementedError: it is unknown which environments the rows are of."""
         raise NotImplementedError(f"{cls.__name__}.from_data: there is no order of several environments' rows")
-
-    def _choose_lanes(self, buffer_ids: Any) -> tuple[np.ndarray, int]:
-        if buffer_ids is None:
-            return np.arange(self._n_lanes), 1
-        lanes = host_array("buffer_ids", buffer_ids)
-        if lanes.ndim != 1 or (lanes.dtype.kind not in "iu" and lanes.size):
-            raise SpecError(f"buffer_ids must be a list of ints, got {buffer_ids!r}")
-        lanes = lanes.astype(np.int64)
-        if lanes.size and not (lanes.min() >= 0 and lanes.max() < self._n_lanes):
-            wrong = lanes[(lanes < 0) | (lanes >= self._n_lanes)][0]
-            raise IndexError(f"buffer_ids: {wrong} is not in [0, {self._n_lanes})")
-        return lanes, 1
-
-    @property
-    def _takes_any_environment(self) -> bool:
-        return False
-
-    def _index_end(self, rows: Rows) -> int:
-        return self.maxsize
 
     def _settings(self) -> dict[str, Any]:
         settings = super()._settings()
         return {"total_size": settings.pop("size") * self._n_lanes, "buffer_num": self._n_lanes, **settings}
+
+
+class RingView:
+    """A ring of a buffer, read as a `ReplayBuffer` of its rows alone; rows are added to the whole buffer.
+
+    Row ids are those of the ring, in `[0, maxsize)`. Columns are attributes, `(maxsize, ...)`.
+
+    Args:
+        buffer: the buffer.
+        lane: the number of the ring.
+    """
+
+    def __init__(self, buffer: VectorReplayBuffer, lane: int) -> None:
+        self._buffer, self._table, self._lane = buffer, buffer._table, lane
+        # The rings come last in the buffer.
+        self._first = self._table.maxsize - (self._table.n_lanes - lane) * self._table.lane_size
+
+    def __len__(self) -> int:
+        return int(self._table.own_rows().span.counts()[self._lane])
+
+    @property
+    def maxsize(self) -> int:
+        """Capacity in rows."""
+        return self._table.lane_size
+
+    @property
+    def last_index(self) -> np.ndarray:
+        """The newest row, int64 (1,); the first slot if there is none."""
+        return self._table.own_rows().newest()[[self._lane]] - self._lane * self.maxsize
+
+    def __getitem__(self, index: Any) -> Any:
+        """Rows as a batch, as of the buffer; a slice counts from the oldest row on."""
+        return self._buffer[self._in_buffer(index)]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Each row, in the order of row ids."""
+        return (self[row] for row in np.sort(self._in_order() - self._first))
+
+    def get(self, index: Any, key: str, default_value: Any = None, stack_num: int | None = None) -> Any:
+        """One key of some rows; see `ReplayBuffer`."""
+        return self._buffer.get(self._in_buffer(index), key, default_value, stack_num)
+
+    def prev(self, index: Any) -> Any:
+        """The row before each in its episode; see `ReplayBuffer`."""
+        return self._buffer.prev(self._in_buffer(index)) - self._first
+
+    def next(self, index: Any) -> Any:
+        """The row after each in its episode; see `ReplayBuffer`."""
+        return self._buffer.next(self._in_buffer(index)) - self._first
+
+    def unfinished_index(self) -> np.ndarray:
+        """The newest row if its episode is unfinished, int64 (0,) or (1,)."""
+        every = self._buffer.unfinished_index() - self._first
+        return np.asarray(every[(every >= 0) & (every < self.maxsize)])
+
+    def sample_indices(self, batch_size: int | None) -> np.ndarray:
+        """Draws rows uniformly; see `ReplayBuffer`."""
+        size, reader = checked_size(batch_size), self._buffer._reader
+        at = reader.list_candidates(self._table.rows(), self._in_order())
+        return np.asarray(reader.choose(at, size) - self._first)
+
+    def sample(self, batch_size: int | None) -> tuple[Any, np.ndarray]:
+        """Draws rows and reads them as indexing does, without n-step sums or new goals."""
+        index = self.sample_indices(batch_size)
+        return self[index], index
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        found = self._buffer.__getattr__(name)  # a column, or nested columns
+        return found[self._first : self._first + self.maxsize]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} of {self.maxsize} rows, of {self._buffer!r})"
+
+    def _in_order(self) -> np.ndarray:
+        """The rows from the oldest on, by their ids in the buffer, int64 (n,)."""
+        low = int(self._table.own_rows().span.low[self._lane])
+        return self._first + (low + np.arange(len(self))) % self.maxsize
+
+    def _in_buffer(self, index: Any) -> np.ndarray:
+        """Converts an index to row ids of the buffer.
+
+        Raises:
+            SpecError, IndexError: it is invalid, or there is no such row.
+        """
+        if isinstance(index, slice):
+            return self._in_order()[index]
+        n, maxsize = len(self), self.maxsize
+        given = as_integers(index, n, maxsize)
+        at = given.astype(np.int64)
+        at = np.where(at < 0, at + n, at)
+        outside = (at < 0) | (at >= n)
+        if outside.any():
+            raise IndexError(f"index {given[outside].flat[0]} holds no row; {n} of {maxsize} are there")
+        return self._first + at

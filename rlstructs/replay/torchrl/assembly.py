@@ -1,168 +1,149 @@
-"""What a `DictTensorReplayBuffer` is put together of, and how its parts are exchanged."""
+"""The storage, sampler, writer and transforms of a buffer, how they are exchanged, and what they share."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-import torch
 
 from rlstructs.errors import SpecError
-from rlstructs.replay.reading import Reading
-from rlstructs.replay.torchrl.keeping import DictTensorFiles
-from rlstructs.replay.torchrl.part import joined, part
-from rlstructs.replay.torchrl.samplers import RandomSampler, Sampler
+from rlstructs.replay.columns import Spec
+from rlstructs.replay.copies import lock_that_forks
+from rlstructs.replay.export import Exporter
+from rlstructs.replay.reading import DISCOUNT, Reading
+from rlstructs.replay.step_writer import StepWriter
+from rlstructs.replay.store import Storage
+from rlstructs.replay.torchrl.episode_marks import EpisodeMarks
+from rlstructs.replay.torchrl.part import create_part
+from rlstructs.replay.torchrl.samplers import INDEX, RandomSampler, Sampler
 from rlstructs.replay.torchrl.storages import ReplayStorage
+from rlstructs.replay.torchrl.tensordicts import Axes, restore_form
 from rlstructs.replay.torchrl.transforms import Compose, Inverted, as_transform
 from rlstructs.replay.torchrl.writers import RoundRobinWriter, Writer
-from rlstructs.replay.values import generator_of
-
-S = TypeVar("S", bound="DictTensorParts")
 
 
-class DictTensorParts(DictTensorFiles):
-    """The parts; see `DictTensorReplayBuffer`."""
+@dataclass(eq=False)
+class Assembly:
+    """The parts of a buffer, and what the objects that work with them share.
 
-    _batch_size: int | None
+    Attributes:
+        storage, sampler, writer, transform: the parts.
+        reading: how rows are read when they are sampled.
+        batch_size: of samples; None if it was not given.
+        priority_key: the column of new priorities.
+        lock: held while rows are written, drawn or read.
+        axes: axes of the `TensorDict`s that batches leave as, because the first rows came so; None for a `DictTensor`.
+        version: raised by changes of batches that neither the rows nor the sampler show.
+        quick: writes one row that only has to be copied; None if not known yet, False if no row is like that.
+        store: the rows.
+        export: makes batches of arrays.
+        rng: draws rows.
+        marks: where episodes end and begin.
+    """
+
+    storage: ReplayStorage
+    sampler: Sampler
+    writer: Writer
+    transform: Compose
+    reading: Reading
+    batch_size: int | None
+    priority_key: str
+    lock: Any = field(default_factory=lock_that_forks)
+    axes: Axes | None = None
+    version: int = 0
+    quick: StepWriter | bool | None = None
+    store: Storage = field(init=False)
+    export: Exporter = field(init=False)
+    rng: np.random.Generator = field(init=False)
+    marks: EpisodeMarks = field(init=False)
+
+    def start(self, store: Storage, export: Exporter, owner: Any) -> None:
+        """Gives the parts to a buffer with this store."""
+        self.store, self.export, self.marks = store, export, EpisodeMarks(store, self.sampler)
+        store.alignment, store.max_size = self.storage.alignment, self.storage.max_size
+        self.sampler.start(store, self.storage.max_size)
+        self.writer.changed()
+        self.belong(owner)
+
+    def belong(self, owner: Any) -> None:
+        """Says which buffer the parts belong to."""
+        for each in (self.storage, self.sampler, self.writer):
+            each.belong(owner)
 
     @property
-    def batch_size(self) -> int | None:
-        """Of `sample`, unless it is told."""
-        return self._batch_size
+    def specs(self) -> dict[str, Spec]:
+        """The specs of the columns."""
+        return self.store.columns.specs
 
-    @property
-    def priority_key(self) -> str:
-        """The column of new priorities."""
-        return self._priority_key
+    def reserved_names(self) -> set[str]:
+        """Names that samples have beside the columns."""
+        return {INDEX, *self.sampler.fields} | (set() if self.reading.n_step == 1 else {DISCOUNT})
 
-    @priority_key.setter
-    def priority_key(self, priority_key: Any) -> None:
-        with self._lock:
-            self._priority_key, self._quick = joined(priority_key), None
+    def hand_over(self, arrays: dict[str, Any], n_axes: int = 1) -> Any:
+        """Makes a batch of private arrays, in the form in which rows came; `n_axes` is how many axes index rows."""
+        return restore_form(self.export(arrays, self.specs), self.axes, n_axes)
 
-    @property
-    def storage(self) -> ReplayStorage:
-        """The storage: its settings, and by index and one by one the rows."""
-        return self._settings
+    def content(self) -> Any:
+        """A value that differs after every change that samples depend on."""
+        store, own = self.store, (self.version, len(self.transform))
+        return store.version, store.ring.counters.tobytes(), self.sampler.version, own
 
-    @property
-    def sampler(self) -> Sampler:
-        """The sampler."""
-        return self._sampler
+    def note_change(self) -> None:
+        """Forgets what follows from the parts; called when one was exchanged."""
+        self.version += 1
+        self.quick = None
 
-    @property
-    def writer(self) -> Writer:
-        """The writer."""
-        return self._writer
+    def check(self, sampler: Sampler, writer: Writer, owner: Any) -> None:
+        """Raises SpecError if these do not go together, or belong to another buffer."""
+        for each in (self.storage, sampler, writer):
+            each.check_free(owner)
+        if sampler.drop_last and self.batch_size is None:
+            raise SpecError("drop_last needs the batch_size of the buffer: it drops smaller batches")
+        if not writer.keeps_order and (sampler.needs_episodes or not self.reading.is_plain):
+            raise SpecError(f"the rows of a {type(writer).__name__} have no order: no slices, n_step or stacks of them")
 
-    @property
-    def transform(self) -> Compose:
-        """The transforms."""
-        return self._transform
-
-    @property
-    def generator(self) -> np.random.Generator:
-        """What draws; setting it, to what the constructor takes, begins another stream.
-
-        A copy of a buffer, also that in a forked process such as a worker of torch's `DataLoader`, goes on with the
-        same stream, and draws the same rows: give it another by `set_rng`.
-        """
-        return self._rng
-
-    @generator.setter
-    def generator(self, generator: np.random.Generator | torch.Generator | int | None) -> None:
-        with self._lock:
-            self._rng = generator_of(seed_of(generator))
-
-    def set_rng(self, generator: np.random.Generator | torch.Generator | int | None) -> None:
-        """Sets `generator`."""
-        self.generator = generator
-
-    def stats(self) -> dict[str, int | float | bool]:
-        """How full it is: `size`, `capacity`, `utilization`, `write_count`, `prefetch_queue_size`, `initialized`."""
-        with self._lock:
-            size, capacity = len(self), self._settings.max_size
-            return {
-                "size": size, "write_count": self.write_count, "prefetch_queue_size": len(self._ahead),
-                "initialized": True, "capacity": capacity, "utilization": size / capacity,
-            }  # fmt: skip
-
-    def append_transform(self: S, transform: Any, *, invert: bool = False) -> S:
-        """Adds a transform behind the others; with `invert` its `forward` is for rows that are written.
-
-        Returns:
-            The buffer.
-        """
-        return self._insert(len(self._transform), transform, invert)
-
-    def insert_transform(self: S, index: int, transform: Any, *, invert: bool = False) -> S:
-        """Adds a transform before the `index`-th; as `append_transform`.
-
-        Raises:
-            SpecError: there is no such place.
-        """
-        return self._insert(index, transform, invert)
-
-    def _insert(self: S, index: int, transform: Any, invert: bool) -> S:
+    def insert(self, index: int | None, transform: Any, invert: bool) -> None:
+        """Inserts a transform before the `index`-th, or behind the last one."""
         transform = as_transform(transform)
-        with self._lock:
-            changed = Compose(*self._transform.parts)  # another one: batches that are being made keep theirs
-            changed.insert(index, Inverted(transform) if invert else transform)
-            self._transform, self._quick = changed, None
-            self._version += 1
-        return self
+        with self.lock:
+            changed = Compose(*self.transform.parts)  # batches that are being made keep the old one
+            changed.insert(len(changed) if index is None else index, Inverted(transform) if invert else transform)
+            self.transform = changed
+            self.note_change()
 
-    def set_sampler(self, sampler: Any) -> None:
-        """Takes another sampler, for which all rows are new.
-
-        Raises:
-            TypeError, SpecError: it does not go with the other parts, or the columns.
-        """
-        sampler = part("sampler", sampler, Sampler, RandomSampler)
-        with self._lock:
-            self._check_parts(sampler, self._writer, self._reading)
-            if self._specs:
-                self._check_episode_keys(sampler, self._specs)
-                if taken := sorted(set(sampler.fields) & set(self._specs)):
+    def set_sampler(self, sampler: Any, owner: Any) -> None:
+        """Exchanges the sampler of the buffer `owner`."""
+        sampler = create_part("sampler", sampler, Sampler, RandomSampler)
+        with self.lock:
+            self.check(sampler, self.writer, owner)
+            if self.specs:
+                sampler.check_keys(self.specs)
+                if taken := sorted(set(sampler.fields) & set(self.specs)):
                     raise SpecError(f"key(s) {taken} are stored, and this sampler has {taken} of its own")
-            sampler.start(self._storage, self._settings.max_size)
-            marks = self._ends_and_changes()
-            self._sampler.belong(None)
-            sampler.belong(self)
-            self._sampler, self._quick = sampler, None
-            self._version += 1
+            sampler.start(self.store, self.storage.max_size)
+            before = self.marks.read()
+            self.sampler.belong(None)
+            sampler.belong(owner)
+            self.sampler = self.marks.sampler = sampler
+            self.note_change()
             if sampler.end_key is not None or sampler.traj_key is not None:
-                self._recompute_episodes(*marks)
-                self._knows_episodes = True
+                self.marks.recompute(*before)
+                self.marks.are_known = True
 
-    def set_writer(self, writer: Any) -> None:
-        """Takes another writer.
-
-        Raises:
-            TypeError, SpecError: it does not go with the other parts.
-        """
-        writer = part("writer", writer, Writer, RoundRobinWriter)
-        with self._lock:
-            self._check_parts(self._sampler, writer, self._reading)
-            self._writer.belong(None)
-            writer.belong(self)
+    def set_writer(self, writer: Any, owner: Any) -> None:
+        """Exchanges the writer of the buffer `owner`."""
+        writer = create_part("writer", writer, Writer, RoundRobinWriter)
+        with self.lock:
+            self.check(self.sampler, writer, owner)
+            self.writer.belong(None)
+            writer.belong(owner)
             writer.changed()
-            self._writer, self._quick = writer, None
+            self.writer = writer
+            self.note_change()
 
-    def _check_parts(self, sampler: Sampler, writer: Writer, reading: Reading) -> None:
-        """Raises SpecError unless these go together, and belong to no other buffer."""
-        for each in (self._settings, sampler, writer):
-            each.check_free(self)
-        if sampler.drop_last and self._batch_size is None:
-            raise SpecError("drop_last needs the batch_size of the buffer, or it is not known what is smaller")
-        if not writer.keeps_order and (sampler.needs_episodes or not reading.is_plain):
-            raise SpecError(
-                f"the rows of a {type(writer).__name__} have no order: no slices, n_step or stacks can be made of them"
-            )
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "lock": None, "quick": None}
 
-
-def seed_of(generator: Any) -> np.random.Generator | int | None:
-    """What a buffer takes for one; of torch's generators a number that it draws."""
-    if isinstance(generator, torch.Generator):
-        return int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
-    return generator  # type: ignore[no-any-return] # checked by who takes it
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, lock=lock_that_forks())

@@ -1,4 +1,4 @@
-"""What a buffer is put together of: each part is given as an object, or as what makes one."""
+"""Base class of a buffer's parts, and checks of the arguments that torchrl has and this library lacks."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from typing import Any, TypeVar
 from rlstructs.errors import SpecError
 
 P = TypeVar("P", bound="Part")
-# Of an argument: whatever it is, it changes nothing.
+# Stands for every value of an argument: none changes anything.
 ANY = object()
 
 
 class Part:
-    """A storage, a sampler or a writer: settings, and what goes with them, of one buffer."""
+    """A storage, a sampler or a writer, with its settings; it belongs to one buffer."""
 
     _owner: weakref.ref[Any] | None = None
 
+    @property
+    def owner(self) -> Any:
+        """The buffer; None if it belongs to none."""
+        return None if self._owner is None else self._owner()
+
     def check_free(self, buffer: Any) -> None:
-        """Raises SpecError if it belongs to another buffer than this one."""
-        owner = None if self._owner is None else self._owner()
-        if owner is not None and owner is not buffer:
+        """Raises SpecError if it belongs to a buffer other than this one."""
+        if self.owner is not None and self.owner is not buffer:
             raise SpecError(f"this {type(self).__name__} belongs to another buffer; make one for each")
 
     def belong(self, buffer: Any) -> None:
@@ -39,35 +43,35 @@ class Part:
         return {key: value for key, value in vars(self).items() if key != "_owner"}
 
 
-def part(name: str, given: Any, kind: type[P], default: Callable[[], P]) -> P:
-    """A part, as it is given or as what is given makes it.
+def create_part(name: str, given: Any, kind: type[P], default: Callable[[], P]) -> P:
+    """Returns a part, or creates it.
 
     Args:
         name: of the argument.
-        given: a `kind`, something that makes one, or None for what `default` makes.
+        given: a `kind`, a function that creates one, or None for the result of `default`.
 
     Raises:
-        TypeError: it is none, and makes none.
+        TypeError: it is neither a `kind` nor creates one.
     """
     if given is None:
         return default()
     made = given() if callable(given) and not isinstance(given, kind) else given
     if not isinstance(made, kind):
-        raise TypeError(f"{name} must be a {kind.__name__}, or what makes one, got {type(made).__name__}")
+        raise TypeError(f"{name} must be a {kind.__name__}, or a function that creates one, got {type(made).__name__}")
     return made
 
 
 def check_neutral(owner: str, given: Mapping[str, Any], neutral: Mapping[str, Any]) -> None:
-    """Takes arguments of torchrl's that have no meaning here.
+    """Checks arguments of torchrl's that have no meaning here.
 
     Args:
-        owner: who is given them, for messages.
+        owner: name of the class that they are given to, for messages.
         given: the arguments.
-        neutral: by name, which value asks for nothing; `ANY` if every one does.
+        neutral: name -> the value that asks for nothing; `ANY` if every value does.
 
     Raises:
         TypeError: there is no such argument.
-        SpecError: one asks for something.
+        SpecError: a value asks for something.
     """
     for name, value in given.items():
         if name not in neutral:
@@ -77,11 +81,11 @@ def check_neutral(owner: str, given: Mapping[str, Any], neutral: Mapping[str, An
             raise SpecError(f"{owner}: {name} must be {wanted!r}, got {value!r}; there is no such thing here")
 
 
-def joined(key: Any) -> str:
-    """The name of a column: ("next", "reward") is that of `next/reward`.
+def join_key(key: Any) -> str:
+    """Converts a key of torchrl to the name of a column: ("next", "reward") to `next/reward`.
 
     Raises:
-        TypeError: it is no string and no tuple of strings.
+        TypeError: it is neither a string nor a tuple of strings.
     """
     if isinstance(key, str):
         return key

@@ -1,26 +1,27 @@
-"""A sampler of a `DictTensorReplayBuffer` that draws rows in proportion to their priorities."""
+"""The prioritised sampler of a `DictTensorReplayBuffer`, and reductions of several priorities to one."""
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from rlstructs.checks import check_count
-from rlstructs.errors import SpecError, StateError
+from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.public_names import set_module
 from rlstructs.replay.claims import Claims
 from rlstructs.replay.drawing import Selection
-from rlstructs.replay.priorities import LEAVES, Priorities, exponent, importance_weights
+from rlstructs.replay.given import flat_items
+from rlstructs.replay.priorities import TREE_LEAVES, Priorities, exponent, importance_weights
 from rlstructs.replay.store import Storage
 from rlstructs.replay.torchrl.part import check_neutral
-from rlstructs.replay.torchrl.samplers import WEIGHT, Sampler
+from rlstructs.replay.torchrl.samplers import INDEX, MASK, WEIGHT, Arrays, Sampler, State
 from rlstructs.replay.values import host_array, real_numbers, row_ids
 
-# Of an even number of values torch's median is the lower of the two in the middle.
+# torch's median of an even number of values is the lower of the two in the middle.
 LOWER_MEDIAN = functools.partial(np.quantile, q=0.5, method="lower")
 REDUCTIONS: dict[str, Callable[..., Any]] = {
     "max": np.max, "min": np.min, "mean": np.mean, "median": LOWER_MEDIAN, "sum": np.sum,
@@ -29,29 +30,30 @@ REDUCTIONS: dict[str, Callable[..., Any]] = {
 
 @set_module("rlstructs.replay")
 class PrioritizedSampler(Sampler):
-    """In proportion to (priority + eps) ** alpha; a new row has the largest priority ever given, at first 1.
+    """Draws rows in proportion to (priority + eps) ** alpha.
 
-    A draw of n takes one row from each n-th of the sum: a batch is in the order of row ids. Shuffle one that is split.
-
-    Samples have a `priority_weight`, float32: what a row weighs less for being drawn more often than
-    the one with the smallest priority that there is, (share of the row / share of that) ** -beta.
+    A new row gets the largest priority ever set, initially 1. A draw of n takes one row from each n-th of the sum, so a
+    batch is in the order of row ids: shuffle it before you split it. Samples have a `priority_weight`, float32: the
+    importance weight (p / smallest p) ** -beta, where p is the probability of a row.
 
     Args:
-        max_capacity: at least as many rows as the storage has room for; None for those.
+        max_capacity: at least the largest number of rows of the storage; None for this number.
         alpha: exponent of priorities, at least 0; 0 draws uniformly.
         beta: exponent of weights, at least 0.
-        eps: what is added to priorities.
+        eps: added to priorities.
         dtype, device: change nothing: priorities are float64, on the host.
-        reduction: what becomes of several priorities of a row: "max", "min", "mean", "median" or "sum".
-        max_priority_within_buffer: whether a new row gets the largest priority of the rows that are there, in place
-            of the largest ever given. To look for it takes longer the more rows there are.
-        replacement: True: a batch may hold a row twice.
+        reduction: of several priorities of a row to one: "max", "min", "mean", "median" or "sum".
+        max_priority_within_buffer: whether a new row gets the largest priority of the present rows instead of the
+            largest ever set. This takes longer the more rows there are.
+        replacement: must be True: a batch may hold a row twice.
 
     Raises:
-        SpecError: an argument is not what is needed.
+        SpecError: an argument does not fit.
     """
 
     fields = (WEIGHT,)
+    # The row ids of the last write, and their steps: an id alone may mean the row that was drawn before.
+    written: tuple[np.ndarray, np.ndarray] | None = None
 
     def __init__(
         self,
@@ -69,13 +71,13 @@ class PrioritizedSampler(Sampler):
         check_neutral(type(self).__name__, {"replacement": replacement}, {"replacement": True})
         self.max_capacity = None if max_capacity is None else check_count("max_capacity", max_capacity)
         self._alpha, self._beta = exponent("alpha", alpha), exponent("beta", beta)
-        self.eps, self.reduction = exponent("eps", eps), checked_reduction(reduction)
+        self.eps, self.reduction = exponent("eps", eps), check_reduction(reduction)
         self.max_priority_within_buffer = bool(max_priority_within_buffer)
         self._priorities: Priorities | None = None
 
     @property
     def alpha(self) -> float:
-        """Exponent of priorities; setting it keeps the priorities, but those given while it was 0 are all 1."""
+        """Exponent of priorities; setting it keeps the priorities, except that after 0 all of them are 1."""
         return self._alpha
 
     @alpha.setter
@@ -100,32 +102,31 @@ class PrioritizedSampler(Sampler):
 
     @property
     def max_priority(self) -> float:
-        """The largest priority so far, or of the rows that are there, which a new row gets."""
+        """The priority of a new row: the largest so far, or the largest of the present rows."""
         return 1.0 if self._priorities is None else self._priorities.max_priority - self.eps
 
     def update_priority(self, index: Any, priority: Any, *, storage: Any = None) -> None:
-        """As of the buffer that it belongs to.
+        """Calls `update_priority` of its buffer.
 
         Args:
             index, priority: as there.
-            storage: changes nothing, as the buffer knows its own.
+            storage: changes nothing: the buffer knows its storage.
 
         Raises:
-            StateError: it belongs to none.
+            StateError: it belongs to no buffer.
         """
-        buffer = None if self._owner is None else self._owner()
-        if buffer is None:
+        if self.owner is None:
             raise StateError(f"update_priority: this {type(self).__name__} belongs to no buffer yet, and has no rows")
-        buffer.update_priority(index, priority)
+        self.owner.update_priority(index, priority)
 
     def start(self, storage: Storage, max_size: int) -> None:
         """See `Sampler`."""
         if self.max_capacity is not None and self.max_capacity < max_size:
             raise SpecError(f"max_capacity is {self.max_capacity}, the storage has room for {max_size} rows")
-        self._priorities = self._made(storage.columns.n_rows, self._alpha)
+        self._priorities = self._create(storage.columns.n_rows, self._alpha)
         super().start(storage, max_size)
 
-    def _made(self, n_rows: int, alpha: float) -> Priorities:
+    def _create(self, n_rows: int, alpha: float) -> Priorities:
         return Priorities(n_rows, 1, alpha, first=1.0 + self.eps, of_present=self.max_priority_within_buffer)
 
     def _of(self) -> Priorities:
@@ -147,8 +148,8 @@ class PrioritizedSampler(Sampler):
         """See `Sampler`."""
         self._of().drawn.remember(picked.span, picked.rows)
 
-    def checked(self, priorities: Any, n: int) -> np.ndarray:
-        """Priorities of n rows, `(n, ...)` or one number for all, as float64 (n,).
+    def check(self, priorities: Any, n: int) -> np.ndarray:
+        """Converts priorities of n rows, `(n, ...)` or one number for all, to float64 (n,).
 
         Raises:
             SpecError: they do not fit, or one is negative or not finite.
@@ -161,29 +162,28 @@ class PrioritizedSampler(Sampler):
         if not (values >= 0).all() or np.isinf(values).any():  # NaN is not at least 0
             wrong = values[~(values >= 0) | np.isinf(values)][0]
             raise SpecError(f"priorities must be finite and at least 0, got {wrong}")
-        return reduced(values, self.reduction)
+        return reduce_rows(values, self.reduction)
 
-    def update(self, storage: Storage, index: Any, priorities: Any, steps: np.ndarray | None = None) -> None:
+    def update(self, storage: Storage, index: Any, priorities: Any) -> None:
         """Sets the priorities of rows; of equal ones the last counts, negative ones are left out.
 
         Args:
-            storage: where they lie.
-            index: int (n,), row ids.
-            priorities: as `checked` takes them.
-            steps: int64 (n,), which steps the ids mean, where that is known; None for those that they were drawn as.
+            storage: the rows.
+            index: int (n,), row ids: those of the last write mean its rows, others the rows that were drawn.
+            priorities: as `check` takes them.
 
         Raises:
-            SpecError, IndexError: something does not fit; nothing has changed.
+            SpecError, IndexError: something does not fit; nothing changes.
         """
         rows, span = host_array("index", index).reshape(-1), storage.span()
         if np.ndim(index) > 1 and np.shape(priorities) == np.shape(index):
             priorities = host_array("priorities", priorities).reshape(-1)
-        values = self.checked(priorities, rows.size)
-        is_last = steps is not None or self._of().drawn.is_last(rows, span)
-        if steps is not None:
+        values = self.check(priorities, rows.size)
+        if self.written is not None and np.array_equal(rows, self.written[0]):
+            steps, is_last = self.written[1], True
             held = (rows >= 0) & (span.steps(rows) == steps) & (steps >= span.low[0])
             rows, values = rows[held], values[held]
-        elif not is_last:
+        elif not (is_last := self._of().drawn.is_last(rows, span)):
             held = rows >= 0 if rows.dtype.kind == "i" else np.ones(rows.shape, bool)
             rows, values = row_ids(rows[held], storage.columns.n_rows), values[held]
         self._of().update(span, rows, values + self.eps, is_last)
@@ -212,49 +212,66 @@ class PrioritizedSampler(Sampler):
         """See `Sampler`."""
         return {name: array.copy() for name, array in self._of().arrays().items()}
 
-    def restorer(
-        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], claims: Claims
-    ) -> Callable[[], None]:
+    def restorer(self, state: State, arrays: Arrays, claims: Claims) -> Callable[[], None]:
         """See `Sampler`."""
         alpha, beta = exponent("alpha", state["alpha"]), exponent("beta", state["beta"])
-        if LEAVES not in arrays:
+        if TREE_LEAVES not in arrays:
             raise ValueError("it has no priorities")
-        priorities = self._made(claims.n_rows, alpha).restored(arrays, state, claims)
+        priorities = self._create(claims.n_rows, alpha).restored(arrays, state, claims)
 
         def restore() -> None:
-            self._alpha, self._beta, self._priorities = alpha, beta, priorities
+            self._alpha, self._beta, self._priorities, self.written = alpha, beta, priorities, None
             self.version += 1
 
         return restore
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the priorities."""
+        """Bytes of priorities and their bookkeeping."""
         return 0 if self._priorities is None else Priorities.nbytes_of(self._priorities.tree.n_leaves, 1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "written": None}
 
     def _shown(self) -> dict[str, Any]:
         return {"alpha": self._alpha, "beta": self._beta, "eps": self.eps, "reduction": self.reduction}
 
 
-def checked_reduction(reduction: str) -> str:
-    """`reduction`, if it is one.
+def check_reduction(reduction: str) -> str:
+    """Returns the name of a reduction.
 
     Raises:
-        SpecError: it is none.
+        SpecError: there is no such reduction.
     """
     if reduction not in REDUCTIONS:
         raise SpecError(f"reduction must be one of {sorted(REDUCTIONS)}, got {reduction!r}")
     return reduction
 
 
-def reduced(values: np.ndarray, reduction: str) -> np.ndarray:
-    """`(n, ...)` as float64 (n,)."""
+def reduce_rows(values: np.ndarray, reduction: str) -> np.ndarray:
+    """Reduces float64 (n, ...) to (n,)."""
     axes = tuple(range(1, values.ndim))
     if not len(values):  # numpy has no quantile of no rows over several axes
         return np.zeros(0)
     return np.asarray(REDUCTIONS[reduction](values, axis=axes)) if axes else values
 
 
-def reduced_inside(values: np.ndarray, inside: np.ndarray, reduction: str) -> np.ndarray:
-    """`(n, T, ...)` as float64 (n,): what the steps are reduced to that are `inside`, bool (n, T)."""
-    return np.array([reduced(own[at][None], reduction)[0] for own, at in zip(values, inside, strict=True)])
+def find_priorities(batch: Any, key: str, sampler: PrioritizedSampler) -> tuple[np.ndarray, np.ndarray]:
+    """The row ids of a batch, (n,), and the priorities in its column `key`, (n, ...), without padding.
+
+    Raises:
+        MissingKeyError: the batch has no `index`, or no such column.
+    """
+    flat = flat_items(batch, "update_tensordict_priority")
+    if absent := sorted({INDEX, key} - set(flat)):
+        raise MissingKeyError(f"update_tensordict_priority: no {absent} in the batch, there are {sorted(flat)}")
+    index, priorities = (host_array(name, flat[name]) for name in (INDEX, key))
+    mask = host_array(MASK, flat[MASK]).astype(bool) if MASK in sampler.fields and MASK in flat else None
+    if index.ndim > 1:  # slices, or rows of several steps that all have the same index: take that of the first step
+        index = index.reshape(len(index), -1)[:, 0]
+        if mask is None or priorities.ndim == 1:
+            return index, priorities
+        some = mask.reshape(len(mask), -1).any(axis=1)  # rows of several axes may be padding as a whole
+        own = zip(priorities[some], mask[some], strict=True)
+        return index[some], np.array([reduce_rows(each[at][None], sampler.reduction)[0] for each, at in own])
+    return (index, priorities) if mask is None else (index[mask], priorities[mask])

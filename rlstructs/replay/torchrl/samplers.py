@@ -1,13 +1,14 @@
-"""Which rows a `DictTensorReplayBuffer` draws: what every sampler does, any row, or each once."""
+"""Samplers of a `DictTensorReplayBuffer`: their base class, any row, and each row once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rlstructs.errors import SpecError
+from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.public_names import set_module
 from rlstructs.replay.claims import Claims, flag, whole
 from rlstructs.replay.drawing import Selection, Uniform
@@ -17,17 +18,20 @@ from rlstructs.replay.torchrl.part import Part, check_neutral
 
 INDEX, WEIGHT, MASK = "index", "priority_weight", "mask"
 UNIFORM = Uniform()
+# The state of a sampler in a file: as JSON, and as arrays.
+State = Mapping[str, Any]
+Arrays = Mapping[str, np.ndarray]
 
 
 class Sampler(Part):
-    """What every sampler does.
+    """Base class of the samplers.
 
     Attributes:
-        fields: what it adds to a sample beside the index.
-        needs_episodes: whether it must know where episodes end.
-        end_key, traj_key: columns that say so beside others; None for none.
-        drop_last: whether what is smaller than a batch is not drawn.
-        version: raised by whatever changes what would be drawn, but for rows and `position`.
+        fields: names that it adds to a sample beside the index.
+        needs_episodes: whether it has to know where episodes end.
+        end_key, traj_key: further columns that say where episodes end and begin; None for none.
+        drop_last: whether the last rows of a pass, fewer than a batch, are left out.
+        version: raised by every change of what would be drawn, except changes of rows and of `position`.
         ran_out: whether a pass over the rows is over.
     """
 
@@ -40,74 +44,84 @@ class Sampler(Part):
     version = 0
 
     def start(self, storage: Storage, max_size: int) -> None:
-        """Takes a store as it is now, and forgets the one that it had.
+        """Begins to draw from a store, as it is now.
 
         Raises:
             SpecError: it cannot.
         """
         self.cleared()
 
+    def check_keys(self, names: Collection[str]) -> None:
+        """Raises MissingKeyError if `end_key` or `traj_key` is not among these columns."""
+        for argument, key in (("end_key", self.end_key), ("traj_key", self.traj_key)):
+            if key is not None and key not in names:
+                raise MissingKeyError(f"no {key!r}, the {argument} of the sampler; there are {sorted(names)}")
+
     def plan(self, batch_size: int) -> tuple[int, int]:
-        """How many draws make such a batch, and how many rows are read for each."""
+        """The number of draws for a batch, and the number of rows of each."""
         return batch_size, 1
 
     def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
-        """`n` draws of `length` rows each; in `fields` of the result what belongs to them."""
+        """`n` draws of `length` rows each; the `fields` of the result have a value for each draw."""
         raise NotImplementedError
 
     def drawn(self, picked: Selection) -> None:
-        """Notes what was handed out."""
+        """Notes what is handed out."""
 
     def flat(self, picked: Selection, values: Any) -> Any:
-        """Values (n, length, ...) of a draw, of numpy or torch, as rows."""
+        """Turns values (n, length, ...) of draws, of numpy or torch, into those of the rows of a batch."""
         return values[:, 0]
 
     def marks(self, names: Collection[str], stored: Container[str]) -> set[str]:
-        """Which of a sample's columns it may have changed, or made where they are not stored."""
+        """The columns of a sample that it may have changed, or added because they are not stored."""
         return set()
 
     def info(self, picked: Selection) -> dict[str, np.ndarray]:
-        """What is known of each row that was drawn, the index first."""
+        """What is known of each row of a batch, the index first."""
         return {INDEX: self.flat(picked, picked.rows).copy()} | {name: picked.fields[name] for name in self.fields}
 
     def position(self) -> Any:
-        """Where in a pass it is; equal to another only if that is the same."""
+        """The place in a pass; two places are equal only if they are the same."""
         return None
 
     def go_to(self, position: Any) -> None:
-        """Goes to where it was."""
+        """Goes to a place in a pass."""
 
     def begin_pass(self) -> None:
         """Begins a pass over the rows."""
 
     def remains(self, storage: Storage, n: int) -> bool:
-        """Whether a batch of `n` is left in this pass."""
+        """Whether this pass has another batch of `n` draws."""
         return True
 
+    # What its buffer tells it
+
     def cleared(self) -> None:
-        """The store has been cleared."""
+        """The store was cleared."""
 
     def grown(self, n_rows: int) -> None:
         """The store has room for so many rows now."""
 
     def replaced(self, storage: Storage, rows: np.ndarray) -> None:
-        """Others have come in the place of these rows."""
+        """These rows were overwritten by others."""
 
     def reordered(self) -> None:
-        """Episodes have been worked out anew."""
+        """Episodes were recomputed."""
 
     def state(self) -> dict[str, Any]:
-        """What a file says of it, as JSON has it."""
+        """Its state for a file, as JSON."""
         return {}
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What a file holds of it."""
+        """Its arrays for a file."""
         return {}
 
-    def restorer(
-        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], claims: Claims
-    ) -> Callable[[], None]:
-        """What restores both, once the rows are there that are claimed; raises ValueError, KeyError or TypeError."""
+    def restorer(self, state: State, arrays: Arrays, claims: Claims) -> Callable[[], None]:
+        """Checks both, and returns a function that restores them after the rows.
+
+        Raises:
+            ValueError, KeyError, TypeError: they do not fit.
+        """
         return self.cleared
 
     @property
@@ -118,10 +132,10 @@ class Sampler(Part):
 
 @set_module("rlstructs.replay")
 class RandomSampler(Sampler):
-    """Every row as likely as any other; one batch may hold a row twice.
+    """Draws every row with equal probability; a batch may hold a row twice.
 
     Args:
-        replacement: if False, this makes a `SamplerWithoutReplacement`, of whose arguments the others are.
+        replacement: False creates a `SamplerWithoutReplacement` instead, from the other arguments.
     """
 
     def __new__(cls, *args: Any, replacement: bool = True, **settings: Any) -> Any:
@@ -136,26 +150,34 @@ class RandomSampler(Sampler):
         return Selection(UNIFORM.draw(span, n, rng)[:, None], span)
 
 
+@dataclass(eq=False)
 class _Order:
-    """Steps in the order in which a pass serves them. Two are never equal."""
+    """The order of the steps of a pass; two are never equal.
 
-    def __init__(self, steps: np.ndarray, low: int, length: int) -> None:
-        self.steps, self.low = steps, low  # what was the oldest one then
-        self.length = length  # how many rows are read for each
-        self.replaced: np.ndarray | None = None  # bool, by slot
+    Attributes:
+        steps: int64 (n,).
+        low: the oldest step when the pass began.
+        length: number of rows that are read for each step.
+        replaced: bool (capacity,), the slots of rows that were replaced since; None for none.
+    """
+
+    steps: np.ndarray
+    low: int
+    length: int
+    replaced: np.ndarray | None = None
 
 
 @set_module("rlstructs.replay")
 class SamplerWithoutReplacement(Sampler):
-    """Every row once, in random order, and then again.
+    """Draws every row once, in random order, and then begins again.
 
-    A pass is over the rows that are there when it begins: one that is overwritten before its turn is left out,
-    and one that comes later waits for the next pass.
+    A pass is over the rows that are there when it begins: a row that is overwritten before its turn is left out, and
+    one that is written later waits for the next pass.
 
     Args:
         drop_last: whether a pass ends before a batch that would be smaller.
-        shuffle: whether the order is random; otherwise it is that in which the rows came.
-        replacement: False.
+        shuffle: whether the order is random; otherwise rows are drawn in the order in which they were written.
+        replacement: must be False.
     """
 
     _order: _Order | None = None
@@ -168,20 +190,20 @@ class SamplerWithoutReplacement(Sampler):
     def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
         """See `Sampler`."""
         span = storage.span()
-        steps = self._served(span, n, length, rng, lambda: int(span.low[0]) + np.arange(span.total))
+        steps = self._take(span, n, length, rng, lambda: int(span.low[0]) + np.arange(span.total))
         if self.drop_last and steps.size < n:
-            raise SpecError(f"batch_size is {n}, there are {steps.size} rows, and drop_last drops what is smaller")
+            raise SpecError(f"batch_size is {n}, there are {steps.size} rows, and drop_last drops smaller batches")
         return Selection(span.columns.at_steps(0, steps)[:, None], span)
 
-    def _served(
-        self, span: Span, n: int, length: int, rng: np.random.Generator, every: Callable[[], np.ndarray]
+    def _take(
+        self, span: Span, n: int, length: int, rng: np.random.Generator, list_steps: Callable[[], np.ndarray]
     ) -> np.ndarray:
-        """The next `n` steps of a pass, fewer at its end; a new one serves those that `every` gives."""
+        """The next `n` steps of a pass, fewer at its end; a new pass is over the steps that `list_steps` returns."""
         if self._order is not None and self._order.length != length:
             self.begin_pass()
         steps, at = self._next(span, n)
         if not steps.size or (self.drop_last and steps.size < n):
-            order = rng.permutation(every()) if self.shuffle else every()
+            order = rng.permutation(list_steps()) if self.shuffle else list_steps()
             self._order, self._at = _Order(order, int(span.low[0]), length), 0
             steps, at = self._next(span, n)
         self._at = at
@@ -189,25 +211,21 @@ class SamplerWithoutReplacement(Sampler):
         return steps
 
     def _next(self, span: Span, n: int) -> tuple[np.ndarray, int]:
-        """The next steps that are still there, `n` or as many as are left, and where the others begin."""
-        order, at = self._order, self._at
+        """The next `n` steps whose rows are still there, or all that are left, and the place behind them."""
+        order, at, found = self._order, self._at, np.zeros(0, np.int64)
         if order is None:
-            return np.zeros(0, np.int64), at
+            return found, at
         low = int(span.low[0])
         if low == order.low and order.replaced is None:
             return order.steps[at : at + n], at + n
-        found = np.zeros(0, np.int64)
         while found.size < n and at < order.steps.size:
             steps = order.steps[at : at + n - found.size]
             at += steps.size
-            found = np.concatenate([found, steps[self._held(order, steps, low, span.columns.capacity)]])
+            held = steps >= low
+            if order.replaced is not None:
+                held &= ~order.replaced[steps % span.columns.capacity]
+            found = np.concatenate([found, steps[held]])
         return found, at
-
-    def _held(self, order: _Order, steps: np.ndarray, low: int, capacity: int) -> np.ndarray:
-        held = steps >= low
-        if order.replaced is not None:
-            held &= ~order.replaced[steps % capacity]
-        return np.asarray(held)
 
     def _is_left(self, span: Span, n: int) -> bool:
         wanted = n if self.drop_last else 1
@@ -223,7 +241,7 @@ class SamplerWithoutReplacement(Sampler):
 
     def begin_pass(self) -> None:
         """See `Sampler`."""
-        self._order, self._at, self.ran_out = None, 0, False
+        self.go_to((None, 0, False))
 
     def remains(self, storage: Storage, n: int) -> bool:
         """See `Sampler`."""
@@ -248,28 +266,24 @@ class SamplerWithoutReplacement(Sampler):
 
     def arrays(self) -> dict[str, np.ndarray]:
         """See `Sampler`."""
-        order = self._order
-        if order is None:
+        if self._order is None:
             return {}
-        return {"order": order.steps[self._at :].copy()} | (
-            {} if order.replaced is None else {"replaced": order.replaced.copy()}
-        )
+        arrays = {"order": self._order.steps[self._at :], "replaced": self._order.replaced}
+        return {name: array.copy() for name, array in arrays.items() if array is not None}
 
-    def restorer(
-        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], claims: Claims
-    ) -> Callable[[], None]:
+    def restorer(self, state: State, arrays: Arrays, claims: Claims) -> Callable[[], None]:
         """See `Sampler`."""
         order, ran_out = None, flag("ran_out", state["ran_out"])
         if state["pass"] is not None:
             low = whole("pass", state["pass"], 0, int(claims.ring.oldest()[0]))
-            order = _Order(arrays["order"], low, whole("length", state.get("length", 1), 1))  # not in older files
-            order.replaced = marks = arrays.get("replaced")
-            if order.steps.dtype != np.int64 or order.steps.ndim != 1:
-                raise ValueError("its order has another shape")
-            if not ((order.steps >= low) & (order.steps < claims.ring.head[0])).all():
-                raise ValueError("its order is of rows that there are not")
-            if marks is not None and (marks.dtype != bool or marks.shape != (claims.n_rows,)):
-                raise ValueError("its order has another shape")
+            length = whole("length", state.get("length", 1), 1)  # older files lack it
+            order = _Order(arrays["order"], low, length, arrays.get("replaced"))
+            steps, marks = order.steps, order.replaced
+            is_ours = marks is None or (marks.dtype == bool and marks.shape == (claims.n_rows,))
+            if steps.dtype != np.int64 or steps.ndim != 1 or not is_ours:
+                raise ValueError("its order has another dtype or shape")
+            if not ((steps >= low) & (steps < claims.ring.head[0])).all():
+                raise ValueError("its order names rows that it does not hold")
         return lambda: self.go_to((order, 0, ran_out))
 
     def _shown(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Slices say in their columns where they begin and end: what learns from them must not look beyond."""
+"""Marks where slices begin and end in their columns, so that learners do not look beyond."""
 
 from __future__ import annotations
 
@@ -24,34 +24,27 @@ def put(
     specs: Mapping[str, Spec],
     beside: tuple[int, ...],
 ) -> dict[str, np.ndarray]:
-    """Marks the first rows of slices as such, and the last ones as truncated and done, as the sampler wants it.
+    """Marks the first rows of slices, and the last ones as truncated and done, with the keys of the sampler.
+
+    Programs that use ends ask for `terminated`, `truncated` and `done`: those that no column holds are added.
 
     Args:
         values: the columns, name -> `(n, ...)`, changed in place.
-        picked: of which slices they are.
-        sampler: what drew them.
+        picked: the drawn slices.
+        sampler: drew them.
         specs: of the columns.
-        beside: the further axes of an end, where none is stored.
+        beside: further axes of an added end, if no end is stored.
 
     Returns:
-        The ends for which there is no column, name -> `(n, ...)`.
+        The ends that no column holds, name -> `(n, ...)`.
     """
     if sampler.init_key in values:
         _mark(values, sampler.init_key, sampler.firsts(picked), specs)
-    return {} if sampler.truncated_key is None else _marked(values, sampler.lasts(picked), sampler, specs, beside)
-
-
-def _marked(
-    values: dict[str, Any], lasts: np.ndarray, sampler: SliceSampler, specs: Mapping[str, Spec], beside: tuple[int, ...]
-) -> dict[str, np.ndarray]:
-    """Marks the rows that end slices as truncated, and as done; what there was no column for, name -> `(n, ...)`.
-
-    What works with ends asks for all three, so that beside the mark there are; `(n, *beside)` where no end is stored.
-    """
-    ends = ends_among(values)
-    found = [name for name in ends if name.rpartition("/")[2] == TRUNCATED]
-    parent = parent_of((found or ends or ["next/"])[0])
-    assert sampler.truncated_key is not None
+    if sampler.truncated_key is None:
+        return {}
+    lasts, ends = sampler.lasts(picked), ends_among(values)
+    truncations = [name for name in ends if name.rpartition("/")[2] == TRUNCATED]
+    parent = parent_of((truncations or ends or ["next/"])[0])
     key = f"{parent}{TRUNCATED}" if sampler.truncated_key == AUTO else sampler.truncated_key
     prefix = parent_of(key)
     own = [f"{prefix}{last}" for last in DONE]
@@ -60,16 +53,16 @@ def _marked(
         dones.append(sampler.end_key)
     made = {}
     if not ({key, f"{prefix}{TERMINATED}"} <= values.keys() and any(name in values for name in own)):
-        made = _absent(values, lasts, key, ends, beside)
+        made = _make_absent(values, lasts, key, ends, beside)
     for name in dict.fromkeys((key, *dones) if key in values else dones):
         _mark(values, name, lasts, specs)
     return made
 
 
-def _absent(
+def _make_absent(
     values: Mapping[str, Any], lasts: np.ndarray, key: str, ends: list[str], beside: tuple[int, ...]
 ) -> dict[str, np.ndarray]:
-    """Those of the three ends beside a mark that no column says, as they are once the last rows are marked."""
+    """The ends beside the column `key` that no column holds, with the last rows marked."""
     prefix = parent_of(key)
     dones = [name for last in DONE if (name := f"{prefix}{last}") in values]
     terminated = f"{prefix}{TERMINATED}"
@@ -79,7 +72,7 @@ def _absent(
     known = {name: _truth(name, values[name], shape) for name in stored}
     marks, nowhere = _spread(lasts, shape), np.zeros(shape, bool)
     cut, over = known.get(key, nowhere), known.get(terminated)
-    if over is None:  # an episode is done, and nothing says that it was cut off
+    if over is None:  # an episode that is done and not truncated has terminated
         over = known[dones[0]] & ~cut if dones else nowhere
     made = {terminated: over, key: marks}
     if not dones:
@@ -88,23 +81,23 @@ def _absent(
 
 
 def _truth(name: str, values: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Where a column is not zero, bool of this shape."""
+    """Where a column is not zero, as bools of this shape."""
     marks = host_array(name, values) != 0
     return marks if marks.shape == shape else _spread(marks.any(axis=tuple(range(1, marks.ndim))), shape)
 
 
 def _spread(rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """What is of rows, `(n,)`, as of all that they hold."""
+    """Broadcasts values of rows, `(n,)`, over the further axes of a shape."""
     return np.broadcast_to(rows.reshape(-1, *(1,) * (len(shape) - 1)), shape)
 
 
 def _mark(values: dict[str, Any], name: str, rows: np.ndarray, specs: Mapping[str, Spec]) -> None:
-    """Has a column be true in some rows, bool (n,), where it is not."""
+    """Makes a column true in some rows, bool (n,), where it is zero."""
     at = torch.from_numpy(rows) if isinstance(values[name], torch.Tensor) else rows
     one = encoded(name, np.ones(()), specs[name]).item()
     if specs[name].dtype.kind == "b":
         values[name][at] = one
         return
-    marked = values[name][at]  # some of which may be true, as another number
+    marked = values[name][at]  # it may hold other numbers than 0 and 1
     marked[marked == 0] = one
     values[name][at] = marked

@@ -1,8 +1,8 @@
-"""Samplers whose batches are slices: consecutive steps of one episode, one slice behind the other."""
+"""Samplers of slices: each is a run of consecutive steps of one episode."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Collection, Container
 from typing import Any
 
 import numpy as np
@@ -11,56 +11,54 @@ import torch
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
 from rlstructs.public_names import set_module
-from rlstructs.replay.claims import Claims
 from rlstructs.replay.drawing import Selection
 from rlstructs.replay.episodes import Episodes
 from rlstructs.replay.roles import ENDS, ends_among
 from rlstructs.replay.slices import TRAJECTORY, WINDOW, Slices, window
 from rlstructs.replay.span import Span
 from rlstructs.replay.store import Storage
-from rlstructs.replay.torchrl.part import ANY, check_neutral, joined
+from rlstructs.replay.torchrl.part import ANY, check_neutral, join_key
 from rlstructs.replay.torchrl.prioritized_sampler import PrioritizedSampler
 from rlstructs.replay.torchrl.samplers import INDEX, MASK, WEIGHT, Sampler, SamplerWithoutReplacement
 
 AUTO = "auto"
-# Arguments of torchrl's slice samplers that are not of these.
+# Arguments of torchrl's slice samplers without a meaning here, and the values that are accepted.
 NEUTRAL = {
     "compile": ANY, "use_gpu": ANY, "step_key": ANY, "span": False, "fragmented": False, "ends": None,
     "trajectories": None, "end_keys": None, "replacement": True,
 }  # fmt: skip
-INSIDE = "inside"  # of a selection: which of the steps of each slice are its own
+INSIDE = "inside"  # field of a selection, bool (n, length): which steps of each slice are no padding
 DONE = ("done", "dones")
 
 
 @set_module("rlstructs.replay")
 class SliceSampler(Sampler):
-    """Slices of episodes, uniformly; they never mix episodes, nor cross from the newest row to the oldest.
+    """Draws slices of episodes with equal probability; no slice mixes episodes, or the newest rows with the oldest.
 
-    A batch of `batch_size` steps is `(batch_size, ...)`, one slice behind the other. The last step of each is
-    marked truncated, and done with it: there the slice ends, if not the episode. A batch has all three of `truncated`,
-    `terminated` and `done`, whichever are stored; where only `done` is, an episode that is done has terminated.
+    A batch of `batch_size` steps is `(batch_size, ...)`, one slice behind the other. The last step of each slice is
+    marked as truncated and done, even if its episode goes on. A batch has all of `truncated`, `terminated` and `done`,
+    even if not all are stored; if only `done` is, an episode that is done has terminated.
 
     Args:
-        num_slices: how many slices are in a batch; or
-        slice_len: how many steps a slice has.
-        end_key: a column more whose truth ends an episode, beside `terminated`, `truncated` and `done`.
-        traj_key: a column where another number than in the row before begins an episode; None for
-            `collector/traj_ids` or `episode`, if there is one.
-        strict_length: whether episodes that are shorter are left out; otherwise they are slices of their
-            own, and the batch is shorter.
-        pad_output: whether these are as long as others, their last step repeated, and `mask` says which steps count.
-        per: every "window" of so many steps is as likely as any other, or every "trajectory" is.
-        truncated_key: the column where the last step is marked, and beside which it is done; "auto" for that beside
+        num_slices: number of slices in a batch; or
+        slice_len: number of steps of a slice.
+        end_key: a further column that ends an episode where it is true, beside `terminated`, `truncated` and `done`.
+        traj_key: a column that begins an episode where it changes; None for `collector/traj_ids` or `episode`, if
+            there is one.
+        strict_length: whether shorter episodes are left out; otherwise each is a slice, and the batch is shorter.
+        pad_output: whether such slices repeat their last step to full length, and `mask` says which steps count.
+        per: whether every "window" of this many steps has the same probability, or every "trajectory".
+        truncated_key: the column that marks the last steps, beside which `done` marks them; "auto" for the one beside
             the other ends; None for none.
-        cache_values: changes nothing: where episodes end is noted as rows come, and never looked up again.
-        init_key: a column in which the first step of each slice is marked, if there is one; None for none.
-        replacement: if False, this makes a `SliceSamplerWithoutReplacement`.
-        others: more of torchrl's arguments. `compile` and `use_gpu` change nothing; what there is not here (`span`,
-            `ends`, `trajectories`, `end_keys`, `fragmented`) must be None or False.
+        cache_values: changes nothing: ends of episodes are noted when rows are written, and never looked up again.
+        init_key: a column that marks the first step of each slice, if it exists; None for none.
+        replacement: False creates a `SliceSamplerWithoutReplacement` instead.
+        others: further arguments of torchrl's. `compile` and `use_gpu` change nothing; `span`, `ends`, `trajectories`,
+            `end_keys` and `fragmented`, which do not exist here, must be None or False.
 
     Raises:
-        TypeError: not one of `num_slices` and `slice_len` is given.
-        SpecError: an argument is not what is needed.
+        TypeError: none or both of `num_slices` and `slice_len` are given.
+        SpecError: an argument does not fit.
     """
 
     needs_episodes = True
@@ -91,7 +89,7 @@ class SliceSampler(Sampler):
         self.num_slices = None if num_slices is None else check_count("num_slices", num_slices)
         self.slice_len = None if slice_len is None else check_count("slice_len", slice_len)
         self.end_key, self.traj_key, self.truncated_key, self.init_key = (
-            None if key is None else joined(key) for key in (end_key, traj_key, truncated_key, init_key)
+            None if key is None else join_key(key) for key in (end_key, traj_key, truncated_key, init_key)
         )
         self.strict_length, self.pad_output, self.per = strict_length, pad_output, per
         self.fields = (*type(self).fields, MASK) if pad_output else type(self).fields
@@ -146,17 +144,15 @@ class SliceSampler(Sampler):
         return found | {name for name in ends if name not in stored or name.rpartition("/")[2] != "terminated"}
 
     def firsts(self, picked: Selection) -> np.ndarray:
-        """Which rows of a batch begin a slice, bool."""
+        """Which rows of a batch are the first of a slice, bool (n,)."""
         first = np.zeros_like(picked.fields[INSIDE])
         first[:, 0] = True
         return np.asarray(self.flat(picked, first))
 
     def lasts(self, picked: Selection) -> np.ndarray:
-        """Which rows of a batch end a slice, bool."""
-        inside = picked.fields[INSIDE]
-        last = np.zeros_like(inside)
-        last[:, -1] = inside[:, -1]
-        last[:, :-1] = inside[:, :-1] & ~inside[:, 1:]
+        """Which rows of a batch are the last of a slice, bool (n,)."""
+        last = picked.fields[INSIDE].copy()
+        last[:, :-1] &= ~last[:, 1:]
         return np.asarray(self.flat(picked, last))
 
     def cleared(self) -> None:
@@ -169,18 +165,6 @@ class SliceSampler(Sampler):
         self._slices.forget()
         self.version += 1
 
-    def restorer(
-        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], claims: Claims
-    ) -> Callable[[], None]:
-        """See `Sampler`."""
-        restore = super().restorer(state, arrays, claims)
-
-        def restore_all() -> None:
-            restore()
-            self._slices.forget()
-
-        return restore_all
-
     def _shown(self) -> dict[str, Any]:
         size = {"num_slices": self.num_slices} if self.slice_len is None else {"slice_len": self.slice_len}
         kept = {"strict_length": self.strict_length, "pad_output": self.pad_output, "per": self.per}
@@ -189,11 +173,10 @@ class SliceSampler(Sampler):
 
 @set_module("rlstructs.replay")
 class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
-    """Slices of episodes that begin with rows drawn in proportion to their priorities.
+    """Draws slices of episodes, whose first rows are drawn in proportion to their priorities.
 
-    A slice begins with a row after which there are enough of the same episode; if `strict_length` is not asked
-    for, with the first of an episode that is shorter, too. Every step of a slice has the `priority_weight` of the
-    first.
+    A slice begins with a row that is followed by enough rows of its episode; without `strict_length`, also with the
+    first row of a shorter episode. Every step of a slice has the `priority_weight` of its first row.
 
     Args:
         max_capacity, alpha, beta, eps, reduction, dtype, max_priority_within_buffer: as of `PrioritizedSampler`.
@@ -226,10 +209,10 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
 
         def fits(rows: np.ndarray) -> np.ndarray:
             n_steps = self._n_steps(storage, span, rows)
-            if self.strict_length:
-                return np.asarray(n_steps >= length)
-            begins = storage.track_episodes().begin(rows) | (span.steps(rows) == span.low[0])
-            return np.asarray((n_steps >= length) | ((n_steps > 0) & begins))
+            fit = n_steps >= length
+            if not self.strict_length:
+                fit |= (n_steps > 0) & (storage.track_episodes().begin(rows) | (span.steps(rows) == span.low[0]))
+            return np.asarray(fit)
 
         rows = self._of().draw_rows(span, n, rng, fits, f"episode of {length} steps")
         counts = np.minimum(self._n_steps(storage, span, rows), length)
@@ -237,22 +220,23 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         return Selection(around, span, {INSIDE: inside, WEIGHT: self._weights(rows)})
 
     def _n_steps(self, storage: Storage, span: Span, rows: np.ndarray) -> np.ndarray:
-        """How many rows of the same episode each of these begins, itself included; 0 if it is not there."""
+        """Number of rows of its episode from each row on, itself included; 0 for a row that is not there."""
         left = np.minimum(storage.track_episodes().remaining(rows), span.left(rows))
         return np.asarray(np.where(span.has(rows), left, 0))
 
 
 @set_module("rlstructs.replay")
 class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
-    """Slices of episodes, one of each in random order, and then again.
+    """Draws one slice of every episode, in random order, and then begins again.
 
-    A pass is over the episodes that are there when it begins, that which goes on included. Of each there is one
-    slice, and any of its windows may be it. One of which no slice is left before its turn is left out.
+    A pass is over the episodes that are there when it begins, the unfinished one included. The slice of an episode is
+    one of its windows, each with equal probability. An episode of which no slice is left when its turn comes is
+    left out.
 
     Args:
         drop_last: whether a pass ends before a batch that would have fewer slices.
-        shuffle: whether the order is random; otherwise it is that in which the episodes came.
-        replacement: False.
+        shuffle: whether the order is random; otherwise it is that of the episodes in the buffer.
+        replacement: must be False.
         num_slices, slice_len, end_key, traj_key, strict_length, pad_output, truncated_key, init_key: as of
             `SliceSampler`.
 
@@ -269,21 +253,19 @@ class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
         self, *, drop_last: bool = False, shuffle: bool = True, replacement: bool = False, **slices: Any
     ) -> None:
         if "per" in slices:
-            raise TypeError("per: of every trajectory there is one slice")
+            raise TypeError("per: every trajectory gives one slice")
         SamplerWithoutReplacement.__init__(self, drop_last, shuffle, replacement=replacement)
         SliceSampler.__init__(self, per=TRAJECTORY, **slices)
 
     def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
         """See `Sampler`."""
         span, episodes = storage.span(), storage.track_episodes()
-        latest = self._served(span, n, length, rng, lambda: self._latest(span, episodes, length))
+        latest = self._take(span, n, length, rng, lambda: self._latest(span, episodes, length))
         if not latest.size:
             raise SpecError(f"nothing to sample: no episode of {length} steps is stored")
         if self.drop_last and latest.size < n:
-            raise SpecError(
-                f"a batch is of {n} slices, there are {latest.size} episodes of {length} steps, "
-                "and drop_last drops what is smaller"
-            )
+            there = f"there are {latest.size} episodes of {length} steps"
+            raise SpecError(f"a batch is of {n} slices, {there}, and drop_last drops smaller batches")
         rows = span.columns.at_steps(0, latest)
         first = np.maximum(latest - episodes.times(rows), span.low[0])
         counts = np.minimum(np.minimum(episodes.remaining(rows), span.head[0] - latest), length)
@@ -291,7 +273,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
         return Selection(around, span, {INSIDE: inside})
 
     def _latest(self, span: Span, episodes: Episodes, length: int) -> np.ndarray:
-        """The latest step of each episode with which a slice may begin."""
+        """The latest step with which a slice of each episode may begin, int64 (n_episodes,)."""
         low = int(span.low[0])
         begins = np.flatnonzero(episodes.begin(span.every_row()))
         bounds = np.unique(np.concatenate([[0], begins, [span.total]]))
@@ -306,5 +288,5 @@ class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
 
 
 def parent_of(name: str) -> str:
-    """What a column's name begins with up to its last part: "next/" of `next/done`, "" of `done`."""
+    """The name of a column without its last part: "next/" for `next/done`, "" for `done`."""
     return name[: name.rfind("/") + 1]

@@ -1,4 +1,4 @@
-"""Where the rows of a `DictTensorReplayBuffer` lie: settings of its one store."""
+"""Storages of a `DictTensorReplayBuffer`: settings that say where its rows are stored."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ from rlstructs.public_names import set_module
 from rlstructs.replay.backing import Folder, FolderBlock
 from rlstructs.replay.columns import LANE, Columns
 from rlstructs.replay.device_columns import TensorColumns
-from rlstructs.replay.torchrl.batches import rows_of
+from rlstructs.replay.linked_columns import LinkedColumns
+from rlstructs.replay.torchrl.given_rows import take_rows
 from rlstructs.replay.torchrl.part import ANY, Part, check_neutral
 
-# Rows that a store which grows begins with.
+# Number of rows that a growing store begins with.
 FEW_ROWS = 1024
-# A device: that of the first rows.
+# Stands for the device of the first rows.
 AUTO = "auto"
 
 
 def check_host(device: Any, what: str) -> None:
-    """Raises SpecError unless this is the host."""
+    """Raises SpecError if the device is not the CPU; `what` says what is there."""
     if device not in (None, AUTO) and torch.device(device).type != "cpu":
         raise SpecError(f"device must be the CPU, where {what}, got {device}; give that to the buffer")
 
 
 class ReplayStorage(Part):
-    """What every storage says of itself; its rows are those of its buffer, as `[]` of that gives them.
+    """Base class of the storages. The rows of a storage are those of its buffer, read by `[]` of the buffer.
 
     Attributes:
-        max_size: rows there is room for.
-        capacity: rows there is room for at first.
-        data: rows that are there from the start; None for none.
-        device: on which the rows lie; None for the host.
+        max_size: largest number of rows.
+        capacity: number of rows that there is room for at first.
+        data: rows to begin with; None for none.
+        device: where the rows are; None for the host.
     """
 
     data: Any = None
@@ -49,55 +50,50 @@ class ReplayStorage(Part):
     def __init__(self, max_size: int, ndim: int = 1) -> None:
         self.max_size = self.capacity = check_size("max_size", max_size)
         if ndim != 1:
-            raise SpecError(
-                f"ndim must be 1, got {ndim}: rows have one axis; extend a TemporalDictTensor (B, T) by its steps"
-            )
+            raise SpecError(f"ndim must be 1, got {ndim}: rows have one axis; extend a TemporalDictTensor by its steps")
 
     def __len__(self) -> int:
-        """Rows that the buffer has to which it belongs; before it does, rows that are there from the start."""
-        buffer = None if self._owner is None else self._owner()
-        if buffer is not None:
-            return len(buffer)
-        return 0 if self.data is None else rows_of(self.data, type(self).__name__).n
+        """Number of rows in the buffer; without a buffer, number of rows to begin with."""
+        if self.owner is not None:
+            return len(self.owner)
+        return 0 if self.data is None else take_rows(self.data, type(self).__name__).n
 
     def __getitem__(self, index: Any) -> Any:
-        buffer = None if self._owner is None else self._owner()
-        if buffer is None:
-            raise StateError(f"this {type(self).__name__} belongs to no buffer yet, which is what rows are read from")
-        return buffer[index]
+        if self.owner is None:
+            raise StateError(f"this {type(self).__name__} belongs to no buffer yet, and has no rows to read")
+        return self.owner[index]
 
     def get(self, index: Any) -> Any:
-        """As `[]`."""
+        """Does what `[]` does."""
         return self[index]
 
     def __iter__(self) -> Iterator[Any]:
-        """The rows one by one, in the order of their ids."""
+        """Yields the rows one by one, in the order of their ids."""
         for number in range(len(self)):
             yield self[number - len(self)]
 
     @property
     def alignment(self) -> int:
-        """What every number of rows divides that there will be room for."""
+        """A multiple of every capacity that the store will have."""
         return self.max_size
 
     def columns(self) -> Columns | None:
-        """What will hold the rows; None for ordinary memory."""
+        """New columns for the rows; None for columns in ordinary memory."""
         return None
 
     def settle(self, values: Mapping[str, Any]) -> bool:
-        """Whether what holds the rows is other since it is known what the first ones are."""
+        """Takes settings from the first rows; returns whether they need other columns than there are."""
         return False
 
-    def anew(self, columns: Columns) -> Columns:
-        """Columns without a name yet that have as much room as these, and may take their place."""
-        made = self.columns()
-        return Columns(1, columns.capacity) if made is None else made
+    def renew(self, columns: Columns) -> Columns:
+        """Empty columns of the same capacity, which may replace these."""
+        return self.columns() or LinkedColumns(1, columns.capacity)
 
-    def leave(self, columns: Columns) -> None:
-        """Others have taken the place of these."""
+    def discard(self, columns: Columns) -> None:
+        """Removes what these columns, which were replaced, have in files."""
 
     def capacity_for(self, n_rows: int) -> int:
-        """Rows there must be room for if so many are to be held."""
+        """The capacity for so many rows."""
         return self.capacity
 
     def _shown(self) -> dict[str, Any]:
@@ -106,12 +102,12 @@ class ReplayStorage(Part):
 
 @set_module("rlstructs.replay")
 class ListStorage(ReplayStorage):
-    """Memory that doubles as it fills. Rows are columns of one schema, copies of what was given.
+    """Memory that grows twofold when it is full. Rows have one schema, and are copies of what was given.
 
     Args:
-        max_size: rows there will be room for.
+        max_size: largest number of rows.
         compilable: changes nothing, as nothing is compiled.
-        device: the host, or None for it.
+        device: None or the CPU.
 
     Example:
         >>> ListStorage(100)
@@ -126,10 +122,8 @@ class ListStorage(ReplayStorage):
     @property
     def alignment(self) -> int:
         """See `ReplayStorage`."""
-        largest = self.capacity
-        while 2 * largest < self.max_size:
-            largest *= 2
-        return math.lcm(largest, self.max_size)
+        last_but_one = self.capacity_for((self.max_size + 1) // 2)  # all before it divide it
+        return math.lcm(last_but_one, self.max_size)
 
     def capacity_for(self, n_rows: int) -> int:
         """See `ReplayStorage`."""
@@ -141,25 +135,25 @@ class ListStorage(ReplayStorage):
 
 @set_module("rlstructs.replay")
 class TensorStorage(ReplayStorage):
-    """Memory for every row from the first on; also called `LazyTensorStorage`.
+    """Memory for all rows, allocated with the first one; also called `LazyTensorStorage`.
 
     Args:
-        storage: how many rows, or rows that are there from the start, a copy of which is kept: whatever `extend` takes.
-        max_size: rows there is room for; None for as many as are there.
-        device: where they lie; None for the host, "auto" for where the first of them do.
-        ndim: 1.
+        storage: largest number of rows; or rows to begin with, which are copied: whatever `extend` takes.
+        max_size: largest number of rows; None for that of `storage`.
+        device: of the rows; None for the host, "auto" for that of the first rows.
+        ndim: must be 1.
         compilable: changes nothing, as nothing is compiled.
-        others: more of torchrl's arguments, which change nothing here or must be False.
+        others: further arguments of torchrl's, which change nothing or must be False.
 
     Raises:
-        TypeError, SpecError: neither says how many, or both do and there are more; or `ndim` is another.
+        TypeError, SpecError: no number is given, there are more rows than `max_size`, or `ndim` is not 1.
 
     Example:
         >>> TensorStorage(100), TensorStorage({"x": torch.zeros(3, 2)}).max_size
         (TensorStorage(max_size=100), 3)
     """
 
-    _is_auto = False  # whether the first rows will say where they lie
+    _is_auto = False  # whether the first rows decide about the device
 
     def __init__(
         self,
@@ -176,7 +170,7 @@ class TensorStorage(ReplayStorage):
         if isinstance(storage, (int, float, np.integer, np.floating)) and max_size is None:
             storage, max_size = None, storage
         self._is_auto = device == AUTO
-        rows = None if storage is None else rows_of(storage, "TensorStorage")
+        rows = None if storage is None else take_rows(storage, "TensorStorage")
         if rows is not None:
             self.data, max_size = storage, rows.n if max_size is None else max_size
         super().__init__(check_size("max_size", max_size), ndim)
@@ -195,7 +189,7 @@ class TensorStorage(ReplayStorage):
         """See `ReplayStorage`."""
         if not self._is_auto:
             return False
-        self._is_auto, self.device = False, device_of(values)
+        self._is_auto, self.device = False, find_device(values)
         return self.device is not None
 
 
@@ -203,19 +197,19 @@ class TensorStorage(ReplayStorage):
 class MemmapStorage(ReplayStorage):
     """A file for each column; also called `LazyMemmapStorage`.
 
-    A folder that was not named is removed with the buffer, by the process that made it. A copy of the buffer
-    has one of its own.
+    A temporary folder is removed with the buffer, by the process that created it. A copy of the buffer has a temporary
+    folder of its own.
 
     Args:
-        max_size: rows there is room for.
-        scratch_dir: the folder, new or empty, which is made with the first row, and stays; a `TemporaryDirectory`, kept
-            until this storage goes; None for a temporary one of its own.
-        existsok: whether it may hold the files of an earlier buffer, which are then overwritten.
-        device: None or the CPU, as files are mapped there; batches can be on another, that of the buffer.
-        ndim: 1.
+        max_size: largest number of rows.
+        scratch_dir: a new or empty folder, created with the first row and never removed; a `TemporaryDirectory`, which
+            lives as long as this storage; None for a temporary folder.
+        existsok: whether to overwrite the files of an earlier buffer in the folder.
+        device: None or the CPU, where files are mapped; the buffer may hand out batches on another device.
+        ndim: must be 1.
         compilable: changes nothing, as nothing is compiled.
-        others: of torchrl's arguments `shared_init`, which must be False, and `auto_cleanup`, which must say what is:
-            a folder that was named stays, a temporary one goes.
+        others: further arguments of torchrl's: `shared_init`, which must be False, and `auto_cleanup`, which must be
+            True for a temporary folder and False for one that was named.
 
     Raises:
         SpecError: there is something else in the folder, or the device or `ndim` is another.
@@ -246,12 +240,12 @@ class MemmapStorage(ReplayStorage):
         folder = Folder(None if self.scratch_dir is None else Path(self.scratch_dir), self.existsok)
         return FolderColumns(self.max_size, folder)
 
-    def anew(self, columns: Columns) -> Columns:
+    def renew(self, columns: Columns) -> Columns:
         """See `ReplayStorage`."""
         assert isinstance(columns, FolderColumns)
         return FolderColumns(self.max_size, columns.folder)
 
-    def leave(self, columns: Columns) -> None:
+    def discard(self, columns: Columns) -> None:
         """See `ReplayStorage`."""
         assert isinstance(columns, FolderColumns)
         columns.remove()
@@ -263,15 +257,15 @@ class MemmapStorage(ReplayStorage):
         return {**super()._shown(), "scratch_dir": None if self.scratch_dir is None else str(self.scratch_dir)}
 
 
-class FolderColumns(Columns):
-    """Columns that lie in the files of a folder."""
+class FolderColumns(LinkedColumns):
+    """Columns in the files of a folder."""
 
     def __init__(self, capacity: int, folder: Folder) -> None:
         self.folder = folder
         super().__init__(1, capacity, LANE, folder)
 
     def available_bytes(self) -> int | None:
-        """Bytes that the folder's disk has free."""
+        """Free bytes on the disk of the folder."""
         return shutil.disk_usage(self.folder.made()).free
 
     def remove(self) -> None:
@@ -281,8 +275,8 @@ class FolderColumns(Columns):
             block.remove()
 
 
-def device_of(values: Mapping[str, Any]) -> torch.device | None:
-    """Where values lie; None for the host, and for what is no tensor."""
+def find_device(values: Mapping[str, Any]) -> torch.device | None:
+    """The device of the tensors among these values; None for the host."""
     devices = (value.device for value in values.values() if isinstance(value, torch.Tensor))
     return next((device for device in devices if device.type != "cpu"), None)
 

@@ -1,4 +1,4 @@
-"""Batches of a buffer whose rows came as tensordict's `TensorDict`: they leave as such."""
+"""Makes `TensorDict`s of tensordict from batches, where the rows of a buffer came as such."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from typing import Any
 
 import torch
 
+from rlstructs.replay.torchrl.part import join_key
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.interop import to_tensordict
 
-# How many axes are the batch of a `TensorDict`, under ""; and of those nested in it that have more, by name.
+# Number of batch axes of a `TensorDict`, under ""; and of nested ones that have more of them, by name.
 Axes = Mapping[str, int]
 
 
-def is_one(batch: Any) -> bool:
-    """Whether it is a `TensorDict`."""
-    # Who has none has not imported it, and nor does this.
+def is_tensordict(batch: Any) -> bool:
+    """Whether a batch is a `TensorDict`."""
+    # A program that has one has imported tensordict; this must not.
     module = sys.modules.get("tensordict")
     return module is not None and isinstance(batch, module.TensorDictBase)
 
 
 def refuse_tensorclass(batch: Any, owner: str) -> None:
-    """Raises TypeError if it is an object of one of tensordict's `tensorclass`es, which has keys but not by `[]`."""
+    """Raises TypeError for an object of a `tensorclass` of tensordict: it has keys, but `[]` does not take them."""
     module = sys.modules.get("tensordict")
     if module is not None and module.is_tensorclass(batch):
         kind = type(batch).__name__
@@ -31,55 +32,57 @@ def refuse_tensorclass(batch: Any, owner: str) -> None:
         raise TypeError(f"{owner}: {text}")
 
 
-def axes_of(batch: Any, n_more: int = 0) -> Axes | None:
-    """The axes of a `TensorDict`, and so many more in front of them; None of what is none, or has no axes then.
+def find_axes(batch: Any, n_more: int = 0) -> Axes | None:
+    """The batch axes of a `TensorDict`, and `n_more` in front; of a list of them, each a row, one more.
 
-    A list of them, each a row, is as they are stacked.
+    None for anything else that rows may come as, and if there is no axis.
     """
-    if isinstance(batch, Sequence) and batch and all(map(is_one, batch)):
-        return axes_of(batch[0], n_more + 1)
-    if not is_one(batch) or not batch.batch_dims + n_more:
+    if isinstance(batch, Sequence) and batch and all(map(is_tensordict, batch)):
+        return find_axes(batch[0], n_more + 1)
+    if not is_tensordict(batch) or not batch.batch_dims + n_more:
         return None
-    nested = {key: batch.get(key) for key in batch.keys(include_nested=True)}
-    axes = {_joined(key): each.batch_dims for key, each in nested.items() if is_one(each)}
+    nested = {join_key(key): batch.get(key) for key in batch.keys(include_nested=True)}
+    axes = {name: each.batch_dims for name, each in nested.items() if is_tensordict(each)}
     return {"": batch.batch_dims + n_more} | {name: n + n_more for name, n in axes.items() if n > batch.batch_dims}
 
 
-def _joined(key: Any) -> str:
-    return key if isinstance(key, str) else "/".join(key)
+def restore_form(batch: Any, axes: Axes | None, n_axes: int = 1) -> Any:
+    """Converts a batch to the form in which rows came.
+
+    Args:
+        batch: a `DictTensor`; anything else is returned as it is.
+        axes: as of `find_axes`; None to return the batch as it is.
+        n_axes: number of axes in place of the first one.
+    """
+    if axes is None or not isinstance(batch, DictTensor):  # a file may be loaded with another framework
+        return batch
+    return _to_tensordict(batch, {name: n + n_axes - 1 for name, n in axes.items()})
 
 
-def as_tensordict(batch: DictTensor, axes: Axes) -> Any:
-    """A batch as a `TensorDict`; what has fewer axes than its batch gets those of the others, without a copy."""
+def _to_tensordict(batch: DictTensor, axes: Axes) -> Any:
+    """Converts a batch to a `TensorDict`; tensors with fewer axes than the batch are expanded without a copy."""
     n_axes = axes[""]
     sizes = next((tensor.shape[:n_axes] for tensor in batch.values() if tensor.ndim >= n_axes), (batch.n_elems(),))
-    tree = {name: _spread(tensor, sizes) for name, tensor in batch.items()}
+    tree = {name: _expand(tensor, sizes) for name, tensor in batch.items()}
     made = to_tensordict(tree, batch.n_elems(), batch.device())
     made.batch_size = sizes
     for name, n in axes.items():
         inner = {tensor.shape[:n] for key, tensor in batch.items() if key.startswith(f"{name}/")}
-        if name and len(inner) == 1:  # there may be nothing of it, or some of it may be stacked
+        if name and len(inner) == 1:  # it may be missing, or some of it may be stacked
             made[tuple(name.split("/"))].batch_size = inner.pop()
     return made
 
 
-def as_given(batch: Any, axes: Axes | None, n_axes: int = 1) -> Any:
-    """A `DictTensor` as what rows came as, with so many axes in the place of that of the rows."""
-    if axes is None or not isinstance(batch, DictTensor):  # files may be loaded for another framework
-        return batch
-    return as_tensordict(batch, {name: n + n_axes - 1 for name, n in axes.items()})
-
-
 def put(batch: Any, name: str, value: Any) -> None:
-    """Puts a column into one."""
-    batch[tuple(name.split("/"))] = _spread(value, batch.batch_size) if isinstance(value, torch.Tensor) else value
+    """Puts a column into a `TensorDict`."""
+    batch[tuple(name.split("/"))] = _expand(value, batch.batch_size) if isinstance(value, torch.Tensor) else value
 
 
 def has(batch: Any, name: str) -> bool:
-    """Whether one has a column."""
+    """Whether a `TensorDict` has a column."""
     return tuple(name.split("/")) in batch.keys(True)
 
 
-def _spread(tensor: torch.Tensor, sizes: Any) -> torch.Tensor:
+def _expand(tensor: torch.Tensor, sizes: Any) -> torch.Tensor:
     n = len(sizes) - tensor.ndim
     return tensor if n <= 0 else tensor.reshape(*tensor.shape, *(1,) * n).expand(sizes)

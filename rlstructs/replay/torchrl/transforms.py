@@ -1,4 +1,4 @@
-"""What is done to batches on their way out of a buffer, and to rows on their way in."""
+"""Transforms of batches that are read, and of rows that are written."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rlstructs.public_names import set_module
 
 @set_module("rlstructs.replay")
 class Transform:
-    """Changes batches that are read, and the other way round rows that are written.
+    """Changes batches that are read, and does the inverse to rows that are written.
 
-    Batches are private copies, and may be changed in place: what is stored does not follow.
+    Batches are private copies: changing one in place does not change what is stored.
 
     Example:
         >>> class Scaled(Transform):
@@ -33,11 +33,11 @@ class Transform:
     """
 
     def forward(self, batch: Any) -> Any:
-        """What a batch becomes that is read."""
+        """Changes a batch that is read, and returns it."""
         return batch
 
     def inv(self, batch: Any) -> Any:
-        """What rows become that are written; None if they are not to be."""
+        """Changes rows that are written, and returns them; None to drop them."""
         return batch
 
     def __call__(self, batch: Any) -> Any:
@@ -46,11 +46,11 @@ class Transform:
 
 @set_module("rlstructs.replay")
 class Compose(Transform):
-    """Transforms one after another; on the way in the other way round.
+    """Several transforms, one after another; rows that are written pass through them in reverse order.
 
     Args:
-        transforms: each a `Transform`, or something else that takes a batch and gives one, as a module of
-            torch does; if it has an `inv`, rows that are written go through that.
+        transforms: each a `Transform`, or any function of a batch that returns one, such as a module of torch; if it
+            has an `inv`, rows that are written pass through that.
     """
 
     def __init__(self, *transforms: Any) -> None:
@@ -61,7 +61,7 @@ class Compose(Transform):
         for transform in self._transforms:
             batch = transform(batch)
             if batch is None:
-                raise TypeError(f"{_name(transform)} gave None, not a batch")
+                raise TypeError(f"{_name(transform)} returned None, not a batch")
         return batch
 
     def inv(self, batch: Any) -> Any:
@@ -74,15 +74,15 @@ class Compose(Transform):
 
     @property
     def has_inverse(self) -> bool:
-        """Whether rows are changed on the way in."""
-        return any(_inverts(transform) for transform in self._transforms)
+        """Whether a transform changes rows that are written."""
+        return any(map(_has_inverse, self._transforms))
 
     def append(self, transform: Any) -> None:
-        """Adds one at the end."""
+        """Adds a transform at the end."""
         self._transforms.append(as_transform(transform))
 
     def insert(self, index: int, transform: Any) -> None:
-        """Adds one before the `index`-th; from the end if negative.
+        """Adds a transform before the `index`-th; a negative index counts from the end.
 
         Raises:
             SpecError: there is no such place.
@@ -94,23 +94,23 @@ class Compose(Transform):
 
     @property
     def parts(self) -> list[Transform]:
-        """The transforms, in a list of their own."""
+        """The transforms, in a new list."""
         return list(self._transforms)
 
     def __len__(self) -> int:
         return len(self._transforms)
 
     def __getitem__(self, index: int) -> Any:
-        """The `index`-th, as it was given."""
+        """The `index`-th transform, as it was given."""
         found = self._transforms[index]
-        return found.function if isinstance(found, Called) else found
+        return found.function if isinstance(found, FunctionTransform) else found
 
     def __repr__(self) -> str:
         return f"Compose({', '.join(map(_name, self._transforms))})"
 
 
 class Inverted(Transform):
-    """A transform the other way round: its `forward` is for rows that are written."""
+    """A transform whose `forward` changes rows that are written, and whose `inv` changes batches."""
 
     def __init__(self, transform: Transform) -> None:
         self.transform = transform
@@ -124,8 +124,8 @@ class Inverted(Transform):
         return self.transform.forward(batch)
 
 
-class Called(Transform):
-    """Something that takes a batch and gives one."""
+class FunctionTransform(Transform):
+    """A function of a batch as a transform."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self.function = function
@@ -136,43 +136,42 @@ class Called(Transform):
 
     def inv(self, batch: Any) -> Any:
         """See `Transform`."""
-        inverse = getattr(self.function, "inv", None)
-        return batch if inverse is None else inverse(batch)
+        return self.function.inv(batch) if hasattr(self.function, "inv") else batch
 
 
 def as_transform(given: Any) -> Transform:
-    """A transform, or what makes one of something that can be called.
+    """Converts a function to a transform.
 
     Raises:
-        TypeError: it cannot.
+        TypeError: it is neither a function nor a transform.
     """
     if isinstance(given, Transform):
         return given
     if not callable(given):
-        raise TypeError(f"a transform must take a batch, got {type(given).__name__}")
-    return Called(given)
+        raise TypeError(f"a transform must be a function of a batch, got {type(given).__name__}")
+    return FunctionTransform(given)
 
 
-def composed(given: Any) -> Compose:
-    """Transforms of a buffer: those that a `Compose` holds, that which is given, or none.
+def compose(given: Any) -> Compose:
+    """Makes the transforms of a buffer from a `Compose`, another transform, or None for none.
 
     Raises:
         TypeError: it is no transform.
     """
-    if type(given) is Compose:  # one that does more is one transform
+    if type(given) is Compose:  # an instance of a subclass is one transform
         return given
     return Compose() if given is None else Compose(given)
 
 
-def _inverts(transform: Transform) -> bool:
+def _has_inverse(transform: Transform) -> bool:
     if isinstance(transform, Compose):
         return transform.has_inverse
-    if isinstance(transform, Called):
+    if isinstance(transform, FunctionTransform):
         return hasattr(transform.function, "inv")
     return type(transform).inv is not Transform.inv
 
 
 def _name(transform: Transform) -> str:
-    if isinstance(transform, Called):
+    if isinstance(transform, FunctionTransform):
         return getattr(transform.function, "__name__", type(transform.function).__name__)
     return repr(transform) if isinstance(transform, Compose) else type(transform).__name__

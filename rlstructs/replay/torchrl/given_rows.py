@@ -1,8 +1,8 @@
-"""Batches of whatever kind as rows that follow one another."""
+"""Converts whatever `extend` takes to rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,47 +20,54 @@ from rlstructs.structures.tree import check_same_keys
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows that were given.
+class GivenRows:
+    """Rows as they were given to a buffer.
 
     Attributes:
         values: name -> (n, ...).
-        n: how many.
-        done: bool (n,), where episodes end; None for what the columns say that mean it.
-        starts: bool (n,), where one begins whatever came before; None for nowhere.
+        n: number of rows.
+        done: bool (n,), where episodes end; None if only the columns say so.
+        starts: bool (n,), where episodes start even if the one before has not ended; None for nowhere.
+        batch: the batch, or list of rows, that they came as: batches leave in its form.
     """
 
     values: dict[str, Any]
     n: int
     done: np.ndarray | None = None
     starts: np.ndarray | None = None
+    batch: Any = None
+
+    @classmethod
+    def from_steps(cls, steps: Steps) -> GivenRows:
+        """Takes the steps of a single trajectory as rows."""
+        done, starts = (None if marks is None else marks[0] for marks in (steps.done, steps.starts))
+        return cls({name: each[0] for name, each in steps.values.items()}, steps.n_timesteps, done, starts)
+
+    @classmethod
+    def from_row(cls, batch: Any, values: Mapping[str, Any]) -> GivenRows:
+        """Takes the values of a single row, which came as this batch without an axis of rows."""
+        return cls({name: _to_array(name, value)[None] for name, value in values.items()}, 1, batch=[batch])
 
 
-def rows_of_steps(steps: Steps) -> Rows:
-    """The steps of a single trajectory as rows."""
-    done, starts = (None if marks is None else marks[0] for marks in (steps.done, steps.starts))
-    return Rows({name: each[0] for name, each in steps.values.items()}, steps.n_timesteps, done, starts)
-
-
-def rows_of(batch: Any, owner: str) -> Rows:
-    """A batch as rows.
+def take_rows(batch: Any, owner: str) -> GivenRows:
+    """Converts a batch to rows.
 
     Args:
-        batch: `Trajectories` or a `TemporalDictTensor`, of which the valid steps count; a sequence of mappings
-            with a row each; or whatever else has keys, the first axis of whose values are the rows.
-        owner: who asks, for messages.
+        batch: `Trajectories` or a `TemporalDictTensor`, of which the valid steps count; a sequence of mappings,
+            each a row; or anything else with keys, the first axis of whose values is that of the rows.
+        owner: name of the caller, for messages.
 
     Raises:
-        TypeError, MissingKeyError, SpecError: it is something else, or its parts do not fit.
+        TypeError, MissingKeyError, SpecError: it is none of these, or its values do not fit together.
     """
     refuse_tensorclass(batch, owner)
     if isinstance(batch, Trajectories):
         batch = batch.trajectories
     if isinstance(batch, TemporalDictTensor):
-        return rows_of_steps(take_steps(batch, {key: key for key in batch}))
+        return GivenRows.from_steps(take_steps(batch, {key: key for key in batch}))
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-        return _stacked(batch, owner)
-    flat = {name: _with_axes(name, value) for name, value in flat_items(batch, owner).items()}
+        return _stack(batch, owner)
+    flat = {name: _to_array(name, value) for name, value in flat_items(batch, owner).items()}
     if not flat and len(batch):  # rows of a tensordict, or mappings that are empty
         raise MissingKeyError(f"{owner}: rows need a column, there is none")
     first, n = next(iter(flat), ""), 0
@@ -71,18 +78,18 @@ def rows_of(batch: Any, owner: str) -> Rows:
         n = value.shape[0] if name == first else n
         if value.shape[0] != n:
             raise SpecError(f"{owner}: {name!r} has {value.shape[0]} rows, {first!r} has {n}")
-    return Rows(flat, n)
+    return GivenRows(flat, n, batch=batch)
 
 
-def _with_axes(name: str, value: Any) -> Any:
-    """What can be asked for its axes: an array of any library but warp's, or one of numpy."""
+def _to_array(name: str, value: Any) -> Any:
+    """Converts a value to a numpy array, unless it is an array of torch or jax."""
     if isinstance(value, (np.ndarray, torch.Tensor)):
         return value
-    # What jax has as bfloat16 must not become float32 here.
+    # numpy would turn a bfloat16 of jax into float32.
     return value if hasattr(value, "at") and hasattr(value, "ndim") else host_array(name, value)
 
 
-def _stacked(items: Sequence[Any], owner: str) -> Rows:
+def _stack(items: Sequence[Any], owner: str) -> GivenRows:
     for item in items:
         refuse_tensorclass(item, owner)
     flat = [flat_items(item, f"{owner}: item {at}") for at, item in enumerate(items)]
@@ -98,10 +105,5 @@ def _stacked(items: Sequence[Any], owner: str) -> Rows:
                 values[name] = np.stack([host_array(name, value) for value in column])
         except (ValueError, RuntimeError) as error:
             shapes = sorted({tuple(np.shape(value)) for value in column})
-            raise SpecError(f"{owner}: {name!r} has not the same shape in all items, but {shapes}") from error
-    return Rows(values, len(flat))
-
-
-def with_axis(name: str, value: Any) -> Any:
-    """A value of a row as that of one row, `(1, ...)`."""
-    return _with_axes(name, value)[None]
+            raise SpecError(f"{owner}: {name!r} has different shapes in the items: {shapes}") from error
+    return GivenRows(values, len(flat), batch=items)

@@ -1,0 +1,171 @@
+"""`Intake`: checks rows and trajectories, and appends them to the tensors of a memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from rlstructs.errors import MissingKeyError, SpecError
+from rlstructs.frameworks.dtypes import dtype_name
+from rlstructs.memories.tensors import Tensors, find_ends
+from rlstructs.replay.from_trajectories import Steps
+from rlstructs.replay.roles import ENDS
+from rlstructs.replay.step_writer import StepWriter
+from rlstructs.replay.values import encoded, find_marks, host_array, to_bits
+
+# A function with the arguments of `Storage.write`.
+Write = Callable[..., None]
+
+
+class Intake:
+    """Appends rows to tensors.
+
+    Args:
+        tensors: the tensors.
+    """
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+        self._step_writer = StepWriter(tensors.storage, ENDS)
+
+    def write_quickly(self, given: Mapping[str, Any], strict: bool) -> bool:
+        """Writes a row of each environment without conversion; returns False if that is impossible.
+
+        skrl's agents give values for tensors that do not exist, and omit those that they compute later.
+        """
+        tensors = self._tensors
+        if tensors.planned:  # these are not allocated yet
+            return False
+        if self._step_writer.write(given) is not None:
+            return True
+        if strict:
+            return False
+        known = {name: value for name, value in given.items() if value is not None and name in tensors.dtypes}
+        missing = tensors.dtypes.keys() - known.keys()
+        if missing.intersection(ENDS) or not known:
+            return False
+        memory_size, num_envs = tensors.lead
+        columns, row = tensors.storage.columns, int(tensors.storage.ring.head[0]) % memory_size
+        for name in missing:
+            spec = columns.specs[name]
+            if name in tensors.exposed:
+                known[name] = columns.cells[name][:, row]
+            else:
+                known[name] = np.full((num_envs, *spec.shape), spec.unwritten, spec.dtype)
+        return (bool(missing) or len(known) < len(given)) and self._step_writer.write(known) is not None
+
+    def add_rows(self, given: Mapping[str, Any], strict: bool, write: Write) -> None:
+        """Appends one row for all or some environments, or several rows for one; see `Memory.add_samples`."""
+        values = self._check_given(given, strict)
+        n = self._count_rows(values) if values else 0
+        if n == 0:
+            return
+        lanes, lead = self._choose_lanes(1 if n is None else n)
+        specs, rows, block = self._tensors.allocate().columns.specs, () if n is None else (n,), {}
+        for name, array in values.items():
+            if name not in specs:
+                continue
+            spec = specs[name]
+            if array.shape != rows + spec.shape and not (spec.shape == (1,) and array.shape == rows):
+                raise SpecError(f"add_samples: {name!r} has shape {tuple(array.shape)}, needed is {rows + spec.shape}")
+            block[name] = encoded(name, array, spec).reshape(lead + spec.shape)
+        block |= self._read_next_rows(self._tensors.exposed - block.keys(), lanes, lead[1])
+        write(block, lanes, done=find_ends(block))
+
+    def _check_given(self, given: Mapping[str, Any], strict: bool) -> dict[str, Any]:
+        """Converts the given tensors to arrays; returns none if this memory has none of them."""
+        if not given:
+            raise SpecError("add_samples: needs at least one tensor, got none")
+        dtypes, values = self._tensors.dtypes, {name: value for name, value in given.items() if value is not None}
+        if strict:
+            if unknown := sorted(set(given) - set(dtypes)):
+                raise MissingKeyError(f"add_samples: no tensor(s) {unknown}, there are {sorted(dtypes)}")
+            if nothing := sorted(set(given) - set(values)):
+                raise SpecError(f"add_samples: {nothing} are None")
+        if not values and not dtypes.keys().isdisjoint(given):
+            raise SpecError("add_samples: every tensor is None")
+        if dtypes.keys().isdisjoint(values):
+            return {}
+        # Values without a tensor are ignored, unless their shape gives the number of rows.
+        first = _choose_first(values)
+        convert = self._tensors.convert_values
+        return {name: convert(name, value, strict) for name, value in values.items() if name in dtypes or name == first}
+
+    def _count_rows(self, values: Mapping[str, Any]) -> int | None:
+        """Counts the given rows; returns None for a single row without an axis for rows."""
+        name = _choose_first(values)
+        array, shape = values[name], self._tensors.spec_of(name).shape if name in self._tensors.dtypes else None
+        n_data_axes = 1 if shape is None else len(shape)
+        if array.ndim == n_data_axes + 1 or (array.ndim == 1 and shape == (1,) and len(array) != 1):
+            return len(array)
+        if array.ndim == n_data_axes:
+            return None
+        raise SpecError(f"add_samples: {name!r} has shape {tuple(array.shape)}, needed is (n, *data) or (*data)")
+
+    def _choose_lanes(self, n: int) -> tuple[Any, tuple[int, int]]:
+        """Chooses the environments that take `n` rows; returns them and the leading axes (environments, rows)."""
+        num_envs = self._tensors.lead[1]
+        if n == num_envs:
+            return slice(None), (n, 1)
+        if num_envs == 1:
+            return slice(None), (1, n)
+        if n > num_envs:
+            raise SpecError(f"add_samples: {n} rows are more than the {num_envs} environments")
+        head = self._tensors.storage.ring.head
+        behind = np.flatnonzero(head == head.min())
+        if n > len(behind):
+            raise SpecError(f"add_samples: {n} rows do not fit, {len(behind)} environments are left in this row")
+        return behind[:n], (n, 1)
+
+    def _read_next_rows(self, names: Iterable[str], lanes: Any, n_timesteps: int) -> dict[str, Any]:
+        """Reads the next rows of these environments, name -> (n, n_timesteps, *data)."""
+        (memory_size, num_envs), storage = self._tensors.lead, self._tensors.storage
+        columns, heads = storage.columns, storage.ring.head[lanes]
+        first = int(heads[0]) % memory_size
+        end = first + n_timesteps
+        if isinstance(lanes, slice) and end <= memory_size and (heads == heads[0]).all():
+            return {name: columns.cells[name][:, first:end] for name in names}  # without sending an index to a GPU
+        steps, names = heads[:, None] + np.arange(n_timesteps), list(names)
+        rows = columns.at_steps(np.arange(num_envs)[lanes][:, None], steps)
+        return dict(zip(names, columns.gather(names, rows), strict=True))
+
+    def add_steps(self, steps: Steps, write: Write) -> None:
+        """Appends steps and creates missing tensors.
+
+        Raises:
+            SpecError, OutOfMemoryError: a tensor does not fit; nothing changes.
+        """
+        tensors, block = self._tensors, {}
+        columns, lead = tensors.storage.columns, (len(steps.lengths), steps.n_timesteps)
+        specs, missing = {**tensors.planned, **columns.specs}, {}
+        for name, values in steps.values.items():
+            shape = tuple(values.shape[2:])
+            if name not in specs:
+                missing[name] = tensors.convert_dtype(name, dtype_name(values.dtype), by_name=True)
+                specs[name] = tensors.make_spec(missing[name], shape or (1,))
+            spec = specs[name]
+            if math.prod(shape) != math.prod(spec.shape):
+                raise SpecError(f"add_trajectories: {name!r} has rows of shape {shape}, the tensor's are {spec.shape}")
+            given = steps.for_column(name, spec)
+            rows = None if columns.on_host else columns.own(given, spec)
+            if rows is None:
+                rows = host_array(name, given)
+                rows = to_bits(name, rows) if spec.is_bfloat16 else rows
+            rows = rows.reshape(*lead, *spec.shape)
+            is_ready = columns.on_host and rows.dtype == spec.dtype  # as nearly always
+            block[name] = rows if is_ready else columns.converted(name, rows, spec)
+        if missing:
+            tensors.check_room("add_trajectories", [specs[name] for name in missing])
+        for name, dtype in missing.items():
+            tensors.plan(name, dtype, specs[name].shape)
+        if tensors.planned:
+            tensors.allocate()
+        steps.with_ends(find_marks({name: block[name] for name in ENDS if name in block})).write(block, write)
+
+
+def _choose_first(values: Mapping[str, Any]) -> str:
+    """Returns the name of the tensor whose shape says how many rows are given."""
+    return "observations" if "observations" in values else next(iter(values))

@@ -1,0 +1,189 @@
+"""Rows of rlberry's buffer before they are written: a value for each tag, with the tag's dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from rlstructs.errors import MissingKeyError, SpecError, StateError
+from rlstructs.replay.claims import Claims, dtype_called
+from rlstructs.replay.columns import Spec, cast
+from rlstructs.replay.export import Exporter
+from rlstructs.replay.from_trajectories import NAMES, Steps, key_of
+from rlstructs.replay.given import as_rows, is_mapping, spec_of
+from rlstructs.replay.intake import GROW, Intake
+from rlstructs.replay.roles import ends_among
+from rlstructs.replay.step_writer import StepWriter
+from rlstructs.replay.store import ALL, Storage
+from rlstructs.replay.values import as_whole, host_array
+from rlstructs.structures.trajectories import Trajectories
+
+# Further tags of trajectories, beside `NAMES`, which is set up if no tag is.
+MORE_NAMES = {"done": "_observation/done", "dones": "_observation/done"}
+
+
+class TaggedIntake(Intake):
+    """Writes rows that hold a value for each tag.
+
+    Args:
+        storage, owner: as of `Intake`.
+        max_episode_steps: the longest episode; None for no limit.
+
+    Attributes:
+        tags: tag -> spec of a single value.
+    """
+
+    def __init__(self, storage: Storage, owner: str, max_episode_steps: int | None) -> None:
+        super().__init__(storage, owner)
+        self.max_episode_steps = max_episode_steps
+        self.tags: dict[str, Spec] = {}
+        self._step_writer: StepWriter | None = None  # once there are columns
+
+    def set_tags(self, tags: dict[str, Spec]) -> None:
+        """Replaces the tags."""
+        self.tags, self._step_writer = tags, None
+
+    def choose_lanes(self, lane: Any) -> slice:
+        """The lanes that an argument `lane` means.
+
+        Raises:
+            TypeError, SpecError: it is neither None nor the number of a lane.
+        """
+        if lane is None:
+            return ALL
+        if isinstance(lane, (bool, np.bool_)) or not isinstance(lane, (int, np.integer)):
+            raise TypeError(f"lane must be an int, got {lane!r}")
+        n_lanes = self.storage.columns.n_lanes
+        if not 0 <= lane < n_lanes:
+            raise SpecError(f"lane {lane} is not in [0, {n_lanes})")
+        return slice(int(lane), int(lane) + 1)
+
+    def append(self, data: Mapping[str, Any], lane: int | None) -> None:
+        """Writes a row; see `ChunkReplayBuffer.append`."""
+        lanes = ALL if lane is None else self.choose_lanes(lane)
+        n_lanes, writer = self.storage.columns.n_lanes, self._step_writer
+        has_lanes = lane is None and n_lanes > 1
+        is_plain = type(data) is dict and (has_lanes or n_lanes == 1)
+        if writer is None or not is_plain or writer.write(data, is_row=not has_lanes) is None:
+            self._append_converted(data, lanes, (n_lanes,) if has_lanes else ())
+            if self._step_writer is None:
+                self._step_writer = StepWriter(self.storage, ends_among(self.specs))
+        if self.max_episode_steps is not None:
+            self._end_longest(lanes, self.max_episode_steps)
+
+    def _append_converted(self, data: Mapping[str, Any], lanes: slice, lead: tuple[int, ...]) -> None:
+        if not self.tags:
+            raise StateError("append: there is no tag yet; call setup_entry first")
+        if not is_mapping(data):
+            raise TypeError(f"append: needs a mapping of tags to values, got {type(data).__name__}")
+        rows = {}
+        for tag in data.keys():  # noqa: SIM118 - not every mapping iterates over its keys
+            values = host_array(tag, data[tag])
+            row = self.specs[tag].shape if tag in self.specs else values.shape[len(lead) :]
+            if values.shape != (*lead, *row):
+                raise SpecError(f"append: {tag!r} has shape {values.shape}, needed is {(*lead, *row)}")
+            rows[tag] = values[:, None] if lead else values[None, None]
+        self.write(rows, lanes)
+
+    def _end_longest(self, lanes: slice, limit: int) -> None:
+        """Ends the episodes of these lanes that have so many steps.
+
+        An error would stop rlberry's agents: they reset the environment at each `fit`, and end no episode then.
+        """
+        heads = self.storage.ring.head[lanes]
+        n_steps = self.storage.track_episodes().open_lengths(lanes, int(heads[0]) if heads.size == 1 else None)
+        if int(n_steps.max()) >= limit:
+            self.storage.end_episodes(np.arange(self.storage.columns.n_lanes)[lanes][n_steps >= limit])
+
+    def convert(self, rows: Mapping[str, Any], unknown: str, missing: str) -> dict[str, Any]:
+        if self.tags and (lacking := sorted(self.tags.keys() - rows.keys())):
+            raise MissingKeyError(f"tag(s) {lacking} are missing, got {sorted(map(str, rows))}")
+        if self.tags and (more := sorted(map(str, rows.keys() - self.tags.keys()))):
+            raise SpecError(f"unknown tag(s) {more}, this buffer has {sorted(self.tags)}")
+        return super().convert(rows, GROW, missing)  # a tag gets its column with the first row
+
+    def as_rows(self, name: str, value: Any, known: Spec | None) -> tuple[Any, Spec]:
+        if name not in self.tags:  # of trajectories, where no tag is set up
+            return super().as_rows(name, value, known)
+        spec = self.tags[name]
+        rows, _ = as_rows(name, value, spec)
+        return rows if rows.dtype == spec.dtype else cast(name, as_whole(rows, spec), spec.dtype), spec
+
+    # Trajectories
+
+    def add_trajectories(self, trajectories: Trajectories, names: Mapping[str, str] | None = None) -> None:
+        super().add_trajectories(trajectories, names)
+        if not self.tags:
+            self.set_tags({tag: Spec(spec.dtype, is_bfloat16=spec.is_bfloat16) for tag, spec in self.specs.items()})
+
+    def trajectory_names(self, keys: Collection[str]) -> dict[str, str]:
+        known = NAMES | MORE_NAMES
+        return {tag: key_of(tag, known) for tag in self.tags} if self.tags else dict(NAMES)
+
+    def check_steps(self, steps: Steps) -> None:
+        if self.max_episode_steps is None:
+            return
+        longest = self.find_longest(steps)
+        if longest.max(initial=0) > self.max_episode_steps:
+            raise SpecError(
+                f"add_trajectories: an episode of lane {steps.lanes[longest.argmax()]} would have {longest.max()} "
+                f"steps, max_episode_steps is {self.max_episode_steps}"
+            )
+
+    # Files
+
+    def state(self) -> dict[str, Any]:
+        """The tags, for the header of a file."""
+        return {"tags": {tag: dtype_name(spec) for tag, spec in self.tags.items()}}
+
+    def tags_in(self, state: Mapping[str, Any], claims: Claims) -> dict[str, Spec]:
+        """The tags of a file.
+
+        Raises:
+            ValueError, KeyError: they do not fit.
+        """
+        tags = {tag: spec_of(tag, _check_dtype_name(tag, name)) for tag, name in state["tags"].items()}
+        if self.tags and tags != self.tags:
+            raise ValueError(f"it has the tags {state['tags']}, this buffer {self.state()['tags']}")
+        columns = {tag: spec_of(tag, dtype_name(spec)) for tag, spec in claims.specs.items()}
+        if columns and columns != tags:
+            raise ValueError(f"it has the tags {list(tags)}, and other columns: {list(columns)}")
+        return tags
+
+
+class StoredRows(Mapping[str, np.ndarray]):
+    """Tag -> rows of a store, read on access."""
+
+    def __init__(self, intake: TaggedIntake) -> None:
+        self._intake = intake
+
+    def __getitem__(self, tag: str) -> np.ndarray:
+        tags, storage = self._intake.tags, self._intake.storage
+        if tag not in tags:
+            raise MissingKeyError(f"no tag {tag!r} in this buffer, there are {sorted(tags)}")
+        specs = storage.columns.specs
+        if tag not in specs:  # no row has come yet
+            return np.zeros(0, tags[tag].dtype)
+        [rows] = storage.gather([tag], np.sort(storage.span().every_row()))
+        array: np.ndarray = Exporter("numpy").one(tag, rows, specs[tag])
+        return array
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._intake.tags)
+
+    def __len__(self) -> int:
+        return len(self._intake.tags)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({list(self)}, {len(self._intake.storage)} rows)"
+
+
+def _check_dtype_name(tag: str, name: Any) -> str:
+    return "bfloat16" if name == "bfloat16" else dtype_called(tag, name).name
+
+
+def dtype_name(spec: Spec) -> str:
+    """The name of a dtype, in files and for users."""
+    return "bfloat16" if spec.is_bfloat16 else spec.dtype.name

@@ -1,0 +1,304 @@
+"""Takes transitions into a buffer, and counts the returns and lengths of their episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from rlstructs.errors import SpecError, StateError
+from rlstructs.public_names import set_module
+from rlstructs.replay.array_dict import ArrayDict
+from rlstructs.replay.blocks import as_slice, rounds
+from rlstructs.replay.claims import MOST, Claims, check_aligned
+from rlstructs.replay.columns import Spec
+from rlstructs.replay.from_trajectories import Steps
+from rlstructs.replay.given import plain_items
+from rlstructs.replay.info_columns import OBJECTS, Plan, held_values, plan_columns
+from rlstructs.replay.intake import LOG, Intake
+from rlstructs.replay.objects import OBJECT
+from rlstructs.replay.reading import DISCOUNT
+from rlstructs.replay.roles import is_info
+from rlstructs.replay.step_writer import StepWriter
+from rlstructs.replay.tianshou import transitions
+from rlstructs.replay.tianshou.options import Options
+from rlstructs.replay.tianshou.running import Added, Running
+from rlstructs.replay.tianshou.table import Table
+from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT, REW, top
+from rlstructs.replay.values import host_array
+
+
+@set_module("rlstructs.replay")
+class MalformedBufferError(StateError):
+    """Raised when an episode is longer than the rows reserved for it."""
+
+
+class TransitionIntake(Intake):
+    """Writes transitions; columns of infos change their dtype where an info needs it, others keep theirs.
+
+    Args:
+        table: the rows of the buffer.
+        owner: class of the buffer, for the log.
+        options: its settings.
+
+    Attributes:
+        ignored: keys that are not stored.
+        beside: keys that a batch has besides those of the rows.
+        check_shapes: raises if observations of these shapes do not fit, name -> shape of a row; None for no check.
+        running: the running episodes.
+    """
+
+    def __init__(self, table: Table, owner: str, options: Options) -> None:
+        super().__init__(table.storage, owner, options.new_keys, options.missing_keys)
+        self.table, self.options, self.takes_any_environment = table, options, not table.is_stacked
+        self.ignored = frozenset([DONE, OBS_NEXT] if options.ignore_obs_next else [DONE])
+        self.beside = {DISCOUNT} if options.n_step > 1 else set()
+        self.check_shapes: Callable[[Mapping[str, tuple[int, ...]]], None] | None = None
+        self.running = Running(self.storage)
+        self._step_writer = StepWriter(self.storage, FLAGS)
+        self._every_lane = list(range(table.n_lanes))
+
+    # One row per lane
+
+    def add(self, batch: Any, buffer_ids: Any = None) -> Added:
+        """Appends one transition to each of some lanes; see `ReplayBuffer.add`."""
+        with self.storage.lock:  # a file has returns and lengths either with all of these rows or with none
+            if self._is_every_lane(buffer_ids) and (added := self.add_quickly(batch, buffer_ids is None)) is not None:
+                return added
+            return self._add_converted(batch, buffer_ids)
+
+    def _is_every_lane(self, buffer_ids: Any) -> bool:
+        """Whether these are all lanes, each once and in order."""
+        if buffer_ids is None:
+            return True
+        if isinstance(buffer_ids, np.ndarray) and buffer_ids.dtype.kind in "iu":
+            buffer_ids = buffer_ids.tolist()
+        # Types first: other objects may define == in their own way, or raise.
+        is_plain = type(buffer_ids) is list and all(type(lane) is int for lane in buffer_ids)
+        return is_plain and bool(buffer_ids == self._every_lane)
+
+    def add_quickly(self, batch: Any, without_ids: bool) -> Added | None:
+        """Adds one row to each lane if no conversion is needed; otherwise changes nothing and returns None."""
+        if type(batch) not in (dict, ArrayDict) or self.options.save_only_last_obs or not self.table.lane_size:
+            return None
+        flat: Mapping[str, Any] | None = batch
+        if type(batch) is ArrayDict:  # whose length is that of its rows
+            flat = batch._arrays()
+        elif dict in map(type, batch.values()):
+            flat = plain_items(batch)
+        if flat is None:
+            return None
+        if not self.ignored.isdisjoint(flat):
+            flat = {name: values for name, values in flat.items() if name not in self.ignored}
+        heads = self.storage.ring.head.copy()
+        rows = self._step_writer.write(flat, is_row=without_ids and not self.table.is_stacked)
+        if rows is None:
+            return None
+        rewards = as_float64(rows[REW])
+        if rewards.shape == (1,):
+            return self.running.add_one(heads.item(), rewards.item(), any(rows[flag].item() for flag in FLAGS))
+        self.running.shape(rewards.shape[1:])
+        return self.running.add(slice(None), heads, rewards, transitions.ends_of(rows))
+
+    def _add_converted(self, batch: Any, buffer_ids: Any) -> Added:
+        self.require_room()
+        lanes, n_axes = self._choose_lanes(buffer_ids)
+        rows = self.as_transitions(batch, "add", n_axes)
+        transitions.check_required(rows)
+        for name, values in rows.items():
+            if len(values) != len(lanes):
+                raise SpecError(f"{name!r} has {len(values)} rows, needed is one for each of {len(lanes)} lanes")
+        if not lanes.size:  # empty lists do not say what they hold
+            return np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64)
+        done = transitions.ends_of(rows)
+        self.check_room(lanes, done)
+        block = self.convert({name: values[:, None] for name, values in rows.items()}, self.unknown, self.missing)
+        return self.write_rows(block, lanes, as_float64(rows[REW]), done)
+
+    def require_room(self) -> None:
+        """Raises StateError if the buffer is a placeholder."""
+        if not self.table.lane_size:
+            raise StateError("a buffer of size 0 takes no rows")
+
+    def _choose_lanes(self, buffer_ids: Any) -> tuple[np.ndarray, int]:
+        """The lanes, int64 (n,), and the number of axes that a batch has for them."""
+        is_stacked, n_lanes = self.table.is_stacked, self.table.n_lanes
+        if buffer_ids is None:
+            return np.arange(n_lanes), int(is_stacked)
+        ids = host_array("buffer_ids", buffer_ids)
+        if not is_stacked and (ids.shape != (1,) or ids.dtype.kind not in "iu" or ids[0] != 0):
+            raise SpecError(f"buffer_ids must be None or [0] for a buffer of one lane, got {buffer_ids!r}")
+        if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
+            raise SpecError(f"buffer_ids must be a list of ints, got {buffer_ids!r}")
+        lanes = ids.astype(np.int64)
+        if (wrong := lanes[(lanes < 0) | (lanes >= n_lanes)]).size:
+            raise IndexError(f"buffer_ids: {wrong[0]} is not in [0, {n_lanes})")
+        return lanes, 1
+
+    def check_room(self, lanes: np.ndarray, done: np.ndarray) -> None:
+        """Raises MalformedBufferError if a lane has no room for one more row of its episode."""
+
+    def write_rows(self, block: Mapping[str, Any], lanes: np.ndarray, rewards: np.ndarray, done: np.ndarray) -> Added:
+        """Writes converted rows `(n, 1, ...)`, those of a repeated lane in order."""
+        self.running.shape(rewards.shape[1:])
+        counts = np.empty((3, len(lanes)), np.int64)
+        added = counts[0], np.empty(rewards.shape), counts[1], counts[2]
+        for part in self.split(lanes):
+            heads = self.storage.ring.head[lanes[part]]
+            rows = {name: values[part] for name, values in block.items()}
+            self.storage.write(rows, as_slice(lanes[part]), done=done[part][:, None])
+            found = self.running.add(lanes[part], heads, rewards[part], done[part])
+            for whole, own in zip(added, self.settle(found, lanes[part], done[part]), strict=True):
+                whole[part] = own
+        return added
+
+    def split(self, lanes: np.ndarray) -> Iterable[Any]:
+        """Parts of a batch, each without a repeated lane."""
+        return rounds(lanes)
+
+    def settle(self, added: Added, lanes: np.ndarray, done: np.ndarray) -> Added:
+        """Returns the result of `add` for rows of some lanes, after they were written."""
+        return added
+
+    # Columns
+
+    def as_transitions(self, batch: Any, owner: str, n_axes: int) -> dict[str, Any]:
+        """Does what `transitions.as_transitions` does, with the buffer's settings."""
+        return transitions.as_transitions(batch, owner, self.ignored, n_axes, self.options.save_only_last_obs)
+
+    def convert(self, rows: Mapping[str, Any], unknown: str, missing: str) -> dict[str, Any]:
+        if self.check_shapes is not None:
+            self.check_shapes({name: tuple(values.shape[2:]) for name, values in rows.items()})
+        plan = self.plan_columns(rows, 2)
+        self.check_names(plan)
+        transitions.check_required(plan.rows)
+        return self.fit(plan.rows, unknown, missing, plan)
+
+    def as_rows(self, name: str, value: Any, known: Spec | None) -> tuple[Any, Spec]:
+        if is_info(name) and isinstance(value, np.ndarray) and value.dtype == OBJECT:
+            return value, OBJECTS
+        return super().as_rows(name, value, known)
+
+    def plan_columns(self, rows: Mapping[str, Any], n_lead: int) -> Plan:
+        """Plans how columns of infos change for rows (n, ...), or (n, T, ...)."""
+        return plan_columns(rows, self.specs, self.read_held, n_lead)
+
+    def read_held(self, name: str) -> np.ndarray:
+        """The numbers in the valid rows of a column."""
+        return held_values(self.storage, name, self.specs[name])
+
+    def adopt(self, plan: Plan) -> None:
+        super().adopt(plan)
+        self._warn_of_objects([*plan.changed, *plan.folded])
+
+    def add_columns(self, made: dict[str, Spec]) -> None:
+        super().add_columns(made)
+        self._warn_of_objects(made)
+
+    def _warn_of_objects(self, names: Iterable[str]) -> None:
+        objects = sorted(name for name in names if self.specs[name].is_object)
+        if objects and self.options.framework == "torch":
+            LOG.warning(
+                "%s: %s hold objects, which batches of torch leave out: read them with `get`, or let `framework` be "
+                "'numpy'", self.owner, objects,
+            )  # fmt: skip
+
+    def check_names(self, plan: Plan) -> None:
+        """Raises SpecError if columns of these names cannot be added."""
+        rows = plan.rows
+        if rows.keys() <= self.specs.keys():
+            return
+        transitions.check_names([*plan.specs(self.specs), *rows])
+        if taken := sorted(self.beside & {top(name) for name in rows}):
+            raise SpecError(f"{taken[0]!r} is what a batch of this buffer holds beside its keys; give it another name")
+
+    def list_end_columns(self, names: Iterable[str]) -> list[str]:
+        return [name for name in FLAGS if name in names]
+
+    # Trajectories
+
+    def trajectory_names(self, keys: Collection[str]) -> dict[str, str]:
+        return transitions.trajectory_names(keys, self.options.ignore_obs_next)
+
+    def prepare_column(self, name: str, values: Any) -> Any:
+        return transitions.as_column(name, values, 2, self.options.save_only_last_obs)
+
+    def check_steps(self, steps: Steps) -> None:
+        self.require_room()
+
+    def write_steps(self, block: Mapping[str, Any], steps: Steps) -> None:
+        running, ring, lanes, lengths = self.running, self.storage.ring, steps.lanes, steps.lengths
+        before = ring.head - running.begins
+        super().write_steps(block, steps)
+        running.find_begins()
+        n_new = np.bincount(lanes, lengths, self.table.n_lanes)
+        goes_on = (n_new == 0) | (ring.head - running.begins == before + n_new)
+        if steps.starts is not None:
+            _, first = np.unique(lanes, return_index=True)  # the first trajectory of each lane
+            goes_on[lanes[first]] &= ~steps.starts[first, 0]
+        running.add_many(np.repeat(lanes, lengths), as_float64(steps.values[REW])[steps.valid()], goes_on)
+
+    # All rows
+
+    def fill(self, rows: Mapping[str, Any]) -> None:
+        """Writes rows (maxsize, ...) to an empty buffer, the first of each lane its oldest."""
+        lead = self.table.n_lanes, self.table.lane_size
+        block = {name: values.reshape(*lead, *values.shape[1:]) for name, values in rows.items()}
+        self.write(block, unknown="grow", missing="fill")
+        self.recount()
+
+    def recount(self) -> None:
+        """Computes returns and lengths again, after rows have changed."""
+        rows = self.table.own_rows()
+        self.running.find_begins()
+        self.running.clear()
+        if REW not in self.specs or not rows.total:
+            return
+        every = rows.every_row()
+        rewards = transitions.raw_numbers(rows.gather([REW], every)[0], self.specs[REW])
+        lanes = self.storage.columns.lanes(every)
+        self.running.add_many(lanes, as_float64(rewards), np.zeros(self.table.n_lanes, bool))
+
+    def reset(self, keep_statistics: bool) -> None:
+        """Drops every row; see `ReplayBuffer.reset`."""
+        self.storage.clear()
+        self.running.find_begins()
+        if not keep_statistics:
+            self.running.clear()
+
+    # Files
+
+    def keeps_objects(self, name: str) -> bool:
+        return is_info(name)
+
+    def check_columns(self, specs: Mapping[str, Spec]) -> None:
+        transitions.check_specs(specs, self.beside)
+        if self.check_shapes is not None:
+            self.check_shapes({name: spec.shape for name, spec in specs.items()})
+
+    def restorer(self, arrays: Mapping[str, np.ndarray], claims: Claims) -> Callable[[], None]:
+        """Checks what `Running.arrays` gave and returns a function that restores it.
+
+        Raises:
+            ValueError, KeyError: it does not fit.
+        """
+        check_aligned(claims.ring)
+        running, returns, lengths = self.running, arrays["returns"], arrays["lengths"]
+        shapes = returns.shape[:1] == lengths.shape == running.lengths.shape
+        shapes &= REW not in claims.specs or returns.shape[1:] in ((), claims.specs[REW].shape)
+        shapes &= returns.dtype == np.float64 and lengths.dtype == np.int64
+        if not shapes or not ((lengths >= 0) & (lengths <= MOST)).all():
+            raise ValueError("its returns and lengths of episodes are not what they can be")
+
+        def restore() -> None:
+            running.returns, running.lengths = returns, lengths
+            running.find_begins()
+            self.table.stand_in = None
+
+        return restore
+
+
+def as_float64(rewards: Any) -> np.ndarray:
+    """Converts rewards of any library."""
+    return np.asarray(host_array(REW, rewards), np.float64)

@@ -1,0 +1,117 @@
+"""Arguments of tianshou's buffers, and the settings that the parts of one share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from rlstructs.checks import check_count, check_size
+from rlstructs.errors import SpecError
+from rlstructs.replay.intake import ERROR, FILL, GROW
+from rlstructs.replay.reading import Reading
+
+# The settings that tianshou has as well, in the order in which its `options` has them.
+THEIRS = ("stack_num", "ignore_obs_next", "save_only_last_obs", "sample_avail")
+# Who has it, the class here, and what tells it.
+OTHERS = (
+    ("rlberry", "ChunkReplayBuffer", frozenset([
+        "max_replay_size", "rng", "max_episode_steps", "enable_prioritized",
+        "append", "clear", "end_episode", "setup_entry", "tags", "update_priorities",
+    ])),
+    ("torchrl", "TensorDictReplayBuffer", frozenset([
+        "batch_size", "collate_fn", "generator", "pin_memory", "prefetch", "sampler", "storage", "transform", "writer",
+        "append_transform", "dumps", "empty", "extend", "insert_transform", "load_state_dict", "loads", "set_rng",
+        "state_dict", "update_priority", "update_tensordict_priority", "write_count",
+    ])),
+)  # fmt: skip
+
+
+@dataclass
+class Options:
+    """The settings of a `ReplayBuffer`, described there; its parts follow changes.
+
+    Raises:
+        TypeError, SpecError: a setting is invalid.
+    """
+
+    stack_num: int
+    ignore_obs_next: bool
+    save_only_last_obs: bool
+    sample_avail: bool
+    framework: str
+    n_step: int
+    gamma: float
+    new_keys: str
+    missing_keys: str
+
+    def __post_init__(self) -> None:
+        self.stack_num = check_count("stack_num", self.stack_num)
+        for name in THEIRS[1:]:
+            setattr(self, name, bool(getattr(self, name)))
+        if self.new_keys not in (ERROR, GROW) or self.missing_keys not in (ERROR, FILL):
+            raise SpecError(
+                f"new_keys must be {ERROR!r} or {GROW!r} and missing_keys {ERROR!r} or {FILL!r}, "
+                f"got {self.new_keys!r} and {self.missing_keys!r}"
+            )
+
+    @property
+    def reading(self) -> Reading:
+        """How samples are read."""
+        return _reading_of(self.n_step, self.gamma, self.stack_num)
+
+
+@lru_cache
+def _reading_of(n_step: int, gamma: float, stack_num: int) -> Reading:
+    return Reading(n_step, gamma, stack_num)
+
+
+def check_lane_size(size: Any) -> int:
+    """Checks the number of rows of a lane; 0 is a placeholder."""
+    is_zero = isinstance(size, (int, np.integer)) and not isinstance(size, bool) and size == 0
+    return 0 if is_zero else check_size("size", size)
+
+
+def forward(part: str, name: str, doc: str, check: Callable[[str, Any], Any] | None = None) -> Any:
+    """Makes a property of a buffer that reads and sets an attribute of one of its parts.
+
+    Args:
+        part: attribute of the buffer that holds the part.
+        name: attribute of the part.
+        doc: docstring of the property.
+        check: converts a new value, given the attribute's name, or raises; None to take any.
+    """
+
+    def set_checked(buffer: Any, value: Any) -> None:
+        setattr(getattr(buffer, part), name, value if check is None else check(name, value))
+
+    return property(attrgetter(f"{part}.{name}"), set_checked, doc=doc)
+
+
+def hint_of(name: str, why: str = "has it") -> str:
+    """Which class has an argument or attribute of this name; "" if none has."""
+    for system, owner, names in OTHERS:
+        if name in names:
+            return f"; {system}'s ReplayBuffer, which {why}, is rlstructs.replay.{owner}"
+    return ""
+
+
+def check_arguments(owner: str, size: Any, stack_num: Any, unknown: Mapping[str, Any]) -> None:
+    """Raises TypeError if arguments are missing or unknown, and names the class that takes them.
+
+    Args:
+        owner: the public class, for messages.
+        size, stack_num: as they were given; None for no size.
+        unknown: arguments that no buffer of tianshou's has.
+    """
+    if unknown:
+        name = next(iter(unknown))
+        raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}{hint_of(name)}")
+    if size is None:
+        raise TypeError(f"{owner}() needs a size{hint_of('storage', 'needs none')}")
+    if isinstance(stack_num, np.random.Generator):
+        raise TypeError(f"{owner}(): stack_num must be an int, got a generator{hint_of('rng', 'takes one')}")

@@ -1,0 +1,254 @@
+"""Reads the transitions of a buffer: by index, and by drawing."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from rlstructs.errors import EmptyBufferError, MissingKeyError, SpecError
+from rlstructs.replay.array_dict import ArrayDict
+from rlstructs.replay.drawing import Selection, draw_fitting
+from rlstructs.replay.export import Exporter
+from rlstructs.replay.reading import Reading, Source, read_sources
+from rlstructs.replay.sampling import sample_arrays
+from rlstructs.replay.snapshot import AnySnapshot, Snapshot
+from rlstructs.replay.tianshou.options import Options
+from rlstructs.replay.tianshou.reading import sources_of
+from rlstructs.replay.tianshou.table import Table
+from rlstructs.replay.tianshou.transitions import ADDED_EMPTY, REW, TransitionDict
+
+if TYPE_CHECKING:
+    from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
+
+Fields = dict[str, np.ndarray]
+WANTED = "row with so many others before it in its episode"
+
+
+class Pick(NamedTuple):
+    """Drawn rows: the snapshot that they are from, their ids, int64 (n,), and more values of each."""
+
+    rows: AnySnapshot
+    at: np.ndarray
+    fields: Fields
+
+
+class Reader:
+    """Reads transitions.
+
+    Args:
+        table: the rows of the buffer.
+        options: its settings.
+        export: makes batches of arrays.
+        rng: the generator that draws come from.
+    """
+
+    # Whether a sample may differ from the same rows read by index.
+    relabels = False
+
+    def __init__(self, table: Table, options: Options, export: Exporter, rng: np.random.Generator) -> None:
+        self.table, self.options, self.export, self.rng = table, options, export, rng
+
+    # By index; each method is called by `Table.read_whole`
+
+    def select(self, index: Any) -> Any:
+        """Reads rows as a batch; see `ReplayBuffer.__getitem__`."""
+        at = self.table.locate(index)
+        arrays = self._read_at(self.table.sources, at, Reading(stack_num=self.options.stack_num))
+        return self._hand_over(arrays | self.compute_beside(at))
+
+    def get(self, index: Any, key: str, default_value: Any, stack_num: int) -> Any:
+        """Reads one key of some rows; see `ReplayBuffer.get`."""
+        table = self.table
+        names = [name for name in table.specs if name == key or name.startswith(f"{key}/")]
+        if not names:
+            if default_value is not None:
+                return default_value
+            if key in ADDED_EMPTY:
+                table.locate(index)  # raises
+                return self.export({}, {})
+            raise MissingKeyError(f"no {key!r} in this buffer, there are {list(table.specs)}")
+        sources = sources_of(names, table.columns, None)
+        arrays = self._read_at(sources, table.locate(index), Reading(stack_num=stack_num))
+        if names == [key]:
+            return self.export.one(key, arrays[key], table.specs[key])
+        start = len(key) + 1
+        inside = {name[start:]: array for name, array in arrays.items()}
+        return self.export.with_objects(inside, {name[start:]: table.specs[name] for name in names})
+
+    def _read_at(self, sources: Mapping[str, Source], at: np.ndarray, reading: Reading) -> dict[str, Any]:
+        """Does what `read_sources` does, with the values that stand in for rewards."""
+        rows, stand_in = self.table.rows(), self.table.stand_in
+        arrays = read_sources(rows, self.table.columns, sources, at, reading)
+        if REW in arrays and stand_in is not None:
+            if sources[REW].is_stacked and reading.stack_num > 1:
+                at = rows.frames(at.reshape(-1), reading.stack_num).reshape(*at.shape, reading.stack_num)
+            arrays[REW] = np.asarray(stand_in[at])
+        return arrays
+
+    def step(self, index: Any, move: Callable[[AnySnapshot, np.ndarray], np.ndarray]) -> Any:
+        """The rows to which `move` leads from those of an index, int64 of the same shape."""
+        at = self.table.locate(index)
+        return move(self.table.rows(), at.reshape(-1)).reshape(at.shape)[()]
+
+    def list_between(self, start: int, stop: int) -> np.ndarray:
+        """The rows between two of a lane; see `ReplayBuffer.get_buffer_indices`."""
+        edges = self.table.edges
+        start, stop = operator.index(start), operator.index(stop)
+        lane = int(np.searchsorted(edges, start, side="right")) - 1
+        low, high = (int(edge) for edge in edges[lane : lane + 2]) if 0 <= start < edges[-1] else (0, -1)
+        if not low <= stop <= high:
+            raise SpecError(f"rows {start} to {stop} are not in one of the lanes that lie between {edges.tolist()}")
+        if start < stop:
+            return np.arange(start, stop)
+        around = np.concatenate([np.arange(start, high), np.arange(low, stop)])
+        return around if start > stop or self._is_one_episode(around) else around[:0]
+
+    def _is_one_episode(self, at: np.ndarray) -> bool:
+        """Whether each of these rows comes after the one before it."""
+        rows = self.table.rows()
+        return bool(rows.has(at).all() and (rows.next(at[:-1]) == at[1:]).all())
+
+    # By drawing; the samples are drawn by `Table.read_whole`, too
+
+    def sample(self, batch_size: int | None) -> tuple[Any, np.ndarray]:
+        """Draws rows and reads them; see `ReplayBuffer.sample`."""
+        return self._draw_batch(*self._selector(checked_size(batch_size)))
+
+    def sample_by(self, buffer: ReplayBuffer, batch_size: int | None, by_index: bool) -> tuple[Any, np.ndarray]:
+        """Has a user's buffer draw rows, and reads them; `by_index` says to read by its own method, too."""
+        index = buffer.sample_indices(batch_size)
+        if not by_index and np.ndim(index) == 1:
+            return self._draw_batch(*self._selector_of(buffer, index))
+        if self.relabels or self.options.n_step > 1:
+            raise SpecError(f"sample: {type(buffer).__name__} reads by index, which gives no n-step sums or goals")
+        return buffer[index], index
+
+    def _draw_batch(self, n: int, pick: Callable[[int], Pick]) -> tuple[Any, np.ndarray]:
+        frames, fields, arrays = self.draw(n, pick)
+        at = frames[:, -1].copy()
+        return self._hand_over(arrays | self.compute_beside(at, fields)), at
+
+    def sample_indices(self, batch_size: int | None) -> np.ndarray:
+        """Draws row ids, int64 (n,); see `ReplayBuffer.sample_indices`."""
+        size = checked_size(batch_size)
+        if size == 0:  # in order: nothing is drawn
+            rows = self.table.rows()
+            return self.list_candidates(rows, rows.every_row())
+        n, pick = self._selector(size)
+        return pick(n).at.copy()
+
+    def _selector(self, size: int | None) -> tuple[int, Callable[[int], Pick]]:
+        """The number of rows to draw, and a function that draws a given number."""
+        rows = self.table.rows()
+        if size is not None and size > 0 and rows.total:
+            return size, self.pick
+        at = self.choose(self.list_candidates(rows, rows.every_row()), size)
+        return at.size, self._pick_first(rows, at, self.pick)
+
+    def _selector_of(self, buffer: ReplayBuffer, index: np.ndarray) -> tuple[int, Callable[[int], Pick]]:
+        """Does what `_selector` does, for rows (n,) that a user's buffer has drawn."""
+        at = self.table.locate(index)
+
+        def draw_again(count: int) -> Pick:
+            return self.remember(Pick(self.table.rows(), self.table.locate(buffer.sample_indices(count)), {}))
+
+        return at.size, self._pick_first(self.table.rows(), at, draw_again)
+
+    def _pick_first(self, rows: AnySnapshot, at: np.ndarray, again: Callable[[int], Pick]) -> Callable[[int], Pick]:
+        """Returns a function that picks these rows, and draws those again that were overwritten meanwhile."""
+        waiting = [at]
+        return lambda count: self.remember(Pick(rows, waiting.pop(), {})) if waiting else again(count)
+
+    def choose(self, at: np.ndarray, size: int | None) -> np.ndarray:
+        """Chooses among rows (n,) as `ReplayBuffer.sample_indices` does."""
+        if size is None:
+            return self.rng.permutation(at)
+        if size <= 0:
+            return at[: at.size if size == 0 else 0]
+        if not at.size:
+            raise EmptyBufferError("Cannot sample from an empty storage.")
+        return self.rng.choice(at, size)
+
+    def list_candidates(self, rows: AnySnapshot, at: np.ndarray) -> np.ndarray:
+        """Those of some rows that may be drawn, in order."""
+        fits = self.fits(rows)
+        return at if fits is None else at[fits(at)]
+
+    def fits(self, rows: AnySnapshot) -> Callable[[np.ndarray], np.ndarray] | None:
+        """Returns a function that says which rows may be drawn; None for all."""
+        before = self.options.stack_num - 1
+        return (lambda at: rows.depths(at) >= before) if self.options.sample_avail and before else None
+
+    def pick(self, n: int) -> Pick:
+        """Draws `n` rows."""
+        rows = self.table.rows()
+        return self.remember(Pick(rows, *self.draw_rows(rows, n)))
+
+    def draw_rows(self, rows: AnySnapshot, n: int) -> tuple[np.ndarray, Fields]:
+        """Draws `n` of these rows, int64 (n,), and more values of each."""
+
+        def draw(count: int) -> np.ndarray:
+            return rows.numbered(self.rng.integers(rows.total, size=count))
+
+        fits = self.fits(rows)
+        return draw(n) if fits is None else draw_fitting(draw, fits, n, self.rng.choice, rows, WANTED), {}
+
+    def remember(self, pick: Pick) -> Pick:
+        """Notes what was drawn, and returns it."""
+        return pick
+
+    def draw(self, n: int, pick: Callable[[int], Pick]) -> tuple[np.ndarray, Fields, dict[str, Any]]:
+        """Draws and reads; draws again the rows that another thread overwrites meanwhile.
+
+        Returns:
+            The rows of the stacks, (n, stack_num), more values of each, and name -> array (n, ...).
+        """
+        storage = self.table.storage
+        if self.table.is_joined:  # it is for one thread
+            rows, at, fields = pick(n)
+            frames = self.find_frames(rows, at)
+            return frames, fields, self.read(rows, frames)
+
+        def select(count: int) -> Selection:
+            rows, at, fields = pick(count)
+            assert isinstance(rows, Snapshot)
+            # The earliest row that is read tells whether a sample was overwritten meanwhile.
+            return Selection(self.find_frames(rows, at), rows.span, fields)
+
+        def look(picked: Selection) -> dict[str, Any]:
+            return self.read(Snapshot(storage, picked.span), picked.rows)
+
+        picked, arrays = sample_arrays(storage, n, select, look)
+        return picked.rows, picked.fields, arrays
+
+    def find_frames(self, rows: AnySnapshot, at: np.ndarray) -> np.ndarray:
+        """The rows of the stacks of some rows, (n, stack_num)."""
+        stack_num = self.options.stack_num
+        return at[:, None] if stack_num == 1 else rows.frames(at, stack_num)
+
+    def read(self, rows: AnySnapshot, frames: np.ndarray) -> dict[str, Any]:
+        """Reads a sample of the rows whose stacks are these."""
+        reading, table = self.options.reading, self.table
+        stacks = frames if reading.stack_num > 1 else None
+        return read_sources(rows, table.columns, table.sources, frames[:, -1], reading, stacks)
+
+    def compute_beside(self, at: np.ndarray, fields: Fields | None = None) -> dict[str, Any]:
+        """The keys of a batch that are not stored; `fields` has the values of each row from when it was drawn."""
+        return {}
+
+    def _hand_over(self, arrays: Mapping[str, Any]) -> Any:
+        export = self.export.with_objects if self.table.storage.columns.has_objects else self.export
+        batch = export(arrays, self.table.specs)
+        return TransitionDict.trusted(batch) if type(batch) is ArrayDict else batch
+
+
+def checked_size(batch_size: Any) -> int | None:
+    """Checks that a batch size is an int or None."""
+    if batch_size is None:
+        return None
+    if isinstance(batch_size, (bool, np.bool_)) or not hasattr(batch_size, "__index__"):
+        raise TypeError(f"batch_size must be an int or None, got {batch_size!r}")
+    return operator.index(batch_size)

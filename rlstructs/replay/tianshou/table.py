@@ -1,0 +1,320 @@
+"""The rows of a buffer as a table: which rows there are, their keys, and whole columns."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from rlstructs.errors import SpecError, StateError
+from rlstructs.replay.array_dict import ArrayDict
+from rlstructs.replay.columns import Spec
+from rlstructs.replay.reading import Source
+from rlstructs.replay.snapshot import AnySnapshot, Snapshot
+from rlstructs.replay.store import MAX_REDRAWS, Storage
+from rlstructs.replay.tianshou import transitions
+from rlstructs.replay.tianshou.reading import sources_of
+from rlstructs.replay.tianshou.transitions import ADDED_EMPTY, DONE, FLAGS, REW
+from rlstructs.replay.values import from_bits, host_array
+
+R = TypeVar("R")
+
+
+class Keys(NamedTuple):
+    """The keys of a batch: the columns, and keys that are computed from them.
+
+    Attributes:
+        layout: of the columns that they are valid for.
+        specs: spec of each key.
+        sources: how each is read.
+    """
+
+    layout: int
+    specs: dict[str, Spec]
+    sources: dict[str, Source]
+
+
+# Before the columns were looked at; no layout has this number.
+UNKNOWN = Keys(-1, {}, {})
+
+
+class Table:
+    """The rows and columns of a buffer; row ids count from lane to lane.
+
+    Args:
+        storage: the store.
+        lane_size: rows of a lane; 0 for a placeholder, whose store has one.
+        is_stacked: whether the buffer is of several environments.
+
+    Attributes:
+        stand_in: values that are read in place of the stored rewards, `(maxsize, ...)`; None for none.
+    """
+
+    # Whether there are rows of more stores than one.
+    is_joined = False
+
+    def __init__(self, storage: Storage, lane_size: int, is_stacked: bool) -> None:
+        self.storage, self.lane_size, self.is_stacked = storage, lane_size, is_stacked
+        self.n_lanes = storage.columns.n_lanes
+        self.stand_in: np.ndarray | None = None
+        self._keys = UNKNOWN
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "stand_in": None, "_keys": UNKNOWN}
+
+    # Rows
+
+    @property
+    def maxsize(self) -> int:
+        """Capacity in rows."""
+        return self.n_lanes * self.lane_size
+
+    @property
+    def edges(self) -> np.ndarray:
+        """The first row id of each lane, and the end of the last lane, int64 (n_lanes + 1,)."""
+        return np.arange(self.n_lanes + 1) * self.lane_size
+
+    def rows(self) -> AnySnapshot:
+        """A snapshot of the rows."""
+        return self.own_rows()
+
+    def own_rows(self) -> Snapshot:
+        """A snapshot of the rows in the store of this buffer itself."""
+        return Snapshot(self.storage)
+
+    def locate(self, index: Any) -> np.ndarray:
+        """Converts an index, as `ReplayBuffer` takes it, to row ids, int64 of any shape.
+
+        Raises:
+            SpecError, IndexError: it is invalid, or there is no such row.
+        """
+        rows = self.rows()
+        if isinstance(index, slice):
+            return rows.numbered(np.arange(rows.total)[index])
+        end, maxsize = self.index_end(rows), self.maxsize
+        given = as_integers(index, end, maxsize)
+        at = given.astype(np.int64, copy=False)
+        # As unsigned numbers, negative ones are large.
+        if not at.size or np.maximum.reduce(at.view(np.uint64), axis=None) < end:
+            outside = None if rows.total == maxsize else ~rows.has(at)
+        else:
+            if given.dtype.kind == "i":  # large unsigned numbers became negative ones
+                at = np.where(at < 0, at + end, at)
+            outside = (at < 0) | (at >= end)
+            if not outside.any():
+                outside = ~rows.has(at)
+        if outside is not None and outside.any():
+            raise IndexError(f"index {given[outside].flat[0]} holds no row; {rows.total} of {maxsize} are there")
+        return at
+
+    def index_end(self, rows: AnySnapshot) -> int:
+        """The end of the row ids, from which negative ones count. An interrupted write leaves a gap before it."""
+        if self.is_stacked:
+            return self.maxsize
+        return rows.total if rows.total in (0, self.maxsize) or rows.newest()[0] == rows.total - 1 else self.maxsize
+
+    # Keys and columns
+
+    @property
+    def columns(self) -> dict[str, Spec]:
+        """The specs of the columns, by name."""
+        return self.storage.columns.specs
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """The specs of the keys of a batch: the columns, and keys that are computed from them."""
+        return self._look().specs
+
+    @property
+    def sources(self) -> dict[str, Source]:
+        """How the keys of a batch are read."""
+        return self._look().sources
+
+    def _look(self) -> Keys:
+        keys, columns = self._keys, self.storage.columns
+        if keys.layout != columns.layout:
+            layout, stored = columns.layout, columns.specs
+            specs = transitions.specs_of(stored)
+            keys = self._keys = Keys(layout, specs, sources_of(specs, stored))
+        return keys
+
+    def find(self, name: str) -> Any:
+        """Returns what the buffer has as an attribute of this name: a column, or nested columns; None for nothing."""
+        columns = self.columns
+        if name == DONE and columns:
+            return read_only(np.asarray(self.column(FLAGS[0])) | np.asarray(self.column(FLAGS[1])))
+        if name in columns:
+            return self.show(name)
+        if inside := [key for key in columns if key.startswith(f"{name}/")]:
+            return ArrayDict.trusted({key[len(name) + 1 :]: self.column(key) for key in inside})
+        return ArrayDict() if name in ADDED_EMPTY else None
+
+    def show(self, name: str) -> np.ndarray | LazyColumn:
+        """A column, or the values that stand in for it."""
+        if name != REW or self.stand_in is None:
+            return self.column(name)
+        return read_only(from_bits(self.stand_in) if self.columns[REW].is_bfloat16 else self.stand_in.view())
+
+    def column(self, name: str) -> np.ndarray | LazyColumn:
+        """A column, `(maxsize, ...)`; a view if it stores its own rows."""
+        if name in self.storage.columns.links:
+            return self.gather_lazily(name)
+        whole = self.storage.columns.flat[name]
+        whole = from_bits(whole) if self.columns[name].is_bfloat16 else whole
+        return read_only(whole[: self.n_lanes * self.lane_size].view())
+
+    def gather_lazily(self, name: str) -> LazyColumn:
+        """A column, `(maxsize, ...)`, whose rows are gathered when they are indexed."""
+        none = self.read_column(name, np.zeros(0, np.int64))
+        return LazyColumn((self.maxsize, *none.shape[1:]), none.dtype, functools.partial(self.read_column, name))
+
+    def read_column(self, name: str, at: np.ndarray) -> np.ndarray:
+        """The values of a column at row ids (n,), whether or not these hold rows."""
+        spec = self.columns[name]
+        if name in self.storage.columns.links:
+            rows = self.own_rows()
+            values, held = np.zeros((at.size, *spec.shape), spec.dtype), rows.has(at)
+            [values[held]] = rows.gather([name], at[held])
+        else:
+            values = self.storage.columns.flat[name][at]
+        return from_bits(values) if spec.is_bfloat16 else values
+
+    def read_whole(self, look: Callable[..., R], *given: Any) -> R:
+        """Returns `look(*given)`; looks again if another thread changes the columns meanwhile.
+
+        Raises:
+            StateError: they change faster than they are read.
+        """
+        columns = self.storage.columns
+        for _ in range(MAX_REDRAWS + 1):
+            layout = columns.layout
+            try:
+                found = look(*given)
+                if layout == columns.layout and not layout & 1:
+                    return found
+            except Exception:  # a column may be gone
+                if layout == columns.layout and not layout & 1:
+                    raise
+        raise StateError("columns change faster than they are read")
+
+
+def as_integers(index: Any, end: int, maxsize: int) -> np.ndarray:
+    """Converts a list, an array or a mask to integers.
+
+    Args:
+        index: what was given.
+        end: the end of the ids, which a mask may have as its length.
+        maxsize: another length of masks.
+
+    Raises:
+        SpecError, IndexError: it is none of these.
+    """
+    given = host_array("index", index)
+    if given.dtype == bool:
+        if given.shape not in ((end,), (maxsize,)):
+            raise IndexError(f"a mask must have a bool for each of {maxsize} rows, got shape {given.shape}")
+        return np.flatnonzero(given)
+    if given.dtype.kind not in "iu" and given.size:
+        raise SpecError(f"index must hold integers, got {given.dtype}")
+    return given
+
+
+class LazyColumn(NDArrayOperatorsMixin):
+    """A column of a buffer, `(maxsize, ...)`, without bytes of its own: the rows that are indexed are gathered.
+
+    Any other operation of an array of numpy copies the whole column.
+
+    Args:
+        shape, dtype: of the column.
+        gather: returns the values of row ids (n,).
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, gather: Callable[[np.ndarray], np.ndarray]) -> None:
+        self.shape, self.ndim, self.dtype, self._gather = shape, len(shape), dtype, gather
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self._at(index)
+        return read_only(found) if isinstance(found, np.ndarray) else found
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Raises SpecError, which names the method that changes rows."""
+        raise _not_writable()
+
+    def _at(self, index: Any) -> Any:
+        """The values at an index, in private memory."""
+        first, *inside = index if isinstance(index, tuple) and index else (index,)
+        if isinstance(first, slice):
+            return self._gather(np.arange(len(self))[first])[(slice(None), *inside)]
+        first = np.asarray(first)
+        if first.dtype == bool and first.ndim and first.shape == self.shape[: first.ndim]:
+            # numpy replaces a mask, of several axes too, by the indexes where it is true.
+            first, *others = first.nonzero()
+            inside = [*others, *inside]
+        if first.dtype.kind not in "iu":  # None, ..., and indexes that numpy refuses
+            return np.asarray(self)[index]
+        values = self._gather(self._rows(first).reshape(-1))
+        # Beside other arrays, numpy needs one of the same shape.
+        at = np.arange(first.size).reshape(first.shape)
+        return values[(at, *inside)] if inside else values.reshape((*first.shape, *self.shape[1:]))[()]
+
+    def _rows(self, index: np.ndarray) -> np.ndarray:
+        """Converts integers to row ids, int64 of the same shape."""
+        n = len(self)
+        if index.size and (index.min() < -n or index.max() >= n):
+            np.arange(n)[index]  # raises as numpy does
+        at = index.astype(np.int64, copy=False)
+        return np.asarray(np.where(at < 0, at + n, at))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self._gather(np.arange(len(self))).astype(self.dtype if dtype is None else dtype, copy=False)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **settings: Any) -> Any:
+        whole = (np.asarray(each) if isinstance(each, LazyColumn) else each for each in inputs)
+        return getattr(ufunc, method)(*whole, **settings)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(np.asarray(self), name)
+
+    def __repr__(self) -> str:
+        return repr(np.asarray(self))
+
+
+class ReadOnlyArray(np.ndarray):
+    """An array of numpy; the error of a write names the method that changes rows of a buffer.
+
+    Results of computations are plain arrays, and so are its pickles.
+    """
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if not self.flags.writeable:  # a copy is writeable
+            raise _not_writable()
+        super().__setitem__(index, value)
+
+    def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
+        plain = np.asarray(array)
+        return plain if plain.ndim else plain[()]
+
+    def __reduce__(self) -> Any:
+        return np.asarray(self).__reduce__()
+
+    def __repr__(self) -> str:
+        return repr(np.asarray(self))
+
+
+def _not_writable() -> SpecError:
+    return SpecError("a column is read-only: call set_array_at_key(values, key, index) of the buffer to change rows")
+
+
+def read_only(array: np.ndarray) -> np.ndarray:
+    """Makes an array read-only."""
+    array.flags.writeable = False
+    # Arrays of objects stay plain: infos are taken apart by the types of their values.
+    return array if array.dtype == object else array.view(ReadOnlyArray)

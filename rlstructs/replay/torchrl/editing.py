@@ -1,0 +1,163 @@
+"""Reads and changes the rows of a `DictTensorReplayBuffer` by index; its public methods say how."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from rlstructs.errors import MissingKeyError, SpecError
+from rlstructs.replay.given import flat_items
+from rlstructs.replay.intake import FILL, GROW
+from rlstructs.replay.store import Storage
+from rlstructs.replay.torchrl.assembly import Assembly
+from rlstructs.replay.torchrl.given_rows import GivenRows, take_rows
+from rlstructs.replay.torchrl.part import join_key
+from rlstructs.replay.torchrl.row_intake import RowIntake
+from rlstructs.replay.torchrl.samplers import INDEX
+from rlstructs.replay.values import host_array, row_ids
+from rlstructs.structures.dict_tensor import DictTensor
+
+
+def read(parts: Assembly, index: Any) -> Any:
+    """Rows or a column; see `DictTensorReplayBuffer.__getitem__`."""
+    if isinstance(index, (str, tuple)):
+        return _read_column(parts, join_key(index))
+    with parts.lock:
+        rows = _find_rows(parts.store, index)
+        ids = np.atleast_1d(rows)
+        arrays = _gather(parts.store, list(parts.specs), ids)
+        if parts.axes is not None and parts.export.framework == "torch":  # torchrl's buffer has it as a column
+            arrays[INDEX] = ids.copy()
+        batch = parts.hand_over(arrays, max(rows.ndim, 1))
+    batch = parts.transform(batch)
+    return batch if rows.ndim else _take_first(batch)
+
+
+def _read_column(parts: Assembly, key: str) -> Any:
+    nested = [name for name in parts.specs if name.startswith(f"{key}/")]
+    if not len(parts.transform) and key not in parts.specs and not nested:
+        raise MissingKeyError(f"no {key!r} in this buffer, there are {sorted(parts.specs)}")
+    names = list(parts.specs) if len(parts.transform) else [key] if key in parts.specs else nested
+    with parts.lock:
+        batch = parts.hand_over(_gather(parts.store, names, _find_rows(parts.store, slice(None))))
+    batch = parts.transform(batch)
+    if isinstance(batch, DictTensor) and key not in batch:
+        inside = batch.truncate_key(f"{key}/")
+        return batch[key] if inside.empty() else inside  # if neither is there, this raises
+    return batch[key if isinstance(batch, (DictTensor, dict)) else tuple(key.split("/"))]  # a tensordict is nested
+
+
+def _gather(store: Storage, names: list[str], rows: np.ndarray) -> dict[str, Any]:
+    return dict(zip(names, store.gather(names, rows), strict=True))
+
+
+def change(intake: RowIntake, index: Any, values: Any) -> None:
+    """Changes rows or a column; see `DictTensorReplayBuffer.__setitem__`."""
+    if isinstance(index, (str, tuple)):
+        change_columns(intake, slice(None), {join_key(index): values})
+    else:
+        change_columns(intake, index, values, with_new=True)
+
+
+def change_all(intake: RowIntake, values: Any, keys: Collection[Any] | None) -> None:
+    """Changes some columns in all rows; see `DictTensorReplayBuffer.update_`."""
+    flat = flat_items(values, "update_")
+    names = list(flat) if keys is None else [join_key(key) for key in keys]
+    if absent := sorted(set(names) - set(flat)):
+        raise MissingKeyError(f"update_: no {absent} among the values, there are {sorted(flat)}")
+    change_columns(intake, slice(None), {name: flat[name] for name in names})
+
+
+def change_columns(intake: RowIntake, index: Any, values: Any, with_new: bool = False) -> None:
+    """Changes columns in some rows; if `with_new` and these are all rows, there may be new columns."""
+    parts = intake.parts
+    with parts.lock:
+        parts.writer.refuse()
+        rows = _find_rows(parts.store, index)
+        given = flat_items(values, "[]")
+        reserved = parts.reserved_names()
+        if INDEX in given:  # a sample: no column has this name
+            if not parts.reading.is_plain:
+                text = "samples of n steps or stacks are not what is stored: give columns without index"
+                raise SpecError(f"[]: {text}")
+            reserved |= parts.sampler.marks(given, parts.specs)
+        flat = {name: value for name, value in given.items() if name not in reserved} or given
+        if rows.ndim > 1:
+            raise IndexError(f"an index to write to must have one axis, got shape {rows.shape}")
+        taken = take_rows(flat, "[]") if rows.ndim else GivenRows.from_row(values, flat)
+        rows, inverted = np.atleast_1d(rows), intake.invert(taken, "[]")
+        if inverted is None or not rows.size:
+            return
+        new = inverted.values.keys() - parts.specs.keys()
+        if new and not (with_new and new.isdisjoint(reserved) and np.unique(rows).size == len(parts.store)):
+            raise MissingKeyError(f"no {min(new)!r} in this store, there are {sorted(parts.specs)}")
+        if inverted.n != rows.size:
+            raise SpecError(f"[]: {inverted.n} rows of values came for {rows.size} rows")
+        _put(intake, rows, inverted.values, new)
+
+
+def _put(intake: RowIntake, rows: np.ndarray, values: Mapping[str, Any], new: Collection[str]) -> None:
+    """Changes rows, and creates the columns in `new`."""
+    parts, marks = intake.parts, intake.parts.marks
+    block = intake.convert(values, GROW, FILL)
+    if new:
+        parts.quick = None
+        marks.are_known |= marks.are_in(new)
+    _, last = np.unique(rows[::-1], return_index=True)  # of equal row ids the last counts
+    last = rows.size - 1 - last
+    # This looks at every row, which takes long if there are many.
+    before = marks.read() if marks.are_in(block) else None
+    for name, column in block.items():
+        parts.store.put(name, rows[last], column[0][last])
+    if before is not None:
+        marks.recompute(*before)
+    parts.writer.changed()
+
+
+def _find_rows(store: Storage, index: Any) -> np.ndarray:
+    """The row ids that an index means, int64; without an axis if it is an int."""
+    n = len(store)
+    if isinstance(index, slice):
+        return _sort_by_id(store, np.arange(n)[index])
+    at = host_array("index", index) if not isinstance(index, list) or index else np.zeros(0, np.int64)
+    if at.dtype.kind == "b" and at.ndim:
+        if at.shape != (n,):
+            raise IndexError(f"a mask must have a value for each of the {n} rows, got shape {at.shape}")
+        return _sort_by_id(store, np.flatnonzero(at))
+    if at.dtype.kind not in "iu":
+        raise IndexError(f"an index must be row ids, a slice, a bool mask or a name, got {index!r}")
+    if at.ndim == 0 and at < 0:
+        if at < -n:
+            raise IndexError(f"index {int(at)} is out of range for {n} rows")
+        return _sort_by_id(store, n + at.astype(np.int64))
+    rows = row_ids(at, store.columns.n_rows)
+    held = store.span().has(rows)
+    if not held.all():
+        raise IndexError(f"index {rows[~held][0]} holds no row")
+    return rows
+
+
+def _sort_by_id(store: Storage, numbers: np.ndarray) -> np.ndarray:
+    """The row ids of row numbers that count in the order of row ids."""
+    span = store.span()
+    first = int(span.low[0]) % span.columns.capacity
+    if not first or span.total == span.columns.capacity:
+        return numbers  # always, unless a write was cut short
+    return np.asarray(np.sort(span.every_row())[numbers])
+
+
+def _take_first(batch: Any) -> Any:
+    """The row of a batch of one; in warp, which has no scalars, numbers stay arrays of one."""
+    if isinstance(batch, DictTensor):
+        return batch.index(0)
+    if not isinstance(batch, dict):
+        return batch[0]
+    return type(batch)({name: _drop_axis(value) for name, value in batch.items()})
+
+
+def _drop_axis(value: Any) -> Any:
+    if type(value).__module__.partition(".")[0] == "warp":
+        return value.reshape(value.shape[1:]) if value.ndim > 1 else value
+    return value[0]

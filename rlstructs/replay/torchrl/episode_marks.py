@@ -1,0 +1,109 @@
+"""Where episodes end and begin in the rows of a buffer, according to its columns."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from rlstructs.replay.columns import Columns
+from rlstructs.replay.roles import ends_among
+from rlstructs.replay.store import Storage
+from rlstructs.replay.torchrl.given_rows import GivenRows
+from rlstructs.replay.torchrl.samplers import Sampler
+from rlstructs.replay.values import find_marks
+
+# torchrl's columns of trajectory ids: where the id changes, an episode begins.
+TRAJECTORY_IDS = ("collector/traj_ids", "episode")
+
+
+class EpisodeMarks:
+    """Finds where episodes end and begin.
+
+    Args:
+        store: the rows.
+        sampler: whose `end_key` and `traj_key` are further columns that say so.
+
+    Attributes:
+        are_known: whether anything has said where episodes end.
+    """
+
+    def __init__(self, store: Storage, sampler: Sampler) -> None:
+        self._store, self.sampler, self.are_known = store, sampler, False
+
+    def end_keys(self, names: Collection[str]) -> list[str]:
+        """The columns that end an episode where they are true."""
+        more, ends = self.sampler.end_key, ends_among(names)
+        return ends if more is None or more in ends or more not in names else [*ends, more]
+
+    def id_keys(self, names: Collection[str]) -> list[str]:
+        """The columns that begin an episode where they change."""
+        own = self.sampler.traj_key
+        return [name for name in (TRAJECTORY_IDS if own is None else (own,)) if name in names]
+
+    def are_in(self, names: Collection[str]) -> bool:
+        """Whether one of these columns says where episodes end or begin."""
+        return bool(self.end_keys(names) or self.id_keys(names))
+
+    def find(self, block: Mapping[str, Any], rows: GivenRows) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Where episodes end and begin in rows that are about to be written, bool (1, n) each; None for nowhere.
+
+        Args:
+            block: name -> (1, n, ...), the rows in the form that columns take.
+            rows: the rows as they were given.
+        """
+        own = find_marks({name: block[name] for name in self.end_keys(block)})
+        done = [marks for marks in (rows.done, None if own is None else own[0]) if marks is not None]
+        starts = [] if rows.starts is None else [rows.starts]
+        for name in self.id_keys(block):
+            ids = to_host(self._store.columns, name, block[name][0])
+            changes = _find_changes(ids)
+            if n_rows := len(self._store):
+                newest = self._store.span().row_ids(np.array([n_rows - 1]))
+                changes[0] = (self._read_ids(name, newest)[0] != ids[0]).any()
+            starts.append(changes)
+        self.are_known |= bool(done or starts)
+        return _join(done), _join(starts)
+
+    def read(self) -> tuple[np.ndarray, np.ndarray]:
+        """What the columns say of every row, the oldest first: whether it ends an episode; whether its id is new."""
+        rows, specs = self._store.span().every_row(), self._store.columns.specs
+        ends = find_marks({name: self._store.gather([name], rows)[0] for name in self.end_keys(specs)}, 1)
+        changes = np.zeros(rows.size, bool)
+        for name in self.id_keys(specs):
+            changes |= _find_changes(self._read_ids(name, rows))
+        return np.zeros(rows.size, bool) if ends is None else ends, changes
+
+    def recompute(self, ends: np.ndarray, changes: np.ndarray) -> None:
+        """Recomputes all episodes after columns, or the sampler, have changed; takes what `read` returned before."""
+        rows = self._store.span().every_row()
+        # Episodes that began for another reason, as each trajectory of a batch does, still begin there.
+        begins = self._store.track_episodes().begin(rows) & ~changes
+        begins[1:] &= ~ends[:-1]
+        done, changed = self.read()
+        done[:-1] |= (begins | changed)[1:]
+        by_slot = np.zeros((1, self._store.columns.capacity), bool)
+        by_slot[0, rows] = done
+        self._store.rebuild_episodes(by_slot)
+        self.sampler.reordered()
+
+    def _read_ids(self, name: str, rows: np.ndarray) -> np.ndarray:
+        return to_host(self._store.columns, name, self._store.gather([name], rows)[0])
+
+
+def to_host(columns: Columns, name: str, values: Any) -> np.ndarray:
+    """Copies values of a column to host memory, if they are on a device."""
+    return values if isinstance(values, np.ndarray) else columns.host(name, values)
+
+
+def _join(marks: list[np.ndarray]) -> np.ndarray | None:
+    """Where any of these is true, bool (1, n); None if there are none."""
+    return np.asarray(np.logical_or.reduce(marks))[None] if marks else None
+
+
+def _find_changes(ids: np.ndarray) -> np.ndarray:
+    """Where a row differs from the one before it, bool (n,); the first row does not."""
+    changes = np.zeros(len(ids), bool)
+    changes[1:] = (ids[1:] != ids[:-1]).any(axis=tuple(range(1, ids.ndim)))
+    return changes
