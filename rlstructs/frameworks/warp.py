@@ -31,7 +31,7 @@ class Warp:
         for convert in (_check_scalar, _from_numpy):
             with contextlib.suppress(TypeError, KeyError):
                 return convert(dtype)
-        raise SpecError(f"dtype must be a scalar type of warp or numpy ({WARP_DTYPES}), got {dtype!r}")
+        raise SpecError(f"dtype must be one of the scalar types of warp or numpy ({WARP_DTYPES}), got {dtype!r}")
 
     def host_dtype(self, dtype: Any) -> np.dtype | None:
         return None if dtype is BFLOAT16 else np.dtype(wp.dtype_to_numpy(dtype))
