@@ -117,7 +117,7 @@ class _Archive:
             return ""
         dtype, shape = self.spec_of(HEADER)
         if dtype != np.uint8:
-            raise ValueError("its header is of another format")
+            raise ValueError("its header is not ours")
         self._verify(self._members[HEADER])
         text = np.empty(shape, np.uint8)
         self.read_into(HEADER, text)
