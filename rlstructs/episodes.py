@@ -14,8 +14,8 @@ from rlstructs.structures.trajectories import Trajectories
 NAMES = ("return", "length", "env_index", "terminated", "truncated")
 # The keys of steps that `EpisodeTracker` reads; RAW is the reward before `NormalizeReward`.
 REWARD, RAW, DONE = "_observation/reward", "_observation/raw_reward", "_observation/done"
-TERMINATED, TRUNCATED = "_observation/terminated", "_observation/truncated"
-NAMES_OF_STEPS = (REWARD, RAW, DONE, TERMINATED, TRUNCATED)
+FLAGS = ("_observation/terminated", "_observation/truncated")
+NAMES_OF_STEPS = (REWARD, RAW, DONE, *FLAGS)
 # How many of the latest episodes are kept if nobody takes them; older ones are dropped to save memory.
 N_KEPT = 100_000
 # Each rollout adds a block of small arrays. This many blocks are joined into one, which takes a tenth of the memory.
@@ -52,12 +52,13 @@ class EpisodeTracker:
 
     def add(self, trajectories: Trajectories) -> None:
         """Adds the next steps of each environment; `env_index` in `info` names the environments."""
-        steps = arrays_of(trajectories.trajectories, NAMES_OF_STEPS)
-        env_index, lengths = as_array(trajectories.info["env_index"]), as_array(trajectories.trajectories.lengths)
+        steps = trajectories.trajectories
+        env_index, lengths = as_array(trajectories.info["env_index"]), as_array(steps.lengths)
         needed = (RAW if RAW in steps else REWARD, DONE)
-        self._missing = next((key for key in needed if key not in steps), None)
+        found = arrays_of(steps, needed)
+        self._missing = next((key for key in needed if key not in found), None)
         if self._missing is None:
-            self._missing = next((f"{key} of shape (B, T)" for key in needed if steps[key].ndim != 2), None)
+            self._missing = next((f"{key} of shape (B, T)" for key in needed if found[key].ndim != 2), None)
         if self._missing is not None or not env_index.size:
             return
         ascending = bool((env_index[1:] > env_index[:-1]).all())
@@ -67,7 +68,7 @@ class EpisodeTracker:
                 self.add(trajectories.slice(row))
             return
         self._grow(int(env_index.max()) + 1)
-        rewards, done = (steps[key] for key in needed)
+        rewards, done = (found[key] for key in needed)
         n_timesteps = done.shape[1]
         # The last column stays 0: every row has a segment after its last end, which may be empty.
         padded = np.zeros((env_index.size, n_timesteps + 1))
@@ -83,9 +84,8 @@ class EpisodeTracker:
             self._returns[env_index] += padded.sum(axis=1)
             self._lengths[env_index] += lengths
             return
-        terminated, truncated = (
-            steps[key][rows, times].astype(bool) if key in steps else None for key in (TERMINATED, TRUNCATED)
-        )
+        flags = {name: flag[rows, times].astype(bool) for name, flag in arrays_of(steps, FLAGS).items()}
+        terminated, truncated = (flags.get(name) for name in FLAGS)
         self._add(env_index, lengths, padded, rows, times, _flags(terminated, truncated, rows.size))
 
     def _add(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +18,10 @@ TensorSpec = tuple[tuple[int, ...], torch.dtype]
 class _Named(Protocol):
     def items(self) -> Iterable[tuple[str, torch.Tensor]]: ...
 
+    def __contains__(self, name: object, /) -> bool: ...
+
+    def __getitem__(self, name: str, /) -> torch.Tensor: ...
+
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
     """A tensor as a numpy array, without a copy if it is on the CPU.
@@ -31,9 +35,9 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
         return tensor.detach().cpu().resolve_conj().resolve_neg().numpy()
 
 
-def arrays_of(tensors: _Named, names: Collection[str]) -> dict[str, np.ndarray]:
-    """Those tensors that have one of these names, as arrays; see `as_array`."""
-    return {name: as_array(tensor) for name, tensor in tensors.items() if name in names}
+def arrays_of(tensors: _Named, names: Iterable[str]) -> dict[str, np.ndarray]:
+    """Those tensors that have one of these names, as arrays; see `as_array`. Others of a lease are not made."""
+    return {name: as_array(tensors[name]) for name in names if name in tensors}
 
 
 def tensor_to_array(name: str, tensor: torch.Tensor) -> np.ndarray:
