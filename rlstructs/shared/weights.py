@@ -22,6 +22,7 @@ import torch
 
 from workers.arena import SharedArena
 from workers.futures import Future
+from workers.interrupts import defer_interrupt
 from workers.pickling import Unpickler
 
 # Bytes: every tensor starts at a multiple of this.
@@ -246,7 +247,8 @@ def _is_written(private: mmap.mmap) -> bool:
     first = np.frombuffer(private, np.uint8).ctypes.data // mmap.PAGESIZE
     n_bytes = -(-len(private) // mmap.PAGESIZE) * PAGE_ENTRY.itemsize
     try:
-        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+        # An interrupt between `open` and `with` would leave the file open.
+        with defer_interrupt(), open("/proc/self/pagemap", "rb", buffering=0) as file:
             file.seek(first * PAGE_ENTRY.itemsize)
             entries = np.frombuffer(file.read(n_bytes), PAGE_ENTRY)
     except OSError:
