@@ -194,7 +194,7 @@ def test_one_array_for_all_observations_is_found_where_final_ones_are_lost_in_it
     def create(vector):
         return lambda seed: GymVectorEnv(vector([Same] * 2, autoreset_mode=AutoresetMode.SAME_STEP), seed)
 
-    with pytest.raises(SpecError, match="^GymVectorEnv: the final observations of .* episodes are the first ones"):
+    with pytest.raises(SpecError, match="^GymVectorEnv: the final observations of .* episodes equal the first ones"):
         check_env(create(SyncVectorEnv), uses_seed=False)
     check_env(create(SharedVectorEnv), uses_seed=False)
 
