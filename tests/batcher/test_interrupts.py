@@ -31,9 +31,8 @@ class Store:
 
     def __init__(self, is_quick):
         self.storage = Storage(N_LANES, CAPACITY)
-        self.storage.columns.add("obs", Spec(np.dtype(np.float32), (WIDTH,)))
-        self.storage.columns.add("done", Spec(np.dtype(bool)))
-        self.storage.link("next", "obs")
+        obs = Spec(np.dtype(np.float32), (WIDTH,))
+        self.storage.add_columns({"obs": obs, "done": Spec(np.dtype(bool)), "next": obs}, {"next": "obs"})
         self.storage.track_episodes()
         self.writer = StepWriter(self.storage, ("done",)) if is_quick else None
         self.rows = []
