@@ -178,7 +178,7 @@ class Lease(BaseLease):
 
         If an environment was reset in the rollout, `_observation/...` is a copy, made at the first use. Every key is a
         copy if some environments had ended before the rollout, or if it lies in several slot buffers, as it may after
-        `get(at_least=...)`.
+        `get(min_workers=...)`.
 
         Raises:
             MissingKeyError: there is no such key.

@@ -15,16 +15,6 @@ def call_method(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], env: g
     return env.get_wrapper_attr(name)(*args, **kwargs)
 
 
-def get_attribute(name: str, env: gymnasium.Env[Any, Any]) -> Any:
-    """Reads an attribute of the outermost wrapper that has it, or of the environment."""
-    return env.get_wrapper_attr(name)
-
-
-def has_attribute(name: str, env: gymnasium.Env[Any, Any]) -> bool:
-    """Whether a wrapper or the environment has an attribute."""
-    return bool(env.has_wrapper_attr(name))
-
-
 def set_attribute(name: str, value: Any, env: gymnasium.Env[Any, Any]) -> None:
     """Sets an attribute of the outermost wrapper."""
     setattr(env, name, value)
@@ -37,8 +27,3 @@ def is_wrapped(wrapper: type[gymnasium.Wrapper[Any, Any, Any, Any]], env: gymnas
             return True
         env = env.env
     return False
-
-
-def render(env: gymnasium.Env[Any, Any]) -> Any:
-    """Calls `render`."""
-    return env.render()

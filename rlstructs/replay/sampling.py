@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 from rlstructs.replay.drawing import Selection
 from rlstructs.replay.store import Storage
-from rlstructs.replay.values import row_ids
 
 
 def sample_arrays(
@@ -35,16 +32,3 @@ def sample_arrays(
 
     picked, arrays = storage.sample(n, select, look)
     return picked, dict(zip(names, arrays, strict=True))
-
-
-def check_rows(storage: Storage, indexes: Any) -> np.ndarray:
-    """Converts row ids to int64, with the same shape, and checks that these rows are valid.
-
-    Raises:
-        SpecError, IndexError: they are not integers, or a row is not valid.
-    """
-    rows = row_ids(indexes, storage.columns.n_rows)
-    held = storage.span().has(rows)
-    if not held.all():
-        raise IndexError(f"index {rows[~held][0]} holds no row")
-    return rows

@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import gymnasium
@@ -105,11 +106,11 @@ class SharedVecEnv(VecEnv):  # type: ignore[misc]
         if self.render_mode != "rgb_array":
             warnings.warn(f"get_images needs the render mode 'rgb_array', it is {self.render_mode!r}", stacklevel=2)
             return [None] * self.num_envs
-        return self._calls.apply(env_functions.render)
+        return self._envs.render()
 
     def has_attr(self, attr_name: str) -> bool:
         """Whether every environment, or a wrapper of it, has this attribute."""
-        return all(self._calls.apply(partial(env_functions.has_attribute, attr_name)))
+        return all(self._calls.apply(methodcaller("has_wrapper_attr", attr_name)))
 
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
         """Reads an attribute of each environment, or of those of `indices`.
@@ -117,7 +118,7 @@ class SharedVecEnv(VecEnv):  # type: ignore[misc]
         Raises:
             AttributeError: one has no such attribute.
         """
-        return self._apply(partial(env_functions.get_attribute, attr_name), indices)
+        return self._apply(methodcaller("get_wrapper_attr", attr_name), indices)
 
     def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
         """Sets an attribute of the outermost wrapper of each environment, or of those of `indices`."""
