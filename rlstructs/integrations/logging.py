@@ -184,7 +184,10 @@ def open_log(where: str, config: Mapping[str, Any] | None = None) -> Log:
 
 
 def _read_number(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several numbers
-        raise TypeError(f"log: {name!r} must be a number, got {value!r}") from error
+    error: Exception | None = None
+    if not isinstance(value, (str, bytes)):
+        try:
+            return float(value)
+        except (TypeError, ValueError, RuntimeError) as raised:  # RuntimeError: a tensor of several numbers
+            error = raised
+    raise TypeError(f"log: {name!r} must be a number, got {value!r}") from error
