@@ -19,6 +19,7 @@ import gymnasium
 import torch
 
 from rlstructs import DictTensor, GymEnvInf, RL_Agent, RL_Batcher, discounted_returns, replay_agent, transitions
+from rlstructs.integrations.logging import open_log
 
 
 @dataclass
@@ -31,6 +32,7 @@ class Args:
     n_timesteps: int = 64
     n_rollouts: int = 5
     seed: int = 0
+    track: str = ""  # tensorboard:FOLDER, wandb:PROJECT or trackio:PROJECT
 
 
 class Policy(RL_Agent):
@@ -81,7 +83,7 @@ def main(args: Args) -> None:
         env_args={"env_id": args.env_id, "n_envs": args.n_envs},
         n_processes=args.n_processes,
         seeds=args.seed,
-    ) as batcher:
+    ) as batcher, open_log(args.track, vars(args)) as log:
         batcher.update(policy.network.state_dict())
         batcher.reset()
         for number in range(1, args.n_rollouts + 1):
@@ -98,6 +100,7 @@ def main(args: Args) -> None:
             batcher.update(policy.network.state_dict())
             shape = f"{steps.n_elems()} trajectories of up to {steps.n_timesteps()} steps"
             print(f"rollout {number}: {shape}, loss {loss:.2f}")
+            log({**batcher.metrics(), "loss": loss.item()}, number)
         episodes = batcher.episodes()
     print(f"{episodes.n_elems()} episodes, mean return {episodes['return'].mean():.1f}")
 

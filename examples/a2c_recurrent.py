@@ -9,8 +9,9 @@ takes its most likely action, and how fast the training was:
 
     CartPole-v1 without velocities: score 500.0, 1000448 steps, 24452 steps/s
 
-`--plot curve.png` draws the returns of the training, `--tensorboard runs/a2c` writes scalars there; for either
-`pip install 'rlstructs[plot]'` first.
+`--plot curve.png` draws the returns of the training, `--track tensorboard:runs/a2c` keeps its metrics there; either
+needs `pip install 'rlstructs[plot]'`. With `--track wandb:PROJECT` or `--track trackio:PROJECT` they go to these
+services, whose package is needed.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import nn
 from tqdm import tqdm
 
 from rlstructs import DictTensor, GymEnvInf, RL_Agent, RL_Batcher, Trajectories, gae, replay_agent, transitions
+from rlstructs.integrations.logging import open_log
 
 
 @dataclass
@@ -46,7 +48,7 @@ class Args:
     n_eval: int = 100
     seed: int = 0
     plot: str = ""
-    tensorboard: str = ""
+    track: str = ""
 
 
 class Network(nn.Module):
@@ -135,11 +137,11 @@ def learn(policy: Policy, optimizer: torch.optim.Optimizer, batch: Trajectories,
 
 
 class Log:
-    """A progress bar, and scalars for TensorBoard and a learning curve where they are asked for."""
+    """A progress bar, and metrics for `--track` and a learning curve where they are asked for."""
 
     def __init__(self, args: Args) -> None:
         # Before the first rollout: who lacks a package or a folder is to know it now.
-        self.writer = optional("torch.utils.tensorboard").SummaryWriter(args.tensorboard) if args.tensorboard else None
+        self.track = open_log(args.track, vars(args))
         self.figure = optional("matplotlib.figure").Figure() if args.plot else None
         if self.figure is not None:
             self.figure.savefig(args.plot)
@@ -156,16 +158,13 @@ class Log:
         self.bar.set_postfix_str(f"return {scalars['return']:.1f}", refresh=False)
         self.bar.total = max(self.bar.total, self.n_steps)  # the last rollout is a whole one
         self.bar.update(n_steps)
-        if self.writer is not None:
-            for name, value in scalars.items():
-                self.writer.add_scalar(name, value, self.n_steps)
+        self.track(scalars, self.n_steps)
 
     def close(self) -> float:
         """Writes what there is to write; steps/s of the training."""
         speed = self.n_steps / (time.perf_counter() - self.start)
         self.bar.close()
-        if self.writer is not None:
-            self.writer.close()
+        self.track.close()
         if self.figure is not None:
             axes = self.figure.subplots()
             axes.plot(self.steps, self.returns, ".", markersize=2, label="an episode")
@@ -176,7 +175,7 @@ class Log:
         return speed
 
 
-def optional(module: str, install: str = "--plot and --tensorboard need pip install 'rlstructs[plot]'"):
+def optional(module: str, install: str = "--plot needs pip install 'rlstructs[plot]'"):
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -201,7 +200,7 @@ def main(args: Args) -> None:
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - log.n_steps / args.n_steps)
             losses = learn(policy, optimizer, batch, args)
             batcher.update(network.state_dict())
-            log.add(int(batch.lengths.sum()), batcher.episodes(), losses)
+            log.add(int(batch.lengths.sum()), batcher.episodes(), {**batcher.metrics(), **losses})
         speed = log.close()
         episodes = batcher.evaluate(args.n_eval, args.seed + 1, agent_info=DictTensor({"greedy": ~greedy}))
     score = episodes["return"].mean()

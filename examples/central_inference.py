@@ -30,6 +30,7 @@ from rlstructs import (
     discounted_returns,
     transitions,
 )
+from rlstructs.integrations.logging import open_log
 
 
 @dataclass
@@ -44,6 +45,7 @@ class Args:
     n_rollouts: int = 20
     device: str = "cpu"
     seed: int = 0
+    track: str = ""  # tensorboard:FOLDER, wandb:PROJECT or trackio:PROJECT
 
 
 class Policy(RL_Agent):
@@ -93,7 +95,7 @@ def main(args: Args) -> None:
         n_processes=0,
         seeds=args.seed,
         device=args.device,
-    ) as batcher:
+    ) as batcher, open_log(args.track, vars(args)) as log:
         batcher.reset()
         for number in range(1, args.n_rollouts + 1):
             batcher.execute()
@@ -106,6 +108,7 @@ def main(args: Args) -> None:
             optimizer.step()  # the next rollout acts by it
             shape = f"{steps.n_elems()} trajectories of up to {steps.n_timesteps()} steps"
             print(f"rollout {number}: {shape}, loss {loss:.2f}")
+            log({**batcher.metrics(), "loss": loss.item()}, number)
         episodes = batcher.episodes()
     print(f"{episodes.n_elems()} episodes, mean return {episodes['return'].mean():.1f}")
 

@@ -7,8 +7,9 @@ Workers act while the learner draws from the memory. It shows a progress bar, an
 
     CartPole-v1: score 500.0, 150016 steps, 904 steps/s
 
-`--plot curve.png` draws the returns of the training, `--tensorboard runs/dqn` writes scalars there; for either
-`pip install 'rlstructs[plot]'` first.
+`--plot curve.png` draws the returns of the training, `--track tensorboard:runs/dqn` keeps its metrics there; either
+needs `pip install 'rlstructs[plot]'`. With `--track wandb:PROJECT` or `--track trackio:PROJECT` they go to these
+services, whose package is needed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import nn
 from tqdm import tqdm
 
 from rlstructs import DictTensor, GymEnvInf, RL_Agent, RL_Batcher
+from rlstructs.integrations.logging import open_log
 from rlstructs.memories.torch import PrioritizedMemory
 
 COLUMNS = ["observations", "actions", "rewards", "next_observations", "terminated"]
@@ -51,7 +53,7 @@ class Args:
     n_eval: int = 100
     seed: int = 0
     plot: str = ""
-    tensorboard: str = ""
+    track: str = ""
 
 
 class QNetwork(nn.Module):
@@ -137,11 +139,11 @@ class Learner:
 
 
 class Log:
-    """A progress bar, and scalars for TensorBoard and a learning curve where they are asked for."""
+    """A progress bar, and metrics for `--track` and a learning curve where they are asked for."""
 
     def __init__(self, args: Args) -> None:
         # Before the first rollout: who lacks a package or a folder is to know it now.
-        self.writer = optional("torch.utils.tensorboard").SummaryWriter(args.tensorboard) if args.tensorboard else None
+        self.track = open_log(args.track, vars(args))
         self.figure = optional("matplotlib.figure").Figure() if args.plot else None
         if self.figure is not None:
             self.figure.savefig(args.plot)
@@ -158,16 +160,13 @@ class Log:
         self.bar.set_postfix_str(f"return {scalars['return']:.1f}", refresh=False)
         self.bar.total = max(self.bar.total, self.n_steps)  # the last rollout is a whole one
         self.bar.update(n_steps)
-        if self.writer is not None:
-            for name, value in scalars.items():
-                self.writer.add_scalar(name, value, self.n_steps)
+        self.track(scalars, self.n_steps)
 
     def close(self) -> float:
         """Writes what there is to write; steps/s of the training."""
         speed = self.n_steps / (time.perf_counter() - self.start)
         self.bar.close()
-        if self.writer is not None:
-            self.writer.close()
+        self.track.close()
         if self.figure is not None:
             axes = self.figure.subplots()
             axes.plot(self.steps, self.returns, ".", markersize=2, label="an episode")
@@ -178,7 +177,7 @@ class Log:
         return speed
 
 
-def optional(module: str, install: str = "--plot and --tensorboard need pip install 'rlstructs[plot]'"):
+def optional(module: str, install: str = "--plot needs pip install 'rlstructs[plot]'"):
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -208,7 +207,7 @@ def main(args: Args) -> None:
             batch, _ = batcher.get()
             memory.add_trajectories(batch)
             batcher.update(network.state_dict())
-            log.add(int(batch.lengths.sum()), batcher.episodes(), losses)
+            log.add(int(batch.lengths.sum()), batcher.episodes(), {**batcher.metrics(), **losses})
         speed = log.close()
         episodes = batcher.evaluate(
             args.n_eval, args.seed + 1, agent_info=DictTensor({"epsilon": torch.zeros(n_all)})

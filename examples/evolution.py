@@ -9,8 +9,9 @@ episodes of the parameters in the middle, and how fast the training was:
 
     CartPole-v1: score 500.0, 200133 steps, 28763 steps/s
 
-`--plot curve.png` draws the returns of the training, `--tensorboard runs/evolution` writes scalars there; for either
-`pip install 'rlstructs[plot]'` first.
+`--plot curve.png` draws the returns of the training, `--track tensorboard:runs/evolution` keeps its metrics there;
+either needs `pip install 'rlstructs[plot]'`. With `--track wandb:PROJECT` or `--track trackio:PROJECT` they go to
+these services, whose package is needed.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 from tqdm import tqdm
 
 from rlstructs import DictTensor, GymEnv, RL_Agent, RL_Batcher, Trajectories
+from rlstructs.integrations.logging import open_log
 
 
 @dataclass
@@ -44,7 +46,7 @@ class Args:
     n_eval: int = 100
     seed: int = 0
     plot: str = ""
-    tensorboard: str = ""
+    track: str = ""
 
 
 def shapes_of(sizes: list[int]) -> list[tuple[int, int]]:
@@ -131,11 +133,11 @@ class Strategy:
 
 
 class Log:
-    """A progress bar, and scalars for TensorBoard and a learning curve where they are asked for."""
+    """A progress bar, and metrics for `--track` and a learning curve where they are asked for."""
 
     def __init__(self, args: Args) -> None:
         # Before the first rollout: who lacks a package or a folder is to know it now.
-        self.writer = optional("torch.utils.tensorboard").SummaryWriter(args.tensorboard) if args.tensorboard else None
+        self.track = open_log(args.track, vars(args))
         self.figure = optional("matplotlib.figure").Figure() if args.plot else None
         if self.figure is not None:
             self.figure.savefig(args.plot)
@@ -152,16 +154,13 @@ class Log:
         self.bar.set_postfix_str(f"return {scalars['return']:.1f}", refresh=False)
         self.bar.total = max(self.bar.total, self.n_steps)  # the last rollout is a whole one
         self.bar.update(n_steps)
-        if self.writer is not None:
-            for name, value in scalars.items():
-                self.writer.add_scalar(name, value, self.n_steps)
+        self.track(scalars, self.n_steps)
 
     def close(self) -> float:
         """Writes what there is to write; steps/s of the training."""
         speed = self.n_steps / (time.perf_counter() - self.start)
         self.bar.close()
-        if self.writer is not None:
-            self.writer.close()
+        self.track.close()
         if self.figure is not None:
             axes = self.figure.subplots()
             axes.plot(self.steps, self.returns, ".", markersize=2, label="an episode")
@@ -172,7 +171,7 @@ class Log:
         return speed
 
 
-def optional(module: str, install: str = "--plot and --tensorboard need pip install 'rlstructs[plot]'"):
+def optional(module: str, install: str = "--plot needs pip install 'rlstructs[plot]'"):
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -194,7 +193,7 @@ def main(args: Args) -> None:
             batcher.reset(agent_info=DictTensor({"parameters": strategy.drawn(n_all)}))
             batcher.execute()
             batch, _ = batcher.get()
-            log.add(int(batch.lengths.sum()), batcher.episodes(), strategy.learn(batch))
+            log.add(int(batch.lengths.sum()), batcher.episodes(), {**batcher.metrics(), **strategy.learn(batch)})
         speed = log.close()
         mean = DictTensor({"parameters": strategy.mean.detach().expand(n_all, -1)})
         episodes = batcher.evaluate(args.n_eval, args.seed + 1, agent_info=mean)

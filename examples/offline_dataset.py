@@ -13,8 +13,9 @@ bar, and prints how they play, the score of the second at the end:
     weighted: loss 0.575, 20 episodes, mean return 500.0
     CartPole-v1: score 500.0, 1966080 steps, 126202 steps/s
 
-`--plot curve.png` draws the returns of the second after each epoch, `--tensorboard runs/offline` writes scalars there;
-for either `pip install 'rlstructs[plot]'` first.
+`--plot curve.png` draws the returns of the second after each epoch, `--track tensorboard:runs/offline` keeps its
+metrics there; either needs `pip install 'rlstructs[plot]'`. With `--track wandb:PROJECT` or `--track trackio:PROJECT`
+they go to these services, whose package is needed.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch import nn
 from tqdm import tqdm
 
 from rlstructs import DictTensor, GymEnvInf, RL_Agent, RL_Batcher, Trajectories, lambda_returns, transitions
+from rlstructs.integrations.logging import open_log
 
 ENV_ID = "CartPole-v1"
 
@@ -54,7 +56,7 @@ class Args:
     n_eval: int = 20
     seed: int = 0
     plot: str = ""
-    tensorboard: str = ""
+    track: str = ""
 
 
 class Controller(RL_Agent):
@@ -168,7 +170,7 @@ def train(args: Args, batcher: RL_Batcher) -> None:
     dataset = Trajectories.load(args.path)
     batcher.reset()
     n_steps, none = int(dataset.lengths.sum()), batcher.episodes()
-    log = Log(argparse.Namespace(n_steps=3 * args.n_epochs * n_steps, plot=args.plot, tensorboard=args.tensorboard))
+    log = Log(argparse.Namespace(**{**vars(args), "n_steps": 3 * args.n_epochs * n_steps}))
     critic = Critic(dataset, args)
     for _ in range(args.n_epochs):
         critic.learn()
@@ -184,11 +186,11 @@ def train(args: Args, batcher: RL_Batcher) -> None:
 
 
 class Log:
-    """A progress bar, and scalars for TensorBoard and a learning curve where they are asked for."""
+    """A progress bar, and metrics for `--track` and a learning curve where they are asked for."""
 
     def __init__(self, args: Args) -> None:
         # Before the first rollout: who lacks a package or a folder is to know it now.
-        self.writer = optional("torch.utils.tensorboard").SummaryWriter(args.tensorboard) if args.tensorboard else None
+        self.track = open_log(args.track, vars(args))
         self.figure = optional("matplotlib.figure").Figure() if args.plot else None
         if self.figure is not None:
             self.figure.savefig(args.plot)
@@ -205,16 +207,13 @@ class Log:
         self.bar.set_postfix_str(f"return {scalars['return']:.1f}", refresh=False)
         self.bar.total = max(self.bar.total, self.n_steps)  # the last rollout is a whole one
         self.bar.update(n_steps)
-        if self.writer is not None:
-            for name, value in scalars.items():
-                self.writer.add_scalar(name, value, self.n_steps)
+        self.track(scalars, self.n_steps)
 
     def close(self) -> float:
         """Writes what there is to write; steps/s of the training."""
         speed = self.n_steps / (time.perf_counter() - self.start)
         self.bar.close()
-        if self.writer is not None:
-            self.writer.close()
+        self.track.close()
         if self.figure is not None:
             axes = self.figure.subplots()
             axes.plot(self.steps, self.returns, ".", markersize=2, label="an episode")
@@ -225,7 +224,7 @@ class Log:
         return speed
 
 
-def optional(module: str, install: str = "--plot and --tensorboard need pip install 'rlstructs[plot]'"):
+def optional(module: str, install: str = "--plot needs pip install 'rlstructs[plot]'"):
     try:
         return importlib.import_module(module)
     except ImportError as error:

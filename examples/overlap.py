@@ -22,6 +22,7 @@ import gymnasium
 import torch
 
 from rlstructs import DictTensor, GymEnvInf, RL_Agent, RL_Batcher, discounted_returns, transitions
+from rlstructs.integrations.logging import open_log
 
 
 @dataclass
@@ -37,6 +38,7 @@ class Args:
     learning_rate: float = 0.003
     gamma: float = 0.99
     seed: int = 0
+    track: str = ""  # tensorboard:FOLDER, wandb:PROJECT or trackio:PROJECT
 
 
 class Policy(RL_Agent):
@@ -84,7 +86,7 @@ def main(args: Args) -> None:
     with RL_Batcher(
         args.n_timesteps, Policy, {"env_id": args.env_id}, create_env,
         {"env_id": args.env_id, "n_envs": args.n_envs}, args.n_processes, args.seed, run_ahead=args.run_ahead,
-    ) as batcher:  # fmt: skip
+    ) as batcher, open_log(args.track, vars(args)) as log:  # fmt: skip
         batcher.update(policy.network.state_dict())
         batcher.reset()
         started = time.perf_counter()
@@ -95,6 +97,7 @@ def main(args: Args) -> None:
                 learn(policy, optimizer, trajectories, args.gamma)
                 n_steps += int(trajectories.trajectories.lengths.sum())
             batcher.update(policy.network.state_dict())
+            log(batcher.metrics(), n_steps)
             if number % 10 == 0:
                 mean = batcher.episodes()["return"].mean()
                 print(f"rollout {number}: mean return {mean:.1f}, updates behind: {age}")

@@ -5,15 +5,17 @@ r"""Proximal policy optimisation (Schulman et al., 2017) with rollouts from para
         --minibatch-size 256 --learning-rate 3e-4 --n-eval 10
 
 Actions may be discrete or continuous. Observations and rewards are normalised in the workers, which begin the next
-rollout while the learner learns from the last one (`--run-ahead 0`: they wait for it). It shows a progress bar, and
-prints at the end the mean return of `--n-eval` episodes in which the policy takes its most likely action, how fast
-the training was, and for how much of it the learner had nothing to learn from:
+rollout while the learner learns from the last one (`--run-ahead 0`: they wait for it). It prints at the end the mean
+return of `--n-eval` episodes in which the policy takes its most likely action, how fast the training was, and for how
+much of it the learner had nothing to learn from:
 
     CartPole-v1: score 500.0, 200704 steps, 47925 steps/s, 9% of the time waiting for rollouts
 
 `--save policy.pt` keeps the policy: `play_ppo.py` plays it. `--plot curve.png` draws the returns of the training,
-`--tensorboard runs/ppo` writes scalars there (both need `rlstructs[plot]`). `--ray auto` has the workers run on a Ray
-cluster, `--ray local` on one of this machine (`rlstructs[ray]`). HalfCheetah needs `gymnasium[mujoco]`.
+`--track tensorboard:runs/ppo` keeps its metrics (either needs `rlstructs[plot]`), `--track wandb:PROJECT` likewise.
+`--ray auto` has the workers run on a Ray cluster, `--ray local` on one of this machine (`rlstructs[ray]`). HalfCheetah
+needs `gymnasium[mujoco]`. Where an observation has two entries, of which KEY says by 0 and 1 which actions are allowed,
+`--action-mask KEY` forbids the others.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ import argparse
 import importlib
 import time
 from dataclasses import dataclass
-from functools import partial
 
 import gymnasium
 import torch
@@ -40,8 +41,10 @@ from rlstructs import (
     Trajectories,
     VecEnv,
     gae,
+    mask_logits,
     transitions,
 )
+from rlstructs.integrations.logging import open_log
 
 
 @dataclass
@@ -63,10 +66,11 @@ class Args:
     entropy_weight: float = 0.0
     n_eval: int = 100
     seed: int = 0
+    action_mask: str = ""
     ray: str = ""
     save: str = ""
     plot: str = ""
-    tensorboard: str = ""
+    track: str = ""
 
 
 def layers(n_inputs: int, n_outputs: int, scale: float) -> nn.Sequential:
@@ -78,15 +82,15 @@ def layers(n_inputs: int, n_outputs: int, scale: float) -> nn.Sequential:
 
 
 class ActorCritic(nn.Module):
-    """Policy and values of observations (..., n_inputs)."""
+    """Policy and values of observations (..., n_inputs); `keys` are those of an observation, and of a mask if any."""
 
-    def __init__(self, n_inputs: int, n_actions: int, is_discrete: bool) -> None:
+    def __init__(self, n_inputs: int, n_actions: int, is_discrete: bool, keys: tuple[str, ...] = ("frame",)) -> None:
         super().__init__()
-        self.actor, self.critic = layers(n_inputs, n_actions, 0.01), layers(n_inputs, 1, 1.0)
+        self.actor, self.critic, self.keys = layers(n_inputs, n_actions, 0.01), layers(n_inputs, 1, 1.0), keys
         self.log_std = None if is_discrete else nn.Parameter(torch.zeros(n_actions))
 
-    def policy(self, observations: torch.Tensor) -> torch.distributions.Distribution:
-        outputs = self.actor(observations)
+    def policy(self, observations: torch.Tensor, mask: torch.Tensor | None = None) -> torch.distributions.Distribution:
+        outputs = self.actor(observations) if mask is None else mask_logits(self.actor(observations), mask)
         if self.log_std is None:
             return torch.distributions.Categorical(logits=outputs, validate_args=False)
         normal = torch.distributions.Normal(outputs, self.log_std.exp(), validate_args=False)
@@ -106,7 +110,7 @@ class Policy(RL_Agent):
         return DictTensor()
 
     def __call__(self, state, observation, agent_info, history=None):
-        policy = self.network.policy(observation["frame"])
+        policy = self.network.policy(*(observation[key] for key in self.network.keys))
         action = policy.mode if agent_info["greedy"][0] else policy.sample()
         return DictTensor({"action": action, "log_prob": policy.log_prob(action)}), state
 
@@ -121,38 +125,38 @@ def create_env(env_id: str, n_envs: int, gamma: float, seed: int) -> VecEnv:
     return NormalizeReward(NormalizeObservation(GymEnvInf(envs, seed)), gamma=gamma)
 
 
-def create_network(env_id: str) -> ActorCritic:
+def create_network(env_id: str, mask: str) -> ActorCritic:
     with gymnasium.make(env_id) as env:
         is_discrete = isinstance(env.action_space, gymnasium.spaces.Discrete)
         n_actions = env.action_space.n if is_discrete else env.action_space.shape[0]
-        return ActorCritic(env.observation_space.shape[0], int(n_actions), is_discrete)
+        entries = getattr(env.observation_space, "spaces", {"frame": env.observation_space})
+        [key] = (key for key in entries if key != mask)  # there is one beside the mask
+        return ActorCritic(entries[key].shape[0], int(n_actions), is_discrete, (key, mask) if mask else (key,))
 
 
 def learn(network: ActorCritic, optimizer: torch.optim.Optimizer, batch: Trajectories, args: Args) -> dict[str, float]:
     """A few epochs over a rollout; the losses of the last minibatch."""
-    steps = batch.trajectories
-    with torch.no_grad():
-        values, next_values = (network.values(steps[f"{key}/frame"]) for key in ("observation", "_observation"))
-    advantages, targets = gae(
-        values=values, next_values=next_values, gamma=args.gamma, lambda_=args.gae_lambda, **transitions(steps)
-    )
+    steps, key = batch.trajectories, network.keys[0]
     # One row for each step: a minibatch is then a selection of rows.
-    flat = (*(steps[key] for key in ("observation/frame", "action/action", "action/log_prob")), advantages, targets)
-    observations, actions, log_probs, advantages, targets = (tensor.flatten(0, 1) for tensor in flat)
+    seen = [steps[f"observation/{key}"].flatten(0, 1) for key in network.keys]
+    actions, log_probs = (steps[f"action/{key}"].flatten(0, 1) for key in ("action", "log_prob"))
+    with torch.no_grad():
+        values, next_values = network.values(steps[f"observation/{key}"]), network.values(steps[f"_observation/{key}"])
+        present = network.policy(*seen).log_prob(actions)
+    advantages, targets = (each.flatten() for each in gae(
+        values=values, next_values=next_values, gamma=args.gamma, lambda_=args.gae_lambda, **transitions(steps)
+    ))  # fmt: skip
     advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     # What is clipped is the change from the present policy. The one that acted is older where workers run ahead, which
     # the weights make up for: they are 1 otherwise (Hilton et al., "Batch size-invariance", 2022, section 2), up to 2.
-    with torch.no_grad():
-        present = network.policy(observations).log_prob(actions)
     advantages, log_probs = advantages * (present - log_probs).exp().clamp(max=2.0), present
     for _ in range(args.n_epochs):
         for rows in torch.randperm(len(targets)).split(args.minibatch_size):
-            seen, gains = observations[rows], advantages[rows]
-            policy = network.policy(seen)
+            policy, gains = network.policy(*(part[rows] for part in seen)), advantages[rows]
             ratios = (policy.log_prob(actions[rows]) - log_probs[rows]).exp()
             clipped = ratios.clamp(1 - args.clip, 1 + args.clip)
             policy_loss = -torch.minimum(ratios * gains, clipped * gains).mean()
-            value_loss = nn.functional.mse_loss(network.values(seen), targets[rows])
+            value_loss = nn.functional.mse_loss(network.values(seen[0][rows]), targets[rows])
             entropy = policy.entropy().mean()
             optimizer.zero_grad()
             (policy_loss + 0.5 * value_loss - args.entropy_weight * entropy).backward()
@@ -162,11 +166,11 @@ def learn(network: ActorCritic, optimizer: torch.optim.Optimizer, batch: Traject
 
 
 class Log:
-    """A progress bar, and scalars for TensorBoard and a learning curve where they are asked for."""
+    """A progress bar, and metrics for `--track` and a learning curve where they are asked for."""
 
     def __init__(self, args: Args) -> None:
         # Before the first rollout: who lacks a package or a folder is to know it now.
-        self.writer = optional("torch.utils.tensorboard").SummaryWriter(args.tensorboard) if args.tensorboard else None
+        self.track = open_log(args.track, vars(args))
         self.figure = optional("matplotlib.figure").Figure() if args.plot else None
         if self.figure is not None:
             self.figure.savefig(args.plot)
@@ -183,16 +187,13 @@ class Log:
         self.bar.set_postfix_str(f"return {scalars['return']:.1f}", refresh=False)
         self.bar.total = max(self.bar.total, self.n_steps)  # the last rollout is a whole one
         self.bar.update(n_steps)
-        if self.writer is not None:
-            for name, value in scalars.items():
-                self.writer.add_scalar(name, value, self.n_steps)
+        self.track(scalars, self.n_steps)
 
     def close(self) -> float:
         """Writes what there is to write; steps/s of the training."""
         speed = self.n_steps / (time.perf_counter() - self.start)
         self.bar.close()
-        if self.writer is not None:
-            self.writer.close()
+        self.track.close()
         if self.figure is not None:
             axes = self.figure.subplots()
             axes.plot(self.steps, self.returns, ".", markersize=2, label="an episode")
@@ -203,7 +204,7 @@ class Log:
         return speed
 
 
-def optional(module: str, install: str = "--plot and --tensorboard need pip install 'rlstructs[plot]'"):
+def optional(module: str, install: str = "--plot needs pip install 'rlstructs[plot]'"):
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -213,13 +214,13 @@ def optional(module: str, install: str = "--plot and --tensorboard need pip inst
 def main(args: Args) -> None:
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)  # for networks this small more are slower, and the workers need the cores
-    network = create_network(args.env_id)
+    network = create_network(args.env_id, args.action_mask)
     optimizer = torch.optim.Adam(network.parameters(), lr=args.learning_rate, eps=1e-5)
-    make = partial(RayBatcher, address=args.ray) if args.ray else RL_Batcher
+    make, where = (RayBatcher, {"address": args.ray}) if args.ray else (RL_Batcher, {})
     with make(
         args.n_timesteps, Policy, {"network": network},
         create_env, {"env_id": args.env_id, "n_envs": args.n_envs, "gamma": args.gamma}, args.n_processes, args.seed,
-        agent_info=DictTensor({"greedy": torch.tensor([False])}), run_ahead=args.run_ahead,
+        agent_info=DictTensor({"greedy": torch.tensor([False])}), run_ahead=args.run_ahead, **where,
     ) as batcher:  # fmt: skip
         log, waited = Log(args), 0.0
         greedy = torch.zeros(batcher.n_elems(), dtype=torch.bool)
@@ -232,7 +233,7 @@ def main(args: Args) -> None:
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - log.n_steps / args.n_steps)
             losses = learn(network, optimizer, batch, args)
             batcher.update(network.state_dict())
-            log.add(int(batch.lengths.sum()), batcher.episodes(), losses)
+            log.add(int(batch.lengths.sum()), batcher.episodes(), {**batcher.metrics(), **losses})
         speed = log.close()
         if args.save:
             torch.save({"network": network.state_dict(), "batcher": batcher.state_dict()}, args.save)

@@ -8,8 +8,9 @@ most), and padding after it that does not count. It shows a progress bar, and pr
 
     CartPole-v1: score 500.0, 502612 steps, 19360 steps/s
 
-`--plot curve.png` draws the returns of the training, `--tensorboard runs/reinforce` writes scalars there; for either
-`pip install 'rlstructs[plot]'` first.
+`--plot curve.png` draws the returns of the training, `--track tensorboard:runs/reinforce` keeps its metrics there;
+either needs `pip install 'rlstructs[plot]'`. With `--track wandb:PROJECT` or `--track trackio:PROJECT` they go to
+these services, whose package is needed.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from rlstructs import (
     replay_agent,
     transitions,
 )
+from rlstructs.integrations.logging import open_log
 
 
 @dataclass
@@ -50,7 +52,7 @@ class Args:
     n_eval: int = 100
     seed: int = 0
     plot: str = ""
-    tensorboard: str = ""
+    track: str = ""
 
 
 class Policy(RL_Agent):
@@ -107,11 +109,11 @@ def learn(policy: Policy, optimizer: torch.optim.Optimizer, batch: Trajectories,
 
 
 class Log:
-    """A progress bar, and scalars for TensorBoard and a learning curve where they are asked for."""
+    """A progress bar, and metrics for `--track` and a learning curve where they are asked for."""
 
     def __init__(self, args: Args) -> None:
         # Before the first rollout: who lacks a package or a folder is to know it now.
-        self.writer = optional("torch.utils.tensorboard").SummaryWriter(args.tensorboard) if args.tensorboard else None
+        self.track = open_log(args.track, vars(args))
         self.figure = optional("matplotlib.figure").Figure() if args.plot else None
         if self.figure is not None:
             self.figure.savefig(args.plot)
@@ -128,16 +130,13 @@ class Log:
         self.bar.set_postfix_str(f"return {scalars['return']:.1f}", refresh=False)
         self.bar.total = max(self.bar.total, self.n_steps)  # the last rollout is a whole one
         self.bar.update(n_steps)
-        if self.writer is not None:
-            for name, value in scalars.items():
-                self.writer.add_scalar(name, value, self.n_steps)
+        self.track(scalars, self.n_steps)
 
     def close(self) -> float:
         """Writes what there is to write; steps/s of the training."""
         speed = self.n_steps / (time.perf_counter() - self.start)
         self.bar.close()
-        if self.writer is not None:
-            self.writer.close()
+        self.track.close()
         if self.figure is not None:
             axes = self.figure.subplots()
             axes.plot(self.steps, self.returns, ".", markersize=2, label="an episode")
@@ -148,7 +147,7 @@ class Log:
         return speed
 
 
-def optional(module: str, install: str = "--plot and --tensorboard need pip install 'rlstructs[plot]'"):
+def optional(module: str, install: str = "--plot needs pip install 'rlstructs[plot]'"):
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -173,7 +172,7 @@ def main(args: Args) -> None:
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - log.n_steps / args.n_steps)
             losses = learn(policy, optimizer, batch, args.gamma)
             batcher.update(network.state_dict())
-            log.add(int(batch.lengths.sum()), batcher.episodes(), losses)
+            log.add(int(batch.lengths.sum()), batcher.episodes(), {**batcher.metrics(), **losses})
         speed = log.close()
         episodes = batcher.evaluate(args.n_eval, args.seed + 1, agent_info=DictTensor({"greedy": ~greedy}))
     print(f"{args.env_id}: score {episodes['return'].mean():.1f}, {log.n_steps} steps, {speed:.0f} steps/s")

@@ -28,6 +28,7 @@ if sys.platform == "win32":
     raise ImportError("rlstructs needs POSIX shared memory and signals: it runs on Linux (and macOS), not on Windows")
 
 if TYPE_CHECKING:
+    from rlstructs.action_masks import mask_logits
     from rlstructs.agent import RL_Agent, RL_Agent_CheckDevice, replay_agent, replay_agent_stateless
     from rlstructs.batcher.batcher import RL_Batcher
     from rlstructs.batcher.lease import Lease
@@ -105,6 +106,7 @@ _EXPORTS = {
     "int32_seed": "seeding",
     "lambda_returns": "returns",
     "make_vec": "envs.shared_vector.make_vec",
+    "mask_logits": "action_masks",
     "masked_dicttensor": "structures.dict_tensor",
     "masked_tensor": "structures.dict_tensor",
     "n_step_returns": "returns",
@@ -153,6 +155,7 @@ __all__ = [
     "int32_seed",
     "lambda_returns",
     "make_vec",
+    "mask_logits",
     "masked_dicttensor",
     "masked_tensor",
     "n_step_returns",

@@ -43,6 +43,8 @@ class EpisodeTracker:
         self._ended: list[tuple[np.ndarray, ...]] = []
         self._n_ended = 0
         self.n_dropped = 0  # episodes that were dropped because nobody took them
+        # Of the episodes that ended since `take_means`: how many, and the sums of their returns and lengths.
+        self._sums = _NO_SUMS
         self._missing: str | None = None
 
     def forget(self, env_index: np.ndarray) -> None:
@@ -117,6 +119,8 @@ class EpisodeTracker:
         self._keep((returns[ended], sizes[ended], env_index[rows], *flags))
 
     def _keep(self, block: tuple[np.ndarray, ...]) -> None:
+        n, returns, lengths = self._sums
+        self._sums = n + block[0].size, returns + float(block[0].sum()), lengths + int(block[1].sum())
         self._ended.append(block)
         self._n_ended += block[0].size
         if len(self._ended) >= N_BLOCKS or self._n_ended > 2 * N_KEPT:
@@ -148,6 +152,18 @@ class EpisodeTracker:
         columns = (np.concatenate(column) for column in zip(*ended, strict=True))
         return DictTensor({name: torch.from_numpy(column) for name, column in zip(NAMES, columns, strict=True)})
 
+    def take_means(self) -> dict[str, float]:
+        """Returns how many episodes ended since the last call, and the means of those; `take` may have taken them.
+
+        Returns:
+            `episode/count`, and unless that is 0 `episode/return` and `episode/length`; empty where steps do not tell.
+        """
+        if self._missing is not None:
+            return {}
+        (n, returns, lengths), self._sums = self._sums, _NO_SUMS
+        means = {"episode/return": returns / n, "episode/length": lengths / n} if n else {}
+        return {"episode/count": float(n), **means}
+
     def peek(self) -> dict[str, torch.Tensor]:
         """Returns a copy of the episodes that `take` would return, without forgetting them."""
         self._ended = [tuple(np.concatenate(column) for column in zip(_NONE, *self._ended, strict=True))]
@@ -160,6 +176,7 @@ class EpisodeTracker:
         self.forget(np.arange(self._returns.size))
 
 
+_NO_SUMS = (0, 0.0, 0)
 _NONE = tuple(np.zeros(0, dtype) for dtype in (np.float64, np.int64, np.int64, bool, bool))
 
 

@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
+from rlstructs.action_masks import read_mask
 from rlstructs.agent import RL_Agent
 from rlstructs.envs.action_reader import ActionReader
 from rlstructs.envs.spaces import Leaf, list_leaves
+from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.public_names import set_module
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
@@ -31,6 +33,14 @@ class RandomAgent(RL_Agent):
 
     Args:
         action_space: Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of them.
+        mask: the key of the observation that says which actions are allowed, by 0 and 1, or by bools; for Discrete(n),
+            n of them, and for MultiDiscrete those of its entries one after another. Where an episode has ended, the
+            action does not count and nothing need be allowed. None to allow all actions.
+
+    Raises:
+        SpecError: the space is not supported, or not with a mask; or at a step, the mask has another shape, holds other
+            numbers, or allows nothing: the message names the row of the observation.
+        MissingKeyError: at a step, the observation has no such key.
 
     Example:
         >>> agent = RandomAgent(spaces.Box(-1, 1, (3,)))
@@ -40,11 +50,12 @@ class RandomAgent(RL_Agent):
         torch.Size([2, 3])
     """
 
-    #: It uses only the number of rows.
+    #: It uses only the number of rows, and the mask, which it does not change.
     takes_views: ClassVar[bool] = True
 
-    def __init__(self, action_space: gymnasium.Space[Any]) -> None:
-        found = list_leaves(action_space, "action")
+    def __init__(self, action_space: gymnasium.Space[Any], mask: str | None = None) -> None:
+        self._masked = None if mask is None else _MaskedDraws(action_space, mask)
+        found = [] if self._masked else list_leaves(action_space, "action")
         row_bytes = sum(NUMBER_BYTES * math.prod(leaf.shape) for leaf in found)
         self._draws = {
             ActionReader.key(leaf): _DrawnAhead(_draw_function(leaf), len(found), row_bytes) for leaf in found
@@ -62,6 +73,8 @@ class RandomAgent(RL_Agent):
         history: TemporalDictTensor | None = None,
     ) -> tuple[DictTensor, DictTensor]:
         """Random actions, B rows."""
+        if self._masked is not None:
+            return DictTensor.trusted({"action": self._masked(observation)}), state
         n = observation.n_elems()
         return DictTensor.trusted({key: draw(n) for key, draw in self._draws.items()}), state
 
@@ -72,6 +85,8 @@ class RandomAgent(RL_Agent):
         """Drops what was drawn before, so that the next actions come from the newly seeded global stream of torch."""
         for draw in self._draws.values():
             draw.forget()
+        if self._masked is not None:
+            self._masked.forget()
 
 
 # The most batches, and the most rows of all batches together. A draw takes a few calls for any number of rows, each
@@ -115,6 +130,52 @@ class _DrawnAhead:
     def forget(self) -> None:
         """Drops the batches that were drawn ahead."""
         self._batches = []
+
+
+class _MaskedDraws:
+    """Draws the actions of a Discrete or MultiDiscrete space that a key of the observation allows."""
+
+    def __init__(self, space: gymnasium.Space[Any], key: str) -> None:
+        if not isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
+            raise SpecError(f"RandomAgent: mask needs a Discrete or MultiDiscrete action space, got {space}")
+        [leaf] = list_leaves(space, "action")
+        self._key, self._space, self._leaf = key, space, leaf
+        sizes = [space.n] if isinstance(space, spaces.Discrete) else space.nvec.flat
+        self._sizes, self._start = [int(n) for n in sizes], torch.tensor(space.start, dtype=torch.int64, device="cpu")
+        self._dtype = torch.from_numpy(np.zeros(0, leaf.dtype)).dtype
+        self._what = f"RandomAgent: the mask {key!r}"
+        entries = [f"{self._what} for entry {k} of the action" for k in range(len(self._sizes))]
+        self._names = entries if leaf.shape else [self._what]
+        self._n = sum(self._sizes)
+        self._scores = _DrawnAhead(partial(_draw_scores, self._n), 1, NUMBER_BYTES * self._n)
+
+    def __call__(self, observation: DictTensor) -> torch.Tensor:
+        """Draws B actions."""
+        mask, n = self._read(observation), observation.n_elems()
+        ended = observation["done"].to("cpu") if "done" in observation else None
+        # Each allowed action has a random score, and the highest wins.
+        masks, scores = (each.split(self._sizes, 1) for each in (mask, self._scores(n)))  # type: ignore[no-untyped-call]
+        allowed = (read_mask(name, part, ended) for name, part in zip(self._names, masks, strict=True))
+        drawn = [score.masked_fill_(~part, -1).argmax(1) for score, part in zip(scores, allowed, strict=True)]
+        return torch.stack(drawn, 1).reshape(n, *self._leaf.shape).add_(self._start).to(self._dtype)
+
+    def _read(self, observation: DictTensor) -> torch.Tensor:
+        """The mask of all entries of the action, (B, n)."""
+        if self._key not in observation:
+            raise MissingKeyError(f"{self._what} is no key of the observation, which has {[*observation.keys()]}")
+        mask = observation[self._key]
+        if math.prod(mask.shape[1:]) != self._n:
+            shape = tuple(mask.shape[1:])
+            raise SpecError(f"{self._what} has rows of shape {shape}, needed is ({self._n},) for {self._space}")
+        return mask.to("cpu").reshape(len(mask), self._n)
+
+    def forget(self) -> None:
+        """Drops the scores that were drawn ahead."""
+        self._scores.forget()
+
+
+def _draw_scores(n_actions: int, n: int) -> torch.Tensor:
+    return torch.rand((n, n_actions), device="cpu")
 
 
 def _draw_function(leaf: Leaf) -> Callable[[int], torch.Tensor]:

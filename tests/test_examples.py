@@ -43,6 +43,10 @@ RUNS = {
     ),
     "ppo.py": ([*TRAINING, "--plot", "curve.png"], rf"CartPole-v1: score {SCORE}, {WAITED}"),
     "ppo.py HalfCheetah-v5": ([*TRAINING, "--env-id", "HalfCheetah-v5"], rf"HalfCheetah-v5: score {SCORE}, {WAITED}"),
+    "ppo.py Masked-v0": (
+        [*TRAINING, "--env-id", "masked_env:Masked-v0", "--action-mask", "action_mask"],
+        rf"masked_env:Masked-v0: score 5.0, \d+ steps, \d+ steps/s, {WAITED}",
+    ),
     "ppo_atari.py": (
         [*TRAINING, "--n-processes", "1", "--n-envs", "1", "--n-eval", "1", "--max-frames", "500"],
         rf"ALE/Pong-v5: score {SCORE}",
@@ -131,19 +135,20 @@ def test_a_plot_that_cannot_be_written_is_known_before_the_training(subprocess_e
     assert done.returncode == 1 and "missing/curve.png" in done.stderr.splitlines()[-1]
 
 
-def test_a_training_draws_its_curve_and_writes_scalars(subprocess_env, tmp_path):
+def test_a_training_draws_its_curve_and_keeps_its_metrics(subprocess_env, tmp_path):
     pytest.importorskip("matplotlib")
     pytest.importorskip("tensorboard")
-    arguments = [*TRAINING, "--plot", "curve.png", "--tensorboard", "run"]
+    arguments = [*TRAINING, "--plot", "curve.png", "--track", "tensorboard:run"]
     run([str(ROOT / "examples/ppo.py"), *arguments], env=subprocess_env, cwd=tmp_path)
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    assert b"policy_loss" in b"".join(path.read_bytes() for path in (tmp_path / "run").iterdir())
+    written = b"".join(path.read_bytes() for path in (tmp_path / "run").iterdir())
+    assert b"policy_loss" in written and b"rollout/waiting_share" in written
 
 
 @pytest.mark.parametrize(
     ("command", "module", "words"),
     [
-        (["ppo.py", "--tensorboard=run"], "tensorboard", "--plot and --tensorboard need pip install 'rlstructs[plot]'"),
+        (["ppo.py", "--plot=curve.png"], "matplotlib", "--plot needs pip install 'rlstructs[plot]'"),
         (["ppo_atari.py"], "ale_py", "Atari games need pip install ale-py opencv-python-headless"),
     ],
 )
@@ -154,6 +159,22 @@ def test_an_example_that_lacks_a_package_says_so_before_it_trains(command, modul
     done = subprocess.run(arguments, capture_output=True, text=True, env=environment)
     assert done.returncode == 1
     assert done.stderr == f"not here: {words}\n"
+
+
+def test_every_example_that_learns_keeps_its_metrics_where_it_is_told_to():
+    texts = {path.name: path.read_text() for path in (ROOT / "examples").glob("*.py")}
+    learns = {name for name, text in texts.items() if ".backward()" in text or "class Log:" in text}
+    assert len(learns) > 10 and learns == {name for name, text in texts.items() if "open_log(args.track, " in text}
+
+
+def test_an_example_says_which_package_its_log_lacks(subprocess_env, tmp_path):
+    (tmp_path / "tensorboard.py").write_text("raise ImportError('not here')")
+    environment = {**subprocess_env, "PYTHONPATH": os.pathsep.join([str(tmp_path), subprocess_env["PYTHONPATH"]])}
+    command = [sys.executable, str(ROOT / "examples/ppo.py"), "--track", "tensorboard:run"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=LIMIT)
+    assert done.returncode == 1 and not (tmp_path / "run").exists()
+    words = "ImportError: TensorBoardLog needs tensorboard: pip install 'rlstructs[plot]'"
+    assert done.stderr.splitlines()[-1] == words
 
 
 def test_a_memory_of_jax_says_what_it_needs(subprocess_env, tmp_path):

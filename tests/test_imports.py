@@ -25,7 +25,7 @@ frameworks worker_setup
 files
 structures seeding moments
 shared replay agent
-envs memories episodes returns_inputs
+envs memories episodes returns_inputs action_masks
 returns random_agent module_agent
 rollout
 batcher testing

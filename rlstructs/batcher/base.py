@@ -129,12 +129,25 @@ class BatcherBase:
         self._life.check_open("stats")
         return self._engine.stats()
 
+    def metrics(self) -> dict[str, float]:
+        """What is worth logging; it leaves `episodes` as it is.
+
+        Returns:
+            Since the last call: `episode/count`, and the means `episode/return` and `episode/length`, missing where no
+            episode ended; `rollout/steps_per_second`, of all environments; `rollout/waiting_share`, the share of the
+            time, 0 to 1, that `execute`, `get` and `lease` waited for workers; `rollout/staleness`, by how many updates
+            agents were behind when what they did was handed out, the mean over steps, missing without any. In all:
+            `rollout/steps`, which `state_dict` keeps, and `rollout/restarts`, of workers.
+        """
+        self._life.check_open("metrics")
+        return self._engine.metrics()
+
     def state_dict(self) -> dict[str, Any]:
         """The state of the batcher after the last rollout that was handed out, for `load_state_dict`.
 
         It holds the seeds and how far their streams are, the statistics, how often `update` was called, the counters of
-        `stats` and the episodes that `episodes` would return. It holds neither environments nor agents: save the
-        weights yourself. Save it with `torch.save`; `torch.load(weights_only=True)` reads it.
+        `stats`, `rollout/steps`, and the episodes that `episodes` would return. It holds neither environments nor
+        agents: save the weights yourself. Save it with `torch.save`; `torch.load(weights_only=True)` reads it.
 
         Returns:
             dicts, lists, tensors, numbers and texts, private memory.

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from rlstructs.batcher.arguments import RunSettings, count_awaited
 from rlstructs.batcher.batch import Batch
+from rlstructs.batcher.metrics import Meter
 from rlstructs.batcher.start_pool import start_pool
 from rlstructs.batcher.supervisor import Supervisor
 from rlstructs.batcher.transport import SlotTransport, Transport
@@ -90,6 +91,7 @@ class Engine:
         self.n_envs, self.arenas, self._on_new_episodes = n_envs, arenas, on_new_episodes
         # The number of updates before the first one that the outbox counts.
         self._version_before = 0
+        self._meter = Meter()
 
     @property
     def pool(self) -> Pool:
@@ -116,7 +118,8 @@ class Engine:
         """Starts rollouts until as many as are allowed are under way; None keeps the `agent_info` in force."""
         if agent_info is not None:
             self.transport.set_agent_info(agent_info)
-        self.supervisor.begin_rollouts(self.transport.write_agent_info)
+        with self._meter.wait():  # with no processes the rollouts run here
+            self.supervisor.begin_rollouts(self.transport.write_agent_info)
         self.begin_successors()
 
     def count_awaited(self, at_least: int | None, preempt: float | None) -> int | None:
@@ -141,7 +144,8 @@ class Engine:
             n: the number of workers to wait for; None for all.
             cuts: whether the other workers then end their rollouts early, and are waited for too.
         """
-        orders = self.supervisor.collect(n, self.transport.cut if cuts else None)
+        with self._meter.wait():
+            orders = self.supervisor.collect(n, self.transport.cut if cuts else None)
         return orders, self.transport.make_batch(orders, self._version_before, self.policy_version)
 
     def end_rollouts(self, orders: Mapping[int, RolloutOrder], trajectories: Trajectories | None = None) -> int:
@@ -149,8 +153,10 @@ class Engine:
 
         Args:
             orders: the orders that `collect` returned.
-            trajectories: the rollouts, whose episodes are recorded; None to record none.
+            trajectories: the rollouts, whose steps and episodes are counted; None to count none.
         """
+        if trajectories is not None:
+            self._meter.add(trajectories.lengths, trajectories.info["policy_version"], self.policy_version)
         self.transport.end_rollouts(orders, trajectories)
         self.supervisor.end_rollouts(orders)
         if self.supervisor.has_successors:
@@ -180,6 +186,7 @@ class Engine:
         self.supervisor.set_statistics(statistics)
         self.transport.episodes.put(state["episodes"], state["dropped_episodes"])
         self._version_before = state["weights_version"] - self.outbox.version
+        self._meter.n_steps = state.get("steps", 0)
 
     def stats(self) -> dict[str, Any]:
         """What `RL_Batcher.stats` returns."""
@@ -191,6 +198,19 @@ class Engine:
             "dropped_episodes": self.transport.episodes.n_dropped,
             "arena_bytes": self.transport.nbytes,
             "seeds": seeds_argument(self.settings.seeds),
+        }
+
+    @property
+    def n_steps(self) -> int:
+        """How many steps of all environments together were handed out."""
+        return self._meter.n_steps
+
+    def metrics(self) -> dict[str, float]:
+        """What `RL_Batcher.metrics` returns."""
+        return {
+            **self.transport.episodes.take_means(),
+            **self._meter.take(),
+            "rollout/restarts": float(self.supervisor.n_restarts),
         }
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ It holds dicts, lists, tensors, numbers and texts:
     batcher                 what must be the same in the batcher that loads it: n_processes (0 counts as 1), n_envs,
                             seeds, agent_seeds, keys
     weights_version         how often `update` was called
+    steps                   how many steps were handed out; missing in older states
     workers                 by worker: how often its streams have started anew, and its counters
     episodes                those that ended and were not taken; dropped_episodes
     statistics              by name: count, mean, m2
@@ -57,6 +58,7 @@ def make_state(engine: Engine) -> State:
         "seeds": seeds_argument(settings.seeds),
         "batcher": _describe_batcher(engine.transport.layout, settings.seeds, settings.agent_seeds),
         "weights_version": engine.policy_version,
+        "steps": engine.n_steps,
         "workers": supervisor.get_states(),
         "episodes": episodes.peek(),
         "dropped_episodes": episodes.n_dropped,
@@ -97,6 +99,7 @@ def check(state: Any, own: State) -> None:
         if str(error).startswith(f"{FAILED}seeds is") and "seeds" in state:
             raise SpecError(f"{error}; make the batcher with seeds={state['seeds']!r}") from None
         raise
+    state = {"steps": 0, **state}
     given, needed = ({key: value for key, value in each.items() if key != "seeds"} for each in (state, own))
     _check_form("state", given, needed)
     for name, kept in state["statistics"].items():

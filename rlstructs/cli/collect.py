@@ -34,6 +34,7 @@ class Settings:
         seed: seed of all random streams.
         ray: address of the Ray cluster to run workers on; None for this machine.
         n_nodes: as for `RayBatcher`.
+        action_mask: `mask` of `RandomAgent`, for the agent `random` alone.
     """
 
     env_id: str
@@ -45,6 +46,7 @@ class Settings:
     seed: int
     ray: str | None = None
     n_nodes: int | None = None
+    action_mask: str | None = None
 
     @property
     def n_steps(self) -> int:
@@ -152,7 +154,8 @@ def _run(batcher: RL_Batcher, settings: Settings, collected: Collected, keep: bo
 
 def make_batcher(settings: Settings) -> RL_Batcher:
     """The batcher that runs the rollouts."""
-    maker = Makers(partial(gymnasium.make, settings.env_id), NamedAgent(settings.agent), settings.n_envs)
+    agent = NamedAgent(settings.agent, settings.action_mask)
+    maker = Makers(partial(gymnasium.make, settings.env_id), agent, settings.n_envs)
     arguments: dict[str, Any] = {
         "n_timesteps": settings.n_timesteps,
         "create_agent": maker.create_agent,

@@ -121,6 +121,7 @@ def _add_collect(commands: Any, common: argparse.ArgumentParser) -> None:
     ):
         add(option, metavar=metavar, type=_int_from(least), default=default, help=text)
     _add_agent(parser)
+    add("--action-mask", metavar="KEY", help="of the observation: which actions the agent random may draw, by 0 and 1")
     add("--ray", metavar="ADDRESS", help="of a Ray cluster to run the workers on; auto for the one of this machine")
     add("--nodes", metavar="N", type=_int_from(1), help="actors of Ray that share the workers; default: one a machine")
     add("--out", metavar="FILE", type=Path, help="write the trajectories: .npz, .pt or .h5")
@@ -193,6 +194,8 @@ def _collect(options: argparse.Namespace) -> int:
     ):
         if path is not None:
             report.check_path(name, path, endings)
+    if options.action_mask is not None and options.agent != "random":
+        raise SpecError(f"--action-mask: is for --agent random; {options.agent} has to read its mask itself")
     if options.nodes is not None and options.ray is None:
         raise SpecError("--nodes: is for --ray")
     if options.ray is not None and options.workers == 0:
@@ -256,6 +259,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         seed=options.seed,
         ray=options.ray,
         n_nodes=options.nodes,
+        action_mask=options.action_mask,
     )
 
 

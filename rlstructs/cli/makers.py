@@ -14,10 +14,15 @@ from rlstructs.rollout.makers import accepted_arguments
 
 
 class NamedAgent:
-    """The factory of an agent named `random` or `module:factory`, which is found where it is called: in a worker."""
+    """The factory of an agent named `random` or `module:factory`, which is found where it is called: in a worker.
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    Args:
+        name: the name.
+        action_mask: `mask` of `RandomAgent`, for the name `random` alone.
+    """
+
+    def __init__(self, name: str, action_mask: str | None = None) -> None:
+        self._name, self._mask = name, {} if action_mask is None else {"mask": action_mask}
 
     def __call__(self, **spaces: Any) -> RL_Agent:
         """Makes the agent; its factory gets those of `observation_space` and `action_space` that it takes.
@@ -26,7 +31,7 @@ class NamedAgent:
             SpecError: there is no such factory, or it makes no agent.
         """
         factory = find_agent(self._name)
-        agent = factory(**accepted_arguments(factory, spaces))
+        agent = factory(**accepted_arguments(factory, spaces | self._mask))
         if not isinstance(agent, RL_Agent):
             raise SpecError(f"--agent {self._name}: must return an RL_Agent, got {type(agent).__name__}")
         return agent

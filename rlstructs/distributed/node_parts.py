@@ -192,8 +192,8 @@ class NodePartsBatch(Batch):
         for node_part, rows in self._place():
             for name, tensor in steps.items():
                 raw_of(tensor)[rows, : node_part.n_timesteps] = node_part[name]
-        info = DictTensor.trusted({"env_index": torch.from_numpy(self._rows)})
-        return Trajectories.trusted(info, TemporalDictTensor.trusted(steps, self.lengths))
+        info = {"env_index": torch.from_numpy(self._rows), "policy_version": torch.from_numpy(self._versions)}
+        return Trajectories.trusted(DictTensor.trusted(info), TemporalDictTensor.trusted(steps, self.lengths))
 
     def _place(self) -> Iterator[tuple[Part, slice]]:
         """Yields each node part with its rows of the batch."""

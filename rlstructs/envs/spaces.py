@@ -94,10 +94,13 @@ def _column_leaf(leaf: SpaceLeaf, what: str, keep_float64: bool) -> Leaf:
 
 
 def example_value(leaf: Leaf) -> np.ndarray:
-    """The legal value of a leaf that is nearest to zero."""
+    """A legal value of a leaf: 1 between bounds of 0 and 1, so that a mask allows all actions; else nearest to zero."""
     space = leaf.space
+    if isinstance(space, spaces.MultiBinary):
+        return np.ones(leaf.shape, leaf.dtype)
     if isinstance(space, spaces.Box):
         zeros = np.zeros(leaf.shape, space.dtype)  # in the bounds' dtype: int64 stays exact
-        return np.asarray(np.minimum(np.maximum(zeros, space.low), space.high), leaf.dtype)
+        nearest = np.minimum(np.maximum(zeros, space.low), space.high)
+        return np.asarray(np.where((space.low == 0) & (space.high == 1), space.high, nearest), leaf.dtype)
     start = getattr(space, "start", 0)
     return np.broadcast_to(np.asarray(start, leaf.dtype), leaf.shape).copy()

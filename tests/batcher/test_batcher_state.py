@@ -299,6 +299,7 @@ WRONG = {
     "negative version of weights": put("weights_version", -1),
     "bool": put("weights_version", True),
     "float": put("weights_version", 1.0),
+    "negative steps": put("steps", -1),
     "too few workers": put("workers", []),
     "worker without stream": lambda state: state["workers"][0].pop("stream"),
     "negative stream": put("workers", 0, "stream", -1),

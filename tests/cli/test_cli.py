@@ -221,6 +221,24 @@ def test_collect_runs_ten_thousand_steps_of_eight_environments_by_default(run):
     assert stdout.startswith("Cli/Count-v0: 10,240 steps, 3,408 episodes, mean return 6.00, mean length 3.00, ")
 
 
+def test_a_masked_environment_is_collected_with_actions_that_it_allows(run, tmp_path):
+    out = tmp_path / "x.npz"
+    command = ["collect", "masked_env:Masked-v0", "--workers", 0, "--envs", 2, "--steps", 256]
+    code, stdout, _ = run(*command, "--action-mask", "action_mask", "--out", out)
+    assert code == 0 and stdout.startswith("Masked-v0: 256 steps, 50 episodes, mean return 5.00, ")
+    steps = Trajectories.load(out).trajectories
+    assert (steps["observation/action_mask"].gather(-1, steps["action/action"][..., None]) == 1).all()
+    code, _, stderr = run(*command, "--action-mask", "mask")
+    assert code == 2 and "RandomAgent: the mask 'mask' is no key of the observation, which has [" in stderr
+    code, _, stderr = run(*command)
+    assert code == 2 and "is forbidden" in stderr
+
+
+def test_an_agent_of_ones_own_reads_its_mask_itself(run):
+    code, _, stderr = run("collect", "CartPole-v1", "--agent", "module:agent", "--action-mask", "mask")
+    assert code == 2 and "--action-mask: is for --agent random; module:agent has to read its mask itself" in stderr
+
+
 def test_the_seed_decides_what_is_collected(run, tmp_path):
     first, same, other = (tmp_path / f"{name}.npz" for name in ("first", "same", "other"))
     for out, seed in ((first, 1), (same, 1), (other, 2)):

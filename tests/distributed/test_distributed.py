@@ -221,6 +221,10 @@ def test_a_lease_is_what_get_copies_and_cannot_be_written_to(cluster):
                 with pytest.raises(StateError, match="^execute: a rollout is leased, release it first$"):
                     batcher.execute()
         assert batcher.episodes() == alone.episodes()
+        metrics, expected_metrics = batcher.metrics(), alone.metrics()
+        assert metrics["episode/count"] > 0 and metrics.keys() == expected_metrics.keys()
+        for name in metrics.keys() - {"rollout/steps_per_second", "rollout/waiting_share"}:
+            assert metrics[name] == expected_metrics[name]
         batcher.execute()
         lease = batcher.lease()
         lease.release()

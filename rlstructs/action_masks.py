@@ -1,0 +1,49 @@
+"""`mask_logits`: forbids actions, as gymnasium's `Discrete.sample(mask)` does."""
+
+from __future__ import annotations
+
+import torch
+
+from rlstructs.errors import SpecError
+
+
+def mask_logits(logits: torch.Tensor, mask: torch.Tensor, ignored: torch.Tensor | None = None) -> torch.Tensor:
+    """Logits in which the actions that a mask forbids have the lowest value, so that they are never drawn.
+
+    Args:
+        logits: floats (..., n), one for each action of a Discrete space.
+        mask: bool, or the numbers 0 and 1, (..., n), on the same device: 1 allows an action.
+        ignored: bool (...,), the rows whose action nobody uses, such as padding: their mask may allow nothing, and all
+            of their actions are then equally likely. None for no such row.
+
+    Returns:
+        (..., n) of the dtype of `logits`, with gradients for the actions that are allowed.
+
+    Raises:
+        SpecError: a shape differs, a number of the mask is neither 0 nor 1, or a row allows nothing; the message names
+            the row.
+
+    Example:
+        >>> logits = mask_logits(torch.zeros(2, 3), torch.tensor([[1, 0, 1], [0, 0, 1]]))
+        >>> torch.distributions.Categorical(logits=logits).probs
+        tensor([[0.5000, 0.0000, 0.5000],
+                [0.0000, 0.0000, 1.0000]])
+    """
+    if mask.shape != logits.shape:
+        raise SpecError(f"mask_logits: the mask has shape {tuple(mask.shape)}, needed is {tuple(logits.shape)}")
+    return logits.masked_fill(~read_mask("mask_logits: the mask", mask, ignored), torch.finfo(logits.dtype).min)
+
+
+def read_mask(what: str, mask: torch.Tensor, ignored: torch.Tensor | None) -> torch.Tensor:
+    """Returns which actions a mask (..., n) allows, bool; raises what `mask_logits` raises, of a mask called `what`."""
+    allowed = mask if mask.dtype == torch.bool else mask == 1
+    if allowed is not mask and not torch.equal(allowed, mask != 0):
+        strange = mask[(mask != 0) & ~allowed][0].item()
+        raise SpecError(f"{what} must hold 0 and 1, got {strange}")
+    nothing = ~allowed.any(-1)
+    if ignored is not None:
+        nothing &= ~ignored
+    if nothing.any():
+        row = nothing.nonzero()[0].tolist()
+        raise SpecError(f"{what} allows no action in row {row[0] if len(row) == 1 else tuple(row)}")
+    return allowed
