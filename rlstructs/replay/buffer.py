@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rlstructs.errors import StateError
 from rlstructs.replay import saving
 from rlstructs.replay.claims import Claims
 from rlstructs.replay.columns import Columns, Spec
@@ -91,6 +92,16 @@ class Buffer(CopiedWhole):
             TypeError, MissingKeyError, SpecError: an argument does not fit; nothing is added.
         """
         self._intake.add_trajectories(trajectories, names)
+
+    def make_feed(self) -> Intake:
+        """Returns what `RL_Batcher.feed` needs of this buffer.
+
+        Raises:
+            StateError: workers cannot write to a buffer of this class.
+        """
+        if self._inner():
+            raise StateError(f"feed: a {type(self).__name__} has stores of several kinds; use a VectorReplayBuffer")
+        return self._intake
 
     # Files and copies
 
