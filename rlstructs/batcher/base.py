@@ -50,8 +50,8 @@ class BatcherBase:
     def feed(self, memory: Any, names: Mapping[str, str] | None = None) -> None:
         """Has workers write what they collect to a memory: each its own lanes, at the end of each rollout.
 
-        The trainer samples from it meanwhile; a sample holds no row that is being written. `wait`, or `get`, returns when
-        the rows are there. The rollout of a worker that was lost is not; one that `reset` drops is, and so is what
+        The trainer samples from it meanwhile; no sample holds a row that is being written. `wait`, or `get`, returns
+        when the rows are there. The rollout of a worker that was lost is not; one that `reset` drops is, and so is what
         workers have collected ahead. The memory moves to shared memory: tensors that the program holds do not follow.
         Do not add rows to it yourself, and clear, save or read it by index only while no rollout is under way.
 
