@@ -238,6 +238,7 @@ class Soak:
         stats = self.batcher.stats()
         assert stats["lost_rollouts"] * self.n_envs == self.lost, "the lost ones were not counted exactly"
         self.batcher.close()
+        self.memory = None  # which may lie in shared memory
         return stats
 
 

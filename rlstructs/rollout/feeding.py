@@ -62,6 +62,8 @@ class Feed:
     def write(self, slots: Slots, version: int) -> None:
         """Writes the rollout in some slots, of an agent that has had `version` updates."""
         n_timesteps = int(slots.lengths.max())
+        if not n_timesteps:  # it was ended early
+            return
         steps = slots.lend(None, n_timesteps)
         versions = torch.full((slots.n, 1), self.version_before + version, dtype=torch.int64, device="cpu")
         steps = steps.with_views({**steps.views, POLICY_VERSION: versions.expand(-1, n_timesteps)})
