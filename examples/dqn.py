@@ -2,8 +2,8 @@
 
     python examples/dqn.py --seed 1
 
-Workers act while the learner draws from the memory. It shows a progress bar, and prints at the end the mean return of
-`--n-eval` episodes in which no action is random, and how fast the training was:
+Workers act, and write to the memory, while the learner draws from it. It shows a progress bar, and prints at the end
+the mean return of `--n-eval` episodes in which no action is random, and how fast the training was:
 
     CartPole-v1: score 500.0, 150016 steps, 904 steps/s
 
@@ -194,7 +194,9 @@ def main(args: Args) -> None:
     ) as batcher:  # fmt: skip
         log = Log(args)
         n_all = batcher.n_elems()
-        memory = PrioritizedMemory(memory_size=max(args.memory_size // n_all, 1), num_envs=n_all, device="cpu")
+        size = max(args.memory_size // n_all, args.n_timesteps)
+        memory = PrioritizedMemory(memory_size=size, num_envs=n_all, device="cpu")
+        batcher.feed(memory)
         learner, losses = Learner(network, memory, args), {}
         batcher.reset(agent_info=DictTensor({"epsilon": torch.ones(n_all)}))
         while log.n_steps < args.n_steps:
@@ -204,10 +206,9 @@ def main(args: Args) -> None:
             if log.n_steps >= max(args.n_before, 1):  # while the workers act
                 learner.anneal(share)
                 losses = {"loss": sum(learner.learn() for _ in range(args.n_updates)) / args.n_updates}
-            batch, _ = batcher.get()
-            memory.add_trajectories(batch)
+            n_steps, _ = batcher.wait()
             batcher.update(network.state_dict())
-            log.add(int(batch.lengths.sum()), batcher.episodes(), {**batcher.metrics(), **losses})
+            log.add(n_steps, batcher.episodes(), {**batcher.metrics(), **losses})
         speed = log.close()
         episodes = batcher.evaluate(
             args.n_eval, args.seed + 1, agent_info=DictTensor({"epsilon": torch.zeros(n_all)})

@@ -4,8 +4,9 @@ r"""Soft actor-critic (Haarnoja et al., 2018) with a temperature that is learnt 
     python examples/sac.py --env-id HalfCheetah-v5 --n-steps 500000 --n-hidden 256 --batch-size 256 --n-before 10000 \
         --updates-per-step 1 --learning-rate 3e-4 --n-eval 10
 
-Workers act while the learner draws from the memory; the first `--n-before` steps are the untrained policy's. It shows a
-progress bar, and prints at the end the mean return of `--n-eval` episodes with mean actions, and how fast it was:
+Workers act, and write to the memory, while the learner draws from it; the first `--n-before` steps are the untrained
+policy's. It shows a progress bar, and prints at the end the mean return of `--n-eval` episodes with mean actions, and
+how fast it was:
 
     Pendulum-v1: score -148.5, 20000 steps, 420 steps/s
 
@@ -226,16 +227,16 @@ def main(args: Args) -> None:
         n_updates = max(round(args.updates_per_step * n_all * args.n_timesteps), 1)
         rows = max(min(args.memory_size, args.n_steps) // n_all, args.n_timesteps)
         memory = RandomMemory(memory_size=rows, num_envs=n_all, device="cpu")
+        batcher.feed(memory)
         batcher.reset(agent_info=DictTensor({"greedy": greedy}))
         while log.n_steps < args.n_steps:
             batcher.execute()
             if log.n_steps >= max(args.n_before, 1):  # while the workers act
                 for _ in range(n_updates):
                     losses = learner.learn(memory)
-            batch, _ = batcher.get()
-            memory.add_trajectories(batch)
+            n_steps, _ = batcher.wait()
             batcher.update(learner.actor.state_dict())
-            log.add(int(batch.lengths.sum()), batcher.episodes(), {**batcher.metrics(), **losses})
+            log.add(n_steps, batcher.episodes(), {**batcher.metrics(), **losses})
         speed = log.close()
         episodes = batcher.evaluate(args.n_eval, args.seed + 1, agent_info=DictTensor({"greedy": ~greedy}))
     print(f"{args.env_id}: score {episodes['return'].mean():.1f}, {log.n_steps} steps, {speed:.0f} steps/s")

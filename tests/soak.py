@@ -4,7 +4,8 @@
     python tests/soak.py --table
 
 CartPole and HalfCheetah run under `on_worker_failure="restart"`, with and without a run-ahead, copied and leased, each
-with a replay memory that fills and is drawn from. About every two seconds a worker is killed, or stopped so that it
+with a replay memory that fills and is drawn from; in one of them the workers write to the memory, which holds little
+more than a rollout and is drawn from all the while. About every two seconds a worker is killed, or stopped so that it
 outruns its deadline; now and then an environment raises or hangs by itself. Every observation holds a checksum that its
 environment put in, the action before it, and its number, which is the reward; every agent puts out which update it has
 had. All of it is verified, in every transition that is handed out and every row that is drawn.
@@ -33,7 +34,8 @@ import torch
 from processes import named_memory, worker_pids
 
 from rlstructs import GymEnvInf, RandomAgent, RL_Batcher
-from rlstructs.memories.torch import RandomMemory
+from rlstructs.memories.torch import PrioritizedMemory, RandomMemory
+from rlstructs.replay.from_trajectories import NAMES as USUAL
 from rlstructs.testing import Fault, create_faulty_envs
 
 N_FIELDS = 6  # checksum of the action, environment, generation, episode, step, checksum
@@ -43,6 +45,8 @@ TIMEOUT, EVERY = 2.0, 2.0  # seconds
 # Seconds that a rollout may take beyond its deadline: successors start meanwhile.
 PATIENCE = 3.0
 NAMES = ["observations", "next_observations"]
+# Of a memory that workers feed.
+FED = {**USUAL, "versions": "action/version", "policy_version": "policy_version"}
 
 
 class Checked(gymnasium.Wrapper):
@@ -124,6 +128,7 @@ class Soak:
     patience: float = PATIENCE
     run_ahead: int = 0
     leases: bool = False
+    feeds: bool = False
     transitions: int = 0
     drawn: int = 0
     lost: int = 0
@@ -136,24 +141,50 @@ class Soak:
             self.n_timesteps, create_agent, arguments, create_env, {**arguments, "n_envs": self.n_envs},
             self.n_workers, 0, timeout=self.timeout, on_worker_failure="restart", run_ahead=self.run_ahead,
         )  # fmt: skip
-        self.name = f"{self.env_id}, run_ahead={self.run_ahead}{', leased' * self.leases}"
+        self.name = f"{self.env_id}, run_ahead={self.run_ahead}{', leased' * self.leases}{', fed' * self.feeds}"
+        n_all = self.n_workers * self.n_envs
+        if self.feeds:
+            self.memory = PrioritizedMemory(memory_size=2 * self.n_timesteps, num_envs=n_all, device="cpu", seed=0)
+            self.batcher.feed(self.memory, FED)
+        else:
+            self.memory = RandomMemory(memory_size=2000, num_envs=n_all, seed=0)
         self.batcher.reset()
-        self.memory = RandomMemory(memory_size=2000, num_envs=self.n_workers * self.n_envs, seed=0)
 
     def turn(self, harm):
         """One rollout, harmed or not, verified."""
         self._timed(self.batcher.execute)
         harmed = harm(self.batcher.stats()["workers"]) if harm else None
-        if self.leases:
+        if self.feeds:
+            self._timed(self._wait)
+        elif self.leases:
             with self._timed(self.batcher.lease) as (trajectories, _):
                 self._keep(trajectories)
         else:
             self._keep(self._timed(self.batcher.get)[0])
-        before, after = (rows.numpy() for rows in self.memory.sample(NAMES, batch_size=64)[0])
-        self._check_pairs(before, after)
-        self.drawn += len(before)
+        self._draw()
         self._timed(self.batcher.update, torch.full((10_000,), self.batcher.policy_version + 1.0))
         return harmed
+
+    def _wait(self):
+        """Draws until the rollout is over."""
+        while (n_steps := self.batcher.wait(blocking=False)[0]) is None:
+            if len(self.memory):
+                self._draw()
+        n_lost = self.memory.num_envs - n_steps // self.n_timesteps
+        self.lost, self.transitions = self.lost + n_lost, self.transitions + n_steps
+
+    def _draw(self):
+        names = [*FED] if self.feeds else NAMES
+        drawn = {name: rows.numpy() for name, rows in zip(names, self.memory.sample(names, 64)[0], strict=True)}
+        before, after = (drawn[name] for name in NAMES)
+        self._check_pairs(before, after)
+        self.drawn += len(before)
+        if self.feeds:
+            actions = [crc_of(action) for action in drawn["actions"]]
+            assert (np.array(actions, np.float32) == after[:, -N_FIELDS]).all(), f"{self.name}: another's action"
+            assert (drawn["rewards"][:, 0] == after[:, -2]).all(), f"{self.name}: another's reward"
+            assert (drawn["versions"] == drawn["policy_version"]).all(), f"{self.name}: another's weights"
+            self.memory.update_priorities(self.memory.get_sampling_indexes(), np.full(len(before), 0.5))
 
     def _keep(self, trajectories):
         self._verify(trajectories)
@@ -207,6 +238,7 @@ class Soak:
         stats = self.batcher.stats()
         assert stats["lost_rollouts"] * self.n_envs == self.lost, "the lost ones were not counted exactly"
         self.batcher.close()
+        self.memory = None  # which may lie in shared memory
         return stats
 
 
@@ -227,6 +259,7 @@ def soak(minutes, *limits):
     soaks = [
         Soak("CartPole-v1", 2, 8, 64, *limits), Soak("HalfCheetah-v5", 2, 2, 32, *limits, run_ahead=2),
         Soak("CartPole-v1", 2, 4, 32, *limits, run_ahead=1, leases=True),
+        Soak("CartPole-v1", 2, 4, 32, *limits, run_ahead=1, feeds=True),
     ]  # fmt: skip
     end, next_harm, sizes, counts = time.monotonic() + 60 * minutes, 0.0, [], {}
     while (now := time.monotonic()) < end:

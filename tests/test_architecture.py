@@ -13,6 +13,7 @@ from test_docs import OUTPUT, blocks_of
 from walk import Walk
 
 from rlstructs import RandomAgent, RL_Batcher
+from rlstructs.memories.torch import RandomMemory
 from rlstructs.replay import DictTensorReplayBuffer
 from rlstructs.testing import Fault, FaultyEnv, create_faulty_envs
 
@@ -112,6 +113,13 @@ def test_an_observation_an_action_and_an_update_walk_as_the_page_says():
     named = {path for thing in ("an observation", "an action", "an update of weights")
              for path in walked(f"The walk of {thing}")}  # fmt: skip
     assert named - inside - outside == IN_WORKERS_ALONE & named
+
+
+def test_a_row_that_a_worker_writes_walks_as_the_page_says():
+    memory = RandomMemory(memory_size=10, num_envs=2, device="cpu")
+    with count_batcher([[3, 4]], 5, autoreset=True, n_processes=0) as batcher:
+        passed = entered(lambda: batcher.feed(memory), batcher.reset, batcher.execute, batcher.wait)
+    assert walked("The walk of a row that a worker writes to a memory") - passed == set()
 
 
 def test_a_crash_walks_as_the_page_says():

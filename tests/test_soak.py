@@ -16,7 +16,8 @@ def test_workers_are_killed_and_stopped_and_nothing_wrong_is_handed_out(subproce
     done = subprocess.run(program, capture_output=True, text=True, env=subprocess_env, timeout=LIMIT)
     assert done.returncode == 0, done.stdout + done.stderr
     verified = re.findall(r"^(.*): ([\d,]+) transitions .* verified, (\d+) restarts", done.stdout, re.MULTILINE)
-    names = ["CartPole-v1, run_ahead=0", "HalfCheetah-v5, run_ahead=2", "CartPole-v1, run_ahead=1, leased"]
+    names = ["CartPole-v1, run_ahead=0", "HalfCheetah-v5, run_ahead=2", "CartPole-v1, run_ahead=1, leased",
+             "CartPole-v1, run_ahead=1, fed"]  # fmt: skip
     assert [name for name, _, _ in verified] == names
     assert sum(int(restarts) for _, _, restarts in verified) > 0
     assert done.stdout.endswith("nothing is left: processes, descriptors and shared memory are as before\n")

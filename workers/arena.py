@@ -39,6 +39,13 @@ class SharedArena:
             self._descriptor = Descriptor(_anonymous_file())
         self._map: mmap.mmap | None = None
 
+    @classmethod
+    def of(cls, descriptor: Descriptor) -> SharedArena:
+        """The block of a descriptor, which belongs to it from now on."""
+        made = cls.__new__(cls)
+        made.__setstate__(descriptor)
+        return made
+
     @property
     def nbytes(self) -> int:
         """Size in bytes."""

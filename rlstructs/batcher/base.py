@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from rlstructs.batcher.arguments import check_info, seeds_of, warn_of_overlap
 from rlstructs.batcher.delivery import Delivery
 from rlstructs.batcher.engine import Engine
 from rlstructs.batcher.evaluation import check_evaluation, evaluate
+from rlstructs.batcher.feeding import feed_memory
 from rlstructs.batcher.lifecycle import Lifecycle, Phase
 from rlstructs.checks import check_count
 from rlstructs.moments import Moments
@@ -45,6 +46,28 @@ class BatcherBase:
     def policy_version(self) -> int:
         """How many times `update` was called."""
         return self._engine.policy_version
+
+    def feed(self, memory: Any, names: Mapping[str, str] | None = None) -> None:
+        """Has workers write what they collect to a memory: each its own lanes, at the end of each rollout.
+
+        The trainer samples from it meanwhile; no sample holds a row that is being written. `wait`, or `get`, returns
+        when the rows are there. The rollout of a worker that was lost is not; one that `reset` drops is, and so is what
+        workers have collected ahead. The memory moves to shared memory: tensors that the program holds do not follow.
+        Do not add rows to it yourself, and clear, save or read it by index only while no rollout is under way.
+
+        Args:
+            memory: of `rlstructs.memories` or `rlstructs.replay`, in host memory, with a lane for each environment.
+            names: column -> key of the trajectories, or "policy_version", the number of updates that the agent had had.
+                None for the usual columns of the memory and, unless it has others already, `policy_version`.
+
+        Raises:
+            TypeError, StateError: workers cannot write to this memory, another batcher does, or a rollout is under way.
+            MissingKeyError, SpecError, OutOfMemoryError: it has too few lanes or rows, or other columns.
+        """
+        self._life.check("feed", Phase.NEW, Phase.READY, Phase.ENDED, Phase.INTERRUPTED)
+        feed = feed_memory(self._engine, self._life, memory, names)
+        with self._life.note_failures("feed", self._is_halfway):
+            self._engine.feed(feed)
 
     def evaluate(
         self, n_episodes: int, seed: int | Sequence[int], agent_info: DictTensor | None = None

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from rlstructs.batcher import out_argument
+from rlstructs.episodes import NAMES_OF_STEPS
 from rlstructs.shared.loan import Loan
 from rlstructs.shared.slots import Slots
 from rlstructs.structures.arrays import TensorSpec
@@ -63,6 +64,22 @@ class Batch:
             loan = Loan({}, self._steps())
         steps = TemporalDictTensor.trusted(loan, self.lengths)
         return Trajectories.trusted(DictTensor.trusted(self._info()), steps)
+
+    def lend_episodes(self) -> Trajectories:
+        """Returns only the steps that episodes are found by; values in the padding are undefined."""
+        found: list[dict[str, torch.Tensor]] = []
+        for slots, rows in self._sources:
+            loan = slots.lend(None, self.n_timesteps)
+            steps = {name: loan[name] for name in NAMES_OF_STEPS if name in loan}
+            if rows.size < slots.n:
+                steps = {name: tensor[torch.from_numpy(rows)] for name, tensor in steps.items()}
+            found.append(steps)
+        steps = found[0]
+        if self._order is not None:
+            order = torch.from_numpy(self._order)
+            steps = {name: torch.cat([each[name] for each in found])[order] for name in steps}
+        info = DictTensor.trusted({"env_index": torch.from_numpy(self._rows)})
+        return Trajectories.trusted(info, TemporalDictTensor.trusted(steps, self.lengths))
 
     def release(self) -> None:
         """Marks the slots as read."""

@@ -99,6 +99,7 @@ class RL_Batcher(BatcherBase):
         init_worker: `init_worker(index)` is called in each worker, also in a successor, with the worker's index, before
             any other code of yours; with no processes once in this process, with 0. For settings that workers do not
             take over by themselves (see the page on start methods). May be a lambda.
+        memory: what `feed` is called with, if anything.
 
     Raises:
         SpecError, TypeError: an argument is not what is needed.
@@ -126,27 +127,14 @@ class RL_Batcher(BatcherBase):
     _stack_level = 3
 
     def __init__(
-        self,
-        n_timesteps: int,
-        create_agent: Callable[..., RL_Agent],
-        agent_args: Mapping[str, Any],
-        create_env: Callable[..., VecEnv],
-        env_args: Mapping[str, Any],
-        n_processes: int,
-        seeds: int | Sequence[int] | None = None,
-        agent_info: DictTensor | None = None,
-        env_info: DictTensor | None = None,
-        agent_seeds: Sequence[int] | None = None,
-        device: torch.device | str = "cpu",
-        *,
-        start_method: str | None = None,
-        timeout: float | None = None,
-        on_worker_failure: str = RAISE,
-        max_restarts: int | None = None,
-        run_ahead: int = 0,
-        debug: bool | None = None,
-        init_worker: Callable[[int], object] | None = None,
-    ) -> None:
+        self, n_timesteps: int, create_agent: Callable[..., RL_Agent], agent_args: Mapping[str, Any],
+        create_env: Callable[..., VecEnv], env_args: Mapping[str, Any], n_processes: int,
+        seeds: int | Sequence[int] | None = None, agent_info: DictTensor | None = None,
+        env_info: DictTensor | None = None, agent_seeds: Sequence[int] | None = None,
+        device: torch.device | str = "cpu", *, start_method: str | None = None, timeout: float | None = None,
+        on_worker_failure: str = RAISE, max_restarts: int | None = None, run_ahead: int = 0,
+        debug: bool | None = None, init_worker: Callable[[int], object] | None = None, memory: Any = None,
+    ) -> None:  # fmt: skip
         self._life = Lifecycle()
         run = RunSettings(
             n_timesteps, n_processes, start_method, timeout, on_worker_failure, max_restarts, run_ahead, init_worker
@@ -170,6 +158,8 @@ class RL_Batcher(BatcherBase):
             warn_of_overlap(settings.seeds, self._engine.n_envs, self._stack_level)
             self._delivery = Delivery(self._engine, self._life, self._device)
             self._life.phase = Phase.NEW
+            if memory is not None:
+                self.feed(memory)
         except BaseException:
             with contextlib.suppress(Exception):
                 self._engine.close()
@@ -294,32 +284,20 @@ class RL_Batcher(BatcherBase):
 
     @overload
     def get(
-        self,
-        blocking: Literal[True] = True,
-        out: Trajectories | None = None,
-        *,
-        min_workers: int | None = None,
-        preempt: float | None = None,
-    ) -> tuple[Trajectories, int]: ...
+        self, blocking: Literal[True] = True, out: Trajectories | None = None, *,
+        min_workers: int | None = None, preempt: float | None = None,
+    ) -> tuple[Trajectories, int]: ...  # fmt: skip
 
     @overload
     def get(
-        self,
-        blocking: bool,
-        out: Trajectories | None = None,
-        *,
-        min_workers: int | None = None,
-        preempt: float | None = None,
-    ) -> tuple[Trajectories, int] | tuple[None, None]: ...
+        self, blocking: bool, out: Trajectories | None = None, *,
+        min_workers: int | None = None, preempt: float | None = None,
+    ) -> tuple[Trajectories, int] | tuple[None, None]: ...  # fmt: skip
 
     def get(
-        self,
-        blocking: bool = True,
-        out: Trajectories | None = None,
-        *,
-        min_workers: int | None = None,
-        preempt: float | None = None,
-    ) -> tuple[Trajectories, int] | tuple[None, None]:
+        self, blocking: bool = True, out: Trajectories | None = None, *,
+        min_workers: int | None = None, preempt: float | None = None,
+    ) -> tuple[Trajectories, int] | tuple[None, None]:  # fmt: skip
         """Returns the rollout that `execute` started, in memory of its own.
 
         It has a row for each environment that ran when the rollout began, sorted by global index. `trajectories`,
@@ -357,6 +335,22 @@ class RL_Batcher(BatcherBase):
             Exception: what an environment or agent raised, with the worker's traceback as its cause.
         """
         return self._delivery.get(blocking, out, min_workers, preempt)
+
+    def wait(
+        self, blocking: bool = True, *, min_workers: int | None = None, preempt: float | None = None
+    ) -> tuple[int, int] | tuple[None, None]:
+        """Waits for the rollout that `execute` started, and reads no row of it: for a memory that workers feed.
+
+        Args:
+            blocking, min_workers, preempt: see `get`; for nodes `min_workers` counts these.
+
+        Returns:
+            The number of steps, and the number of environments that still run.
+
+        Raises:
+            StateError, SpecError, WorkerError, Exception: see `get`.
+        """
+        return self._delivery.wait(blocking, min_workers, preempt)
 
     def lease(self) -> Lease:
         """Lends the rollout that `execute` started where the workers wrote it: `get` without a copy.

@@ -60,6 +60,27 @@ class Delivery:
             self._kept = trajectories, n_running
         return self._finish(trajectories, n_running)
 
+    def wait(
+        self, blocking: bool, at_least: int | None, preempt: float | None
+    ) -> tuple[int, int] | tuple[None, None]:
+        """Ends the oldest rollouts without reading their rows; the arguments are those of `RL_Batcher.wait`."""
+        self._life.check("wait", Phase.RUNNING)
+        if self._kept is not None:  # of an interrupted `get`
+            trajectories, n_running = self._finish(*self._kept)
+            return int(trajectories.lengths.sum()), n_running
+        engine, cuts = self._engine, preempt is not None
+        n = engine.count_awaited(at_least, preempt)
+        with self._life.note_failures():
+            if not blocking and not engine.is_ready(n, cuts):
+                return None, None
+            orders, batch = engine.collect(n, cuts)
+            trajectories = batch.lend_episodes()
+        with defer_interrupt():
+            n_running = engine.end_rollouts(orders, trajectories)
+            batch.release()
+            self._set_phase_after(n_running)
+        return int(trajectories.lengths.sum()), n_running
+
     def _check_out(self, out: Trajectories) -> None:
         """Raises unless the next rollout fits into `out`."""
         transport = self._engine.transport

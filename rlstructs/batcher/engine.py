@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from rlstructs.batcher.transport import SlotTransport, Transport
 from rlstructs.batcher.worker_record import RolloutOrder
 from rlstructs.errors import SpecError
 from rlstructs.moments import Moments
+from rlstructs.rollout.feeding import Feed
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.seeding import seeds_argument
 from rlstructs.shared import weights
@@ -26,6 +28,7 @@ from rlstructs.structures.arrays import specs_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from workers import SharedArena
+from workers.attaching import pack
 from workers.futures import Future
 from workers.interrupts import defer_interrupt
 from workers.pool_protocol import Pool
@@ -92,6 +95,8 @@ class Engine:
         # The number of updates before the first one that the outbox counts.
         self._version_before = 0
         self._meter = Meter()
+        # What workers write to; it keeps open what successors have to open.
+        self._feed: Feed | None = None
 
     @property
     def pool(self) -> Pool:
@@ -168,6 +173,11 @@ class Engine:
         self.supervisor.update(packed, partial(self.outbox.record_sent, packed))
         self.begin_successors()
 
+    def feed(self, feed: Feed) -> None:
+        """Has workers write the steps of later rollouts to a memory."""
+        self._feed = dataclasses.replace(feed, version_before=self._version_before)
+        self.supervisor.feed(pack(self._feed))
+
     def renew(self, states: Sequence[dict[str, Any]]) -> None:
         """Has workers make new environments with the next seeds of their streams.
 
@@ -187,6 +197,8 @@ class Engine:
         self.transport.episodes.put(state["episodes"], state["dropped_episodes"])
         self._version_before = state["weights_version"] - self.outbox.version
         self._meter.n_steps = state.get("steps", 0)
+        if self._feed is not None:
+            self.feed(self._feed)
 
     def stats(self) -> dict[str, Any]:
         """What `RL_Batcher.stats` returns."""
@@ -221,6 +233,7 @@ class Engine:
     def free(self) -> None:
         """Releases the memory."""
         self.transport.close()
+        self._feed = None
         for arena in self.arenas:
             arena.close()
 

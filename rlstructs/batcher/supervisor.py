@@ -86,6 +86,10 @@ class Supervisor:
         self._lasting["attach"] = (slot_buffers,)
         self.pool.call("attach", slot_buffers)
 
+    def feed(self, packed: bytes) -> None:
+        """Gives every worker a memory to write to."""
+        self._call("feed", packed)
+
     def update(self, packed: Any, record_sent: Callable[[list[Future]], None]) -> list[Future]:
         """Updates every agent: at once, or, with a run-ahead, after the rollouts that were ordered before.
 

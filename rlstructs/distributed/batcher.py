@@ -80,31 +80,16 @@ class RayBatcher(RL_Batcher):
     _stack_level = 4
 
     def __init__(
-        self,
-        n_timesteps: int,
-        create_agent: Callable[..., RL_Agent],
-        agent_args: Mapping[str, Any],
-        create_env: Callable[..., VecEnv],
-        env_args: Mapping[str, Any],
-        n_processes: int,
-        seeds: int | Sequence[int] | None = None,
-        agent_info: DictTensor | None = None,
-        env_info: DictTensor | None = None,
-        agent_seeds: Sequence[int] | None = None,
-        device: torch.device | str = "cpu",
-        *,
-        start_method: str | None = None,
-        timeout: float | None = None,
-        on_worker_failure: str = RAISE,
-        max_restarts: int | None = None,
-        run_ahead: int = 0,
-        debug: bool | None = None,
-        init_worker: Callable[[int], object] | None = None,
-        n_nodes: int | None = None,
-        resources: Mapping[str, float] | None = None,
-        placement: Any = None,
+        self, n_timesteps: int, create_agent: Callable[..., RL_Agent], agent_args: Mapping[str, Any],
+        create_env: Callable[..., VecEnv], env_args: Mapping[str, Any], n_processes: int,
+        seeds: int | Sequence[int] | None = None, agent_info: DictTensor | None = None,
+        env_info: DictTensor | None = None, agent_seeds: Sequence[int] | None = None,
+        device: torch.device | str = "cpu", *, start_method: str | None = None, timeout: float | None = None,
+        on_worker_failure: str = RAISE, max_restarts: int | None = None, run_ahead: int = 0,
+        debug: bool | None = None, init_worker: Callable[[int], object] | None = None,
+        n_nodes: int | None = None, resources: Mapping[str, float] | None = None, placement: Any = None,
         address: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         cluster.import_ray()
         check_count("n_processes", n_processes, 1)
         if n_nodes is not None and check_count("n_nodes", n_nodes, 1) > n_processes:
@@ -118,35 +103,20 @@ class RayBatcher(RL_Batcher):
 
     @overload  # type: ignore[override]
     def get(
-        self,
-        blocking: Literal[True] = True,
-        out: Trajectories | None = None,
-        *,
-        min_nodes: int | None = None,
-        preempt: float | None = None,
-        min_workers: None = None,
-    ) -> tuple[Trajectories, int]: ...
+        self, blocking: Literal[True] = True, out: Trajectories | None = None, *,
+        min_nodes: int | None = None, preempt: float | None = None, min_workers: None = None,
+    ) -> tuple[Trajectories, int]: ...  # fmt: skip
 
     @overload
     def get(
-        self,
-        blocking: bool,
-        out: Trajectories | None = None,
-        *,
-        min_nodes: int | None = None,
-        preempt: float | None = None,
-        min_workers: None = None,
-    ) -> tuple[Trajectories, int] | tuple[None, None]: ...
+        self, blocking: bool, out: Trajectories | None = None, *,
+        min_nodes: int | None = None, preempt: float | None = None, min_workers: None = None,
+    ) -> tuple[Trajectories, int] | tuple[None, None]: ...  # fmt: skip
 
     def get(
-        self,
-        blocking: bool = True,
-        out: Trajectories | None = None,
-        *,
-        min_nodes: int | None = None,
-        preempt: float | None = None,
-        min_workers: None = None,
-    ) -> tuple[Trajectories, int] | tuple[None, None]:
+        self, blocking: bool = True, out: Trajectories | None = None, *,
+        min_nodes: int | None = None, preempt: float | None = None, min_workers: None = None,
+    ) -> tuple[Trajectories, int] | tuple[None, None]:  # fmt: skip
         """Returns the rollout that `execute` started, in memory of its own; see `RL_Batcher.get`.
 
         Args:

@@ -195,6 +195,8 @@ class NodePartsBatch(Batch):
         info = {"env_index": torch.from_numpy(self._rows), "policy_version": torch.from_numpy(self._versions)}
         return Trajectories.trusted(DictTensor.trusted(info), TemporalDictTensor.trusted(steps, self.lengths))
 
+    lend_episodes = lend
+
     def _place(self) -> Iterator[tuple[Part, slice]]:
         """Yields each node part with its rows of the batch."""
         end = 0

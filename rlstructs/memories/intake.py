@@ -11,6 +11,7 @@ import numpy as np
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.frameworks.dtypes import dtype_name
 from rlstructs.memories.tensors import Tensors, find_ends
+from rlstructs.replay.columns import Columns, Spec
 from rlstructs.replay.from_trajectories import Steps
 from rlstructs.replay.roles import ENDS
 from rlstructs.replay.step_writer import StepWriter
@@ -138,32 +139,48 @@ class Intake:
         Raises:
             SpecError, OutOfMemoryError: a tensor does not fit; nothing changes.
         """
-        tensors, block = self._tensors, {}
-        columns, lead = tensors.storage.columns, (len(steps.lengths), steps.n_timesteps)
+        tensors = self._tensors
+        columns = tensors.storage.columns
         specs, missing = {**tensors.planned, **columns.specs}, {}
         for name, values in steps.values.items():
-            shape = tuple(values.shape[2:])
             if name not in specs:
                 missing[name] = tensors.convert_dtype(name, dtype_name(values.dtype), by_name=True)
-                specs[name] = tensors.make_spec(missing[name], shape or (1,))
-            spec = specs[name]
-            if math.prod(shape) != math.prod(spec.shape):
-                raise SpecError(f"add_trajectories: {name!r} has rows of shape {shape}, the tensor's are {spec.shape}")
-            given = steps.for_column(name, spec)
-            rows = None if columns.on_host else columns.own(given, spec)
-            if rows is None:
-                rows = host_array(name, given)
-                rows = to_bits(name, rows) if spec.is_bfloat16 else rows
-            rows = rows.reshape(*lead, *spec.shape)
-            is_ready = columns.on_host and rows.dtype == spec.dtype  # as nearly always
-            block[name] = rows if is_ready else columns.converted(name, rows, spec)
+                specs[name] = tensors.make_spec(missing[name], tuple(values.shape[2:]) or (1,))
+        block = convert_steps(steps, columns, specs)
         if missing:
             tensors.check_room("add_trajectories", [specs[name] for name in missing])
         for name, dtype in missing.items():
             tensors.plan(name, dtype, specs[name].shape)
         if tensors.planned:
             tensors.allocate()
-        steps.with_ends(find_marks({name: block[name] for name in ENDS if name in block})).write(block, write)
+        write_steps(block, steps, write)
+
+
+def convert_steps(steps: Steps, columns: Columns, specs: Mapping[str, Spec]) -> dict[str, Any]:
+    """Converts the values of steps for columns of these specs, of which some need not exist yet.
+
+    Raises:
+        SpecError: values do not fit.
+    """
+    lead, block = (len(steps.lengths), steps.n_timesteps), {}
+    for name, values in steps.values.items():
+        shape, spec = tuple(values.shape[2:]), specs[name]
+        if math.prod(shape) != math.prod(spec.shape):
+            raise SpecError(f"add_trajectories: {name!r} has rows of shape {shape}, the tensor's are {spec.shape}")
+        given = steps.for_column(name, spec)
+        rows = None if columns.on_host else columns.own(given, spec)
+        if rows is None:
+            rows = host_array(name, given)
+            rows = to_bits(name, rows) if spec.is_bfloat16 else rows
+        rows = rows.reshape(*lead, *spec.shape)
+        is_ready = columns.on_host and rows.dtype == spec.dtype  # as nearly always
+        block[name] = rows if is_ready else columns.converted(name, rows, spec)
+    return block
+
+
+def write_steps(block: Mapping[str, Any], steps: Steps, write: Write) -> None:
+    """Writes steps, of which `block` holds the values as columns take them."""
+    steps.with_ends(find_marks({name: block[name] for name in ENDS if name in block})).write(block, write)
 
 
 def _choose_first(values: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from rlstructs.errors import SpecError
 from rlstructs.frameworks.framework import Framework
 from rlstructs.memories import files
 from rlstructs.memories.batches import Batches
+from rlstructs.memories.feeding import MemoryFeed
 from rlstructs.memories.intake import Intake
 from rlstructs.memories.tensors import LiveTensors, Tensors, choose_device
 from rlstructs.replay.claims import Claims, plain_state
@@ -218,6 +219,12 @@ class Memory(CopiedWhole, ABC):
             StateError: the rows lie on a GPU.
         """
         self._tensors.allocate().share()
+
+    def make_feed(self) -> MemoryFeed:
+        """Returns what `RL_Batcher.feed` needs of this memory; raises SpecError if it exports itself."""
+        if self.export:
+            raise SpecError("feed: a memory with export=True saves what it is given, and no rows of workers: use save")
+        return MemoryFeed(self._tensors)
 
     def reset(self) -> None:
         """Drops every row."""

@@ -92,6 +92,10 @@ class Buffer(CopiedWhole):
         """
         self._intake.add_trajectories(trajectories, names)
 
+    def make_feed(self) -> Intake:
+        """Returns what `RL_Batcher.feed` needs of this buffer; raises StateError if workers cannot write to it."""
+        return self._intake
+
     # Files and copies
 
     def _locks(self) -> Sequence[Any]:

@@ -20,6 +20,8 @@ from rlstructs.structures.trajectories import Trajectories
 # Keys of trajectories that say where episodes end and begin.
 STEP_ENDS = ("_observation/terminated", "_observation/truncated", "_observation/done")
 STEP_START = "observation/initial_state"
+# Key, and column, of the number of updates that the agent of a step had had, in steps that workers write themselves.
+POLICY_VERSION = "policy_version"
 # Column -> key of trajectories, in the words of skrl and rlberry.
 NAMES = {
     "observations": "observation/frame",
@@ -177,7 +179,9 @@ def take_trajectories(
 
 def take_steps(steps: TemporalDictTensor, names: Mapping[str, str], lanes: np.ndarray | None = None) -> Steps:
     """Does what `take_trajectories` does, for existing keys and lanes (B,)."""
-    lengths, tensors = host_array("lengths", steps.lengths), dict(steps.items())
+    lengths = host_array("lengths", steps.lengths)
+    # Not all of them: where steps are leased, some would be copied for nothing.
+    tensors = {key: steps[key] for key in {*names.values(), *STEP_ENDS, STEP_START} if key in steps}
     found = Steps(
         {name: tensors[key].detach() for name, key in names.items()},
         steps.n_timesteps(),

@@ -13,7 +13,7 @@ import torch
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.replay import info_columns
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.from_trajectories import Steps, take_trajectories
+from rlstructs.replay.from_trajectories import POLICY_VERSION, Steps, take_trajectories
 from rlstructs.replay.given import as_rows
 from rlstructs.replay.info_columns import Plan, require_bytes
 from rlstructs.replay.linked_columns import SMALLEST
@@ -159,14 +159,19 @@ class Intake:
 
     def add_trajectories(self, trajectories: Trajectories, names: Mapping[str, str] | None = None) -> None:
         """Appends the valid steps of a batch; see `Buffer.add_trajectories`."""
+        steps = self._take(trajectories, names)
+        if steps.lengths.any():
+            self.write_steps(self.convert(steps.values, self.unknown, self.missing), steps)
+
+    def _take(self, trajectories: Trajectories, names: Mapping[str, str] | None) -> Steps:
+        """Finds and checks the steps of a batch."""
         n_lanes = None if self.takes_any_environment else self.storage.columns.n_lanes
         steps = take_trajectories(trajectories, self.trajectory_names if names is None else names, n_lanes)
         values = {name: self.prepare_column(name, steps.for_column(name, self.specs.get(name)))
                   for name in steps.values}  # fmt: skip
         steps = replace(steps, values=values).with_ends(self.find_ends(values))
         self.check_steps(steps)
-        if steps.lengths.any():
-            self.write_steps(self.convert(values, self.unknown, self.missing), steps)
+        return steps
 
     def trajectory_names(self, keys: Collection[str]) -> dict[str, str]:
         """Column -> key of the trajectories."""
@@ -187,6 +192,26 @@ class Intake:
         """The length of the longest episode that each trajectory would be part of, int64 (B,)."""
         done = np.zeros(steps.valid().shape, bool) if steps.done is None else steps.done
         return self.storage.track_episodes().longest(steps.lanes, done, steps.starts, steps.lengths)
+
+    # Writers in other processes
+
+    @property
+    def writer(self) -> Intake:
+        """What writes to the store in another process: this object, once it has its columns."""
+        return self
+
+    def choose_names(self, keys: Collection[str]) -> dict[str, str]:
+        """Column -> key of trajectories that other processes write; with the version, unless columns lack it."""
+        names = self.trajectory_names([key for key in keys if key != POLICY_VERSION])
+        return names | ({POLICY_VERSION: POLICY_VERSION} if POLICY_VERSION in self.specs or not self.specs else {})
+
+    def define_columns(self, example: Trajectories, names: Mapping[str, str]) -> None:
+        """Adds the columns for trajectories like these, which have a valid step; writes none.
+
+        Raises:
+            MissingKeyError, SpecError: a column does not fit.
+        """
+        self.convert(self._take(example, names).values, self.unknown, self.missing)
 
     # Files
 

@@ -113,7 +113,13 @@ class Storage(CopiedWhole):
             self.poison(specs)
 
     def exchange(self, made: Mapping[str, tuple[Spec, np.ndarray]], gone: Iterable[str] = ()) -> None:
-        """Gives columns other specs and values, and removes others; see `Columns.exchange`."""
+        """Gives columns other specs and values, and removes others; see `Columns.exchange`.
+
+        Raises:
+            StateError: the store is shared with other processes, which would go on with the old ones.
+        """
+        if not self.is_private:
+            raise StateError(f"a store that processes share cannot change its columns {sorted({*made, *gone})}")
         with self.lock:
             self.version += 1
             self.columns.exchange(made, gone)

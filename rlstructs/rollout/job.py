@@ -21,6 +21,7 @@ from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
 from rlstructs.moments import Moments
 from rlstructs.rollout.evaluation import Evaluation, seed_agent
+from rlstructs.rollout.feeding import Feed
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.rollout.probe import JobDescription, Specs, first_step, repeat_row
 from rlstructs.rollout.progress import Clock, Progress, RolloutReply
@@ -34,6 +35,7 @@ from rlstructs.shared.weights import Inbox, Packed
 from rlstructs.structures.arrays import specs_of
 from rlstructs.structures.dict_tensor import DictTensor
 from workers.arena import SharedArena
+from workers.attaching import attach
 from workers.loop import close_job
 from workers.process import BARE
 
@@ -90,6 +92,7 @@ class RolloutJob:
         self._group_progress: list[Progress] = []
         self._clock = Clock()
         self._evaluation: Evaluation | None = None
+        self._feed: Feed | None = None
 
     def describe(self) -> JobDescription:
         """Counts the environments; of worker 0 with the specs."""
@@ -102,6 +105,14 @@ class RolloutJob:
         self._slots = slot_buffers.slots(buffer, first=self.index * n, n=n)
         self._cuts = slot_buffers.cuts(buffer)
         self._attach_groups()
+
+    def feed(self, packed: bytes) -> None:
+        """Has the steps of later rollouts written to a memory, too.
+
+        Args:
+            packed: a `Feed`, packed by `workers.attaching`.
+        """
+        self._feed = attach(packed)
 
     def _attach_groups(self) -> None:
         """Maps the slots of each group of environments, if there are groups."""
@@ -144,6 +155,8 @@ class RolloutJob:
                 return self._reply([])
             began = perf_counter()
             progress = self._acquire(number, slots, progress)
+            if self._feed is not None:
+                self._feed.write(slots, self._inbox.version)
             self._clock.busy += perf_counter() - began
             goes_on = progress.running.size == slots.n or self._env.defers_resets
             running = None if goes_on else progress.running.tolist()

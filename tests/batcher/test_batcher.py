@@ -26,6 +26,7 @@ from rlstructs import (
     TemporalDictTensor,
 )
 from rlstructs.envs import VecEnv
+from rlstructs.memories.torch import RandomMemory
 
 TABLE = [[1, 4], [2, 7]]
 
@@ -437,6 +438,17 @@ def test_same_seeds_give_the_same_rollouts_whatever_the_start_method(seeds, star
     expected = noisy_chunks(2, seeds, start_method="forkserver" if start_method == "spawn" else "spawn")
     assert noisy_chunks(2, seeds, start_method=start_method) == expected
     assert noisy_chunks(2, 6 if seeds == 5 else [100, 201]) != expected
+
+
+def test_workers_feed_a_memory_whatever_the_start_method(start_method):
+    fed, other = (RandomMemory(memory_size=20, num_envs=4, device="cpu") for _ in range(2))
+    with count_batcher(TABLE, 6, autoreset=True, start_method=start_method, memory=fed) as batcher:
+        batcher.reset()
+        for _ in range(4):
+            other.add_trajectories(rollout(batcher)[0])
+    names = other.get_tensor_names()
+    for one, two in zip(fed.sample_all(names)[0], other.sample_all(names)[0], strict=True):
+        assert len(one) == 80 and torch.equal(one, two)
 
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])

@@ -115,8 +115,19 @@ class TaggedIntake(Intake):
 
     def add_trajectories(self, trajectories: Trajectories, names: Mapping[str, str] | None = None) -> None:
         super().add_trajectories(trajectories, names)
+        self._adopt_columns()
+
+    def _adopt_columns(self) -> None:
+        """Makes the columns tags, if there are none."""
         if not self.tags:
             self.set_tags({tag: Spec(spec.dtype, is_bfloat16=spec.is_bfloat16) for tag, spec in self.specs.items()})
+
+    def choose_names(self, keys: Collection[str]) -> dict[str, str]:
+        return self.trajectory_names(keys) if self.tags else super().choose_names(keys)
+
+    def define_columns(self, example: Trajectories, names: Mapping[str, str]) -> None:
+        super().define_columns(example, names)
+        self._adopt_columns()
 
     def trajectory_names(self, keys: Collection[str]) -> dict[str, str]:
         known = NAMES | MORE_NAMES

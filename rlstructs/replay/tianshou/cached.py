@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -316,6 +316,10 @@ class CachedReplayBuffer(VectorReplayBuffer):
         return views
 
     # Files
+
+    def make_feed(self) -> NoReturn:
+        """Raises StateError: a row is in one store first, and later in another."""
+        raise StateError(f"feed: a {type(self).__name__} has stores of several kinds; use a VectorReplayBuffer")
 
     def _inner(self) -> dict[str, Buffer]:
         return {"main": self.main_buffer}

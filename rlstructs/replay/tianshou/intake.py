@@ -269,6 +269,12 @@ class TransitionIntake(Intake):
 
     # Files
 
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The returns and lengths of running episodes, for a file."""
+        if not self.storage.is_private:  # other processes may have written
+            self.recount()
+        return self.running.arrays()
+
     def keeps_objects(self, name: str) -> bool:
         return is_info(name)
 

@@ -386,7 +386,7 @@ class ReplayBuffer(Buffer):
         return {"settings": self._settings()}
 
     def _more_arrays(self) -> dict[str, np.ndarray]:
-        return self._intake.running.arrays()
+        return self._intake.arrays()
 
     def _restorer(self, state: Mapping[str, Any], arrays: Arrays, claims: Claims) -> Restore:
         restore_intake = self._intake.restorer(arrays, claims)

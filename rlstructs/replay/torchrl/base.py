@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
 
+from rlstructs.errors import StateError
 from rlstructs.files.layout import WRITERS, ending_of
 from rlstructs.replay.buffer import Buffer
 from rlstructs.replay.claims import Claims
@@ -204,6 +205,10 @@ class DictTensorBase(Buffer):
         If these are all rows, there may be new columns.
         """
         self[: take_rows(data, "write_all").n if end is None else end] = data
+
+    def make_feed(self) -> NoReturn:
+        """Raises StateError: all rows are in one ring, where writers of several processes would need turns."""
+        raise StateError(f"feed: a {type(self).__name__} has one ring for all; use a VectorReplayBuffer or a memory")
 
     # Files and copies
 

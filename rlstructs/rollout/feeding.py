@@ -1,0 +1,74 @@
+"""`Feed`: a worker's end of a memory that lies in shared memory, to which it writes the steps of its rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from rlstructs.replay.from_trajectories import POLICY_VERSION
+from rlstructs.replay.store import Storage
+from rlstructs.shared.slots import Slots
+from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
+from rlstructs.structures.trajectories import Trajectories
+
+
+class Writer(Protocol):
+    """Appends trajectories to a store, in any process that it is sent to."""
+
+    def add_trajectories(self, trajectories: Trajectories, names: Mapping[str, str]) -> None:
+        """Appends the valid steps of a batch; `names` are column -> key."""
+
+
+class FedMemory(Protocol):
+    """What a memory says of itself so that workers can write to it: `make_feed` of memories and buffers."""
+
+    @property
+    def takes_any_environment(self) -> bool:
+        """Whether the trajectories of all environments go to a single lane."""
+
+    @property
+    def storage(self) -> Storage:
+        """The store."""
+
+    @property
+    def writer(self) -> Writer:
+        """What writes to it, once the columns are defined."""
+
+    def choose_names(self, keys: Collection[str]) -> dict[str, str]:
+        """Column -> key of the trajectories, where a program names none."""
+
+    def define_columns(self, example: Trajectories, names: Mapping[str, str]) -> None:
+        """Adds the columns that trajectories like this one, with one step, need; writes no rows."""
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Writes rollouts to a memory.
+
+    Args:
+        writer: writes to its store.
+        names: column -> key of the trajectories.
+        version_before: the number of updates that the worker's own count leaves out.
+    """
+
+    writer: Writer
+    names: Mapping[str, str]
+    version_before: int = 0
+
+    def write(self, slots: Slots, version: int) -> None:
+        """Writes the rollout in some slots, of an agent that has had `version` updates."""
+        n_timesteps = int(slots.lengths.max())
+        if not n_timesteps:  # it was ended early
+            return
+        steps = slots.lend(None, n_timesteps)
+        versions = torch.full((slots.n, 1), self.version_before + version, dtype=torch.int64, device="cpu")
+        steps = steps.with_views({**steps.views, POLICY_VERSION: versions.expand(-1, n_timesteps)})
+        info = {"env_index": torch.arange(slots.first, slots.first + slots.n, device="cpu")}
+        lengths = torch.from_numpy(slots.lengths)
+        self.writer.add_trajectories(
+            Trajectories.trusted(DictTensor.trusted(info), TemporalDictTensor.trusted(steps, lengths)), self.names
+        )

@@ -1,0 +1,321 @@
+"""Workers that write to a memory: the rows that `get` and `add_trajectories` would have brought, in the same places."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers import Count, Counting, count_batcher
+from surfaces import CAPACITY, EVERY_SURFACE
+
+from rlstructs import GymEnvInf, RandomAgent, RL_Batcher, SpecError, StateError
+from rlstructs.errors import MissingKeyError
+from rlstructs.memories.torch import PrioritizedMemory, RandomMemory
+from rlstructs.replay import (
+    CachedReplayBuffer,
+    ChunkReplayBuffer,
+    DictTensorReplayBuffer,
+    ReplayBuffer,
+    VectorReplayBuffer,
+)
+from rlstructs.testing import Fault, FaultyEnv, create_faulty_envs
+from rlstructs.testing.faulty_env import checksum_of
+
+T = 6
+LENGTHS = [[3], [5]]  # of the episodes of two workers' environments
+
+
+@pytest.fixture(scope="module")
+def counts():
+    """A batcher of two workers, which feeds one memory after another."""
+    with count_batcher(LENGTHS, T, autoreset=True) as batcher:
+        yield batcher
+
+
+@pytest.fixture(scope="module")
+def counts_here():
+    """One worker in this process, with two environments."""
+    with count_batcher([[3, 5]], T, autoreset=True, n_processes=0) as batcher:
+        yield batcher
+
+
+def memory_of(n=2, size=CAPACITY, cls=RandomMemory, **settings):
+    return cls(memory_size=size, num_envs=n, device="cpu", seed=0, **settings)
+
+
+def contents(storage):
+    """The counters, the rows of every column and the episodes of a store."""
+    columns, rows = storage.columns, np.sort(storage.span().every_row())
+    found = dict(zip(sorted(columns.specs), columns.gather(sorted(columns.specs), rows), strict=True))
+    found |= {"rows": rows, "heads": storage.ring.head.copy(), "times": storage.episodes.times(rows)}
+    return found | {"ends": storage.episodes.end(rows), "remaining": storage.episodes.remaining(rows)}
+
+
+def assert_equal(one, other, without=()):
+    assert one.keys() - without == other.keys() - without
+    for name in one.keys() - without:
+        np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+
+
+@pytest.mark.parametrize("surface", EVERY_SURFACE)
+def test_a_memory_holds_what_add_trajectories_would_have_added(surface, counts, counts_here):
+    fed, other = surface.make(), surface.make()
+    batcher = counts_here if surface.is_one else counts
+    try:
+        batcher.feed(fed, surface.names)
+    except (StateError, SpecError, TypeError) as error:
+        words = ("cannot be moved", "several kinds", "one ring for all", "a rollout up to 12", "needs a memory")
+        assert any(word in str(error) for word in words), error
+        return
+    batcher.reset()
+    for _ in range(5):  # the rings wrap
+        batcher.execute()
+        other.add_trajectories(batcher.get()[0], surface.names)
+        for store, theirs in zip(surface.stores(fed), surface.stores(other), strict=True):
+            assert_equal(contents(store), contents(theirs))
+
+
+def run(n_rollouts, make=memory_of, table=LENGTHS, **settings):
+    """A fed memory, and one to which the same rollouts were added."""
+    fed, other = make(), make()
+    with count_batcher(table, T, autoreset=True, memory=fed, **settings) as batcher:
+        batcher.reset()
+        for _ in range(n_rollouts):
+            batcher.execute()
+            other.add_trajectories(batcher.get()[0])
+            batcher.update(float(batcher.policy_version))
+    return fed, other
+
+
+def test_a_run_ahead_changes_no_row_and_each_row_says_of_which_update_it_is():
+    fed, other = run(4, lambda: memory_of(size=100), run_ahead=2)
+    one, two, n = contents(fed._storage), contents(other._storage), 2 * 4 * T
+    assert len(other) == n and (one["heads"] >= two["heads"]).all()
+    names = two.keys() - {"heads", "remaining", "ends"}  # the episodes go on in what was collected ahead
+    assert_equal({name: one[name][:n] for name in names}, {name: two[name] for name in names})
+    assert one["policy_version"][:n].reshape(-1, 2).tolist() == [[max(0, t // T - 2)] * 2 for t in range(4 * T)]
+
+
+def test_wait_tells_steps_and_environments_that_run_and_episodes_come_as_with_get():
+    """Environments that do not start anew, so that fewer and fewer run."""
+    table = [[3, 9], [4, 9]]
+    with count_batcher(table, T, memory=memory_of(4)) as batcher, count_batcher(table, T) as other:
+        for each in (batcher, other):
+            each.reset()
+            each.execute()
+        while (found := batcher.wait(blocking=False)) == (None, None):
+            pass
+        assert found == (3 + 4 + 2 * T, 2) and other.get()[1] == 2
+        with pytest.raises(StateError, match="wait: no rollout is under way, call execute first"):
+            batcher.wait()
+        for each in (batcher, other):
+            each.execute()
+        assert batcher.wait() == (2 * 3, 0) and other.get()[1] == 0
+        assert batcher.episodes() == other.episodes()
+
+
+def test_wait_takes_first_come_first_served_and_ends_late_rollouts_early():
+    with count_batcher(LENGTHS, T, autoreset=True, memory=(memory := memory_of())) as batcher:
+        batcher.reset()
+        n_steps = 0
+        for settings in ({"min_workers": 1}, {}, {"preempt": 0.5}, {}):
+            batcher.execute()
+            n_steps += batcher.wait(**settings)[0]
+        batcher._engine.supervisor.settle()
+        assert memory._storage.ring.head.sum() == n_steps
+
+
+def test_a_killed_worker_loses_its_unfinished_rollout_alone_and_its_successor_goes_on_in_its_lanes():
+    fault = Fault("kill", count=9, worker=1, generations=[0])
+    fed, other = (memory_of(4, 40) for _ in range(2))
+    with RL_Batcher(
+        4, RandomAgent, {"action_space": FaultyEnv.action_space}, create_faulty_envs, {"n_envs": 2, "faults": [fault]},
+        2, 0, on_worker_failure="restart", memory=fed,
+    ) as batcher:  # fmt: skip
+        batcher.reset()
+        for _ in range(6):
+            batcher.execute()
+            other.add_trajectories(batcher.get()[0])
+        assert batcher.stats()["lost_rollouts"] == 1
+        assert fed._storage.ring.head.tolist() == [24, 24, 20, 20]
+        assert_equal(contents(fed._storage), contents(other._storage), {"policy_version"})
+
+
+def test_rows_that_a_writer_had_only_announced_are_not_drawn_and_the_next_one_writes_in_their_places(counts):
+    counts.feed(memory := memory_of(cls=PrioritizedMemory))
+    counts.reset()
+    for _ in range(4):
+        counts.execute()
+        counts.wait()
+    ring = memory._storage.ring
+    ring.reserve(slice(1, 2), T)  # as one that was killed leaves it
+    assert len(memory) == 2 * CAPACITY - T
+    memory.sample(["rewards"], 256)
+    rows = memory.get_sampling_indexes().numpy()
+    assert (memory._storage.span().steps(rows) >= ring.oldest()[rows % 2]).all()
+    counts.execute()
+    counts.wait()
+    assert len(memory) == 2 * CAPACITY and (ring.reserved == ring.head).all()
+    rewards = memory.get_tensor_by_name("rewards")[:, 1, 0]
+    steps = np.arange(5 * T - CAPACITY, 5 * T)
+    assert rewards[steps % CAPACITY].tolist() == (steps % 5 + 1).tolist()
+
+
+class Fast(Count):
+    """Shows which step it is, and a checksum."""
+
+    def _observation(self):
+        return np.array([self.steps, checksum_of(0, 0, self.episode, self.steps, 0)], np.float32)
+
+
+@pytest.mark.parametrize(
+    "make", [memory_of, lambda: memory_of(cls=PrioritizedMemory), lambda: VectorReplayBuffer(40, 2)],
+    ids=["RandomMemory", "PrioritizedMemory", "VectorReplayBuffer"],
+)  # fmt: skip
+def test_no_row_is_torn_that_is_drawn_while_workers_write(make):
+    """The rings are hardly larger than a rollout, so that workers always overwrite what is drawn."""
+    with RL_Batcher(
+        16, Counting, {}, lambda seed: GymEnvInf([Fast(10_000)], seed), {}, 2, 0, run_ahead=3,
+        memory=(memory := make()),
+    ) as batcher:  # fmt: skip
+        batcher.reset()
+        n_drawn = 0
+        for _ in range(20):
+            batcher.execute()
+            while batcher.wait(blocking=False) == (None, None):
+                n_drawn += check_draw(memory) if len(memory) > 8 else 0
+        assert n_drawn
+
+
+def check_draw(memory):
+    """Draws rows, each of which has to be whole; returns how many there are."""
+    if isinstance(memory, VectorReplayBuffer):
+        batch = memory.sample(32)[0]
+        rows = [batch[name] for name in ("obs", "obs_next", "rew")]
+    else:
+        [rows] = memory.sample(["observations", "next_observations", "rewards"], 32)
+    before, after, rewards = (np.asarray(each).astype(np.int64) for each in rows)
+    assert (before[:, 0] + 1 == after[:, 0]).all() and (rewards.reshape(-1) == after[:, 0]).all()
+    steps, found = np.concatenate([before, after]).T
+    zeros = np.zeros_like(steps)
+    assert (found == checksum_of(zeros, zeros, zeros, steps, zeros)).all()
+    return len(before)
+
+
+def test_new_rows_have_the_largest_priority_once_the_trainer_draws(counts):
+    counts.feed(memory := memory_of(cls=PrioritizedMemory, alpha=1.0))
+    counts.reset()
+    counts.execute()
+    counts.wait()
+    memory.sample(["rewards"], 64)
+    memory.update_priorities(np.arange(2 * T), np.full(2 * T, 1e-9))
+    counts.execute()
+    counts.wait()
+    memory.sample(["rewards"], 256)
+    assert (memory.get_sampling_indexes().numpy() >= 2 * T).all()
+
+
+def test_a_debug_batcher_feeds_no_poison():
+    fed, other = run(3, table=[[3, 5]], debug=True, n_processes=0)
+    assert_equal(contents(fed._storage), contents(other._storage), {"policy_version"})
+    assert not torch.isnan(fed.sample_all(["observations"])[0][0]).any()
+
+
+def test_a_batcher_that_continues_from_a_state_counts_updates_on_in_the_rows():
+    memory = memory_of(size=100)
+    for is_first in (True, False):
+        with RL_Batcher(
+            T, Counting, {}, lambda seed: GymEnvInf([Count(4), Count(4)], seed), {}, 0, 0, memory=memory
+        ) as batcher:
+            if is_first:
+                for version in range(3):
+                    batcher.update(float(version))
+                state = batcher.state_dict()
+                continue
+            batcher.load_state_dict(state)
+            batcher.reset()
+            for version in range(2):
+                batcher.execute()
+                batcher.wait()
+                batcher.update(float(version))
+    versions = memory.get_tensor_by_name("policy_version")[: 2 * T, :, 0]
+    assert versions.tolist() == [[3, 3]] * T + [[4, 4]] * T
+
+
+def test_a_buffer_that_has_columns_gets_no_version_and_one_whose_names_are_given_what_they_say(counts):
+    chunks = ChunkReplayBuffer(2 * CAPACITY, 0, n_lanes=2)
+    for tag in ("observations", "rewards"):
+        chunks.setup_entry(tag, np.float32)
+    counts.feed(chunks)
+    assert chunks.tags == ["observations", "rewards"]
+    buffer = VectorReplayBuffer(2 * CAPACITY, 2)
+    counts.feed(buffer)
+    assert "policy_version" in buffer._specs and buffer._specs.keys() >= {"obs", "obs_next", "rew"}
+    memory = memory_of()
+    counts.feed(memory, {"seen": "observation/frame", "n": "action/n", "age": "policy_version"})
+    assert memory.get_tensor_names() == ["age", "n", "seen"]
+    counts.reset()
+    counts.execute()
+    counts.wait()
+    assert memory.get_tensor_by_name("n")[:T, 0, 0].tolist() == [0, 1, 2, 0, 1, 2]
+    assert len(chunks) == len(buffer) == 0  # the last one that it was told to feed
+
+
+def test_a_saved_buffer_has_the_returns_of_the_episodes_that_go_on(counts, tmp_path):
+    fed, other = (VectorReplayBuffer(2 * CAPACITY, 2) for _ in range(2))
+    counts.feed(fed)
+    counts.reset()
+    counts.execute()
+    other.add_trajectories(counts.get()[0])
+    fed.save(tmp_path / "fed.npz")
+    back = VectorReplayBuffer(2 * CAPACITY, 2)
+    back.load(tmp_path / "fed.npz")
+    running = back._intake.running
+    assert running.returns.tolist() == other._intake.running.returns.tolist() and running.lengths.tolist() == [0, 1]
+
+
+class Unlike:
+    """No memory."""
+
+
+@pytest.mark.parametrize(
+    "make, names, error, message",
+    [
+        (Unlike, None, TypeError, "needs a memory of rlstructs.memories or rlstructs.replay, got Unlike"),
+        (lambda: memory_of(1), None, SpecError, "the memory has 1 lanes, needed are 2, one for each environment"),
+        (lambda: memory_of(size=T - 1), None, SpecError, "a lane of the memory has 5 rows, and a rollout up to 6"),
+        (lambda: ReplayBuffer(100), None, SpecError, "the memory has one lane, and 2 workers cannot share it"),
+        (lambda: DictTensorReplayBuffer(), None, StateError, "has one ring for all; use a VectorReplayBuffer"),
+        (lambda: CachedReplayBuffer(ReplayBuffer(9), 2, 9), None, StateError, "has stores of several kinds"),
+        (lambda: memory_of(export=True), None, SpecError, "export=True"),
+        (memory_of, {}, SpecError, "names is empty"),
+        (memory_of, {"seen": "observation/picture"}, MissingKeyError, r"no \['observation/picture'\]"),
+        (lambda: with_tensor("rewards", 3), None, SpecError, r"'rewards' has rows of shape \(\)"),
+    ],
+)  # fmt: skip
+def test_a_memory_that_workers_cannot_write_to_is_refused_before_a_row_is_written(counts, make, names, error, message):
+    memory = make()
+    with pytest.raises(error, match=message):
+        counts.feed(memory, names)
+    assert memory.__class__ is Unlike or len(memory) == 0
+
+
+def with_tensor(name, size):
+    memory = memory_of()
+    memory.create_tensor(name, size, torch.float32)
+    return memory
+
+
+def test_one_batcher_at_a_time_feeds_a_memory_and_not_in_the_middle_of_a_rollout(counts):
+    memory = memory_of()
+    with count_batcher([[3, 5]], T, autoreset=True, n_processes=0, memory=memory) as other:
+        with pytest.raises(StateError, match="another batcher feeds this memory: close it first"):
+            counts.feed(memory)
+        other.feed(memory_of())
+    counts.feed(memory)
+    counts.reset()
+    counts.execute()
+    with pytest.raises(StateError, match="feed: a rollout is under way, call get first"):
+        counts.feed(memory)
+    counts.wait()
+    assert len(memory) == 2 * T
