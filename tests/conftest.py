@@ -38,8 +38,9 @@ def start_method(request):
 
 
 @pytest.fixture
-def subprocess_env():
+def subprocess_env(tmp_path):
     """The environment of a program that the test runs: finds the library and the helpers."""
     # Unbuffered, a line and its end are two writes: what several workers print at once would be mixed.
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    return {**inherited, "PYTHONPATH": PYTHONPATH}
+    # Stable-Baselines3 would write its logs into a new folder of the system's temporary directory.
+    return {**inherited, "PYTHONPATH": PYTHONPATH, "SB3_LOGDIR": str(tmp_path / "sb3_logs")}
