@@ -33,9 +33,9 @@ class PrioritizedReplayBufferSamples(NamedTuple):
 class PrioritizedReplayBuffer(ReplayBuffer):
     """A `ReplayBuffer` that draws in proportion to priorities: Schaul et al., Prioritized Experience Replay (2016).
 
-    P(i) = p_i^alpha / sum of p_k^alpha. A new row has the largest priority that was ever set, at first 1. The `train` of
-    Stable-Baselines3's algorithms neither uses weights nor sets priorities; a DQN that does is shown under "Your
-    program, one line changed".
+    P(i) = p_i^alpha / sum of p_k^alpha. A new row has the largest priority that was ever set, at first 1. What
+    Stable-Baselines3's algorithms do in `train` neither uses weights nor sets priorities; "Your program, one line
+    changed" shows a DQN that does.
 
     Args:
         settings: as of `ReplayBuffer`.
@@ -50,7 +50,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         >>> box, action = spaces.Box(0, 9, (1,)), spaces.Discrete(2)
         >>> buffer = PrioritizedReplayBuffer(8, box, action, "cpu", alpha=1.0, beta=1.0)
         >>> for t in range(2):
-        ...     buffer.add(np.array([[t]]), np.array([[t + 1]]), np.array([0]), np.array([1.0]), np.array([False]), [{}])
+        ...     buffer.add(np.array([[t]]), np.array([[t + 1]]), np.array([0]), np.ones(1), np.zeros(1), [{}])
         >>> buffer.update_priorities(np.array([0, 1]), np.array([1.0, 4.0]))
         >>> batch = buffer.sample(5)
         >>> batch.indices, batch.weights.flatten()
@@ -86,8 +86,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             env: normalises observations and rewards, if given.
 
         Returns:
-            What `ReplayBuffer.sample` returns; `weights`, float32 (B, 1), (N P(i))^-beta over the largest of the buffer;
-            and `indices`, int64 (B,), of numpy, for `update_priorities`.
+            What `ReplayBuffer.sample` returns; `weights`, float32 (B, 1): (N P(i))^-beta over the largest of the
+            buffer; and `indices`, int64 (B,), an array of numpy, for `update_priorities`.
 
         Raises:
             SpecError: there are no rows, or their priorities are all zero.
