@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import inspect
 from functools import partial
 
-import cleanrl
 import numpy as np
 import pytest
+from cleanrl_scripts import dqn, ppo, sac
 from gymnasium.vector import SyncVectorEnv
 from stable_baselines3.common import buffers
 
 from rlstructs import SharedVectorEnv
 from rlstructs.integrations import sb3
 
+pytestmark = pytest.mark.usefixtures("small_training")
 
-@pytest.mark.parametrize("script", [cleanrl.ppo, cleanrl.dqn, cleanrl.sac], ids=lambda script: script.__name__)
-def test_a_training_is_the_same(script):
-    def train(vector_env, replay_buffer):
-        has_buffer = "replay_buffer" in inspect.signature(script).parameters
-        return script(vector_env, replay_buffer) if has_buffer else script(vector_env)
 
-    wanted = train(SyncVectorEnv, buffers.ReplayBuffer)
-    found = train(partial(SharedVectorEnv, n_workers=2 if script is not cleanrl.dqn else 1), sb3.ReplayBuffer)
+def assert_same(found, wanted):
     assert len(found) == len(wanted)
     for one, other in zip(found, wanted, strict=True):
         assert one.dtype == other.dtype and np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("script", [dqn, sac], ids=["dqn", "sac"])
+def test_a_training_from_replay_has_the_same_transitions_and_weights(script):
+    assert_same(script(SharedVectorEnv, sb3.ReplayBuffer), script(SyncVectorEnv, buffers.ReplayBuffer))
+
+
+def test_ppo_has_the_same_transitions_and_weights():
+    assert_same(ppo(partial(SharedVectorEnv, n_workers=2)), ppo(SyncVectorEnv))

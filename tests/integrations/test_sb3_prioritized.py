@@ -19,6 +19,7 @@ from torch.nn.functional import smooth_l1_loss
 from rlstructs import SpecError
 from rlstructs.integrations import sb3
 
+pytestmark = pytest.mark.usefixtures("small_training")
 BOX, DISCRETE = spaces.Box(-1, 1, (3,), np.float32), spaces.Discrete(3)
 DICT = spaces.Dict({"a": BOX, "n": DISCRETE})
 ALPHA, BETA = 0.7, 0.5

@@ -92,15 +92,16 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         Raises:
             SpecError: there are no rows, or their priorities are all zero.
         """
-        stream = np.random.Generator(np.random.get_bit_generator())  # which Stable-Baselines3 seeds
+        # The global stream, which Stable-Baselines3 seeds.
+        stream = np.random.Generator(np.random.get_bit_generator())  # type: ignore[attr-defined]
         priorities = self._priorities
         with priorities.lock:
             span = self._storage.span()
             rows = priorities.draw_rows(span, batch_size, stream)
             weights = importance_weights(priorities.tree.values.take(rows), priorities.tree.minimum, self.beta)
             priorities.drawn.remember(span, rows)
-        drawn = self._read(rows, env)
-        return PrioritizedReplayBufferSamples(*drawn[:5], weights=self.to_torch(weights[:, None]), indices=rows)
+        fields = self._read(rows, env)._asdict()
+        return PrioritizedReplayBufferSamples(**fields, weights=self.to_torch(weights[:, None]), indices=rows)
 
     def update_priorities(self, indices: Any, priorities: Any) -> None:
         """Sets the priorities of rows; if an index is repeated, its last priority counts.

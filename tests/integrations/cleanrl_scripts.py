@@ -1,8 +1,8 @@
 """Short trainings in the manner of CleanRL's `dqn.py`, `sac_continuous_action.py` and `ppo.py`.
 
-Each function is one such script. It takes from its caller what the page "Your program, one line changed" changes: the
-vector environment and the replay buffer. As CleanRL's scripts do since gymnasium 1, they have environments reset in the
-step that ends an episode. Each returns all rewards and observations of the training, and all weights.
+Each function is one such script; it takes what the page "Your program, one line changed" changes: the vector
+environment and the replay buffer. It returns all that came from the environments, and all weights. As CleanRL's scripts
+expect it, environments are reset in the step that ends an episode.
 """
 
 from __future__ import annotations
@@ -52,6 +52,11 @@ def true_next(observations, truncations, infos):
     return real
 
 
+def returns(infos):
+    """The returns of the episodes that a step ended."""
+    return infos["final_info"]["episode"]["r"][infos["_final_info"]] if "final_info" in infos else np.zeros(0)
+
+
 def descend(optimizer, loss):
     optimizer.zero_grad()
     loss.backward()
@@ -85,7 +90,7 @@ def dqn(vector_env, replay_buffer, seed=1, n_steps=240, n_before=60):
         following, rewards, terminations, truncations, infos = envs.step(actions)
         real = true_next(following, truncations, infos)
         buffer.add(observations, real, actions, rewards, terminations, infos)
-        seen += [real, rewards]
+        seen += [real, rewards, returns(infos)]
         observations = following
         if step > n_before and step % 4 == 0:
             data = buffer.sample(32)
@@ -138,7 +143,7 @@ def sac(vector_env, replay_buffer, seed=1, n_steps=100, n_before=40, n_envs=2):
         following, rewards, terminations, truncations, infos = envs.step(actions)
         real = true_next(following, truncations, infos)
         buffer.add(observations, real, actions, rewards, terminations, infos)
-        seen += [real, rewards]
+        seen += [real, rewards, returns(infos)]
         observations = following
         if step <= n_before:
             continue
@@ -174,7 +179,8 @@ def ppo(vector_env, seed=1, n_iterations=4, n_steps=32, n_envs=4):
                 policy = Categorical(logits=actor(following))
                 action, values[step] = policy.sample(), critic(following).flatten()
             actions[step], log_probs[step] = action, policy.log_prob(action)
-            following, reward, terminations, truncations, _ = envs.step(action.numpy())
+            following, reward, terminations, truncations, infos = envs.step(action.numpy())
+            seen.append(returns(infos))
             rewards[step] = torch.tensor(reward)
             following, done = torch.Tensor(following), torch.Tensor(terminations | truncations)
         with torch.no_grad():
