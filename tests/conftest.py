@@ -38,8 +38,25 @@ def start_method(request):
 
 
 @pytest.fixture
-def subprocess_env():
+def subprocess_env(tmp_path):
     """The environment of a program that the test runs: finds the library and the helpers."""
     # Unbuffered, a line and its end are two writes: what several workers print at once would be mixed.
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    return {**inherited, "PYTHONPATH": PYTHONPATH}
+    # Stable-Baselines3 would write its logs into a new folder of the system's temporary directory.
+    return {**inherited, "PYTHONPATH": PYTHONPATH, "SB3_LOGDIR": str(tmp_path / "sb3_logs")}
+
+
+@pytest.fixture
+def small_training(tmp_path, monkeypatch):
+    """For trainings of small networks: one thread of torch, and logs that end with the test.
+
+    Several threads would wait for each other on a busy machine. Stable-Baselines3 would write its logs into a new
+    folder of the system's temporary directory.
+    """
+    import torch
+
+    monkeypatch.setenv("SB3_LOGDIR", str(tmp_path / "sb3_logs"))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

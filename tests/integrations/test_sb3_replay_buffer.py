@@ -17,6 +17,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 from rlstructs.integrations import sb3
 from workers.limits import available_bytes
 
+pytestmark = pytest.mark.usefixtures("small_training")
 BOX = spaces.Box(-1, 1, (3,), np.float32)
 OBSERVATIONS = {
     "float32": BOX,
@@ -158,7 +159,7 @@ def test_too_large_a_buffer_warns():
 
 @pytest.mark.parametrize("optimize", [False, True])
 @pytest.mark.parametrize(("algorithm", "env_id"), [(DQN, "CartPole-v1"), (SAC, "Pendulum-v1")])
-def test_a_training_gives_the_same_weights(algorithm, env_id, optimize, tmp_path):
+def test_a_training_gives_the_same_transitions_and_weights(algorithm, env_id, optimize, tmp_path):
     def train(replay_buffer_class, vec_env_cls, **settings):
         with contextlib.closing(make_vec_env(env_id, 4, seed=3, vec_env_cls=vec_env_cls)) as envs:
             model = algorithm(
@@ -168,7 +169,10 @@ def test_a_training_gives_the_same_weights(algorithm, env_id, optimize, tmp_path
             model.save_replay_buffer(tmp_path / "buffer")
             model.load_replay_buffer(tmp_path / "buffer")
             model.learn(40, reset_num_timesteps=False)
-        return [parameter.detach().numpy() for parameter in model.policy.parameters()]
+        buffer = model.replay_buffer
+        names = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
+        rows = [getattr(buffer, name)[: buffer.size()] for name in names]
+        return [*rows, *(parameter.detach().numpy() for parameter in model.policy.parameters())]
 
     wanted = train(buffers.ReplayBuffer, DummyVecEnv)
     found = train(sb3.ReplayBuffer, sb3.SharedVecEnv, optimize_memory_usage=optimize)

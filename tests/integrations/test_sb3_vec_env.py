@@ -17,6 +17,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 from rlstructs.integrations.sb3 import SharedVecEnv
 from workers import WorkerCrashed
 
+pytestmark = pytest.mark.usefixtures("small_training")
 BOX = spaces.Box(-1, 1, (3,), np.float32)
 SPACES = {
     "box": BOX,
@@ -140,11 +141,13 @@ def test_a_worker_that_dies_is_an_error_and_no_hang():
 
 
 @pytest.mark.parametrize("cls", [SharedVecEnv, partial(SharedVecEnv, n_workers=2)], ids=["default", "two workers"])
-def test_ppo_learns_the_same_weights_as_on_dummy_vec_env(cls):
+def test_ppo_has_the_same_transitions_and_weights_as_on_dummy_vec_env(cls):
     def train(vec_env_cls):
         with contextlib.closing(make_vec_env("CartPole-v1", 4, seed=3, vec_env_cls=vec_env_cls)) as envs:
             model = PPO("MlpPolicy", VecNormalize(envs), n_steps=32, n_epochs=2, seed=0, device="cpu").learn(256)
-        return [parameter.detach().numpy() for parameter in model.policy.parameters()]
+        rows = model.rollout_buffer  # of the last rollout
+        seen = [rows.observations, rows.actions, rows.rewards, rows.episode_starts]
+        return [*seen, *(parameter.detach().numpy() for parameter in model.policy.parameters())]
 
     wanted = train(DummyVecEnv)
     assert all(np.array_equal(found, other) for found, other in zip(train(cls), wanted, strict=True))

@@ -13,16 +13,31 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlstructs.integrations.sb3.prioritized import (
+        PrioritizedDictReplayBuffer,
+        PrioritizedReplayBuffer,
+        PrioritizedReplayBufferSamples,
+    )
     from rlstructs.integrations.sb3.replay_buffer import DictReplayBuffer, ReplayBuffer
     from rlstructs.integrations.sb3.vec_env import SharedVecEnv
 
 _EXPORTS = {
     "DictReplayBuffer": "replay_buffer",
+    "PrioritizedDictReplayBuffer": "prioritized",
+    "PrioritizedReplayBuffer": "prioritized",
+    "PrioritizedReplayBufferSamples": "prioritized",
     "ReplayBuffer": "replay_buffer",
     "SharedVecEnv": "vec_env",
 }
 
-__all__ = ["DictReplayBuffer", "ReplayBuffer", "SharedVecEnv"]
+__all__ = [
+    "DictReplayBuffer",
+    "PrioritizedDictReplayBuffer",
+    "PrioritizedReplayBuffer",
+    "PrioritizedReplayBufferSamples",
+    "ReplayBuffer",
+    "SharedVecEnv",
+]
 
 
 def __getattr__(name: str) -> Any:
