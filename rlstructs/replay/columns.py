@@ -222,7 +222,7 @@ class Columns(RowIds):
         moved: dict[str, Block] = {}
         for record in self._records():
             copy = record.moved(lambda n_bytes: backing.allocate("record", n_bytes))
-            moved |= {name: copy for name in record.cuts if self._blocks.get(name) is record}
+            moved |= {name: copy for name in record.specs if self._blocks.get(name) is record}
         for name, spec in self.specs.items():
             if name not in moved:
                 moved[name] = backing.allocate(name, spec.nbytes * self.n_rows)
@@ -270,7 +270,7 @@ class Columns(RowIds):
         """torch's storage of a column in shared memory, and bytes before its first row; None for any other."""
         block, offset = self._blocks.get(name), 0
         if isinstance(block, Record):
-            offset, block = block.offset(name), block.block
+            offset, block = block.offsets[name], block.block
         return (block.storage(), offset) if isinstance(block, SharedBlock) else None
 
     def read_into(self, name: str, read: Callable[[np.ndarray], None]) -> None:

@@ -5,8 +5,8 @@ A column alone in memory costs a draw a cache miss for each row; a record costs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 LARGE = 256
 # The most bytes of a record.
 MOST = 1024
+# The most records that are taken at once, so that they are still in a core's cache when columns are cut from them.
+AT_ONCE = 2048
 # Rows of a record begin at multiples of this, and so do numbers of 8 bytes in it.
 WORD = np.dtype(np.uint64)
 
@@ -46,23 +48,6 @@ def width_of(specs: Iterable[Spec]) -> int:
     return -(-sum(spec.nbytes for spec in specs) // WORD.itemsize) * WORD.itemsize
 
 
-class Cut(NamedTuple):
-    """Where the values of a column are in a record.
-
-    Attributes:
-        at: the first one, in multiples of its dtype's size.
-        spec: of the column.
-    """
-
-    at: int
-    spec: Spec
-
-    @property
-    def numbers(self) -> int | slice:
-        """An index of the last axis of records that are viewed in this dtype."""
-        return slice(self.at, self.at + self.spec.nbytes // self.spec.dtype.itemsize) if self.spec.shape else self.at
-
-
 class Record:
     """The memory of some columns.
 
@@ -72,58 +57,96 @@ class Record:
         allocate: allocates so many zeroed bytes.
 
     Attributes:
-        cuts: name -> where a column is.
+        offsets: name -> bytes before a column in a row.
         width: bytes per row.
         block: the memory.
     """
 
     def __init__(self, specs: Mapping[str, Spec], n_rows: int, allocate: Callable[[int], Block]) -> None:
-        self.cuts: dict[str, Cut] = {}
-        self.n_rows, self.width, offset = n_rows, width_of(specs.values()), 0
-        for name, spec in specs.items():
-            self.cuts[name] = Cut(offset // spec.dtype.itemsize, spec)
-            offset += spec.nbytes
+        self.specs, self.n_rows, self.width = dict(specs), n_rows, width_of(specs.values())
+        ends = np.cumsum([spec.nbytes for spec in specs.values()]).tolist()
+        self.offsets = dict(zip(specs, [0, *ends[:-1]], strict=True))
         self.block = allocate(self.width * n_rows)
         self._map()
 
     def _map(self) -> None:
         self._bytes = self.block.bytes()
-        self.words: np.ndarray = self._bytes.view(WORD).reshape(self.n_rows, -1)
+        self._whole = _items(self._bytes, self.n_rows, self.width)
+        # Records that `gather` may write to; a thread that uses one removes it meanwhile.
+        self._spare: list[_Taken] = []
 
     def bytes(self) -> np.ndarray:
         """uint8 (n_rows * width,), the memory itself."""
         return self._bytes
 
-    def offset(self, name: str) -> int:
-        """Bytes before a column's first row."""
-        at, spec = self.cuts[name]
-        return at * spec.dtype.itemsize
-
     def rows_of(self, name: str) -> np.ndarray:
         """A view of a column, `(n_rows, *shape)`, never contiguous: numpy's `take` would copy all of it."""
-        spec = self.cuts[name].spec
-        strides = np.empty(spec.shape, spec.dtype).strides
-        return np.ndarray(
-            (self.n_rows, *spec.shape), spec.dtype, self._bytes, self.offset(name), (self.width, *strides)
-        )
+        spec = self.specs[name]
+        strides = (self.width, *np.empty(spec.shape, spec.dtype).strides)
+        return np.ndarray((self.n_rows, *spec.shape), spec.dtype, self._bytes, self.offsets[name], strides)
 
-    def flat_values(self, name: str) -> tuple[np.ndarray, int, int]:
-        """For a column of one number per row: the memory as an array (n,) of its dtype, its first row and step."""
-        at, spec = self.cuts[name]
-        return self._bytes.view(spec.dtype), at, self.width // spec.dtype.itemsize
+    def items_of(self, name: str) -> np.ndarray:
+        """A view of a column, `(n_rows,)`, whose rows are numbers, or pieces of memory: numpy indexes it quickly."""
+        return self._items_in(self._bytes, self.n_rows, name)
+
+    def _items_in(self, memory: np.ndarray, n: int, name: str) -> np.ndarray:
+        spec = self.specs[name]
+        number = spec.dtype if spec.nbytes == spec.dtype.itemsize else None
+        return _items(memory, n, spec.nbytes, self.width, self.offsets[name], number)
+
+    def gather(self, names: Sequence[str], rows: np.ndarray) -> list[np.ndarray]:
+        """Copies of rows (n,) of some columns, `(n,)` each, of the dtypes of `items_of`."""
+        n = rows.size
+        spare = self._spare.pop() if self._spare else None
+        if spare is None or spare.n < min(n, AT_ONCE):
+            spare = _Taken(self, min(max(n, 256), AT_ONCE))
+        if n <= spare.n:
+            self._whole.take(rows, mode="clip", out=spare.whole[:n])
+            found = [spare.items[name][:n].copy() for name in names]
+        else:
+            found = [np.empty(n, spare.items[name].dtype) for name in names]
+            for start in range(0, n, spare.n):
+                some = rows[start : start + spare.n]
+                self._whole.take(some, mode="clip", out=spare.whole[: some.size])
+                for name, values in zip(names, found, strict=True):
+                    values[start : start + some.size] = spare.items[name][: some.size]
+        self._spare.append(spare)
+        return found
 
     def moved(self, allocate: Callable[[int], Block]) -> Record:
         """A copy in other memory."""
-        copy = Record({name: cut.spec for name, cut in self.cuts.items()}, self.n_rows, allocate)
+        copy = Record(self.specs, self.n_rows, allocate)
         copy._bytes[...] = self._bytes
         return copy
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_bytes", "words")}
+        return {name: value for name, value in vars(self).items() if name not in ("_bytes", "_whole", "_spare")}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
         self._map()
+
+
+class _Taken:
+    """Private memory for records, and views of their columns: making these takes longer than copying them.
+
+    Args:
+        record: whose columns.
+        n: number of rows.
+    """
+
+    def __init__(self, record: Record, n: int) -> None:
+        self.n, memory = n, np.empty(n * record.width, np.uint8)
+        self.whole = _items(memory, n, record.width)
+        self.items = {name: record._items_in(memory, n, name) for name in record.specs}
+
+
+def _items(
+    memory: np.ndarray, n: int, size: int, step: int | None = None, first: int = 0, number: np.dtype | None = None
+) -> np.ndarray:
+    """A view (n,) of pieces of memory of this size, each `step` bytes after the one before; or of numbers."""
+    dtype = np.dtype((np.void, size)) if number is None else number
+    return np.ndarray((n,), dtype, memory, first, (size if step is None else step,))
 
 
 class Gathering:
@@ -138,27 +161,13 @@ class Gathering:
     def __init__(self, names: tuple[str, ...], flat: Mapping[str, np.ndarray], records: Mapping[str, Record]) -> None:
         self._n = len(names)
         self._own = [(at, flat[name]) for at, name in enumerate(names) if name not in records]
-        self._single: list[tuple[int, tuple[np.ndarray, int, int], tuple[int, ...]]] = []
-        self._records: list[tuple[np.ndarray, list[tuple[Any, Any]]]] = []
-        inside: dict[int, list[int]] = {}
-        for at, name in enumerate(names):
-            if name in records:
-                inside.setdefault(id(records[name]), []).append(at)
-        for positions in inside.values():
-            self._add(records[names[positions[0]]], [(at, names[at]) for at in positions])
-
-    def _add(self, record: Record, wanted: list[tuple[int, str]]) -> None:
-        [(at, name), *others] = wanted
-        spec = record.cuts[name].spec
-        if not others and spec.nbytes == spec.dtype.itemsize:
-            self._single.append((at, record.flat_values(name), spec.shape))
-            return
-        by_dtype: dict[np.dtype, list[Any]] = {}
-        for at, name in wanted:
-            cut = record.cuts[name]
-            shape = cut.spec.shape if len(cut.spec.shape) > 1 else None
-            by_dtype.setdefault(cut.spec.dtype, []).append((at, (..., cut.numbers), shape))
-        self._records.append((record.words, list(by_dtype.items())))
+        # Record; and place in the result, dtype and shape of each column; and the column if there is one alone.
+        self._records: list[tuple[Record, list[str], list[tuple[int, Spec]], np.ndarray | None]] = []
+        for record in {id(records[name]): records[name] for name in names if name in records}.values():
+            inside = [(at, name) for at, name in enumerate(names) if records.get(name) is record]
+            alone = record.items_of(inside[0][1]) if len(inside) == 1 else None
+            wanted = [(at, record.specs[name]) for at, name in inside]
+            self._records.append((record, [name for _, name in inside], wanted, alone))
 
     def __call__(self, rows: np.ndarray) -> list[Any]:
         """Copies of rows, `(*rows.shape, *shape)` each, contiguous."""
@@ -168,15 +177,13 @@ class Gathering:
         found: list[Any] = [None] * self._n
         for at, values in self._own:
             found[at] = values.take(rows, axis=0, mode="clip")
-        for at, (numbers, first, step), shape in self._single:
-            found[at] = numbers.take(rows * step + first, mode="clip").reshape(*rows.shape, *shape)
-        for words, dtypes in self._records:
-            taken = words.take(rows, axis=0, mode="clip")
-            for dtype, cuts in dtypes:
-                view = taken.view(dtype)
-                for at, index, shape in cuts:
-                    values = view[index].copy()
-                    found[at] = values if shape is None else values.reshape(*rows.shape, *shape)
+        lead, index = rows.shape, rows if rows.ndim == 1 else rows.reshape(-1)
+        for record, names, wanted, alone in self._records:
+            gathered = record.gather(names, index) if alone is None else [alone[index]]
+            for (at, spec), values in zip(wanted, gathered, strict=True):
+                if values.dtype is not spec.dtype:
+                    values = values.view(spec.dtype)
+                found[at] = values if values.shape == lead + spec.shape else values.reshape(lead + spec.shape)
         return found
 
 
