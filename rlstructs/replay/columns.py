@@ -126,6 +126,7 @@ class Columns(RowIds):
             self.cells[name] = flat.reshape(self.n_lanes, self.capacity, *spec.shape)
         else:
             self.cells[name] = flat.reshape(self.capacity, self.n_lanes, *spec.shape).swapaxes(0, 1)
+        self._gatherings = {}
 
     def _rows_of(self, name: str) -> np.ndarray:
         return self._rows_in(name, self._blocks[name], self.specs[name])
@@ -188,7 +189,6 @@ class Columns(RowIds):
         self.has_objects = self.has_objects or any(spec.is_object for spec in specs.values())
         for name in specs:
             self._map_one(name)
-        self._gatherings = {}
         self.layout += 1
         for name, spec in specs.items():
             if spec.unwritten != 0:  # NaN is not equal to it either
