@@ -5,7 +5,7 @@ A column alone in memory costs a draw a cache miss for each row; a record costs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,8 +21,8 @@ LARGE = 256
 MOST = 1024
 # The most records that are taken at once, so that they are still in a core's cache when columns are cut from them.
 AT_ONCE = 2048
-# Rows of a record begin at multiples of this, and so do numbers of 8 bytes in it.
-WORD = np.dtype(np.uint64)
+# The longest numbers in a record, in bytes: others, of 16 bytes, torch cannot view at every multiple of 8.
+LONGEST = 8
 
 
 def group_columns(specs: Mapping[str, Spec]) -> list[dict[str, Spec]]:
@@ -40,12 +40,13 @@ def group_columns(specs: Mapping[str, Spec]) -> list[dict[str, Spec]]:
 
 
 def _is_small(spec: Spec) -> bool:
-    return not spec.is_object and 0 < spec.nbytes < LARGE and spec.dtype.itemsize <= WORD.itemsize
+    return not spec.is_object and 0 < spec.nbytes < LARGE and spec.dtype.itemsize <= LONGEST
 
 
-def width_of(specs: Iterable[Spec]) -> int:
-    """Bytes of a record of these columns."""
-    return -(-sum(spec.nbytes for spec in specs) // WORD.itemsize) * WORD.itemsize
+def width_of(specs: Collection[Spec]) -> int:
+    """Bytes of a record of these columns, filled up so that the numbers of all rows are aligned."""
+    longest = max(spec.dtype.itemsize for spec in specs)
+    return -(-sum(spec.nbytes for spec in specs) // longest) * longest
 
 
 class Record:
