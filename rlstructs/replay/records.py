@@ -72,7 +72,7 @@ class Record:
 
     def _map(self) -> None:
         self._bytes = self.block.bytes()
-        self._whole = _items(self._bytes, self.n_rows, self.width)
+        self._whole = self._bytes.view(np.dtype((np.void, self.width)))
         # Records that `gather` may write to; a thread that uses one removes it meanwhile.
         self._spare: list[_Taken] = []
 
@@ -92,13 +92,16 @@ class Record:
 
     def _items_in(self, memory: np.ndarray, n: int, name: str) -> np.ndarray:
         spec = self.specs[name]
-        number = spec.dtype if spec.nbytes == spec.dtype.itemsize else None
-        return _items(memory, n, spec.nbytes, self.width, self.offsets[name], number)
+        dtype = spec.dtype if spec.nbytes == spec.dtype.itemsize else np.dtype((np.void, spec.nbytes))
+        return np.ndarray((n,), dtype, memory, self.offsets[name], (self.width,))
 
     def gather(self, names: Sequence[str], rows: np.ndarray) -> list[np.ndarray]:
         """Copies of rows (n,) of some columns, `(n,)` each, of the dtypes of `items_of`."""
         n = rows.size
-        spare = self._spare.pop() if self._spare else None
+        try:
+            spare = self._spare.pop()
+        except IndexError:
+            spare = None
         if spare is None or spare.n < min(n, AT_ONCE):
             spare = _Taken(self, min(max(n, 256), AT_ONCE))
         if n <= spare.n:
@@ -138,16 +141,8 @@ class _Taken:
 
     def __init__(self, record: Record, n: int) -> None:
         self.n, memory = n, np.empty(n * record.width, np.uint8)
-        self.whole = _items(memory, n, record.width)
+        self.whole = memory.view(np.dtype((np.void, record.width)))
         self.items = {name: record._items_in(memory, n, name) for name in record.specs}
-
-
-def _items(
-    memory: np.ndarray, n: int, size: int, step: int | None = None, first: int = 0, number: np.dtype | None = None
-) -> np.ndarray:
-    """A view (n,) of pieces of memory of this size, each `step` bytes after the one before; or of numbers."""
-    dtype = np.dtype((np.void, size)) if number is None else number
-    return np.ndarray((n,), dtype, memory, first, (size if step is None else step,))
 
 
 class Gathering:
