@@ -14,10 +14,10 @@ SALT = np.uint64(0x9E3779B97F4A7C15)
 
 def make_storage(order):
     storage = Storage(2, CAPACITY, order=order)
-    storage.columns.add("lane", Spec(np.dtype(np.int64), fill=-1))
-    storage.columns.add("step", Spec(np.dtype(np.int64), fill=-1))
-    storage.columns.add("words", Spec(np.dtype(np.uint64), (N_WORDS,)))
-    storage.columns.add("checksum", Spec(np.dtype(np.uint64)))
+    number = Spec(np.dtype(np.int64), fill=-1)
+    words, checksum = Spec(np.dtype(np.uint64), (N_WORDS,)), Spec(np.dtype(np.uint64))
+    # All but the words lie in records.
+    storage.add_columns({"lane": number, "step": number, "words": words, "checksum": checksum})
     storage.track_episodes()
     storage.share()
     return storage

@@ -146,6 +146,8 @@ class Memory(CopiedWhole, ABC):
     def get_tensor_by_name(self, name: str, keepdim: bool = True) -> Any:
         """The live tensor `(memory_size, num_envs, *data)`, unwritten rows included; a copy in jax.
 
+        It is a strided view where small tensors lie side by side in memory: use `reshape(-1)` instead of `view(-1)`.
+
         Args:
             name: name of the tensor.
             keepdim: False for `(memory_size * num_envs, *data)`.

@@ -14,9 +14,10 @@ from rlstructs.errors import FileError
 from rlstructs.files.archives import Reader
 from rlstructs.memories.tensors import Tensors
 from rlstructs.replay.claims import Claims, check_counters, check_episodes, dtype_called, generator_in, row_shape, whole
-from rlstructs.replay.columns import SLOT, Columns, Spec
+from rlstructs.replay.columns import Columns, Spec
 from rlstructs.replay.priorities import DRAWN_ROWS, FOLLOWED_STEPS, TREE_LEAVES
 from rlstructs.replay.roles import ENDS
+from rlstructs.replay.row_ids import SLOT
 
 if TYPE_CHECKING:
     from rlstructs.memories.memory import Memory

@@ -18,10 +18,11 @@ from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError
 from rlstructs.frameworks.framework import NOT_NUMPYS, Framework
 from rlstructs.memories.spaces import n_elements
-from rlstructs.replay.columns import SLOT, Spec
+from rlstructs.replay.columns import Spec
 from rlstructs.replay.device_columns import TensorColumns
 from rlstructs.replay.episodes import BYTES_PER_ROW
 from rlstructs.replay.roles import ENDS
+from rlstructs.replay.row_ids import SLOT
 from rlstructs.replay.store import Storage
 from rlstructs.replay.values import as_whole, cast_freely, encoded, find_marks, from_bits, host_array
 
@@ -75,7 +76,7 @@ class Tensors:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the tensors take once rows have been written."""
-        planned = sum(spec.nbytes for spec in self.planned.values())
+        planned = self.storage.columns.nbytes_per_row(self.planned)
         untracked = self.storage.episodes is None and any(name in ENDS for name in self.planned)
         return self.storage.nbytes + self.storage.columns.n_rows * (planned + BYTES_PER_ROW * untracked)
 
@@ -83,11 +84,12 @@ class Tensors:
         """Returns the store, after allocating the tensors that are not allocated yet."""
         if self.planned:
             with self.storage.lock:
-                for name in list(self.planned):
-                    self.storage.add_columns({name: self.planned[name]})
+                planned = dict(self.planned)
+                self.storage.add_columns(planned)
+                if any(name in ENDS for name in planned):
+                    self.storage.track_episodes()
+                for name in planned:  # after the columns are there: other threads look here first
                     del self.planned[name]
-                    if name in ENDS:
-                        self.storage.track_episodes()
         return self.storage
 
     # Creation

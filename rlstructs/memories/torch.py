@@ -24,10 +24,11 @@ class Memory(memory.Memory):
     framework = Torch()
 
     def _live(self, name: str, keepdim: bool = True) -> Any:
-        tensor, storage = super()._live(name, keepdim), self._storage.columns.shared_storage(name)
-        if storage is None:
+        tensor, shared = super()._live(name, keepdim), self._storage.columns.shared_storage(name)
+        if shared is None:
             return tensor
-        return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage, 0, tensor.shape, tensor.stride())
+        storage, first = shared[0], shared[1] // tensor.element_size()
+        return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage, first, tensor.shape, tensor.stride())
 
 
 class RandomMemory(sampling.RandomMemory, Memory):

@@ -22,7 +22,13 @@ __all__ = ["Backing", "Block", "Heap", "Shared", "available_bytes"]
 
 
 class Backing(Protocol):
-    """Allocates zeroed bytes."""
+    """Allocates zeroed bytes.
+
+    Attributes:
+        has_records: whether columns may lie side by side in a block.
+    """
+
+    has_records: bool
 
     def allocate(self, name: str, nbytes: int, sparse: bool = False) -> Block:
         """Allocates `nbytes` zeros. Most bytes of a sparse block are never touched and take no memory."""
@@ -109,12 +115,16 @@ class SharedBlock:
 class Heap:
     """Ordinary memory."""
 
+    has_records = True
+
     def allocate(self, name: str, nbytes: int, sparse: bool = False) -> Block:
         return SparseBlock(nbytes) if sparse else HeapBlock(nbytes)
 
 
 class Shared:
     """Memory that a store shares with the processes that are started with it."""
+
+    has_records = True
 
     def allocate(self, name: str, nbytes: int, sparse: bool = False) -> Block:
         return SharedBlock(nbytes)
@@ -130,6 +140,8 @@ class Folder:
     Raises:
         SpecError: the folder is not empty.
     """
+
+    has_records = False  # a file for each column
 
     def __init__(self, path: Path | None = None, overwrite: bool = False) -> None:
         self._n, self._overwrite = 0, overwrite

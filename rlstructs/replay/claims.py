@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from rlstructs.checks import DTYPES, MOST_AXES, clean_text
-from rlstructs.replay.columns import RowIds, Spec
+from rlstructs.replay.columns import Spec
 from rlstructs.replay.episodes import LENGTH, TIME
 from rlstructs.replay.objects import OBJECT
 from rlstructs.replay.ring import N_COUNTERS, Ring
+from rlstructs.replay.row_ids import RowIds
 
 # The largest count: half of what int64 holds, as counts go on.
 MOST = 1 << 62

@@ -1,9 +1,4 @@
-"""Columns: named arrays with a row for each lane and slot.
-
-A row id is `lane * lane_stride + slot * slot_stride`, int64. The order of a store sets the strides: "lane" (capacity
-and 1) keeps the rows of a lane together, "slot" (1 and n_lanes) the rows of one time. Only `RowIds` calculates with
-row ids.
-"""
+"""Columns: named arrays with a row for each lane and slot, small ones side by side in records."""
 
 from __future__ import annotations
 
@@ -19,9 +14,12 @@ from rlstructs.debug import is_on, poison
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay.backing import Backing, Block, Heap, SharedBlock, available_bytes
 from rlstructs.replay.objects import OBJECT, ObjectBlock, private_rows
+from rlstructs.replay.records import Gathering, OnDemand, Record, group_columns, width_of
 from rlstructs.replay.ring import Ring
+from rlstructs.replay.row_ids import LANE, RowIds
 
-LANE, SLOT = "lane", "slot"
+# How many sets of names `gather` remembers.
+MOST_GATHERINGS = 64
 # The bits of NaN in bfloat16, which numpy lacks: such columns hold int16.
 BFLOAT16_NAN = 0x7FC0
 
@@ -67,70 +65,6 @@ class Spec:
         return BFLOAT16_NAN if self.is_bfloat16 else poison(self.dtype)
 
 
-class RowIds:
-    """The row ids of a store.
-
-    Args:
-        n_lanes: number of rings.
-        capacity: rows per lane.
-        order: "lane" or "slot".
-    """
-
-    def __init__(self, n_lanes: int, capacity: int, order: str = LANE) -> None:
-        self.n_lanes, self.capacity, self.order = n_lanes, capacity, order
-        self.lane_stride, self.slot_stride = (capacity, 1) if order == LANE else (1, n_lanes)
-        self._first_rows = np.arange(n_lanes) * self.lane_stride
-
-    @property
-    def n_rows(self) -> int:
-        """Number of row ids."""
-        return self.n_lanes * self.capacity
-
-    def rows(self, lanes: Any, slots: Any) -> np.ndarray:
-        """Row ids of slots in [0, capacity)."""
-        return np.asarray(lanes * self.lane_stride + slots * self.slot_stride)
-
-    def at_steps(self, lanes: Any, steps: Any) -> np.ndarray:
-        """Row ids of the rows for these steps; `lanes` is an index, or an array of the shape of the steps."""
-        if self.n_lanes == 1:
-            return np.asarray(steps % self.capacity)
-        slots = steps % self.capacity
-        return np.asarray(self._first_rows[lanes] + (slots if self.order == LANE else slots * self.slot_stride))
-
-    def places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The lanes and slots of row ids."""
-        major, minor = np.divmod(rows, self.capacity if self.order == LANE else self.n_lanes)
-        return (major, minor) if self.order == LANE else (minor, major)
-
-    def lanes(self, rows: np.ndarray) -> np.ndarray:
-        """The lanes of row ids."""
-        return np.asarray(rows // self.capacity if self.order == LANE else rows % self.n_lanes)
-
-    def numbered(self, index: np.ndarray, low: int, n: int) -> np.ndarray:
-        """Row ids by number if each lane has `n` rows from the step `low` on; they are in the order of the store."""
-        if self.order == LANE:
-            lanes, ages = np.divmod(index, n) if self.n_lanes > 1 else (0, index)
-            return self.at_steps(lanes, low + ages)
-        return np.asarray((index + low * self.n_lanes) % self.n_rows)
-
-    def steps(self, rows: np.ndarray, last: Any) -> np.ndarray:
-        """The newest steps that rows can hold, up to `last`: one step for all lanes, or int64 (n_lanes,)."""
-        slots = rows  # modulo the capacity, in order "lane"
-        if self.order != LANE or isinstance(last, np.ndarray):
-            lanes, slots = self.places(rows)
-            last = last[lanes] if isinstance(last, np.ndarray) else last
-        return np.asarray(last - (last - slots) % self.capacity)
-
-    def shifted(self, rows: np.ndarray, by: Any) -> np.ndarray:
-        """Row ids of the rows so many steps after these in their lanes; `by` (L,) for rows (B, 1) must be ascending."""
-        lanes, slots = (0, rows) if self.n_lanes == 1 else self.places(rows)
-        if self.order == LANE and rows.size and rows.ndim == 2 and np.ndim(by) == 1:
-            low, high = slots.min() + by[0], slots.max() + by[-1]
-            if low >= 0 and high < self.capacity:  # nearly always: none crosses the end of its ring
-                return np.asarray(rows + by)
-        return self.at_steps(lanes, slots + by)
-
-
 class Columns(RowIds):
     """Named arrays in memory of one kind.
 
@@ -172,10 +106,13 @@ class Columns(RowIds):
         self.layout = 0
         self.has_objects = False
         self._backing = Heap() if backing is None else backing
+        # Where each column is; several may be in one record.
         self._blocks: dict[str, Block] = {}
         self._map()
 
     def _map(self) -> None:
+        # Filled by `gather`, and replaced after each change of the columns.
+        self._gatherings: dict[tuple[str, ...], Gathering] = {}
         self.flat: dict[str, np.ndarray] = {}
         self.cells: dict[str, np.ndarray] = {}
         for name in self.specs:
@@ -189,25 +126,52 @@ class Columns(RowIds):
             self.cells[name] = flat.reshape(self.n_lanes, self.capacity, *spec.shape)
         else:
             self.cells[name] = flat.reshape(self.capacity, self.n_lanes, *spec.shape).swapaxes(0, 1)
+        self._gatherings = {}
 
     def _rows_of(self, name: str) -> np.ndarray:
-        return self._rows_in(self._blocks[name], self.specs[name])
+        return self._rows_in(name, self._blocks[name], self.specs[name])
 
-    def _rows_in(self, block: Block, spec: Spec) -> np.ndarray:
+    def _rows_in(self, name: str, block: Block, spec: Spec) -> np.ndarray:
         if isinstance(block, ObjectBlock):
             return block.values
+        if isinstance(block, Record):
+            return block.rows_of(name)
         return block.bytes().view(spec.dtype).reshape(self.n_rows, *spec.shape)
 
-    def _allocate(self, name: str, spec: Spec) -> None:
-        self._blocks[name] = self._block(name, spec)
+    def _allocate(self, specs: Mapping[str, Spec]) -> None:
+        self._blocks = {**self._blocks, **self._make_blocks(specs)}
 
-    def _block(self, name: str, spec: Spec) -> Block:
-        return ObjectBlock(self.n_rows) if spec.is_object else self._backing.allocate(name, spec.nbytes * self.n_rows)
+    def _make_blocks(self, specs: Mapping[str, Spec]) -> dict[str, Block]:
+        """Memory for columns; small ones share a record."""
+        blocks: dict[str, Block] = {}
+        for group in self._group(specs):
+            name = next(iter(group))
+            record = Record(group, self.n_rows, lambda n_bytes, name=name: self._backing.allocate(name, n_bytes))  # type: ignore[misc]
+            blocks |= dict.fromkeys(group, record)
+        for name, spec in specs.items():
+            if spec.is_object:
+                blocks[name] = ObjectBlock(self.n_rows)
+            elif name not in blocks:
+                blocks[name] = self._backing.allocate(name, spec.nbytes * self.n_rows)
+        return blocks
+
+    def _group(self, specs: Mapping[str, Spec]) -> list[dict[str, Spec]]:
+        return group_columns(specs) if self._backing.has_records else []
+
+    def _records(self) -> list[Record]:
+        return list({id(block): block for block in self._blocks.values() if isinstance(block, Record)}.values())
 
     @property
     def nbytes(self) -> int:
         """Bytes of all columns."""
-        return sum(spec.nbytes for spec in self.specs.values()) * self.n_rows
+        own = sum(spec.nbytes for name, spec in self.specs.items() if not isinstance(self._blocks.get(name), Record))
+        return (own + sum(record.width for record in self._records())) * self.n_rows
+
+    def nbytes_per_row(self, specs: Mapping[str, Spec]) -> int:
+        """Bytes of a row of columns that would be added together."""
+        groups = self._group(specs)
+        padding = sum(width_of(group.values()) - sum(spec.nbytes for spec in group.values()) for group in groups)
+        return sum(spec.nbytes for spec in specs.values()) + padding
 
     def available_bytes(self) -> int | None:
         """Bytes that are available for more columns; None if unknown."""
@@ -215,22 +179,29 @@ class Columns(RowIds):
 
     def add(self, name: str, spec: Spec) -> None:
         """Adds a column; all of its rows are unwritten."""
+        self.add_all({name: spec})
+
+    def add_all(self, specs: Mapping[str, Spec]) -> None:
+        """Adds columns, which are stored together where they are small; all of their rows are unwritten."""
+        self._allocate(specs)
         self.layout += 1
-        self._allocate(name, spec)
-        self.specs, self.has_objects = {**self.specs, name: spec}, self.has_objects or spec.is_object
-        self._map_one(name)
+        self.specs = {**self.specs, **specs}
+        self.has_objects = self.has_objects or any(spec.is_object for spec in specs.values())
+        for name in specs:
+            self._map_one(name)
         self.layout += 1
-        if spec.unwritten != 0:  # NaN is not equal to it either
-            self.put_rows(name, slice(None), self.value(name, spec.unwritten))
+        for name, spec in specs.items():
+            if spec.unwritten != 0:  # NaN is not equal to it either
+                self.put_rows(name, slice(None), self.value(name, spec.unwritten))
 
     def exchange(self, made: Mapping[str, tuple[Spec, np.ndarray]], gone: Iterable[str] = ()) -> None:
         """Gives columns other specs and values, `(n_rows, *shape)` by row id, and removes others.
 
         A thread that reads meanwhile gets the old or the new ones; `layout` tells whether they were exchanged.
         """
-        blocks = {name: self._block(name, spec) for name, (spec, _) in made.items()}
+        blocks = self._make_blocks({name: spec for name, (spec, _) in made.items()})
         for name, (spec, values) in made.items():
-            self._rows_in(blocks[name], spec)[...] = values
+            self._rows_in(name, blocks[name], spec)[...] = values
         self.layout += 1
         gone = set(gone) - made.keys()
         self._blocks = {name: block for name, block in (self._blocks | blocks).items() if name not in gone}
@@ -241,16 +212,21 @@ class Columns(RowIds):
             self._map_one(name)
         for name in gone:
             del self.flat[name], self.cells[name]
+        self._gatherings = {}
         self.layout += 1
 
     def move(self, backing: Backing) -> None:
         """Copies all columns to memory of another kind; views of the old memory no longer follow."""
         if objects := [name for name, spec in self.specs.items() if spec.is_object]:
             raise StateError(f"{objects[0]!r} holds objects, which cannot be moved to where processes share them")
-        moved = {}
+        moved: dict[str, Block] = {}
+        for record in self._records():
+            copy = record.moved(lambda n_bytes: backing.allocate("record", n_bytes))
+            moved |= {name: copy for name in record.specs if self._blocks.get(name) is record}
         for name, spec in self.specs.items():
-            moved[name] = backing.allocate(name, spec.nbytes * self.n_rows)
-            moved[name].bytes()[...] = self._blocks[name].bytes()
+            if name not in moved:
+                moved[name] = backing.allocate(name, spec.nbytes * self.n_rows)
+                moved[name].bytes()[...] = self._blocks[name].bytes()
         self._backing, self._blocks = backing, moved
         self._map()
 
@@ -258,14 +234,20 @@ class Columns(RowIds):
         """Changes the number of rows per lane; rows that still fit keep their lanes and slots."""
         old, n = dict(self.cells), min(self.capacity, capacity)
         RowIds.__init__(self, self.n_lanes, capacity, self.order)
+        self.add_all({name: self.specs[name] for name in old})
         for name, cells in old.items():
-            self.add(name, self.specs[name])
             self.cells[name][:, :n] = cells[:, :n]
 
     def gather(self, names: Iterable[str], rows: np.ndarray) -> list[Any]:
         """Copies of some rows of columns that are not linked, `(*rows.shape, *shape)` each, in their kind of memory."""
-        # mode="clip" skips numpy's check of the indices; row ids are in range.
-        taken = [self.flat[name].take(rows, axis=0, mode="clip") for name in names]
+        wanted, gatherings = tuple(names), self._gatherings
+        gathering = gatherings.get(wanted)
+        if gathering is None:
+            if len(gatherings) >= MOST_GATHERINGS:
+                gatherings.clear()
+            records = {name: block for name, block in self._blocks.items() if isinstance(block, Record)}
+            gathering = gatherings[wanted] = Gathering(wanted, self.flat, records)
+        taken = gathering(rows)
         if self.has_objects:
             return [private_rows(values) if values.dtype == OBJECT else values for values in taken]
         return taken
@@ -276,20 +258,28 @@ class Columns(RowIds):
 
     def to_file(self, name: str, shape: tuple[int, ...]) -> Any:
         """A column in this shape, for a file: an array, or an object that numpy turns into one."""
-        return self.flat[name].reshape(shape)
+        rows = self.flat[name].reshape(shape)
+        return rows if rows.flags.c_contiguous else OnDemand(rows)
 
     def slots_to_file(self, name: str, n: int) -> Any:
         """The first n slots of every lane, `(n_lanes, n, *shape)`, for a file; see `to_file`."""
-        return np.ascontiguousarray(self.cells[name][:, :n])
+        slots = self.cells[name][:, :n]
+        return OnDemand(slots) if isinstance(self._blocks[name], Record) else np.ascontiguousarray(slots)
 
-    def shared_storage(self, name: str) -> Any:
-        """torch's storage of a column in shared memory; None for any other."""
-        block = self._blocks.get(name)
-        return block.storage() if isinstance(block, SharedBlock) else None
+    def shared_storage(self, name: str) -> tuple[Any, int] | None:
+        """torch's storage of a column in shared memory, and bytes before its first row; None for any other."""
+        block, offset = self._blocks.get(name), 0
+        if isinstance(block, Record):
+            offset, block = block.offsets[name], block.block
+        return (block.storage(), offset) if isinstance(block, SharedBlock) else None
 
     def read_into(self, name: str, read: Callable[[np.ndarray], None]) -> None:
         """Fills a column by a function that fills an array (n_rows, *shape)."""
-        read(self.flat[name])
+        rows = self.flat[name]
+        values = rows if rows.flags.c_contiguous else np.empty_like(rows, order="C")
+        read(values)
+        if values is not rows:
+            rows[...] = values
 
     def value(self, name: str, number: Any) -> Any:
         """Converts a number for a column, for `put_rows`."""
@@ -359,7 +349,7 @@ class Columns(RowIds):
         return self.converted(name, values, spec)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key not in ("flat", "cells", "ring")}
+        return {key: value for key, value in vars(self).items() if key not in ("flat", "cells", "ring", "_gatherings")}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)

@@ -14,7 +14,8 @@ import torch
 
 from rlstructs.errors import StateError
 from rlstructs.replay.backing import Backing
-from rlstructs.replay.columns import LANE, Columns, Spec
+from rlstructs.replay.columns import Columns, Spec
+from rlstructs.replay.row_ids import LANE
 from rlstructs.structures.arrays import tensor_to_array
 
 # Dtypes that torch cannot index or numpy lacks, and those that their bits are stored as.
@@ -128,11 +129,15 @@ class TensorColumns(Columns):
     def _map_one(self, name: str) -> None:
         super()._map_one(name)
 
+    def _group(self, specs: Mapping[str, Spec]) -> list[dict[str, Spec]]:
+        return []
+
     @torch.inference_mode(False)
-    def _allocate(self, name: str, spec: Spec) -> None:
-        dtype = _named(spec)
-        shape = (self.n_rows, *spec.shape)
-        self._tensors[name] = torch.zeros(shape, dtype=STORED.get(dtype, dtype), device=self.device)
+    def _allocate(self, specs: Mapping[str, Spec]) -> None:
+        for name, spec in specs.items():
+            dtype = _named(spec)
+            shape = (self.n_rows, *spec.shape)
+            self._tensors[name] = torch.zeros(shape, dtype=STORED.get(dtype, dtype), device=self.device)
 
     def __getstate__(self) -> dict[str, Any]:
         # By value, like ordinary memory: torch would share its memory with a started process.

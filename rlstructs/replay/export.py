@@ -66,8 +66,8 @@ class Exporter:
         tensor: torch.Tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
         if spec is not None and spec.is_bfloat16:
             tensor = tensor.view(torch.bfloat16)
-        elif spec is not None and spec.dtype.name in UNSIGNED:  # stored as signed on a device
-            tensor = tensor.view(UNSIGNED[spec.dtype.name])
+        elif spec is not None and spec.dtype.kind == "u" and spec.dtype.name in UNSIGNED:
+            tensor = tensor.view(UNSIGNED[spec.dtype.name])  # stored as signed on a device
         return tensor if self.device is None else tensor.to(self.device)
 
     def _converted(self, arrays: Mapping[str, Any], specs: Mapping[str, Spec]) -> list[Any]:

@@ -15,8 +15,9 @@ import numpy as np
 
 from rlstructs.errors import StateError
 from rlstructs.replay.backing import Backing
-from rlstructs.replay.columns import LANE, Columns, Spec
+from rlstructs.replay.columns import Columns, Spec
 from rlstructs.replay.ring import ALL
+from rlstructs.replay.row_ids import LANE
 
 # Columns with smaller rows (bytes) are not linked: looking up where a value is stored would cost more than it saves.
 SMALLEST = 256
@@ -172,7 +173,7 @@ class LinkedColumns(Columns):
 
     def _gather_link(self, name: str, rows: np.ndarray) -> np.ndarray:
         link, ids = self.links[name], rows.reshape(-1)
-        values = self.flat[link.source].take(self.shifted(ids, 1), axis=0)
+        [values] = self.gather([link.source], self.shifted(ids, 1))
         is_separate = link.is_separate[ids]
         if is_separate.any():
             values[is_separate] = self._rows_of(name)[ids[is_separate]]

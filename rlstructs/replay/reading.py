@@ -147,19 +147,12 @@ def read_sources(
         SpecError: what is to be summed is no float.
     """
     places, n_step = _Places(rows, at.reshape(-1), reading, frames), reading.n_step
-    # The columns that are gathered from the same rows, by where these are and whether in stacks.
-    groups: dict[tuple[str, bool], dict[str, Any]] = {}
-    found = []
-    for key, source in sources.items():
-        place = source.place if n_step > 1 or source.place == NEXT else ANCHOR
-        is_stacked = reading.stack_num > 1 and source.is_stacked and source.seen is None and place != SUM
-        (group := groups.setdefault((place, is_stacked), {})).update(dict.fromkeys(source.columns))
-        found.append((key, source, place, group))
-    for where, group in groups.items():
-        group.update(zip(group, rows.gather(list(group), places.find(*where)), strict=True))
+    groups, keys = _group_sources(tuple(sources.items()), n_step, reading.stack_num)
+    gathered = [rows.gather(columns, places.find(*where)) for where, columns in groups]
     arrays: dict[str, Any] = {}
-    for key, source, place, group in found:
-        arrays[key] = array = reduce(np.logical_or, [group[column] for column in source.columns])
+    for key, source, place, group, columns in keys:
+        found = gathered[group]
+        arrays[key] = array = reduce(np.logical_or, [found[column] for column in columns])
         if place == SUM:
             arrays[key] = discounted(key, array, specs[key], places.inside, reading.gamma)
         elif source.seen is not None:
@@ -169,6 +162,36 @@ def read_sources(
     if n_step > 1:
         arrays[discount] = (reading.gamma**places.counts).astype(np.float32)
     return arrays if at.ndim == 1 else {k: array.reshape((*at.shape, *array.shape[1:])) for k, array in arrays.items()}
+
+
+# Where rows are read, see `_Places.find`; and the columns that are gathered from there.
+_Group = tuple[tuple[str, bool], tuple[str, ...]]
+
+
+class _Key(NamedTuple):
+    """A key of a sample: its place as it is read, its group, and which of the group's columns are its own."""
+
+    key: str
+    source: Source
+    place: str
+    group: int
+    columns: tuple[int, ...]
+
+
+@lru_cache
+def _group_sources(
+    sources: tuple[tuple[str, Source], ...], n_step: int, stack_num: int
+) -> tuple[tuple[_Group, ...], tuple[_Key, ...]]:
+    """Groups the columns that are gathered from the same rows."""
+    groups: dict[tuple[str, bool], dict[str, int]] = {}
+    keys = []
+    for key, source in sources:
+        place = source.place if n_step > 1 or source.place == NEXT else ANCHOR
+        where = (place, stack_num > 1 and source.is_stacked and source.seen is None and place != SUM)
+        group = groups.setdefault(where, {})
+        columns = tuple(group.setdefault(column, len(group)) for column in source.columns)
+        keys.append(_Key(key, source, place, list(groups).index(where), columns))
+    return tuple((where, tuple(group)) for where, group in groups.items()), tuple(keys)
 
 
 class _Places:

@@ -19,12 +19,13 @@ from rlstructs.debug import is_on
 from rlstructs.errors import StateError
 from rlstructs.replay.backing import Backing, Block, Heap, Shared
 from rlstructs.replay.blocks import lead_of, write_block
-from rlstructs.replay.columns import LANE, Columns, Spec
+from rlstructs.replay.columns import Columns, Spec
 from rlstructs.replay.copies import CopiedWhole, renew_lock_after_fork
 from rlstructs.replay.drawing import Selection
 from rlstructs.replay.episodes import EPISODE, Episodes
 from rlstructs.replay.linked_columns import LinkedColumns
 from rlstructs.replay.ring import ALL, N_COUNTERS, Ring
+from rlstructs.replay.row_ids import LANE
 from rlstructs.replay.span import Span
 
 __all__ = ["ALL", "MAX_REDRAWS", "Storage"]
@@ -105,11 +106,10 @@ class Storage(CopiedWhole):
         linked = linked or {}
         with self.lock:
             self.version += 1
-            for name in sorted(specs, key=linked.__contains__):  # sources first
+            self.columns.add_all({name: spec for name, spec in specs.items() if name not in linked})
+            for name in specs:
                 if name in linked:
                     cast(LinkedColumns, self.columns).link(name, linked[name])
-                else:
-                    self.columns.add(name, specs[name])
             self.poison(specs)
 
     def exchange(self, made: Mapping[str, tuple[Spec, np.ndarray]], gone: Iterable[str] = ()) -> None:

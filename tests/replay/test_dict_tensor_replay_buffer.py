@@ -328,7 +328,7 @@ def test_dtypes_and_bytes_are_those_of_the_first_rows(storage):  # R31
     for name, value in rows.items():
         assert (read[name].dtype, read[name].shape) == (value.dtype, value.shape)
         assert read[name].tolist() == value.tolist()
-    assert buffer.nbytes == 6 * (12 + 1 + 8 + 16 + 2) + 6 * 8 + 3 * 8
+    assert buffer.nbytes == 6 * (12 + 1 + 8 + 16 + 2 + 1) + 6 * 8 + 3 * 8
 
 
 def test_a_quick_add_is_an_add(storage):

@@ -130,9 +130,9 @@ def test_no_row_that_is_read_is_torn_or_unwritten(storage, started):
     reader = Reader(storage)
     advanced = [reader.has_advanced(lane) for lane in range(2)]
     assert not reader.read_until(lambda: False, SOAK)
-    assert reader.read_until(lambda: all(check() for check in advanced))
+    # On a busy machine it takes a while until the writers catch up with the reader, which then draws again.
+    assert reader.read_until(lambda: all(check() for check in advanced) and reader.n_selected > reader.n_read)
     assert (reader.n_rows > 0).all()
-    assert reader.n_selected > reader.n_read  # the writers did catch up with it
     assert [writer.stop() for writer in writers] == [0, 0]
     reader.read()
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from rlstructs.errors import EmptyBufferError, MissingKeyError, SpecError
 from rlstructs.replay.array_dict import ArrayDict
-from rlstructs.replay.drawing import Selection, draw_fitting
+from rlstructs.replay.drawing import Selection, draw_fitting, draw_numbers
 from rlstructs.replay.export import Exporter
 from rlstructs.replay.reading import Reading, Source, read_sources
 from rlstructs.replay.sampling import sample_arrays
@@ -191,7 +191,7 @@ class Reader:
         """Draws `n` of these rows, int64 (n,), and more values of each."""
 
         def draw(count: int) -> np.ndarray:
-            return rows.numbered(self.rng.integers(rows.total, size=count))
+            return rows.numbered(draw_numbers(self.rng, rows.total, count))
 
         fits = self.fits(rows)
         return draw(n) if fits is None else draw_fitting(draw, fits, n, self.rng.choice, rows, WANTED), {}

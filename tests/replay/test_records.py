@@ -1,0 +1,141 @@
+"""Records: small columns side by side hold and give what columns alone do."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+
+import numpy as np
+import pytest
+
+from rlstructs.memories.torch import RandomMemory
+from rlstructs.replay.backing import Folder, Shared
+from rlstructs.replay.columns import Columns, Spec
+from rlstructs.replay.records import AT_ONCE, LARGE, group_columns
+
+N_LANES, CAPACITY = 3, 1500
+SPECS = {
+    "observations": Spec(np.dtype(np.float32), (17,)),
+    "flag": Spec(np.dtype(bool)),
+    "flags": Spec(np.dtype(bool), (1,)),
+    "count": Spec(np.dtype(np.int64)),
+    "matrix": Spec(np.dtype(np.float64), (2, 3)),
+    "half": Spec(np.dtype(np.int16), (3,), is_bfloat16=True),
+    "frame": Spec(np.dtype(np.uint8), (12, 13, 2)),
+    "wide": Spec(np.dtype(np.complex128)),
+    "nothing": Spec(np.dtype(np.float32), (0,)),
+    "object": Spec(np.dtype(object)),
+}
+RECORD = ["observations", "flag", "flags", "count", "matrix", "half"]
+
+
+def filled(columns: Columns, seed: int = 0) -> dict[str, np.ndarray]:
+    """Writes numbers to all columns and returns them, by row id."""
+    rng, written = np.random.default_rng(seed), {}
+    for name, spec in columns.specs.items():
+        values = rng.integers(0, 2 if spec.dtype == bool else 100, size=(columns.n_rows, *spec.shape))
+        written[name] = values.astype(spec.dtype)
+        columns.put_rows(name, slice(None), written[name])
+    return written
+
+
+def made(backing=None, specs=SPECS, order="slot") -> Columns:
+    columns = Columns(N_LANES, CAPACITY, order, backing)
+    columns.add_all(specs)
+    return columns
+
+
+@pytest.mark.parametrize("names", [list(SPECS), ["flag"], ["matrix"], ["flag", "count", "flag"], ["frame", "half"], []])
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (4, 5), (0,), (2 * AT_ONCE + 3,)])
+def test_a_draw_is_a_contiguous_private_copy_of_the_rows(names, shape):
+    columns = made(specs=SPECS if shape else {name: spec for name, spec in SPECS.items() if name != "object"})
+    names, written = [name for name in names if name in columns.specs], filled(columns)
+    rows = np.random.default_rng(1).integers(columns.n_rows, size=shape)
+    drawn = columns.gather(names, rows)
+    for name, values in zip(names, drawn, strict=True):
+        values = np.asarray(values)
+        assert values.dtype == columns.specs[name].dtype and values.shape == shape + columns.specs[name].shape
+        assert (values == written[name][rows]).all()
+        assert values.flags.c_contiguous and not np.shares_memory(values, columns.flat[name])
+    arrays = [values for values in drawn if isinstance(values, np.ndarray) and values.size]
+    assert not any(np.shares_memory(a, b) for at, a in enumerate(arrays) for b in arrays[:at])
+    before = [np.array(values) for values in drawn]
+    columns.gather(names, (rows + 1) % columns.n_rows)
+    assert all((np.asarray(a) == b).all() for a, b in zip(drawn, before, strict=True))
+
+
+def test_small_columns_that_come_together_lie_side_by_side_and_aligned():
+    columns = made()
+    row = columns.nbytes // columns.n_rows
+    assert row == columns.nbytes_per_row(SPECS)
+    assert row - sum(spec.nbytes for spec in SPECS.values()) in range(8)  # filled up to 8 bytes
+    firsts = [columns.flat[name].ctypes.data for name in RECORD]
+    assert max(firsts) - min(firsts) < row
+    for name in SPECS:
+        spec, rows = columns.specs[name], columns.flat[name]
+        assert spec.is_object or rows.ctypes.data % spec.dtype.alignment == 0
+        assert rows.flags.c_contiguous == (name not in RECORD)
+    columns.add("late", Spec(np.dtype(np.float32)))
+    assert columns.flat["late"].flags.c_contiguous
+
+
+def test_a_record_has_no_column_that_is_large_and_a_file_has_one_column():
+    specs = {name: Spec(np.dtype(np.uint8), (LARGE - 1,)) for name in "abcdefghi"}
+    groups = group_columns(specs)
+    assert [len(group) for group in groups] == [4, 4]  # one is left over
+    assert group_columns({"a": Spec(np.dtype(np.uint8), (LARGE,)), "b": Spec(np.dtype(np.uint8))}) == []
+    columns = made(Folder(), {"a": Spec(np.dtype(np.uint8)), "b": Spec(np.dtype(np.uint8))})
+    assert all(rows.flags.c_contiguous for rows in columns.flat.values())
+
+
+def test_columns_keep_their_rows_when_they_are_moved_grown_copied_and_exchanged():
+    specs = {name: spec for name, spec in SPECS.items() if name != "object"}
+    columns = made(specs=specs, order="lane")
+    written = filled(columns)
+    copy = pickle.loads(pickle.dumps(columns))
+    columns.put_rows("count", 0, -1)
+    assert all((copy.flat[name] == written[name]).all() for name in copy.specs)
+    columns.put_rows("count", 0, written["count"][0])
+    columns.move(Shared())
+    columns.exchange({"count": (Spec(np.dtype(np.float64)), written["count"] / 4)}, gone=["flag", "frame"])
+    columns.resize(CAPACITY + 1)
+    for name in columns.specs:
+        expected = written[name] / 4 if name == "count" else written[name]
+        assert (columns.cells[name][:, :CAPACITY] == expected.reshape(N_LANES, CAPACITY, *expected.shape[1:])).all()
+    assert "flag" not in columns.flat
+
+
+def test_threads_that_draw_at_once_get_their_own_rows():
+    columns = made()
+    written, wrong = filled(columns), []
+
+    def draw(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for n in rng.integers(1, 600, size=150):
+            rows = rng.integers(columns.n_rows, size=n)
+            for name, values in zip(RECORD, columns.gather(RECORD, rows), strict=True):
+                if not (values == written[name][rows]).all():
+                    wrong.append(name)
+
+    threads = [threading.Thread(target=draw, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_live_tensor_in_a_record_is_written_through_and_stays_so_in_shared_memory():
+    memory = RandomMemory(memory_size=10, num_envs=2)
+    memory.create_tensor("observations", size=5)
+    memory.create_tensor("terminated", size=1, dtype=bool)
+    for share in (False, True):
+        if share:
+            memory.share_memory()
+        live, marks = memory.get_tensor_by_name("observations"), memory.get_tensor_by_name("terminated", keepdim=False)
+        assert live.is_shared() == marks.is_shared() == share
+        live[3, 1] = 7.0
+        marks[7] = True
+        [[observations, terminated]] = memory.sample_by_index(["observations", "terminated"], [7])
+        assert observations.tolist() == [[7.0] * 5] and terminated.tolist() == [[True]]
+        live[3, 1] = 0.0
