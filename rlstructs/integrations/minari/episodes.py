@@ -126,7 +126,7 @@ class EpisodeJoiner:
                 if episode is not None and (starts[row, start] or not episode.goes_on(before)):
                     yield episode
                     episode = None
-                episode = episode or Episode(before, {key: values[row] for key, values in options.items()})
+                episode = episode or Episode(before, {key: np.array(values[row]) for key, values in options.items()})
                 episode.pieces.append({key: array[row, start:stop].copy() for key, array in following.items()})
                 if episode.is_over:
                     yield episode
