@@ -188,11 +188,11 @@ def _run(batcher: RL_Batcher, settings: Settings, collected: Collected, keep: bo
                 batcher.execute()  # workers run the next rollout meanwhile
             episodes = batcher.episodes()
             totals = collected.totals.plus(trajectories, episodes, time.perf_counter() - start)
-            collected.rollouts.append((trajectories if keep else None, episodes, totals))
-            shown = {"episodes": f"{totals.n_episodes:,}", "mean_return": f"{totals.mean_return:,.2f}"}
-            bar.set_postfix(shown if totals.n_episodes else {"episodes": "0"}, refresh=False)
-            bar.update(totals.n_steps - bar.n)
-            with defer_interrupt():  # what uses it finishes first
+            with defer_interrupt():  # what is counted is yielded, and what uses it finishes
+                collected.rollouts.append((trajectories if keep else None, episodes, totals))
+                shown = {"episodes": f"{totals.n_episodes:,}", "mean_return": f"{totals.mean_return:,.2f}"}
+                bar.set_postfix(shown if totals.n_episodes else {"episodes": "0"}, refresh=False)
+                bar.update(totals.n_steps - bar.n)
                 yield trajectories
 
 
