@@ -49,10 +49,9 @@ def to_minari(
 
     Args:
         dataset_id: `name-v0` or `namespace/name-v0`, as Minari takes it.
-        batches: rollouts in the order in which they were made, such as `batcher.rollouts(n_steps=...)`. They have
-            `env_index` in their info, `observation/...`, `_observation/...` and `action/...` of the spaces, and
-            `_observation/reward`, `terminated` and `truncated`. `observation/info/...`, which `info_keys` asks for,
-            are the infos of the dataset, rows of `env_info` the options of episodes.
+        batches: rollouts in the order in which they were made, such as `batcher.rollouts(n_steps=...)`. They have the
+            keys of a batcher's: `env_index`, those of the spaces, reward, terminated and truncated. What `info_keys`
+            asked for becomes the infos of the dataset, rows of `env_info` the options of episodes.
         env: the environment, its id or its spec; None if both spaces are given.
         unfinished: what becomes of an episode without end: "truncate" marks its last step as truncated, as
             Minari's `DataCollector` does, "drop" leaves it out.
@@ -61,21 +60,16 @@ def to_minari(
             `observation_space`, `action_space`, `data_format`. Frames are stored without loss unless `jpeg_encoding`.
 
     Returns:
-        The dataset. The spaces have the dtypes of the trajectories, where float64 observations may be float32.
+        The dataset. Its spaces have the dtypes of the trajectories, where float64 observations may be float32.
 
     Raises:
         SpecError: there is such a dataset, its id is malformed, a space is not supported, there is no episode, or
-            trajectories do not fit the spaces; the message names the key.
+            trajectories do not fit the spaces; the message names the key. No error and no Ctrl-C leaves a dataset.
         TypeError: Minari has no such argument.
-        Exception: what `batches` or Minari raised. No dataset is left after any error or Ctrl-C.
     """
-    if unfinished not in ("truncate", "drop"):
-        raise SpecError(f"to_minari: unfinished must be 'truncate' or 'drop', got {unfinished!r}")
-    path, settings = _check_id(dataset_id), _find_settings(metadata)
+    path, settings = _check_id(dataset_id), _find_settings(metadata, unfinished)
     spec, observations, actions = _find_spaces(env, settings)
-    names = inspect.signature(_generate_dataset_metadata).parameters
-    given = {**settings, "dataset_id": dataset_id, "env_spec": spec}
-    described = _generate_dataset_metadata(**{name: given[name] for name in names})
+    described = _describe(dataset_id, spec, settings)
     with _new_folder(path, dataset_id) as folder:
         writer = None
         for batch in batches:
@@ -155,8 +149,10 @@ def _check_id(dataset_id: str) -> Path:
     return path
 
 
-def _find_settings(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _find_settings(metadata: Mapping[str, Any], unfinished: str) -> dict[str, Any]:
     """The arguments of Minari's function, with its defaults but for JPEG."""
+    if unfinished not in ("truncate", "drop"):
+        raise SpecError(f"to_minari: unfinished must be 'truncate' or 'drop', got {unfinished!r}")
     known = inspect.signature(minari.create_dataset_from_buffers).parameters
     settings = {name: parameter.default for name, parameter in known.items()}
     settings = {name: settings[name] for name in settings if name not in ("dataset_id", "buffer", "env")}
@@ -180,6 +176,15 @@ def _find_spaces(env: Any, settings: Mapping[str, Any]) -> tuple[EnvSpec | None,
             made.close()
     observation_space, action_space = found
     return spec, SpaceColumns(observation_space, "observation"), SpaceColumns(action_space, "action")
+
+
+def _describe(dataset_id: str, spec: EnvSpec | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata of a dataset, as Minari makes them of these arguments."""
+    given = {**settings, "dataset_id": dataset_id, "env_spec": spec}
+    found: dict[str, Any] = _generate_dataset_metadata(
+        **{name: given[name] for name in inspect.signature(_generate_dataset_metadata).parameters}
+    )
+    return found
 
 
 def _create_storage(
