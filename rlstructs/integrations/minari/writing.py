@@ -143,7 +143,7 @@ def _check_id(dataset_id: str) -> Path:
         parse_dataset_id(dataset_id)
     except (TypeError, ValueError) as error:  # TypeError where the version is missing
         raise SpecError(f"to_minari: dataset_id must be name-v0 or namespace/name-v0, got {dataset_id!r}") from error
-    path = Path(get_dataset_path(dataset_id))
+    path = Path(get_dataset_path(dataset_id)).absolute()
     if path.exists():
         raise SpecError(f"to_minari: there is a dataset {dataset_id!r} in {path}; choose another version")
     return path
@@ -205,7 +205,8 @@ def _create_storage(
 @contextlib.contextmanager
 def _new_folder(path: Path, dataset_id: str) -> Iterator[Path]:
     """Gives a folder that Minari does not list; makes it the dataset at the end, or removes it after an error."""
-    folder = get_dataset_path() / f".{secrets.token_hex(8)}"  # mkdtemp would hide it from other users for good
+    # Minari cannot write to a relative path, and mkdtemp would hide the folder from other users for good.
+    folder = Path(get_dataset_path()).absolute() / f".{secrets.token_hex(8)}"
     try:
         folder.mkdir()
         yield folder
