@@ -300,6 +300,19 @@ def test_metadata_are_those_of_minaris_own_function():
     assert sorted(minari.list_local_datasets()) == ["CartPole/x/random-v3", "CartPole/x/theirs-v3"]
 
 
+def test_an_environment_that_no_json_describes_is_not_named():
+    batcher, logs = walks()
+    with batcher:
+        [batch] = collect(batcher, logs, 1)
+    gymnasium.register("Minari/Walks-v0", Walks, disable_env_checker=True)
+    try:
+        with pytest.warns(UserWarning, match="to_minari: the dataset will not name its environment: Callable found"):
+            dataset = to_minari("x-v0", [batch], "Minari/Walks-v0", **ABOUT)
+    finally:
+        del gymnasium.registry["Minari/Walks-v0"]
+    assert dataset.env_spec is None and dataset.total_steps == 12
+
+
 def test_an_error_in_the_middle_leaves_nothing(datasets):
     batcher, logs = walks()
     with batcher:

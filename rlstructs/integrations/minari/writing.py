@@ -7,6 +7,7 @@ import inspect
 import os
 import secrets
 import shutil
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -175,7 +176,18 @@ def _find_spaces(env: Any, settings: Mapping[str, Any]) -> tuple[EnvSpec | None,
         if made is not env:
             made.close()
     observation_space, action_space = found
-    return spec, SpaceColumns(observation_space, "observation"), SpaceColumns(action_space, "action")
+    return _storable(spec), SpaceColumns(observation_space, "observation"), SpaceColumns(action_space, "action")
+
+
+def _storable(spec: EnvSpec | None) -> EnvSpec | None:
+    """The spec of an environment, or None if it has no JSON form, as where the entry point is a class."""
+    try:
+        if spec is not None:
+            spec.to_json()
+        return spec
+    except (TypeError, ValueError) as error:
+        warnings.warn(f"to_minari: the dataset will not name its environment: {error}", stacklevel=4)
+        return None
 
 
 def _describe(dataset_id: str, spec: EnvSpec | None, settings: Mapping[str, Any]) -> dict[str, Any]:
