@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from rlstructs.returns import discounted_returns, gae, lambda_returns, n_step_returns, transitions, vtrace
     from rlstructs.seeding import int32_seed
     from rlstructs.structures.dict_tensor import DictTensor, masked_dicttensor, masked_tensor
+    from rlstructs.structures.rollout_files import load_rollouts, save_rollouts
     from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
     from rlstructs.structures.trajectories import Trajectories
 
@@ -105,6 +106,7 @@ _EXPORTS = {
     "gae": "returns",
     "int32_seed": "seeding",
     "lambda_returns": "returns",
+    "load_rollouts": "structures.rollout_files",
     "make_vec": "envs.shared_vector.make_vec",
     "mask_logits": "action_masks",
     "masked_dicttensor": "structures.dict_tensor",
@@ -112,6 +114,7 @@ _EXPORTS = {
     "n_step_returns": "returns",
     "replay_agent": "agent",
     "replay_agent_stateless": "agent",
+    "save_rollouts": "structures.rollout_files",
     "transitions": "returns",
     "vtrace": "returns",
 }
@@ -154,6 +157,7 @@ __all__ = [
     "gae",
     "int32_seed",
     "lambda_returns",
+    "load_rollouts",
     "make_vec",
     "mask_logits",
     "masked_dicttensor",
@@ -161,6 +165,7 @@ __all__ = [
     "n_step_returns",
     "replay_agent",
     "replay_agent_stateless",
+    "save_rollouts",
     "transitions",
     "vtrace",
 ]

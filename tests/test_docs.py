@@ -40,6 +40,7 @@ SMALL = {
     "python tests/walk.py": "",
     "rlstructs bench tune": "--seconds 0.1",
     "rlstructs collect": "--envs 2 --steps 400",
+    "rlstructs info": "",
     "rlstructs play": "--max-steps 20",
 }
 # What is not run: an installation, which `.ci/run` does, what takes minutes whatever it is told, and the test suite.

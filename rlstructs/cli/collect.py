@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -16,7 +20,9 @@ from rlstructs.cli.makers import NamedAgent
 from rlstructs.errors import OutOfMemoryError
 from rlstructs.rollout.makers import Makers
 from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.structures.rollout_files import RolloutFolder
 from rlstructs.structures.trajectories import Trajectories
+from workers.interrupts import defer_interrupt
 from workers.limits import available_bytes
 
 
@@ -123,20 +129,58 @@ def collect(settings: Settings, keep: bool) -> Collected:
         What was collected; after Ctrl-C or an error `stopped_by` holds the exception.
     """
     collected = Collected()
+    for _ in run_rollouts(settings, collected, keep):
+        pass
+    return collected
+
+
+def run_rollouts(settings: Settings, collected: Collected, keep: bool = False) -> Iterator[Trajectories]:
+    """Does what `collect` does, and yields each rollout; a Ctrl-C waits until the next one is asked for.
+
+    Args:
+        settings, keep: see `collect`.
+        collected: what was collected so far; it grows.
+    """
     try:
         with make_batcher(settings) as batcher:
             if keep:
                 _check_memory(settings, batcher)
-            _run(batcher, settings, collected, keep)
+            yield from _run(batcher, settings, collected, keep)
     except (KeyboardInterrupt, Exception) as error:
         collected.stopped_by = error
-    return collected
 
 
-def _run(batcher: RL_Batcher, settings: Settings, collected: Collected, keep: bool) -> None:
-    with tqdm(
-        total=settings.n_steps, desc=settings.env_id, unit=" steps", unit_scale=True, file=sys.stderr
-    ) as bar:
+def write_rollouts(
+    rollouts: Iterator[Trajectories], settings: Settings, folder: Path | None, dataset_id: str | None
+) -> None:
+    """Runs all rollouts, and writes each to a folder, to a dataset of Minari, to both or to neither, as it comes."""
+    with contextlib.nullcontext() if folder is None else RolloutFolder(folder) as opened:
+        stream = rollouts if opened is None else _add_to(opened, rollouts)
+        if dataset_id is None:
+            for _ in stream:
+                pass
+        else:
+            _write_dataset(dataset_id, stream, settings)
+
+
+def _add_to(folder: RolloutFolder, rollouts: Iterator[Trajectories]) -> Iterator[Trajectories]:
+    for rollout in rollouts:
+        folder.add(rollout)
+        yield rollout
+
+
+def _write_dataset(dataset_id: str, rollouts: Iterator[Trajectories], settings: Settings) -> None:
+    from rlstructs.integrations.minari import to_minari
+
+    about = f"{settings.agent} agent, seed {settings.seed}, by rlstructs collect"
+    with warnings.catch_warnings():
+        # Minari asks for an author and so on, which no option gives.
+        warnings.filterwarnings("ignore", category=UserWarning, module="minari")
+        to_minari(dataset_id, rollouts, settings.env_id, algorithm_name=settings.agent, description=about)
+
+
+def _run(batcher: RL_Batcher, settings: Settings, collected: Collected, keep: bool) -> Iterator[Trajectories]:
+    with tqdm(total=settings.n_steps, desc=settings.env_id, unit=" steps", unit_scale=True, file=sys.stderr) as bar:
         batcher.reset()
         start = time.perf_counter()
         batcher.execute()
@@ -146,10 +190,12 @@ def _run(batcher: RL_Batcher, settings: Settings, collected: Collected, keep: bo
                 batcher.execute()  # workers run the next rollout meanwhile
             episodes = batcher.episodes()
             totals = collected.totals.plus(trajectories, episodes, time.perf_counter() - start)
-            collected.rollouts.append((trajectories if keep else None, episodes, totals))
-            shown = {"episodes": f"{totals.n_episodes:,}", "mean_return": f"{totals.mean_return:,.2f}"}
-            bar.set_postfix(shown if totals.n_episodes else {"episodes": "0"}, refresh=False)
-            bar.update(totals.n_steps - bar.n)
+            with defer_interrupt():  # what is counted is yielded, and what uses it finishes
+                collected.rollouts.append((trajectories if keep else None, episodes, totals))
+                shown = {"episodes": f"{totals.n_episodes:,}", "mean_return": f"{totals.mean_return:,.2f}"}
+                bar.set_postfix(shown if totals.n_episodes else {"episodes": "0"}, refresh=False)
+                bar.update(totals.n_steps - bar.n)
+                yield trajectories
 
 
 def make_batcher(settings: Settings) -> RL_Batcher:

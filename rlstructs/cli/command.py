@@ -15,28 +15,24 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import math
 import os
-import platform
 import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlstructs import __version__
 from rlstructs.errors import OutOfMemoryError, RemoteTraceback, RLError, SpecError, WorkerError
-from workers.limits import available_bytes, n_cores
-from workers.start import default_start_method
+from workers.limits import n_cores
 
 if TYPE_CHECKING:
     from rlstructs.cli.collect import Collected, Settings
 
 INTERRUPTED, FAILED, UNREAD = 130, 2, 141
-PACKAGES = ("torch", "numpy", "gymnasium", "jax", "warp-lang", "cloudpickle", "h5py", "matplotlib", "ray")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -124,7 +120,9 @@ def _add_collect(commands: Any, common: argparse.ArgumentParser) -> None:
     add("--action-mask", metavar="KEY", help="of the observation: which actions the agent random may draw, by 0 and 1")
     add("--ray", metavar="ADDRESS", help="of a Ray cluster to run the workers on; auto for the one of this machine")
     add("--nodes", metavar="N", type=_int_from(1), help="actors of Ray that share the workers; default: one a machine")
-    add("--out", metavar="FILE", type=Path, help="write the trajectories: .npz, .pt or .h5")
+    out_help = "write the trajectories: to a file, .npz, .pt or .h5, at the end; or to a folder, part by part"
+    add("--out", metavar="FILE|FOLDER/", help=out_help)
+    add("--minari", metavar="ID", help="write the episodes to a dataset of Minari, name-v0 or namespace/name-v0")
     add("--plot", metavar="FILE.png", type=Path, help="draw returns and lengths of the episodes")
 
 
@@ -163,7 +161,8 @@ def _add_info(commands: Any, common: argparse.ArgumentParser) -> None:
         description="Says what is in a file of trajectories, or what a bug report needs.",
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("file", metavar="FILE", type=Path, nargs="?", help="written by rlstructs: .npz, .pt or .h5")
+    file_help = "written by rlstructs: .npz, .pt, .h5, or a folder of collect"
+    what.add_argument("file", metavar="FILE", type=Path, nargs="?", help=file_help)
     what.add_argument("--system", action="store_true", help="versions, platform, cores, memory")
     parser.set_defaults(run=_info)
 
@@ -186,24 +185,27 @@ def _add_bench(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def _collect(options: argparse.Namespace) -> int:
     from rlstructs.cli import report
-    from rlstructs.cli.collect import collect
+    from rlstructs.cli.collect import Collected, run_rollouts, write_rollouts
 
-    for name, path, endings in (
-        ("--out", options.out, report.OUT_ENDINGS),
-        ("--plot", options.plot, report.PLOT_ENDINGS),
-    ):
-        if path is not None:
-            report.check_path(name, path, endings)
     if options.action_mask is not None and options.agent != "random":
         raise SpecError(f"--action-mask: is for --agent random; {options.agent} has to read its mask itself")
+    report.check_outputs(options.out, options.plot, options.minari)
     if options.nodes is not None and options.ray is None:
         raise SpecError("--nodes: is for --ray")
     if options.ray is not None and options.workers == 0:
         raise SpecError("--workers: 0 runs in this process; --ray needs at least 1")
-    settings = _settings(options)
-    with one_interrupt() as no_more_interrupts:
-        collected = collect(settings, keep=options.out is not None)
-        no_more_interrupts()
+    settings, collected = _settings(options), Collected()
+    folder = Path(options.out) if report.is_folder(options.out) else None
+    keep = options.out is not None and folder is None
+    with (
+        one_interrupt() as no_more_interrupts,
+        contextlib.closing(_then(run_rollouts(settings, collected, keep), no_more_interrupts)) as rollouts,
+    ):
+        try:
+            write_rollouts(rollouts, settings, folder, options.minari)
+        except SpecError:
+            if collected.stopped_by is None or collected.rollouts:  # otherwise it is that there is no episode
+                raise
         if collected.rollouts:
             print(report.summary(settings, collected, _write(options, settings, collected)), flush=True)
     if isinstance(collected.stopped_by, KeyboardInterrupt):
@@ -213,6 +215,12 @@ def _collect(options: argparse.Namespace) -> int:
     if collected.stopped_by is not None:
         raise collected.stopped_by
     return 0
+
+
+def _then(rollouts: Iterator[Any], function: Callable[[], None]) -> Generator[Any, None, None]:
+    """Calls a function when the last one has come."""
+    yield from rollouts
+    function()
 
 
 @contextlib.contextmanager
@@ -317,16 +325,18 @@ def _tune(options: argparse.Namespace) -> int:
 def _write(options: argparse.Namespace, settings: Settings, collected: Collected) -> list[str]:
     from rlstructs.cli import report
 
-    if options.out is not None:
+    if options.out is not None and not report.is_folder(options.out):
         collected.trajectories().save(options.out)
     if options.plot is not None:
         report.plot(options.plot, settings, collected)
-    return [str(path) for path in (options.out, options.plot) if path is not None]
+    return [str(path) for path in (options.out, options.minari, options.plot) if path is not None]
 
 
 def _info(options: argparse.Namespace) -> int:
     if options.system:
-        lines = _system()
+        from rlstructs.cli.system import describe_system
+
+        lines = describe_system()
     else:
         from rlstructs.cli import report
 
@@ -334,33 +344,6 @@ def _info(options: argparse.Namespace) -> int:
     for line in lines:
         print(line)
     return 0
-
-
-def _system() -> Iterator[str]:
-    yield f"rlstructs: {__version__}"
-    yield f"python: {platform.python_version()} ({platform.python_implementation()})"
-    for package in PACKAGES:
-        try:
-            yield f"{package}: {importlib.metadata.version(package)}"
-        except importlib.metadata.PackageNotFoundError:
-            yield f"{package}: not installed"
-    yield f"platform: {platform.platform()}"
-    yield f"cores: {n_cores()} of {os.cpu_count()}"
-    available = available_bytes()
-    yield f"memory available: {'unknown' if available is None else f'{available / 1e9:,.1f} GB'}"
-    yield f"start method: {default_start_method()}"
-    yield f"CUDA available: {_cuda()}"
-
-
-def _cuda() -> str:
-    try:
-        import torch
-
-        if not torch.cuda.is_available():
-            return "no"
-        return f"yes, {torch.cuda.device_count()} x {torch.cuda.get_device_name()}, version {torch.version.cuda}"
-    except Exception as error:
-        return f"unknown, {type(error).__name__}: {error}"
 
 
 def _int_from(least: int) -> Callable[[str], int]:

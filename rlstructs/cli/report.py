@@ -15,7 +15,9 @@ from rlstructs.checks import LONGEST_NAME, clean_text
 from rlstructs.episodes import EpisodeTracker
 from rlstructs.errors import FileError, SpecError
 from rlstructs.files import layout
+from rlstructs.files.parts import list_parts
 from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.structures.rollout_files import RolloutFolder
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
 
@@ -31,6 +33,30 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 KINDS = {kind.__name__: kind for kind in (DictTensor, TemporalDictTensor, Trajectories)}
 # The most episodes in the running mean of a plot.
 WINDOW = 100
+
+
+def is_folder(out: str | None) -> bool:
+    """Whether --out names a folder: what ends in / or has no ending."""
+    return out is not None and (out.endswith("/") or not Path(out).suffix)
+
+
+def check_outputs(out: str | None, plot: Path | None, dataset_id: str | None) -> None:
+    """Checks before the collection that what is asked for can be written.
+
+    Raises:
+        SpecError: see `check_path` and `check_folder`; or minari is not installed.
+    """
+    if out is not None and is_folder(out):
+        check_folder("--out", Path(out))
+    elif out is not None:
+        check_path("--out", Path(out), OUT_ENDINGS)
+    if plot is not None:
+        check_path("--plot", plot, PLOT_ENDINGS)
+    if dataset_id is not None:
+        try:
+            importlib.import_module("rlstructs.integrations.minari.writing")
+        except ImportError as error:
+            raise SpecError(f"--minari: needs minari: {error}: pip install 'rlstructs[minari]'") from error
 
 
 def check_path(option: str, path: Path, endings: dict[str, str | None]) -> None:
@@ -59,6 +85,19 @@ def check_path(option: str, path: Path, endings: dict[str, str | None]) -> None:
         raise SpecError(f"{option}: {path.suffix} files need {package}: {error}: {install}") from error
 
 
+def check_folder(option: str, path: Path) -> None:
+    """Checks before the collection that rollouts can be written to a folder.
+
+    Raises:
+        SpecError: the folder has files, cannot be made, or is not writable.
+    """
+    try:
+        RolloutFolder(path)
+        tempfile.TemporaryFile(dir=path if path.exists() else path.parent).close()
+    except (FileError, OSError) as error:
+        raise SpecError(f"{option}: cannot write to {str(path)!r}: {error}") from error
+
+
 def summary(settings: Settings, collected: Collected, written: list[str]) -> str:
     """One line that says what was collected and which files were written."""
     totals = collected.totals
@@ -72,64 +111,117 @@ def summary(settings: Settings, collected: Collected, written: list[str]) -> str
 
 
 def describe(path: Path) -> Iterator[str]:
-    """Describes the content of a file, line by line.
+    """Describes the content of a file, or of a folder of rollouts, line by line; a folder is read part by part.
 
     Raises:
         FileNotFoundError: there is no such file.
         FileError, SpecError: it is not ours, or damaged.
     """
+    paths = list_parts(path) if path.is_dir() else [path]
     try:
-        header = layout.read_header(path)
+        headers = [layout.read_header(part) for part in paths]
     except FileError as error:
         what = "what `rlstructs collect --out` or a `save` of this library wrote"
         raise FileError(f"{error}; info is for {what}") from error
-    kind, arrays = header["class"], header["arrays"]
-    content = KINDS[kind].load(path) if kind in KINDS else None
-    rows = "" if content is None else f", {content.n_elems():,} rows"
-    yield f"{path}: {clean_text(kind, LONGEST_NAME)}{rows}, {path.stat().st_size / 1e6:,.2f} MB"
+    kind, content = headers[0]["class"], _Content()
+    if kind in KINDS:
+        for part in paths:
+            content.add(KINDS[kind].load(part))
+    in_parts = f" in {len(paths):,} files" if path.is_dir() else ""
+    rows = f", {content.n_rows:,} rows" if kind in KINDS else ""
+    nbytes = sum(part.stat().st_size for part in paths)
+    yield f"{path}: {clean_text(kind, LONGEST_NAME)}{in_parts}{rows}, {nbytes / 1e6:,.2f} MB"
     # Names in a file may hold control sequences for the terminal.
     lines = [
-        (clean_text(name, LONGEST_NAME), "x".join(map(str, spec["shape"])) or "scalar", spec["dtype"])
-        for name, spec in arrays.items()
+        (clean_text(name, LONGEST_NAME), "x".join(map(str, _shape(headers, name))) or "scalar", spec["dtype"])
+        for name, spec in headers[0]["arrays"].items()
     ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)] or [0, 0]
     for name, shape, dtype in lines:
         yield f"  {name:{widths[0]}}  {shape:{widths[1]}}  {dtype}"
-    if isinstance(content, (TemporalDictTensor, Trajectories)):
-        yield f"lengths: {_spread(content.lengths)}, {int(content.lengths.sum()):,} steps"
-    if isinstance(content, Trajectories):
-        yield f"episodes: {_episodes(content)}"
+    yield from content.lines()
+
+
+def _shape(headers: list[dict[str, Any]], name: str) -> list[int]:
+    """The shape that an array has in all files together: `Trajectories.load` pads to the longest T."""
+    shapes = [header["arrays"][name]["shape"] for header in headers if name in header["arrays"]]
+    if len(shapes) == 1 or not shapes[0]:
+        return list(shapes[0])
+    return [sum(shape[0] for shape in shapes), *map(max, zip(*(shape[1:] for shape in shapes), strict=True))]
+
+
+class _Content:
+    """What is told of files that are read one after the other."""
+
+    def __init__(self) -> None:
+        self.n_rows = 0
+        self._lengths: list[torch.Tensor] = []
+        self._episodes: EndedEpisodes | SpecError | None = None
+
+    def add(self, content: Any) -> None:
+        """Adds the content of the next file."""
+        self.n_rows += content.n_elems()
+        if isinstance(content, (TemporalDictTensor, Trajectories)):
+            self._lengths.append(content.lengths)
+        if isinstance(content, Trajectories) and not isinstance(self._episodes, SpecError):
+            self._episodes = self._episodes or EndedEpisodes()
+            try:
+                self._episodes.add(content)
+            except SpecError as error:
+                self._episodes = error
+
+    def lines(self) -> Iterator[str]:
+        """Lengths and episodes."""
+        if self._lengths:
+            lengths = torch.cat(self._lengths)
+            yield f"lengths: {_spread(lengths)}, {int(lengths.sum()):,} steps"
+        if self._episodes is not None:
+            yield f"episodes: {_episodes(self._episodes)}"
+
+
+class EndedEpisodes:
+    """Finds the episodes that ended in trajectories, which follow each other rollout by rollout."""
+
+    def __init__(self) -> None:
+        self._tracker, self._ended = EpisodeTracker(), list[DictTensor]()
+        # Environments are renumbered from 0, because the tracker takes memory up to the largest index.
+        self._known: dict[int, int] = {}
+
+    def add(self, trajectories: Trajectories) -> None:
+        """Adds the next trajectories.
+
+        Raises:
+            SpecError: a key is missing or wrong.
+        """
+        env_index, steps = trajectories.info["env_index"], trajectories.trajectories
+        if env_index.ndim != 1 or env_index.dtype not in INTEGERS:
+            raise SpecError(f"env_index is {tuple(env_index.shape)} {env_index.dtype}, expected (B,) of integers")
+        needed = [f"_observation/{key}" for key in ("reward", "raw_reward", "done", "terminated", "truncated")]
+        steps = steps.get([key for key in [*needed, "observation/initial_state"] if key in steps])
+        for key in needed:
+            if key in steps and (steps[key].ndim != 2 or steps[key].is_complex()):
+                raise SpecError(f"{key!r} is {tuple(steps[key].shape)} {steps[key].dtype}, expected (B, T) of numbers")
+        places = [self._known.setdefault(index, len(self._known)) for index in env_index.tolist()]
+        rows = Trajectories(DictTensor({"env_index": torch.tensor(places, dtype=torch.int64)}), steps)
+        # A new rollout begins where the index of the environment does not ascend.
+        starts = [0, *(np.flatnonzero(np.diff(env_index.numpy()) <= 0) + 1).tolist()]
+        for start, stop in zip(starts, [*starts[1:], rows.n_elems()], strict=True):
+            rollout = rows.index(slice(start, stop))
+            self._tracker.forget(_fresh_environments(rollout))
+            self._tracker.add(rollout)
+        self._ended.append(self._tracker.take())
+
+    def all(self) -> DictTensor:
+        """The columns of `RL_Batcher.episodes`."""
+        ended, known = DictTensor.cat(self._ended), torch.tensor(list(self._known), dtype=torch.int64)
+        return DictTensor({**dict(ended.items()), "env_index": known[ended["env_index"]]})
 
 
 def ended_episodes(trajectories: Trajectories) -> DictTensor:
-    """The episodes that ended in trajectories, which follow each other rollout by rollout.
-
-    Returns:
-        The columns of `RL_Batcher.episodes`.
-
-    Raises:
-        SpecError: a key is missing or wrong.
-    """
-    env_index, steps = trajectories.info["env_index"], trajectories.trajectories
-    if env_index.ndim != 1 or env_index.dtype not in INTEGERS:
-        raise SpecError(f"env_index is {tuple(env_index.shape)} {env_index.dtype}, expected (B,) of integers")
-    needed = [f"_observation/{key}" for key in ("reward", "raw_reward", "done", "terminated", "truncated")]
-    steps = steps.get([key for key in [*needed, "observation/initial_state"] if key in steps])
-    for key in needed:
-        if key in steps and (steps[key].ndim != 2 or steps[key].is_complex()):
-            raise SpecError(f"{key!r} is {tuple(steps[key].shape)} {steps[key].dtype}, expected (B, T) of numbers")
-    # Environments are renumbered from 0, because the tracker takes memory up to the largest index.
-    known, places = torch.unique(env_index, return_inverse=True)
-    env_index = places
-    rows, tracker = Trajectories(DictTensor({"env_index": env_index}), steps), EpisodeTracker()
-    # A new rollout begins where the index of the environment does not ascend.
-    starts = [0, *(np.flatnonzero(np.diff(env_index.numpy()) <= 0) + 1).tolist()]
-    for start, stop in zip(starts, [*starts[1:], rows.n_elems()], strict=True):
-        rollout = rows.index(slice(start, stop))
-        tracker.forget(_fresh_environments(rollout))
-        tracker.add(rollout)
-    ended = tracker.take()
-    return DictTensor({**dict(ended.items()), "env_index": known.long()[ended["env_index"]]})
+    """The episodes that ended in trajectories; see `EndedEpisodes`."""
+    ended = EndedEpisodes()
+    ended.add(trajectories)
+    return ended.all()
 
 
 def plot(path: Path, settings: Settings, collected: Collected) -> None:
@@ -212,11 +304,10 @@ def _panel(axes: Any, name: str, at: np.ndarray, values: np.ndarray, colours: tu
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 0.99), frameon=False)
 
 
-def _episodes(trajectories: Trajectories) -> str:
-    try:
-        ended = ended_episodes(trajectories)
-    except SpecError as error:
-        return f"not known: {error}"
+def _episodes(found: EndedEpisodes | SpecError) -> str:
+    if isinstance(found, SpecError):
+        return f"not known: {found}"
+    ended = found.all()
     if not ended.n_elems():
         return "none ended"
     return f"{ended.n_elems():,} ended, return {_spread(ended['return'])}, length {_spread(ended['length'])}"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlstructs.errors import SpecError
+from rlstructs.files.parts import list_parts
 from rlstructs.public_names import set_module
 from rlstructs.structures.dict_tensor import DictTensor, Index, as_index
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
@@ -142,6 +144,20 @@ class Trajectories(Structure):
             DictTensor.cat(part.info for part in parts),
             TemporalDictTensor.cat(part.trajectories for part in parts),
         )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trajectories:
+        """Reads a file that `save` wrote, or all files of a folder that `save_rollouts` wrote.
+
+        Nothing of a file is executed.
+
+        Raises:
+            FileError: a file was not written by `save`, is damaged, missing, or holds another class.
+            FileNotFoundError: there is no such file.
+        """
+        if not Path(path).is_dir():
+            return super().load(path)
+        return cls.cat(map(super().load, list_parts(path)))
 
     def __repr__(self) -> str:
         return f"Trajectories(\n  info={self.info!r},\n  trajectories={self.trajectories!r})"

@@ -10,6 +10,7 @@ import threading
 from collections import defaultdict
 
 import gymnasium
+import minari
 import numpy as np
 import pytest
 import torch
@@ -18,13 +19,16 @@ from helpers import Count, count_batcher, create_gym, rollout
 from matplotlib.image import imread
 from processes import LIMIT
 
-from rlstructs import DictTensor, RandomAgent, RL_Agent, RL_Batcher, TemporalDictTensor, Trajectories
+from rlstructs import DictTensor, RandomAgent, RL_Agent, RL_Batcher, TemporalDictTensor, Trajectories, load_rollouts
 from rlstructs.cli import command, report
 from rlstructs.cli.collect import Settings, collect
 from rlstructs.cli.command import main
+from rlstructs.integrations.minari import from_minari, to_minari
+from rlstructs.structures import rollout_files
 from rlstructs.testing import Fault, FaultyEnv, create_faulty_envs
 
 # Seconds; only reached when something hangs.
+ABOUT = ("author", "author_email", "code_permalink", "algorithm_name", "description")
 SMALL = ["--workers", "0", "--envs", "2", "--timesteps", "10", "--steps", "60"]
 
 
@@ -196,6 +200,23 @@ def test_collect_writes_what_the_batcher_gives(run, tmp_path, ending, n_workers)
         assert Trajectories.load(out) == collected(batcher, n_rollouts)
 
 
+def test_collect_writes_a_folder_and_a_dataset_while_it_runs(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "datasets"))
+    monkeypatch.setattr(rollout_files, "PART_NBYTES", 9_000)
+    options = ["collect", "CartPole-v1", *SMALL, "--steps", 400, "--seed", 3]
+    assert run(*options, "--out", tmp_path / "x.npz")[0] == 0
+    code, stdout, _ = run(*options, "--out", f"{tmp_path}/x/", "--minari", "cart/x-v0", "--plot", tmp_path / "x.png")
+    assert code == 0 and stdout.endswith(f"steps/s; wrote {tmp_path}/x/, cart/x-v0, {tmp_path}/x.png\n")
+    whole, parts = Trajectories.load(tmp_path / "x.npz"), list(load_rollouts(tmp_path / "x"))
+    assert Trajectories.load(tmp_path / "x") == Trajectories.cat(parts) == whole and 2 < len(parts) < 20
+    of_file, of_folder = (run("info", tmp_path / name)[1].splitlines() for name in ("x.npz", "x"))
+    assert of_folder[1:] == of_file[1:] and f": Trajectories in {len(parts)} files, 40 rows, " in of_folder[0]
+    to_minari("cart/whole-v0", [whole], "CartPole-v1", **dict.fromkeys(ABOUT, "x"), eval_env="CartPole-v1")
+    assert from_minari("cart/x-v0") == from_minari("cart/whole-v0")
+    metadata = minari.load_dataset("cart/x-v0").storage.metadata
+    assert metadata["algorithm_name"] == "random" and "seed 3" in metadata["description"]
+
+
 def test_summary_bar_and_info_agree_with_a_count_step_by_step(run, tmp_path):
     out, plot = tmp_path / "x.npz", tmp_path / "x.png"
     code, stdout, stderr = run("collect", "CartPole-v1", *SMALL, "--steps", 1000, "--out", out, "--plot", plot)
@@ -320,23 +341,29 @@ def read_until(stream, text):
     return seen
 
 
-@pytest.mark.parametrize("n_workers", [0, 2])
-def test_ctrl_c_keeps_what_was_collected_and_leaves_no_worker(start, tmp_path, n_workers):
-    options = ["--workers", n_workers, "--envs", 1, "--timesteps", 8, "--steps", 1_000_000]
-    process = start("collect", "world:Count-v0", *options, "--out", "x.npz", "--plot", "x.png")
+@pytest.mark.parametrize(("n_workers", "outputs"), [(0, ["--out=x/", "--minari=x-v0"]), (2, ["--out=x.npz"])])
+def test_ctrl_c_keeps_what_was_collected_and_leaves_no_worker(start, tmp_path, subprocess_env, n_workers, outputs):
+    subprocess_env["MINARI_DATASETS_PATH"] = str(tmp_path / "datasets")
+    options = ["--workers", n_workers, "--envs", 1, "--timesteps", 8, "--steps", 1_000_000, *outputs]
+    process = start("collect", "world:Count-v0", *options, "--plot", "x.png")
     seen = read_until(process.stderr, b"episodes=")
     os.killpg(process.pid, signal.SIGINT)
     # Workers hold these pipes too: their ends are only seen once all of them are gone.
     stdout, stderr = process.communicate(timeout=LIMIT)
     assert process.returncode == 130, stderr
     assert b"Traceback" not in seen + stderr and b"error" not in seen + stderr
-    kept = Trajectories.load(tmp_path / "x.npz")
+    names = [option.partition("=")[2] for option in outputs]
+    kept = Trajectories.load(tmp_path / names[0])
     n_steps, (returns, _) = int(kept.lengths.sum()), brute_force_episodes(kept)
     assert 0 < n_steps < 1_000_000
     beginning = f"Count-v0: {n_steps:,} steps, {len(returns):,} episodes, mean return 6.00, mean length 3.00, "
-    pattern = re.escape(beginning) + r"[\d,]+ steps/s; stopped early, of 1,000,000 steps; wrote x.npz, x.png\n"
+    ending = f"stopped early, of 1,000,000 steps; wrote {', '.join([*names, 'x.png'])}\n"
+    pattern = re.escape(beginning) + r"[\d,]+ steps/s; " + re.escape(ending)
     assert re.fullmatch(pattern, stdout.decode())
     assert imread(tmp_path / "x.png").shape[2] == 4
+    if "x-v0" in names:
+        dataset = minari.MinariDataset(tmp_path / "datasets" / "x-v0" / "data")
+        assert dataset.total_steps == n_steps and len(dataset) == -(-n_steps // 3)
 
 
 @pytest.fixture
@@ -434,6 +461,10 @@ ERRORS = {
     "out ending": (["collect", "None-v0", "--out", "x.csv"], r"--out: .* \.npz or \.pt or \.h5, got 'x\.csv'"),
     "out directory": (["collect", "None-v0", "--out", "no/x.npz"], "--out: there is no directory 'no'"),
     "out is directory": (["collect", "None-v0", "--out", "folder.npz"], "--out: cannot write 'folder.npz': .* direc.*"),
+    "out folder": (["collect", "None-v0", "--out", "no/x/"], "--out: cannot write to 'no/x': .* no folder no"),
+    "out has files": (["collect", "None-v0", "--out", "full/"], "--out: cannot .* an empty folder, it has 'x.npz'"),
+    "info of another folder": (["info", "full"], "full: a folder without part_000000.npz, which save_rollouts .*"),
+    "minari id": (["collect", "Cli/Count-v0", *SMALL, "--minari", "x"], "to_minari: dataset_id must be .*, got 'x'"),
     "plot ending": (["collect", "None-v0", "--plot", "x.jpg"], r"--plot: .* must end in \.png, got 'x\.jpg'"),
     "plot directory": (["collect", "None-v0", "--plot", "no/x.png"], "--plot: there is no directory 'no'"),
     "out too large": (
@@ -459,7 +490,10 @@ ERRORS = {
 @pytest.mark.parametrize(("arguments", "message"), ERRORS.values(), ids=ERRORS)
 def test_an_error_is_one_line_and_exit_code_2(run, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
     (tmp_path / "folder.npz").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x.npz").touch()
     (tmp_path / "damaged.npz").write_bytes(b"PK nothing of the kind")
     whole = tmp_path / "whole.pt"
     DictTensor({"x": torch.zeros(1000)}).save(whole)
@@ -474,14 +508,18 @@ def test_an_error_is_one_line_and_exit_code_2(run, tmp_path, monkeypatch, argume
 
 @pytest.mark.parametrize(
     ("option", "modules", "extra"),
-    [("--plot=x.png", ["matplotlib", "matplotlib.figure"], "plot"), ("--out=x.h5", ["h5py"], "hdf5")],
+    [
+        ("--plot=x.png", ["matplotlib", "matplotlib.figure"], "plot"),
+        ("--out=x.h5", ["h5py"], "hdf5"),
+        ("--minari=x-v0", ["minari", "rlstructs.integrations.minari.writing"], "minari"),
+    ],
 )
 def test_a_package_that_is_not_there_is_missed_before_anything_runs(run, monkeypatch, option, modules, extra):
     for module in modules:
         monkeypatch.setitem(sys.modules, module, None)  # what makes an import fail
     code, stdout, stderr = run("collect", "None-v0", option)
     assert (code, stdout) == (2, "")
-    words = rf"--\w+: \.\w+ files need {modules[0]}: .*: pip install 'rlstructs\[{extra}\]'"
+    words = rf"--\w+: (?:\.\w+ files need|needs) {modules[0]}: .*: pip install 'rlstructs\[{extra}\]'"
     assert re.fullmatch(f"rlstructs: error: {words}\n", stderr)
 
 
