@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+import textwrap
 
 import gymnasium
 import numpy as np
@@ -10,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from rlstructs import (
     GymEnvInf,
@@ -26,6 +30,7 @@ from rlstructs import (
     transitions,
     vtrace,
 )
+from rlstructs.returns import launch
 
 GAMMA, EPISODE = 0.99, 100
 COMMON = ("rewards", "next_values", "terminated", "truncated", "gamma", "mask")
@@ -39,6 +44,15 @@ EXTRA = {
 }
 SETTINGS = {"gamma": GAMMA, "lambda_": 0.9, "n": 3, "rho_clip": 1.0, "c_clip": 1.0, "mask": None}
 functions = pytest.mark.parametrize("function", EXTRA, ids=lambda function: function.__name__)
+
+
+@pytest.fixture(scope="module", params=["torch", "kernels"], autouse=True)
+def path(request):
+    """What computes the results: torch, or kernels of Warp where there is a step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "FEWEST_STEPS", 1 if request.param == "kernels" else 2**62)
+        patch.setattr(launch, "FEWEST_ROUNDS", 0)
+        yield request.param
 
 
 def call(function, arguments):
@@ -168,6 +182,134 @@ def test_it_is_what_its_equation_says(function, arguments):
     for result, values in zip(results, expected, strict=True):
         assert result.dtype == dtype and result.shape == shape and result.is_contiguous()
         np.testing.assert_allclose(result.numpy(), values, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@functions
+def test_kernels_round_as_torch_does_over_long_rows(function, dtype, path):
+    arguments = numbers(3, 2000, dtype=dtype)
+    random = torch.Generator().manual_seed(1)
+    for name, share in (("terminated", 0.01), ("truncated", 0.01), ("mask", 0.9)):
+        arguments[name] = torch.rand(3, 2000, generator=random) < share
+    results = call(function, arguments)
+    exact = call(function, {k: v.double() if k in arguments and isinstance(v, torch.Tensor) and v.dtype == dtype else v
+                            for k, v in arguments.items()})  # fmt: skip
+    assert launch._starts.get((torch.device("cpu"), dtype)) if path == "kernels" else True
+    for result, wanted in zip(results, exact, strict=True):
+        torch.testing.assert_close(result.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+TRACED = {
+    "compile": lambda function: torch.compile(function, backend="eager", fullgraph=True),
+    "trace": lambda function: torch.jit.trace(function, (torch.zeros(2, 40),), check_trace=False),
+    "make_fx": lambda function: make_fx(function)(torch.zeros(2, 40)),
+    "vmap": lambda function: lambda x: torch.vmap(function)(x[None])[0],
+}
+
+
+@pytest.mark.parametrize("tracer", TRACED)
+@pytest.mark.filterwarnings("ignore")  # of torch, that its tracer is old
+def test_what_traces_operations_of_torch_finds_them(tracer):
+    arguments = {name: numbers(2, 40, dtype=torch.float32)[name] for name in COMMON}
+    arguments["truncated"][0, 7] = True
+    rewards = arguments.pop("rewards")
+
+    def function(rewards):
+        return discounted_returns(rewards, **arguments)
+
+    torch.testing.assert_close(TRACED[tracer](function)(rewards), function(rewards))
+
+
+@functions
+def test_half_of_the_bits_a_device_without_memory_and_negated_views_are_left_to_torch(function):
+    arguments = numbers(2, 8, dtype=torch.float32)
+    wanted = call(function, arguments)
+    for convert in (torch.Tensor.bfloat16, lambda tensor: tensor.to("meta")):
+        converted = {k: convert(v) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+        for result, like in zip(call(function, converted), wanted, strict=True):
+            assert (result.dtype, result.device, result.shape) == (
+                converted["rewards"].dtype, converted["rewards"].device, like.shape)  # fmt: skip
+    arguments["rewards"] = torch._neg_view(-arguments["rewards"])
+    for result, like in zip(call(function, arguments), wanted, strict=True):
+        torch.testing.assert_close(result, like)
+
+
+# What the programs below begin with.
+PROGRAM = """
+    import os, signal, sys, threading, torch
+    from rlstructs import discounted_returns
+    from rlstructs.returns import in_torch, launch
+
+    def returns(n_elems):
+        no = torch.zeros(n_elems, 256, dtype=torch.bool)
+        return discounted_returns(torch.ones(n_elems, 256), torch.ones(n_elems, 256), no, no, 0.5)
+
+    def check():
+        assert torch.allclose(returns(64), torch.tensor(2.0) - 0.5 ** torch.arange(256, 0, -1.0), atol=1e-6)
+"""
+
+
+def run(program, **environment):
+    """What a program says on its standard error; it must end well."""
+    code = textwrap.dedent(PROGRAM) + textwrap.dedent(program)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+@pytest.fixture
+def once(path):
+    """For tests of programs of their own, which choose the path by what they compute."""
+    if path == "torch":
+        pytest.skip("once is enough")
+
+
+@pytest.mark.usefixtures("once")
+def test_warp_loads_with_the_first_large_call_whatever_thread_it_comes_from(subprocess_env):
+    run(
+        """
+        returns(4)
+        assert "warp" not in sys.modules
+        failed = []
+        threading.excepthook = failed.append
+        threads = [threading.Thread(target=check) for _ in range(8)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        assert not failed, failed
+        assert all(launch._starts.values()) and len(launch._starts) == 1
+        """,
+        **subprocess_env,
+    )
+
+
+@pytest.mark.usefixtures("once")
+@pytest.mark.parametrize("before", ["check()", "threading.Thread(target=check).start()", "pass"])
+def test_a_forked_child_computes_them_too(before, subprocess_env):
+    """After the parent has loaded the kernels, while it loads them, and before."""
+    run(
+        f"""
+        {before}
+        child = os.fork()
+        if not child:
+            signal.alarm(300)
+            check()
+            assert all(launch._starts.values()) and len(launch._starts) == 1
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        check()
+        """,
+        **subprocess_env,
+    )
+
+
+@pytest.mark.usefixtures("once")
+def test_where_kernels_cannot_be_kept_torch_computes_and_one_line_says_so(subprocess_env, tmp_path):
+    (tmp_path / "file").touch()
+    nowhere = {name: str(tmp_path / "file") for name in ("HOME", "XDG_CACHE_HOME", "WARP_CACHE_PATH")}
+    said = run("check()
+check()
+assert list(launch._starts.values()) == [None]", **subprocess_env | nowhere)
+    assert said.count("Warp cannot load the kernels of returns, torch takes longer to compute them: ") == 1, said
 
 
 class Ones(gymnasium.Env):
