@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
-import textwrap
 
 import gymnasium
 import numpy as np
@@ -33,6 +30,7 @@ from rlstructs import (
 from rlstructs.returns import launch
 
 GAMMA, EPISODE = 0.99, 100
+FLOATS = ("rewards", "values", "next_values", "target_log_probs", "behaviour_log_probs")
 COMMON = ("rewards", "next_values", "terminated", "truncated", "gamma", "mask")
 # What each function takes beside those.
 EXTRA = {
@@ -64,8 +62,7 @@ def call(function, arguments):
 def numbers(n_elems, n_timesteps, seed=0, dtype=torch.float64):
     """Random arguments of all functions, without an end."""
     generator = torch.Generator().manual_seed(seed)
-    names = ("rewards", "values", "next_values", "target_log_probs", "behaviour_log_probs")
-    floats = {name: torch.randn(n_elems, n_timesteps, generator=generator, dtype=dtype) for name in names}
+    floats = {name: torch.randn(n_elems, n_timesteps, generator=generator, dtype=dtype) for name in FLOATS}
     no = torch.zeros(n_elems, n_timesteps, dtype=torch.bool)
     return {**SETTINGS, **floats, "terminated": no, "truncated": no.clone()}
 
@@ -186,17 +183,16 @@ def test_it_is_what_its_equation_says(function, arguments):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @functions
-def test_kernels_round_as_torch_does_over_long_rows(function, dtype, path):
+def test_long_rows_are_as_exact_as_their_dtype(function, dtype, path):
     arguments = numbers(3, 2000, dtype=dtype)
     random = torch.Generator().manual_seed(1)
     for name, share in (("terminated", 0.01), ("truncated", 0.01), ("mask", 0.9)):
         arguments[name] = torch.rand(3, 2000, generator=random) < share
     results = call(function, arguments)
-    exact = call(function, {k: v.double() if k in arguments and isinstance(v, torch.Tensor) and v.dtype == dtype else v
-                            for k, v in arguments.items()})  # fmt: skip
-    assert launch._starts.get((torch.device("cpu"), dtype)) if path == "kernels" else True
+    exact = call(function, {k: v.double() if k in FLOATS else v for k, v in arguments.items()})
+    assert path == "torch" or launch._starts[torch.device("cpu"), dtype] is not None
     for result, wanted in zip(results, exact, strict=True):
-        torch.testing.assert_close(result.double(), wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(result.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
 TRACED = {
@@ -232,84 +228,6 @@ def test_half_of_the_bits_a_device_without_memory_and_negated_views_are_left_to_
     arguments["rewards"] = torch._neg_view(-arguments["rewards"])
     for result, like in zip(call(function, arguments), wanted, strict=True):
         torch.testing.assert_close(result, like)
-
-
-# What the programs below begin with.
-PROGRAM = """
-    import os, signal, sys, threading, torch
-    from rlstructs import discounted_returns
-    from rlstructs.returns import in_torch, launch
-
-    def returns(n_elems):
-        no = torch.zeros(n_elems, 256, dtype=torch.bool)
-        return discounted_returns(torch.ones(n_elems, 256), torch.ones(n_elems, 256), no, no, 0.5)
-
-    def check():
-        assert torch.allclose(returns(64), torch.tensor(2.0) - 0.5 ** torch.arange(256, 0, -1.0), atol=1e-6)
-"""
-
-
-def run(program, **environment):
-    """What a program says on its standard error; it must end well."""
-    code = textwrap.dedent(PROGRAM) + textwrap.dedent(program)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
-
-
-@pytest.fixture
-def once(path):
-    """For tests of programs of their own, which choose the path by what they compute."""
-    if path == "torch":
-        pytest.skip("once is enough")
-
-
-@pytest.mark.usefixtures("once")
-def test_warp_loads_with_the_first_large_call_whatever_thread_it_comes_from(subprocess_env):
-    run(
-        """
-        returns(4)
-        assert "warp" not in sys.modules
-        failed = []
-        threading.excepthook = failed.append
-        threads = [threading.Thread(target=check) for _ in range(8)]
-        [thread.start() for thread in threads]
-        [thread.join() for thread in threads]
-        assert not failed, failed
-        assert all(launch._starts.values()) and len(launch._starts) == 1
-        """,
-        **subprocess_env,
-    )
-
-
-@pytest.mark.usefixtures("once")
-@pytest.mark.parametrize("before", ["check()", "threading.Thread(target=check).start()", "pass"])
-def test_a_forked_child_computes_them_too(before, subprocess_env):
-    """After the parent has loaded the kernels, while it loads them, and before."""
-    run(
-        f"""
-        {before}
-        child = os.fork()
-        if not child:
-            signal.alarm(300)
-            check()
-            assert all(launch._starts.values()) and len(launch._starts) == 1
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        check()
-        """,
-        **subprocess_env,
-    )
-
-
-@pytest.mark.usefixtures("once")
-def test_where_kernels_cannot_be_kept_torch_computes_and_one_line_says_so(subprocess_env, tmp_path):
-    (tmp_path / "file").touch()
-    nowhere = {name: str(tmp_path / "file") for name in ("HOME", "XDG_CACHE_HOME", "WARP_CACHE_PATH")}
-    said = run("check()
-check()
-assert list(launch._starts.values()) == [None]", **subprocess_env | nowhere)
-    assert said.count("Warp cannot load the kernels of returns, torch takes longer to compute them: ") == 1, said
 
 
 class Ones(gymnasium.Env):
@@ -416,7 +334,7 @@ def test_results_are_constants_and_arguments_stay_as_they_are(function):
     arguments["truncated"][0, 2] = True
     arguments["mask"] = torch.ones(2, 5)
     before = {k: v.clone() for k, v in arguments.items() if isinstance(v, torch.Tensor)}
-    for name in ("rewards", "values", "next_values", "target_log_probs", "behaviour_log_probs"):
+    for name in FLOATS:
         arguments[name].requires_grad_()
     assert not any(result.requires_grad for result in call(function, arguments))
     assert all(torch.equal(arguments[name], tensor) for name, tensor in before.items())
