@@ -46,7 +46,7 @@ def launch(
     Returns:
         Its results (B, T), or None if torch must compute them.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not _suits(name, given, numbers):
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() or not _suits(name, given, numbers):
         return None
     rewards = given.rewards
     n_elems, n_timesteps = rewards.shape
