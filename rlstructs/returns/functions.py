@@ -74,7 +74,7 @@ def gae(
     Equation (16) of Schulman et al., "High-dimensional continuous control using generalized advantage estimation"
     (2016): A_t = delta_t + gamma lambda A_{t+1}, with delta_t = r_t + gamma V(s_{t+1}) - V(s_t).
 
-    Args: see the module.
+    Args: see `rlstructs.returns`.
 
     Returns:
         Advantages (B, T), and targets (B, T), which are advantages + values.
@@ -105,7 +105,7 @@ def discounted_returns(
     Equation (3.9) of Sutton and Barto, "Reinforcement learning: an introduction" (2nd edition, 2018):
     G_t = r_t + gamma G_{t+1}.
 
-    Args: see the module; `next_values` counts only where an episode was cut.
+    Args: see `rlstructs.returns`; `next_values` counts only where an episode was cut.
 
     Returns:
         (B, T).
@@ -129,7 +129,7 @@ def lambda_returns(
 
     Equation (12.18) of Sutton and Barto (2018): G_t = r_t + gamma ((1 - lambda) V(s_{t+1}) + lambda G_{t+1}).
 
-    Args: see the module.
+    Args: see `rlstructs.returns`.
 
     Returns:
         (B, T).
@@ -154,7 +154,7 @@ def n_step_returns(
 
     Equation (7.1) of Sutton and Barto (2018): G_t = r_t + gamma r_{t+1} + ... + gamma^n V(s_{t+n}).
 
-    Args: see the module, and
+    Args: see `rlstructs.returns`, and
         n: at least 1. The time grows with n, up to T; for whole episodes use `discounted_returns`.
 
     Returns:
@@ -189,7 +189,7 @@ def vtrace(
     In its difference to v_{t+1}, V(s_{t+1}) is `values` of step t + 1; where no further step follows it is 0.
     Advantages are those of its section 4.2: rho_t (r_t + gamma v_{t+1} - V(s_t)).
 
-    Args: see the module, and
+    Args: see `rlstructs.returns`, and
         target_log_probs: (B, T), log pi(a_t | s_t) of the policy that learns.
         behaviour_log_probs: (B, T), log mu(a_t | s_t) of the policy that acted.
         rho_clip: upper limit of rho_t = pi / mu, above 0, `math.inf` for none; decides which policy V belongs to.
