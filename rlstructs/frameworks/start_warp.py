@@ -37,12 +37,14 @@ def quiet_warp() -> Iterator[None]:
     with _START_LOCK:
         import warp as wp
 
-        level = wp.config.log_level
-        wp.config.log_level = wp.LOG_ERROR
+        # Versions before `log_level` have `quiet`.
+        setting, value = ("log_level", wp.LOG_ERROR) if hasattr(wp.config, "log_level") else ("quiet", True)
+        before = getattr(wp.config, setting)
+        setattr(wp.config, setting, value)
         try:
             yield
         finally:
-            wp.config.log_level = level
+            setattr(wp.config, setting, before)
 
 
 @contextlib.contextmanager
