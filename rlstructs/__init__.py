@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from rlstructs.module_agent import ModuleAgent
     from rlstructs.moments import Moments
     from rlstructs.random_agent import RandomAgent
-    from rlstructs.returns import discounted_returns, gae, lambda_returns, n_step_returns, transitions, vtrace
+    from rlstructs.returns.functions import discounted_returns, gae, lambda_returns, n_step_returns, transitions, vtrace
     from rlstructs.seeding import int32_seed
     from rlstructs.structures.dict_tensor import DictTensor, masked_dicttensor, masked_tensor
     from rlstructs.structures.rollout_files import load_rollouts, save_rollouts
@@ -102,21 +102,21 @@ _EXPORTS = {
     "WorkerCrashed": "errors",
     "WorkerError": "errors",
     "WorkerTimeout": "errors",
-    "discounted_returns": "returns",
-    "gae": "returns",
+    "discounted_returns": "returns.functions",
+    "gae": "returns.functions",
     "int32_seed": "seeding",
-    "lambda_returns": "returns",
+    "lambda_returns": "returns.functions",
     "load_rollouts": "structures.rollout_files",
     "make_vec": "envs.shared_vector.make_vec",
     "mask_logits": "action_masks",
     "masked_dicttensor": "structures.dict_tensor",
     "masked_tensor": "structures.dict_tensor",
-    "n_step_returns": "returns",
+    "n_step_returns": "returns.functions",
     "replay_agent": "agent",
     "replay_agent_stateless": "agent",
     "save_rollouts": "structures.rollout_files",
-    "transitions": "returns",
-    "vtrace": "returns",
+    "transitions": "returns.functions",
+    "vtrace": "returns.functions",
 }
 
 __all__ = [

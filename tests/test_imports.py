@@ -25,8 +25,8 @@ frameworks worker_setup
 files
 structures seeding moments
 shared replay agent
-envs memories episodes returns_inputs action_masks
-returns random_agent module_agent
+envs memories episodes returns action_masks
+random_agent module_agent
 rollout
 batcher testing
 distributed integrations
@@ -233,7 +233,7 @@ ALIASES = {
 }
 PACKAGES = [
     "workers", "rlstructs", "rlstructs.distributed", "rlstructs.envs", "rlstructs.memories", "rlstructs.replay",
-    "rlstructs.testing",
+    "rlstructs.returns", "rlstructs.testing",
 ]  # fmt: skip
 
 

@@ -13,13 +13,16 @@ from typing import Any
 
 WARP_MAX_AXES = 4
 WARP_DTYPES = "bool, integers of 8 to 64 bits, float16, bfloat16, float32 and float64"
-_START_LOCK = threading.Lock()
+# Held while warp is imported, or loads and compiles; a fork waits for it, so that a child finds warp whole.
+_START_LOCK = threading.RLock()
+os.register_at_fork(before=_START_LOCK.acquire, after_in_parent=_START_LOCK.release, after_in_child=_START_LOCK.release)
 
 
 @functools.cache
 def start_warp() -> Any:
     """The warp module, ready for use."""
-    import warp as wp
+    with _START_LOCK:
+        import warp as wp
 
     # Its greeting, and its warning about a missing GPU driver, would mix with the output of the program.
     no_driver = b"Could not find or load the NVIDIA CUDA driver"
@@ -31,15 +34,17 @@ def start_warp() -> Any:
 @contextlib.contextmanager
 def quiet_warp() -> Iterator[None]:
     """Keeps warp from printing its greeting and a line for each module that it compiles."""
-    import warp as wp
-
     with _START_LOCK:
-        level = wp.config.log_level
-        wp.config.log_level = wp.LOG_ERROR
+        import warp as wp
+
+        # Versions before `log_level` have `quiet`.
+        setting, value = ("log_level", wp.LOG_ERROR) if hasattr(wp.config, "log_level") else ("quiet", True)
+        before = getattr(wp.config, setting)
+        setattr(wp.config, setting, value)
         try:
             yield
         finally:
-            wp.config.log_level = level
+            setattr(wp.config, setting, before)
 
 
 @contextlib.contextmanager

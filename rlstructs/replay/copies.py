@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+import rlstructs.frameworks.start_warp  # noqa: F401 # its lock is taken after these, before a fork too
 from rlstructs.errors import StateError
 
 _forking = threading.RLock()  # one fork at a time

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from rlstructs import (
     GymEnvInf,
@@ -26,8 +27,10 @@ from rlstructs import (
     transitions,
     vtrace,
 )
+from rlstructs.returns import launch
 
 GAMMA, EPISODE = 0.99, 100
+FLOATS = ("rewards", "values", "next_values", "target_log_probs", "behaviour_log_probs")
 COMMON = ("rewards", "next_values", "terminated", "truncated", "gamma", "mask")
 # What each function takes beside those.
 EXTRA = {
@@ -41,6 +44,15 @@ SETTINGS = {"gamma": GAMMA, "lambda_": 0.9, "n": 3, "rho_clip": 1.0, "c_clip": 1
 functions = pytest.mark.parametrize("function", EXTRA, ids=lambda function: function.__name__)
 
 
+@pytest.fixture(scope="module", params=["torch", "kernels"], autouse=True)
+def path(request):
+    """What computes the results: torch, or kernels of Warp where there is a step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "FEWEST_STEPS", 1 if request.param == "kernels" else 2**62)
+        patch.setattr(launch, "FEWEST_ROUNDS", 0)
+        yield request.param
+
+
 def call(function, arguments):
     """The results, as a tuple; the last of them are the targets of the values."""
     results = function(**{name: arguments[name] for name in (*COMMON, *EXTRA[function])})
@@ -50,8 +62,7 @@ def call(function, arguments):
 def numbers(n_elems, n_timesteps, seed=0, dtype=torch.float64):
     """Random arguments of all functions, without an end."""
     generator = torch.Generator().manual_seed(seed)
-    names = ("rewards", "values", "next_values", "target_log_probs", "behaviour_log_probs")
-    floats = {name: torch.randn(n_elems, n_timesteps, generator=generator, dtype=dtype) for name in names}
+    floats = {name: torch.randn(n_elems, n_timesteps, generator=generator, dtype=dtype) for name in FLOATS}
     no = torch.zeros(n_elems, n_timesteps, dtype=torch.bool)
     return {**SETTINGS, **floats, "terminated": no, "truncated": no.clone()}
 
@@ -170,6 +181,55 @@ def test_it_is_what_its_equation_says(function, arguments):
         np.testing.assert_allclose(result.numpy(), values, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@functions
+def test_long_rows_are_as_exact_as_their_dtype(function, dtype, path):
+    arguments = numbers(3, 2000, dtype=dtype)
+    random = torch.Generator().manual_seed(1)
+    for name, share in (("terminated", 0.01), ("truncated", 0.01), ("mask", 0.9)):
+        arguments[name] = torch.rand(3, 2000, generator=random) < share
+    results = call(function, arguments)
+    exact = call(function, {k: v.double() if k in FLOATS else v for k, v in arguments.items()})
+    assert path == "torch" or launch._starts[torch.device("cpu"), dtype] is not None
+    for result, wanted in zip(results, exact, strict=True):
+        torch.testing.assert_close(result.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+TRACED = {
+    "compile": lambda function: torch.compile(function, backend="eager", fullgraph=True),
+    "trace": lambda function: torch.jit.trace(function, (torch.zeros(2, 40),), check_trace=False),
+    "make_fx": lambda function: make_fx(function)(torch.zeros(2, 40)),
+    "vmap": lambda function: lambda x: torch.vmap(function)(x[None])[0],
+}
+
+
+@pytest.mark.parametrize("tracer", TRACED)
+@pytest.mark.filterwarnings("ignore")  # of torch, that its tracer is old
+def test_what_traces_operations_of_torch_finds_them(tracer):
+    arguments = {name: numbers(2, 40, dtype=torch.float32)[name] for name in COMMON}
+    arguments["truncated"][0, 7] = True
+    rewards = arguments.pop("rewards")
+
+    def function(rewards):
+        return discounted_returns(rewards, **arguments)
+
+    torch.testing.assert_close(TRACED[tracer](function)(rewards), function(rewards))
+
+
+@functions
+def test_half_of_the_bits_a_device_without_memory_and_negated_views_are_left_to_torch(function):
+    arguments = numbers(2, 8, dtype=torch.float32)
+    wanted = call(function, arguments)
+    for convert in (torch.Tensor.bfloat16, lambda tensor: tensor.to("meta")):
+        converted = {k: convert(v) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+        for result, like in zip(call(function, converted), wanted, strict=True):
+            assert (result.dtype, result.device, result.shape) == (
+                converted["rewards"].dtype, converted["rewards"].device, like.shape)  # fmt: skip
+    arguments["rewards"] = torch._neg_view(-arguments["rewards"])
+    for result, like in zip(call(function, arguments), wanted, strict=True):
+        torch.testing.assert_close(result, like)
+
+
 class Ones(gymnasium.Env):
     """A reward of 1 at each step, for ever; the observation is how many steps there were."""
 
@@ -274,7 +334,7 @@ def test_results_are_constants_and_arguments_stay_as_they_are(function):
     arguments["truncated"][0, 2] = True
     arguments["mask"] = torch.ones(2, 5)
     before = {k: v.clone() for k, v in arguments.items() if isinstance(v, torch.Tensor)}
-    for name in ("rewards", "values", "next_values", "target_log_probs", "behaviour_log_probs"):
+    for name in FLOATS:
         arguments[name].requires_grad_()
     assert not any(result.requires_grad for result in call(function, arguments))
     assert all(torch.equal(arguments[name], tensor) for name, tensor in before.items())

@@ -1,9 +1,9 @@
-"""The checked arguments of `rlstructs.returns`: without gradients, and 0 in masked steps."""
+"""Checks the arguments of the functions of this package."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from numbers import Real
+from typing import NamedTuple
 
 import torch
 
@@ -14,21 +14,19 @@ from rlstructs.structures.tree import show
 Weight = float | torch.Tensor
 
 
-@dataclass(frozen=True)
-class Steps:
-    """Rewards and what follows them, in contiguous tensors (B, T).
+class Given(NamedTuple):
+    """The arguments that all functions have in common, checked: contiguous tensors (B, T) without gradients.
 
-    `goes_on` and `mask` are bool, the others of one floating point dtype; `gamma` may also be a number or a tensor ().
-    `next_values` is 0 after a step that terminated. `goes_on` is True where step t + 1 of the row continues the episode
-    of step t; `carry` is gamma there and 0 elsewhere.
+    `terminated`, `truncated` and `mask` are bool, the others of one floating point dtype; `gamma` may also be a number
+    or a tensor (). Masked steps hold what was given.
     """
 
     rewards: torch.Tensor
     next_values: torch.Tensor
-    gamma: Weight
-    goes_on: torch.Tensor
-    carry: torch.Tensor
+    terminated: torch.Tensor
+    truncated: torch.Tensor
     mask: torch.Tensor | None
+    gamma: Weight
 
     @classmethod
     def of(
@@ -39,8 +37,8 @@ class Steps:
         truncated: torch.Tensor,
         gamma: Weight,
         mask: torch.Tensor | None,
-    ) -> Steps:
-        """Checks the arguments that all functions have in common.
+    ) -> Given:
+        """Checks them.
 
         Raises:
             TypeError, SpecError: one is wrong; the message names it.
@@ -50,39 +48,19 @@ class Steps:
         dtype = torch.promote_types(rewards.dtype, next_values.dtype)
         terminated = _check_flags("terminated", terminated, rewards)
         truncated = _check_flags("truncated", truncated, rewards)
-        goes_on, bootstraps = ~(terminated | truncated), ~terminated
-        goes_on[:, -1:] = False
         if mask is not None:
             mask = _check_flags("mask", mask, rewards)
-            goes_on &= mask
-            goes_on[:, :-1] &= mask[:, 1:]
-            bootstraps &= mask
-        rewards, next_values = _zero_outside(rewards.to(dtype), mask), _zero_outside(next_values.to(dtype), bootstraps)
-        gamma = _check_weight("gamma", gamma, rewards, mask)
-        return cls(rewards, next_values, gamma, goes_on, goes_on.to(dtype) * gamma, mask)
+        rewards = rewards.to(dtype)
+        gamma = _check_weight("gamma", gamma, rewards)
+        return cls(rewards, next_values.to(dtype), terminated, truncated, mask, gamma)
 
     def floats(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Checks a further argument (B, T), and sets it to 0 outside the mask."""
-        return _zero_outside(_check_floats(name, tensor, self.rewards).to(self.rewards.dtype), self.mask)
+        """Checks a further argument (B, T)."""
+        return _check_floats(name, tensor, self.rewards).to(self.rewards.dtype)
 
     def weight(self, name: str, value: Weight) -> Weight:
         """Checks a further argument that is a number in [0, 1] or a tensor."""
-        return _check_weight(name, value, self.rewards, self.mask)
-
-    def up_to_cuts(self) -> torch.Tensor:
-        """(B, T): r_t, plus gamma V(s_{t+1}) where `goes_on` is False; V may be NaN elsewhere."""
-        return self.rewards + torch.where(self.goes_on, 0, self.gamma * self.next_values)
-
-    def backup(self, following: torch.Tensor) -> torch.Tensor:
-        """(B, T): r_t + gamma x_{t+1}, where x is `following`, or V(s_{t+1}) where `goes_on` is False."""
-        backed_up = self.up_to_cuts()
-        backed_up[:, :-1] += self.carry[:, :-1] * following[:, 1:]
-        return backed_up
-
-
-def _zero_outside(tensor: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    # Not a product, because masked values may be NaN.
-    return tensor if mask is None else torch.where(mask, tensor, 0)
+        return _check_weight(name, value, self.rewards)
 
 
 def _check_floats(name: str, tensor: torch.Tensor, rewards: torch.Tensor | None) -> torch.Tensor:
@@ -111,11 +89,11 @@ def _check_argument(name: str, tensor: torch.Tensor, rewards: torch.Tensor | Non
     return tensor.contiguous()
 
 
-def _check_weight(name: str, value: Weight, rewards: torch.Tensor, mask: torch.Tensor | None) -> Weight:
+def _check_weight(name: str, value: Weight, rewards: torch.Tensor) -> Weight:
     if isinstance(value, torch.Tensor):
         if value.ndim == 0:
             return value.detach().to(rewards.device, rewards.dtype)
-        return _zero_outside(_check_floats(name, value, rewards).to(rewards.dtype), mask)
+        return _check_floats(name, value, rewards).to(rewards.dtype)
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number or a tensor, got {value!r}")
     if not 0 <= value <= 1:

@@ -1,31 +1,4 @@
-"""Returns, targets and advantages over `(B, T)`: GAE, discounted, lambda and n-step returns, V-trace.
-
-Every function takes transitions as the batcher records them, rows of T steps with any number of episodes, and returns
-a number for each transition. The arguments are
-
-- `rewards`: floating point (B, T), the reward of step t;
-- `values`: floating point (B, T), V of the observation before step t;
-- `next_values`: floating point (B, T), V of the observation after step t, at the end of an episode the final one;
-- `terminated`, `truncated`: bool (B, T), or numbers that are 0 for False: how step t ended its episode, if it did;
-- `gamma`, `lambda_`: in [0, 1], a number or a tensor () or (B, T); the weight at t applies to what follows step t;
-- `mask`: which steps count, in the form of `terminated`; None for all.
-
-`transitions` takes rewards, ends and mask out of a batch; you add values and weights.
-
-In the equations V(s_{t+1}) is `next_values`, but 0 after a step that terminated. V(s_{t+1}) also replaces the value
-that would come from step t + 1 if the row has no such step of the episode: at the end of the episode or of the row, and
-before a masked step. Masked steps are ignored, even if they hold NaN; their results are 0.
-
-Results are contiguous, on the device of `rewards`, and of the wider dtype of `rewards` and `next_values`. No gradient
-flows through them: it would move targets towards values.
-
-Raises:
-    TypeError: an argument is no tensor, or no number. All messages name the argument.
-    SpecError: an argument has a wrong shape, device or kind of dtype, or is a number out of range. Values in tensors
-        are not checked, because that would wait for a GPU.
-
-Every function is a recurrence x_t = a_t + b_t x_{t+1} with its own a and b; n-step returns take n steps of it.
-"""
+"""The public functions of this package: each checks its arguments, and has a kernel or torch compute the results."""
 
 from __future__ import annotations
 
@@ -36,11 +9,15 @@ import torch
 
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
-from rlstructs.returns_inputs import Steps, Weight
+from rlstructs.public_names import set_module
+from rlstructs.returns import in_torch
+from rlstructs.returns.inputs import Given, Weight
+from rlstructs.returns.launch import launch
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
 
 
+@set_module("rlstructs.returns")
 class Transitions(TypedDict):
     """Arguments that the functions of this module take from a batch; (B, T) each."""
 
@@ -97,7 +74,7 @@ def gae(
     Equation (16) of Schulman et al., "High-dimensional continuous control using generalized advantage estimation"
     (2016): A_t = delta_t + gamma lambda A_{t+1}, with delta_t = r_t + gamma V(s_{t+1}) - V(s_t).
 
-    Args: see the module.
+    Args: see `rlstructs.returns`.
 
     Returns:
         Advantages (B, T), and targets (B, T), which are advantages + values.
@@ -108,11 +85,11 @@ def gae(
         >>> gae(torch.ones(1, 2), values, next_values, terminated=no, truncated=no, gamma=0.5, lambda_=1.0)
         (tensor([[1.5000, 1.0000]]), tensor([[2.5000, 3.0000]]))
     """
-    steps = Steps.of(rewards, next_values, terminated, truncated, gamma, mask)
-    values = steps.floats("values", values)
-    deltas = steps.rewards + steps.gamma * steps.next_values - values
-    advantages = _recurrence_(deltas, steps.carry * steps.weight("lambda_", lambda_))
-    return advantages, advantages + values
+    given = Given.of(rewards, next_values, terminated, truncated, gamma, mask)
+    values, lambda_ = given.floats("values", values), given.weight("lambda_", lambda_)
+    if launched := launch("gae", given, (values,), (lambda_,)):
+        return launched[0], launched[1]
+    return in_torch.gae(given, values, lambda_)
 
 
 def discounted_returns(
@@ -128,13 +105,15 @@ def discounted_returns(
     Equation (3.9) of Sutton and Barto, "Reinforcement learning: an introduction" (2nd edition, 2018):
     G_t = r_t + gamma G_{t+1}.
 
-    Args: see the module; `next_values` counts only where an episode was cut.
+    Args: see `rlstructs.returns`; `next_values` counts only where an episode was cut.
 
     Returns:
         (B, T).
     """
-    steps = Steps.of(rewards, next_values, terminated, truncated, gamma, mask)
-    return _recurrence_(steps.up_to_cuts(), steps.carry)
+    given = Given.of(rewards, next_values, terminated, truncated, gamma, mask)
+    if launched := launch("discounted_returns", given):
+        return launched[0]
+    return in_torch.discounted_returns(given)
 
 
 def lambda_returns(
@@ -150,14 +129,16 @@ def lambda_returns(
 
     Equation (12.18) of Sutton and Barto (2018): G_t = r_t + gamma ((1 - lambda) V(s_{t+1}) + lambda G_{t+1}).
 
-    Args: see the module.
+    Args: see `rlstructs.returns`.
 
     Returns:
         (B, T).
     """
-    steps = Steps.of(rewards, next_values, terminated, truncated, gamma, mask)
-    weights = steps.carry * steps.weight("lambda_", lambda_)
-    return _recurrence_(steps.rewards + (steps.gamma - weights) * steps.next_values, weights)
+    given = Given.of(rewards, next_values, terminated, truncated, gamma, mask)
+    lambda_ = given.weight("lambda_", lambda_)
+    if launched := launch("lambda_returns", given, weights=(lambda_,)):
+        return launched[0]
+    return in_torch.lambda_returns(given, lambda_)
 
 
 def n_step_returns(
@@ -173,18 +154,18 @@ def n_step_returns(
 
     Equation (7.1) of Sutton and Barto (2018): G_t = r_t + gamma r_{t+1} + ... + gamma^n V(s_{t+n}).
 
-    Args: see the module, and
+    Args: see `rlstructs.returns`, and
         n: at least 1. The time grows with n, up to T; for whole episodes use `discounted_returns`.
 
     Returns:
         (B, T).
     """
     check_count("n", n)
-    steps = Steps.of(rewards, next_values, terminated, truncated, gamma, mask)
-    returns = steps.rewards + steps.gamma * steps.next_values
-    for _ in range(min(n, returns.shape[1]) - 1):
-        returns = steps.backup(returns)
-    return returns
+    given = Given.of(rewards, next_values, terminated, truncated, gamma, mask)
+    n = min(n, rewards.shape[1])
+    if launched := launch("n_step_returns", given, numbers=(n,)):
+        return launched[0]
+    return in_torch.n_step_returns(given, n)
 
 
 def vtrace(
@@ -208,7 +189,7 @@ def vtrace(
     In its difference to v_{t+1}, V(s_{t+1}) is `values` of step t + 1; where no further step follows it is 0.
     Advantages are those of its section 4.2: rho_t (r_t + gamma v_{t+1} - V(s_t)).
 
-    Args: see the module, and
+    Args: see `rlstructs.returns`, and
         target_log_probs: (B, T), log pi(a_t | s_t) of the policy that learns.
         behaviour_log_probs: (B, T), log mu(a_t | s_t) of the policy that acted.
         rho_clip: upper limit of rho_t = pi / mu, above 0, `math.inf` for none; decides which policy V belongs to.
@@ -217,29 +198,16 @@ def vtrace(
     Returns:
         Advantages (B, T), and targets (B, T), which are the paper's v.
     """
-    steps = Steps.of(rewards, next_values, terminated, truncated, gamma, mask)
-    values = steps.floats("values", values)
-    log_ratios = steps.floats("target_log_probs", target_log_probs)
-    ratios = (log_ratios - steps.floats("behaviour_log_probs", behaviour_log_probs)).exp()
-    rhos, cs = ratios.clamp(max=_clip("rho_clip", rho_clip)), ratios.clamp(max=_clip("c_clip", c_clip))
-    deltas = rhos * (steps.rewards + steps.gamma * steps.next_values - values)
-    targets = _recurrence_(deltas, steps.carry * cs) + values
-    return rhos * (steps.backup(targets) - values), targets
-
-
-def _recurrence_(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Computes x_t = a_t + b_t x_{t+1} in place of `a`, (B, T); the last b of a row counts as 0.
-
-    It takes log2(T) rounds: x_t, the sum of its first `reach` terms, adds those of x_{t+reach} times the b in between.
-    A loop over T takes 2 to 30 times as long (benchmarks/returns.py).
-    """
-    n_timesteps, reach = a.shape[1], 1
-    b = b[:, :-1]
-    while reach < n_timesteps:
-        a[:, :-reach] += b * a[:, reach:]
-        b = b[:, :-reach] * b[:, reach:]
-        reach *= 2
-    return a
+    given = Given.of(rewards, next_values, terminated, truncated, gamma, mask)
+    values = given.floats("values", values)
+    learned = given.floats("target_log_probs", target_log_probs)
+    acted = given.floats("behaviour_log_probs", behaviour_log_probs)
+    clips = _clip("rho_clip", rho_clip), _clip("c_clip", c_clip)
+    # On a CPU torch computes several exponentials at once, a kernel one; on a GPU they would be launches more.
+    ratios = None if values.is_cuda else (learned - acted).exp_()
+    if launched := launch("vtrace", given, (values, ratios, learned, acted), numbers=clips):
+        return launched[0], launched[1]
+    return in_torch.vtrace(given, values, (learned - acted).exp_() if ratios is None else ratios, *clips)
 
 
 def _clip(name: str, value: float) -> float:
