@@ -13,6 +13,9 @@ from folders import PYTHONPATH
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# tianshou compiles functions with numba, which takes half a minute.
+os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
+
 # By default hypothesis fails what takes more than 200 ms, which on a busy machine anything may.
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
