@@ -24,8 +24,6 @@ SPACES = {
 class Walks(gymnasium.Env):
     """Episodes of 3 to 6 steps, terminated or truncated by turns, with infos of reset and step."""
 
-    metadata = {"render_modes": ["rgb_array"]}
-
     def __init__(self, space=BOX, number=0, action_space=None):
         self.observation_space, self.action_space = space, action_space or spaces.Discrete(2)
         self.render_mode, self.number, self.n_episodes = "rgb_array", number, 0

@@ -34,8 +34,8 @@ class WorkerVectorEnv(BaseVectorEnv):  # type: ignore[misc]
     """Replaces tianshou's `SubprocVectorEnv` and `ShmemVectorEnv`, with several environments in each process.
 
     For the same seeds it returns what `DummyVectorEnv` returns. It resets only the environments that it is told to. A
-    step waits for all environments that it steps: it is for `Collector`, not for `AsyncCollector`. A worker that dies or
-    raises is an error at once, and scripts need no `__main__` guard.
+    step waits for all environments that it steps: it is for `Collector`, not for `AsyncCollector`. A worker that dies
+    or raises is an error at once, and scripts need no `__main__` guard.
 
     Args:
         env_fns: make the environments, which have equal spaces; observations are not a Tuple. May be lambdas.

@@ -73,10 +73,10 @@ def test_every_step_and_reset_is_that_of_dummy_vector_env(kind, action, n_worker
 
 def test_attributes_images_and_seeds_are_those_of_dummy_vector_env():
     envs = pair()
-    theirs, ours = envs
+    ours = envs[1]
     with contextlib.closing(ours):
-        for id in (None, 1, [3, 1], np.array([2])):
-            of_both(envs, lambda each, id=id: each.get_env_attr("number", id))
+        for ids in (None, 1, [3, 1], np.array([2])):
+            of_both(envs, lambda each, ids=ids: each.get_env_attr("number", ids))
         for each in envs:
             each.set_env_attr("number", 9, [2, 0])
             each.set_env_attr("extra", 5, 1)
